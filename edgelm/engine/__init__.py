@@ -1,0 +1,1 @@
+"""The engine: scheduler, KV bookkeeping and the step loop. Knows integers only."""

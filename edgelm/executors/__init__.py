@@ -1,0 +1,1 @@
+"""What runs a model: each executor owns weights, KV memory and a device."""

@@ -1,0 +1,1 @@
+"""The model library: names, files on this disk, what fits this machine."""

@@ -1,0 +1,1 @@
+"""The HTTP endpoint: a front process, and what an engine process serves."""

@@ -1,0 +1,1 @@
+"""Between text and tokens: tokenizers, incremental decoding, stop strings."""

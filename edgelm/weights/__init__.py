@@ -1,0 +1,1 @@
+"""Readers and layouts of model files."""

@@ -1,0 +1,1 @@
+"""Architectures of the torch executor; imported as `edgelm.models`."""

@@ -1,0 +1,31 @@
+"""The option `--soak`, the shared test data, and hypothesis's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests.counts import choose_counts
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"  # lies beside the checkout on some machines
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="run the randomised tests with their big counts")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    choose_counts(config.getoption("--soak"))
+    # A busy machine is not a failure. New inputs in each run; a failing one prints how to repeat it.
+    hypothesis.settings.register_profile("edgelm", deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("edgelm")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Return the folder with real tokenizers and trained models; a test that asks for it skips where there is none."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("no ../shared/data beside this checkout")
+    return SHARED_DATA

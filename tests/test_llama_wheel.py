@@ -1,0 +1,144 @@
+"""The cache of llama.cpp wheels: used again only where it is safe, and never in part."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "packaging" / "llama_wheel.py"
+WHEEL = "llama_cpp_python-0.3.36-py3-none-any.whl"
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("llama_wheel", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["llama_wheel"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+llama_wheel = load_script()
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Replace the minutes of compiling by a file; return where each build took place."""
+    places: list[Path] = []
+
+    def build_wheel(build: Any, scratch: Path) -> Path:
+        places.append(scratch)
+        with zipfile.ZipFile(scratch / WHEEL, "w") as archive:
+            archive.writestr("llama_cpp/lib/libllama.so", os.urandom(10_000))
+        return scratch / WHEEL
+
+    monkeypatch.setattr(llama_wheel, "build_wheel", build_wheel)
+    return places
+
+
+@pytest.fixture
+def build() -> Any:
+    return llama_wheel.Build("llama-cpp-python>=0.3.36,<0.3.37", {"CFLAGS": "-O2"}, "#define __AVX2__ 1")
+
+
+def test_a_wheel_is_built_once(build: Any, builds: list[Path], tmp_path: Path) -> None:
+    first = llama_wheel.ensure_wheel(build, tmp_path)
+    assert llama_wheel.ensure_wheel(build, tmp_path) == first
+    assert len(builds) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [build.key]  # nothing is left of the build
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"requirement": "llama-cpp-python>=0.3.37,<0.3.38"},
+        {"environment": {"CFLAGS": "-O3"}},
+        {"environment": {"CFLAGS": "-O2", "CMAKE_ARGS": "-DGGML_NATIVE=OFF"}},
+        {"target": "#define __AVX512F__ 1"},
+    ],
+)
+def test_another_build_has_another_wheel(
+    change: dict[str, Any], build: Any, builds: list[Path], tmp_path: Path
+) -> None:
+    first = llama_wheel.ensure_wheel(build, tmp_path)
+    assert llama_wheel.ensure_wheel(replace(build, **change), tmp_path) != first
+    assert len(builds) == 2
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "folder of nothing"])
+def test_a_damaged_wheel_is_built_again(damage: str, build: Any, builds: list[Path], tmp_path: Path) -> None:
+    wheel = llama_wheel.ensure_wheel(build, tmp_path)
+    data = bytearray(wheel.read_bytes())
+    if damage == "empty":
+        data.clear()
+    elif damage == "cut":
+        del data[len(data) // 2 :]
+    elif damage == "flipped":
+        data[5_000] ^= 1
+    wheel.write_bytes(data)
+    if damage == "folder of nothing":
+        wheel.unlink()
+    assert llama_wheel.is_whole(llama_wheel.ensure_wheel(build, tmp_path))
+    assert len(builds) == 2
+
+
+def test_builds_at_the_same_time_leave_one_whole_wheel(build: Any, builds: list[Path], tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        wheels = set(pool.map(lambda _: llama_wheel.ensure_wheel(build, tmp_path), range(16)))
+    (wheel,) = wheels
+    assert llama_wheel.is_whole(wheel)
+    assert len(set(builds)) == len(builds)
+    assert [path.name for path in tmp_path.iterdir()] == [build.key]
+
+
+def test_the_cache_lies_where_the_environment_says(tmp_path: Path) -> None:
+    assert llama_wheel.cache_folder({"EDGELM_WHEEL_CACHE": str(tmp_path), "XDG_CACHE_HOME": "/x"}) == tmp_path
+    assert llama_wheel.cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/edgelm-wheels")
+    assert llama_wheel.cache_folder({}) == Path.home() / ".cache" / "edgelm-wheels"
+
+
+def test_amx_is_left_out_where_the_compiler_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_wheel.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(llama_wheel, "native_target", lambda compiler: "")
+    monkeypatch.setattr(llama_wheel, "accepts", lambda compiler, flags: True)
+    plan = llama_wheel.plan_build({"CXXFLAGS": "-O1", "HOME": "/x"})
+    assert plan.environment == {
+        "CFLAGS": "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16",
+        "CXXFLAGS": "-O1 -mno-amx-tile -mno-amx-int8 -mno-amx-bf16",
+    }
+    monkeypatch.setattr(llama_wheel, "accepts", lambda compiler, flags: False)
+    assert llama_wheel.plan_build({"CXXFLAGS": "-O1"}).environment == {"CXXFLAGS": "-O1"}
+    monkeypatch.setattr(llama_wheel, "accepts", lambda compiler, flags: True)
+    monkeypatch.setattr(llama_wheel.platform, "machine", lambda: "arm64")
+    assert llama_wheel.plan_build({}).environment == {}
+
+
+def test_without_a_compiler_it_says_so_in_one_line(tmp_path: Path) -> None:
+    environment = os.environ | {"CC": str(tmp_path / "missing"), "EDGELM_WHEEL_CACHE": str(tmp_path)}
+    result = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: no C compiler: ")
+
+
+def test_a_failed_build_shows_its_output_and_leaves_nothing(
+    build: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wrong = replace(build, requirement=str(tmp_path / "no-such-project"))
+    with pytest.raises(llama_wheel.BuildError, match="not built"):
+        llama_wheel.ensure_wheel(wrong, tmp_path)
+    assert "no-such-project" in capfd.readouterr().err
+    assert list(tmp_path.rglob("*.whl")) == []
+    assert [path.name for path in tmp_path.iterdir()] == [wrong.key]

@@ -1,0 +1,81 @@
+"""What is shipped is what lies in the tree, under one version."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import tomllib
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgelm
+
+ROOT = Path(__file__).resolve().parents[1]
+MAPPED = ("kernels", "models", "tui")
+
+
+@pytest.fixture(scope="module")
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def packages_under(folder: Path, name: str) -> set[str]:
+    """Return the package `name` in `folder` and all below it: each folder that holds Python code."""
+    found = {name} if any(folder.glob("*.py")) else set()
+    for child in folder.iterdir():
+        if child.is_dir() and not child.is_symlink() and child.name != "__pycache__":
+            found |= packages_under(child, f"{name}.{child.name}")
+    return found
+
+
+def packages_in_tree() -> set[str]:
+    found = packages_under(ROOT / "edgelm", "edgelm")
+    return found.union(*(packages_under(ROOT / name, f"edgelm.{name}") for name in MAPPED))
+
+
+def test_the_declared_packages_are_those_of_the_tree(pyproject: dict[str, Any]) -> None:
+    declared = pyproject["tool"]["setuptools"]["packages"]
+    assert sorted(declared) == sorted(packages_in_tree())
+
+
+def test_every_package_of_the_tree_has_its_init_and_can_be_imported(pyproject: dict[str, Any]) -> None:
+    for name in packages_in_tree():
+        spec = importlib.util.find_spec(name)
+        assert spec is not None, name
+        assert spec.origin is not None, f"{name} has no __init__.py"
+        assert spec.origin.endswith("__init__.py"), name
+        assert importlib.import_module(name).__doc__, f"{name} does not say what it is"
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_a_top_level_package_is_linked_and_mapped(name: str, pyproject: dict[str, Any]) -> None:
+    link = ROOT / "edgelm" / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("..", name)
+    assert pyproject["tool"]["setuptools"]["package-dir"][f"edgelm.{name}"] == name
+
+
+def test_the_folder_packaging_is_no_package() -> None:
+    assert not (ROOT / "packaging" / "__init__.py").exists()  # it would shadow the library of that name
+
+
+def test_the_version_is_the_head_of_the_changelog() -> None:
+    head = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert head is not None
+    assert head[1] == edgelm.__version__
+
+
+def test_the_plain_install_brings_no_gpu_stack(pyproject: dict[str, Any]) -> None:
+    names = {re.split(r"[<>=!~;\[ ]", line)[0] for line in pyproject["project"]["dependencies"]}
+    assert "llama-cpp-python" in names
+    assert not names & {"torch", "triton"}
+
+
+def test_every_dependency_has_an_upper_bound(pyproject: dict[str, Any]) -> None:
+    project = pyproject["project"]
+    for line in chain(project["dependencies"], *project["optional-dependencies"].values()):
+        assert "<" in line, line

@@ -1,0 +1,1 @@
+"""The terminal chat, a client of the endpoint; imported as `edgelm.tui`."""
