@@ -1,0 +1,251 @@
+"""The scheduler: which tokens of which sequences the next step runs, and what its samples mean.
+
+Owns the queue of waiting and the list of running sequences, both by age. There is no prefill and no decode: a
+sequence has `tokens`, a `draft` and `computed`, and each step lets `computed` catch up within the step's budget.
+Knows nothing of devices, text, threads or time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from edgelm.core import (
+    NOT_A_TOKEN,
+    Chunk,
+    Drafter,
+    Event,
+    ExecutorInfo,
+    FinishReason,
+    KVCache,
+    Sampled,
+    SamplingParams,
+    Sequence,
+    Step,
+)
+from edgelm.engine.clock import StepClock
+from edgelm.errors import EdgeLMError, EngineError, RequestError
+
+
+@dataclass(slots=True)
+class _Room:
+    """What is left of a step's budget."""
+
+    tokens: int
+    rows: int
+    prefill: int  # tokens of sequences that miss more than one
+    reserved: int  # running sequences that have not had their turn: each is left a token and a row
+
+
+class Scheduler:
+    """Plans steps and commits their results. `plan` and `commit` (or `fail`) are called in turn."""
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        kv: KVCache,
+        clock: StepClock,
+        drafter: Drafter | None = None,
+    ) -> None:
+        assert info.max_sequences <= min(info.max_tokens, info.max_rows)
+        assert info.context <= info.capacity
+        self._info = info
+        self._kv = kv
+        self._clock = clock
+        self._drafter = drafter if info.can_trim else None  # a rejected draft must be cut off
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def check(self, tokens: list[int], params: SamplingParams) -> None:
+        """Raise RequestError for a request that can never run."""
+        info = self._info
+        if not tokens:
+            raise RequestError("the prompt is empty", "give at least one token")
+        if len(tokens) >= info.context:
+            raise RequestError(
+                f"the prompt has {len(tokens):,} tokens, the context holds {info.context:,} with the answer",
+                "shorten it, or raise --ctx",
+            )
+        if not 0 <= min(tokens) <= max(tokens) < info.num_vocab:
+            raise RequestError(f"the prompt has a token id outside of the vocabulary of {info.num_vocab:,}")
+        if any(token >= info.num_vocab for token, _ in params.logit_bias):
+            raise RequestError(f"logit_bias has a token id outside of the vocabulary of {info.num_vocab:,}")
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence that passed `check`. Ids grow with age."""
+        self._enqueue(self.waiting, seq)
+
+    def abort(self, seq_id: int) -> Event | None:
+        """End a sequence between steps; its memory is free at once. None: there is no such sequence."""
+        for seq in self.waiting:
+            if seq.id == seq_id:
+                self.waiting.remove(seq)
+                return Event(seq_id, finish_reason="abort")
+        for seq in self.running:
+            if seq.id == seq_id:
+                return self._finish(seq, (), "abort")
+        return None
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Step | None:
+        """Choose the chunks of the next step. None: there is nothing to do."""
+        ready = sum(_missing(seq) == 1 for seq in self.running)
+        room = _Room(
+            tokens=self._info.max_tokens,
+            rows=self._info.max_rows,
+            prefill=self._clock.prefill_tokens(ready) if ready else self._info.max_tokens,
+            reserved=len(self.running),
+        )
+        chunks: dict[Sequence, Chunk] = {}
+        preempted = False
+        for seq in sorted(self.running, key=lambda seq: _missing(seq) > 1):  # the nearest to a sample come first
+            room.reserved -= 1
+            if seq.kv is not None:  # it was not preempted for one before it
+                preempted |= not self._schedule(seq, chunks, room)
+        while not preempted and self.waiting and self._may_admit(room):
+            seq = self.waiting[0]
+            if not self._kv.attach(seq):
+                break
+            del self.waiting[0]
+            self._enqueue(self.running, seq)
+            seq.cached = seq.computed if seq.cached is None else seq.cached
+            preempted = not self._schedule(seq, chunks, room)
+        assert chunks or not self.num_unfinished
+        return Step(tuple(chunks.values()), self._kv.take_ops()) if chunks else None  # ops alone wait for a request
+
+    def commit(self, step: Step, sampled: list[list[Sampled]]) -> list[Event]:
+        """Take what a step sampled; return an event for each sequence that has new tokens."""
+        events = []
+        for chunk, rows in zip(step.chunks, sampled, strict=True):
+            if chunk.rows:
+                events.append(self._advance(chunk, rows))
+            else:
+                chunk.seq.computed = chunk.end
+                self._kv.commit(chunk.seq)
+        return events
+
+    def fail(self, step: Step | None, error: EdgeLMError) -> list[Event]:
+        """End the sequences of a failed step (all, if none was planned); the others compute theirs again."""
+        concerned = [chunk.seq for chunk in step.chunks] if step else self.running or self.waiting[:1]
+        self._kv.reset()
+        unfinished, self.waiting, self.running = [*self.running, *self.waiting], [], []
+        for seq in unfinished:
+            seq.kv, seq.computed, seq.draft = None, 0, []
+            if seq not in concerned:
+                self._enqueue(self.waiting, seq)
+        return [Event(seq.id, finish_reason="error", error=error) for seq in concerned]
+
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    def _may_admit(self, room: _Room) -> bool:
+        return min(room.tokens, room.rows, room.prefill) > 0 and len(self.running) < self._info.max_sequences
+
+    def _schedule(self, seq: Sequence, chunks: dict[Sequence, Chunk], room: _Room) -> bool:
+        """Plan a chunk of one sequence, preempting the youngest if memory is short; False: it did."""
+        missing = _missing(seq)
+        length = 1 if missing == 1 else min(missing, room.prefill, room.tokens - room.reserved)
+        if length <= 0:
+            return True
+        if missing == 1 and self._drafter:
+            seq.draft = self._propose(seq, self._drafter, room)
+        untouched = True
+        while not self._kv.grow(seq, seq.computed + length + len(seq.draft)):
+            if seq.draft:
+                seq.draft = []
+                continue
+            untouched = False
+            youngest = self.running[-1]
+            chunks.pop(youngest, None)
+            self._preempt(youngest)
+            if youngest is seq:
+                return False
+        first, last = seq.computed, seq.computed + length
+        rows = 1 + len(seq.draft) if length == missing else 0
+        tokens = seq.tokens[first:last] + seq.draft
+        chunks[seq] = Chunk(seq, first, tokens, rows, self._kv.place(seq))
+        room.tokens -= len(tokens)
+        room.rows -= rows
+        room.prefill -= length if missing > 1 else 0
+        return untouched
+
+    def _propose(self, seq: Sequence, drafter: Drafter, room: _Room) -> list[int]:
+        """Ask for a draft that fits the step, the context and what the request may still generate."""
+        next_in_line = min(len(self.waiting), self._info.max_sequences - len(self.running))  # drafts let them in
+        most = min(room.tokens, room.rows) - room.reserved - next_in_line - 1
+        most = min(most, self._info.context - len(seq.tokens) - 1)
+        if seq.params.max_tokens is not None:
+            most = min(most, seq.params.max_tokens - seq.completion_len - 1)
+        if most <= 0:
+            return []
+        rows = self._info.max_rows - room.rows + room.reserved + 1
+        return drafter.propose(seq, self._clock.marginal_cost(rows, most))[:most]
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        seq.draft = []
+        self._kv.release(seq)
+        self._enqueue(self.waiting, seq)
+
+    @staticmethod
+    def _enqueue(queue: list[Sequence], seq: Sequence) -> None:
+        bisect.insort(queue, seq, key=lambda each: each.id)  # the oldest is served first
+
+    # -- results ---------------------------------------------------------------------------------------------------
+
+    def _advance(self, chunk: Chunk, rows: list[Sampled]) -> Event:
+        """Keep the samples up to the first that differs from the draft, or that ends the sequence."""
+        seq, draft = chunk.seq, chunk.draft
+        taken: list[Sampled] = []
+        reason: FinishReason | None = None
+        for row, sample in enumerate(rows):
+            if sample.id == NOT_A_TOKEN:
+                reason = "error"
+                break
+            taken.append(sample)
+            seq.tokens.append(sample.id)
+            if seq.matcher:
+                seq.matcher.accept(sample.id)
+            reason = self._finish_reason(seq)
+            if reason or row == len(draft) or sample.id != draft[row]:
+                break
+        accepted = sum(sample.id == token for sample, token in zip(taken, draft, strict=False))
+        seq.drafted += len(draft)
+        seq.accepted += accepted
+        if draft and self._drafter:
+            self._drafter.observe(seq, len(draft), accepted)
+        seq.draft = []
+        if reason == "error":
+            seq.computed = 0  # what made no sense is not used again
+            return self._finish(seq, tuple(taken), reason)
+        seq.computed = len(seq.tokens) - 1
+        if reason:
+            return self._finish(seq, tuple(taken), reason)
+        self._kv.commit(seq)
+        return Event(seq.id, tuple(taken))
+
+    def _finish_reason(self, seq: Sequence) -> FinishReason | None:
+        if seq.tokens[-1] in seq.params.stop_ids:
+            return "stop"
+        if seq.completion_len == seq.params.max_tokens:
+            return "length"
+        return "context" if len(seq.tokens) >= self._info.context else None
+
+    def _finish(self, seq: Sequence, taken: tuple[Sampled, ...], reason: FinishReason) -> Event:
+        self.running.remove(seq)
+        self._kv.release(seq)
+        error = None
+        if reason == "error":
+            error = EngineError("the model computed values that are not numbers", "its file may be damaged")
+        return Event(seq.id, taken, reason, error)
+
+
+def _missing(seq: Sequence) -> int:
+    """Return how many tokens of a sequence have no KV yet; with one, the next step samples."""
+    return len(seq.tokens) - seq.computed

@@ -1,0 +1,1 @@
+"""Tests of the engine on a fake executor whose output shows every wrong KV entry."""

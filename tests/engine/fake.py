@@ -1,0 +1,352 @@
+"""A fake executor whose output depends on every KV entry that it reads back.
+
+An entry is a hash of (previous entry, token, position), and the model is a hash of all entries from the first to the
+row's: one stale, missing or misplaced entry changes what is sampled. The memories are strict: what llama.cpp answers
+with an abort or with silent nonsense is an AssertionError here. Owns no bookkeeping that it could share a mistake with.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgelm.core import (
+    NOT_A_TOKEN,
+    Chunk,
+    Copy,
+    Drop,
+    ExecutorInfo,
+    FinishReason,
+    Load,
+    Masks,
+    Op,
+    Sampled,
+    SamplingParams,
+    Save,
+    Step,
+    Trim,
+)
+from edgelm.errors import EngineError, RequestError
+
+ROOT = 17  # the entry before the first
+
+
+def info(**changes: object) -> ExecutorInfo:
+    """Return the facts of a roomy executor, with some of them changed."""
+    facts: dict[str, object] = {
+        "engine": "fake",
+        "device": "none",
+        "num_vocab": 40,
+        "context": 256,
+        "capacity": 1024,
+        "max_tokens": 64,
+        "max_rows": 16,
+        "max_sequences": 4,
+        "kv_bytes_per_token": 10,
+    }
+    return ExecutorInfo(**(facts | changes))  # type: ignore[arg-type]
+
+
+def entry_of(previous: int, token: int, position: int) -> int:
+    return hash((previous, token, position))
+
+
+def choose(entries: Seq[int], params: SamplingParams, allowed: Seq[int]) -> int:
+    """Return the token that follows `entries`: greedily, or by a draw that is keyed by seed, position and choice."""
+    value = hash(tuple(entries))
+    if not params.greedy:
+        value = hash((value, params.seed, len(entries), params.choice))
+    return allowed[value % len(allowed)]
+
+
+def complete_alone(
+    prompt: list[int], params: SamplingParams, info: ExecutorInfo, grammar: int | None = None
+) -> tuple[list[int], FinishReason]:
+    """Return what a request generates by itself: no cache, no batch, no draft."""
+    entries: list[int] = []
+    for position, token in enumerate(prompt):
+        entries.append(entry_of(entries[-1] if entries else ROOT, token, position))
+    answer: list[int] = []
+    state = grammar
+    while True:
+        allowed = list(range(info.num_vocab)) if state is None else FakeMatcher.allowed(state, info.num_vocab)
+        token = choose(entries, params, allowed)
+        answer.append(token)
+        state = None if state is None else hash((state, token))
+        entries.append(entry_of(entries[-1], token, len(entries)))
+        if token in params.stop_ids:
+            return answer, "stop"
+        if len(answer) == params.max_tokens:
+            return answer, "length"
+        if len(prompt) + len(answer) == info.context:
+            return answer, "context"
+
+
+class FakeMatcher:
+    """A grammar in which the allowed tokens depend on a hash of all tokens before."""
+
+    def __init__(self, seed: int, num_vocab: int, raises_at: int | None = None) -> None:
+        self._state = seed
+        self._num_vocab = num_vocab
+        self._raises_at = raises_at
+        self._num_accepted = 0
+
+    @staticmethod
+    def allowed(state: int, num_vocab: int) -> list[int]:
+        return [t for t in range(num_vocab) if t == state % num_vocab or hash((state, t)) % 3 == 0]
+
+    def fill(self, draft: list[int], rows: Masks) -> int:
+        assert len(rows) == len(draft) + 1
+        state = self._state
+        for index, row in enumerate(rows):
+            allowed = self.allowed(state, self._num_vocab)
+            words = [0] * len(row)
+            for token in allowed:
+                words[token // 32] |= 1 << token % 32
+            row.view(np.uint32)[:] = words
+            if index == len(draft) or draft[index] not in allowed:
+                return index
+            state = hash((state, draft[index]))
+        raise AssertionError
+
+    def accept(self, token: int) -> None:
+        assert token in self.allowed(self._state, self._num_vocab)
+        if self._num_accepted == self._raises_at:
+            raise InjectedError
+        self._num_accepted += 1
+        self._state = hash((self._state, token))
+
+
+class InjectedError(Exception):
+    """A failure that a test asked for, and that is no EdgeLMError."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A step fails in the middle: after `done` ops, after `done` tokens, or when it samples."""
+
+    where: Literal["ops", "chunks", "sample"]
+    done: int = 0
+    error: type[Exception] = EngineError
+
+    def exception(self) -> Exception:
+        return self.error("a fault was injected")
+
+
+class Memory(Protocol):
+    def apply(self, op: Op, lenient: bool) -> None: ...
+    def check_step(self, step: Step) -> None: ...
+    def write(self, chunk: Chunk, position: int, token: int) -> None: ...
+    def read(self, chunk: Chunk) -> list[int]: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Cell:
+    entry: int
+    holders: set[int]  # of slots
+
+
+class SlotMemory:
+    """llama.cpp's unified cache: a cell carries the set of slots that hold it, and is free when the set is empty."""
+
+    def __init__(self, info: ExecutorInfo, snapshot_bytes: int) -> None:
+        self._info = info
+        self._snapshot_bytes = snapshot_bytes
+        self.slots: list[list[_Cell]] = [[] for _ in range(info.max_sequences)]
+        self.snapshots: dict[int, list[int]] = {}
+        self.num_used = 0
+
+    def apply(self, op: Op, lenient: bool) -> None:
+        match op:
+            case Copy(src, dst, length):
+                assert self._info.can_copy
+                assert src != dst
+                assert not self.slots[dst]
+                assert 0 < length <= len(self.slots[src])
+                assert self._info.can_trim or length == len(self.slots[src])
+                for cell in self.slots[src][:length]:
+                    cell.holders.add(dst)
+                    self.slots[dst].append(cell)
+            case Trim(slot, length):
+                assert 0 <= length <= len(self.slots[slot])
+                assert self._info.can_trim or length in (0, len(self.slots[slot]))
+                while len(self.slots[slot]) > length:
+                    cell = self.slots[slot].pop()
+                    cell.holders.remove(slot)
+                    self.num_used -= not cell.holders
+            case Save(slot, key):
+                assert key not in self.snapshots
+                assert self.slots[slot]
+                self.snapshots[key] = [cell.entry for cell in self.slots[slot]]
+                num_tokens = sum(len(entries) for entries in self.snapshots.values())
+                assert num_tokens * self._info.kv_bytes_per_token <= self._snapshot_bytes
+            case Load(key, slot):
+                assert not self.slots[slot]
+                for entry in self.snapshots[key]:
+                    self._append(slot, entry)
+            case Drop(key):
+                assert lenient or key in self.snapshots
+                self.snapshots.pop(key, None)
+
+    def check_step(self, step: Step) -> None:
+        slots = [chunk.kv for chunk in step.chunks]
+        assert len(set(slots)) == len(slots)
+
+    def write(self, chunk: Chunk, position: int, token: int) -> None:
+        assert isinstance(chunk.kv, int)
+        slot = self.slots[chunk.kv]
+        assert len(slot) == position
+        self._append(chunk.kv, entry_of(slot[-1].entry if slot else ROOT, token, position))
+
+    def read(self, chunk: Chunk) -> list[int]:
+        assert isinstance(chunk.kv, int)
+        return [cell.entry for cell in self.slots[chunk.kv]]
+
+    def _append(self, slot: int, entry: int) -> None:
+        self.slots[slot].append(_Cell(entry, {slot}))
+        self.num_used += 1
+        assert self.num_used <= self._info.capacity
+
+
+class PagedMemory:
+    """Blocks that are read through tables, full of poison wherever nothing was written."""
+
+    def __init__(self, info: ExecutorInfo, block_len: int) -> None:
+        self._block_len = block_len
+        self._poison = itertools.count(-1, -1)
+        self._blocks = [[0] * block_len for _ in range(info.capacity // block_len)]
+        for block in range(len(self._blocks)):
+            self.poison(block)
+
+    def poison(self, block: int, first: int = 0) -> None:
+        """Spoil a block from an offset on."""
+        for offset in range(first, self._block_len):
+            self._blocks[block][offset] = next(self._poison)
+
+    def apply(self, op: Op, lenient: bool) -> None:
+        raise AssertionError(op)
+
+    def check_step(self, step: Step) -> None:
+        tables = [self._table(chunk) for chunk in step.chunks]
+        for chunk, table in zip(step.chunks, tables, strict=True):
+            assert len(set(table)) == len(table)
+            assert len(table) * self._block_len >= chunk.end
+            written = set(table[chunk.start // self._block_len :])
+            assert sum(bool(written.intersection(other)) for other in tables) == 1, "a block is written and shared"
+
+    def write(self, chunk: Chunk, position: int, token: int) -> None:
+        table = self._table(chunk)
+        previous = self._at(table, position - 1) if position else ROOT
+        block, offset = divmod(position, self._block_len)
+        self._blocks[table[block]][offset] = entry_of(previous, token, position)
+
+    def read(self, chunk: Chunk) -> list[int]:
+        return [entry for block in self._table(chunk) for entry in self._blocks[block]][: chunk.end]
+
+    def _at(self, table: tuple[int, ...], position: int) -> int:
+        block, offset = divmod(position, self._block_len)
+        return self._blocks[table[block]][offset]
+
+    @staticmethod
+    def _table(chunk: Chunk) -> tuple[int, ...]:
+        assert isinstance(chunk.kv, tuple)
+        return chunk.kv
+
+
+@dataclass(eq=False)
+class FakeExecutor:
+    """An `Executor` over a fake memory. Faults are by number of step, spoiled samples by (sequence, answer length)."""
+
+    info: ExecutorInfo
+    memory: Memory
+    faults: dict[int, Fault] = field(default_factory=dict)
+    spoiled: dict[int, int] = field(default_factory=dict)
+    all_rows: bool = False  # whether rows behind a rejected draft are sampled, too
+    num_steps: int = 0
+    num_computed: int = 0  # tokens
+    closed: bool = False
+    lenient: bool = False  # what a failed step left may hold more or fewer snapshots than the bookkeeper thinks
+
+    def __post_init__(self) -> None:
+        self._fault: Fault | None = None
+        self._step: Step | None = None
+        self._entries: list[list[int]] = []  # read back by each chunk
+
+    def forward(self, step: Step) -> None:
+        assert not self.closed
+        self._check(step)
+        self._fault = fault = self.faults.get(self.num_steps)
+        self.num_steps += 1
+        for done, op in enumerate(step.ops):
+            if fault and fault.where == "ops" and done == fault.done:
+                self._fail(fault)
+            self.memory.apply(op, lenient=self.lenient)
+        self.lenient = False
+        self.memory.check_step(step)
+        done = 0
+        for chunk in step.chunks:
+            for position, token in enumerate(chunk.tokens, chunk.start):
+                if fault and fault.where == "chunks" and done == fault.done:
+                    self._fail(fault)
+                self.memory.write(chunk, position, token)
+                done += 1
+        self.num_computed += done
+        self._step, self._entries = step, [self.memory.read(chunk) for chunk in step.chunks]
+        if fault and fault.where != "sample":
+            self._fail(fault)  # there were fewer ops or tokens
+
+    def sample(self, step: Step, masks: Masks | None) -> list[list[Sampled]]:
+        assert step is self._step
+        if self._fault:
+            self._fail(self._fault)
+        assert masks is None or len(masks) == step.num_rows
+        sampled, first = [], 0
+        for chunk, entries in zip(step.chunks, self._entries, strict=True):
+            rows = None if masks is None else masks[first : first + chunk.rows]
+            sampled.append(self._sample_chunk(chunk, entries, rows))
+            first += chunk.rows
+        return sampled
+
+    def logits(self, step: Step) -> NDArray[np.float32]:
+        raise RequestError("the fake has no logits")
+
+    def embed(self, step: Step) -> NDArray[np.float32]:
+        raise RequestError("the fake has no embeddings")
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _sample_chunk(self, chunk: Chunk, entries: list[int], masks: Masks | None) -> list[Sampled]:
+        taken: list[Sampled] = []
+        for row in range(chunk.rows):
+            allowed: Seq[int] = range(self.info.num_vocab)
+            if masks is not None:
+                bits = np.unpackbits(masks[row].view(np.uint8), bitorder="little")
+                allowed = np.flatnonzero(bits[: self.info.num_vocab]).tolist()
+            token = choose(entries[: chunk.end - chunk.rows + row + 1], chunk.seq.params, allowed)
+            if self.spoiled.get(chunk.seq.id) == chunk.seq.completion_len + row:
+                token = NOT_A_TOKEN
+            taken.append(Sampled(token))
+            if not self.all_rows and (row + 1 == chunk.rows or token != chunk.draft[row]):
+                break
+        return taken
+
+    def _fail(self, fault: Fault) -> None:
+        self.lenient, self._fault = True, None
+        raise fault.exception()
+
+    def _check(self, step: Step) -> None:
+        assert step.chunks
+        assert len(step.chunks) <= self.info.max_sequences
+        assert step.num_tokens <= self.info.max_tokens
+        assert step.num_rows <= self.info.max_rows
+        for chunk in step.chunks:
+            assert chunk.tokens
+            assert 0 <= chunk.rows <= len(chunk.tokens)
+            assert 0 <= chunk.start < chunk.end <= self.info.context
+            assert 0 <= min(chunk.tokens) <= max(chunk.tokens) < self.info.num_vocab

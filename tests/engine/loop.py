@@ -1,0 +1,78 @@
+"""The engine's loop without its thread, for tests that follow a scheduler step by step."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from edgelm.core import Drafter, Event, Matcher, Op, SamplingParams, Sequence, Step
+from edgelm.engine.clock import StepClock
+from edgelm.engine.masks import grammar_masks
+from edgelm.engine.paged import PagedKV
+from edgelm.engine.scheduler import Scheduler
+from edgelm.engine.slots import SlotKV
+from edgelm.errors import EngineError
+from tests.engine.fake import FakeExecutor, PagedMemory, SlotMemory, complete_alone, info
+
+
+class Loop:
+    """Scheduler, bookkeeper and fake executor; every finished answer is compared with the one given alone."""
+
+    def __init__(
+        self,
+        kind: str = "slots",
+        snapshot_bytes: int = 10**6,
+        drafter: Drafter | None = None,
+        block_len: int = 16,
+        **facts: object,
+    ) -> None:
+        self.info = info(**facts)
+        self.kv: SlotKV | PagedKV
+        self.memory: SlotMemory | PagedMemory
+        if kind == "slots":
+            self.kv, self.memory = SlotKV(self.info, snapshot_bytes), SlotMemory(self.info, snapshot_bytes)
+        else:
+            self.kv, self.memory = PagedKV(self.info, block_len), PagedMemory(self.info, block_len)
+        self.executor = FakeExecutor(self.info, self.memory)
+        self.clock = StepClock()
+        self.scheduler = Scheduler(self.info, self.kv, self.clock, drafter)
+        self.last: Step | None = None
+        self.ops: list[Op] = []  # of all steps
+        self._ids = itertools.count()
+
+    def add(self, prompt: list[int], *, matcher: Matcher | None = None, **params: object) -> Sequence:
+        parsed = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params))  # type: ignore[arg-type]
+        seq = Sequence(next(self._ids), list(prompt), len(prompt), parsed, matcher=matcher)
+        self.scheduler.check(prompt, parsed)
+        self.scheduler.add(seq)
+        return seq
+
+    def step(self) -> list[Event]:
+        step = self.last = self.scheduler.plan()
+        if step is None:
+            return []
+        self.ops += step.ops
+        try:
+            self.executor.forward(step)
+            sampled = self.executor.sample(step, grammar_masks(step, self.info.num_vocab))
+        except EngineError as error:
+            return self.scheduler.fail(step, error)
+        events = self.scheduler.commit(step, sampled)
+        for chunk in step.chunks:
+            seq = chunk.seq
+            answer, _ = complete_alone(seq.tokens[: seq.prompt_len], seq.params, self.info)
+            assert seq.matcher or seq.tokens[seq.prompt_len :] == answer[: seq.completion_len]
+        return events
+
+    def finish(self) -> list[Event]:
+        """Run until nothing is left; return all events."""
+        events = []
+        while self.scheduler.num_unfinished:
+            events += self.step()
+        return events
+
+    def ask(self, prompt: list[int], **params: Any) -> Sequence:
+        """Run one request to its end."""
+        seq = self.add(prompt, **params)
+        self.finish()
+        return seq

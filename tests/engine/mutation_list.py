@@ -1,0 +1,378 @@
+"""The mutations of `tests.engine.mutations`: one place each, as text that occurs once in its file."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    file: str
+    what: str
+    old: str  # occurs exactly once
+    new: str = ""
+
+    def apply(self, package: Path) -> None:
+        path = package / "engine" / f"{self.file}.py"
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            sys.exit(
+                f"error: {self.old!r} occurs {text.count(self.old)} times in {path.name}; bring the list up to date"
+            )
+        text = text.replace(self.old, self.new)
+        compile(text, path.name, "exec")
+        path.write_text(text, encoding="utf-8")
+
+
+MUTATIONS = [
+    Mutation("cells", "a shared span grows", "if spans and spans[-1].holders == 1:", "if spans:"),
+    Mutation("cells", "a cell is freed while one holds it", "if span.holders == 0:", "if span.holders <= 1:"),
+    Mutation("cells", "trim does not split", "        self._cut(slot, length)\n        spans = ", "        spans = "),
+    Mutation("cells", "sharing does not count holders", "span.holders += 1", "span.holders += 0"),
+    Mutation(
+        "cells",
+        "a split is not seen by others",
+        "for spans in self._spans:",
+        "for spans in self._spans[slot : slot + 1]:",
+    ),
+    Mutation("cells", "spans of different holders are joined", "== span.holders == 1:", "== span.holders:"),
+    Mutation("cells", "old borders pile up", "        self._merge(src)\n"),
+    Mutation("slots", "a whole prompt may be cached", "most = len(tokens) - 1", "most = len(tokens)"),
+    Mutation(
+        "slots",
+        "more is taken as cached than is",
+        "seq.computed = slot, match.length",
+        "seq.computed = slot, match.length + 1",
+    ),
+    Mutation("slots", "a rejected draft is not cut off", "if self._cells.length(slot.id) > seq.computed:", "if False:"),
+    Mutation(
+        "slots",
+        "a released slot is not cut",
+        "        self.commit(seq)\n        slot.owner, slot",
+        "        slot.owner, slot",
+    ),
+    Mutation(
+        "slots", "an idle slot stays beside running ones", "if any(other.owner for other in self._slots):", "if False:"
+    ),
+    Mutation("slots", "an idle slot stays when another comes", "if idle and idle is not match.source:", "if False:"),
+    Mutation(
+        "slots",
+        "a match is not looked for again",
+        "            match = self._best_match(seq.tokens)  # ",
+        "            # ",
+    ),
+    Mutation(
+        "slots",
+        "an idle slot goes without snapshot",
+        "        self._save(slot)\n        self._trim(slot, 0)",
+        "        self._trim(slot, 0)",
+    ),
+    Mutation(
+        "slots",
+        "an evicted slot keeps its cells",
+        "        self._save(slot)\n        self._trim(slot, 0)",
+        "        self._save(slot)",
+    ),
+    Mutation("slots", "a fork counts no cells", "            self._cells.share(source.id, slot.id, match.length)\n"),
+    Mutation("slots", "a fork is not done", "            self._ops.append(Copy(source.id, slot.id, match.length))\n"),
+    Mutation(
+        "slots", "a loaded snapshot counts no cells", "            self._cells.extend(slot.id, len(source.tokens))\n"
+    ),
+    Mutation(
+        "slots",
+        "a loaded snapshot is not cut",
+        "            self._trim(slot, match.length)\n        return slot",
+        "        return slot",
+    ),
+    Mutation("slots", "a cut slot is not kept", "if source.length - match.length >= MIN_SNAPSHOT_LEN:", "if False:"),
+    Mutation(
+        "slots",
+        "snapshots take twice their room",
+        "+ len(tokens) > self._max_snapshot_tokens",
+        "+ len(tokens) > 2 * self._max_snapshot_tokens",
+    ),
+    Mutation(
+        "slots", "the newest snapshot goes first", "self._drop(self._snapshots[0])", "self._drop(self._snapshots[-1])"
+    ),
+    Mutation("slots", "a dropped snapshot stays on the device", "        self._ops.append(Drop(snapshot.key))\n"),
+    Mutation(
+        "slots",
+        "a used snapshot stays old",
+        "        self._snapshots.remove(snapshot)\n        self._snapshots.append(snapshot)",
+        "        return",
+    ),
+    Mutation(
+        "slots",
+        "a snapshot in use is evicted for the idle slot",
+        "            if isinstance(match.source, Snapshot):\n                self._touch(match.source)\n",
+    ),
+    Mutation(
+        "slots",
+        "snapshots of one conversation pile up",
+        "return longer == tokens or (self._info.can_trim and longer[: len(tokens)] == tokens)",
+        "return longer == tokens",
+    ),
+    Mutation(
+        "slots", "a covered snapshot is taken for equal without trim", "(self._info.can_trim and longer[", "(longer["
+    ),
+    Mutation(
+        "slots",
+        "a small gain is worth a load",
+        "if length >= best.length + MIN_SNAPSHOT_LEN:",
+        "if length >= MIN_SNAPSHOT_LEN:",
+    ),
+    Mutation(
+        "slots", "short prefixes become snapshots", "if not MIN_SNAPSHOT_LEN <= len(tokens)", "if not 1 <= len(tokens)"
+    ),
+    Mutation("slots", "snapshots survive a reset", "*(Drop(key) for key in keys)"),
+    Mutation("slots", "a reset forgets the drops of the failed step", "(*self._taken, *self._ops)", "self._ops"),
+    Mutation("slots", "a reset forgets the drops of the failed plan", "(*self._taken, *self._ops)", "self._taken"),
+    Mutation("slots", "slots survive a reset", "*(Trim(slot.id, 0) for slot in self._slots), "),
+    Mutation(
+        "slots",
+        "a reset leaves sequences bound",
+        "                slot.owner.kv, slot.owner.computed = None, 0\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "slots", "what others will compute is not counted", "return needed + promised + SPARE", "return needed + SPARE"
+    ),
+    Mutation("slots", "no room is spared", "SPARE_LEN * len(running) <=", "0 <="),
+    Mutation(
+        "slots",
+        "the length of a snapshot is not counted",
+        "needed = max(len(seq.tokens) + 1 - held, loaded)",
+        "needed = len(seq.tokens) + 1 - held",
+    ),
+    Mutation(
+        "slots",
+        "what cannot be cut is cut",
+        "        if self._info.can_trim:\n            return min",
+        "        if True:\n            return min",
+    ),
+    Mutation("slots", "what cannot be copied is copied", "if slot.owner is None or self._info.can_copy:", "if True:"),
+    Mutation(
+        "slots",
+        "the prefix is too long by half a search",
+        "            high = middle\n    return low",
+        "            high = middle\n    return high",
+    ),
+    Mutation(
+        "slots", "more is grown than is free", "if missing > self._cells.free:", "if missing > self._cells.free + 1:"
+    ),
+    Mutation(
+        "slots",
+        "nothing is ever found",
+        "        best = _Match(0)\n        for",
+        "        return _Match(0)\n        for",
+    ),
+    Mutation(
+        "scheduler",
+        "an unfinished prompt is sampled",
+        "rows = 1 + len(seq.draft) if length == missing else 0",
+        "rows = 1 + len(seq.draft)",
+    ),
+    Mutation("scheduler", "an empty chunk is planned", "if length <= 0:", "if length < 0:"),
+    Mutation("scheduler", "the oldest is preempted", "youngest = self.running[-1]", "youngest = self.running[0]"),
+    Mutation("scheduler", "the chunk of a preempted sequence runs", "            chunks.pop(youngest, None)\n"),
+    Mutation(
+        "scheduler",
+        "prefill comes before decoding",
+        "sorted(self.running, key=lambda seq: _missing(seq) > 1)",
+        "list(self.running)",
+    ),
+    Mutation("scheduler", "no room is reserved for those behind", "reserved=len(self.running)", "reserved=0"),
+    Mutation("scheduler", "reserved room is never given", "            room.reserved -= 1\n"),
+    Mutation(
+        "scheduler",
+        "one is admitted where another had to go",
+        "while not preempted and self.waiting",
+        "while self.waiting",
+    ),
+    Mutation(
+        "scheduler", "more are admitted than there are slots", " and len(self.running) < self._info.max_sequences"
+    ),
+    Mutation(
+        "scheduler",
+        "the queue is not in order of age",
+        "bisect.insort(queue, seq, key=lambda each: each.id)",
+        "queue.append(seq)",
+    ),
+    Mutation("scheduler", "a chunk of a prompt is not committed", "                self._kv.commit(chunk.seq)\n"),
+    Mutation("scheduler", "a chunk of a prompt is not counted", "                chunk.seq.computed = chunk.end\n"),
+    Mutation("scheduler", "rows behind a rejected draft are taken", " or sample.id != draft[row]:", ":"),
+    Mutation(
+        "scheduler", "a bonus row is lost", "if reason or row == len(draft) or", "if reason or row >= len(draft) - 1 or"
+    ),
+    Mutation(
+        "scheduler",
+        "the last token counts as computed",
+        "seq.computed = len(seq.tokens) - 1",
+        "seq.computed = len(seq.tokens)",
+    ),
+    Mutation(
+        "scheduler", "a verified draft stays", "        seq.draft = []\n        if reason ==", "        if reason =="
+    ),
+    Mutation("scheduler", "what is no number can be used again", "            seq.computed = 0  # ", "            # "),
+    Mutation("scheduler", "what is no number is a token", "if sample.id == NOT_A_TOKEN:", "if False:"),
+    Mutation(
+        "scheduler",
+        "the grammar does not advance",
+        "                seq.matcher.accept(sample.id)\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "scheduler",
+        "the context is one too long",
+        "len(seq.tokens) >= self._info.context else",
+        "len(seq.tokens) > self._info.context else",
+    ),
+    Mutation(
+        "scheduler",
+        "an answer is one too long",
+        "if seq.completion_len == seq.params.max_tokens:",
+        "if seq.completion_len - 1 == seq.params.max_tokens:",
+    ),
+    Mutation(
+        "scheduler",
+        "a draft outgrows the answer",
+        "seq.params.max_tokens - seq.completion_len - 1",
+        "seq.params.max_tokens - seq.completion_len",
+    ),
+    Mutation(
+        "scheduler",
+        "a draft outgrows the context",
+        "self._info.context - len(seq.tokens) - 1",
+        "self._info.context - len(seq.tokens) + 1",
+    ),
+    Mutation("scheduler", "a draft is longer than its room", ")[:most]", ")"),
+    Mutation("scheduler", "drafts keep others out", " - next_in_line - 1", " - 1"),
+    Mutation("scheduler", "drafts where nothing can be cut", "drafter if info.can_trim else None", "drafter"),
+    Mutation(
+        "scheduler",
+        "a draft preempts",
+        "            if seq.draft:\n                seq.draft = []\n                continue\n",
+    ),
+    Mutation(
+        "scheduler",
+        "a preempted draft stays",
+        "        self.running.remove(seq)\n        seq.draft = []\n",
+        "        self.running.remove(seq)\n",
+    ),
+    Mutation(
+        "scheduler",
+        "a preempted sequence keeps its memory",
+        "        self._kv.release(seq)\n        self._enqueue",
+        "        self._enqueue",
+    ),
+    Mutation(
+        "scheduler",
+        "a finished sequence keeps its memory",
+        "        self._kv.release(seq)\n        error = None",
+        "        error = None",
+    ),
+    Mutation("scheduler", "prefill is not counted", "        room.prefill -= length if missing > 1 else 0\n"),
+    Mutation(
+        "scheduler",
+        "prefill is not bounded in time",
+        "self._clock.prefill_tokens(ready) if ready else self._info.max_tokens",
+        "self._info.max_tokens",
+    ),
+    Mutation(
+        "scheduler",
+        "prefill is always bounded",
+        "self._clock.prefill_tokens(ready) if ready else self._info.max_tokens",
+        "self._clock.prefill_tokens(ready)",
+    ),
+    Mutation(
+        "scheduler", "failed sequences run again", "            if seq not in concerned:\n", "            if True:\n"
+    ),
+    Mutation(
+        "scheduler", "a failure loses the others", "            if seq not in concerned:\n", "            if False:\n"
+    ),
+    Mutation("scheduler", "a failure leaves the cache as it is", "        self._kv.reset()\n"),
+    Mutation(
+        "scheduler", "a failed plan concerns nobody in the queue", "self.running or self.waiting[:1]", "self.running"
+    ),
+    Mutation(
+        "scheduler",
+        "the second admission counts as the first",
+        "seq.computed if seq.cached is None else seq.cached",
+        "seq.computed",
+    ),
+    Mutation("scheduler", "accepted tokens are not counted", "seq.accepted += accepted", "seq.accepted += len(taken)"),
+    Mutation(
+        "paged",
+        "a whole prompt may be cached",
+        "(len(seq.tokens) - 1) // self._block_len):",
+        "len(seq.tokens) // self._block_len):",
+    ),
+    Mutation("paged", "a used block stays in the idle list", "            self._idle.pop(block, None)\n"),
+    Mutation("paged", "a shared block is not counted", "            self._refs[block] += 1\n"),
+    Mutation(
+        "paged",
+        "a block is known before it is full",
+        "num_full = seq.computed // self._block_len",
+        "num_full = self._num_blocks(seq.computed)",
+    ),
+    Mutation("paged", "a digest covers its own block only", 'key=chain[-1] if chain else b"", '),
+    Mutation("paged", "a shared block is freed", "if self._refs[block] == 0:", "if self._refs[block] <= 1:"),
+    Mutation("paged", "nothing stays known", "if self._digests[block] is None:", "if True:"),
+    Mutation("paged", "nothing is ever registered", "if digest not in self._known:", "if False:"),
+    Mutation("paged", "two blocks have one digest", "if digest not in self._known:", "if True:"),
+    Mutation(
+        "paged",
+        "an evicted block stays known",
+        "            self._forget(block)\n        self._refs",
+        "        self._refs",
+    ),
+    Mutation(
+        "paged", "the newest prefix goes first", "block = next(iter(self._idle))", "block = next(reversed(self._idle))"
+    ),
+    Mutation("paged", "known blocks go before empty ones", "if self._empty:", "if not self._idle:"),
+    Mutation(
+        "paged", "the head of a prefix goes first", "block = table.blocks.pop()", "block = table.blocks.pop(num_blocks)"
+    ),
+    Mutation(
+        "paged",
+        "idle hits count as free",
+        "self._num_free - sum(block in self._idle for block in hits)",
+        "self._num_free",
+    ),
+    Mutation(
+        "paged", "what others will compute is not counted", "return needed + promised + spare", "return needed + spare"
+    ),
+    Mutation("paged", "no room is spared", "return needed + promised + spare", "return needed + promised"),
+    Mutation(
+        "paged",
+        "what is no number stays known",
+        "            self._forget(block)\n        table.num_full",
+        "            pass\n        table.num_full",
+    ),
+    Mutation(
+        "paged",
+        "an old table is used after growing",
+        "            table.place = ()\n        return True",
+        "        return True",
+    ),
+    Mutation(
+        "paged",
+        "an old table is used after shrinking",
+        "            table.place = ()\n        while",
+        "            pass\n        while",
+    ),
+    Mutation("paged", "a reset leaves blocks known", "        self._known.clear()\n"),
+    Mutation(
+        "paged",
+        "a reset leaves sequences bound",
+        "        for seq in self._tables:\n            seq.kv, seq.computed = None, 0\n",
+    ),
+    Mutation(
+        "paged",
+        "the blocks of a rejected draft are kept",
+        "        self._cut(table, self._num_blocks(seq.computed + 1))",
+    ),
+    Mutation("paged", "more is grown than is free", "if missing > self._num_free:", "if missing > self._num_free + 1:"),
+]

@@ -1,0 +1,287 @@
+"""Runs a workload on scheduler, bookkeeper and fake executor, and checks after each step what must always hold.
+
+Owns the invariants of the engine's integers. An AssertionError from here names the seed of its workload.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+from edgelm.core import Event, Sequence, Step
+from edgelm.engine.clock import StepClock
+from edgelm.engine.masks import grammar_masks
+from edgelm.engine.paged import PagedKV
+from edgelm.engine.scheduler import Scheduler
+from edgelm.engine.slots import SlotKV
+from edgelm.errors import EngineError
+from tests.engine.fake import FakeExecutor, FakeMatcher, InjectedError, PagedMemory, SlotMemory
+from tests.engine.workloads import FakeDrafter, Request, Workload, make_workload
+
+BOOKKEEPERS = ("slots", "paged")
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What was true before a step was planned."""
+
+    running: list[Sequence]
+    oldest: int
+    ready: list[Sequence]
+    prefill: int
+
+
+class Simulation:
+    """One workload on one kind of bookkeeper."""
+
+    def __init__(self, workload: Workload, kind: str) -> None:
+        facts = workload.info
+        self.workload = workload
+        self.clock = StepClock()
+        self.kv: SlotKV | PagedKV
+        self.memory: SlotMemory | PagedMemory
+        if kind == "slots":
+            self.kv, self.memory = SlotKV(facts, workload.snapshot_bytes), SlotMemory(facts, workload.snapshot_bytes)
+        else:
+            self.kv, self.memory = PagedKV(facts, workload.block_len), PagedMemory(facts, workload.block_len)
+        spoiled = {request.id: request.spoiled_at for request in workload.requests if request.spoiled_at is not None}
+        self.executor = FakeExecutor(facts, self.memory, workload.faults, spoiled, workload.all_rows)
+        self.drafter = FakeDrafter(workload) if workload.draft_rate else None
+        self.scheduler = Scheduler(facts, self.kv, self.clock, self.drafter)
+        self.sequences: dict[int, Sequence] = {}
+        self.answers: dict[int, list[int]] = {}
+        self.finished: dict[int, Event] = {}
+        self.num_preempted = 0
+        self.num_cached = 0
+        self._cached: dict[int, int] = {}  # at the first admission
+        self._failed: set[int] = set()  # whom an injected failure concerns
+
+    def run(self) -> None:
+        now, limit = 0, self._max_steps()
+        while len(self.finished) < len(self.workload.requests):
+            assert now < limit, "no progress"
+            self._arrive_and_leave(now)
+            if not self.step():
+                future = [request.arrival for request in self.workload.requests if request.arrival > now]
+                now = min(future, default=now)
+            else:
+                now += 1
+            self.check_state()
+        assert self.scheduler.plan() is None
+        self.check_end()
+
+    def add(self, request: Request) -> None:
+        matcher = None
+        if request.grammar is not None:
+            matcher = FakeMatcher(request.grammar, self.workload.info.num_vocab, request.grammar_raises_at)
+        self.scheduler.check(request.prompt, request.params)
+        seq = Sequence(request.id, list(request.prompt), len(request.prompt), request.params, matcher=matcher)
+        self.sequences[request.id] = seq
+        self.answers[request.id] = []
+        self.scheduler.add(seq)
+
+    def step(self) -> bool:
+        """Run one step as the engine does; False: there was nothing to do."""
+        step = None
+        before = self._before()
+        try:
+            step = self.scheduler.plan()
+            if step is None:
+                assert not self.scheduler.num_unfinished
+                return False
+            self.check_step(step, before)
+            self.executor.forward(step)
+            self._check_memory()
+            sampled = self.executor.sample(step, grammar_masks(step, self.workload.info.num_vocab))
+            self.clock.observe(step, self._seconds(step))
+            events = self.scheduler.commit(step, sampled)
+            self._check_committed(step, events)
+        except (EngineError, InjectedError):
+            concerned = [chunk.seq for chunk in step.chunks] if step else [*self.scheduler.running]
+            self._failed.update(seq.id for seq in concerned)
+            self.executor.lenient = True
+            events = self.scheduler.fail(step, EngineError("injected"))
+            assert sorted(event.seq_id for event in events) == sorted(seq.id for seq in concerned)
+            assert all(event.error for event in events)
+        self.take(events)
+        return True
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            assert event.seq_id not in self.finished
+            self.answers[event.seq_id] += [sample.id for sample in event.sampled]
+            if event.finish_reason:
+                self.finished[event.seq_id] = event
+                self._check_finished(self.workload.requests[event.seq_id], event)
+
+    # -- what must hold --------------------------------------------------------------------------------------------
+
+    def check_step(self, step: Step, before: _Before) -> None:
+        """Check what a plan promises, beside what the executor checks itself."""
+        running, chunks = self.scheduler.running, {chunk.seq: chunk for chunk in step.chunks}
+        assert len(chunks) == len(step.chunks)
+        assert chunks.keys() <= set(running)
+        assert before.oldest in [seq.id for seq in chunks], "the oldest makes progress in each step"
+        for chunk in step.chunks:
+            seq = chunk.seq
+            assert chunk.start == seq.computed
+            assert chunk.tokens == (seq.tokens + seq.draft)[chunk.start : chunk.end]
+            assert chunk.rows == (len(seq.draft) + 1 if chunk.end == len(seq.tokens + seq.draft) else 0)
+        preempted = [seq for seq in before.running if seq not in running]
+        self.num_preempted += len(preempted)
+        assert all(seq in chunks or seq in preempted for seq in before.ready), "running sequences come first"
+        if preempted:
+            assert not set(running) - set(before.running), "none is admitted where another had to go"
+        prefill = sum(len(chunk.tokens) for chunk in step.chunks if len(chunk.seq.tokens) - chunk.start > 1)
+        if before.ready:
+            assert prefill <= before.prefill, "prefill beside decoding is bounded in time"
+        self.num_cached += sum(seq.computed for seq in running if seq not in before.running)
+
+    def check_state(self) -> None:
+        """Check what holds between steps."""
+        waiting, running = self.scheduler.waiting, self.scheduler.running
+        ids = [seq.id for seq in [*running, *waiting]]
+        assert ids == sorted(set(ids)), "the oldest run"
+        assert set(ids) == self.sequences.keys() - self.finished.keys()
+        assert len(running) <= self.workload.info.max_sequences
+        for seq in running:
+            assert 0 <= seq.computed < len(seq.tokens)
+            assert seq.draft == []
+            assert seq.kv is not None
+        for seq in [*waiting, *(self.sequences[each] for each in self.finished)]:
+            assert seq.kv is None
+            assert seq.computed == 0
+        for seq in self.sequences.values():
+            if seq.cached is not None:
+                assert self._cached.setdefault(seq.id, seq.cached) == seq.cached < seq.prompt_len
+        for seq_id, answer in self.answers.items():
+            if seq_id not in self._failed:
+                assert self.sequences[seq_id].tokens == self.workload.requests[seq_id].prompt + answer
+        if isinstance(self.kv, SlotKV):
+            self._check_slots(self.kv)
+        else:
+            self._check_blocks(self.kv)
+
+    def check_end(self) -> None:
+        """Check that nothing leaked, when all requests are done."""
+        assert not self.scheduler.running
+        if isinstance(self.kv, SlotKV):
+            assert isinstance(self.memory, SlotMemory)
+            for op in self.kv.take_ops():
+                self.memory.apply(op, lenient=True)
+            self._check_memory()
+            assert sum(bool(slot) for slot in self.memory.slots) <= 1
+            assert self.memory.snapshots.keys() == {each.key for each in self.kv._snapshots}
+        else:
+            assert not any(self.kv._refs)
+        if self.drafter:
+            unlost = [seq for seq in self.sequences.values() if seq.id not in self._failed]
+            assert sum(seq.drafted for seq in unlost) <= self.drafter.drafted
+            assert sum(seq.accepted for seq in unlost) <= self.drafter.accepted
+
+    def _check_committed(self, step: Step, events: list[Event]) -> None:
+        sampled = {chunk.seq.id for chunk in step.chunks if chunk.rows}
+        assert [event.seq_id for event in events] == [chunk.seq.id for chunk in step.chunks if chunk.rows]
+        for chunk in step.chunks:
+            seq = chunk.seq
+            if seq in self.scheduler.running:
+                assert seq.computed == (len(seq.tokens) - 1 if seq.id in sampled else chunk.end)
+
+    def _check_finished(self, request: Request, event: Event) -> None:
+        answer, reason = self.answers[request.id], event.finish_reason
+        seq = self.sequences[request.id]
+        assert answer == request.answer[: len(answer)]
+        assert 0 <= seq.accepted <= seq.drafted
+        assert (event.error is not None) == (reason == "error")
+        if request.id in self._failed:
+            assert reason == "error"
+        elif reason == "abort":
+            assert request.abort is not None
+        elif request.spoiled_at is not None and request.spoiled_at < len(request.answer):
+            assert reason == "error"
+            assert len(answer) == request.spoiled_at
+        else:
+            assert answer == request.answer
+            assert reason == request.reason
+
+    def _check_memory(self) -> None:
+        """Check the bookkeeper's cells against those of the device."""
+        if isinstance(self.kv, SlotKV):
+            assert isinstance(self.memory, SlotMemory)
+            lengths = [len(slot) for slot in self.memory.slots]
+            assert lengths == [self.kv._cells.length(slot) for slot in range(len(lengths))]
+            assert self.memory.num_used == self.workload.info.capacity - self.kv._cells.free
+
+    def _check_slots(self, kv: SlotKV) -> None:
+        running = self.scheduler.running
+        idle = [slot for slot in kv._slots if slot.idle_tokens]
+        assert len(idle) <= (0 if running else 1), "idle cells slow down every step"
+        assert sorted(slot.owner.id for slot in kv._slots if slot.owner) == [seq.id for seq in running]
+        for slot in kv._slots:
+            assert kv._cells.length(slot.id) == slot.length
+        kept = sum(len(snapshot.tokens) for snapshot in kv._snapshots) * self.workload.info.kv_bytes_per_token
+        assert kept <= self.workload.snapshot_bytes
+
+    def _check_blocks(self, kv: PagedKV) -> None:
+        assert isinstance(self.memory, PagedMemory)
+        size = self.workload.block_len
+        tables = [kv.place(seq) for seq in self.scheduler.running]
+        refs = Counter(block for table in tables for block in table)
+        assert all(kv._refs[block] == refs[block] for block in range(len(kv._refs)))
+        free = [*kv._empty, *kv._idle]
+        assert sorted(free) == [block for block in range(len(kv._refs)) if refs[block] == 0], "free is what none holds"
+        assert kv._known == {digest: block for block, digest in enumerate(kv._digests) if digest is not None}
+        assert all(kv._digests[block] is None for block in kv._empty)
+        assert all(kv._digests[block] is not None for block in kv._idle)
+        for block in kv._empty:
+            self.memory.poison(block)
+        for seq, table in zip(self.scheduler.running, tables, strict=True):
+            assert len(table) * size <= seq.computed + size, "no more is held than what the next token needs"
+            for index in range(seq.computed // size, len(table)):
+                self.memory.poison(table[index], max(seq.computed - index * size, 0))
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _before(self) -> _Before:
+        running = list(self.scheduler.running)
+        ready = [seq for seq in running if len(seq.tokens) - seq.computed == 1]
+        oldest = min((seq.id for seq in [*running, *self.scheduler.waiting]), default=-1)
+        return _Before(running, oldest, ready, self.clock.prefill_tokens(len(ready)))
+
+    def _arrive_and_leave(self, now: int) -> None:
+        for request in self.workload.requests:
+            if request.arrival <= now and request.id not in self.sequences:
+                self.add(request)
+        for request in self.workload.requests:
+            if request.abort is not None and request.abort <= now and request.id in self.sequences:
+                event = self.scheduler.abort(request.id)
+                assert (event is None) == (request.id in self.finished)
+                if event:
+                    self.take([event])
+                    self.check_state()
+
+    def _seconds(self, step: Step) -> float:
+        prefill = step.num_tokens - step.num_rows
+        noise = self.workload.rng.uniform(0.9, 1.1)
+        return noise * (self.workload.decode_s + self.workload.prefill_s * prefill)
+
+    def _max_steps(self) -> int:
+        requests = self.workload.requests
+        work = sum(len(request.prompt) + 2 * len(request.answer) + 10 for request in requests)
+        return max(request.arrival for request in requests) + 20 * work
+
+
+def run_workload(seed: int, kind: str) -> Simulation:
+    """Run the workload of a seed. An AssertionError carries what repeats it."""
+    simulation = Simulation(make_workload(seed), kind)
+    try:
+        simulation.run()
+    except BaseException as error:
+        error.add_note(f"to repeat it: run_workload({seed}, {kind!r}) of tests.engine.simulation")
+        raise
+    return simulation
+
+
+def fresh_seed() -> int:
+    return random.SystemRandom().randrange(2**48)

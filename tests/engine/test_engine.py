@@ -1,0 +1,391 @@
+"""The engine from the outside: streams, leaving them, failures, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import aclosing, contextmanager
+
+import pytest
+
+from edgelm.core import Drafter, Event, SamplingParams, Sequence, Step
+from edgelm.engine.clock import StepClock
+from edgelm.engine.engine import Engine
+from edgelm.engine.scheduler import Scheduler
+from edgelm.engine.slots import SlotKV
+from edgelm.engine.stream import Stream
+from edgelm.errors import BusyError, EngineError, RequestError
+from tests.engine.fake import FakeExecutor, FakeMatcher, Fault, InjectedError, SlotMemory, complete_alone, info
+
+ENDLESS = SamplingParams(temperature=0)  # in a context that would take hours to fill
+
+
+class GatedExecutor(FakeExecutor):
+    """A fake that waits at the start of a step while its gate is closed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def forward(self, step: Step) -> None:
+        assert self.gate.wait(60)
+        super().forward(step)
+
+
+@contextmanager
+def running_engine(
+    max_requests: int = 256, drafter: Drafter | None = None, **facts: object
+) -> Iterator[tuple[Engine, GatedExecutor]]:
+    parsed = info(**({"context": 100_000, "capacity": 200_000} | facts))
+    executor = GatedExecutor(parsed, SlotMemory(parsed, 10**6))
+    clock = StepClock()
+    scheduler = Scheduler(parsed, SlotKV(parsed, 10**6), clock, drafter)
+    engine = Engine(executor, scheduler, clock, max_requests).start()
+    try:
+        yield engine, executor
+    finally:
+        executor.gate.set()
+        engine.close()
+        assert executor.closed
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+async def events_of(stream: Stream) -> list[Event]:
+    return [event async for event in stream]
+
+
+def ids_of(events: list[Event]) -> list[int]:
+    return [sample.id for event in events for sample in event.sampled]
+
+
+async def emptied(engine: Engine) -> None:
+    """Wait until no request is open."""
+    async with asyncio.timeout(60):
+        while engine.num_requests:  # noqa: ASYNC110 - the engine tells nobody that it is idle
+            await asyncio.sleep(0.001)
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_gives_the_answer_token_by_token_and_ends_with_its_cost() -> None:
+    with running_engine() as (engine, executor):
+        events = await events_of(engine.submit([1, 2, 3], greedy(9)))
+        assert ids_of(events) == complete_alone([1, 2, 3], greedy(9), executor.info)[0]
+        assert [event.finish_reason for event in events] == [None] * 8 + ["length"]
+        assert [event.stats is not None for event in events] == [False] * 8 + [True]
+
+
+async def test_many_streams_at_once_give_each_its_own_answer() -> None:
+    with running_engine() as (engine, executor):
+        prompts = [[number % 40] * (1 + 7 * number % 90) for number in range(60)]
+        params = [SamplingParams(max_tokens=1 + 5 * number % 40, seed=number) for number in range(60)]
+        streams = [engine.submit(*request) for request in zip(prompts, params, strict=True)]
+        answers = await asyncio.gather(*(events_of(stream) for stream in streams))
+        for prompt, each, events in zip(prompts, params, answers, strict=True):
+            assert ids_of(events) == complete_alone(prompt, each, executor.info)[0]
+        assert engine.num_requests == 0
+
+
+async def test_a_grammar_masks_what_is_sampled() -> None:
+    with running_engine() as (engine, executor):
+        events = await events_of(engine.submit([1, 2], greedy(20), FakeMatcher(5, 40)))
+        assert ids_of(events) == complete_alone([1, 2], greedy(20), executor.info, grammar=5)[0]
+
+
+async def test_a_timeout_between_events_loses_none() -> None:
+    """A server that sends a sign of life while it waits goes on with the same stream."""
+    with running_engine() as (engine, executor):
+        executor.gate.clear()
+        stream = engine.submit([1], greedy(5))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.01)
+        executor.gate.set()
+        assert len(ids_of(await events_of(stream))) == 5
+
+
+# -- leaving -----------------------------------------------------------------------------------------------------------
+
+
+async def test_leaving_a_loop_over_a_stream_cancels_the_request() -> None:
+    with running_engine() as (engine, _):
+        async for event in engine.submit([1], ENDLESS):
+            assert event.finish_reason is None
+            break
+        await emptied(engine)
+
+
+async def test_closing_a_stream_that_is_still_held_cancels_the_request() -> None:
+    with running_engine() as (engine, _):
+        async with aclosing(engine.submit([1], ENDLESS)) as stream:
+            await anext(stream)
+        await emptied(engine)
+        assert await events_of(stream) == []
+
+
+async def test_cancelling_the_task_cancels_the_request() -> None:
+    with running_engine() as (engine, _):
+        task = asyncio.create_task(events_of(engine.submit([1], ENDLESS)))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        await emptied(engine)
+
+
+async def test_dropping_a_stream_cancels_the_request() -> None:
+    with running_engine() as (engine, _):
+        stream = engine.submit([1], ENDLESS)
+        await anext(stream)
+        dropped = weakref.ref(stream)
+        del stream
+        gc.collect()
+        assert dropped() is None, "the engine does not hold it"
+        await emptied(engine)
+
+
+async def test_leaving_while_waiting_in_the_queue() -> None:
+    with running_engine(max_sequences=1) as (engine, executor):
+        first = engine.submit([1], ENDLESS)
+        await anext(first)
+        engine.submit([2], ENDLESS).close()
+        third = engine.submit([3], greedy(4))
+        first.close()
+        assert ids_of(await events_of(third)) == complete_alone([3], greedy(4), executor.info)[0]
+        await emptied(engine)
+
+
+async def test_stopping_in_the_middle_tells_what_it_cost() -> None:
+    with running_engine() as (engine, _):
+        stream = engine.submit([1, 2], ENDLESS)
+        for _ in range(3):
+            await anext(stream)
+        stats = await stream.stop()
+        assert stats.prompt_tokens == 2
+        assert stats.completion_tokens >= 3
+        await emptied(engine)
+
+
+async def test_stopping_at_the_end_tells_the_same_as_the_last_event() -> None:
+    with running_engine() as (engine, _):
+        stream = engine.submit([1, 2], greedy(3))
+        events = await events_of(stream)
+        async with asyncio.timeout(10):
+            assert await stream.stop() == await stream.stop() == events[-1].stats
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+async def test_too_many_requests_are_refused_until_one_is_done() -> None:
+    with running_engine(max_requests=2) as (engine, executor):
+        executor.gate.clear()
+        first, second = engine.submit([1], greedy(2)), engine.submit([2], greedy(2))
+        with pytest.raises(BusyError, match="2 requests"):
+            engine.submit([3], greedy(2))
+        executor.gate.set()
+        await events_of(first)
+        await events_of(engine.submit([3], greedy(2)))
+        await events_of(second)
+
+
+async def test_a_prompt_that_can_never_run_is_refused_with_both_numbers() -> None:
+    with running_engine(context=50) as (engine, _):
+        with pytest.raises(RequestError, match=r"60 tokens.* 50"):
+            engine.submit([1] * 60, greedy(2))
+        with pytest.raises(RequestError, match="empty"):
+            engine.submit([], greedy(2))
+        assert engine.num_requests == 0
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_failed_step_fails_its_requests_and_nothing_else() -> None:
+    with running_engine(max_sequences=1) as (engine, executor):
+        executor.faults = {2: Fault("sample")}
+        first, second = engine.submit([1], greedy(9)), engine.submit([2], greedy(9))
+        seen = [await anext(first), await anext(first)]
+        with pytest.raises(EngineError, match="a fault was injected"):
+            await anext(first)
+        assert ids_of(seen) == complete_alone([1], greedy(2), executor.info)[0]
+        assert ids_of(await events_of(second)) == complete_alone([2], greedy(9), executor.info)[0]
+        assert (await first.stop()).completion_tokens == 2
+        again = await events_of(engine.submit([1], greedy(9)))
+        assert ids_of(again) == complete_alone([1], greedy(9), executor.info)[0]
+
+
+async def test_a_bug_in_a_step_fails_its_requests_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    with running_engine() as (engine, executor):
+        executor.faults = {0: Fault("chunks", 0, InjectedError)}
+        with pytest.raises(EngineError, match="InjectedError: a fault was injected"):
+            await events_of(engine.submit([1], greedy(9)))
+        assert "a step failed" in caplog.text
+        assert len(ids_of(await events_of(engine.submit([1], greedy(9))))) == 9
+
+
+async def test_a_grammar_that_fails_leaves_the_engine_usable() -> None:
+    with running_engine() as (engine, _):
+        with pytest.raises(EngineError, match="InjectedError"):
+            await events_of(engine.submit([1], greedy(9), FakeMatcher(1, 40, raises_at=4)))
+        assert len(ids_of(await events_of(engine.submit([1], greedy(9))))) == 9
+
+
+async def test_values_that_are_not_numbers_are_an_error_of_the_request() -> None:
+    with running_engine() as (engine, executor):
+        executor.spoiled = {0: 2}
+        stream = engine.submit([1], greedy(9))
+        seen = [await anext(stream), await anext(stream)]
+        with pytest.raises(EngineError, match="not numbers"):
+            await anext(stream)
+        assert len(ids_of(seen)) == 2
+        await emptied(engine)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_bug_outside_of_a_step_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_engine() as (engine, executor):
+        executor.gate.clear()
+        stream, other = engine.submit([1], ENDLESS), engine.submit([2], ENDLESS)
+
+        def broken(self: Scheduler, seq_id: int) -> None:
+            raise InjectedError
+
+        monkeypatch.setattr(Scheduler, "abort", broken)
+        stream.close()
+        executor.gate.set()
+        with pytest.raises(EngineError, match="closed"):
+            async with asyncio.timeout(60):
+                await events_of(other)
+        with pytest.raises(EngineError, match="closed"):
+            engine.submit([1], ENDLESS)
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+async def test_closing_ends_every_stream_with_an_error() -> None:
+    with running_engine(max_sequences=2) as (engine, executor):
+        streams = [engine.submit([token], ENDLESS) for token in range(4)]
+        await anext(streams[0])
+        engine.close()
+        for stream in streams:
+            with pytest.raises(EngineError, match="closed"):
+                await events_of(stream)
+        with pytest.raises(EngineError, match="closed"):
+            engine.submit([1], ENDLESS)
+        assert executor.closed
+        assert engine.num_requests == 0
+        engine.close()
+    assert not any(thread.name == "engine" for thread in threading.enumerate())
+
+
+def test_closing_an_engine_that_never_started_ends_its_streams() -> None:
+    facts = info()
+    executor = FakeExecutor(facts, SlotMemory(facts, 0))
+    clock = StepClock()
+    engine = Engine(executor, Scheduler(facts, SlotKV(facts, 0), clock), clock)
+
+    async def use() -> None:
+        stream = engine.submit([1], ENDLESS)
+        engine.close()
+        with pytest.raises(EngineError):
+            await anext(stream)
+
+    asyncio.run(use())
+    assert executor.closed
+
+
+def test_requests_of_a_loop_that_was_closed_end_and_others_go_on() -> None:
+    with running_engine() as (engine, executor):
+        held: list[Stream] = []
+
+        async def leave() -> None:
+            held.append(engine.submit([1], ENDLESS))
+            await anext(held[0])
+
+        async def stay() -> list[Event]:
+            events = await events_of(engine.submit([2], greedy(5)))
+            await emptied(engine)
+            return events
+
+        asyncio.run(leave())
+        assert ids_of(asyncio.run(stay())) == complete_alone([2], greedy(5), executor.info)[0]
+
+
+def test_submitting_outside_of_an_event_loop_is_a_bug_of_the_caller() -> None:
+    with running_engine() as (engine, _):
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            engine.submit([1], ENDLESS)
+        assert engine.num_requests == 0
+
+
+# -- timings -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_times_of_a_request_add_up() -> None:
+    with running_engine(max_tokens=16) as (engine, _):
+        (*_, last) = await events_of(engine.submit([1] * 100, greedy(10)))
+        stats = last.stats
+        assert stats
+        assert min(stats.queue_ms, stats.prompt_ms, stats.decode_ms) >= 0
+        assert stats.queue_ms + stats.prompt_ms == pytest.approx(stats.first_token_ms)
+        assert stats.prompt_ms > 0
+        assert stats.decode_ms > 0
+        assert stats.decode_tokens_per_second == pytest.approx(9_000 / stats.decode_ms)
+        assert (stats.prompt_tokens, stats.cached_tokens, stats.completion_tokens) == (100, 0, 10)
+
+
+async def test_time_in_the_queue_is_not_time_of_the_prompt() -> None:
+    with running_engine(max_sequences=1) as (engine, executor):
+        executor.gate.clear()
+        first, second = engine.submit([1], greedy(2)), engine.submit([2], greedy(1))
+        await asyncio.sleep(0.1)
+        executor.gate.set()
+        await events_of(first)
+        stats = (await events_of(second))[-1].stats
+        assert stats
+        assert stats.queue_ms >= 90, "it waited for the first"
+        assert stats.decode_ms == 0
+        assert stats.decode_tokens_per_second == 0
+
+
+async def test_a_request_that_never_started_spent_its_time_in_the_queue() -> None:
+    with running_engine(max_sequences=1) as (engine, executor):
+        executor.gate.clear()
+        first, second = engine.submit([1], greedy(2)), engine.submit([2], ENDLESS)
+        second.close()
+        executor.gate.set()
+        await events_of(first)
+        stats = await second.stop()
+        assert stats.completion_tokens == 0
+        assert stats.prompt_ms == 0
+        assert stats.queue_ms == pytest.approx(stats.first_token_ms)
+
+
+async def test_cached_and_drafted_tokens_are_counted() -> None:
+    class Right:
+        def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
+            answer, _ = complete_alone(seq.tokens[: seq.prompt_len], seq.params, info(context=100_000))
+            return answer[seq.completion_len :][:3]
+
+        def observe(self, seq: Sequence, drafted: int, accepted: int) -> None: ...
+
+    with running_engine(drafter=Right()) as (engine, _):
+        first = await events_of(engine.submit([3, 1], greedy(10)))
+        prompt = [3, 1, *ids_of(first), 7]
+        second = (await events_of(engine.submit(prompt, greedy(3))))[-1].stats
+        assert first[-1].stats
+        assert second
+        assert (first[-1].stats.drafted, first[-1].stats.accepted) == (6, 6)
+        assert len(first) == 1 + 1 + 2  # the prompt's token, two steps with a draft of three, the last one's
+        assert second.cached_tokens == 11

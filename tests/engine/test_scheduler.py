@@ -1,0 +1,347 @@
+"""The scheduler's decisions, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from edgelm.core import Sampled, SamplingParams, Sequence, Step
+from edgelm.engine.clock import MIN_PREFILL
+from edgelm.errors import EngineError, RequestError
+from tests.engine.fake import FakeMatcher, Fault, complete_alone, info
+from tests.engine.loop import Loop
+from tests.engine.simulation import BOOKKEEPERS
+
+both = pytest.mark.parametrize("kind", BOOKKEEPERS)
+GREEDY = SamplingParams(temperature=0)
+
+
+class Drafts:
+    """Proposes the same draft each time, or the true answer."""
+
+    def __init__(self, draft: list[int] | None = None) -> None:
+        self.draft = draft
+        self.costs: list[list[float]] = []
+        self.seen: list[tuple[int, int]] = []
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
+        self.costs.append(list(marginal_cost))
+        if self.draft is not None:
+            return self.draft
+        answer, _ = complete_alone(seq.tokens[: seq.prompt_len], seq.params, info(context=10_000))
+        return answer[seq.completion_len :]
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        self.seen.append((drafted, accepted))
+
+
+def shape(step: Step | None) -> list[tuple[int, int, int]]:
+    """Return (sequence, tokens, rows) of each chunk."""
+    return [(chunk.seq.id, len(chunk.tokens), chunk.rows) for chunk in step.chunks] if step else []
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "says"),
+    [
+        ([], GREEDY, "empty"),
+        ([1] * 256, GREEDY, "256"),
+        ([1] * 12_345, GREEDY, "12,345 tokens, the context holds 256"),
+        ([1, 40], GREEDY, "vocabulary of 40"),
+        ([-1, 1], GREEDY, "vocabulary of 40"),
+        ([1], SamplingParams(logit_bias=((40, 1.0),)), "vocabulary of 40"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused(tokens: list[int], params: SamplingParams, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        Loop().scheduler.check(tokens, params)
+
+
+def test_the_longest_prompt_gives_one_token() -> None:
+    loop = Loop()
+    seq = loop.add([1] * 255, max_tokens=None)
+    (*_, event) = loop.finish()
+    assert event.finish_reason == "context"
+    assert seq.completion_len == 1
+
+
+@both
+def test_reasons_to_finish(kind: str) -> None:
+    loop = Loop(kind, context=100)
+    answer, _ = complete_alone([1, 2, 3], GREEDY, loop.info)
+    stop = loop.add([1, 2, 3], max_tokens=None, stop_ids=frozenset({answer[9]}))
+    length = loop.add([1, 2, 3], max_tokens=7)
+    context = loop.add([1, 2, 3], max_tokens=None)
+    reasons = {event.seq_id: event.finish_reason for event in loop.finish()}
+    assert reasons == {stop.id: "stop", length.id: "length", context.id: "context"}
+    assert stop.tokens[-1] == answer[9], "the stop token is the last"
+    assert len(context.tokens) == 100
+
+
+@both
+def test_aborting_ends_a_sequence_between_steps(kind: str) -> None:
+    loop = Loop(kind, max_sequences=1)
+    running, waiting = loop.add([1] * 9), loop.add([2] * 9)
+    loop.step()
+    for seq in (waiting, running):
+        event = loop.scheduler.abort(seq.id)
+        assert event
+        assert event.finish_reason == "abort"
+        assert loop.scheduler.abort(seq.id) is None
+    assert loop.scheduler.num_unfinished == 0
+    assert loop.scheduler.plan() is None
+
+
+# -- the budget --------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_a_long_prompt_is_computed_in_chunks_and_sampled_once(kind: str) -> None:
+    loop = Loop(kind, max_tokens=64)
+    loop.add([1] * 150, max_tokens=1)
+    steps = []
+    while loop.scheduler.num_unfinished:
+        loop.step()
+        steps += shape(loop.last)
+    assert steps == [(0, 64, 0), (0, 64, 0), (0, 22, 1)]
+
+
+@both
+def test_beside_decoding_prefill_is_bounded_and_decoding_comes_first(kind: str) -> None:
+    loop = Loop(kind, max_tokens=200, capacity=1024)
+    loop.add([1] * 10, max_tokens=50)
+    loop.step()
+    loop.add([2] * 100, max_tokens=50)
+    loop.add([3] * 10, max_tokens=50)
+    loop.step()
+    assert shape(loop.last) == [(0, 1, 1), (1, MIN_PREFILL, 0)]
+    loop.step()
+    assert shape(loop.last) == [(0, 1, 1), (1, MIN_PREFILL, 0)]
+    loop.step()
+    loop.step()
+    assert shape(loop.last) == [(0, 1, 1), (1, 4, 1), (2, 10, 1)]
+    loop.step()
+    assert shape(loop.last) == [(0, 1, 1), (1, 1, 1), (2, 1, 1)]
+
+
+@both
+def test_where_nothing_decodes_prompts_fill_the_batch(kind: str) -> None:
+    loop = Loop(kind, max_tokens=200)
+    for token in range(3):
+        loop.add([token] * 90)
+    loop.step()
+    assert shape(loop.last) == [(0, 90, 1), (1, 90, 1), (2, 20, 0)]
+
+
+@both
+def test_sequences_beyond_the_slots_wait(kind: str) -> None:
+    loop = Loop(kind, max_sequences=2)
+    for token in range(4):
+        loop.add([token] * 5, max_tokens=3 + token)
+    loop.step()
+    assert [seq.id for seq in loop.scheduler.waiting] == [2, 3]
+    loop.finish()
+
+
+@both
+def test_each_running_sequence_is_left_a_token_however_long_the_drafts(kind: str) -> None:
+    loop = Loop(kind, drafter=Drafts([1] * 50), max_tokens=10, max_rows=10, max_sequences=4)
+    for token in range(4):
+        loop.add([token], max_tokens=100)
+    loop.step()
+    assert shape(loop.last) == [(0, 7, 7), (1, 1, 1), (2, 1, 1), (3, 1, 1)], "those in line are let in"
+    loop.step()
+    assert shape(loop.last) == [(0, 7, 7), (1, 1, 1), (2, 1, 1), (3, 1, 1)]
+
+
+@both
+def test_drafts_come_before_the_prompt_of_an_older_sequence(kind: str) -> None:
+    """A sequence that was preempted has much to compute again; those that decode keep their pace."""
+    loop = Loop(kind, drafter=Drafts([1] * 5), max_tokens=20, max_sequences=2)
+    loop.add([1] * 60, max_tokens=9)
+    loop.add([2] * 4, max_tokens=9)
+    loop.scheduler.running, loop.scheduler.waiting = loop.scheduler.waiting, []
+    for seq in loop.scheduler.running:
+        assert loop.kv.attach(seq)
+    young = loop.scheduler.running[1]
+    young.tokens, young.computed = [2, 2, 2, 2], 3
+    assert loop.kv.grow(young, 3)
+    step = loop.scheduler.plan()
+    assert shape(step) == [(1, 6, 6), (0, 14, 0)]
+
+
+@both
+def test_what_an_unfinished_prompt_computed_is_shared(kind: str) -> None:
+    loop = Loop(kind, max_tokens=40, block_len=8)
+    first = loop.add([1] * 120, max_tokens=2)
+    loop.step()
+    loop.step()
+    assert first.completion_len == 0
+    second = loop.add([1] * 60, max_tokens=2)
+    loop.step()
+    loop.step()
+    assert second.cached in {56, 59}, "a whole block less, or a token"
+    loop.finish()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_the_youngest_goes_first_and_comes_back_first(kind: str) -> None:
+    loop = Loop(kind, context=160, capacity=160, block_len=4)
+    sequences = [loop.add([token] * 20, max_tokens=100) for token in range(3)]
+    left: list[int] = []
+    while loop.scheduler.num_unfinished:
+        before = list(loop.scheduler.running)
+        loop.step()
+        left += [seq.id for seq in before if seq in loop.scheduler.waiting]
+    assert left[0] == 2, left
+    assert 1 in left
+    assert 0 not in left
+    assert all(seq.completion_len == 100 for seq in sequences)
+
+
+@both
+def test_what_a_preempted_sequence_said_is_not_said_again(kind: str) -> None:
+    loop = Loop(kind, context=160, capacity=160, block_len=4)
+    sequences = [loop.add([token] * 20, max_tokens=100) for token in range(3)]
+    events = loop.finish()
+    for seq in sequences:
+        said = [sample.id for event in events if event.seq_id == seq.id for sample in event.sampled]
+        assert said == seq.tokens[seq.prompt_len :]
+
+
+@both
+def test_a_draft_gives_way_before_a_sequence_does(kind: str) -> None:
+    facts = {"context": 48, "capacity": 48, "max_rows": 64, "max_tokens": 64}
+    loop = Loop(kind, drafter=Drafts([1] * 40), block_len=1, **facts)
+    sequences = [loop.add([token] * 8, max_tokens=None) for token in (1, 2)]
+    for _ in range(14):  # 32 cells are left, then 30, 28, ...; a draft would need more than there are
+        loop.step()
+    assert loop.scheduler.running == sequences
+    loop.finish()
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_a_right_draft_is_taken_whole(kind: str) -> None:
+    loop = Loop(kind, drafter=(drafts := Drafts()), max_rows=8, max_sequences=2)
+    seq = loop.ask([1, 2, 3], max_tokens=17)
+    assert [rows for rows, _ in drafts.seen] == [7, 7]
+    assert seq.drafted == seq.accepted == 14
+    assert seq.completion_len == 17
+
+
+@both
+def test_a_draft_never_outgrows_the_answer_or_the_context(kind: str) -> None:
+    for facts, params in (({}, {"max_tokens": 4}), ({"context": 8, "capacity": 16}, {"max_tokens": None})):
+        loop = Loop(kind, drafter=(drafts := Drafts()), **facts)
+        seq = loop.ask([1, 2, 3, 0], **params)
+        assert seq.completion_len == 4
+        assert [len(costs) for costs in drafts.costs] == [2], "the last token of the answer is never drafted"
+
+
+@both
+def test_a_wrong_draft_costs_nothing_but_rows(kind: str) -> None:
+    loop = Loop(kind, drafter=(drafts := Drafts([0, 0, 0])))
+    answer, _ = complete_alone([1, 2, 3], SamplingParams(temperature=0, max_tokens=20), loop.info)
+    seq = loop.ask([1, 2, 3], max_tokens=20)
+    assert seq.tokens[3:] == answer
+    assert seq.accepted == sum(accepted for _, accepted in drafts.seen)
+
+
+def test_a_cache_that_cannot_be_cut_takes_no_drafts() -> None:
+    loop = Loop(drafter=(drafts := Drafts()), can_trim=False)
+    loop.ask([1, 2, 3])
+    assert not drafts.costs
+
+
+@both
+def test_a_stop_token_inside_a_draft_ends_the_answer(kind: str) -> None:
+    loop = Loop(kind, drafter=Drafts())
+    answer, _ = complete_alone([1, 2, 3], GREEDY, loop.info)
+    first = answer.index(answer[5])
+    seq = loop.ask([1, 2, 3], max_tokens=None, stop_ids=frozenset({answer[5]}))
+    assert seq.tokens[3:] == answer[: first + 1]
+
+
+@both
+def test_a_grammar_holds_with_drafts_that_break_it(kind: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30)
+    loop = Loop(kind, drafter=Drafts([1, 2, 3]))
+    answer, _ = complete_alone([4, 5], params, loop.info, grammar=7)
+    free, _ = complete_alone([4, 5], params, loop.info)
+    seq = loop.add([4, 5], max_tokens=30, matcher=FakeMatcher(7, 40))
+    other = loop.add([4, 5], max_tokens=30)
+    loop.finish()
+    assert seq.tokens[2:] == answer != free
+    assert other.tokens[2:] == free
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_a_failed_step_ends_only_its_own_sequences(kind: str) -> None:
+    loop = Loop(kind, max_tokens=40, max_sequences=3)
+    first, second = loop.add([1] * 10, max_tokens=30), loop.add([2] * 50, max_tokens=30)
+    third = loop.add([3] * 10, max_tokens=30)
+    loop.step()  # the first, and 30 of the second
+    loop.clock.observe(Step(loop.last.chunks if loop.last else ()), 100.0)
+    third_was_waiting = third in loop.scheduler.waiting
+    loop.executor.faults = {1: Fault("chunks", 5)}
+    events = loop.step()
+    concerned = {event.seq_id for event in events if event.error}
+    assert third_was_waiting
+    assert concerned == {chunk.seq.id for chunk in loop.last.chunks} if loop.last else set()
+    loop.finish()
+    for seq in (first, second, third):
+        assert (seq.completion_len == 30) != (seq.id in concerned)
+    assert loop.ask([1] * 10).completion_len == 8
+
+
+@both
+def test_a_plan_that_fails_ends_what_runs_or_else_the_next_in_line(kind: str) -> None:
+    """So that a request that cannot be planned does not stand in the way of all others for ever."""
+    loop = Loop(kind, max_sequences=1)
+    first, second = loop.add([1] * 5), loop.add([2] * 5)
+    (event,) = loop.scheduler.fail(None, EngineError("it broke"))
+    assert event.seq_id == first.id
+    loop.step()
+    third = loop.add([3] * 5)
+    (event,) = loop.scheduler.fail(None, EngineError("it broke"))
+    assert event.seq_id == second.id
+    loop.finish()
+    assert third.completion_len == 8
+    assert loop.scheduler.fail(None, EngineError("it broke")) == []
+
+
+@both
+def test_values_that_are_not_numbers_end_one_sequence_only(kind: str) -> None:
+    loop = Loop(kind)
+    loop.executor.spoiled = {0: 3}
+    bad, good = loop.add([1] * 5), loop.add([2] * 5)
+    events = [event for event in loop.finish() if event.finish_reason]
+    errors = {event.seq_id: event.error for event in events}
+    assert "not numbers" in str(errors[bad.id])
+    assert errors[good.id] is None
+    assert bad.completion_len == 3
+    assert loop.ask([1] * 5 + bad.tokens[5:] + [1]).cached == 0, "what made no sense is not used again"
+
+
+@both
+def test_samples_behind_a_rejected_draft_are_ignored(kind: str) -> None:
+    loop = Loop(kind, drafter=Drafts([5, 6]))
+    seq = loop.add([1] * 5, max_tokens=30)
+    loop.step()
+    step = loop.scheduler.plan()
+    assert step
+    (event,) = loop.scheduler.commit(step, [[Sampled(4), Sampled(7), Sampled(8)]])
+    assert event.sampled == (Sampled(4),)
+    assert seq.computed == len(seq.tokens) - 1 == 6

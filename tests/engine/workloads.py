@@ -1,0 +1,182 @@
+"""Random workloads for the scheduler: what arrives when, what leaves early, and what goes wrong.
+
+Owns the choice of inputs. A workload is made from one integer and knows the answer of each request in advance, which
+is what it generates alone; so follow-up turns and drafts are made of true answers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+from edgelm.core import ExecutorInfo, FinishReason, SamplingParams, Sequence
+from edgelm.errors import EngineError
+from tests.engine.fake import Fault, InjectedError, complete_alone, info
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    arrival: int  # step number
+    answer: list[int]
+    reason: FinishReason
+    grammar: int | None = None
+    abort: int | None = None  # step number
+    spoiled_at: int | None = None  # answer length at which the model computes no number
+    grammar_raises_at: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Workload:
+    seed: int
+    info: ExecutorInfo
+    block_len: int
+    snapshot_bytes: int
+    requests: list[Request]
+    faults: dict[int, Fault]
+    draft_rate: float  # of the proposals that are not empty
+    draft_fault: int | None  # number of the proposal that raises
+    decode_s: float
+    prefill_s: float
+    all_rows: bool
+    rng: random.Random = field(repr=False)
+
+
+def make_workload(seed: int) -> Workload:
+    """Return the workload of a seed: everything in it is random, memory is mostly short."""
+    rng = random.Random(seed)
+    facts = _facts(rng)
+    block_len = rng.choice([1, 2, 4, 8, 16])
+    capacity = facts.capacity + -facts.capacity % block_len
+    facts = replace(facts, capacity=capacity)
+    calm = rng.random() < 0.5
+    return Workload(
+        seed=seed,
+        info=facts,
+        block_len=block_len,
+        snapshot_bytes=facts.kv_bytes_per_token * rng.choice([0, 40, 150, 100_000]),
+        requests=_requests(rng, facts, calm),
+        faults={} if calm else {rng.randrange(120): _fault(rng) for _ in range(rng.choice([0, 0, 1, 3]))},
+        draft_rate=rng.choice([0.0, 0.5, 1.0]),
+        draft_fault=None if calm or rng.random() < 0.9 else rng.randrange(30),
+        decode_s=rng.choice([0.0, 0.01, 0.1, 0.3]),
+        prefill_s=rng.choice([0.0, 1e-6, 0.002, 0.004, 1.0]),
+        all_rows=rng.random() < 0.3,
+        rng=rng,
+    )
+
+
+def _facts(rng: random.Random) -> ExecutorInfo:
+    context = rng.randint(40, 160)
+    max_sequences = rng.choice([1, 2, 3, 4, 8])
+    return info(
+        num_vocab=rng.choice([5, 13, 40]),
+        context=context,
+        capacity=int(context * rng.choice([1.0, 1.0, 1.0, 1.3, 2.0, 4.0])),
+        max_tokens=max_sequences + rng.choice([0, 1, 5, 30, 200]),
+        max_rows=max_sequences + rng.choice([0, 1, 3, 10]),
+        max_sequences=max_sequences,
+        can_trim=rng.random() < 0.8,
+        can_copy=rng.random() < 0.8,
+    )
+
+
+def _fault(rng: random.Random) -> Fault:
+    where = rng.choice(["ops", "chunks", "sample"])
+    return Fault(where, rng.randrange(6), rng.choice([EngineError, InjectedError]))  # type: ignore[arg-type]
+
+
+def _requests(rng: random.Random, facts: ExecutorInfo, calm: bool) -> list[Request]:
+    tokens = range(facts.num_vocab)
+    systems = [rng.choices(tokens, k=rng.randint(1, facts.context // 2)) for _ in range(2)]
+    pace = rng.choice([0, 0, 3, 20, 80])  # steps between arrivals: all at once, overlapping, one after another
+    requests: list[Request] = []
+    arrival = 0
+    short = rng.random() < 0.4  # short prompts, long answers: memory runs out in the middle
+    for number in range(rng.randint(2, 12)):
+        arrival += rng.randint(0, 2 * pace)
+        new = rng.choices(tokens, k=rng.choice([1, 3, 10] if short else [1, 3, 10, 50]))
+        kind = "fresh" if short and rng.random() < 0.6 else rng.choice(["system", "follow-up", "follow-up", "retry"])
+        prompt = new
+        params = _params(rng, facts, long=short)
+        grammar = rng.randrange(1000) if rng.random() < 0.25 else None
+        if kind == "system":
+            prompt = rng.choice(systems) + new
+        elif requests and kind == "follow-up":
+            parent = rng.choice(requests[-2:])
+            prompt = parent.prompt + parent.answer + new[:10]
+        elif requests and kind == "retry":
+            parent = rng.choice(requests[-2:])
+            prompt, params, grammar = list(parent.prompt), parent.params, parent.grammar
+        if len(prompt) >= facts.context:
+            prompt = prompt[: rng.randint(1, facts.context - 1)]
+        answer, reason = complete_alone(prompt, params, facts, grammar)
+        request = Request(number, prompt, params, arrival, answer, reason, grammar)
+        if rng.random() < 0.15:
+            request.abort = arrival + rng.randrange(30)
+        if not calm and rng.random() < 0.1:
+            request.spoiled_at = rng.randrange(20)
+        if not calm and grammar is not None and rng.random() < 0.1:
+            request.grammar_raises_at = rng.randrange(10)
+        requests.append(request)
+    return requests
+
+
+def _params(rng: random.Random, facts: ExecutorInfo, long: bool) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=rng.choice([None, rng.randint(40, 120)] if long else [None, 1, 2, rng.randint(1, 60)]),
+        temperature=rng.choice([0.0, 1.0]),
+        seed=rng.randrange(4),
+        choice=rng.randrange(2),
+        stop_ids=frozenset(rng.sample(range(facts.num_vocab), rng.choice([0, 0, 0, 1] if long else [0, 1, 1, 2]))),
+    )
+
+
+class FakeDrafter:
+    """Proposes what is right, wrong, right at first, too long, or copied from an earlier place of the sequence."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._rng = random.Random(workload.seed + 1)
+        self._workload = workload
+        self._num_proposals = 0
+        self.drafted = 0
+        self.accepted = 0
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
+        self._num_proposals += 1
+        if self._num_proposals - 1 == self._workload.draft_fault:
+            raise InjectedError
+        assert marginal_cost
+        assert all(cost == cost for cost in marginal_cost)
+        rng, most = self._rng, len(marginal_cost)
+        if rng.random() >= self._workload.draft_rate:
+            return []
+        right = self._workload.requests[seq.id].answer[seq.completion_len :]
+        wrong = rng.choices(range(self._workload.info.num_vocab), k=most + 5)
+        match rng.choice(["right", "wrong", "half", "long", "copied"]):
+            case "right":
+                return right[:most]
+            case "wrong":
+                return wrong[: rng.randint(1, most)]
+            case "half":
+                return (right[: rng.randint(0, most)] + wrong)[:most]
+            case "long":
+                return right + wrong
+            case _:
+                return self._copied(seq.tokens)[:most]
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        assert drafted > 0
+        assert 0 <= accepted <= drafted
+        self.drafted += drafted
+        self.accepted += accepted
+
+    @staticmethod
+    def _copied(tokens: list[int]) -> list[int]:
+        for start in range(len(tokens) - 3, -1, -1):
+            if tokens[start : start + 2] == tokens[-2:]:
+                return tokens[start + 2 :]
+        return []
