@@ -1,0 +1,87 @@
+"""From pieces of bytes, as they are decoded, to text that may be shown at once.
+
+Owns half characters and stop strings. Knows nothing of tokens, tokenizers or the engine.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from edgelm.errors import RequestError
+
+MAX_STOPS = 64
+
+
+class TextStream:
+    """Decodes UTF-8 piece by piece, and ends the text before a stop string.
+
+    The stop string that is complete first wins, and of those that end at the same character the longest. So the text
+    does not depend on how it was cut into pieces. Invalid bytes become U+FFFD. Raises RequestError for an empty stop
+    string and for more than 64.
+    """
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        assert not isinstance(stop, str), "one stop string is a sequence of one"
+        if len(stop) > MAX_STOPS:
+            raise RequestError(f"there are {len(stop)} stop strings", f"give at most {MAX_STOPS}")
+        if not all(stop):
+            raise RequestError("a stop string is empty", "leave it out, or give at least one character")
+        self.matched: str | None = None  # the stop string that ended the text
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._matches = [_PartialMatch(each) for each in stop]
+        self._held = ""  # the longest end of the text so far that begins a stop string
+        self._flushed = False
+
+    @property
+    def stopped(self) -> bool:
+        return self.matched is not None
+
+    def push(self, piece: bytes) -> str:
+        """Return the text that may be shown now; nothing once a stop string was found."""
+        assert not self._flushed, "the text has ended"
+        return "" if self.stopped else self._advance(self._decoder.decode(piece))
+
+    def flush(self) -> str:
+        """Return what was held back, at the end of the text. An incomplete character becomes U+FFFD."""
+        if self._flushed or self.stopped:
+            return ""
+        self._flushed = True
+        shown = self._advance(self._decoder.decode(b"", final=True))
+        held, self._held = self._held, ""
+        return shown + held
+
+    def _advance(self, new: str) -> str:
+        if not self._matches:
+            return new
+        for end, char in enumerate(new, 1):
+            complete = [match.stop for match in self._matches if match.advance(char)]
+            if complete:
+                self.matched = max(complete, key=len)
+                text, self._held = self._held + new[:end], ""
+                return text[: -len(self.matched)]
+        text = self._held + new
+        end = len(text) - max(match.length for match in self._matches)
+        self._held = text[end:]
+        return text[:end]
+
+
+class _PartialMatch:
+    """How much of the beginning of `stop` the text ends with (Knuth, Morris, Pratt 1977)."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0
+        self._borders = [0]  # of stop[:1], stop[:2]..: the length of the longest shorter beginning that each ends with
+        for char in stop[1:]:
+            self._borders.append(self._extend(self._borders[-1], char))
+
+    def advance(self, char: str) -> bool:
+        """Take the next character of the text; return whether `stop` is complete. The text must end there."""
+        self.length = self._extend(self.length, char)
+        return self.length == len(self.stop)
+
+    def _extend(self, length: int, char: str) -> int:
+        while length and self.stop[length] != char:
+            length = self._borders[length - 1]
+        return length + 1 if self.stop[length] == char else 0
