@@ -1,0 +1,168 @@
+"""The commands' names and flags. Each command's work is a module of `commands`, imported when it is called.
+
+Owns the turning of errors into exit codes. Knows nothing of engines, models and files.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from typer import exceptions as usage
+
+from edgelm import __version__
+from edgelm.errors import EdgeLMError
+
+app = typer.Typer(
+    name="edgelm",
+    help="Run a language model on your own machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Path of a .gguf file.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show llama.cpp's log and timings.")]
+Ctx = Annotated[int | None, typer.Option(help="Tokens of context.", show_default=False)]
+Kv = Annotated[str | None, typer.Option(help="KV cache: auto, f16, k8v16, int8, k8v4.", show_default=False)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default=False)]
+
+
+def run_cli() -> int:
+    """Run the command that `sys.argv` names; return the exit code. KeyboardInterrupt passes through."""
+    try:
+        code = app(standalone_mode=False)
+    except usage.Exit as end:
+        return end.exit_code
+    except usage.Abort:
+        raise KeyboardInterrupt from None
+    except usage.TyperException as error:
+        print(f"error: {error.format_message()}; see --help", file=sys.stderr)
+        return error.exit_code
+    except EdgeLMError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"edgelm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue.", show_default=False)] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without a chat template.")] = False,
+    stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text.", show_default=False)] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among the K likeliest.", show_default=False)] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample among this share.", show_default=False)] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop what is this much less likely.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="For an answer that can be repeated.", show_default=False)] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="End there.", show_default=False)] = None,
+    ctx: Ctx = None,
+    kv: Kv = None,
+    threads: Threads = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Print one answer. The prompt is the argument, standard input, or both in that order."""
+    from edgelm.commands.run import run_model
+
+    flags = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "ctx": ctx,
+        "kv": kv,
+        "threads": threads,
+    }
+    run_model(model, prompt, flags, stop=stop or [], raw=raw, as_json=as_json, verbose=verbose)
+
+
+@app.command()
+def bench(
+    model: Model,
+    prompt: Annotated[list[int] | None, typer.Option("-p", help="Prompt tokens; 0: none. May be repeated.")] = None,
+    decode: Annotated[list[int] | None, typer.Option("-n", help="Tokens to decode; 0: none. May be repeated.")] = None,
+    parallel: Annotated[list[int] | None, typer.Option("-b", help="Parallel sequences. May be repeated.")] = None,
+    repetitions: Annotated[int, typer.Option("-r", min=1, max=100, help="Times each test is run.")] = 3,
+    ctx: Ctx = None,
+    kv: Kv = None,
+    threads: Threads = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure prompt speed (pp512 by default) and decode speed (tg128), in tokens per second."""
+    from edgelm.commands.bench import bench_model
+
+    flags = {"ctx": ctx, "kv": kv, "threads": threads}
+    bench_model(model, flags, prompt or [512], decode or [128], parallel or [1], repetitions, as_json, verbose)
+
+
+@app.command()
+def serve(
+    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL…]", help="More models to offer.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address (127.0.0.1); others need a key.", show_default=False)
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port (11500); 0: any free one.", show_default=False)] = None,
+    api_key: Annotated[str | None, typer.Option(help="What clients must send as a key.", show_default=False)] = None,
+    idle_timeout: Annotated[
+        float | None, typer.Option(help="Unload a model not used for so many seconds; 0: never.", show_default=False)
+    ] = None,
+    until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", help="End with the parent.")] = False,
+    ctx: Ctx = None,
+    kv: Kv = None,
+    threads: Threads = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Serve the models here to other programs, as OpenAI's API does."""
+    from edgelm.commands.serve import serve_models
+
+    flags = {"host": host, "port": port, "api_key": api_key, "idle_timeout": idle_timeout}
+    flags |= {"ctx": ctx, "kv": kv, "threads": threads}
+    serve_models(models or [], flags, until_stdin_closes=until_stdin_closes, as_json=as_json, verbose=verbose)
+
+
+@app.command()
+def ps(as_json: Json = False) -> None:
+    """Show what a running server holds."""
+    from edgelm.commands.ps import show_processes
+
+    show_processes(as_json=as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Show what this machine can run, and what is wrong with it."""
+    from edgelm.commands.doctor import show_health
+
+    raise typer.Exit(show_health(as_json))
+
+
+@app.command()
+def config(as_json: Json = False) -> None:
+    """Show all settings, and where each comes from."""
+    from edgelm.commands.config import show_config
+
+    show_config(as_json)

@@ -1,0 +1,357 @@
+"""`edgelm run` and `edgelm bench` as a person meets them: exit codes, and one line for each thing that goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import write_tiny
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment with places of its own; the machine is measured once for all tests."""
+    home = tmp_path_factory.mktemp("home")
+    places = {f"EDGELM_{kind}_DIR": str(home / kind.lower()) for kind in ("CONFIG", "DATA", "CACHE")}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("EDGELM_")}
+    return clean | places
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("models") / "tiny.gguf", context=512)
+
+
+class Edgelm:
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+
+    def __call__(self, *arguments: str | Path, stdin: bytes = b"", **more: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [sys.executable, "-m", "edgelm", *map(str, arguments)],
+            input=stdin,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            env=self.environment | more,
+            check=False,
+        )
+
+    def start(self, *arguments: str | Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "edgelm", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=self.environment,
+        )
+
+
+@pytest.fixture
+def edgelm(environment: dict[str, str]) -> Edgelm:
+    return Edgelm(environment)
+
+
+def error_of(done: subprocess.CompletedProcess[bytes]) -> str:
+    """Return the one line on standard error of a command that failed as it should."""
+    assert done.returncode == 1, done
+    lines = done.stderr.decode().splitlines()
+    assert len(lines) == 1, done.stderr.decode()
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def test_version_and_help(edgelm: Edgelm) -> None:
+    assert re.fullmatch(rb"edgelm \d+\.\d+\.\d+\n", edgelm("--version").stdout)
+    assert b"run" in edgelm("--help").stdout
+    assert b"--temperature" in edgelm("run", "--help").stdout
+
+
+@pytest.mark.parametrize("arguments", [["fly"], ["run"], ["run", "m", "p", "--seed", "x"], ["run", "m", "--wings"]])
+def test_wrong_usage_is_exit_code_2_and_one_line(edgelm: Edgelm, arguments: list[str]) -> None:
+    done = edgelm(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: ")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_an_answer_goes_to_standard_output_and_nothing_else_does(edgelm: Edgelm, model: Path) -> None:
+    first = edgelm("run", model, "hello", "--max-tokens", "12", "--seed", "3")
+    assert first.returncode == 0
+    assert first.stdout.endswith(b"\n")
+    assert len(first.stdout) > 1
+    assert first.stderr == b""
+    assert edgelm("run", model, stdin=b"hello", EDGELM_MAX_TOKENS="12", EDGELM_SEED="3").stdout == first.stdout
+    assert edgelm("run", model, "hello", "--max-tokens", "12", "--seed", "4").stdout != first.stdout
+
+
+def test_json_is_one_document_as_the_design_has_it(edgelm: Edgelm, model: Path) -> None:
+    done = edgelm("run", model, "the day", "--json", "--temperature", "0", "--max-tokens", "9")
+    result = json.loads(done.stdout)
+    assert set(result) >= {"model", "text", "token_ids", "finish_reason", "usage", "timings", "speculation"}
+    assert set(result["usage"]) == {"prompt_tokens", "cached_tokens", "completion_tokens"}
+    assert set(result["timings"]) == {
+        "queue_ms", "prompt_ms", "first_token_ms", "decode_ms", "decode_tokens_per_second",
+    }  # fmt: skip
+    assert result["speculation"] == {"drafted": 0, "accepted": 0}
+    assert result["usage"]["completion_tokens"] == len(result["token_ids"]) <= 9
+    assert result["finish_reason"] in {"stop", "length"}
+    timings = result["timings"]
+    assert timings["first_token_ms"] == pytest.approx(timings["queue_ms"] + timings["prompt_ms"], abs=0.01)
+
+
+def test_prompt_and_standard_input_are_joined(edgelm: Edgelm, model: Path) -> None:
+    arguments = ("run", model, "--json", "--temperature", "0", "--max-tokens", "3")
+    joined = json.loads(edgelm(*arguments, "once", stdin=b"upon a time").stdout)
+    whole = json.loads(edgelm(*arguments, "once\n\nupon a time").stdout)
+    assert joined["token_ids"] == whole["token_ids"]
+    assert joined["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+
+
+def test_a_chat_template_is_used_unless_raw_is_given(edgelm: Edgelm, tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    path = write_tiny(tmp_path / "chat.gguf", chat_template=template)
+    arguments = ("run", path, "--json", "--temperature", "0", "--max-tokens", "4")
+    chat = json.loads(edgelm(*arguments, "the day").stdout)
+    raw = json.loads(edgelm(*arguments, "the day", "--raw").stdout)
+    written = json.loads(edgelm(*arguments, "[user] the day", "--raw").stdout)
+    assert chat["token_ids"] == written["token_ids"]
+    assert chat["usage"]["prompt_tokens"] == written["usage"]["prompt_tokens"] > raw["usage"]["prompt_tokens"]
+
+
+def test_a_broken_chat_template_is_one_line(edgelm: Edgelm, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "chat.gguf", chat_template="{% for x in range(10**12) %}{% endfor %}{{ 1 / 0 }}")
+    assert "template" in error_of(edgelm("run", path, "hi"))
+
+
+def test_a_stop_string_ends_the_answer_before_it(edgelm: Edgelm, model: Path) -> None:
+    arguments = ("run", model, "hello", "--json", "--temperature", "0", "--max-tokens", "40")
+    text = json.loads(edgelm(*arguments).stdout)["text"]
+    stop = text[6:9]
+    stopped = json.loads(edgelm(*arguments, "--stop", stop).stdout)
+    assert stopped["text"] == text[: text.index(stop)]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["usage"]["completion_tokens"] == len(stopped["token_ids"])
+
+
+def test_a_full_context_is_told_and_not_cut(edgelm: Edgelm, model: Path) -> None:
+    done = edgelm("run", model, "hello", "--ctx", "24", "--temperature", "0", "--json")
+    result = json.loads(done.stdout)
+    assert result["finish_reason"] == "context"
+    assert result["usage"]["prompt_tokens"] + result["usage"]["completion_tokens"] == 24
+    assert b"the context of 24 tokens is full; raise --ctx" in done.stderr
+    assert done.returncode == 0
+
+
+def test_bench_prints_a_table_and_json(edgelm: Edgelm, model: Path) -> None:
+    arguments = ("bench", model, "-p", "32", "-n", "8", "-b", "1", "-b", "4", "-r", "2")
+    result = json.loads(edgelm(*arguments, "--json").stdout)
+    assert [each["test"] for each in result["results"]] == ["pp32", "tg8", "pp32x4", "tg8x4"]
+    for each in result["results"]:
+        assert len(each["runs"]) == 2
+        assert min(each["runs"]) <= each["tokens_per_second"] <= max(each["runs"])
+        assert min(each["runs"]) > 0
+    assert result["engine"] == "llama"
+    assert b"tg8x4" in edgelm(*arguments).stdout
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+def test_bad_files(edgelm: Edgelm, model: Path, tmp_path: Path) -> None:
+    def with_bytes(name: str, data: bytes) -> Path:
+        (tmp_path / name).write_bytes(data)
+        return tmp_path / name
+
+    whole = model.read_bytes()
+    lying = bytearray(whole)
+    lying[8:16] = (2**60).to_bytes(8, "little")  # the number of tensors
+    cases = {
+        tmp_path / "missing.gguf": "is not there",
+        tmp_path: "is a folder",
+        with_bytes("empty.gguf", b""): "empty",
+        with_bytes("text.gguf", b"What is the weather like today? " * 9): "not a GGUF",
+        with_bytes("cut.gguf", whole[: len(whole) * 2 // 3]): "cut short",
+        with_bytes("lying.gguf", bytes(lying)): "lying.gguf",
+        write_tiny(tmp_path / "vocab.gguf", vocab_only=True): "only a vocabulary",
+    }
+    for path, expected in cases.items():
+        assert expected in error_of(edgelm("run", path, "hi")), path
+
+
+def test_version_1_is_refused(edgelm: Edgelm, shared_data: Path) -> None:
+    path = shared_data / "models" / "stories260K-ggufv1-unsupported.gguf"
+    assert "version 1" in error_of(edgelm("run", path, "hi"))
+
+
+def test_an_unknown_architecture_is_named(edgelm: Edgelm, model: Path, tmp_path: Path) -> None:
+    data = model.read_bytes().replace(b"llama", b"lloma")
+    (tmp_path / "odd.gguf").write_bytes(data)
+    assert "lloma" in error_of(edgelm("run", tmp_path / "odd.gguf", "hi"))
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(edgelm: Edgelm, model: Path) -> None:
+    message = error_of(edgelm("run", model, "--ctx", "64", stdin=b"hello " * 900))
+    assert re.search(r"the prompt has [\d,]+ tokens, the context holds 64", message)
+
+
+def test_what_cannot_be_is_one_line(edgelm: Edgelm, model: Path) -> None:
+    for arguments, expected in {
+        ("run", model, ""): "empty",
+        ("run", model, "hi", "--ctx", "4096"): "512",
+        ("run", model, "hi", "--top-p", "7"): "top_p",
+        ("run", model, "hi", "--kv", "q1"): "one of",
+        ("run", model, "hi", "--temperature", "nan"): "temperature",
+        ("bench", model, "-p", "4000"): "context",
+        ("bench", model, "-p", "0", "-n", "0"): "nothing to measure",
+    }.items():
+        assert expected in error_of(edgelm(*arguments)), arguments
+    assert "0xff at 2" in error_of(edgelm("run", model, stdin=b"ab\xffcd"))
+
+
+def test_more_memory_than_there_is(edgelm: Edgelm, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "wide.gguf", context=2**24, layers=8, kv_heads=4, head_dim=256)
+    assert re.search(r"needs about [\d.]+ GiB .* are free", error_of(edgelm("run", path, "hi", "--ctx", str(2**24))))
+
+
+def test_logits_that_are_not_numbers(edgelm: Edgelm, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "nan.gguf", nan_logits=True)
+    assert "not numbers" in error_of(edgelm("run", path, "hello"))
+
+
+def test_bad_settings_name_their_source(edgelm: Edgelm, model: Path) -> None:
+    config = Path(edgelm.environment["EDGELM_CONFIG_DIR"])
+    config.mkdir(exist_ok=True)
+    file = config / "config.toml"
+    try:
+        cases = {"ctx = 'much'": "ctx", "wings = 2": "no setting wings", "ctx = ": "not valid TOML"}
+        for text, expected in cases.items():
+            file.write_text(text)
+            message = error_of(edgelm("run", model, "hi"))
+            assert expected in message
+            assert str(file) in message
+    finally:
+        file.unlink()
+    assert "EDGELM_CTX" in error_of(edgelm("run", model, "hi", EDGELM_CTX="-1"))
+
+
+# -- interrupts and deaths -----------------------------------------------------------------------------------------
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes below one; Linux and macOS."""
+    out = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in out.splitlines()]
+    direct = [child for child, parent in pairs if parent == pid]
+    return direct + [each for child in direct for each in children_of(child)]
+
+
+def engine_of(process: subprocess.Popen[bytes]) -> int:
+    """Wait until the command has its engine child and that writes; return the child's id."""
+    assert process.stdout
+    assert process.stdout.read(1)
+    (child,) = children_of(process.pid)
+    return child
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+WILD = ("--temperature", "1.5", "--top-k", "0", "--min-p", "0", "--top-p", "1", "--seed", "5")
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Path:
+    return write_tiny(tmp_path / "endless.gguf", context=200_000, layers=12, width=256, ffn=1024, endless=True)
+
+
+def test_ctrl_c_while_it_writes_ends_everything(edgelm: Edgelm, endless: Path) -> None:
+    with edgelm.start("run", endless, "hello", "--ctx", "100000", "--temperature", "0") as process:
+        child = engine_of(process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 130
+        assert errors == b""
+        assert gone(child)
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.3, 0.6, 1.0, 1.5])
+def test_ctrl_c_at_any_moment(edgelm: Edgelm, endless: Path, delay_s: float) -> None:
+    with edgelm.start("run", endless, "hello", "--ctx", "100000", "--temperature", "0") as process:
+        time.sleep(delay_s)
+        below = children_of(process.pid)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+        if delay_s > 0.2:  # before that Python itself may not have started
+            assert process.returncode == 130
+            assert b"Traceback" not in errors
+        assert all(gone(child) for child in below)
+
+
+def test_a_killed_engine_is_one_clear_line(edgelm: Edgelm, endless: Path) -> None:
+    for number, expected in ((signal.SIGKILL, "memory may have run out"), (signal.SIGSEGV, "SIGSEGV")):
+        with edgelm.start("run", endless, "hello", "--ctx", "100000", "--temperature", "0") as process:
+            os.kill(engine_of(process), number)
+            _, errors = process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == 1
+            assert errors.count(b"\n") == 1
+            assert errors.startswith(b"error: the engine process was killed by ")
+            assert expected in errors.decode()
+
+
+def test_a_killed_command_leaves_no_engine_behind(edgelm: Edgelm, endless: Path) -> None:
+    with edgelm.start("run", endless, "hello", "--ctx", "100000", "--temperature", "0") as process:
+        child = engine_of(process)
+        process.kill()
+        assert gone(child)
+
+
+def test_a_reader_that_has_enough_is_no_error(edgelm: Edgelm, endless: Path) -> None:
+    with edgelm.start("run", endless, "hello", "--ctx", "100000", "--temperature", "0") as process:
+        child = engine_of(process)
+        assert process.stdout
+        process.stdout.close()
+        assert process.wait(TIMEOUT_S) == 0
+        assert gone(child)
+
+
+def test_a_model_cannot_move_the_cursor_of_a_terminal(edgelm: Edgelm, model: Path) -> None:
+    parent, child = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "edgelm", "run", model, "hello", "--max-tokens", "300", *WILD],
+        stdin=subprocess.DEVNULL,
+        stdout=child,
+        stderr=subprocess.PIPE,
+        env=edgelm.environment,
+    ) as process:
+        os.close(child)
+        shown = b""
+        while True:
+            try:
+                more = os.read(parent, 4096)
+            except OSError:
+                break
+            if not more:
+                break
+            shown += more
+        assert process.wait(TIMEOUT_S) == 0
+    os.close(parent)
+    assert not set(shown) & (set(range(32)) - {9, 10, 13})
