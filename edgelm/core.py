@@ -157,7 +157,7 @@ class Load(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Forget the snapshot `key`."""
+    """Forget the snapshot `key`, which may not exist: the step that was to save it may have failed."""
 
     key: int
 

@@ -17,4 +17,6 @@ changed=$(git status --porcelain --untracked-files=no 2>/dev/null | wc -l | tr -
         | grep -iE '^(edgelm|numpy|llama.cpp.python|gguf|pytest|hypothesis)==' | paste -sd ' ' -)"
     echo
     .venv/bin/python -m pytest --soak --timeout=14400 --durations=15 "$@"
+    echo
+    .venv/bin/python -m tests.engine.mutations
 } 2>&1 | tee "$result"

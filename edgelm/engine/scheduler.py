@@ -103,9 +103,9 @@ class Scheduler:
             prefill=self._clock.prefill_tokens(ready) if ready else self._info.max_tokens,
             reserved=len(self.running),
         )
-        chunks: dict[Sequence, Chunk] = {}
+        chunks: list[Chunk] = []
         preempted = False
-        for seq in sorted(self.running, key=lambda seq: _missing(seq) > 1):  # the nearest to a sample come first
+        for seq in list(self.running):  # none is admitted behind an unfinished prompt, so only the last may have one
             room.reserved -= 1
             if seq.kv is not None:  # it was not preempted for one before it
                 preempted |= not self._schedule(seq, chunks, room)
@@ -118,7 +118,7 @@ class Scheduler:
             seq.cached = seq.computed if seq.cached is None else seq.cached
             preempted = not self._schedule(seq, chunks, room)
         assert chunks or not self.num_unfinished
-        return Step(tuple(chunks.values()), self._kv.take_ops()) if chunks else None  # ops alone wait for a request
+        return Step(tuple(chunks), self._kv.take_ops()) if chunks else None  # ops alone wait for a request
 
     def commit(self, step: Step, sampled: list[list[Sampled]]) -> list[Event]:
         """Take what a step sampled; return an event for each sequence that has new tokens."""
@@ -147,12 +147,11 @@ class Scheduler:
     def _may_admit(self, room: _Room) -> bool:
         return min(room.tokens, room.rows, room.prefill) > 0 and len(self.running) < self._info.max_sequences
 
-    def _schedule(self, seq: Sequence, chunks: dict[Sequence, Chunk], room: _Room) -> bool:
+    def _schedule(self, seq: Sequence, chunks: list[Chunk], room: _Room) -> bool:
         """Plan a chunk of one sequence, preempting the youngest if memory is short; False: it did."""
         missing = _missing(seq)
         length = 1 if missing == 1 else min(missing, room.prefill, room.tokens - room.reserved)
-        if length <= 0:
-            return True
+        assert length > 0
         if missing == 1 and self._drafter:
             seq.draft = self._propose(seq, self._drafter, room)
         untouched = True
@@ -162,14 +161,13 @@ class Scheduler:
                 continue
             untouched = False
             youngest = self.running[-1]
-            chunks.pop(youngest, None)
             self._preempt(youngest)
             if youngest is seq:
                 return False
         first, last = seq.computed, seq.computed + length
         rows = 1 + len(seq.draft) if length == missing else 0
         tokens = seq.tokens[first:last] + seq.draft
-        chunks[seq] = Chunk(seq, first, tokens, rows, self._kv.place(seq))
+        chunks.append(Chunk(seq, first, tokens, rows, self._kv.place(seq)))
         room.tokens -= len(tokens)
         room.rows -= rows
         room.prefill -= length if missing > 1 else 0
@@ -189,7 +187,6 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        seq.draft = []
         self._kv.release(seq)
         self._enqueue(self.waiting, seq)
 

@@ -13,6 +13,7 @@ class Mutation:
     what: str
     old: str  # occurs exactly once
     new: str = ""
+    equivalent: str = ""  # why no test can notice it
 
     def apply(self, package: Path) -> None:
         path = package / "engine" / f"{self.file}.py"
@@ -174,22 +175,16 @@ MUTATIONS = [
         "rows = 1 + len(seq.draft) if length == missing else 0",
         "rows = 1 + len(seq.draft)",
     ),
-    Mutation("scheduler", "an empty chunk is planned", "if length <= 0:", "if length < 0:"),
     Mutation("scheduler", "the oldest is preempted", "youngest = self.running[-1]", "youngest = self.running[0]"),
-    Mutation("scheduler", "the chunk of a preempted sequence runs", "            chunks.pop(youngest, None)\n"),
-    Mutation(
-        "scheduler",
-        "prefill comes before decoding",
-        "sorted(self.running, key=lambda seq: _missing(seq) > 1)",
-        "list(self.running)",
-    ),
     Mutation("scheduler", "no room is reserved for those behind", "reserved=len(self.running)", "reserved=0"),
     Mutation("scheduler", "reserved room is never given", "            room.reserved -= 1\n"),
+    Mutation("scheduler", "a preempted sequence is planned", "if seq.kv is not None:", "if True:"),
     Mutation(
         "scheduler",
         "one is admitted where another had to go",
         "while not preempted and self.waiting",
         "while self.waiting",
+        equivalent="next in line is the sequence that had to go, and `attach` asks for more room than it gave back",
     ),
     Mutation(
         "scheduler", "more are admitted than there are slots", " and len(self.running) < self._info.max_sequences"
@@ -254,12 +249,6 @@ MUTATIONS = [
         "scheduler",
         "a draft preempts",
         "            if seq.draft:\n                seq.draft = []\n                continue\n",
-    ),
-    Mutation(
-        "scheduler",
-        "a preempted draft stays",
-        "        self.running.remove(seq)\n        seq.draft = []\n",
-        "        self.running.remove(seq)\n",
     ),
     Mutation(
         "scheduler",
@@ -375,4 +364,26 @@ MUTATIONS = [
         "        self._cut(table, self._num_blocks(seq.computed + 1))",
     ),
     Mutation("paged", "more is grown than is free", "if missing > self._num_free:", "if missing > self._num_free + 1:"),
+    Mutation("stream", "a dropped stream goes on", "    def __del__(self) -> None:\n        self.close()\n"),
+    Mutation("stream", "the cost is forgotten at the end", "            self._stats = event.stats\n"),
+    Mutation("stream", "a closed stream goes on", "            self._cancel()\n"),
+    Mutation("engine", "the queue has no bound", "if len(self._open) >= self._max_requests:", "if False:"),
+    Mutation(
+        "engine",
+        "a closed loop is not noticed",
+        "self._inbox.put(functools.partial(self._cancel, event.seq_id))",
+        "pass",
+    ),
+    Mutation("engine", "the queue ends with the last step", "request.started or began", "began"),
+    Mutation("engine", "the first token is the last", "request.first or now", "now"),
+    Mutation(
+        "engine", "a bug leaves all waiting", "            self._fail_open()\n\n    def", "            pass\n\n    def"
+    ),
+    Mutation("engine", "closing leaves the memory", "        self._executor.close()\n"),
+    Mutation(
+        "engine",
+        "a bug in a step ends the thread",
+        "        except Exception as error:",
+        "        except EngineError as error:",
+    ),
 ]

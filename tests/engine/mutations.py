@@ -72,9 +72,10 @@ def main(words: list[str]) -> int:
     for mutation in chosen:
         with tempfile.TemporaryDirectory(prefix="edgelm-mutation-") as folder:
             killer, seconds = run(mutation, Path(folder))
-        survivors += not killer
+        survivors += not killer and not mutation.equivalent
+        outcome = f"equivalent: {mutation.equivalent}" if mutation.equivalent else "NOTHING: it survived"
         name = f"{mutation.file}: {mutation.what}"
-        print(f"{name:<62} {seconds:7.1f}  {killer or 'NOTHING: it survived'}", flush=True)
+        print(f"{name:<62} {seconds:7.1f}  {killer or outcome}", flush=True)
     print(f"{len(chosen)} mutations, {survivors} survived")
     return 1 if survivors else 0
 

@@ -149,6 +149,7 @@ class Simulation:
             assert 0 <= seq.computed < len(seq.tokens)
             assert seq.draft == []
             assert seq.kv is not None
+        assert all(len(seq.tokens) - seq.computed == 1 for seq in running[:-1]), "one prompt at a time"
         for seq in [*waiting, *(self.sequences[each] for each in self.finished)]:
             assert seq.kv is None
             assert seq.computed == 0
