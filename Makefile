@@ -12,10 +12,13 @@ export OMP_WAIT_POLICY ?= passive
 ARGS ?=
 MODEL ?=
 
-.PHONY: help test soak lint format smoke bench wheel clean
+.PHONY: help chat test soak lint format smoke bench wheel clean
 
 help: ## Show what there is
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+chat: $(READY) ## Chat with the built-in model in this terminal
+	@$(BIN)/edgelm $(ARGS)
 
 test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)

@@ -33,7 +33,7 @@ class Mailbox:
 
 
 class Stream:
-    """An async iterator over the events of one request. Closing it, or dropping the last reference, cancels the request."""
+    """An async iterator over the events of one request. Closing it, or dropping its last reference, cancels it."""
 
     def __init__(self, mailbox: Mailbox, cancel: Callable[[], None]) -> None:
         self._mailbox = mailbox
