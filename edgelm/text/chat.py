@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 # Printable letters without case that next to nobody writes (CJK extension B): no filter of a template changes them.
 _PLACEHOLDERS = range(0x20000, 0x2A6E0)
 _MAX_DEPTH = 64
-_SPACES = " \t\n\v\f\r"  # what tokens of llama.cpp that strip take away
+_SPACES = " \t\n\v\f\r"  # what some special tokens swallow behind them
+_CHUNK = 64  # special tokens
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -94,13 +95,13 @@ def encode_rendered(tokenizer: Tokenizer, template: ChatTemplate, rendered: Rend
         if is_plain:
             ids += _encode_plain(text, rendered.plain, template, tokenizer)
         else:
-            ids += tokenizer.encode(text, special=True, bos=False)
+            for chunk in _chunks(text, template):
+                ids += tokenizer.encode(chunk, special=True, bos=False)
     # Not `bos=True` above: it would add the EOS that some models want behind a text, here behind an open turn.
-    bos = tokenizer.encode("", special=False, bos=True)[:1]
-    if bos and bos[0] == tokenizer.bos_id:
-        while ids[:1] == bos:
-            del ids[0]
-        return bos + ids
+    bos = tokenizer.bos_id
+    if bos is not None and bos in (*ids[:1], *tokenizer.encode("", special=False, bos=True)[:1]):
+        others = (index for index, token in enumerate(ids) if token != bos)
+        ids[: next(others, len(ids))] = [bos]
     return ids
 
 
@@ -205,7 +206,7 @@ class _Placeholders:
 
     def disarm(self, chat: dict[str, Any]) -> dict[str, Any]:
         """Return the chat with placeholders for characters without which there is no control string."""
-        strings = self._template.special_strings - self._template.user_defined
+        strings = self._template.control_strings
         signs = {next((char for char in text if not (char.isalnum() or char in " _")), "") for text in strings} - {""}
         pattern = re.compile(f"[{re.escape(''.join(sorted(signs)))}]" if signs else "(?!)")
         return {name: _mapped(value, self._hider(pattern)) for name, value in chat.items()}
@@ -306,44 +307,49 @@ def _segments(rendered: Rendered, template: ChatTemplate, tokenizer: Tokenizer) 
     before = ""
     for match in [*template.specials.finditer(text), None]:
         start = match.start() if match else len(text)
-        after = match[0] if match else ""
         if hidden.search(text, end, start):
             if done < end:
                 yield text[done:end], False
-            yield _stripped(text[end:start], before, after, plain, tokenizer), True
+            yield _stripped(text[end:start], before, plain, tokenizer), True
             done = start
         if match:
-            before, end = after, match.end()
+            before, end = match[0], match.end()
     if done < len(text):
         yield text[done:], False
 
 
-def _stripped(run: str, before: str, after: str, plain: dict[str, str], tokenizer: Tokenizer) -> str:
-    """Return a run without the white space that the special tokens around it swallow."""
+def _chunks(text: str, template: ChatTemplate) -> Iterator[str]:
+    """Yield a text in pieces of some special tokens: llama.cpp takes quadratic time for them, minutes for 100,000."""
+    done = 0
+    for count, match in enumerate(template.specials.finditer(text)):
+        if count % _CHUNK == _CHUNK - 1:  # no token of a model that chats depends on what stands before it
+            yield text[done : match.start()]
+            done = match.start()
+    yield text[done:]
 
-    def same(left: str, right: str) -> bool:
-        return tokenizer.encode(left, special=True, bos=False) == tokenizer.encode(right, special=True, bos=False)
 
-    core = run.strip(_SPACES)
-    left, right = run[: run.index(core)], run[run.index(core) + len(core) :]
-    first, last = plain.get(core[0], core)[0], plain.get(core[-1], core)[-1]
-    if left and before and same(before + left + first, before + first):
-        run = run[len(left) :]
-    if right and after and same(last + right + after, last + after):
-        run = run[: len(run) - len(right)]
-    return run
+def _stripped(run: str, before: str, plain: dict[str, str], tokenizer: Tokenizer) -> str:
+    """Return a run without its first white space, where the special token before it swallows that."""
+    core = run.lstrip(_SPACES)
+    spaces, first = run[: len(run) - len(core)], plain.get(core[0], core)[0]
+    if not spaces or not before:
+        return run
+    with_spaces, without = (
+        tokenizer.encode(text, special=True, bos=False) for text in (before + spaces + first, before + first)
+    )
+    return core if with_spaces == without else run
 
 
 def _encode_plain(run: str, plain: dict[str, str], template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of a text with placeholders, none of them special."""
-    written = {plain[char] for char in set(run) & plain.keys()}
+    written = frozenset(plain[char] for char in set(run) & plain.keys())
     ids = tokenizer.encode(_restored(run, plain), special=False, bos=False)
     if _holds(ids, written, tokenizer):
         first, *others = _cut(run, plain, template.user_defined)
         ids = tokenizer.encode(first, special=False, bos=False)
         for part in others:
             ids += _continuation(part, tokenizer)
-    if strange := _holds(ids, {*written, *filter(template.control.fullmatch, template.special_strings)}, tokenizer):
+    if strange := _holds(ids, template.control_strings | written, tokenizer):
         raise RequestError(f"the model's vocabulary cannot write {strange!r} as text", "leave it out")
     return ids
 
@@ -353,7 +359,7 @@ def _cut(run: str, plain: dict[str, str], user_defined: frozenset[str]) -> list[
     parts = [""]
     for char in run:
         text = plain.get(char, char)
-        if text in user_defined:
+        if char in plain and text in user_defined:
             parts[-1] += text[:1]
             parts.append(text[1:])
         else:
@@ -361,7 +367,7 @@ def _cut(run: str, plain: dict[str, str], user_defined: frozenset[str]) -> list[
     return parts
 
 
-def _holds(ids: list[int], strings: set[str], tokenizer: Tokenizer) -> str:
+def _holds(ids: list[int], strings: frozenset[str], tokenizer: Tokenizer) -> str:
     return next((text for text in map(tokenizer.text_of, set(ids)) if text in strings), "")
 
 

@@ -126,6 +126,7 @@ class ChatTemplate:
         self.eos = eos
         self.special_strings = special_strings - {""}
         self.user_defined = user_defined
+        self.control_strings = self.special_strings - user_defined
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
@@ -142,7 +143,7 @@ class ChatTemplate:
     @cached_property
     def control(self) -> re.Pattern[str]:
         """Finds what only a template writes."""
-        return any_of(self._spellings(self.special_strings - self.user_defined))
+        return any_of(self._spellings(self.control_strings))
 
     @cached_property
     def markers(self) -> re.Pattern[str]:
@@ -150,13 +151,12 @@ class ChatTemplate:
 
         Runs of spaces, digits and the like, which some vocabularies define this way, are text.
         """
-        control = self.special_strings - self.user_defined
-        return any_of(self._spellings({*control, *filter(_MARKUP.fullmatch, self.user_defined)}))
+        return any_of(self._spellings({*self.control_strings, *filter(_MARKUP.fullmatch, self.user_defined)}))
 
     @cached_property
     def specials(self) -> re.Pattern[str]:
-        """Finds every special string."""
-        return any_of(self._spellings(self.special_strings))
+        """Finds every special string, as llama.cpp does."""
+        return any_of(self.special_strings)
 
     def render(
         self,

@@ -66,8 +66,7 @@ REFUSALS = {
 }
 NEEDS_NO_PROMPT = {"mistralai-Mistral-Nemo-Instruct-2407"}  # the answer stands behind [/INST]
 TOOL_WORDS = {"HuggingFaceTB-SmolLM3-3B": ["blue"], "microsoft-Phi-3.5-mini-instruct": []}  # of others: all of these
-ALL_NEEDS_NO_PROMPT = {"mistralai-Mistral-Nemo-Instruct-2407"}  # the answer stands behind [/INST]
-TOOL_WORDS = ["Zürich <&>", "weather", "blue"]
+ALL_TOOL_WORDS = ["Zürich <&>", "weather", "blue"]
 
 
 @cache

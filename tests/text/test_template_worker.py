@@ -31,7 +31,7 @@ TEMPLATE = """{{ bos_token }}{% set word = messages[-1].content %}{% if word == 
 LOOP = "{% for _ in range(100000) %}"
 ENDLESS = LOOP * 3 + "{% endfor %}" * 3
 DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
-ONE_CALL = "{{ (9 ** 9 ** 8) % 7 if messages else 0 }}"  # holds the interpreter's lock: no thread could stop it
+ONE_CALL = "{{ (9 ** (9 ** (7 + messages|length))) % 7 }}"  # holds the interpreter's lock: no thread could stop it
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +151,7 @@ async def test_a_hostile_template_is_one_failed_request(
         ("{% if %}", ModelError, "is broken: line 1"),
         ("{{ x | nothing }}", ModelError, "No filter named 'nothing'"),
         ("{{ 'a' * 10**10 }}", RequestError, "memory ran out"),  # jinja2 computes constants when it compiles
-        ("{{ 9 ** 9 ** 9 }}", RequestError, "took more than 2 s"),
+        ("{{ 9 ** (9 ** 9) }}", RequestError, "took more than 2 s"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", ModelError, "is broken"),
         ("{% if 1 %}" * 200 + "{% endif %}" * 200, ModelError, "is broken"),
     ],
@@ -248,7 +248,7 @@ async def test_a_process_killed_between_requests_is_not_noticed(start: Any) -> N
     expected = await runner.render_tokens(HI, max_bytes=MANY)
     for _ in range(3):
         os.kill(pid_of(runner), signal.SIGKILL)
-        assert await gone(pid_of(runner), within_s=30)
+        await runner._process.wait()
         assert await runner.render_tokens(HI, max_bytes=MANY) == expected
 
 
