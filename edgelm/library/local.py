@@ -32,13 +32,13 @@ def find_model(name: str, hub: Path | None = None) -> Path:
     """
     if name == STARTER and (starter := _starter()) is not None:
         return starter
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         if path.is_dir():
             raise ModelError(f"{name} is a folder", "give the .gguf file in it")
         if path.exists():
             return path.resolve()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have; RuntimeError: ~ of nobody
         pass
     for model in _hub_models(hub) if hub is not None else ():
         if model.name.casefold() == name.casefold():

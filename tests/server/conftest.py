@@ -1,0 +1,66 @@
+"""Models, places and a running front for the server's tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgelm.executors import machine
+from tests.server.harness import Front, serving
+from tests.tiny import write_tiny
+
+# The real check of llama.cpp, and no measurement of speed: it takes most of the time and changes no answer.
+CANARY = """
+import os, sys
+if sys.argv[1] == "speed":
+    print('{"token_ms": 1}')
+else:
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "edgelm.executors.canary", *sys.argv[1:]])
+"""
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder in which the machine's facts are found already."""
+    folder = tmp_path_factory.mktemp("cache")
+    machine.facts(folder, notify=print, command=[sys.executable, "-c", CANARY])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, str]:
+    """An environment with places of its own."""
+    home = tmp_path_factory.mktemp("home")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("EDGELM_", "HF_"))}
+    places = {f"EDGELM_{kind}_DIR": str(home / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
+    return clean | places | {"EDGELM_CACHE_DIR": str(cache), "HF_HOME": str(home / "hf")}
+
+
+@pytest.fixture
+def own(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """The environment with a runtime folder for one test alone."""
+    return environment | {"EDGELM_RUNTIME_DIR": str(tmp_path / "run")}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tiny.gguf, whose context is full soon, and long.gguf, which can write for seconds."""
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny(folder / "tiny.gguf", context=512)
+    write_tiny(folder / "long.gguf", context=32_768, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def front(environment: dict[str, str], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """A front for the tests of a module."""
+    log = tmp_path_factory.mktemp("log") / "front.log"
+    with serving(environment, models / "tiny.gguf", models / "long.gguf", log=log) as running:
+        yield running
+    said = log.read_text()
+    print(said)
+    assert "Traceback" not in said

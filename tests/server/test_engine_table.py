@@ -1,0 +1,293 @@
+"""Restarts, pauses, waiting and unloading, on engine processes that a test ends and starts by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from edgelm.errors import EdgeLMError, EngineError, ModelError
+from edgelm.library.local import LocalModel
+from edgelm.server import engine_slot
+from edgelm.server.engine_link import EngineInfo
+from edgelm.server.engine_slot import EngineSlot, StillLoadingError
+from edgelm.server.engine_table import EngineTable
+
+MODEL = LocalModel("fake", Path("/fake.gguf"))
+OTHER = LocalModel("other", Path("/other.gguf"))
+LONG_S = 20.0
+
+
+class FakeLink:
+    """An engine process that does what it is told."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.progress: float | None = None
+        self.info: EngineInfo | None = None
+        self.client = httpx2.AsyncClient()
+        self.closed = False
+        self.may_close = asyncio.Event()
+        self.may_close.set()
+        self._readiness: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._end: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def exited(self) -> bool:
+        return self._end.done()
+
+    async def ready(self) -> None:
+        await asyncio.shield(self._readiness)
+        self.info = EngineInfo("fake", "llama", "cpu", 512)
+
+    async def ended(self) -> EngineError:
+        return await asyncio.shield(self._end)
+
+    async def close(self) -> None:
+        await self.may_close.wait()
+        self.closed = True
+        self.die("closed")
+
+    def load(self) -> None:
+        self._readiness.set_result(None)
+
+    def fail(self, error: EdgeLMError) -> None:
+        self._readiness.set_exception(error)
+
+    def die(self, how: str = "died") -> None:
+        if not self._end.done():
+            self._end.set_result(EngineError(how))
+        if not self._readiness.done():
+            self._readiness.set_exception(EngineError(how))
+            self._readiness.exception()
+
+
+class Launches:
+    """Where a table gets its engines from."""
+
+    def __init__(self) -> None:
+        self.links: list[FakeLink] = []
+        self._more = asyncio.Event()
+
+    async def __call__(self, path: Path) -> FakeLink:
+        self.links.append(FakeLink(len(self.links) + 1))
+        self._more.set()
+        return self.links[-1]
+
+    async def number(self, count: int) -> FakeLink:
+        """Return the count-th engine once it is started."""
+        async with asyncio.timeout(LONG_S):
+            while len(self.links) < count:
+                self._more.clear()
+                await self._more.wait()
+        return self.links[count - 1]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not true():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    monkeypatch.setattr(engine_slot, "PAUSES_S", (0.0, 0.01, 0.01, 0.02, 0.02, 0.03))
+    return Launches()
+
+
+@pytest.fixture
+async def table(launches: Launches) -> AsyncIterator[EngineTable]:
+    async with asyncio.timeout(LONG_S), EngineTable(launches, idle_timeout_s=0) as made:
+        yield made
+
+
+async def test_two_requests_share_one_start(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot, table.lease(MODEL) as same:
+        assert slot is same
+        waiting = [asyncio.create_task(slot.ready(LONG_S)) for _ in range(2)]
+        (await launches.number(1)).load()
+        assert {link.pid for link in await asyncio.gather(*waiting)} == {1}
+    assert len(launches.links) == 1
+
+
+async def test_who_does_not_wait_is_told_the_progress(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        with pytest.raises(StillLoadingError) as first:
+            await slot.ready(0)
+        assert first.value.progress is None
+        (await launches.number(1)).progress = 0.25
+        with pytest.raises(StillLoadingError, match="25%") as second:
+            await slot.ready(0.01)
+        assert second.value.remaining_s is not None
+        launches.links[0].load()
+        assert (await slot.ready(LONG_S)).pid == 1
+
+
+async def test_a_start_that_fails_says_why_and_is_tried_again(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        for attempt in range(1, 4):
+            waiting = asyncio.create_task(slot.ready(LONG_S))
+            (await launches.number(attempt)).fail(ModelError(f"attempt {attempt}"))
+            with pytest.raises(ModelError, match=f"attempt {attempt}"):
+                await waiting
+            assert slot.state == "failed"
+            assert launches.links[-1].closed
+            await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(slot.ready(LONG_S))
+        (await launches.number(4)).load()
+        assert (await waiting).pid == 4
+        assert slot.error is None
+
+
+async def test_during_the_pause_the_error_is_told_at_once(
+    table: EngineTable, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_slot, "PAUSES_S", (LONG_S,) * 6)
+    async with table.lease(MODEL) as slot:
+        waiting = asyncio.create_task(slot.ready(LONG_S))
+        (await launches.number(1)).fail(ModelError("too large"))
+        for each in (waiting, slot.ready(LONG_S)):
+            with pytest.raises(ModelError, match="too large"):
+                await each
+        assert len(launches.links) == 1
+
+
+async def test_a_death_starts_another_until_they_die_without_an_answer(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        lives = engine_slot.MAX_RESTARTS + 1
+        for life in range(1, lives + 1):
+            link = await launches.number(life)
+            link.load()
+            assert (await slot.ready(LONG_S)).pid == life
+            link.die()
+            await asyncio.sleep(0)
+        await until(lambda: slot.state == "failed")
+        await asyncio.sleep(0.1)
+        assert len(launches.links) == lives
+        waiting = asyncio.create_task(slot.ready(LONG_S))
+        (await launches.number(lives + 1)).load()
+        assert (await waiting).pid == lives + 1
+
+
+async def test_a_second_death_is_followed_by_a_pause(
+    table: EngineTable, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_slot, "PAUSES_S", (0.0, 0.0, LONG_S, LONG_S, LONG_S, LONG_S))
+    async with table.lease(MODEL) as slot:
+        for life in (1, 2):
+            link = await launches.number(life)
+            link.load()
+            await slot.ready(LONG_S)
+            link.die()
+        await asyncio.sleep(0.1)
+        assert slot.state == "starting"
+        assert len(launches.links) == 2
+        with pytest.raises(StillLoadingError, match="because died"):
+            await slot.ready(0)
+
+
+async def test_a_request_during_the_unloading_gets_the_next_engine(launches: Launches) -> None:
+    async with asyncio.timeout(LONG_S), EngineTable(launches, idle_timeout_s=0.05) as table:
+        async with table.lease(MODEL) as slot:
+            link = await launches.number(1)
+            link.load()
+            await slot.ready(LONG_S)
+            link.may_close.clear()
+        await until(lambda: slot.state == "stopping")
+
+        async def ask() -> int:
+            async with table.lease(MODEL) as another:
+                return (await another.ready(LONG_S)).pid
+
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0.05)
+        assert len(launches.links) == 1
+        link.may_close.set()
+        (await launches.number(2)).load()
+        assert await asking == 2
+
+
+async def test_an_answer_makes_up_for_deaths(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        for life in range(1, 3 * engine_slot.MAX_RESTARTS):
+            link = await launches.number(life)
+            link.load()
+            assert (await slot.ready(LONG_S)).pid == life
+            slot.answered()
+            link.die()
+            assert (await slot.death(link)).message == "died"
+
+
+async def test_only_what_nobody_uses_is_unloaded(launches: Launches) -> None:
+    async with asyncio.timeout(LONG_S), EngineTable(launches, idle_timeout_s=0.05) as table:
+        async with table.lease(MODEL) as slot:
+            (await launches.number(1)).load()
+            await slot.ready(LONG_S)
+            await asyncio.sleep(0.2)
+            assert not launches.links[0].closed, "it is in use"
+        await until(lambda: MODEL.path not in table.slots)
+        assert launches.links[0].closed
+        async with table.lease(MODEL) as another:
+            assert another is not slot
+            (await launches.number(2)).load()
+            assert (await another.ready(LONG_S)).pid == 2
+
+
+async def test_closing_ends_all_and_lets_nobody_wait(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as loading, table.lease(OTHER) as ready:
+        waiting = asyncio.create_task(loading.ready(LONG_S))
+        await launches.number(1)
+        (await launches.number(2)).load()
+        link = await ready.ready(LONG_S)
+        await table.close()
+        with pytest.raises(EngineError, match="shutting down"):
+            await waiting
+        assert "shutting down" in (await ready.death(link)).message
+    assert all(link.closed for link in launches.links)
+    assert table.slots == {}
+    with pytest.raises(EngineError, match="shutting down"):
+        async with table.lease(MODEL):
+            pass
+
+
+async def test_a_bug_in_starting_wakes_who_waits() -> None:
+    async def launch(_: Path) -> FakeLink:
+        raise ZeroDivisionError
+
+    slot = EngineSlot(MODEL, launch)
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        await slot.ready(LONG_S)
+    await slot.stop("is gone")
+
+
+async def test_models_nobody_uses_make_room_longest_idle_first(launches: Launches) -> None:
+    free = [False, False, True]
+    asked: list[Path] = []
+
+    def fits(path: Path) -> bool:
+        asked.append(path)
+        return free.pop(0)
+
+    models = [LocalModel(name, Path(f"/{name}.gguf")) for name in ("first", "used", "second", "third")]
+    async with asyncio.timeout(LONG_S), EngineTable(launches, idle_timeout_s=0, fits=fits) as table:
+        async with table.lease(models[1]) as used:
+            (await launches.number(1)).load()
+            await used.ready(LONG_S)
+            for number, model in ((2, models[0]), (3, models[2])):
+                free.insert(0, True)
+                async with table.lease(model) as slot:
+                    (await launches.number(number)).load()
+                    await slot.ready(LONG_S)
+                await asyncio.sleep(0.01)
+            free[:] = [False, True]
+            async with table.lease(models[3]):
+                assert list(table.slots) == [models[1].path, models[2].path, models[3].path]
+                assert [link.closed for link in launches.links[:3]] == [False, True, False]
+            free[:] = [False, False, False]
+            async with table.lease(MODEL):
+                assert models[1].path in table.slots, "what is in use stays"
+                assert models[2].path not in table.slots
+        assert asked[-1] == MODEL.path

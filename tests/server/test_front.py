@@ -1,0 +1,234 @@
+"""The front's routes over engines that a test holds back, lets answer or takes away; and a real one without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from edgelm.config import Places, Settings
+from edgelm.errors import ModelError
+from edgelm.server import proxy
+from edgelm.server.engine_link import EngineInfo, Launcher
+from edgelm.server.engine_table import EngineTable
+from edgelm.server.front import START_LIMIT_S, Front, _wait_s, front_app
+from edgelm.server.guard import Rules
+from edgelm.server.models import ModelNames
+from tests.server.test_engine_table import FakeLink, Launches
+
+LIMIT_S = 30
+CHUNKS = (b'data: {"a": 1}\n\ndata: {"b"', b': 2}\n\ndata: {"half": ')
+
+
+class Upstream(httpx2.AsyncBaseTransport):
+    """The answers of an engine."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.bodies: list[bytes] = []
+        self.closed = 0
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.url.path == "/stats":
+            return httpx2.Response(200, json={"requests": 7, "rss_bytes": 8})
+        self.bodies.append(await request.aread())
+        if json.loads(self.bodies[-1]).get("stream"):
+            headers = {"content-type": "text/event-stream; charset=utf-8"}
+            return httpx2.Response(200, headers=headers, stream=Pieces(self))
+        if self.broken:
+            raise httpx2.ReadError("broken")
+        return httpx2.Response(400, json={"error": {"code": "x"}}, headers={"retry-after": "5", "x-secret": "1"})
+
+
+class Pieces(httpx2.AsyncByteStream):
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in CHUNKS:
+            yield chunk
+        if self._upstream.broken:
+            raise httpx2.RemoteProtocolError("broken")
+        yield b"3}\n\n"
+
+    async def aclose(self) -> None:
+        self._upstream.closed += 1
+
+
+class Fakes(Launches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.upstream = Upstream()
+
+    async def __call__(self, path: Path) -> FakeLink:
+        link = await super().__call__(path)
+        link.client = httpx2.AsyncClient(transport=self.upstream, base_url="http://engine")
+        return link
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "m.gguf").write_bytes(b"")
+    return tmp_path / "m.gguf"
+
+
+@asynccontextmanager
+async def fronted(launches: Any, model: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    async with asyncio.timeout(LIMIT_S), EngineTable(launches, idle_timeout_s=0) as table:
+        names = ModelNames(None, [model], any_path=True)
+        app = front_app(Front("http://127.0.0.1:1", table, names), Rules(loopback=True))
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            yield http
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
+
+
+async def chat(http: httpx2.AsyncClient, prefer: str = "wait", **fields: Any) -> httpx2.Response:
+    return await http.post("/v1/chat/completions", json=body(**fields), headers={"prefer": prefer})
+
+
+async def test_503_with_progress_while_an_engine_starts(model: Path) -> None:
+    launches = Fakes()
+    async with fronted(launches, model) as http:
+        answer = await chat(http, "wait=0")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["progress"] is None
+        (await launches.number(1)).progress = 0.4
+        answer = await chat(http, "respond-async, wait=0")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["progress"]) == (503, "model_loading", 0.4)
+        assert 1 <= int(answer.headers["retry-after"]) <= 30
+        state = (await http.get("/edgelm/ps")).json()["models"][0]
+        assert (state["state"], state["progress"], state["pid"], state["context"]) == ("starting", 0.4, 1, None)
+        waiting = asyncio.create_task(chat(http))
+        launches.links[0].load()
+        assert (await waiting).status_code == 400, "what the engine says"
+        state = (await http.get("/edgelm/ps")).json()["models"][0]
+        assert (state["state"], state["progress"], state["requests"], state["rss_bytes"]) == ("ready", 1, 7, 8)
+        assert (state["model"], state["path"], state["context"]) == ("m", str(model), 512)
+
+
+async def test_an_answer_comes_as_the_engine_gave_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Fakes()
+    async with fronted(launches, model) as http:
+        waiting = asyncio.create_task(chat(http, user="ünïcode"))
+        (await launches.number(1)).load()
+        answer = await waiting
+        assert answer.json() == {"error": {"code": "x"}}
+        assert answer.headers["retry-after"] == "5"
+        assert "x-secret" not in answer.headers
+        assert json.loads(launches.upstream.bodies[0]) == body(user="ünïcode")
+        launches.upstream.broken = True
+        monkeypatch.setattr(proxy, "ENDING_S", 0)
+        asyncio.get_running_loop().call_later(0.05, launches.links[0].die, "died of a test")
+        answer = await chat(http)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "died of a test")
+        assert answer.json()["error"]["code"] == "engine_died"
+
+
+async def test_what_an_ending_engine_did_not_take_goes_to_one_other(model: Path) -> None:
+    launches = Fakes()
+    async with fronted(launches, model) as http:
+        waiting = asyncio.create_task(chat(http))
+        (await launches.number(1)).load()
+        await waiting
+        launches.upstream.broken = True
+        asyncio.get_running_loop().call_later(0.05, launches.links[0].die, "first")
+        waiting = asyncio.create_task(chat(http))
+        second = await launches.number(2)
+        launches.upstream.broken = False
+        second.load()
+        assert (await waiting).status_code == 400, "what the second engine says"
+        launches.upstream.broken = True
+        asyncio.get_running_loop().call_later(0.05, second.die, "second")
+        waiting = asyncio.create_task(chat(http))
+        third = await launches.number(3)
+        third.load()
+        asyncio.get_running_loop().call_later(0.05, third.die, "third")
+        assert (await waiting).json()["error"]["message"] == "third"
+        assert len(launches.upstream.bodies) == 5, "sent to two engines at most"
+
+
+async def test_events_are_passed_on_whole(model: Path) -> None:
+    launches = Fakes()
+    async with fronted(launches, model) as http:
+        waiting = asyncio.create_task(chat(http, stream=True))
+        (await launches.number(1)).load()
+        answer = await waiting
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.content == b"".join(CHUNKS) + b"3}\n\n"
+        launches.upstream.broken = True
+        asyncio.get_running_loop().call_later(0.05, launches.links[0].die, "died of a test")
+        whole, error = (await chat(http, stream=True)).content[:-2].rsplit(b"\n\n", 1)
+        assert whole == b'data: {"a": 1}\n\ndata: {"b": 2}', "no half event comes before the error"
+        assert json.loads(error[6:])["error"]["message"].startswith("died of a test")
+        assert launches.upstream.closed == 2
+
+
+async def test_a_bad_request_starts_no_engine(model: Path) -> None:
+    launches = Fakes()
+    async with fronted(launches, model) as http:
+        assert (await chat(http, tools=[{}])).status_code == 400
+        assert (await chat(http, model="other")).status_code == 404
+        model.unlink()  # noqa: ASYNC240 - a test may block
+        gone = (await chat(http)).json()["error"]
+        assert (gone["code"], str(model) in gone["message"]) == ("model_not_found", True)
+        assert launches.links == []
+
+
+async def test_a_model_that_cannot_be_loaded(model: Path) -> None:
+    launches = Fakes()
+    async with fronted(launches, model) as http:
+        waiting = asyncio.create_task(chat(http))
+        (await launches.number(1)).fail(ModelError("it needs 9 GiB", "take a smaller one"))
+        answer = await waiting
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "it needs 9 GiB; take a smaller one"
+        assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("prefer", "seconds"),
+    [
+        ([], 2),
+        (["wait"], START_LIMIT_S),
+        (["Wait=7"], 7),
+        (["wait=0"], 0),
+        (["wait = 5"], 5),
+        (['wait="5"'], 5),
+        (["respond-async, wait=10"], 10),
+        (["respond-async", "wait=10; x=1"], 10),
+        (["wait=999999999"], START_LIMIT_S),
+        (["await=3"], 2),
+        (["wait=-3"], 2),
+        (["handling=lenient"], 2),
+    ],
+)
+def test_prefer(prefer: list[str], seconds: float) -> None:
+    assert _wait_s(prefer) == seconds
+
+
+async def test_engines_where_there_are_no_unix_sockets(models: Path, cache: Path, tmp_path: Path) -> None:
+    """A loopback port instead, and nobody but the front may use it."""
+    places = Places({"EDGELM_CACHE_DIR": str(cache), "EDGELM_RUNTIME_DIR": str(tmp_path)})
+    async with asyncio.timeout(2 * LIMIT_S):
+        link = await Launcher(Settings(ctx=512), places, None)(models / "tiny.gguf")
+        try:
+            await link.ready()
+            assert link.info == EngineInfo("tiny llama f32", "llama", "cpu", 512)
+            assert link.client.base_url.host == "127.0.0.1"
+            answer = await link.client.post("/v1/chat/completions", json=body(max_tokens=2))
+            assert answer.json()["usage"]["completion_tokens"] <= 2
+            async with httpx2.AsyncClient(base_url=link.client.base_url, trust_env=False) as stranger:
+                assert (await stranger.get("/stats")).status_code == 401
+        finally:
+            await link.close()

@@ -1,0 +1,148 @@
+"""Names of models: what is found on this machine, what a client may ask for, and what the list says of each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from edgelm.errors import ModelError
+from edgelm.library import local
+from edgelm.library.local import find_model, installed
+from edgelm.server import models as module
+from edgelm.server.api_error import ApiError
+from edgelm.server.models import ModelNames
+from tests.tiny import write_tiny
+
+OLD, NEW = "1" * 40, "2" * 40
+LIMIT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def no_starter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_starter", lambda: None)
+
+
+def touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """A cache as huggingface_hub writes it, with what is no model of its own beside the models."""
+    hub = tmp_path / "hub"
+    for revision, when in ((NEW, 2_000_000_000), (OLD, 1_000_000_000)):
+        folder = hub / "models--Own--Some-4B-GGUF" / "snapshots" / revision
+        for name in ("Some-4B-Q4_K_M.gguf", "mmproj-F16.gguf", "README.md", "big/Some-4B-BF16-00001-of-00002.gguf"):
+            touch(folder / name)
+        touch(folder / "big/Some-4B-BF16-00002-of-00002.gguf")
+        os.utime(folder, (when, when))
+    touch(hub / "models--Own--Some-4B-GGUF" / "snapshots" / OLD / "Some-4B-UD-IQ2_XXS.gguf")
+    os.utime(hub / "models--Own--Some-4B-GGUF" / "snapshots" / OLD, (1_000_000_000, 1_000_000_000))
+    touch(hub / "models--Two--a--b" / "snapshots" / NEW / "plain.gguf")
+    (hub / "models--Two--a--b" / "snapshots" / NEW / "broken-Q8_0.gguf").symlink_to(tmp_path / "absent")
+    touch(hub / "datasets--Own--x" / "snapshots" / NEW / "x.gguf")
+    return hub
+
+
+def test_models_of_the_hubs_cache(hub: Path) -> None:
+    found = {model.name: model.path for model in installed(hub)}
+    assert found.keys() == {
+        "Own/Some-4B-GGUF:Q4_K_M",
+        "Own/Some-4B-GGUF:BF16",
+        "Own/Some-4B-GGUF:UD-IQ2_XXS",
+        "Two/a--b:plain",
+    }
+    assert NEW in str(found["Own/Some-4B-GGUF:Q4_K_M"]), "the newest revision that has it"
+    assert OLD in str(found["Own/Some-4B-GGUF:UD-IQ2_XXS"])
+    assert find_model("own/some-4b-gguf:q4_k_m", hub) == found["Own/Some-4B-GGUF:Q4_K_M"]
+
+
+def test_given_files_have_their_stems_as_names(tmp_path: Path) -> None:
+    one, two = touch(tmp_path / "a" / "same.gguf"), touch(tmp_path / "b" / "same.gguf")
+    assert [model.name for model in installed(None, [one, two, one])] == ["same", str(two)]
+    assert installed(tmp_path / "no such folder") == []
+
+
+@pytest.mark.parametrize("name", ["absent", "x" * 5000, "a\0b", "", "~nobody-of-that-name/x.gguf"])
+def test_what_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError):
+        find_model(name, tmp_path)
+
+
+def test_the_starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starter = touch(tmp_path / "starter.gguf")
+    monkeypatch.setattr(local, "_starter", lambda: starter)
+    assert find_model("starter") == starter
+    assert [model.name for model in installed()] == ["starter"]
+
+
+async def test_what_a_client_may_call_a_model(tmp_path: Path, hub: Path) -> None:
+    given, other = touch(tmp_path / "given.gguf"), touch(tmp_path / "other.gguf")
+    names = ModelNames(hub, [given], any_path=True)
+    for name in ("given", "given.gguf", str(given)):
+        assert (await names.find(name)).path == given
+    assert (await names.find("two/A--B:plain")).name == "Two/a--b:plain"
+    assert (await names.find(str(other))).name == "other"
+    strict = ModelNames(hub, [given], any_path=False)
+    assert (await strict.find(str(given))).path == given
+    for each, name in (
+        (strict, str(other)),
+        (names, "other"),
+        (names, str(tmp_path)),
+        (names, "/etc/passwd"),
+        (names, ""),
+    ):
+        with pytest.raises(ApiError) as caught:
+            await each.find(name)
+        assert caught.value.status == 404
+        assert caught.value.body["error"]["code"] == "model_not_found"
+
+
+async def test_the_list_says_what_each_is_and_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = write_tiny(tmp_path / "good.gguf", context=256)
+    bad = touch(tmp_path / "bad.gguf")
+    names = ModelNames(None, [good, bad], any_path=False)
+    asked: list[list[Path]] = []
+    real = module._describe
+
+    async def describe(paths: list[Path]) -> list[dict[str, object]]:
+        asked.append(paths)
+        return await real(paths)
+
+    monkeypatch.setattr(module, "_describe", describe)
+    async with asyncio.timeout(LIMIT_S):
+        found = {model.name: model.known for model in await names.list()}
+        assert found["good"].items() >= {"context": 256, "architecture": "llama", "quantization": "F32"}.items()
+        assert "empty" in found["bad"]["error"]
+        await names.list()
+        assert asked == [[good, bad]]
+        write_tiny(bad, context=128)
+        assert {model.name: model.known for model in await names.list()}["bad"]["context"] == 128
+        assert asked == [[good, bad], [bad]]
+        good.unlink()
+        assert [model.name for model in await names.list()] == ["bad"]
+
+
+async def test_a_file_that_kills_its_reader_is_told_and_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [touch(tmp_path / f"{number}.gguf") for number in range(3)]
+
+    async def describe(wanted: list[Path]) -> list[dict[str, object]]:
+        before = wanted[: wanted.index(paths[1])] if paths[1] in wanted else wanted
+        return [{"bytes": 1} for _ in before]
+
+    monkeypatch.setattr(module, "_describe", describe)
+    names = ModelNames(None, paths, any_path=False)
+    await names.list()
+    assert [model.known for model in await names.list()] == [
+        {"bytes": 1},
+        {"error": "the file cannot be read"},
+        {"bytes": 1},
+    ]

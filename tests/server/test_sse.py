@@ -1,0 +1,122 @@
+"""Streams that end, and clients that leave in the middle, on a server that a test plays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from edgelm.server.sse import ClientLeftError, EventStream, unless_client_leaves
+
+LIMIT_S = 30
+SCOPE = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "headers": []}
+
+
+class Client:
+    """One end of a connection: reads so many messages, then no more; leaves when it is told to."""
+
+    def __init__(self, reads: int = 1000) -> None:
+        self.sent: list[Message] = []
+        self.left = asyncio.Event()
+        self.full = asyncio.Event()
+        self._reads = reads
+
+    async def receive(self) -> Message:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if len(self.sent) >= self._reads:
+            self.full.set()
+            await asyncio.Event().wait()
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+async def forever() -> AsyncIterator[bytes]:
+    while True:
+        yield b"data: x\n\n"
+        await asyncio.sleep(0)
+
+
+def recording(calls: list[str]) -> AsyncExitStack:
+    async def call() -> None:
+        await asyncio.sleep(0)  # a cleanup that waits is not cut short
+        calls.append("cleaned")
+
+    stack = AsyncExitStack()
+    stack.push_async_callback(call)
+    return stack
+
+
+async def test_a_stream_that_ends() -> None:
+    async def two() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        yield b"data: 2\n\n"
+
+    calls: list[str] = []
+    client = Client()
+    async with asyncio.timeout(LIMIT_S):
+        await EventStream(two(), recording(calls))(SCOPE, client.receive, client.send)
+    assert client.body == b"data: 1\n\ndata: 2\n\n"
+    assert (b"cache-control", b"no-store") in client.sent[0]["headers"]
+    assert calls == ["cleaned"]
+
+
+@pytest.mark.parametrize("reads", [3, 1000], ids=["a client that stopped reading", "one that reads"])
+async def test_a_client_that_leaves(reads: int) -> None:
+    calls: list[str] = []
+    client = Client(reads)
+    async with asyncio.timeout(LIMIT_S):
+        asking = asyncio.create_task(EventStream(forever(), recording(calls))(SCOPE, client.receive, client.send))
+        await (client.full.wait() if reads == 3 else asyncio.sleep(0.01))
+        assert calls == []
+        client.left.set()
+        await asking
+    assert calls == ["cleaned"]
+
+
+async def test_a_stream_that_is_cancelled() -> None:
+    calls: list[str] = []
+    client = Client(3)
+    async with asyncio.timeout(LIMIT_S):
+        asking = asyncio.create_task(EventStream(forever(), recording(calls))(SCOPE, client.receive, client.send))
+        await client.full.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    assert calls == ["cleaned"]
+
+
+async def test_work_for_a_client() -> None:
+    async def work(then: Callable[[], int]) -> int:
+        await asyncio.sleep(0.01)
+        return then()
+
+    client = Client()
+    request = Request(SCOPE, client.receive)
+    async with asyncio.timeout(LIMIT_S):
+        assert await unless_client_leaves(request, work(lambda: 7)) == 7
+        with pytest.raises(ZeroDivisionError):
+            await unless_client_leaves(request, work(lambda: 1 // 0))
+        cancelled = asyncio.Event()
+
+        async def endless() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        asking = asyncio.create_task(unless_client_leaves(request, endless()))
+        await asyncio.sleep(0.01)
+        client.left.set()
+        with pytest.raises(ClientLeftError):
+            await asking
+        assert cancelled.is_set()
