@@ -16,14 +16,14 @@ from edgelm.errors import EdgeLMError
 
 app = typer.Typer(
     name="edgelm",
-    help="Run a language model on your own machine.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Path of a .gguf file.", show_default=False)]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="starter, or the path of a .gguf file.", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show llama.cpp's log and timings.")]
 Ctx = Annotated[int | None, typer.Option(help="Tokens of context.", show_default=False)]
@@ -54,13 +54,26 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _main(
-    version: Annotated[
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="The model to chat with: starter, or a file.", show_default=False)
+    ] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Chat with a model of that server.", show_default=False)] = None,
+    api_key: Annotated[str | None, typer.Option(help="The key for that server.", show_default=False)] = None,
+    ctx: Ctx = None,
+    kv: Kv = None,
+    threads: Threads = None,
+    _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    """Run a language model on your own machine. Without a command: chat with it in the terminal."""
+    if context.invoked_subcommand is None:
+        from edgelm.commands.chat import open_chat
+
+        open_chat(endpoint, model, {"ctx": ctx, "kv": kv, "threads": threads}, api_key)
 
 
 @app.command()
@@ -120,7 +133,7 @@ def bench(
 
 @app.command()
 def serve(
-    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL…]", help="More models to offer.")] = None,
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="More models to offer.")] = None,
     host: Annotated[
         str | None, typer.Option(help="Address (127.0.0.1); others need a key.", show_default=False)
     ] = None,

@@ -70,8 +70,8 @@ class Sides:
         return len(prompts) * tokens / asyncio.run(together())
 
     def leave_idle(self, length: int) -> None:
-        """Leave a conversation of `length` tokens behind."""
-        self.run_engine(self.prompts(1, length), 1)
+        """Leave a conversation of `length` tokens behind; after the first time its prefix is cached."""
+        self.run_engine([random.Random(length).choices(range(self.model.num_vocab), k=length)], 1)
 
     def round(self, args: argparse.Namespace, engine_first: bool) -> tuple[float, float]:
         """Run both sides once; return their speeds, ours first."""

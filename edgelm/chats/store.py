@@ -1,0 +1,328 @@
+"""The file of the chats: SQLite with a full-text index.
+
+Owns the schema, what is read and written, and the translation of SQLite's errors. One thread at a time; knows
+nothing of threads, retries and screens.
+
+An answer that is being written is a row of `message` and one row of `piece` for each part that came: a token costs
+one small insert, whatever the length of the answer, and nothing that was committed is lost when the process is killed.
+"""
+
+# ruff: noqa: S608 - the queries are put together from the names of our own columns, never from values
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from edgelm.chats.model import Chat, Hit, Message
+from edgelm.errors import EdgeLMError
+
+SCHEMA_VERSION = 1
+BUSY_MS = 250  # whoever calls tries again; a longer wait here would only make it deaf
+
+_SCHEMA = """
+CREATE TABLE chat (
+    id INTEGER PRIMARY KEY, title TEXT NOT NULL, renamed INTEGER NOT NULL, system TEXT NOT NULL, model TEXT NOT NULL,
+    sampling TEXT NOT NULL, leaf INTEGER, created REAL NOT NULL, changed REAL NOT NULL);
+CREATE INDEX chat_changed ON chat (changed);
+CREATE TABLE message (
+    id INTEGER PRIMARY KEY, chat INTEGER NOT NULL REFERENCES chat ON DELETE CASCADE,
+    parent INTEGER REFERENCES message ON DELETE CASCADE, role TEXT NOT NULL, text TEXT NOT NULL,
+    reasoning TEXT NOT NULL, state TEXT NOT NULL, note TEXT NOT NULL, model TEXT NOT NULL, stats TEXT NOT NULL,
+    created REAL NOT NULL);
+CREATE INDEX message_chat ON message (chat);
+CREATE INDEX message_parent ON message (parent);
+CREATE TABLE piece (
+    id INTEGER PRIMARY KEY, message INTEGER NOT NULL REFERENCES message ON DELETE CASCADE,
+    text TEXT NOT NULL, reasoning TEXT NOT NULL);
+CREATE INDEX piece_message ON piece (message);
+CREATE TABLE setting (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE VIRTUAL TABLE message_words USING fts5 (
+    text, content=message, content_rowid=id, tokenize='unicode61 remove_diacritics 2');
+CREATE TRIGGER message_added AFTER INSERT ON message BEGIN
+    INSERT INTO message_words (rowid, text) VALUES (new.id, new.text); END;
+CREATE TRIGGER message_changed AFTER UPDATE OF text ON message WHEN old.text IS NOT new.text BEGIN
+    INSERT INTO message_words (message_words, rowid, text) VALUES ('delete', old.id, old.text);
+    INSERT INTO message_words (rowid, text) VALUES (new.id, new.text); END;
+CREATE TRIGGER message_removed AFTER DELETE ON message BEGIN
+    INSERT INTO message_words (message_words, rowid, text) VALUES ('delete', old.id, old.text); END;
+CREATE VIRTUAL TABLE title_words USING fts5 (
+    title, content=chat, content_rowid=id, tokenize='unicode61 remove_diacritics 2');
+CREATE TRIGGER chat_added AFTER INSERT ON chat BEGIN
+    INSERT INTO title_words (rowid, title) VALUES (new.id, new.title); END;
+CREATE TRIGGER chat_renamed AFTER UPDATE OF title ON chat WHEN old.title IS NOT new.title BEGIN
+    INSERT INTO title_words (title_words, rowid, title) VALUES ('delete', old.id, old.title);
+    INSERT INTO title_words (rowid, title) VALUES (new.id, new.title); END;
+CREATE TRIGGER chat_removed AFTER DELETE ON chat BEGIN
+    INSERT INTO title_words (title_words, rowid, title) VALUES ('delete', old.id, old.title); END;
+"""
+
+_CHAT_COLUMNS = "id, title, renamed, system, model, sampling, leaf, created, changed"
+_CHAT = ", ".join(f"chat.{column}" for column in _CHAT_COLUMNS.split(", "))
+_MESSAGE = "id, chat, parent, role, text, reasoning, state, note, model, stats, created"
+
+
+class ChatsError(EdgeLMError):
+    """The file of the chats cannot be read or written. `passing`: the same call may succeed later."""
+
+    def __init__(self, message: str, hint: str = "", *, passing: bool = False) -> None:
+        super().__init__(message, hint)
+        self.passing = passing
+
+
+class Store:
+    """The chats in one file, or in memory where `path` is None. Every method raises ChatsError."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        with self._explained():
+            if path is not None:
+                _make_private(path)
+            self._db = sqlite3.connect(
+                path or ":memory:", timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False
+            )
+        try:
+            with self._explained():
+                self._prepare()
+        except ChatsError:
+            self._db.close()
+            raise
+
+    def _prepare(self) -> None:
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version > SCHEMA_VERSION:
+            raise ChatsError(f"a newer edgelm wrote the chats in {self._path}", "update edgelm, or move the file away")
+        # NORMAL in WAL mode: a killed process loses nothing, a power cut the last moments; a commit does not wait
+        # for the disk.
+        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
+            self._db.execute(f"PRAGMA {pragma}")
+        if version < SCHEMA_VERSION:
+            with self.transaction():
+                if self._db.execute("PRAGMA user_version").fetchone()[0] == 0:  # nobody else was faster
+                    for statement in _statements(_SCHEMA):
+                        self._db.execute(statement)
+                    self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        # Of processes that were killed: what they wrote last becomes searchable.
+        if self._db.execute("SELECT EXISTS (SELECT 1 FROM piece)").fetchone()[0]:
+            self._fold_pieces()
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Do all of it, or nothing."""
+        with self._explained():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # SQLite has rolled some failures back by itself
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def put_chat(self, chat: Chat) -> None:
+        """Add a chat, or write it as it is now."""
+        sampling = json.dumps(dict(chat.sampling))
+        self._put("chat", _CHAT_COLUMNS, (
+            chat.id, _clean(chat.title), chat.renamed, _clean(chat.system), _clean(chat.model), sampling, chat.leaf,
+            chat.created, chat.changed,
+        ))  # fmt: skip
+
+    def put_message(self, message: Message) -> None:
+        """Add a message, or write it as it is now: its text holds what was appended to it."""
+        self._put("message", _MESSAGE, (
+            message.id, message.chat, message.parent, message.role, _clean(message.text), _clean(message.reasoning),
+            message.state, _clean(message.note), _clean(message.model), message.stats, message.created,
+        ))  # fmt: skip
+        with self._explained():
+            self._db.execute("DELETE FROM piece WHERE message = ?", (message.id,))
+
+    def append(self, message_id: int, text: str, reasoning: str = "") -> None:
+        """Add what came to an answer that is being written."""
+        with self._explained():
+            self._db.execute(
+                "INSERT INTO piece (message, text, reasoning) VALUES (?, ?, ?)",
+                (message_id, _clean(text), _clean(reasoning)),
+            )
+
+    def delete_chat(self, chat_id: int) -> None:
+        """Remove a chat and all its messages."""
+        with self._explained():
+            self._db.execute("DELETE FROM chat WHERE id = ?", (chat_id,))
+
+    def put_setting(self, name: str, value: str) -> None:
+        """Remember a choice of the screen, such as its theme."""
+        self._put("setting", "name, value", (name, value))
+
+    def settings(self) -> dict[str, str]:
+        return dict(self._rows("SELECT name, value FROM setting"))
+
+    def chats(self) -> list[Chat]:
+        """Return all chats, newest first."""
+        return [_chat(row) for row in self._rows(f"SELECT {_CHAT} FROM chat ORDER BY changed DESC, id DESC")]
+
+    def chat(self, chat_id: int) -> Chat | None:
+        rows = self._rows(f"SELECT {_CHAT} FROM chat WHERE id = ?", chat_id)
+        return _chat(rows[0]) if rows else None
+
+    def messages(self, chat_id: int) -> list[Message]:
+        """Return all messages of a chat, each after its parent."""
+        found = [
+            _message(row) for row in self._rows(f"SELECT {_MESSAGE} FROM message WHERE chat = ? ORDER BY id", chat_id)
+        ]
+        if any(each.state == "streaming" for each in found):
+            by_id = {each.id: each for each in found}
+            for message_id, text, reasoning in self._rows(
+                "SELECT message, piece.text, piece.reasoning FROM piece JOIN message ON message.id = piece.message"
+                " WHERE chat = ? ORDER BY piece.id",
+                chat_id,
+            ):
+                by_id[message_id].text += text
+                by_id[message_id].reasoning += reasoning
+        return found
+
+    def prompts(self, limit: int) -> list[str]:
+        """Return what the user wrote last, oldest first."""
+        rows = self._rows("SELECT text FROM message WHERE role = 'user' ORDER BY id DESC LIMIT ?", limit)
+        return [row[0] for row in reversed(rows)]
+
+    def search(self, query: str, limit: int = 100) -> list[Hit]:
+        """Return the chats that hold all words of a query in a message or the title, newest first.
+
+        Words match by their beginnings. What is no word to the index (signs, the middle of a word, scripts without
+        spaces) is looked for as it stands.
+        """
+        words = re.findall(r"\w+", query)
+        hits: dict[int, Hit] = {}
+        if words:
+            match = " ".join(f'"{word}"*' for word in words)
+            self._collect(hits, limit, f"""
+                SELECT NULL, highlight(title_words, 0, char(2), char(3)), {_CHAT} FROM title_words
+                JOIN chat ON chat.id = title_words.rowid WHERE title_words MATCH ? ORDER BY changed DESC LIMIT ?""",
+                match)  # fmt: skip
+            # One row a chat: SQLite gives the bare columns of the row that holds the maximum.
+            self._collect(hits, limit, f"""
+                SELECT found.id, snippet(message_words, 0, char(2), char(3), '…', 12), {_CHAT} FROM (
+                    SELECT max(message.id) AS id FROM message_words JOIN message ON message.id = message_words.rowid
+                    WHERE message_words MATCH ?1 GROUP BY message.chat ORDER BY id DESC LIMIT ?2) AS found
+                JOIN message_words ON message_words.rowid = found.id
+                JOIN message ON message.id = found.id JOIN chat ON chat.id = message.chat
+                WHERE message_words MATCH ?1""", match)  # fmt: skip
+        if not hits and (text := query.strip()):
+            for row in self._rows(
+                f"SELECT max(message.id), message.text, {_CHAT} FROM message JOIN chat ON chat.id = message.chat"
+                " WHERE message.text LIKE '%' || ? || '%' ESCAPE '\\' GROUP BY chat.id ORDER BY changed DESC LIMIT ?",
+                re.sub(r"([%_\\])", r"\\\1", text), limit,
+            ):  # fmt: skip
+                hits[row[2]] = Hit(_chat(row[2:]), row[0], _cut_around(row[1], text))
+        return sorted(hits.values(), key=lambda hit: (hit.chat.changed, hit.chat.id), reverse=True)[:limit]
+
+    def _collect(self, hits: dict[int, Hit], limit: int, sql: str, match: str) -> None:
+        for row in self._rows(sql, match, limit):
+            hits.setdefault(row[2], Hit(_chat(row[2:]), row[0], row[1]))
+
+    def _rows(self, sql: str, *values: object) -> list[Any]:
+        with self._explained():
+            return self._db.execute(sql, values).fetchall()
+
+    def _put(self, table: str, columns: str, values: tuple[object, ...]) -> None:
+        names = columns.split(", ")
+        updates = ", ".join(f"{name} = excluded.{name}" for name in names[1:])
+        with self._explained():
+            self._db.execute(
+                f"INSERT INTO {table} ({columns}) VALUES ({', '.join('?' * len(names))})"
+                f" ON CONFLICT DO UPDATE SET {updates}",
+                values,
+            )
+
+    def _fold_pieces(self) -> None:
+        try:
+            with self.transaction():
+                for column in ("text", "reasoning"):
+                    self._db.execute(
+                        f"UPDATE message SET {column} = {column} || (SELECT coalesce(group_concat({column}, ''), '')"
+                        " FROM (SELECT * FROM piece WHERE message = message.id ORDER BY id))"
+                        " WHERE id IN (SELECT message FROM piece)"
+                    )
+                self._db.execute("DELETE FROM piece")
+        except ChatsError as error:
+            if not error.passing:  # a locked file or a full disk: the pieces are read from where they are
+                raise
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise _explain(error, self._path) from error
+        except OSError as error:
+            raise ChatsError(f"the chats in {self._path} cannot be opened: {error.strerror}", passing=False) from error
+
+
+def _make_private(path: Path) -> None:
+    """Make the file for its owner alone, before SQLite would make it for everybody."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.close(descriptor)
+
+
+def _statements(script: str) -> Iterator[str]:
+    """Split a script at the ends of its statements, which may hold semicolons themselves."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+
+
+def _chat(row: Any) -> Chat:
+    id_, title, renamed, system, model, sampling, leaf, created, changed = row
+    return Chat(
+        id=id_, title=title, renamed=bool(renamed), system=system, model=model, sampling=json.loads(sampling),
+        leaf=leaf, created=created, changed=changed,
+    )  # fmt: skip
+
+
+def _message(row: Any) -> Message:
+    return Message(**dict(zip(_MESSAGE.split(", "), row, strict=True)))
+
+
+def _clean(text: str) -> str:
+    """Replace what SQLite cannot hold as text: halves of surrogate pairs, and NUL."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
+
+
+def _cut_around(text: str, found: str, context: int = 30) -> str:
+    at = text.lower().find(found.lower())
+    if at < 0:  # SQLite and Python disagree on the case of this letter
+        return text[: 2 * context]
+    end = at + len(found)
+    before, after = text[max(0, at - context) : at], text[end : end + context]
+    cut = ("…" if at > context else "") + before + "\x02" + text[at:end] + "\x03" + after
+    return cut + ("…" if end + context < len(text) else "")
+
+
+def _explain(error: sqlite3.Error, path: Path | None) -> ChatsError:
+    """Say what SQLite's error means to a person."""
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return ChatsError(f"another program has locked the chats in {path}", "close it", passing=True)
+    if name.startswith("SQLITE_FULL"):
+        return ChatsError(f"the disk with {path} is full", "make room on it", passing=True)
+    if name.startswith("SQLITE_IOERR"):
+        return ChatsError(f"the chats in {path} cannot be read or written ({name})", "check the disk", passing=True)
+    if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+        return ChatsError(f"{path} is damaged", "move it away, or repair it with `sqlite3 FILE .recover`")
+    if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
+        return ChatsError(f"the chats in {path} cannot be written", "check the rights of the file and its folder")
+    if name.startswith("SQLITE_CONSTRAINT_FOREIGNKEY"):
+        return ChatsError("this chat was deleted in another window", "it is not saved any more; export it to keep it")
+    return ChatsError(f"the chats in {path}: {error}")

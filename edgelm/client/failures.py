@@ -1,0 +1,110 @@
+"""What goes wrong between us and an endpoint, as one line that says what to do.
+
+Owns the translation of the openai package's exceptions. Knows nothing of requests and screens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError
+
+MAX_RETRY_S = 5.0
+
+
+class UnreachableError(EdgeLMError):
+    """Nothing answers at the address."""
+
+
+class StillLoadingError(EdgeLMError):
+    """The engine of the model is starting: ask again after `retry_s`."""
+
+    def __init__(self, message: str, retry_s: float) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+
+class Progress(Protocol):
+    """Whether part of the answer has come."""
+
+    begun: bool
+
+
+@contextmanager
+def explained(address: str, progress: Progress | None = None) -> Iterator[None]:
+    """Raise what happens inside as an EdgeLMError."""
+    import openai
+
+    try:
+        yield
+    except openai.APIStatusError as error:
+        raise _explain_status(error, address) from error
+    except openai.APITimeoutError as error:
+        raise EngineError(f"{address} does not answer", "try again, or choose another endpoint") from error
+    except openai.APIConnectionError as error:
+        if progress is not None and progress.begun:
+            raise EngineError(f"the connection to {address} broke", "regenerate the answer") from error
+        cause = str(error.__cause__ or "") or "no connection"
+        message = f"{address} cannot be reached ({cause})"
+        raise UnreachableError(message, "start it, or give another --endpoint") from error
+    except openai.APIError as error:  # an error event in the middle of a stream
+        raise _explain_body(error.message, error.body, address) from error
+    except (openai.OpenAIError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise no_protocol(address) from error
+
+
+def no_protocol(address: str) -> EngineError:
+    """Return the error for an address where something else answers."""
+    return EngineError(f"{address} does not speak OpenAI's protocol", "check the address; it may need /v1")
+
+
+def _explain_status(error: Any, address: str) -> EdgeLMError:
+    status: int = error.status_code
+    body = error.body
+    detail = _detail(body) or f"HTTP {status}"
+    code = body.get("code") if isinstance(body, Mapping) else None
+    if status == 503 and code == "model_loading":
+        return StillLoadingError(detail, _retry_after(error.response.headers.get("retry-after")))
+    if status in (401, 403):
+        return RequestError(f"{address} refuses the key: {detail}", "give the right --api-key")
+    if code == "context_length_exceeded":
+        return RequestError(detail, "start a new chat, edit an earlier message, or raise --ctx")
+    if status == 404:
+        return RequestError(f"{address}: {detail}", "choose a model with /model; the address may need /v1")
+    if status == 429:
+        return BusyError(f"{address} is busy: {detail}", "wait a moment and regenerate")
+    if status < 500:
+        return RequestError(f"{address} refuses the request: {detail}")
+    return _explain_body(detail, body, address)
+
+
+def _explain_body(message: str, body: object, address: str) -> EdgeLMError:
+    code = body.get("code") if isinstance(body, Mapping) else None
+    message = " ".join((message or "").split()) or "no reason given"
+    if code == "context_length_exceeded":
+        return RequestError(message, "start a new chat, edit an earlier message, or raise --ctx")
+    if code == "engine_died":
+        return EngineError(message, "your next message starts it again")
+    return EngineError(f"{address} failed: {message}", "try again")
+
+
+def _detail(body: object) -> str:
+    """Return the message of an error body, in OpenAI's shape or another's."""
+    if isinstance(body, Mapping):
+        for name in ("message", "detail", "error"):
+            value = body.get(name)
+            if isinstance(value, str) and value:
+                return " ".join(value.split())[:500]
+            if isinstance(value, Mapping):
+                return _detail(value)
+    return " ".join(body.split())[:200] if isinstance(body, str) and "<" not in body else ""
+
+
+def _retry_after(value: str | None) -> float:
+    try:
+        return min(max(float(value or 0.5), 0.1), MAX_RETRY_S)
+    except ValueError:
+        return 0.5

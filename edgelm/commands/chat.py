@@ -1,0 +1,52 @@
+"""`edgelm` without a command: the terminal chat."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from edgelm.config import Config, load_config
+from edgelm.errors import EdgeLMError
+
+OF_ENGINE = ("ctx", "kv", "threads")
+OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+
+
+def open_chat(endpoint: str | None, model: str | None, flags: Mapping[str, object], api_key: str | None = None) -> None:
+    """Show the chat until the user leaves it. Raises EdgeLMError."""
+    config = load_config(flags)
+    # Textual draws on standard error.
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise EdgeLMError("the chat needs a terminal", "use `edgelm run MODEL` in scripts; --help shows all commands")
+    from edgelm.client.endpoint import normalize_address
+    from edgelm.tui.app import ChatApp
+    from edgelm.tui.link import Link
+    from edgelm.tui.screen import Wishes
+
+    settings, sources, places = config.settings, config.sources, config.places
+    # Engine flags are for an engine of our own: one that runs already has its own settings.
+    own = [f"--{name}={flags[name]}" for name in OF_ENGINE if flags.get(name) is not None]
+    arguments = [*own, *([model] if model and model.endswith(".gguf") else [])]
+    link = Link(
+        endpoint=normalize_address(endpoint) if endpoint else None,
+        api_key=api_key or _choose_key(endpoint, config),
+        runtime=places.runtime,
+        log=places.cache / "serve.log",
+        arguments=arguments,
+        share=not own,
+    )
+    options = {
+        name: value
+        for name in OF_SAMPLING
+        if sources.get(name, "default") != "default" and (value := getattr(settings, name)) is not None
+    }
+    app = ChatApp(places.data / "chats.db", link, Wishes(model or "", options))
+    app.run()
+    if app.lost:
+        raise EdgeLMError(f"the last {app.lost:,} changes of the chats were not saved", "see above why")
+
+
+def _choose_key(endpoint: str | None, config: Config) -> str | None:
+    """Return the key to send. The one in config.toml is our own server's: no endpoint that was named gets it."""
+    given = config.sources["api_key"].startswith(("--", "EDGELM_"))
+    return config.settings.api_key if endpoint is None or given else None

@@ -1,0 +1,1 @@
+"""Tests of the terminal chat: keys in, state and pictures out."""

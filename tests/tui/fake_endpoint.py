@@ -1,0 +1,219 @@
+"""An OpenAI-compatible endpoint without a model: it streams given answers at a given rate, and fails as it is told.
+
+`python -m tests.tui.fake_endpoint [PORT [TOKENS_PER_SECOND [TOKENS]]]` serves it for a look at the screen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+ANSWER = """Quicksort picks a *pivot* and splits the list around it:
+
+1. what is **smaller** goes left,
+2. what is larger goes right.
+
+```python
+def quicksort(items: list[int]) -> list[int]:
+    \"\"\"Return the items in order.\"\"\"
+    if len(items) < 2:
+        return items
+    pivot, *rest = items
+    left = [x for x in rest if x < pivot]  # smaller
+    return quicksort(left) + [pivot] + quicksort([x for x in rest if x >= pivot])
+```
+
+| case | time |
+|---|---|
+| average | `O(n log n)` |
+| worst | `O(n²)` |
+
+> It is not stable.
+"""
+
+
+@dataclass
+class FakeEndpoint:
+    """What it offers and how it behaves; change it at any time."""
+
+    answers: list[str] = field(default_factory=lambda: [ANSWER])  # the next request gets the first; the last one stays
+    tokens_per_second: float = 0.0  # 0: as fast as it can
+    first_token_s: float = 0.0
+    is_edgelm: bool = True
+    models: list[str] = field(default_factory=lambda: ["starter", "qwen3-4b-q4_k_m.gguf"])
+    context: int = 4096
+    die_after: int | None = None  # tokens, then an error event as the front sends it when its engine died
+    drop_after: int | None = None  # tokens, then the connection is cut
+    stall_after: int | None = None  # tokens, then nothing more
+    end_early_after: int | None = None  # tokens, then a clean end without a finish reason
+    refuse: tuple[int, dict[str, Any]] | None = None  # status and body for every chat
+    loading: list[float] = field(default_factory=list)  # progress values; one 503 each
+    refuse_usage: bool = False
+    reasoning: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    cancelled: int = 0
+    address: str = ""
+
+    @asynccontextmanager
+    async def serve(self, port: int = 0) -> AsyncIterator[FakeEndpoint]:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", port)
+        self.address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            server.close()
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def __post_init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            while await self._request(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        method, path, _ = head.split("\r\n", 1)[0].split(" ")
+        lines = [line.split(": ", 1) for line in head.split("\r\n")[1:] if ": " in line]
+        headers = {name.lower(): value for name, value in lines}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        if (method, path) == ("POST", "/v1/chat/completions"):
+            self.headers.append(headers)
+            return await self._chat(json.loads(body), reader, writer)
+        status, document = self._page(path)
+        await _send(writer, status, document)
+        return True
+
+    def _page(self, path: str) -> tuple[int, dict[str, Any]]:
+        if path == "/v1/models":
+            own = {"edgelm": {"bytes": 3_900_000, "context": self.context, "architecture": "llama",
+                              "quantization": "Q8_0", "loaded": True}} if self.is_edgelm else {}  # fmt: skip
+            data = [{"id": name, "object": "model", "created": 1, "owned_by": "test", **own} for name in self.models]
+            return 200, {"object": "list", "data": data}
+        if path == "/edgelm/ps" and self.is_edgelm:
+            state = {"state": "starting", "progress": self.loading[0]} if self.loading else {"state": "ready"}
+            return 200, {"pid": 1, "models": [{"model": name, "error": None, "progress": None, **state}
+                                              for name in self.models]}  # fmt: skip
+        return 404, {"error": {"message": f"there is nothing at {path}", "code": "not_found"}}
+
+    async def _chat(self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        self.requests.append(request)
+        if self.loading:
+            progress = self.loading.pop(0)
+            error = {"code": "model_loading", "message": "the model is loading", "progress": progress}
+            await _send(writer, 503, {"error": error}, "Retry-After: 0.1\r\n")
+            return True
+        if self.refuse_usage and "stream_options" in request:
+            await _send(writer, 400, {"error": {"message": "unknown field stream_options"}})
+            return True
+        if self.refuse is not None:
+            await _send(writer, *self.refuse)
+            return True
+        text = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        left = asyncio.create_task(reader.read(1))
+        try:
+            await self._stream(re.findall(r"\s*\S+\s*?(?=\s|$)|\s+", text), request, writer, left)
+        finally:
+            if left.done():
+                self.cancelled += 1
+            left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        return False
+
+    async def _stream(
+        self, tokens: list[str], request: dict[str, Any], writer: asyncio.StreamWriter, left: asyncio.Task[bytes]
+    ) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+        started = time.perf_counter()
+        await asyncio.sleep(self.first_token_s)
+        _event(writer, _chunk({"role": "assistant"}))
+        for part in re.findall(r"\S+\s*", self.reasoning):
+            _event(writer, _chunk({"reasoning_content": part}))
+        for i, token in enumerate(tokens):
+            if i == self.die_after:
+                _event(writer, {"error": {"code": "engine_died", "message": "the engine was ended by signal 9"}})
+                await writer.drain()
+                return
+            if i == self.drop_after:
+                writer.transport.abort()
+                return
+            if i == self.end_early_after:
+                return
+            if i == self.stall_after:
+                await left
+                return
+            _event(writer, _chunk({"content": token}))
+            await writer.drain()
+            if left.done():
+                return
+            if self.tokens_per_second:
+                due = started + self.first_token_s + (i + 1) / self.tokens_per_second
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        self._end(writer, len(tokens), len(json.dumps(request["messages"])) // 4)
+        await writer.drain()
+
+    def _end(self, writer: asyncio.StreamWriter, count: int, prompt: int) -> None:
+        own = {
+            "finish_reason": "stop",
+            "timings": {"queue_ms": 0.1, "prompt_ms": 180.0, "first_token_ms": 210.0, "decode_ms": 1000.0,
+                        "decode_tokens_per_second": 41.3},
+            "speculation": {"drafted": 40, "accepted": 31},
+            "cached_tokens": 0,
+            "context": {"used": prompt + count, "size": self.context},
+            "engine": "llama",
+            "device": "cpu",
+        }  # fmt: skip
+        extra = {"edgelm": own} if self.is_edgelm else {}
+        _event(writer, {**_chunk({}, "stop"), **extra})
+        usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+        _event(writer, {**_chunk({}), "choices": [], "usage": usage, **extra})
+        writer.write(b"data: [DONE]\n\n")
+
+
+def _chunk(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    return {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "starter", "choices": [choice]}
+
+
+def _event(writer: asyncio.StreamWriter, document: dict[str, Any]) -> None:
+    writer.write(b"data: " + json.dumps(document).encode() + b"\n\n")
+
+
+async def _send(writer: asyncio.StreamWriter, status: int, document: dict[str, Any], extra: str = "") -> None:
+    body = json.dumps(document).encode()
+    head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{extra}\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+
+
+async def _main(port: int = 0, tokens_per_second: float = 40.0, tokens: int = 0) -> None:
+    repeats = -(-tokens // len(re.findall(r"\S+", ANSWER)))
+    fake = FakeEndpoint(tokens_per_second=tokens_per_second, first_token_s=0.3)
+    if repeats:
+        fake.answers = ["\n".join([ANSWER] * repeats)]
+    async with fake.serve(port) as endpoint:
+        print(endpoint.address, flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(*(int(value) for value in sys.argv[1:])))

@@ -1,0 +1,300 @@
+"""Every command, by its name in the prompt, its key, or the palette."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edgelm.errors import RequestError
+from edgelm.tui.actions import ACTIONS
+from edgelm.tui.commands import COMMANDS, complete, find_command, parse_call
+from edgelm.tui.keys import KEY_GROUPS
+from edgelm.tui.params import PARAMS, parse_params
+from tests.tui.conftest import Open
+from tests.tui.fake_endpoint import ANSWER
+
+CODE = ANSWER.split("```python\n")[1].split("```")[0].rstrip("\n")
+
+
+def test_each_command_does_something_and_nothing_else_is_done() -> None:
+    assert set(ACTIONS) == {command.name for command in COMMANDS}
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("/new", ("new", "")),
+        ("/system  Be brief.\nAnd kind. ", ("system", "Be brief.\nAnd kind.")),
+        ("/etc/hosts is empty", None),
+        ("//new", None),
+        ("/ new", None),
+        ("new", None),
+        ("/tmp", ("tmp", "")),
+    ],
+)
+def test_what_is_a_call(text: str, call: tuple[str, str] | None) -> None:
+    assert parse_call(text) == call
+
+
+def test_beginnings_of_commands() -> None:
+    assert find_command("q") is find_command("quit")
+    assert find_command("s") is None  # search or system
+    assert find_command("") is None
+    assert [command.name for command in complete("/s")] == ["search", "system"]
+    assert complete("/s x") == []
+    assert complete("s") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("temperature=0", {"temperature": 0, "top_k": 3}),
+        ("top-p=0.5 seed=7", {"top_p": 0.5, "seed": 7, "top_k": 3}),
+        ("top_k=", {}),
+    ],
+)
+def test_parameters(text: str, values: dict[str, float]) -> None:
+    assert parse_params(text, {"top_k": 3}) == values
+
+
+@pytest.mark.parametrize("text", ["temperature", "heat=1", "temperature=hot", "top_p=0", "seed=1.5", "max_tokens=0"])
+def test_wrong_parameters(text: str) -> None:
+    with pytest.raises(RequestError):
+        parse_params(text, {})
+
+
+async def test_unknown_commands_are_not_sent(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.type("/nonsense")
+        await chat.press("enter")
+        await chat.sees("there is no command /nonsense")
+        assert chat.chat.prompt.text == "/nonsense"
+        assert chat.endpoint.requests == []
+
+
+async def test_two_slashes_send_one(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("//new is a command")
+        assert chat.said[0] == ("user", "/new is a command")
+
+
+async def test_tab_completes_and_the_arrows_choose(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.type("/s")
+        await chat.sees("/search [WORDS]", "/system [TEXT]")
+        await chat.press("down", "tab")
+        await chat.until(lambda: chat.chat.prompt.text == "/system ")
+        await chat.type("Be brief.")
+        await chat.press("enter")
+        await chat.until(lambda: chat.chat.session.chat.system == "Be brief.")
+
+
+async def test_escape_closes_the_list_of_commands_first(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.type("/")
+        await chat.sees("/new")
+        await chat.press("escape")
+        await chat.until(lambda: "/regenerate" not in chat.text)
+        assert chat.chat.prompt.text == "/"
+
+
+async def test_the_palette_has_the_same_commands(open_chat: Open) -> None:
+    async with open_chat((100, 60)) as chat:
+        await chat.press("ctrl+p")
+        await chat.sees(*(f"/{command.name}" for command in COMMANDS))
+        await chat.type("expo")
+        await chat.press("enter")
+        await chat.until(lambda: len(chat.app.screen_stack) == 1)
+        await chat.sees("there is nothing to export yet")
+
+
+async def test_help_shows_every_key_and_command(open_chat: Open) -> None:
+    async with open_chat((100, 90)) as chat:
+        await chat.press("f1")
+        wanted = [key.help for _, keys in KEY_GROUPS for key in keys] + [command.usage for command in COMMANDS]
+        await chat.sees(*wanted)
+        await chat.press("escape")
+        await chat.sees("Write a message below")
+
+
+async def test_system_and_sampling_belong_to_the_chat_and_are_saved(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("/system Be a pirate.")
+        await chat.ask("/params temperature=0.3 top_k=5")
+        await chat.ask("q")
+        request = chat.endpoint.requests[0]
+        assert (request["temperature"], request["top_k"]) == (0.3, 5)
+        assert request["messages"][0] == {"role": "system", "content": "Be a pirate."}
+        await chat.press("ctrl+n")
+        await chat.until(lambda: chat.said == [])
+        assert chat.chat.session.chat.system == ""
+    async with open_chat() as chat:
+        await chat.sees("q")
+        await chat.press("ctrl+f", "down", "enter")
+        await chat.until(lambda: len(chat.said) == 2)
+        await chat.ask("again")
+        assert chat.endpoint.requests[-1]["temperature"] == 0.3
+        assert chat.endpoint.requests[-1]["messages"][0]["content"] == "Be a pirate."
+
+
+async def test_the_dialogs_of_system_and_sampling(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.type("/system")
+        await chat.press("enter")
+        await chat.sees("System prompt", "Ctrl+S saves")
+        await chat.press(*"Be", "enter", *"brief", "ctrl+s")
+        await chat.until(lambda: chat.chat.session.chat.system == "Be\nbrief")
+        await chat.type("/params")
+        await chat.press("enter")
+        await chat.sees("Sampling of this chat", *(param.name for param in PARAMS))
+        await chat.type("5000")
+        await chat.press("enter")
+        await chat.sees("temperature is 5000; give 0 to 100")
+        await chat.press("backspace", "backspace", "backspace", "backspace", "1", "down", "7", "enter")
+        await chat.until(lambda: chat.chat.session.chat.sampling == {"temperature": 1.0, "top_k": 7})
+
+
+async def test_the_title(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("q")
+        await chat.press("f2")
+        await chat.sees("Title of the chat")
+        await chat.press("ctrl+a", "ctrl+k")
+        await chat.type("My title")
+        await chat.press("enter")
+        await chat.until(lambda: chat.text.count("My title") == 2)  # in the list and above the conversation
+        await chat.press("f4")
+        await chat.until(lambda: chat.chat.editing is not None)
+        await chat.ask("something else")
+        assert chat.chat.session.chat.title == "My title"
+
+
+async def test_copying(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.answers = [ANSWER, "```\none\n```\n\n```sh\ntwo\n```"]
+        await chat.press("ctrl+y")
+        await chat.sees("there is no answer to copy yet")
+        await chat.ask("q1")
+        await chat.press("ctrl+y")
+        await chat.until(lambda: chat.app.clipboard == ANSWER)
+        await chat.press("ctrl+g")
+        await chat.until(lambda: chat.app.clipboard == CODE)
+        await chat.ask("q2")
+        await chat.press("ctrl+g")
+        await chat.sees("Copy a block of code", "one", "two")
+        await chat.press("down", "enter")
+        await chat.until(lambda: chat.app.clipboard == "two")
+        await chat.ask("/code 1")
+        await chat.until(lambda: chat.app.clipboard == "one")
+        await chat.press("shift+tab", "up", "up", "up", "c")
+        await chat.until(lambda: chat.app.clipboard == "q1")
+
+
+async def test_what_the_mouse_selects_is_copied_without_decoration(open_chat: Open) -> None:
+    async with open_chat((60, 30)) as chat:
+        chat.endpoint.answers = ["one two\n\n```python\ndef f():\n    return 1\n```\n\n" + "long " * 20 + "end"]
+        await chat.ask("q")
+        await chat.sees("return 1", "end")
+        lines = chat.text.split("\n")
+        top, bottom = (next(i for i, line in enumerate(lines) if word in line) for word in ("one two", "end"))
+        await chat.pilot.mouse_down(offset=(1, top))
+        await chat.pilot.hover(offset=(56, bottom))
+        await chat.pilot.mouse_up(offset=(56, bottom))
+        await chat.press("ctrl+c")
+        await chat.until(lambda: "one two" in chat.app.clipboard)
+        assert chat.app.clipboard.rstrip() == "one two\n\ndef f():\n    return 1\n\n" + "long " * 20 + "end"
+
+
+async def test_export(open_chat: Open, tmp_path: Path) -> None:
+    async with open_chat() as chat:
+        await chat.ask("q")
+        await chat.ask(f"/export md {tmp_path / 'chat.md'}")
+        await chat.until((tmp_path / "chat.md").exists)
+        assert (tmp_path / "chat.md").read_text(encoding="utf-8").endswith(f"## starter\n\n{ANSWER}")
+        await chat.ask(f"/export {tmp_path / 'chat.json'}")
+        await chat.until((tmp_path / "chat.json").exists)
+        document = json.loads((tmp_path / "chat.json").read_text(encoding="utf-8"))
+        assert document["messages"][1]["stats"]["engine"] == "llama"
+        await chat.ask(f"/export md {tmp_path / 'chat.md'}")
+        await chat.sees("exists", "Replace it")
+        await chat.press("n")
+        await chat.ask(f"/export md {tmp_path / 'no' / 'folder.md'}")
+        await chat.sees("cannot be written")
+
+
+async def test_delete_asks_first(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("keep me")
+        await chat.ask("/delete")
+        await chat.sees("Delete “keep me”")
+        await chat.press("n")
+        await chat.until(lambda: len(chat.app.screen_stack) == 1)
+        assert len(chat.said) == 2
+        await chat.press("ctrl+f", "down", "delete")
+        await chat.sees("Delete “keep me”")
+        await chat.press("y")
+        await chat.until(lambda: chat.said == [])
+        await chat.sees("no chats yet")
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.sees("no chats yet")
+
+
+async def test_deleting_a_chat_whose_answer_is_being_written(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.stall_after = 3
+        await chat.type("q")
+        await chat.press("enter")
+        await chat.sees("Quicksort picks a")
+        chat.chat.prompt.put("/delete")
+        await chat.press("enter")
+        await chat.sees("Delete “q”")
+        await chat.press("y")
+        await chat.until(lambda: chat.said == [])
+        chat.endpoint.stall_after = None
+        await chat.ask("next")
+        assert chat.said[-1][1] == ANSWER
+
+
+async def test_the_theme_is_remembered(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("/theme light")
+        await chat.until(lambda: chat.app.theme == "textual-light")
+        await chat.ask("/theme mauve")
+        await chat.sees("there is no theme mauve")
+    async with open_chat() as chat:
+        await chat.until(lambda: chat.app.theme == "textual-light")
+
+
+async def test_control_c_stops_then_says_how_to_quit(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.stall_after = 3
+        await chat.type("q")
+        await chat.press("enter")
+        await chat.sees("Quicksort picks a")
+        await chat.press("ctrl+c")
+        await chat.answered()
+        await chat.sees("· stopped")
+        await chat.press("ctrl+c")
+        await chat.sees("Ctrl+C once more quits")
+        assert chat.app.is_running
+        await chat.press("ctrl+c")
+        await chat.until(lambda: not chat.app.is_running)
+
+
+async def test_quit_ends_the_answer_and_saves(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.stall_after = 3
+        await chat.type("q")
+        await chat.press("enter")
+        await chat.sees("Quicksort picks a")
+        await chat.press("ctrl+q")
+        await chat.until(lambda: not chat.app.is_running)
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.press("ctrl+f", "down", "enter")
+        await chat.sees("Quicksort picks a", "· stopped")

@@ -1,0 +1,223 @@
+"""When things go wrong: one line says what to do, what came is kept, the next message works."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from edgelm.chats.model import Chat, Message
+from edgelm.chats.store import SCHEMA_VERSION, Store
+from tests.tui.conftest import Open
+from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
+
+
+async def test_the_engine_dies_in_the_middle(open_chat: Open, tmp_path: Path) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.die_after = 6
+        await chat.ask("q1")
+        await chat.sees("Quicksort picks a pivot and splits", "✗ the engine was ended by signal 9; your next")
+        chat.endpoint.die_after = None
+        await chat.ask("q2")
+        assert chat.said[-1] == ("assistant", ANSWER)
+        sent = [each["content"] for each in chat.endpoint.requests[-1]["messages"]]
+        assert sent == ["q1", "Quicksort picks a *pivot* and splits", "q2"]
+    store = Store(tmp_path / "chats.db")
+    assert [each.state for each in store.messages(store.chats()[0].id)] == ["done", "failed", "done", "done"]
+    store.close()
+
+
+async def test_the_engine_dies_before_the_first_word(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.die_after = 0
+        await chat.ask("q1")
+        await chat.sees("✗ the engine was ended")
+        chat.endpoint.die_after = None
+        await chat.ask("q2")
+        assert chat.endpoint.requests[-1]["messages"] == [{"role": "user", "content": "q1\n\nq2"}], "turns alternate"
+
+
+async def test_the_connection_drops(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.drop_after = 4
+        await chat.ask("q1")
+        await chat.sees("Quicksort picks a pivot", "✗", "regenerate")
+        chat.endpoint.drop_after = None
+        await chat.press("ctrl+r")
+        await chat.until(lambda: chat.said[-1] == ("assistant", ANSWER))
+
+
+async def test_nobody_answers_and_then_somebody_does(open_chat: Open) -> None:
+    async with FakeEndpoint().serve() as gone:
+        address = gone.address
+    async with open_chat(address=address) as chat:
+        await chat.sees("cannot be reached")
+        await chat.ask("q1")
+        await chat.sees("✗ http://127.0.0.1", "start it, or give another")
+        port = int(address.rsplit(":", 1)[1])
+        async with FakeEndpoint().serve(port) as back:
+            await chat.ask("q2")
+            assert chat.said[-1] == ("assistant", ANSWER)
+            assert len(back.requests) == 1
+
+
+async def test_a_model_that_does_not_fit(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        line = "starter needs 9.1 GB and 4.0 GB are free; choose a smaller model or --ctx 2048"
+        chat.endpoint.refuse = (503, {"error": {"message": line, "code": "engine_died"}})
+        await chat.ask("q1")
+        await chat.sees("✗ starter needs 9.1 GB and 4.0 GB are free")
+
+
+async def test_a_conversation_that_is_too_long(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.refuse = (400, {"error": {"message": "5,000 tokens, and the context is 4,096",
+                                                "code": "context_length_exceeded"}})  # fmt: skip
+        await chat.ask("q1")
+        await chat.sees("✗ 5,000 tokens, and the context is 4,096; start a new chat")
+
+
+async def test_loading_shows_how_far_it_is(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.first_token_s = 1.0
+        await chat.ready()
+        chat.endpoint.loading = [0.4] * 8
+        await chat.type("q")
+        await chat.press("enter")
+        await chat.sees("loading the model 40 %")
+        await chat.answered()
+        assert chat.said[-1] == ("assistant", ANSWER)
+
+
+async def test_a_locked_file_of_chats(open_chat: Open, tmp_path: Path) -> None:
+    async with open_chat() as chat:
+        await chat.ask("q1")
+        other = sqlite3.connect(tmp_path / "chats.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        await chat.ask("q2")
+        assert chat.said[-1] == ("assistant", ANSWER)
+        await chat.sees("✗ not saved: another program has locked")
+        other.execute("COMMIT")
+        other.close()
+        await chat.sees("starter · ready")
+    store = Store(tmp_path / "chats.db")
+    assert len(store.messages(store.chats()[0].id)) == 4
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["newer", "damaged"])
+async def test_a_file_of_chats_that_cannot_be_used(open_chat: Open, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "chats.db"
+    if kind == "newer":
+        store = Store(path)
+        store._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+        store.close()
+    else:
+        path.write_bytes(b"not a database " * 100)
+    before = path.read_bytes()
+    async with open_chat() as chat:
+        await chat.sees("✗ not saved:", "newer edgelm" if kind == "newer" else "damaged")
+        await chat.ask("q1")
+        assert chat.said[-1] == ("assistant", ANSWER)
+        await chat.ask("q2")
+        assert len(chat.said) == 4
+        await chat.sees("✗ not saved:")
+    assert path.read_bytes() == before
+
+
+async def test_quitting_with_unsaved_changes_asks(open_chat: Open, tmp_path: Path) -> None:
+    async with open_chat() as chat:
+        await chat.ask("q1")
+        other = sqlite3.connect(tmp_path / "chats.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        await chat.ask("q2")
+        await chat.sees("✗ not saved")
+        await chat.press("ctrl+q")
+        await chat.sees("Are you sure?", "changes are not saved")
+        await chat.press("n")
+        await chat.pilot.pause()
+        assert chat.app.is_running
+        other.execute("COMMIT")
+        other.close()
+        await chat.sees("starter · ready")
+
+
+async def test_an_answer_that_was_cut_off_by_a_kill_says_so(open_chat: Open, tmp_path: Path) -> None:
+    store = Store(tmp_path / "chats.db")
+    chat = Chat(title="killed")
+    question = Message(chat=chat.id, parent=None, role="user", text="q")
+    answer = Message(chat=chat.id, parent=question.id, role="assistant", state="streaming")
+    store.put_chat(chat)
+    store.put_message(question)
+    store.put_message(answer)
+    store.append(answer.id, "half of an ans")
+    store.close()
+    async with open_chat() as driver:
+        await driver.sees("killed")
+        await driver.press("ctrl+f", "down", "enter")
+        await driver.sees("half of an ans", "edgelm was closed while this was written")
+        await driver.press("ctrl+r")
+        await driver.until(lambda: driver.said[-1] == ("assistant", ANSWER))
+
+
+async def test_text_cannot_reach_the_terminal_as_control_codes(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        evil = "a\x1b]52;c;ZXZpbA==\x07b \x9b2J `c\x1b[2J` \ud83d\n\n```x\x1b[1m\n\x1b[0;31mred\n```\n"
+        chat.endpoint.answers = [evil]
+        await chat.ask("\x1b[31mq")
+        await chat.until(lambda: "red" in chat.text)
+        assert not any(each in chat.text for each in "\x1b\x07\x9b")
+
+
+CHAT = """
+import sys
+from pathlib import Path
+from edgelm.tui.app import ChatApp
+from edgelm.tui.link import Link
+from edgelm.tui.screen import Wishes
+folder = Path(sys.argv[1])
+link = Link(endpoint=sys.argv[2], api_key=None, runtime=folder, log=folder / "log")
+ChatApp(folder / "chats.db", link, Wishes()).run()
+"""
+
+
+async def test_a_kill_in_the_middle_of_an_answer_loses_at_most_a_token(endpoint: FakeEndpoint, tmp_path: Path) -> None:
+    import asyncio
+
+    endpoint.answers, endpoint.tokens_per_second = [" ".join(map(str, range(3000)))], 200
+    leader, follower = pty.openpty()
+    with subprocess.Popen(  # noqa: ASYNC220 - it starts once, before anything waits
+        [sys.executable, "-c", CHAT, str(tmp_path), endpoint.address],
+        stdin=follower, stdout=follower, stderr=follower, start_new_session=True,
+    ) as process:  # fmt: skip
+        os.close(follower)
+
+        def read_until(words: bytes) -> None:
+            seen, until = b"", time.monotonic() + 30
+            while words not in seen:
+                assert time.monotonic() < until, seen[-2000:]
+                if select.select([leader], [], [], 0.1)[0]:
+                    seen += os.read(leader, 1 << 16)
+
+        await asyncio.to_thread(read_until, b"ready")
+        os.write(leader, b"count\r")
+        await asyncio.to_thread(read_until, b"150")
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    os.close(leader)
+    store = Store(tmp_path / "chats.db")
+    (chat,) = store.chats()
+    question, answer = store.messages(chat.id)
+    store.close()
+    assert question.text == "count"
+    numbers = [int(word) for word in answer.text.split()]
+    assert numbers == list(range(len(numbers)))
+    assert len(numbers) > 150

@@ -1,0 +1,214 @@
+"""Markdown as lines, and where rows stand: what has streamed looks like what was there at once."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.text import Text
+from textual.theme import BUILTIN_THEMES
+
+from edgelm.chats.model import Message
+from edgelm.client.endpoint import AnswerStats
+from edgelm.tui.document import Document
+from edgelm.tui.flow import Flow
+from edgelm.tui.history import History
+from edgelm.tui.lines import clean, wrap_cells, wrap_words
+from edgelm.tui.markdown import code_blocks
+from edgelm.tui.palette import Palette, _contrast, make_palette
+from edgelm.tui.status import Status, lay_out
+from edgelm.tui.views import MessageView
+from tests.counts import Count
+from tests.tui.fake_endpoint import ANSWER
+
+EXAMPLES = Count(test=100, soak=5_000)
+
+
+def palette_of(name: str) -> Palette:
+    theme = BUILTIN_THEMES[name]
+    return make_palette(theme, theme.to_color_system().generate() if not theme.ansi else {"primary": "ansi_blue"})
+
+
+PALETTE = palette_of("textual-dark")
+
+PIECES = st.sampled_from(
+    [
+        "word ", "**bold** ", "*it* ", "`code` ", "\n", "\n\n", "# Head\n", "- item\n", "  - inner\n", "1. one\n",
+        "> quote\n", "```python\n", "```\n", "def f(x):\n    return 1\n", "| a | b |\n|---|:-:|\n", "| 1 | 2 |\n",
+        "---\n", "日本語 ", "é ", "[link](http://x) ", "![i](p) ", "~~gone~~ ", "<b>html</b>", "\t",
+        "    indented\n", "\\", "* ", "_", "[", "|", "\r\n", "\r", "x" * 90,
+    ]
+)  # fmt: skip
+SOURCES = st.lists(PIECES, max_size=40).map("".join)
+
+
+def show(document: Document, width: int) -> list[list[str]]:
+    return [[line.text.plain for line in row.lines(width, PALETTE)] for row in document.rows]
+
+
+@settings(max_examples=EXAMPLES)
+@given(SOURCES, st.integers(1, 120), st.randoms(use_true_random=False))
+def test_streaming_ends_as_the_whole_does(source: str, width: int, chance: random.Random) -> None:
+    streamed = Document(growing=True)
+    at = 0
+    while at < len(source):
+        step = chance.randint(1, 12)
+        streamed.append(source[at : at + step])
+        at += step
+        if chance.random() < 0.3:
+            show(streamed, width)
+    streamed.settle()
+    assert show(streamed, width) == show(Document(source), width)
+
+
+@settings(max_examples=EXAMPLES)
+@given(SOURCES, st.integers(4, 120))
+def test_no_line_is_wider_than_the_screen_where_there_is_room(source: str, width: int) -> None:
+    for row in show(Document(source), max(width, 40)):
+        for line in row:
+            assert cell_len(line) <= max(width, 40), line
+
+
+@settings(max_examples=EXAMPLES)
+@given(SOURCES, st.integers(5, 80))
+def test_a_drawn_row_is_the_same_after_it_was_let_go(source: str, width: int) -> None:
+    document = Document(source)
+    before = show(document, width)
+    for row in document.rows:
+        row.release()
+        assert row.height(width, PALETTE) == (len(before[document.rows.index(row)]), True)
+    assert show(document, width) == before
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("# Title", ["Title"]),
+        ("- a\n- b\n  - c", ["• a", "• b", "  • c"]),
+        ("9. a\n10. b", [" 9. a", "10. b"]),
+        ("- a\n\n- b", ["• a", "", "• b"]),
+        ("> a\n> b", ["▌ a", "▌ b"]),
+        ("a\nb", ["a", "b"]),
+        ("`<b>` <b>", ["<b> <b>"]),
+        ("[x](http://y)", ["x (http://y)"]),
+        ("http://y", ["http://y"]),
+        ("```\na\n\nb\n```", ["▎a", "▎", "▎b"]),
+        ("```sh\nls\n```", ["▎sh", "▎ls"]),
+        ("```sh\nls", ["▎sh", "▎ls"]),
+        ("|a|b|\n|-|-:|\n|1|22|\n|333|4|", ["a   │  b", "────┼───", "1   │ 22", "333 │  4"]),
+        ("---", ["─" * 20]),
+    ],
+)
+def test_elements(source: str, lines: list[str]) -> None:
+    assert [line for row in show(Document(source), 20) for line in row] == lines
+
+
+def test_blocks_of_code() -> None:
+    assert code_blocks(ANSWER)[0].startswith("def quicksort")
+    assert code_blocks("- a\n  ```\n  x\n  ```\n\nb\n\n    y") == ["x\n", "y\n"]
+    assert code_blocks("none") == []
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.text(st.characters(codec="utf-8"), max_size=200), st.integers(1, 40))
+def test_wrapping_loses_no_character(text: str, width: int) -> None:
+    text = clean(text)
+    lines = wrap_words(Text(text), width)
+    joined = "".join((line.joint if i else "") + line.text.plain for i, line in enumerate(lines))
+    assert "".join(joined.split()) == "".join(text.split())
+    for hard in text.split("\n"):
+        assert "".join(line.text.plain for line in wrap_cells(Text(hard), width)) == hard
+
+
+def test_control_characters_do_not_pass() -> None:
+    assert clean("a\x1b[0m\x9b\x7f\x00b\r\nd\re\tf") == "a\ufffd[0m\ufffd\ufffd\ufffdb\nd\ne   f"
+
+
+def views_of(texts: list[str]) -> list[MessageView]:
+    return [
+        MessageView(Message(chat=0, parent=None, role="assistant" if i % 2 else "user", text=text))
+        for i, text in enumerate(texts)
+    ]
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.lists(SOURCES, min_size=1, max_size=6), st.integers(10, 80), st.data())
+def test_a_flow_finds_every_line(texts: list[str], width: int, data: st.DataObject) -> None:
+    flow, views = Flow(), views_of(texts)
+    flow.measure(views, width, PALETTE)
+    top = data.draw(st.integers(0, max(0, flow.height - 1)))
+    while flow.draw(top, top + 10):
+        flow.measure(views, width, PALETTE)
+    while flow.draw_last_unknown():
+        flow.measure(views, width, PALETTE)
+    lines = [line.text.plain for view in views for row in view.rows for line in row.lines(width, PALETTE)]
+    assert flow.height == len(lines)
+    found = [flow.line(y) for y in range(flow.height)]
+    assert [line.text.plain for line in found if line is not None] == lines
+    assert flow.line(-1) is None
+    assert flow.line(flow.height) is None
+    for view in views:
+        span = flow.span_of(view)
+        assert span is not None
+        assert all(flow.view_at(y) is view for y in range(*span))
+
+
+def test_only_what_comes_into_view_is_parsed() -> None:
+    flow, views = Flow(), views_of(["q", ANSWER] * 50)
+    flow.measure(views, 80, PALETTE)
+    flow.draw(flow.height - 30, flow.height)
+    assert sum(view.pending for view in views) >= 48
+
+
+@pytest.mark.parametrize("name", [name for name, theme in BUILTIN_THEMES.items() if not theme.ansi])
+def test_every_colour_can_be_read(name: str) -> None:
+    from textual.color import Color
+
+    palette = palette_of(name)
+    theme = BUILTIN_THEMES[name]
+    behind = Color.parse(theme.to_color_system().generate()["background"])
+    styles = (palette.text, palette.muted, palette.user, palette.assistant, palette.error, palette.link)
+    for style in (*styles, *palette.syntax.values()):
+        color = style.color
+        assert color is not None
+        assert color.triplet is not None
+        assert _contrast(Color(*color.triplet), behind) >= 3
+
+
+@pytest.mark.parametrize("width", [10, 20, 40, 60, 80, 120, 200])
+def test_the_status_line_fits(width: int) -> None:
+    stats = AnswerStats(
+        tokens_per_second=41.26, first_token_ms=214.0, context_used=1250, context_size=131_072, drafted=96, accepted=71,
+        engine="llama", device="cpu",
+    )  # fmt: skip
+    line = lay_out(Status(model="starter", endpoint="http://gpu.local:8000", activity="ready", stats=stats), width)
+    if width >= 20:
+        assert cell_len(line.plain) <= width
+    assert line.plain.startswith("starter")
+    if width == 200:
+        for part in ("llama/cpu", "41.3 tok/s", "ttft 0.21 s", "1,250/131,072 ctx", "drafts 71/96", "gpu.local", "F1"):
+            assert part in line.plain
+
+
+def test_history() -> None:
+    history = History(["a", "b"])
+    assert history.back("draft") == "b"
+    assert history.back("b") == "a"
+    assert history.back("a") is None
+    assert history.forward("a") == "b"
+    assert history.forward("b") == "draft"
+    assert history.forward("draft") is None
+    history.add("c")
+    assert history.back("") == "c"
+    history.load(["older"])
+    assert [history.back(""), history.back(""), history.back(""), history.back("")] == ["c", "b", "a", "older"]
+
+
+def test_the_package_reads_no_environment() -> None:
+    folder = Path(__file__).resolve().parents[2]
+    for file in [*(folder / "tui").glob("*.py"), *(folder / "edgelm" / "chats").glob("*.py")]:
+        assert "os.environ" not in file.read_text(encoding="utf-8"), file

@@ -1,0 +1,99 @@
+"""The terminal chat: the application around the chat screen.
+
+Owns the theme, the command palette, the keeper of the chats and the link to the endpoint, and closes both. Knows
+nothing of what a chat is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from textual import _ansi_sequences
+from textual.app import App
+from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.keys import Keys
+from textual.screen import Screen
+
+from edgelm.chats.keeper import Keeper
+from edgelm.chats.store import ChatsError
+from edgelm.tui.commands import COMMANDS
+from edgelm.tui.link import Link
+from edgelm.tui.screen import ChatScreen, Wishes
+
+CLOSE_S = 5.0
+
+# Textual reads Alt+Enter as Enter where the terminal sends it the old way, as Escape and Return or as xterm's
+# "modified key": the message would be sent. Both break the line.
+for _sequence in ("\x1b\r", "\x1b[27;3;13~", "\x1b[27;2;13~"):
+    cast("dict[str, tuple[Keys, ...]]", _ansi_sequences.ANSI_SEQUENCES_KEYS).setdefault(_sequence, (Keys.ControlJ,))
+
+
+class ChatCommands(Provider):
+    """The commands of the prompt, in the palette."""
+
+    async def discover(self) -> Hits:
+        for command in COMMANDS:
+            yield DiscoveryHit(f"/{command.name}", partial(self._run, command.name), help=command.help)
+
+    async def search(self, query: str) -> Hits:
+        matcher = self.matcher(query)
+        for command in COMMANDS:
+            score = matcher.match(f"/{command.name} {command.help}")
+            if score > 0:
+                shown = matcher.highlight(f"/{command.name}")
+                yield Hit(score, shown, partial(self._run, command.name), help=command.help)
+
+    def _run(self, name: str) -> None:
+        screen = self.app.screen
+        assert isinstance(screen, ChatScreen)
+        screen.run_command(name, "")
+
+
+class ChatApp(App[None]):
+    """The terminal chat."""
+
+    TITLE = "edgelm"
+    COMMANDS: ClassVar[Any] = {ChatCommands}
+    COMMAND_PALETTE_BINDING = "ctrl+p"
+    NOTIFICATION_TIMEOUT = 4
+    CSS = """
+    ToastRack { align-vertical: top; }
+    Toast { max-width: 60; }
+    """
+
+    def __init__(self, chats: Path, link: Link, wishes: Wishes) -> None:
+        super().__init__()
+        self._link = link
+        self._runs_in: asyncio.AbstractEventLoop | None = None
+        self._keeper = Keeper(chats, self._store_problem)
+        self._chat = ChatScreen(self._keeper, link, wishes)
+        self.lost = 0  # changes that could not be saved, after the end
+
+    def get_default_screen(self) -> Screen[None]:
+        return self._chat
+
+    def on_mount(self) -> None:
+        self._runs_in = asyncio.get_running_loop()
+        # A terminal of 16 colours shows a theme of 16 million as it can, which is badly.
+        if self.console.color_system in (None, "standard"):
+            self.theme = "ansi-dark"
+
+    async def action_quit(self) -> None:
+        self._chat.run_command("quit", "")
+
+    def _store_problem(self, problem: ChatsError | None) -> None:
+        """Take a report of the keeper's thread, which may come before there is a screen and when there is none left."""
+        if self._runs_in is not None and not self._runs_in.is_closed():
+            self._runs_in.call_soon_threadsafe(self._show_problem, problem)
+
+    def _show_problem(self, problem: ChatsError | None) -> None:
+        if self._chat.is_mounted:
+            self._chat.store_problem(problem)
+
+    async def on_unmount(self) -> None:
+        self._chat.save_draft()
+        self.lost = await asyncio.to_thread(self._keeper.close, CLOSE_S)
+        await self._link.close()

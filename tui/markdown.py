@@ -1,0 +1,223 @@
+"""Markdown as lines of the screen.
+
+Owns the look of each element. Knows nothing of messages, streaming and widgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
+from rich.style import Style
+from rich.text import Text
+
+from edgelm.tui.code import Highlighter
+from edgelm.tui.lines import Line, clean, indent, wrap_cells, wrap_words
+from edgelm.tui.palette import Palette
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+    from markdown_it.token import Token
+
+MIN_COLUMN = 4
+
+
+@cache
+def parser() -> MarkdownIt:
+    """Return the parser; its import takes a tenth of a second, so it waits for the first text."""
+    from markdown_it import MarkdownIt
+
+    return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+
+
+def code_blocks(source: str) -> list[str]:
+    """Return the contents of the blocks of code in a text."""
+    return [token.content for token in parser().parse(source) if token.type in ("fence", "code_block")]
+
+
+class Renderer:
+    """Turns the tokens of one top-level block into lines."""
+
+    def __init__(self, palette: Palette, highlighter: Highlighter, *, growing: bool) -> None:
+        self._palette = palette
+        self._highlighter = highlighter
+        self._growing = growing
+
+    def render(self, tokens: Sequence[Token], width: int) -> list[Line]:
+        """Return the lines of a run of blocks, with an empty line between two of them."""
+        lines: list[Line] = []
+        for i, run in enumerate(_split_blocks(tokens)):
+            tight = run[0].type == "paragraph_open" and run[0].hidden
+            if i and not tight and not (run[0].type.endswith("list_open") and _is_tight(run)):
+                lines.append(Line(Text()))
+            lines += self._block(run, max(width, MIN_COLUMN))
+        return lines
+
+    def _block(self, tokens: Sequence[Token], width: int) -> list[Line]:
+        head, inside = tokens[0], tokens[1:-1]
+        palette = self._palette
+        match head.type:
+            case "paragraph_open":
+                return wrap_words(self._inline(inside[0]), width)
+            case "heading_open":
+                text = self._inline(inside[0], palette.heading)
+                return wrap_words(text, width)
+            case "bullet_list_open" | "ordered_list_open":
+                return self._list(head, inside, width)
+            case "blockquote_open":
+                bar = Text("▌ ", palette.muted)
+                return indent(self.render(inside, width - 2), bar, bar)
+            case "fence" | "code_block":
+                return self._code(head, width)
+            case "table_open":
+                return self._table(inside, width)
+            case "hr":
+                rule = Text("─" * width, palette.muted)
+                return [Line(rule, prefix=width)]
+            case _:  # a kind that no enabled rule makes
+                return wrap_words(Text(clean(head.content), palette.text), width)
+
+    def _list(self, head: Token, inside: Sequence[Token], width: int) -> list[Line]:
+        items = _split_blocks(inside)
+        start = int(head.attrs.get("start", 1)) if head.type == "ordered_list_open" else None
+        tight = _is_tight([head, *inside])
+        marks = ["• " if start is None else f"{start + i}. " for i in range(len(items))]
+        mark_width = max(map(len, marks))
+        lines: list[Line] = []
+        for i, (item, mark) in enumerate(zip(items, marks, strict=True)):
+            if i and not tight:
+                lines.append(Line(Text()))
+            content = self.render(item[1:-1], width - mark_width) or [Line(Text())]
+            first = Text(mark.rjust(mark_width), self._palette.bullet)
+            start_line = len(lines)
+            lines += indent(content, first, Text(" " * mark_width))
+            lines[start_line].prefix -= mark_width  # the mark of an item is copied
+        return lines
+
+    def _code(self, token: Token, width: int) -> list[Line]:
+        palette = self._palette
+        language = token.info.split()[0] if token.info.strip() else ""
+        code = token.content.removesuffix("\n")
+        bar = Text("▎", palette.muted)
+        lines: list[Line] = []
+        if language:
+            head = Text.assemble(bar, (clean(language), palette.muted))
+            lines.append(Line(head, prefix=len(head), fill=palette.block))
+        for text in self._highlighter.lines(code, language, palette, growing=self._growing):
+            for line in wrap_cells(text, width - 2):
+                line.fill = palette.block
+                lines += indent([line], bar, bar)
+        return lines
+
+    def _table(self, inside: Sequence[Token], width: int) -> list[Line]:
+        rows: list[list[Text]] = []
+        aligns: list[str] = []
+        for token, following in pairwise(inside):
+            if token.type == "tr_open":
+                rows.append([])
+            elif token.type in ("th_open", "td_open"):
+                head = token.type == "th_open"
+                if head:
+                    aligns.append(str(token.attrs.get("style", "")).removeprefix("text-align:") or "left")
+                rows[-1].append(self._inline(following, self._palette.strong if head else None))
+        widths = _column_widths(rows, width)
+        if widths is None:  # too narrow for columns: each cell on a line of its own
+            return [line for row in rows for cell in row for line in wrap_words(cell, width)]
+        lines: list[Line] = []
+        for i, row in enumerate(rows):
+            if i == 1:
+                rule = "─┼─".join("─" * each for each in widths)
+                lines.append(Line(Text(rule, self._palette.muted), prefix=len(rule)))
+            cells = [[line.text for line in wrap_words(cell, each)] for cell, each in zip(row, widths, strict=False)]
+            for parts in zip_longest(*cells):
+                line = Text()
+                for column, (part, each) in enumerate(zip(parts, widths, strict=False)):
+                    if column:
+                        line.append(" │ ", self._palette.muted)
+                    line.append_text(_pad(part or Text(), each, aligns[column] if column < len(aligns) else "left"))
+                line.rstrip()
+                lines.append(Line(line))
+        return lines
+
+    def _inline(self, token: Token, base: Style | None = None) -> Text:
+        palette = self._palette
+        text = Text(style=palette.text)
+        styles: list[Style] = [base or Style()]
+        href = ""
+        label_at = 0
+        for child in token.children or []:
+            match child.type:
+                case "strong_open":
+                    styles.append(styles[-1] + palette.strong)
+                case "em_open":
+                    styles.append(styles[-1] + palette.emphasis)
+                case "s_open":
+                    styles.append(styles[-1] + palette.strike)
+                case "link_open":
+                    href, label_at = clean(str(child.attrs.get("href", ""))), len(text)
+                    styles.append(styles[-1] + palette.link)
+                case "strong_close" | "em_close" | "s_close":
+                    styles.pop()
+                case "link_close":
+                    styles.pop()
+                    if href and href != text.plain[label_at:]:
+                        text.append(f" ({href})", palette.muted)
+                case "code_inline":
+                    text.append(clean(child.content), styles[-1] + palette.code)
+                case "softbreak" | "hardbreak":
+                    text.append("\n")
+                case "image":
+                    text.append(f"[{clean(child.content) or 'image'}]", palette.link)
+                    text.append(f" ({clean(str(child.attrs.get('src', '')))})", palette.muted)
+                case _:
+                    text.append(clean(child.content), styles[-1])
+        return text
+
+
+def _split_blocks(tokens: Sequence[Token]) -> list[Sequence[Token]]:
+    """Split a run of tokens into its outermost blocks."""
+    blocks: list[Sequence[Token]] = []
+    depth = start = 0
+    for i, token in enumerate(tokens):
+        depth += token.nesting
+        if depth == 0:
+            blocks.append(tokens[start : i + 1])
+            start = i + 1
+    return blocks
+
+
+def _is_tight(tokens: Sequence[Token]) -> bool:
+    """Say whether a list's items stand without empty lines: markdown-it hides their paragraphs."""
+    paragraph = next((token for token in tokens if token.type == "paragraph_open"), None)
+    return paragraph is None or paragraph.hidden
+
+
+def _column_widths(rows: list[list[Text]], width: int) -> list[int] | None:
+    """Return the widths of a table's columns: what they need, less for the widest where there is no room."""
+    count = max(map(len, rows), default=0)
+    widths = [
+        max((cell_len(line) for row in rows if i < len(row) for line in row[i].plain.split("\n")), default=1) or 1
+        for i in range(count)
+    ]
+    room = width - 3 * (count - 1)
+    if room < MIN_COLUMN * count:
+        return widths if sum(widths) <= room else None
+    while (over := sum(widths) - room) > 0:
+        widest = max(widths)
+        second = max((each for each in widths if each < widest), default=MIN_COLUMN)
+        many = widths.count(widest)
+        cut = max(1, min(widest - max(second, MIN_COLUMN), -(-over // many)))
+        for i, each in enumerate(widths):
+            if each == widest and over > 0:
+                widths[i] -= min(cut, over)
+                over -= cut
+    return widths
+
+
+def _pad(text: Text, width: int, align: str) -> Text:
+    gap = max(0, width - cell_len(text.plain))
+    left = {"left": 0, "right": gap, "center": gap // 2}.get(align, 0)
+    return Text.assemble(" " * left, text, " " * (gap - left))
