@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from io import TextIOWrapper
+from types import FrameType
 
 
 def main() -> None:
     """Run the command line and exit: 0, 1 (failed, one line says why), 2 (wrong usage), 130 (interrupted)."""
+    _repair_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     try:
         from edgelm.cli import run_cli  # Ctrl-C during this import is an interrupt like any other
 
         code = run_cli()
     except KeyboardInterrupt:
         code = 130
-    sys.exit(code)
+    sys.exit(code or _flush())
+
+
+def _repair_streams() -> None:
+    """Give closed standard streams a place, and let no character of a model fail an output that is not UTF-8."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif number and isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    """End as a signal asks, after the clean-up of what runs: no child, no temporary folder stays."""
+    sys.exit(128 + number)
+
+
+def _flush() -> int:
+    """Write what is buffered; return the exit code."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
+        if isinstance(error, BrokenPipeError):
+            return 0  # whoever read our output has enough
+        print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from edgelm.completion import check_text_size, complete
 from edgelm.config import Settings
 from edgelm.core import SamplingParams
 from edgelm.process import Emit, run_process
-from edgelm.speed import SpeedTest, measure
+from edgelm.speed import SpeedTest, check, measure
 from edgelm.text.template_worker import TemplateRunner
 
 MAX_TEMPLATE_BYTES = 100_000  # what a template may add to a prompt
@@ -86,9 +86,13 @@ async def _prompt_tokens(loaded: Loaded, text: str, raw: bool) -> list[int]:
 
 async def _bench(loaded: Loaded, job: dict[str, Any], emit: Emit) -> None:
     info = loaded.engine.info
+    tests = [SpeedTest(**each) for each in job["tests"]]
+    if job["defaults"]:
+        tests = [each.shortened(info.context) for each in tests]
+    for test in tests:
+        check(info, test)
     results = []
-    for each in job["tests"]:
-        test = SpeedTest(**each)
+    for test in tests:
         emit(event="status", text=f"measuring {test.name}")
         runs = await measure(loaded.engine, test, job["repetitions"])
         results.append({"test": test.name, "tokens_per_second": sorted(runs)[len(runs) // 2], "runs": runs})

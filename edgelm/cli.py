@@ -5,6 +5,8 @@ Owns the turning of errors into exit codes. Knows nothing of engines, models and
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from typing import Annotated
 
@@ -45,6 +47,12 @@ def run_cli() -> int:
     except EdgeLMError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still buffered
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     return code if isinstance(code, int) else 0
 
 
@@ -79,7 +87,9 @@ def _main(
 @app.command()
 def run(
     model: Model,
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue.", show_default=False)] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The message, or with --raw the text to continue.", show_default=False)
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without a chat template.")] = False,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text.", show_default=False)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)] = None,
@@ -128,7 +138,7 @@ def bench(
     from edgelm.commands.bench import bench_model
 
     flags = {"ctx": ctx, "kv": kv, "threads": threads}
-    bench_model(model, flags, prompt or [512], decode or [128], parallel or [1], repetitions, as_json, verbose)
+    bench_model(model, flags, prompt, decode, parallel, repetitions, as_json, verbose)
 
 
 @app.command()

@@ -61,7 +61,9 @@ _count = _number(int, 1, 2**31 - 1, "a whole number of at least 1")
 class Settings:
     """What a user can choose. A flag, an environment variable and a key of the file have the same name."""
 
-    ctx: int | None = _setting(None, _count, "tokens of context (default: as many as the model has and memory allows)")
+    ctx: int | None = _setting(
+        None, _count, "tokens of context (default: as many as the model has and memory allows, at most 8192)"
+    )
     kv: str = _setting("auto", _choice("auto", "f16", "k8v16", "int8", "k8v4"), "how the KV cache is stored")
     threads: int | None = _setting(None, _number(int, 1, 512, "1 to 512"), "CPU threads (default: physical cores)")
     parallel: int = _setting(8, _number(int, 1, 64, "1 to 64"), "sequences that run at the same time")

@@ -81,4 +81,10 @@ def _load(job: dict[str, Any], emit: Emit) -> Loaded:
         emit(event="progress", share=round(share, 3))
         return True
 
-    return build(Path(job["model"]), Settings(**job["settings"]), repack=job["repack"], progress=progress)
+    return build(
+        Path(job["model"]),
+        Settings(**job["settings"]),
+        least_context=job.get("least_context", 0),
+        repack=job["repack"],
+        progress=progress,
+    )

@@ -372,6 +372,28 @@ def test_what_cannot_be_written_does_not_hold_up_the_rest(path: Path) -> None:
     assert keeper.close(20) == 0
 
 
+def test_writes_keep_their_order_whatever_fails(path: Path) -> None:
+    done: list[str] = []
+    gate = threading.Event()
+
+    def fail(store: Store) -> None:
+        raise ChatsError("this one never works")
+
+    def fail_twice(store: Store) -> None:
+        done.append("tried")
+        if done.count("tried") <= 2:
+            raise ChatsError("not now", passing=True)
+
+    keeper = Keeper(path, Reports())
+    keeper.read(lambda store: None).result(20)
+    reading = keeper.read(lambda store: gate.wait(20))  # so that the writes come as one batch
+    keeper.write(fail, fail_twice, lambda store: done.append("last"))
+    gate.set()
+    reading.result(20)
+    assert keeper.close(20) == 0
+    assert done == ["tried", "tried", "tried", "last"]
+
+
 def test_a_file_that_can_never_be_read_leaves_the_chat_in_memory(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"no database " * 100)

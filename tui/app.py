@@ -78,7 +78,7 @@ class ChatApp(App[None]):
     def on_mount(self) -> None:
         self._runs_in = asyncio.get_running_loop()
         # A terminal of 16 colours shows a theme of 16 million as it can, which is badly.
-        if self.console.color_system in (None, "standard"):
+        if not self.is_headless and self.console.color_system in (None, "standard"):
             self.theme = "ansi-dark"
 
     async def action_quit(self) -> None:

@@ -42,6 +42,11 @@ def clean(text: str) -> str:
     return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n").expandtabs(4))
 
 
+def short_name(model: str) -> str:
+    """Return the name of a model as it is shown: of a file without its folder."""
+    return model.rsplit("/", 1)[-1] if model.endswith(".gguf") else model
+
+
 def wrap_words(text: Text, width: int) -> list[Line]:
     """Break a text at its newlines and between words; a word that is too long is broken where it must be."""
     lines: list[Line] = []

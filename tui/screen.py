@@ -110,7 +110,8 @@ class ChatScreen(ChatLayout):
             return
         self.chats = {chat.id: chat for chat in chats} | self.chats
         self.prompt.sent.load(prompts)
-        if (theme := settings.get("theme")) in self.app.available_themes:
+        # Where there are 16 colours, the theme for them stays unless the user chooses another now.
+        if (theme := settings.get("theme")) in self.app.available_themes and not self.app.current_theme.ansi:
             self.app.theme = theme
         self.last_model = self.last_model or settings.get("model", "")
         if not self.prompt.text and settings.get("draft"):

@@ -38,7 +38,7 @@ class Sidebar(Vertical):
     Sidebar Input { margin: 0 1 1 1; background: transparent; }
     Sidebar Input:focus { background: $boost; }
     Sidebar OptionList {
-        height: 1fr; padding: 0 0 0 1; background: transparent; scrollbar-size-vertical: 1;
+        height: 1fr; margin-left: 1; background: transparent; scrollbar-size-vertical: 1;
         text-wrap: nowrap; text-overflow: ellipsis;
     }
     Sidebar.-searching OptionList { text-wrap: wrap; }

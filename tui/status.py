@@ -15,7 +15,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from edgelm.client.endpoint import AnswerStats
-from edgelm.tui.lines import clean
+from edgelm.tui.lines import clean, short_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _parts(status: Status) -> list[tuple[int, str]]:
     if stats.drafted:
         drafts = f"drafts {stats.accepted or 0}/{stats.drafted}"
     return [
-        (0, clean(status.model) or "no model"),
+        (0, clean(short_name(status.model)) or "no model"),
         (1, status.activity),
         (7, clean(status.endpoint)),
         (5, engine),

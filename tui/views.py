@@ -9,7 +9,7 @@ from rich.text import Text
 
 from edgelm.chats.model import Message
 from edgelm.tui.document import Document
-from edgelm.tui.lines import Line
+from edgelm.tui.lines import Line, short_name
 from edgelm.tui.palette import Palette
 from edgelm.tui.rows import HeadRow, NoteRow, PlainRow, Row, SpaceRow
 
@@ -60,7 +60,7 @@ class MessageView:
     def _make_head(self) -> HeadRow:
         version, versions = self._versions
         user = self.message.role == "user"
-        who = "You" if user else self.message.model or "Assistant"
+        who = "You" if user else short_name(self.message.model) or "Assistant"
         return HeadRow(who, user=user, version=version, versions=versions)
 
     def expand(self) -> None:

@@ -33,7 +33,17 @@ class OwnFront:
     """`edgelm serve` as a child that ends when its standard input closes: also when we are killed."""
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
-        self._command = [sys.executable, "-m", "edgelm", "serve", "--port", "0", "--until-stdin-closes", *arguments]
+        self._command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "edgelm",
+            "serve",
+            "--port",
+            "0",
+            "--until-stdin-closes",
+            *arguments,
+        ]
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
 

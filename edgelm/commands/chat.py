@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from edgelm.config import Config, load_config
 from edgelm.errors import EdgeLMError
@@ -24,6 +25,8 @@ def open_chat(endpoint: str | None, model: str | None, flags: Mapping[str, objec
     from edgelm.tui.screen import Wishes
 
     settings, sources, places = config.settings, config.sources, config.places
+    if model and model.endswith(".gguf") and endpoint is None:
+        model = str(Path(model).expanduser().resolve())  # a server that runs already may stand in another folder
     # Engine flags are for an engine of our own: one that runs already has its own settings.
     own = [f"--{name}={flags[name]}" for name in OF_ENGINE if flags.get(name) is not None]
     arguments = [*own, *([model] if model and model.endswith(".gguf") else [])]

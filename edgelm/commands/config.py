@@ -6,6 +6,7 @@ import json
 from dataclasses import fields
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from edgelm.config import Config, Settings, load_config
@@ -20,11 +21,13 @@ def show_config(as_json: bool) -> None:
         rows = {name: {"value": value, "source": source} for name, value, source, _ in settings_of(config)}
         print(json.dumps({"file": str(config.places.config / "config.toml"), "settings": rows}))
         return
-    table = Table(caption=f"{config.places.config / 'config.toml'}  <  EDGELM_…  <  flags", caption_justify="left")
+    table = Table(
+        caption=escape(f"{config.places.config / 'config.toml'}  <  EDGELM_…  <  flags"), caption_justify="left"
+    )
     for column in ("setting", "value", "from", "what it does"):
         table.add_column(column)
     for name, value, source, what in settings_of(config):
-        table.add_row(name, "" if value is None else str(value), source, what)
+        table.add_row(name, "" if value is None else escape(str(value)), escape(source), what)
     Console().print(table)
 
 

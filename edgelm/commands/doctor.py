@@ -5,6 +5,7 @@ Owns the checks and how they are shown. Each check returns findings; it never ra
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -97,8 +99,8 @@ def _settings(config: Config) -> Iterator[Finding]:
 
 def _folders(places: Places) -> Iterator[Finding]:
     for name, folder in (("config", places.config), ("data", places.data), ("cache", places.cache)):
-        existing = next(each for each in (folder, *folder.parents) if each.exists())
-        if not os.access(existing, os.W_OK):
+        existing = _nearest(folder)
+        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
             yield Finding(
                 f"{name} folder",
                 "problem",
@@ -108,11 +110,20 @@ def _folders(places: Places) -> Iterator[Finding]:
         else:
             yield Finding(f"{name} folder", "ok", str(folder))
     for name, folder in (("chats and settings", places.data), ("models", places.hub)):
-        existing = next(each for each in (folder, *folder.parents) if each.exists())
+        existing = _nearest(folder)
         free = shutil.disk_usage(existing).free
         low = free < LOW_DISK_BYTES
         hint = "make room before you fetch a model" if low else ""
         yield Finding(f"disk for {name}", "note" if low else "ok", f"{_gib(free)} GiB free at {existing}", hint)
+
+
+def _nearest(folder: Path) -> Path:
+    """Return the folder, or what there is of the way to it that can be looked at."""
+    for each in (folder, *folder.parents):
+        with suppress(OSError):
+            if each.exists():
+                return each
+    return Path("/")
 
 
 def _resources() -> Iterator[Finding]:
@@ -199,7 +210,7 @@ def _hub(places: Places) -> Finding:
             pass
     except urllib.error.HTTPError:
         pass  # it answered
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         return Finding(
             "model hub", "note", f"{places.hub_endpoint} cannot be reached ({reason}); models that are here work"

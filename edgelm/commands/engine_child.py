@@ -28,7 +28,7 @@ class EngineChild:
         self._verbose = verbose
         self._last_lines: deque[str] = deque(maxlen=20)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "edgelm.child"],
+            [sys.executable, "-P", "-m", "edgelm.child"],  # -P: nothing of the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -52,6 +52,8 @@ class EngineChild:
         """Yield events up to the result. Raises EdgeLMError with the child's error, or with how it died."""
         assert self._process.stdout
         for line in self._process.stdout:
+            if not line.endswith(b"\n"):
+                break  # it died while it wrote
             event: dict[str, Any] = json.loads(line)
             if event["event"] == "error":
                 raise EdgeLMError(event["message"], event["hint"])

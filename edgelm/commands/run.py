@@ -14,6 +14,8 @@ from edgelm.config import load_config
 from edgelm.errors import RequestError
 from edgelm.library.local import find_model
 
+MAX_INPUT_BYTES = 64 * 2**20
+
 
 def run_model(
     model: str,
@@ -46,7 +48,9 @@ def _read_prompt(prompt: str | None) -> str:
     """Return the argument, standard input where it is piped in, or both with an empty line between."""
     parts = [prompt] if prompt else []
     if not sys.stdin.isatty():
-        raw = sys.stdin.buffer.read()
+        raw = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
+        if len(raw) > MAX_INPUT_BYTES:
+            raise RequestError(f"standard input is longer than {MAX_INPUT_BYTES // 2**20} MiB", "no context holds that")
         try:
             piped = raw.decode()
         except UnicodeDecodeError as error:

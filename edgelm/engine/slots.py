@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from edgelm.core import Copy, Drop, ExecutorInfo, Load, Op, Save, Sequence, Trim
 from edgelm.engine.cells import Cells
 
+MAX_SNAPSHOTS = 256  # each is compared with every new prompt
 MIN_SNAPSHOT_LEN = 32  # shorter prefixes are computed again faster than they are kept
 SPARE_LEN = 16  # positions left to each running sequence when another one is admitted
 
@@ -218,7 +219,9 @@ class SlotKV:
             return
         for each in [each for each in self._snapshots if self._covers(tokens, each.tokens)]:
             self._drop(each)
-        while sum(len(each.tokens) for each in self._snapshots) + len(tokens) > self._max_snapshot_tokens:
+        kept = sum(len(each.tokens) for each in self._snapshots)
+        while kept + len(tokens) > self._max_snapshot_tokens or len(self._snapshots) >= MAX_SNAPSHOTS:
+            kept -= len(self._snapshots[0].tokens)
             self._drop(self._snapshots[0])
         snapshot = Snapshot(next(self._keys), tokens)
         self._snapshots.append(snapshot)

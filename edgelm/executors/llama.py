@@ -96,7 +96,7 @@ class LlamaExecutor:
             )
         self._memory = L.llama_get_memory(self._context)
         max_tokens = min(options.max_tokens, L.llama_n_batch(self._context))
-        layer_bytes = model.num_kv_heads * (key_dim * _BYTES[mode.type_k] + value_dim * _BYTES[mode.type_v])
+        layer_bytes = model.num_kv_heads * kv_head_bytes(options.kv, key_dim, value_dim)
         self._info = ExecutorInfo(
             engine="llama",
             device="cpu",
@@ -224,6 +224,12 @@ class LlamaExecutor:
         assert tokens.min() >= 0
         assert tokens.max() < self._info.num_vocab
         assert all(chunk.start >= 0 and chunk.end <= self._info.context for chunk in step.chunks)
+
+
+def kv_head_bytes(kv: str, key_len: int, value_len: int) -> float:
+    """Return what one head of one layer takes in the cache for a position, in bytes."""
+    mode = KV_MODES[kv]
+    return key_len * _BYTES[mode.type_k] + value_len * _BYTES[mode.type_v]
 
 
 def micro_batch(options: LlamaOptions, num_heads: int, flash: bool) -> int:

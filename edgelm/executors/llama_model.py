@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,15 @@ _MADV_DONTNEED = 4
 class LlamaModel:
     """A loaded model. `native` is llama.cpp's pointer, valid until `close`.
 
-    `progress` gets the loaded share, 0 to 1, and returns False to cancel. Raises ModelError for a file that llama.cpp
-    refuses, and when it was cancelled.
+    `files` are all parts of a split model, of which `path` is the first. `progress` gets the loaded share, 0 to 1, and
+    returns False to cancel. Raises ModelError for a file that llama.cpp refuses, and when it was cancelled.
     """
 
     def __init__(
         self,
         path: Path,
         *,
+        files: Sequence[Path] = (),
         repack: bool = True,
         gpu_layers: int = 0,
         progress: Callable[[float], bool] | None = None,
@@ -61,7 +62,7 @@ class LlamaModel:
         self.recurrent: bool = L.llama_model_is_recurrent(self.native)
         self.hybrid: bool = L.llama_model_is_hybrid(self.native)
         if repack:
-            _give_back_pages(path)
+            _give_back_pages(files or [path])
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -92,14 +93,14 @@ class _Watch:
         return not self.cancelled
 
 
-def _give_back_pages(path: Path) -> None:
-    """Unmap from resident memory the file's pages, of which llama.cpp made a repacked copy. They come back on use."""
+def _give_back_pages(files: Sequence[Path]) -> None:
+    """Unmap from resident memory the files' pages, of which llama.cpp made a repacked copy. They come back on use."""
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None)
-    name = str(path.resolve())
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    names = {str(path.resolve()) for path in files}
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5] == name:
+        if len(fields) == 6 and fields[5] in names:
             start, end = (int(each, 16) for each in fields[0].split("-"))
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)

@@ -235,8 +235,10 @@ def _read(path: Path) -> MachineFacts | None:
         known = kept.canary in ("ok", "no_repack") and kept.wait_policy in POLICIES
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    typed = isinstance(said.get("reason"), str) and isinstance(said.get("token_ms"), dict)
-    return kept if known and typed else None
+    times = said.get("token_ms")
+    if not (known and isinstance(said.get("reason"), str) and isinstance(times, dict)):
+        return None
+    return kept if all(key in POLICIES and isinstance(value, int | float) for key, value in times.items()) else None
 
 
 def _write(path: Path, found: MachineFacts) -> None:

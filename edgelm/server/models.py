@@ -88,6 +88,7 @@ async def _describe(paths: list[Path]) -> list[dict[str, Any]]:
     child = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
+        "-P",
         "-m",
         "edgelm.library.describe",
         stdin=asyncio.subprocess.PIPE,

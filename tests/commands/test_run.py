@@ -17,6 +17,7 @@ import pytest
 from tests.tiny import write_tiny
 
 TIMEOUT_S = 60
+WILD = ("--temperature", "1.5", "--top-k", "0", "--min-p", "0", "--top-p", "1", "--seed", "5")
 
 
 @pytest.fixture(scope="session")
@@ -36,10 +37,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Edgelm:
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
+        self.command = [sys.executable, "-m", "edgelm"]
 
     def __call__(self, *arguments: str | Path, stdin: bytes = b"", **more: str) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(
-            [sys.executable, "-m", "edgelm", *map(str, arguments)],
+            [*self.command, *map(str, arguments)],
             input=stdin,
             capture_output=True,
             timeout=TIMEOUT_S,
@@ -49,7 +51,7 @@ class Edgelm:
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "edgelm", *map(str, arguments)],
+            [*self.command, *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -165,6 +167,82 @@ def test_bench_prints_a_table_and_json(edgelm: Edgelm, model: Path) -> None:
     assert b"tg8x4" in edgelm(*arguments).stdout
 
 
+def test_bench_of_a_short_context_shortens_its_own_tests_and_refuses_others_at_once(
+    edgelm: Edgelm, model: Path
+) -> None:
+    result = json.loads(edgelm("bench", model, "-r", "1", "--json").stdout)
+    assert [each["test"] for each in result["results"]] == ["pp510", "tg128"]  # of 512
+    assert "pp600 needs" in error_of(edgelm("bench", model, "-p", "8", "-p", "600"))
+
+
+def test_a_models_name_is_shown_as_it_is(edgelm: Edgelm, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf")
+    name = b"tiny llama f32"
+    assert name in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(name, b"[/b]tiny[red]!"))
+    done = edgelm("bench", path, "-p", "8", "-n", "0", "-r", "1")
+    assert done.returncode == 0, done.stderr
+    assert b"[/b]tiny[red]!" in done.stdout
+
+
+def test_nothing_of_the_current_folder_is_run(
+    edgelm: Edgelm, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('not ours')")
+    monkeypatch.chdir(tmp_path)
+    edgelm.command = [str(Path(sys.executable).with_name("edgelm"))]  # as installed: `python -m` itself looks here
+    assert edgelm("run", model, "hello", "--max-tokens", "3").returncode == 0
+
+
+def test_a_file_whose_name_is_no_text_is_loaded(edgelm: Edgelm, model: Path, tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/m\xff.gguf"
+    try:
+        Path(os.fsdecode(path)).write_bytes(model.read_bytes())
+    except OSError:
+        pytest.skip("this file system has no such names")
+    done = edgelm("run", os.fsdecode(path), "hello", "--json", "--max-tokens", "3")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("redirect", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_traceback(edgelm: Edgelm, model: Path, redirect: str) -> None:
+    command = f'exec "$0" -m edgelm run "$1" hello --max-tokens 3 {redirect}'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, str(model)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        env=edgelm.environment,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stderr == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
+@pytest.mark.parametrize("arguments", [("run", "MODEL", "hello"), ("config",), ("--version",)])
+def test_a_full_disk_under_standard_output_is_one_line(edgelm: Edgelm, model: Path, arguments: tuple[str, ...]) -> None:
+    words = [str(model) if each == "MODEL" else each for each in arguments]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*edgelm.command, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=TIMEOUT_S,
+            env=edgelm.environment,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert re.fullmatch(rb"error: [^\n]*written[^\n]*\n", done.stderr)
+
+
+def test_an_output_that_is_not_utf_8_fails_no_answer(edgelm: Edgelm, model: Path) -> None:
+    done = edgelm("run", model, "hello", "--max-tokens", "60", *WILD, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert done.stderr == b""
+
+
 # -- bad input -----------------------------------------------------------------------------------------------------
 
 
@@ -275,9 +353,6 @@ def gone(pid: int) -> bool:
     return False
 
 
-WILD = ("--temperature", "1.5", "--top-k", "0", "--min-p", "0", "--top-p", "1", "--seed", "5")
-
-
 @pytest.fixture
 def endless(tmp_path: Path) -> Path:
     return write_tiny(tmp_path / "endless.gguf", context=200_000, layers=12, width=256, ffn=1024, endless=True)
@@ -355,3 +430,19 @@ def test_a_model_cannot_move_the_cursor_of_a_terminal(edgelm: Edgelm, model: Pat
         assert process.wait(TIMEOUT_S) == 0
     os.close(parent)
     assert not set(shown) & (set(range(32)) - {9, 10, 13})
+
+
+def test_a_command_that_is_asked_to_end_leaves_nothing_in_the_temporary_folder(
+    edgelm: Edgelm, model: Path, tmp_path: Path
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    edgelm.environment = edgelm.environment | {"EDGELM_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(temporary)}
+    with edgelm.start("run", model, "hello") as process:  # the first use measures the machine
+        deadline = time.monotonic() + TIMEOUT_S
+        while not list(temporary.glob("edgelm-canary-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    assert not list(temporary.iterdir())

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from edgelm.core import Copy, Drop, Load, Save, Sequence, Trim
+from edgelm.engine import slots
 from edgelm.engine.slots import MIN_SNAPSHOT_LEN, SlotKV, common_prefix_len
 from tests.counts import Count
 from tests.engine.fake import Fault, SlotMemory
@@ -239,3 +240,13 @@ def test_a_bound_sequence_cannot_be_attached_again() -> None:
     stranger = Sequence(99, list(A), len(A), seq.params)
     with pytest.raises(AssertionError):
         loop.kv.grow(stranger, 1)
+
+
+def test_the_number_of_snapshots_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "MAX_SNAPSHOTS", 2)
+    loop = Loop()
+    first = loop.ask(A)
+    for other in (B, C, D):
+        last = loop.ask(other)
+    assert loop.ask([*first.tokens, 7]).cached == 0, "it was the least recently used of three"
+    assert loop.ask([*last.tokens, 7]).cached == len(last.tokens) - 1

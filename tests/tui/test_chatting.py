@@ -181,7 +181,7 @@ async def test_history_with_up(open_chat: Open) -> None:
 
 async def test_an_answer_goes_on_while_another_chat_is_open(open_chat: Open) -> None:
     async with open_chat() as chat:
-        chat.endpoint.tokens_per_second = 60
+        chat.endpoint.tokens_per_second = 5
         await chat.type("long")
         await chat.press("enter")
         await chat.sees("Quicksort picks")
