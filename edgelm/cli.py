@@ -153,6 +153,9 @@ def serve(
         float | None, typer.Option(help="Unload a model not used for so many seconds; 0: never.", show_default=False)
     ] = None,
     until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", help="End with the parent.")] = False,
+    parallel: Annotated[
+        int | None, typer.Option(help="Answers of a model at the same time (8).", show_default=False)
+    ] = None,
     ctx: Ctx = None,
     kv: Kv = None,
     threads: Threads = None,
@@ -163,7 +166,7 @@ def serve(
     from edgelm.commands.serve import serve_models
 
     flags = {"host": host, "port": port, "api_key": api_key, "idle_timeout": idle_timeout}
-    flags |= {"ctx": ctx, "kv": kv, "threads": threads}
+    flags |= {"parallel": parallel, "ctx": ctx, "kv": kv, "threads": threads}
     serve_models(models or [], flags, until_stdin_closes=until_stdin_closes, as_json=as_json, verbose=verbose)
 
 

@@ -291,6 +291,7 @@ def test_what_cannot_be_is_one_line(edgelm: Edgelm, model: Path) -> None:
         ("run", model, "hi", "--kv", "q1"): "one of",
         ("run", model, "hi", "--temperature", "nan"): "temperature",
         ("bench", model, "-p", "4000"): "context",
+        ("serve", "--port", "0", "--parallel", "0"): "parallel is 0",
         ("bench", model, "-p", "0", "-n", "0"): "nothing to measure",
     }.items():
         assert expected in error_of(edgelm(*arguments)), arguments
