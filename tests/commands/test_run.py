@@ -26,6 +26,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     home = tmp_path_factory.mktemp("home")
     places = {f"EDGELM_{kind}_DIR": str(home / kind.lower()) for kind in ("CONFIG", "DATA", "CACHE")}
     clean = {name: value for name, value in os.environ.items() if not name.startswith("EDGELM_")}
+    clean.pop("PYTHONUNBUFFERED", None)  # a user's output is buffered, and fails when it is flushed
     return clean | places
 
 
