@@ -1,7 +1,7 @@
 """What must hold before llama.cpp opens a GGUF: each rule stands for an abort, a crash or NaN that was provoked.
 
-Owns no completeness: what llama.cpp itself refuses with a clear message is left to it, so that no valid model of a
-family unknown here is refused. The limits are those of llama.cpp's asserts.
+Owns completeness only where all blocks are alike: the rest is left to llama.cpp, which refuses it with a clear message,
+so that no valid model of a family unknown here is refused. The limits are those of llama.cpp's asserts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from gguf.constants import MODEL_ARCH_NAMES, GGUFValueType
 
 from edgelm.errors import ModelError
 from edgelm.weights.gguf import GGUF
-from edgelm.weights.gguf_parse import Array, Tensor, shown
+from edgelm.weights.gguf_parse import Array, Tensor
+from edgelm.weights.mapped import shown
 from edgelm.weights.shape import Shape, damaged, number, per_layer, read_shape
 
 MAX_CONTEXT = 2**27
-MAX_VOCAB = 2**22
-MAX_VOCAB_BYTES = 2**26
+MAX_VOCAB = 2**20
+MAX_VOCAB_BYTES = 2**25
 MAX_EXPERTS = 1024
 TENSOR_ALIGNMENT = 32  # of the mapped buffer, whatever general.alignment says
 BYTE_TOKEN = 6  # in tokenizer.ggml.token_type
@@ -40,7 +41,11 @@ NO_WEIGHTS = frozenset({"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"})
 PARTS_OF_A_BLOCK = (
     ("attn_norm.weight",),
     ("attn_q.weight", "attn_qkv.weight"),
+    ("attn_k.weight", "attn_qkv.weight"),
+    ("attn_v.weight", "attn_qkv.weight"),
     ("attn_output.weight",),
+    ("ffn_norm.weight",),
+    ("ffn_up.weight", "ffn_up_exps.weight", "ffn_up.0.weight", "ffn_gate_up_exps.weight"),
     ("ffn_down.weight", "ffn_down_exps.weight", "ffn_down.0.weight"),
 )
 NO_MODELS = {
@@ -149,7 +154,7 @@ def check_vocabulary(gguf: GGUF) -> None:
             raise damaged(gguf, "its vocabulary is of the kind bert and has byte tokens")
     twice = repeated_token(tokens)
     if twice is not None:
-        raise damaged(gguf, f"its vocabulary has the token {shown(repr(twice))} twice")
+        raise damaged(gguf, f"its vocabulary has the token {shown(repr(twice[:80]))} twice")
 
 
 def repeated_token(tokens: Array) -> bytes | None:

@@ -1,28 +1,33 @@
 """GGUF files, mapped and read lazily: one file, or the parts of a split model as one.
 
-Owns opening, splits, and saying what a file is that is no GGUF. The format itself is in gguf_parse.py; what the keys
-mean for llama.cpp is in checks.py. A file that is cut while it is mapped kills the process that reads it (SIGBUS).
+Owns opening, splits, and refusing what is no GGUF. The format itself is in gguf_parse.py; what the keys mean for
+llama.cpp is in checks.py. A file that is cut while it is mapped kills the process that reads it (SIGBUS).
 """
 
 from __future__ import annotations
 
-import mmap
 import re
-import stat
 import struct
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+import numpy as np
+from gguf import quants
+from gguf.constants import GGMLQuantizationType
+from numpy.typing import NDArray
+
 from edgelm.errors import ModelError
-from edgelm.weights.gguf_parse import DOWNLOAD, Array, Header, Metadata, Scalar, Tensor, parse_header, shown
+from edgelm.weights.gguf_parse import Array, Header, Metadata, Scalar, Tensor, parse_header
+from edgelm.weights.mapped import DOWNLOAD, looks_like, map_file, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 HEADER_BYTES = 24
 MAX_PARTS = 512
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1"}
 T = TypeVar("T")
 
 
@@ -63,6 +68,30 @@ class GGUF:
         tensor = self.tensors[name]
         return self._parts[tensor.path].data[tensor.offset : tensor.offset + tensor.nbytes]
 
+    def array(self, name: str) -> NDArray[np.generic]:
+        """Return a tensor as the gguf library does: a read-only view of the mapped file, the numbers of a row last.
+
+        Of a type that numpy does not have, the last dimension is the bytes of a row's blocks.
+        """
+        tensor = self.tensors[name]
+        raw = np.frombuffer(self.tensor_bytes(name), np.uint8)
+        plain = NUMPY_TYPES.get(tensor.type.name)
+        if plain is None:
+            return raw.reshape(*reversed(tensor.shape[1:]), -1)
+        return raw.view(plain).reshape(tensor.shape[::-1])
+
+    def dequantized(self, name: str) -> NDArray[np.float32]:
+        """Return the numbers that a tensor stands for, of F32 as a view.
+
+        Raises ModelError for a type that the gguf library has no formula for.
+        """
+        kind = self.tensors[name].type
+        try:
+            with np.errstate(all="ignore"):  # a scale may be anything
+                return quants.dequantize(self.array(name), GGMLQuantizationType(kind.id)).astype(np.float32, copy=False)
+        except (NotImplementedError, ValueError):  # ValueError: a type that the gguf library does not know
+            raise ModelError(f"{self.name}: {kind.name} cannot be turned into numbers") from None
+
     def close(self) -> None:
         """Unmap the files. A view that is still in use stays valid, and its file mapped until the view is gone."""
         for part in self._parts.values():
@@ -92,7 +121,7 @@ class _Part:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map_file(path)
+        self._map = map_file(path, "a .gguf file")
         self.data = memoryview(self._map)
         self.header: Header
 
@@ -156,27 +185,6 @@ def _require_disjoint(parts: list[_Part], name: str) -> None:
         raise ModelError(message, "download them again")
 
 
-def _map_file(path: Path) -> mmap.mmap:
-    name = shown(path.name) or shown(str(path))
-    try:
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise ModelError(f"{name} is a folder", "name a .gguf file")
-        if not stat.S_ISREG(mode):  # a pipe would block
-            raise ModelError(f"{name} is not a regular file", "name a .gguf file")
-        with path.open("rb") as file:
-            if file.seek(0, 2) == 0:
-                raise ModelError(f"{name} is empty", DOWNLOAD)
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise ModelError(f"there is no file {shown(str(path), 200)}") from None
-    except PermissionError:
-        raise ModelError(f"{name} may not be read", "change its permissions") from None
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte, a file that shrank to nothing
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ModelError(f"{name} cannot be opened: {reason}") from None
-
-
 def _require_gguf(data: memoryview, name: str) -> None:
     """Refuse what is no GGUF, or one of a version or byte order that is not read."""
     head = bytes(data[:512])
@@ -196,31 +204,3 @@ def _require_gguf(data: memoryview, name: str) -> None:
         if max(VERSIONS) < version < 100:
             raise ModelError(f"{name} is GGUF version {version}, newer than what edgelm reads", "update edgelm")
         raise ModelError(f"{name} is damaged: its version is {version:,}", DOWNLOAD)
-
-
-SIGNS = (
-    (b"PK\x03\x04", "is a zip archive, as PyTorch checkpoints are"),
-    (b"\x1f\x8b", "is compressed with gzip"),
-    (b"\x80\x02", "looks like a pickled PyTorch checkpoint"),
-    (b"version https://git-lfs", "is a git-lfs pointer, which stands for the real file"),
-    (b"tjgg", "is a GGML file from before GGUF"),
-    (b"fmgg", "is a GGML file from before GGUF"),
-    (b"lmgg", "is a GGML file from before GGUF"),
-)
-
-
-def looks_like(head: bytes, size: int) -> str:
-    """Say in a few words what a file is that begins with `head` and has `size` bytes."""
-    for sign, what in SIGNS:
-        if head.startswith(sign):
-            return what
-    if len(head) > 9 and int.from_bytes(head[:8], "little") <= size - 8 and head[8:9] == b"{":
-        return "is a safetensors file"
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if text.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
-        return "is a web page, so the download went wrong"
-    if text.startswith((b"{", b"[")):
-        return "is JSON text"
-    if not head.strip(b"\0"):
-        return "begins with zeros, so the download did not finish"
-    return f"begins with {head[:4].hex(' ')}"

@@ -19,6 +19,7 @@ from gguf.constants import GGUFValueType
 from numpy.typing import NDArray
 
 from edgelm.errors import ModelError
+from edgelm.weights.mapped import DOWNLOAD, shown
 from edgelm.weights.tensor_types import DROPPED_TYPES, TENSOR_TYPES, TensorType
 
 Scalar = int | float | bool | str
@@ -28,12 +29,12 @@ MAX_TENSORS = 2**16
 MAX_KEY_BYTES = 256
 MAX_NAME_BYTES = 256
 MAX_STRING_BYTES = 2**26  # the tokenizer.json of a large vocabulary has 33 MB
-MAX_STRINGS = 2**24  # in all arrays of a file together: finding the end of an array means walking it
+MAX_TEXT_BYTES = 2**23  # that are decoded: a character may take four times as much in memory
+MAX_STRINGS = 2**22  # in all arrays of a file together: finding the end of an array means walking it
 EAGER_BYTES = 2**23  # strings decoded when the file is opened; those behind are decoded on access
 MAX_DIMS = 4
 MAX_ALIGNMENT = 2**20
 DEFAULT_ALIGNMENT = 32
-DOWNLOAD = "download it again"
 
 SCALARS = {
     GGUFValueType.UINT8: "<B",
@@ -139,7 +140,10 @@ class Array(Sequence[Scalar]):
             at += U64.unpack_from(self._data, at)[0] + U64.size
 
     def _string(self, at: int) -> str:
-        return decode(self._string_bytes(at))
+        raw = self._string_bytes(at)
+        if len(raw) > MAX_TEXT_BYTES:
+            raise ModelError(f"a string of the metadata is too long to be read: {len(raw):,} bytes", DOWNLOAD)
+        return decode(raw)
 
     def _string_bytes(self, at: int) -> memoryview:
         (length,) = U64.unpack_from(self._data, at)
@@ -156,7 +160,10 @@ class _Text(NamedTuple):
 
 
 class Metadata(Mapping[str, "Scalar | Array"]):
-    """The keys of a GGUF. Long strings and arrays are read on access, so not after the file is closed."""
+    """The keys of a GGUF. Long strings and arrays are read on access, so not after the file is closed.
+
+    Raises ModelError for a string too long to be text.
+    """
 
     def __init__(self, data: memoryview, values: dict[str, Scalar | Array | _Text]) -> None:
         self._data = data
@@ -165,6 +172,8 @@ class Metadata(Mapping[str, "Scalar | Array"]):
     def __getitem__(self, key: str) -> Scalar | Array:
         value = self._values[key]
         if isinstance(value, _Text):
+            if value.length > MAX_TEXT_BYTES:
+                raise ModelError(f"the value of {shown(key)} is too long to be read: {value.length:,} bytes", DOWNLOAD)
             return decode(self._data[value.start : value.start + value.length])
         return value
 
@@ -189,12 +198,6 @@ class Header(NamedTuple):
 def decode(raw: memoryview | bytes) -> str:
     """Decode text of a file; what is no UTF-8 (some vocabularies have it) becomes U+FFFD."""
     return str(raw, "utf-8", "replace")
-
-
-def shown(text: str, limit: int = 80) -> str:
-    """Return a name that a file gave in a form that is safe in a line of an error message."""
-    clean = "".join(c if c.isprintable() else "?" for c in text[: limit + 1])
-    return clean if len(clean) <= limit else clean[:limit] + "..."
 
 
 def parse_header(data: memoryview, path: Path) -> Header:

@@ -10,7 +10,8 @@ from typing import TypeGuard
 
 from edgelm.errors import ModelError
 from edgelm.weights.gguf import GGUF
-from edgelm.weights.gguf_parse import DOWNLOAD, Array, Scalar
+from edgelm.weights.gguf_parse import Array, Scalar
+from edgelm.weights.mapped import DOWNLOAD
 
 MAX_LAYERS = 512  # llama.cpp aborts above it
 MAX_HEADS = 2**16

@@ -13,7 +13,8 @@ from gguf.constants import LlamaFileType
 
 from edgelm.weights.checks import MAX_CONTEXT, MAX_VOCAB
 from edgelm.weights.gguf import GGUF
-from edgelm.weights.gguf_parse import Array, shown
+from edgelm.weights.gguf_parse import Array
+from edgelm.weights.mapped import shown
 from edgelm.weights.shape import MAX_HEAD_LEN, Shape, number, per_layer, read_shape
 
 F16_BYTES = 2

@@ -185,7 +185,8 @@ def test_data_that_is_not_aligned_for_llama_cpp_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "name",
-    ["token_embd", "output_norm", "blk.1.attn_norm", "blk.0.attn_q", "blk.1.attn_output", "blk.0.ffn_down"],
+    "token_embd output_norm blk.1.attn_norm blk.0.attn_q blk.1.attn_k blk.0.attn_v blk.1.attn_output blk.0.ffn_norm "
+    "blk.1.ffn_up blk.0.ffn_down".split(),
 )
 def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
     raw = replace(QWEN, tensors=[t for t in QWEN.tensors if t.name != f"{name}.weight"])

@@ -17,7 +17,7 @@ from edgelm.errors import ModelError
 from edgelm.weights import gguf_parse
 from edgelm.weights.gguf import GGUF, open_gguf
 from edgelm.weights.gguf_parse import Array
-from edgelm.weights.tensor_types import TENSOR_TYPES
+from edgelm.weights.tensor_types import TENSOR_TYPES, TensorType
 from tests.tiny import write_tiny
 from tests.weights.gguf_bytes import RawGGUF, RawTensor, take_apart
 
@@ -100,6 +100,10 @@ def assert_same(ours: GGUF, theirs: library.GGUFReader) -> None:
         assert (mine.offset, mine.nbytes) == (tensor.data_offset, tensor.n_bytes)
         assert mine.num_elements == tensor.n_elements
         assert bytes(ours.tensor_bytes(tensor.name)) == tensor.data.tobytes()
+        array = ours.array(tensor.name)
+        assert (array.dtype, array.shape) == (tensor.data.dtype, tensor.data.shape)
+        assert array.tobytes() == tensor.data.tobytes()
+        assert not array.flags.writeable
 
 
 @given(
@@ -159,6 +163,41 @@ def test_the_shared_models_read_the_same(shared_data: Path) -> None:
         else:
             with open_gguf(path) as ours:
                 assert_same(ours, library.GGUFReader(path))
+
+
+def test_quantized_tensors_become_numbers(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    numbers = rng.standard_normal((3, 64)).astype(np.float32)
+    kinds = [library.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0")]
+    writer = library.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for kind in kinds:
+        writer.add_tensor(kind.name, library.quants.quantize(numbers, kind), raw_dtype=kind)
+    writer.add_tensor("whole", np.arange(6, dtype=np.int32).reshape(2, 3))
+    write(writer)
+    with open_gguf(tmp_path / "m.gguf") as ours:
+        for kind in kinds:
+            back = ours.dequantized(kind.name)
+            assert back.dtype == np.float32
+            assert np.array_equal(back, library.quants.dequantize(library.quants.quantize(numbers, kind), kind))
+            assert np.allclose(back, numbers, atol=0.3)
+        with pytest.raises(ModelError, match="I32 cannot be turned into numbers"):
+            ours.dequantized("whole")
+
+
+@pytest.mark.parametrize("kind", TENSOR_TYPES.values(), ids=lambda kind: kind.name)
+def test_any_bytes_of_any_type_become_numbers_or_an_error(tmp_path: Path, kind: TensorType) -> None:
+    shape = (2 * kind.block_len, 3)
+    data = np.random.default_rng(0).bytes(6 * kind.block_bytes)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(RawGGUF(tensors=[RawTensor("t", shape, kind.id, data)]).to_bytes())
+    with open_gguf(path) as ours:
+        try:
+            assert ours.dequantized("t").shape == (3, 2 * kind.block_len)
+        except ModelError as error:
+            said = str(error)
+        else:
+            said = ""
+        assert said in ("", f"m.gguf: {kind.name} cannot be turned into numbers")
 
 
 def test_the_shared_vocabularies_read_the_same(shared_data: Path) -> None:
