@@ -6,29 +6,33 @@ what is built here, so that a test builds the same with other parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgelm.config import Settings
+from edgelm.config import Places, Settings
+from edgelm.core import Drafter
+from edgelm.drafting import find_draft_model, guarded, load_draft_model, measured_clock, ngram_drafter
 from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
 from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.slots import SlotKV
 from edgelm.errors import EdgeLMError, ModelError
 from edgelm.executors.cores import usable_cores
-from edgelm.executors.llama import LlamaExecutor, LlamaOptions, kv_head_bytes
+from edgelm.executors.llama import LlamaExecutor, LlamaOptions
+from edgelm.executors.llama_buffers import LlamaBuffers
+from edgelm.executors.llama_memory import LlamaMemory, repacked_types
 from edgelm.executors.llama_model import LlamaModel
 from edgelm.executors.memory import available_memory_bytes
+from edgelm.executors.snapshot_files import CHATS, Bounds
+from edgelm.executors.snapshots import SnapshotStore
+from edgelm.executors.state_identity import snapshot_folder, state_identity
+from edgelm.library.plan import MachineMemory, Plan, plan
+from edgelm.text.known_chats import KnownChats
 from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
 from edgelm.weights.checks import check_for_llama
+from edgelm.weights.facts import ModelFacts, model_facts
 from edgelm.weights.gguf import open_gguf
-from edgelm.weights.summary import ModelSummary, model_summary
-
-DEFAULT_CONTEXT = 8192  # at most, where --ctx does not say
-LEAST_CONTEXT = 512  # that is worth starting with, where it does not
-WORKSPACE_BYTES = 512 * 2**20  # compute and output buffers, vocabulary, Python
-SNAPSHOT_SHARE = 0.1  # of the memory that is free before loading: idle prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class Loaded:
     name: str
     engine: Engine
     tokenizer: Tokenizer
+    chats: KnownChats  # save them with the engine's end
 
 
 def build(
@@ -47,62 +52,107 @@ def build(
     least_context: int = 0,
     repack: bool = True,
     progress: Callable[[float], bool] | None = None,
+    prefixes: Path | None = None,
+    places: Places | None = None,
 ) -> Loaded:
     """Load a GGUF and start an engine over it. Without --ctx there are `least_context` tokens if the model has them.
 
+    `prefixes` is the folder where idle conversations are kept for the next process; None: they end with this one.
+    `places` are where drafting finds and leaves what it learns; None: there is no drafting.
     Raises ModelError for a file that is damaged, not supported or does not fit in memory; EdgeLMError for a context
     that the model cannot have.
     """
     with open_gguf(path) as gguf:
         check_for_llama(gguf)
-        summary = model_summary(gguf)
+        facts = model_facts(gguf)
         files = gguf.paths
-    kv = "f16" if settings.kv == "auto" else settings.kv
-    free = available_memory_bytes()
-    context = _choose_context(summary, settings, kv, least_context, free)
-    needed = _bytes_needed(summary, kv, context)
-    if needed > free:
-        raise ModelError(
-            f"{path.name} needs about {_gib(needed)} GiB with {context:,} tokens of context, {_gib(free)} GiB are free",
-            "lower --ctx, choose --kv k8v4, or take a smaller model",
-        )
-    cores = usable_cores()
-    threads = settings.threads or cores.physical
+    drafting = places if settings.spec != "off" else None
+    small = find_draft_model(settings, drafting) if drafting else None
+    reserved = _draft_model_bytes(small, settings, least_context, repack) if small else 0
+    chosen = choose(path, facts, settings, least_context=least_context, repack=repack, reserved_bytes=reserved)
+    option = chosen.require()
     model = LlamaModel(path, files=files, repack=repack, progress=progress)
     options = LlamaOptions(
-        context=context, kv=kv, max_sequences=settings.parallel, threads=threads, batch_threads=threads
+        context=option.context,
+        kv=option.kv,
+        max_sequences=settings.parallel,
+        threads=chosen.threads,
+        batch_threads=chosen.threads,
     )
     try:
         tokenizer = LlamaTokenizer.of_model(model.native, model)
-        executor = LlamaExecutor(model, options)
+        folder = None
+        if prefixes:
+            bounds = Bounds(int(settings.prefix_cache_disk * 2**30), settings.prefix_cache_days * 86400)
+            folder = snapshot_folder(prefixes, model, files, options, bounds)
+        ram = settings.prefix_cache_ram
+        snapshot_bytes = chosen.snapshot_bytes if ram is None else int(ram * 2**30)
+        store = SnapshotStore(snapshot_bytes, folder)
+        executor = LlamaExecutor(model, options, store)
     except EdgeLMError:
         model.close()
         raise
-    clock = StepClock()
-    scheduler = Scheduler(executor.info, SlotKV(executor.info, int(SNAPSHOT_SHARE * free)), clock)
-    return Loaded(summary.name or path.stem, Engine(executor, scheduler, clock).start(), tokenizer)
+    clock, drafter = StepClock(), None
+    if drafting and executor.info.can_trim:
+        try:
+            clock, drafter = _drafting(executor, model, files, options, tokenizer, settings, drafting, small, repack)
+        except EdgeLMError:
+            executor.close()
+            raise
+    scheduler = Scheduler(executor.info, SlotKV(executor.info, snapshot_bytes, store), clock, drafter)
+    chats = KnownChats(folder.path / CHATS if folder else None)
+    return Loaded(chosen.name, Engine(executor, scheduler, clock).start(), tokenizer, chats)
 
 
-def _choose_context(summary: ModelSummary, settings: Settings, kv: str, least: int, free: int) -> int:
-    """Return what --ctx says, or else as much as the model has, the default allows and memory holds."""
-    if settings.ctx is not None:
-        if settings.ctx > summary.context:
-            raise EdgeLMError(
-                f"--ctx {settings.ctx:,} is more than the {summary.context:,} tokens that this model was made for",
-                f"give at most {summary.context}",
-            )
-        return settings.ctx
-    context = min(summary.context, max(DEFAULT_CONTEXT, least))
-    while context // 2 >= LEAST_CONTEXT and _bytes_needed(summary, kv, context) > free:
-        context //= 2
-    return context
+def _drafting(
+    executor: LlamaExecutor,
+    model: LlamaModel,
+    files: Sequence[Path],
+    options: LlamaOptions,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    places: Places,
+    small: Path | None,
+    repack: bool,
+) -> tuple[StepClock, Drafter]:
+    """Return what drafting needs: a clock that knows what rows cost, and the drafter."""
+    try:
+        identity = state_identity(model, files, options)
+    except OSError as error:
+        raise ModelError(f"{files[0].name} cannot be read any more: {error.strerror}", "try again") from None
+    clock = measured_clock(executor, settings, places, identity)
+    drafters: list[Drafter] = [ngram_drafter(tokenizer, settings, places, identity)]
+    if small:
+        drafters.append(load_draft_model(small, options, repack, tokenizer, clock))
+    return clock, guarded(drafters, clock, settings)
 
 
-def _bytes_needed(summary: ModelSummary, kv: str, context: int) -> int:
-    layers = zip(summary.kv_heads, summary.key_lens, summary.value_lens, strict=True)
-    position = sum(heads * kv_head_bytes(kv, key_len, value_len) for heads, key_len, value_len in layers)
-    return summary.nbytes + int(position * context) + WORKSPACE_BYTES
+def _draft_model_bytes(path: Path, settings: Settings, least_context: int, repack: bool) -> int:
+    """Return what a draft model takes beside the model. Raises ModelError where it alone does not fit."""
+    with open_gguf(path) as gguf:
+        check_for_llama(gguf)
+        facts = model_facts(gguf)
+    ctx = settings.ctx and min(settings.ctx, facts.summary.context or settings.ctx)
+    alone = replace(settings, kv="f16", ctx=ctx)
+    return choose(path, facts, alone, least_context=least_context, repack=repack).require().total_bytes
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f}"
+def choose(
+    path: Path,
+    facts: ModelFacts,
+    settings: Settings,
+    *,
+    least_context: int = 0,
+    repack: bool = True,
+    reserved_bytes: int = 0,
+) -> Plan:
+    """Plan what a model gets: by formulas, and by llama.cpp's own sizes where the last megabytes decide."""
+    free = max(available_memory_bytes() - reserved_bytes, 0)
+    machine = MachineMemory(free_bytes=free, cores=usable_cores().physical)
+    types = repacked_types() if repack else frozenset()
+    memory = LlamaMemory(facts, sequences=settings.parallel, copied_types=types)
+    estimated = plan(facts, settings, machine, memory, least_context=least_context)
+    if estimated.comfortable:
+        return estimated
+    with LlamaBuffers(path, facts.summary, sequences=settings.parallel, repack=repack) as buffers:
+        return plan(facts, settings, machine, memory.measured_by(buffers), least_context=least_context)

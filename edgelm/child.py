@@ -1,4 +1,4 @@
-"""The engine child of `edgelm run` and `edgelm bench`: loads a model and does one job (its protocol: process.py).
+"""The engine child of `edgelm run`, `bench` and `eval`: loads a model and does one job (its protocol: process.py).
 
 Its events are progress, status, text, result, error. Knows nothing of terminals and flags.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import sys
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from edgelm.build import Loaded
 from edgelm.completion import check_text_size, complete
 from edgelm.config import Settings
 from edgelm.core import SamplingParams
-from edgelm.process import Emit, run_process
+from edgelm.evaluation.job import evaluate_file
+from edgelm.process import Emit, Job, run_child, work_with_engine
 from edgelm.speed import SpeedTest, check, measure
 from edgelm.text.template_worker import TemplateRunner
 
@@ -22,7 +24,7 @@ MAX_TEMPLATE_BYTES = 100_000  # what a template may add to a prompt
 
 def main() -> int:
     """Do the job that standard input names; return the exit code."""
-    return run_process(lambda loaded, job, emit: JOBS[job["job"]](loaded, job, emit))
+    return run_child(lambda job, emit: JOBS[job["job"]](job, emit))
 
 
 async def _run(loaded: Loaded, job: dict[str, Any], emit: Emit) -> None:
@@ -102,7 +104,11 @@ async def _bench(loaded: Loaded, job: dict[str, Any], emit: Emit) -> None:
     )
 
 
-JOBS = {"run": _run, "bench": _bench}
+JOBS: dict[str, Job] = {
+    "run": partial(work_with_engine, _run),
+    "bench": partial(work_with_engine, _bench),
+    "eval": evaluate_file,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -24,13 +24,27 @@ app = typer.Typer(
 )
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="starter, or the path of a .gguf file.", show_default=False)
+    str, typer.Argument(metavar="MODEL", help="starter, qwen3:4b, OWNER/NAME:QUANT, or a path.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show llama.cpp's log and timings.")]
 Ctx = Annotated[int | None, typer.Option(help="Tokens of context.", show_default=False)]
 Kv = Annotated[str | None, typer.Option(help="KV cache: auto, f16, k8v16, int8, k8v4.", show_default=False)]
+ModelDirs = Annotated[
+    list[str] | None,
+    typer.Option("--model-dirs", help="A folder with models of your own. May be repeated.", show_default=False),
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default=False)]
+Spec = Annotated[
+    str | None, typer.Option(help="Speculation: auto, off, or the most tokens to draft.", show_default=False)
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="A smaller model of the same vocabulary that drafts.", show_default=False),
+]
+Memory = Annotated[
+    bool | None, typer.Option("--memory/--no-memory", help="Remember answers, to draft later ones from.")
+]
 
 
 def run_cli() -> int:
@@ -73,6 +87,8 @@ def _main(
     ctx: Ctx = None,
     kv: Kv = None,
     threads: Threads = None,
+    spec: Spec = None,
+    draft: Draft = None,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -81,7 +97,8 @@ def _main(
     if context.invoked_subcommand is None:
         from edgelm.commands.chat import open_chat
 
-        open_chat(endpoint, model, {"ctx": ctx, "kv": kv, "threads": threads}, api_key)
+        flags = {"ctx": ctx, "kv": kv, "threads": threads, "spec": spec, "draft": draft}
+        open_chat(endpoint, model, flags, api_key)
 
 
 @app.command()
@@ -101,8 +118,12 @@ def run(
     ctx: Ctx = None,
     kv: Kv = None,
     threads: Threads = None,
+    spec: Spec = None,
+    draft: Draft = None,
+    memory: Memory = None,
     as_json: Json = False,
     verbose: Verbose = False,
+    model_dirs: ModelDirs = None,
 ) -> None:
     """Print one answer. The prompt is the argument, standard input, or both in that order."""
     from edgelm.commands.run import run_model
@@ -117,6 +138,10 @@ def run(
         "ctx": ctx,
         "kv": kv,
         "threads": threads,
+        "spec": spec,
+        "draft": draft,
+        "memory": memory,
+        "model_dirs": model_dirs,
     }
     run_model(model, prompt, flags, stop=stop or [], raw=raw, as_json=as_json, verbose=verbose)
 
@@ -141,6 +166,110 @@ def bench(
     bench_model(model, flags, prompt, decode, parallel, repetitions, as_json, verbose)
 
 
+@app.command("eval")
+def evaluate(
+    model: Model,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A text file, of any length.", show_default=False)],
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The reference: a KV type, another .gguf of the same model; twice for both.", show_default=False
+        ),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens that the model sees at a time (512).", show_default=False)
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Overlapping windows, so many tokens apart.", show_default=False)
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="End after so many windows.", show_default=False)] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Do not go on where the last run stopped.")] = False,
+    kv: Kv = None,
+    threads: Threads = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure how well a model predicts a text, and how far it is from a reference."""
+    from edgelm.commands.eval import eval_model
+
+    eval_model(
+        model,
+        file,
+        {"kv": kv, "threads": threads},
+        against or [],
+        window=window,
+        stride=stride,
+        limit=limit,
+        restart=restart,
+        as_json=as_json,
+        verbose=verbose,
+    )
+
+
+@app.command()
+def pull(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="qwen3:4b, or OWNER/NAME[:QUANT or FILE] of the hub; none: choose from a list.",
+            show_default=False,
+        ),
+    ] = None,
+    quant: Annotated[str | None, typer.Option(help="Quantization, such as Q4_K_M.", show_default=False)] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit (main).", show_default=False)] = None,
+    connections: Annotated[int, typer.Option(min=1, max=16, help="Files fetched at the same time.")] = 4,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would come, and whether it fits.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Take what is here; open no connection.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Fetch a model from the hub. Interrupted, it continues where it was."""
+    from edgelm.commands.pull import pull_model
+
+    pull_model(
+        model,
+        quantization=quant,
+        revision=revision,
+        connections=connections,
+        dry_run=dry_run,
+        offline=offline,
+        as_json=as_json,
+    )
+
+
+@app.command("list")
+def list_(model_dirs: ModelDirs = None, as_json: Json = False) -> None:
+    """Show the models that are on this machine."""
+    from edgelm.commands.list import list_models
+
+    list_models({"model_dirs": model_dirs}, as_json=as_json)
+
+
+@app.command()
+def show(
+    model: Model,
+    template: Annotated[bool, typer.Option("--template", help="Print the chat template alone, whole.")] = False,
+    model_dirs: ModelDirs = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a model is: architecture, tokenizer, template, licence, tensors, and the memory that it takes."""
+    from edgelm.commands.show import show_model
+
+    show_model(model, {"model_dirs": model_dirs}, template=template, as_json=as_json)
+
+
+@app.command()
+def rm(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="As `edgelm list` shows it.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove models from the hub's cache, and free what nothing else there uses. Your own files are never removed."""
+    from edgelm.commands.rm import remove_models
+
+    raise typer.Exit(remove_models(models, {}, yes=yes, as_json=as_json))
+
+
 @app.command()
 def serve(
     models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="More models to offer.")] = None,
@@ -156,17 +285,32 @@ def serve(
     parallel: Annotated[
         int | None, typer.Option(help="Answers of a model at the same time (8).", show_default=False)
     ] = None,
+    prefix_cache_ram: Annotated[
+        float | None, typer.Option(help="GiB of memory for idle conversations.", show_default=False)
+    ] = None,
+    prefix_cache_disk: Annotated[
+        float | None, typer.Option(help="GiB on disk for idle conversations (4); 0: none.", show_default=False)
+    ] = None,
+    prefix_cache_days: Annotated[
+        float | None, typer.Option(help="Delete those not used for so many days (30).", show_default=False)
+    ] = None,
     ctx: Ctx = None,
     kv: Kv = None,
     threads: Threads = None,
+    spec: Spec = None,
+    draft: Draft = None,
+    memory: Memory = None,
     as_json: Json = False,
     verbose: Verbose = False,
+    model_dirs: ModelDirs = None,
 ) -> None:
     """Serve the models here to other programs, as OpenAI's API does."""
     from edgelm.commands.serve import serve_models
 
-    flags = {"host": host, "port": port, "api_key": api_key, "idle_timeout": idle_timeout}
-    flags |= {"parallel": parallel, "ctx": ctx, "kv": kv, "threads": threads}
+    flags: dict[str, object] = {"host": host, "port": port, "api_key": api_key, "idle_timeout": idle_timeout}
+    flags |= {"parallel": parallel, "ctx": ctx, "kv": kv, "threads": threads, "model_dirs": model_dirs}
+    flags |= {"spec": spec, "draft": draft, "memory": memory, "prefix_cache_ram": prefix_cache_ram}
+    flags |= {"prefix_cache_disk": prefix_cache_disk, "prefix_cache_days": prefix_cache_days}
     serve_models(models or [], flags, until_stdin_closes=until_stdin_closes, as_json=as_json, verbose=verbose)
 
 
@@ -176,6 +320,36 @@ def ps(as_json: Json = False) -> None:
     from edgelm.commands.ps import show_processes
 
     show_processes(as_json=as_json)
+
+
+@app.command()
+def plan(model: Model, ctx: Ctx = None, kv: Kv = None, threads: Threads = None, as_json: Json = False) -> None:
+    """Show what a model takes on this machine, and which context and KV cache it will get, without loading it."""
+    from edgelm.commands.plan import show_plan
+
+    show_plan(model, {"ctx": ctx, "kv": kv, "threads": threads}, as_json=as_json)
+
+
+memory_app = typer.Typer(help="What speculation remembers of past answers.", no_args_is_help=True)
+app.add_typer(memory_app, name="memory")
+
+
+@memory_app.command("show")
+def show_memory(as_json: Json = False) -> None:
+    """Show how much is remembered, since when, and where."""
+    from edgelm.commands.memory import show_answers
+
+    show_answers(as_json=as_json)
+
+
+@memory_app.command("clear")
+def clear_memory(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False, as_json: Json = False
+) -> None:
+    """Forget all past answers. Chats are kept: they are elsewhere."""
+    from edgelm.commands.memory import clear_answers
+
+    raise typer.Exit(clear_answers(yes=yes, as_json=as_json))
 
 
 @app.command()

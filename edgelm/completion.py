@@ -18,6 +18,8 @@ from edgelm.text.tokenizer import Tokenizer
 
 MAX_TOKEN_LEN = 128  # characters; the longest of the known vocabularies
 
+Span = tuple[int, int]  # of a text: its first character, and the one behind its last
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -27,6 +29,7 @@ class Delta:
     sampled: tuple[Sampled, ...]
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
+    drafted: tuple[Span, ...] = ()  # the parts of `text` that were drafted and accepted
 
 
 def check_text_size(text: str, context: int) -> None:
@@ -40,36 +43,82 @@ def check_text_size(text: str, context: int) -> None:
 
 
 async def complete(
-    engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, stop: Sequence[str] = ()
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    params: SamplingParams,
+    stop: Sequence[str] = (),
+    *,
+    past: Sequence[int] = (),
+    owner: str = "",
 ) -> AsyncGenerator[Delta, None]:
     """Yield the completion of a prompt as it is decoded. Leaving the iterator cancels it.
 
-    The text never holds half a character or part of a stop string. Raises what `Engine.submit` does, and the error
-    with which the request fails.
+    The text never holds half a character or part of a stop string. `past` and `owner` are those of `Engine.submit`.
+    Raises what that does, and the error with which the request fails.
     """
-    text = TextStream(stop)
+    text = _Text(tokenizer, params.stop_ids, stop)
     num_tokens = 0
-    async with aclosing(engine.submit(prompt, params)) as stream:
+    async with aclosing(engine.submit(prompt, params, past=past, owner=owner)) as stream:
         async for event in stream:
-            shown, sampled = _text_of(event.sampled, params.stop_ids, text, tokenizer)
+            sampled = text.push(event.sampled, event.accepted)
             num_tokens += len(sampled)
             if text.stopped:
                 stats = event.stats or await stream.stop()
-                yield Delta(shown, sampled, "stop", replace(stats, completion_tokens=num_tokens))
+                shown, drafted = text.take()
+                yield Delta(shown, sampled, "stop", replace(stats, completion_tokens=num_tokens), drafted)
                 return
             if event.finish_reason:
-                shown += text.flush()
-            yield Delta(shown, sampled, event.finish_reason, event.stats)
+                text.flush()
+            shown, drafted = text.take()
+            yield Delta(shown, sampled, event.finish_reason, event.stats, drafted)
 
 
-def _text_of(
-    sampled: tuple[Sampled, ...], stop_ids: frozenset[int], text: TextStream, tokenizer: Tokenizer
-) -> tuple[str, tuple[Sampled, ...]]:
-    """Return what may be shown of new tokens, and those of them up to a stop string."""
-    shown = ""
-    for count, sample in enumerate(sampled, 1):
-        if sample.id not in stop_ids:
-            shown += text.push(tokenizer.piece(sample.id))
-        if text.stopped:
-            return shown, sampled[:count]
-    return shown, sampled
+class _Text:
+    """The text of one completion, and which of its characters were drafted."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int], stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids
+        self._stream = TextStream(stop)
+        self._shown = ""  # since the last `take`
+        self._begin = 0  # where in the text that starts
+        self._drafted: list[Span] = []  # of the text; what is held back may be among it
+
+    @property
+    def stopped(self) -> bool:
+        return self._stream.stopped
+
+    @property
+    def _end(self) -> int:
+        return self._begin + len(self._shown) + self._stream.held_len
+
+    def push(self, sampled: tuple[Sampled, ...], accepted: int) -> tuple[Sampled, ...]:
+        """Add new tokens, the first `accepted` of which were drafted; return those of them up to a stop string."""
+        for index, sample in enumerate(sampled):
+            if sample.id not in self._stop_ids:
+                before = self._end
+                self._shown += self._stream.push(self._tokenizer.piece(sample.id))
+                if index < accepted and self._end > before:
+                    self._note(before, self._end)
+            if self.stopped:
+                return sampled[: index + 1]
+        return sampled
+
+    def flush(self) -> None:
+        """Add what was held back: the text ends."""
+        self._shown += self._stream.flush()
+
+    def take(self) -> tuple[str, tuple[Span, ...]]:
+        """Return what may be shown now, and the parts of it that were drafted."""
+        shown, begin = self._shown, self._begin
+        end = begin + len(shown)
+        spans = tuple((max(a, begin) - begin, min(b, end) - begin) for a, b in self._drafted if a < end)
+        self._drafted = [(max(a, end), b) for a, b in self._drafted if b > end]
+        self._shown, self._begin = "", end
+        return shown, spans
+
+    def _note(self, begin: int, end: int) -> None:
+        if self._drafted and self._drafted[-1][1] == begin:
+            begin = self._drafted.pop()[0]
+        self._drafted.append((begin, end))

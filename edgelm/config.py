@@ -50,11 +50,39 @@ def _text(value: object) -> str:
     return value.strip()
 
 
+def _spec(value: object) -> str:
+    text = str(value)
+    if text not in ("auto", "off") and not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 64):
+        raise ValueError("auto, off, or 1 to 64")
+    return text
+
+
+def _switch(value: object) -> bool:
+    text = str(value).strip().casefold()
+    if text not in _SWITCH:
+        raise ValueError("1 or 0 (on or off, true or false)")
+    return _SWITCH[text]
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable() or not value.strip():
+        raise ValueError("a name or a path")
+    return value
+
+
+def _folders(value: object) -> tuple[str, ...]:
+    found = value.split(os.pathsep) if isinstance(value, str) else value  # a variable is one text
+    if not isinstance(found, list | tuple) or not all(isinstance(each, str) and "\0" not in each for each in found):
+        raise ValueError("a list of folders")
+    return tuple(each for each in found if each.strip())
+
+
 def _setting(default: object, parse: Parse, help_text: str) -> Any:
     return field(default=default, metadata={"parse": parse, "help": help_text})
 
 
 _count = _number(int, 1, 2**31 - 1, "a whole number of at least 1")
+_SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +95,29 @@ class Settings:
     kv: str = _setting("auto", _choice("auto", "f16", "k8v16", "int8", "k8v4"), "how the KV cache is stored")
     threads: int | None = _setting(None, _number(int, 1, 512, "1 to 512"), "CPU threads (default: physical cores)")
     parallel: int = _setting(8, _number(int, 1, 64, "1 to 64"), "sequences that run at the same time")
+    spec: str = _setting("auto", _spec, "speculative decoding: auto, off, or the most tokens that a step may draft")
+    draft: str | None = _setting(None, _name, "a smaller model of the same vocabulary that drafts besides")
+    memory: bool = _setting(
+        True, _switch, "remember answers, as tokens in a file of your own, to draft later ones from"
+    )
+    prefix_cache_ram: float | None = _setting(
+        None, _number(float, 0, 1e6, "GiB"), "GiB of memory for idle conversations (default: a share of what is free)"
+    )
+    prefix_cache_disk: float = _setting(
+        4.0, _number(float, 0, 1e6, "0 (off) or GiB"), "GiB on disk for idle conversations, of all models; 0: none"
+    )
+    prefix_cache_days: float = _setting(
+        30.0, _number(float, 0, 1e5, "days"), "delete what of that was not used for so many days"
+    )
     temperature: float = _setting(0.8, _number(float, 0, 100, "0 to 100"), "0 is greedy")
     top_k: int = _setting(40, _number(int, 0, 2**31 - 1, "0 (off) or more"), "sample among the K most likely tokens")
     top_p: float = _setting(0.95, _number(float, 1e-9, 1, "more than 0 and at most 1"), "and of those, this share")
     min_p: float = _setting(0.05, _number(float, 0, 0.999999, "0 to less than 1"), "of the best token's probability")
     seed: int | None = _setting(None, _number(int, 0, 2**63 - 1, "0 to 2**63 - 1"), "for answers that can be repeated")
     max_tokens: int | None = _setting(None, _count, "end the answer there (default: where the model does)")
+    model_dirs: tuple[str, ...] = _setting(
+        (), _folders, f"folders with models of your own, beside the hub's cache (as a variable: A{os.pathsep}B)"
+    )
     host: str = _setting(
         "127.0.0.1", _text, "address that `edgelm serve` listens at; any but this machine's own needs a key"
     )
@@ -104,6 +149,11 @@ class Places:
     def cache(self) -> Path:
         return self._place("CACHE", platformdirs.user_cache_dir("edgelm", appauthor=False))
 
+    @property
+    def prefixes(self) -> Path:
+        """Where idle conversations are kept for the next process: what was said is in these files."""
+        return self.cache / "prefixes"
+
     @cached_property
     def runtime(self) -> Path:
         """Sockets, and where a running `edgelm serve` is found."""
@@ -115,11 +165,17 @@ class Places:
         """Return the folder where huggingface_hub keeps its downloads, by that package's own variables."""
         cache = Path(self.environment.get("XDG_CACHE_HOME") or "~/.cache")
         home = Path(self.environment.get("HF_HOME") or cache / "huggingface")
-        return Path(self.environment.get("HF_HUB_CACHE") or home / "hub").expanduser()
+        given = self.environment.get("HF_HUB_CACHE") or self.environment.get("HUGGINGFACE_HUB_CACHE")
+        return Path(given or home / "hub").expanduser()
 
     @property
     def hub_endpoint(self) -> str:
-        return self.environment.get("HF_ENDPOINT") or "https://huggingface.co"
+        return (self.environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def own_places() -> Places:
+    """Return the places as this process's own environment has them, for the children of who loaded the settings."""
+    return Places(os.environ)
 
 
 @dataclass(frozen=True, slots=True)

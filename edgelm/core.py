@@ -100,6 +100,8 @@ class Sequence:
     matcher: Matcher | None = None
     kv: object = None  # block table or slot; only its KVCache looks inside
     cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
+    past: Seq[int] = ()  # the conversation before `tokens` that is not in the context: drafters read it
+    owner: str = ""  # whose request it is (an API key's name): what one owner wrote serves no other
     drafted: int = 0
     accepted: int = 0
 
@@ -162,7 +164,15 @@ class Drop(NamedTuple):
     key: int
 
 
-Op = Copy | Trim | Save | Load | Drop
+class Store(NamedTuple):
+    """Write the snapshot `key` to a file, in the background; it stays where it is, and may not exist."""
+
+    key: int
+    tokens: NDArray[np.int32]  # what it is the KV of
+    owner: str
+
+
+Op = Copy | Trim | Save | Load | Drop | Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +228,7 @@ class Event:
     finish_reason: FinishReason | None = None
     error: EdgeLMError | None = None
     stats: Stats | None = None
+    accepted: int = 0  # how many of `sampled`, from the first on, were drafted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +246,34 @@ class ExecutorInfo:
     kv_bytes_per_token: int
     can_trim: bool = True  # a cache can be cut behind any position
     can_copy: bool = True  # a prefix of a cache can be shared by another sequence
+    keeps_all: bool = True  # no position of a cache is lost while it grows; False: a prefix serves whole or not at all
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredPrefix:
+    """A snapshot in a file."""
+
+    name: str
+    tokens: NDArray[np.int32]
+    owner: str
+
+
+class Snapshots(Protocol):
+    """What a bookkeeper asks of the memory that holds snapshots. Keys are of ops, names of files."""
+
+    keeps_files: bool
+
+    def nbytes(self, key: int) -> int | None:
+        """Return what a snapshot takes in memory; None: it was not saved."""
+
+    def files(self) -> tuple[StoredPrefix, ...]:
+        """Return what there is in files: the same object as the last time if it is the same."""
+
+    def fetch(self, name: str, key: int) -> bool:
+        """Bring a file into memory under a new key; False: it is damaged or gone, and none of `files` any more."""
+
+    def flush(self) -> None:
+        """Wait until all that was to be stored is in files, within a limit."""
 
 
 class KVCache(Protocol):
@@ -258,8 +297,14 @@ class KVCache(Protocol):
     def reset(self) -> None:
         """Forget everything: a step failed, and what the device holds is unknown. No sequence is bound any more."""
 
+    def rest(self) -> None:
+        """Make ops that let idle prefixes outlive the process: nothing runs, and perhaps nothing will."""
+
     def take_ops(self) -> tuple[Op, ...]:
         """Return the device effects since the last call, in order."""
+
+    def close(self) -> None:
+        """Wait for what the ops of `rest` do in the background."""
 
 
 class Executor(Protocol):
@@ -286,7 +331,19 @@ class Executor(Protocol):
 class Drafter(Protocol):
     """Proposes tokens that may follow."""
 
+    def begin(self, seq: Sequence) -> None:
+        """Get ready for a sequence that was admitted."""
+
     def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
         """Return at most `len(marginal_cost)` tokens; the k-th cost is that of the k-th extra row, in steps."""
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None: ...
+
+    def end(self, seq: Sequence) -> None:
+        """Learn from a sequence that is finished, and forget what was kept for it."""
+
+    def work(self, seconds: float) -> bool:
+        """Do at most about so many seconds of indexing that waits; True: there is more."""
+
+    def close(self) -> None:
+        """Save what was learnt."""

@@ -31,3 +31,7 @@ class BusyError(EdgeLMError):
 
 class EngineError(EdgeLMError):
     """The engine failed in the middle of its work, or its process died."""
+
+
+class SnapshotError(EngineError):
+    """A snapshot cannot be brought back: the step is lost, and what it was for can be computed."""

@@ -22,26 +22,47 @@ from pathlib import Path
 from typing import Any
 
 from edgelm.build import Loaded, build
-from edgelm.config import Settings
+from edgelm.config import Settings, own_places
 from edgelm.errors import EdgeLMError
 
 Emit = Callable[..., None]
 Work = Callable[[Loaded, dict[str, Any], Emit], Coroutine[Any, Any, None]]
+Job = Callable[[dict[str, Any], Emit], None]
+
+ENDING_S = 1.8  # to save what the next process can use; the parent waits 2 s
+_endings: list[Callable[[], None]] = []  # there is one standard input, and one end
 
 
 def run_process(work: Work) -> int:
     """Load the model of the job that standard input names, do the work, and return the exit code."""
+    return run_child(lambda job, emit: work_with_engine(work, job, emit))
+
+
+def work_with_engine(work: Work, job: dict[str, Any], emit: Emit) -> None:
+    """Load the model of a job, do the work with its engine, and close it."""
+    loaded = _load(job, emit)
+
+    def save() -> None:
+        loaded.chats.save()
+        loaded.engine.stop()
+
+    _endings.append(save)
+    try:
+        asyncio.run(work(loaded, job, emit))
+    finally:
+        save()
+        loaded.engine.close()
+
+
+def run_child(do: Job) -> int:
+    """Do the job that standard input names, and return the exit code."""
     emit = _take_stdout()
     job = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if job["verbose"]:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     try:
-        loaded = _load(job, emit)
-        try:
-            asyncio.run(work(loaded, job, emit))
-        finally:
-            loaded.engine.close()
+        do(job, emit)
     except EdgeLMError as error:
         emit(event="error", message=error.message, hint=error.hint)
         return 1
@@ -70,10 +91,17 @@ def _take_stdout() -> Emit:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent closes standard input or dies; no native call can hold it up."""
+    """End this process when its parent closes standard input or dies; no native call can hold it up for long."""
     while os.read(0, 4096):
         pass
-    os._exit(1)
+    limit = threading.Timer(ENDING_S, os._exit, [1])
+    limit.daemon = True
+    limit.start()
+    try:
+        for ending in _endings:
+            ending()
+    finally:
+        os._exit(1)
 
 
 def _load(job: dict[str, Any], emit: Emit) -> Loaded:
@@ -87,4 +115,6 @@ def _load(job: dict[str, Any], emit: Emit) -> Loaded:
         least_context=job.get("least_context", 0),
         repack=job["repack"],
         progress=progress,
+        prefixes=Path(job["prefixes"]) if job.get("prefixes") else None,
+        places=own_places() if job.get("drafts") else None,
     )

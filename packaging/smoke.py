@@ -106,7 +106,8 @@ def check_import(distribution: Path, scratch: Path, environment: Mapping[str, st
     run(python, "-m", "pip", "install", "--quiet", distribution, cwd=place, environment=environment)
     empty = place / "empty"
     empty.mkdir()
-    code = f"import {', '.join(PACKAGES)}; print(edgelm.__file__); print(edgelm.__version__)"
+    code = f"import {', '.join(PACKAGES)}; print(edgelm.__file__); print(edgelm.__version__); "
+    code += "from edgelm.library.catalog import entries; entries()"  # a file of data that must be shipped
     where, version = run(python, "-c", code, cwd=empty, environment=environment).splitlines()
     require(where.startswith(str(place)), f"{distribution.name} was imported from {where}")
     require(version in distribution.name, f"{distribution.name} says that it is version {version}")

@@ -1,4 +1,4 @@
-"""The choices that are made before a model is loaded: how much context, and whether it fits."""
+"""The choices that are made before a model is loaded: how much context, which KV cache, and whether it fits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pytest
 from edgelm import build as build_module
 from edgelm.build import build
 from edgelm.config import Settings
+from edgelm.core import ExecutorInfo
 from edgelm.errors import EdgeLMError, ModelError
 from tests.tiny import write_tiny
 
 MIB = 2**20
+POSITION_BYTES = {"f16": 65_536, "k8v16": 50_176, "int8": 34_816, "k8v4": 26_624}
+KV_MODES = {size: kv for kv, size in POSITION_BYTES.items()}
 
 
 @pytest.fixture
@@ -21,29 +24,58 @@ def wide(tmp_path: Path) -> Path:
     return write_tiny(tmp_path / "wide.gguf", layers=8, heads=8, kv_heads=8, head_dim=256, context=32768)
 
 
-def context_of(path: Path, monkeypatch: pytest.MonkeyPatch, free_mib: int, **settings: object) -> int:
+def built(path: Path, monkeypatch: pytest.MonkeyPatch, free_mib: int, **settings: object) -> ExecutorInfo:
     monkeypatch.setattr(build_module, "available_memory_bytes", lambda: free_mib * MIB)
-    loaded = build(path, Settings(threads=1, **settings))
+    loaded = build(path, Settings(**{"threads": 1} | settings))
     loaded.engine.close()
-    return loaded.engine.info.context
+    return loaded.engine.info
 
 
-def test_the_context_is_what_fits_where_it_was_not_chosen(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert context_of(wide, monkeypatch, 4000) == 8192
-    assert context_of(wide, monkeypatch, 1000) == 4096  # 512 MiB of cache would be one too many
-    assert context_of(wide, monkeypatch, 1000, kv="int8") == 8192
-    assert context_of(wide, monkeypatch, 1000, kv="k8v4") == 8192
+def choice(path: Path, monkeypatch: pytest.MonkeyPatch, free_mib: int, **settings: object) -> tuple[int, str]:
+    info = built(path, monkeypatch, free_mib, **settings)
+    return info.context, KV_MODES[info.kv_bytes_per_token]
+
+
+def test_short_memory_asks_for_a_smaller_cache_and_then_for_less_context(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choice(wide, monkeypatch, 4000) == (8192, "f16")
+    assert choice(wide, monkeypatch, 800) == (8192, "k8v16")
+    assert choice(wide, monkeypatch, 500) == (8192, "int8")
+    assert choice(wide, monkeypatch, 350) == (8192, "k8v4")
+    assert choice(wide, monkeypatch, 300) == (4096, "int8")
 
 
 def test_what_was_chosen_is_kept_or_refused(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert context_of(wide, monkeypatch, 4000, ctx=100) == 100
-    with pytest.raises(ModelError, match=r"needs about 1\.0 GiB with 8,192 tokens of context, 1\.0 GiB are free"):
-        context_of(wide, monkeypatch, 1000, ctx=8192)
+    assert choice(wide, monkeypatch, 4000, ctx=100, kv="k8v4") == (100, "k8v4")
+    assert choice(wide, monkeypatch, 800, kv="f16") == (4096, "f16")
+    assert choice(wide, monkeypatch, 800, ctx=16_384) == (16_384, "int8")
+    with pytest.raises(
+        ModelError, match=r"needs 0\.80 GiB of memory with --ctx 8192 --kv f16, 0\.74 GiB are free"
+    ) as no:
+        built(wide, monkeypatch, 800, ctx=8192, kv="f16")
+    assert no.value.hint == "--ctx 8192 --kv k8v16 would fit"
     with pytest.raises(EdgeLMError, match="more than the 32,768"):
-        context_of(wide, monkeypatch, 1000, ctx=32769)
+        built(wide, monkeypatch, 1000, ctx=32_769)
 
 
-def test_what_cannot_fit_at_all_is_refused_before_it_is_loaded(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_is_refused_before_it_is_loaded(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build_module, "LlamaModel", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(ModelError, match="take a smaller model"):
-        context_of(wide, monkeypatch, 100)
+        built(wide, monkeypatch, 50)
+    with pytest.raises(ModelError, match="would fit"):
+        built(wide, monkeypatch, 800, ctx=32_768, kv="f16")
+    odd = write_tiny(tmp_path / "odd.gguf", heads=4, kv_heads=4, head_dim=48)
+    with pytest.raises(ModelError, match="--kv int8 needs key heads of a multiple of 32, this model's have 48"):
+        built(odd, monkeypatch, 4000, kv="int8")
+
+
+def test_heads_that_cannot_be_quantized_get_less_context_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = write_tiny(tmp_path / "odd.gguf", layers=8, heads=16, kv_heads=16, head_dim=80, context=32_768)
+    info = built(odd, monkeypatch, 600)
+    assert info.kv_bytes_per_token == 8 * 16 * 80 * 2 * 2
+    assert info.context == 4096

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from edgelm.chats.export import file_name, to_json, to_markdown
 from edgelm.chats.keeper import Keeper
-from edgelm.chats.model import UNTITLED, Chat, Message, Tree, make_title, new_id
+from edgelm.chats.model import UNTITLED, Chat, Message, Tree, make_title, new_id, split_sent
 from edgelm.chats.store import SCHEMA_VERSION, ChatsError, Store
 from tests.counts import Count
 
@@ -246,6 +246,32 @@ def test_a_killed_process_loses_at_most_the_token_being_written(path: Path) -> N
     assert message.state == "streaming"
     assert store.search(str(last)), "what was cut off can be searched"
     store.close()
+
+
+def test_a_file_of_the_first_version_is_taken_over(store: Store, path: Path) -> None:
+    chat, _ = add_chat(store, "kept")
+    store._db.execute("ALTER TABLE message DROP COLUMN sent_from")
+    store._db.execute("PRAGMA user_version = 1")
+    store.close()
+    for _ in range(2):
+        again = Store(path)
+        assert again._db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
+        assert [each.sent_from for each in again.messages(chat.id)] == [None]
+        again.close()
+
+
+def test_what_is_not_sent_any_more_is_kept(store: Store) -> None:
+    chat, path = add_chat(store, "q0", "a0", "q1", "a1", "q2", "a2")
+    assert split_sent([]) == ([], [])
+    assert split_sent(path) == ([], path)
+    path[3].sent_from = path[2].id
+    assert split_sent(path) == (path[:2], path[2:])
+    path[5].sent_from = path[4].id
+    assert split_sent(path) == (path[:4], path[4:]), "the last one holds"
+    assert split_sent(path[:4]) == (path[:2], path[2:4]), "what is said above it is not concerned"
+    for message in path:
+        store.put_message(message)
+    assert store.messages(chat.id) == path
 
 
 def test_a_newer_file_is_refused_and_left_alone(store: Store, path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,12 @@ from edgelm.client.endpoint import (
     Finished,
     ModelEntry,
     Turn,
+    _spans,
     normalize_address,
     stats_from_json,
     stats_to_json,
 )
-from edgelm.client.failures import UnreachableError
+from edgelm.client.failures import ContextFullError, UnreachableError
 from edgelm.client.local import OwnFront, find_front
 from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
@@ -88,6 +90,30 @@ async def test_an_answer_of_edgelm(client: Client, endpoint: FakeEndpoint) -> No
         }
     ]
     assert endpoint.headers[0]["prefer"] == "wait"
+
+
+async def test_what_was_drafted_comes_with_the_text(client: Client, endpoint: FakeEndpoint) -> None:
+    endpoint.answers, endpoint.drafted = ["one two three"], "w"
+    deltas = [item async for item in client.chat(REQUEST) if isinstance(item, Delta)]
+    assert deltas == [Delta("one"), Delta(" two", "", ((0, 4),)), Delta(" three")]
+
+
+@pytest.mark.parametrize(
+    "spans", [[[0, 9]], [[-1, 2]], [[2, 2]], [[0, 2], [1, 3]], [[True, 2]], [0, 2], 7, [[0, 1, 2]]]
+)
+async def test_spans_that_make_no_sense_are_none(spans: object) -> None:
+    assert _spans({"drafted": spans}, 4) == ()
+
+
+async def test_the_past_goes_to_edgelm_only(client: Client, endpoint: FakeEndpoint) -> None:
+    request = replace(REQUEST, past=(Turn("user", "q0"), Turn("assistant", "a0")))
+    await ask(client, request)
+    past = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]
+    assert endpoint.requests[-1]["edgelm"] == {"past": past}
+    endpoint.is_edgelm = False
+    await client.connect()
+    await ask(client, request)
+    assert "edgelm" not in endpoint.requests[-1]
 
 
 async def test_another_endpoint_gets_only_what_openai_knows(client: Client, endpoint: FakeEndpoint) -> None:
@@ -172,7 +198,7 @@ async def test_the_connection_breaks_in_the_middle(client: Client, endpoint: Fak
 @pytest.mark.parametrize(
     ("status", "body", "kind", "words"),
     [
-        (400, {"error": {"message": "9 tokens > 4", "code": "context_length_exceeded"}}, RequestError, "raise --ctx"),
+        (400, {"error": {"message": "9 > 4", "code": "context_length_exceeded"}}, ContextFullError, "raise --ctx"),
         (400, {"error": {"message": "top_p is 7"}}, RequestError, "refuses the request: top_p is 7"),
         (401, {"error": "who are you"}, RequestError, "--api-key"),
         (404, {"detail": "no such model"}, RequestError, "/model"),

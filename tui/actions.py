@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from edgelm.chats.export import file_name, to_json, to_markdown
 from edgelm.chats.model import Message
 from edgelm.errors import EdgeLMError, RequestError
+from edgelm.tui import conversation_actions, model_actions
 from edgelm.tui.dialogs import Choice, ConfirmScreen, LineScreen, PickScreen, TextScreen
 from edgelm.tui.help import HelpScreen
 from edgelm.tui.markdown import code_blocks
 from edgelm.tui.params import ParamsScreen, parse_params
 
 if TYPE_CHECKING:
-    from edgelm.client.endpoint import ModelEntry
     from edgelm.tui.screen import ChatScreen
 
 Action = Callable[["ChatScreen", str], Awaitable[None]]
@@ -32,25 +32,6 @@ async def _new(screen: ChatScreen, _argument: str) -> None:
 async def _search(screen: ChatScreen, argument: str) -> None:
     screen.sidebar.display = True
     screen.sidebar.search(argument)
-
-
-async def _model(screen: ChatScreen, argument: str) -> None:
-    models = await screen.link.models(again=True)
-    if argument:
-        found = [each.id for each in models if argument.lower() in each.id.lower()]
-        exact = [each for each in found if each == argument]
-        if len(exact or found) != 1:
-            what = "no model" if not found else f"{len(found)} models"
-            raise RequestError(f"{what} called {argument}", "/model shows all")
-        chosen: str | None = (exact or found)[0]
-    else:
-        choices = [Choice(each.id, each.id, describe_model(each)) for each in models]
-        if not choices:
-            raise RequestError("the endpoint offers no model", "install one, or name a .gguf file with --model")
-        current = screen.status.status.model
-        chosen = await screen.app.push_screen_wait(PickScreen("Model of this chat", choices, current))
-    if chosen:
-        screen.set_model(chosen)
 
 
 async def _system(screen: ChatScreen, argument: str) -> None:
@@ -195,7 +176,12 @@ async def _help(screen: ChatScreen, _argument: str) -> None:
 
 
 async def _quit(screen: ChatScreen, _argument: str) -> None:
+    if names := ", ".join(pull.model for pull in screen.pulls.running):
+        question = f"{names}: leaving stops the pull. What came is kept; pulling it again goes on there."
+        if not await screen.app.push_screen_wait(ConfirmScreen(question, "Leave")):
+            return
     await screen.answers.end()
+    await screen.pulls.end()
     problem, unsaved = screen.keeper.problem, screen.keeper.unsaved
     if problem and unsaved:
         question = f"{problem.message}. The last {unsaved:,} changes are not saved."
@@ -207,12 +193,16 @@ async def _quit(screen: ChatScreen, _argument: str) -> None:
 ACTIONS: dict[str, Action] = {
     "new": _new,
     "search": _search,
-    "model": _model,
+    "model": model_actions.choose,
+    "pull": model_actions.pull,
     "system": _system,
     "params": _params,
     "title": _title,
     "regenerate": _regenerate,
     "edit": _edit,
+    "shorten": conversation_actions.shorten,
+    "whole": conversation_actions.send_all,
+    "drafts": conversation_actions.drafts,
     "copy": _copy,
     "code": _code,
     "export": _export,
@@ -221,16 +211,6 @@ ACTIONS: dict[str, Action] = {
     "help": _help,
     "quit": _quit,
 }
-
-
-def describe_model(model: ModelEntry) -> str:
-    """Return what is known of a model in a few words."""
-    size = ""
-    if model.bytes:
-        size = f"{model.bytes / 1e9:.1f} GB" if model.bytes >= 1e9 else f"{model.bytes / 1e6:.0f} MB"
-    context = f"{model.context:,} tokens" if model.context else ""
-    loaded = "loaded" if model.loaded else ""
-    return " · ".join(each for each in (model.architecture, model.quantization, size, context, loaded) if each)
 
 
 def _message(screen: ChatScreen, argument: str) -> Message | None:

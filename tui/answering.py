@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 from edgelm.chats.model import Message
 from edgelm.client.endpoint import AnswerStats, ChatRequest, Client, Delta, Finished, ModelEntry
-from edgelm.client.failures import UnreachableError
+from edgelm.client.failures import ContextFullError, UnreachableError
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.link import Link
 from edgelm.tui.session import Session
-from edgelm.tui.views import MessageView
+from edgelm.tui.spans import Spans
+from edgelm.tui.views import GO_ON, MessageView
 
 LOOK_S = 0.25  # between two looks at how far things are
 NOTED_REASONS = ("length", "context", "content_filter")
@@ -34,6 +35,7 @@ class Answer:
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     tokens: int = 0
+    drafted: Spans = field(default_factory=Spans)  # of the message's text
 
     @property
     def speed(self) -> float | None:
@@ -68,6 +70,8 @@ async def write_answer(link: Link, answer: Answer, wanted: Sequence[str], watche
     try:
         finished = await _stream(link, answer, wanted, watcher)
     except EdgeLMError as error:
+        if isinstance(error, ContextFullError):
+            error = ContextFullError(error.message, GO_ON)
         session.finish(message, "failed", str(error))
         stats = None
     except asyncio.CancelledError:
@@ -92,9 +96,8 @@ async def _stream(link: Link, answer: Answer, wanted: Sequence[str], watcher: Wa
             model = choose_model(wanted, await link.models())
             if model != answer.message.model:
                 answer.view.set_model(model)
-            parent = answer.message.parent
-            assert parent is not None
-            request = ChatRequest(model, answer.session.turns(parent), answer.options)
+            past, turns = answer.session.turns(answer.message)
+            request = ChatRequest(model, turns, answer.options, past)
             async for item in client.chat(request):
                 if isinstance(item, Finished):
                     return item
@@ -113,8 +116,10 @@ def _take(answer: Answer, delta: Delta, watcher: Watcher) -> None:
         answer.first_token = time.monotonic()
         watcher.progress(answer, "writing", None)
     answer.tokens += 1
+    if delta.drafted:
+        answer.drafted.add(delta.drafted, len(answer.message.text))
     answer.session.append(answer.message, delta.text, delta.reasoning)
-    answer.view.append(delta.text)
+    answer.view.append(delta.text, delta.drafted)
     watcher.changed(answer)
 
 

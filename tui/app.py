@@ -7,6 +7,7 @@ nothing of what a chat is.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -21,7 +22,9 @@ from edgelm.chats.keeper import Keeper
 from edgelm.chats.store import ChatsError
 from edgelm.tui.commands import COMMANDS
 from edgelm.tui.link import Link
-from edgelm.tui.screen import ChatScreen, Wishes
+from edgelm.tui.open_chat import Wishes
+from edgelm.tui.pulls import COMMAND
+from edgelm.tui.screen import ChatScreen
 
 CLOSE_S = 5.0
 
@@ -60,16 +63,16 @@ class ChatApp(App[None]):
     COMMAND_PALETTE_BINDING = "ctrl+p"
     NOTIFICATION_TIMEOUT = 4
     CSS = """
-    ToastRack { align-vertical: top; }
+    ToastRack { dock: top; }
     Toast { max-width: 60; }
     """
 
-    def __init__(self, chats: Path, link: Link, wishes: Wishes) -> None:
+    def __init__(self, chats: Path, link: Link, wishes: Wishes, pulling: Sequence[str] = COMMAND) -> None:
         super().__init__()
         self._link = link
         self._runs_in: asyncio.AbstractEventLoop | None = None
         self._keeper = Keeper(chats, self._store_problem)
-        self._chat = ChatScreen(self._keeper, link, wishes)
+        self._chat = ChatScreen(self._keeper, link, wishes, pulling)
         self.lost = 0  # changes that could not be saved, after the end
 
     def get_default_screen(self) -> Screen[None]:

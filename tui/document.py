@@ -5,24 +5,40 @@ Owns what has to be parsed and drawn again when text comes: the last block, noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from edgelm.tui.code import Highlighter
 from edgelm.tui.lines import Line
 from edgelm.tui.markdown import Renderer, parser
 from edgelm.tui.palette import Palette
 from edgelm.tui.rows import Row
+from edgelm.tui.spans import Span, Spans
+from edgelm.tui.tint import Tint
 
 if TYPE_CHECKING:
     from markdown_it.token import Token
 
 
+class Drafted(NamedTuple):
+    """What was drafted of a text, and where in it a block begins."""
+
+    spans: Spans
+    at: int
+
+    def of(self, source: str) -> list[Span]:
+        """Return what was drafted of the block's source."""
+        return self.spans.within(self.at, self.at + len(source))
+
+
 class MarkdownRow(Row):
     """One top-level block."""
 
-    def __init__(self, source: str, tokens: Sequence[Token], highlighter: Highlighter, *, growing: bool) -> None:
+    def __init__(
+        self, source: str, tokens: Sequence[Token], highlighter: Highlighter, drafted: Drafted, *, growing: bool
+    ) -> None:
         super().__init__()
+        self._drafted = drafted
         self._source = source
         self.highlighter = highlighter
         self._tokens: Sequence[Token] | None = tokens
@@ -33,14 +49,19 @@ class MarkdownRow(Row):
         tokens = self._tokens if self._tokens is not None else parser().parse(self._source)
         if not self._growing:
             self._tokens = None
-        return Renderer(palette, self.highlighter, growing=self._growing).render(tokens, width)
+        tint = None
+        if palette.drafted is not None and (spans := self._drafted.of(self._source)):
+            tint = Tint(self._source, spans, palette.drafted)
+        first_line = tokens[0].map[0] if tokens and tokens[0].map else 0
+        renderer = Renderer(palette, self.highlighter, growing=self._growing, tint=tint, first_line=first_line)
+        return renderer.render(tokens, width)
 
     def guess(self, width: int) -> int:
         return sum(1 + len(line) // max(width, 1) for line in self._source.split("\n"))
 
-    def is_same(self, source: str, *, growing: bool) -> bool:
-        """Say whether the row of this source would look like this one."""
-        return source == self._source and growing == self._growing
+    def is_same(self, source: str, at: int, *, growing: bool) -> bool:
+        """Say whether the row of this source, which begins at a character, would look like this one."""
+        return source == self._source and at == self._drafted.at and growing == self._growing
 
     def settle(self) -> None:
         """Draw it once more as a whole: nothing will be added."""
@@ -53,37 +74,47 @@ class MarkdownRow(Row):
 class Document:
     """The blocks of one answer."""
 
-    def __init__(self, text: str = "", *, growing: bool = False) -> None:
+    def __init__(self, text: str = "", *, growing: bool = False, drafted: Iterable[Span] = ()) -> None:
         self.rows: list[MarkdownRow] = []
         self._text = ""
         self._open_at = 0  # where the source of the first row that may change begins
         self._open_row = 0
         self._held = ""  # a carriage return that may be half of a line's end
         self._growing = growing
+        self._drafted = Spans()
         if text:
-            self.append(text)
+            self.append(text, drafted)
         if not growing:
             self._take_held()
 
-    def append(self, text: str) -> None:
-        """Add text at the end."""
-        text = self._held + text
+    def append(self, text: str, drafted: Iterable[Span] = ()) -> None:
+        """Add text at the end; `drafted` are parts of it."""
+        text, held = self._held + text, len(self._held)
+        spans = ((held + begin, held + end) for begin, end in drafted)
+        if "\r" in text:
+            spans = ((len(_unix(text[:begin])), len(_unix(text[:end]))) for begin, end in spans)
+        self._drafted.add(spans, len(self._text))
         self._held = "\r" if text.endswith("\r") else ""
-        self._text += text.removesuffix("\r").replace("\r\n", "\n").replace("\r", "\n")
+        self._text += _unix(text.removesuffix("\r"))
         tail = self._text[self._open_at :]
         lines = tail.split("\n")
         blocks = _top_level(parser().parse(tail))
         before = self.rows[self._open_row :]
         del self.rows[self._open_row :]
+        at = self._open_at
+        line = 0
         for i, (tokens, start, end) in enumerate(blocks):
+            at += sum(len(each) + 1 for each in lines[line:start])
+            line = start
             source = "\n".join(lines[start:end]) + ("\n" if end < len(lines) else "")
             growing = self._growing and i == len(blocks) - 1
             old = before[i] if i < len(before) else None
-            if old is not None and old.is_same(source, growing=growing):
+            if old is not None and old.is_same(source, at, growing=growing):
                 self.rows.append(old)
             else:
                 highlighter = old.highlighter if old is not None else Highlighter()
-                self.rows.append(MarkdownRow(source, tokens, highlighter, growing=growing))
+                drafts = Drafted(self._drafted, at)
+                self.rows.append(MarkdownRow(source, tokens, highlighter, drafts, growing=growing))
         if blocks:
             self._close(blocks, lines)
 
@@ -109,6 +140,10 @@ class Document:
         if self._held:
             self._held = ""
             self.append("\n")
+
+
+def _unix(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _top_level(tokens: list[Token]) -> list[tuple[list[Token], int, int]]:

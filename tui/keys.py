@@ -62,9 +62,11 @@ GLOBAL_KEYS = (
     Key("f4", "run('edit')", "Edit your last message; the old one is kept", priority=True),
     Key("ctrl+y", "run('copy')", "Copy the last answer", priority=True),
     Key("ctrl+g", "run('code')", "Copy a block of code", priority=True),
-    Key("ctrl+o", "run('model')", "Choose the model", priority=True),
+    Key("ctrl+o", "run('model')", "Choose the model, or pull one", priority=True),
     Key("ctrl+t", "toggle_thoughts", "Show or hide the model's reasoning", priority=True),
     Key("f2", "run('title')", "Rename the chat", priority=True),
+    Key("f3", "run('drafts')", "Tint the drafted words of answers since the start", priority=True),
+    Key("f5", "run('shorten')", "Go on without the oldest messages", priority=True),
     Key("ctrl+c", "interrupt", "Copy what is selected, or stop, or twice: quit", priority=True),
     Key("ctrl+q", "run('quit')", "Quit", priority=True),
 )

@@ -19,6 +19,7 @@ from edgelm.tui.completion import Completion
 from edgelm.tui.keys import GLOBAL_KEYS
 from edgelm.tui.lines import clean
 from edgelm.tui.prompt import Prompt
+from edgelm.tui.pullbar import PullBar
 from edgelm.tui.sidebar import Sidebar
 from edgelm.tui.status import StatusLine
 from edgelm.tui.transcript import Transcript
@@ -44,7 +45,13 @@ class ChatLayout(Screen[None]):
                 yield Transcript()
                 yield Completion()
                 yield Prompt()
+        yield PullBar()
         yield StatusLine()
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Say whether the widgets are there: workers outlive them for a moment when the chat is left."""
+        return bool(self.query(PullBar))
 
     @property
     def transcript(self) -> Transcript:
@@ -57,6 +64,10 @@ class ChatLayout(Screen[None]):
     @property
     def sidebar(self) -> Sidebar:
         return self.query_one(Sidebar)
+
+    @property
+    def pull_bar(self) -> PullBar:
+        return self.query_one(PullBar)
 
     @property
     def status(self) -> StatusLine:

@@ -17,6 +17,7 @@ from rich.text import Text
 from edgelm.tui.code import Highlighter
 from edgelm.tui.lines import Line, clean, indent, wrap_cells, wrap_words
 from edgelm.tui.palette import Palette
+from edgelm.tui.tint import Tint
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
@@ -41,10 +42,20 @@ def code_blocks(source: str) -> list[str]:
 class Renderer:
     """Turns the tokens of one top-level block into lines."""
 
-    def __init__(self, palette: Palette, highlighter: Highlighter, *, growing: bool) -> None:
+    def __init__(
+        self,
+        palette: Palette,
+        highlighter: Highlighter,
+        *,
+        growing: bool,
+        tint: Tint | None = None,
+        first_line: int = 0,
+    ) -> None:
         self._palette = palette
         self._highlighter = highlighter
         self._growing = growing
+        self._tint = tint
+        self._first_line = first_line
 
     def render(self, tokens: Sequence[Token], width: int) -> list[Line]:
         """Return the lines of a run of blocks, with an empty line between two of them."""
@@ -103,10 +114,16 @@ class Renderer:
         code = token.content.removesuffix("\n")
         bar = Text("▎", palette.muted)
         lines: list[Line] = []
+        if self._tint is not None and token.map is not None:
+            self._tint.begin(token.map[0] - self._first_line + (token.type == "fence"))
         if language:
             head = Text.assemble(bar, (clean(language), palette.muted))
             lines.append(Line(head, prefix=len(head), fill=palette.block))
-        for text in self._highlighter.lines(code, language, palette, growing=self._growing):
+        texts = self._highlighter.lines(code, language, palette, growing=self._growing)
+        if self._tint is not None:
+            for text, written in zip(texts, code.split("\n"), strict=False):
+                self._tint.paint(text, 0, written)
+        for text in texts:
             for line in wrap_cells(text, width - 2):
                 line.fill = palette.block
                 lines += indent([line], bar, bar)
@@ -148,6 +165,8 @@ class Renderer:
         styles: list[Style] = [base or Style()]
         href = ""
         label_at = 0
+        if self._tint is not None and token.map is not None:
+            self._tint.begin(token.map[0] - self._first_line, token.content)
         for child in token.children or []:
             match child.type:
                 case "strong_open":
@@ -157,24 +176,36 @@ class Renderer:
                 case "s_open":
                     styles.append(styles[-1] + palette.strike)
                 case "link_open":
-                    href, label_at = clean(str(child.attrs.get("href", ""))), len(text)
+                    href, label_at = str(child.attrs.get("href", "")), len(text)
                     styles.append(styles[-1] + palette.link)
                 case "strong_close" | "em_close" | "s_close":
                     styles.pop()
                 case "link_close":
                     styles.pop()
-                    if href and href != text.plain[label_at:]:
-                        text.append(f" ({href})", palette.muted)
+                    self._link_end(text, href, text.plain[label_at:])
                 case "code_inline":
-                    text.append(clean(child.content), styles[-1] + palette.code)
+                    self._put(text, child.content, styles[-1] + palette.code)
                 case "softbreak" | "hardbreak":
                     text.append("\n")
                 case "image":
                     text.append(f"[{clean(child.content) or 'image'}]", palette.link)
                     text.append(f" ({clean(str(child.attrs.get('src', '')))})", palette.muted)
                 case _:
-                    text.append(clean(child.content), styles[-1])
+                    self._put(text, child.content, styles[-1])
         return text
+
+    def _put(self, text: Text, content: str, style: Style) -> None:
+        """Add what is written as it stands."""
+        at = len(text)
+        text.append(clean(content), style)
+        if self._tint is not None and content:
+            self._tint.paint(text, at, content)
+
+    def _link_end(self, text: Text, href: str, label: str) -> None:
+        if href and clean(href) != label:
+            text.append(f" ({clean(href)})", self._palette.muted)
+            if self._tint is not None:
+                self._tint.skip(href)
 
 
 def _split_blocks(tokens: Sequence[Token]) -> list[Sequence[Token]]:

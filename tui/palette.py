@@ -12,6 +12,7 @@ from rich.style import Style
 from textual.color import Color
 from textual.theme import Theme
 
+DRAFTED_SHARES = (0.22, 0.16, 0.12, 0.08)  # of green, behind what was drafted
 MIN_CONTRAST = 4.5  # WCAG 2.2, 1.4.3: text against what is behind it
 
 
@@ -34,12 +35,14 @@ class Palette:
     user_text: Style
     assistant: Style
     error: Style
+    note: Style  # what the user ought to know of the conversation
     selected: Style
+    drafted: Style | None  # behind what was drafted; None: it is not shown
     syntax: Mapping[str, Style]  # by the first name of pygments' token type that is here
 
 
-def make_palette(theme: Theme, variables: Mapping[str, str]) -> Palette:
-    """Return the palette of a theme; `variables` are its CSS variables."""
+def make_palette(theme: Theme, variables: Mapping[str, str], *, drafts: bool = False) -> Palette:
+    """Return the palette of a theme; `variables` are its CSS variables, `drafts`: what was drafted is tinted."""
 
     def color(name: str, default: str = "ansi_default") -> Color:
         value = variables.get(name, default)
@@ -59,11 +62,13 @@ def make_palette(theme: Theme, variables: Mapping[str, str]) -> Palette:
     if theme.ansi:
         muted, block, user_text = Style(dim=True), Style(), text
         selected = Style(reverse=True)
+        drafted = Style(underline=True)  # 16 colours have none that is subtle and seen on every background
     else:
         muted = Style(color=_readable(behind.blend(front, 0.62), behind, front).rich_color)
         block = Style(bgcolor=behind.blend(front, 0.07).rich_color)
         user_text = text
         selected = Style(bgcolor=color("primary", "#0178d4").rich_color, color=Color.parse("#ffffff").rich_color)
+        drafted = Style(bgcolor=_tint(behind, color("success", "#4ebf71"), color("foreground", "#ffffff")).rich_color)
     keyword = paint("accent", bold=True)
     string, number = paint("success"), paint("warning")
     syntax = {
@@ -100,7 +105,9 @@ def make_palette(theme: Theme, variables: Mapping[str, str]) -> Palette:
         user_text=user_text,
         assistant=paint("primary", bold=True),
         error=paint("error", bold=theme.ansi),
+        note=paint("warning"),
         selected=selected,
+        drafted=drafted if drafts else None,
         syntax=syntax,
     )
 
@@ -109,12 +116,18 @@ def _readable(color: Color, behind: Color, front: Color) -> Color:
     """Return a colour mixed with the text's own until it stands out from the background."""
     for part in range(10):
         mixed = color.blend(front, part / 10)
-        if _contrast(mixed, behind) >= MIN_CONTRAST:
+        if contrast(mixed, behind) >= MIN_CONTRAST:
             return mixed
     return front
 
 
-def _contrast(one: Color, other: Color) -> float:
+def _tint(behind: Color, hue: Color, front: Color) -> Color:
+    """Return the background with as much of a hue as leaves the text readable."""
+    mixed = [behind.blend(hue, share) for share in DRAFTED_SHARES]
+    return next((each for each in mixed if contrast(front, each) >= MIN_CONTRAST), mixed[-1])
+
+
+def contrast(one: Color, other: Color) -> float:
     """Return the contrast ratio of two colours, 1 to 21 (WCAG 2.2, relative luminance)."""
     high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)

@@ -13,6 +13,8 @@ from rich.text import Text
 from edgelm.tui.lines import Line, clean, indent, wrap_words
 from edgelm.tui.palette import Palette
 
+SEND_ALL = "(/whole sends all) "
+
 
 @dataclass(slots=True)
 class Drawn:
@@ -97,6 +99,26 @@ class HeadRow(Row):
 
     def guess(self, width: int) -> int:
         return 1
+
+
+class CutRow(Row):
+    """Stands above the first message that is sent to the model."""
+
+    def __init__(self, left_out: int) -> None:
+        super().__init__()
+        messages = "message is" if left_out == 1 else "messages are"
+        self._text = f" {left_out:,} earlier {messages} not sent to the model any more "
+
+    def draw(self, width: int, palette: Palette) -> list[Line]:
+        text = self._text if len(self._text) + len(SEND_ALL) > width - 4 else self._text + SEND_ALL
+        lines = wrap_words(Text(text, palette.note), max(width - 2, 2))
+        for line in lines:
+            line.text.align("center", width, "─")
+            line.prefix = len(line.text)  # none of it was said: it is not copied
+        return lines
+
+    def guess(self, width: int) -> int:
+        return 1 + len(self._text) // max(width, 1)
 
 
 class PlainRow(Row):

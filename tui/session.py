@@ -6,11 +6,11 @@ Owns the chat, its tree, and the order in which both are written. Knows nothing 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from edgelm.chats.keeper import Keeper
-from edgelm.chats.model import Chat, Message, State, Tree, make_title
+from edgelm.chats.model import Chat, Message, State, Tree, make_title, split_sent
 from edgelm.client.endpoint import AnswerStats, Turn, stats_to_json
 
 
@@ -30,12 +30,30 @@ class Session:
         if not self.tree.messages and not self.chat.renamed:
             self.chat.title = make_title(text)
         self.chat.changed = time.time()
-        return self._add(Message(chat=self.chat.id, parent=parent, role="user", text=text))
-
-    def begin_answer(self, parent: int, model: str) -> Message:
-        """Add the empty answer to a message."""
-        message = Message(chat=self.chat.id, parent=parent, role="assistant", state="streaming", model=model)
+        message = Message(chat=self.chat.id, parent=parent, role="user", text=text, sent_from=self._inherited(parent))
+        past, sent = split_sent(self.tree.path())
+        if past and sent[0].parent == parent:  # the first message that is sent was written anew
+            message.sent_from = message.id
         return self._add(message)
+
+    def begin_answer(self, parent: int, model: str, sent_from: int | None = None) -> Message:
+        """Add the empty answer to a message; `sent_from` shortens the conversation from here on."""
+        message = Message(chat=self.chat.id, parent=parent, role="assistant", state="streaming", model=model)
+        message.sent_from = self._inherited(parent) if sent_from is None else sent_from
+        return self._add(message)
+
+    def shorten(self, message: Message, sent_from: int) -> None:
+        """Shorten the conversation for what follows a message."""
+        message.sent_from = sent_from
+        self._write(message)
+
+    def send_all(self) -> bool:
+        """Send the whole branch again; say whether it was shortened."""
+        cuts = [message for message in self.tree.path() if message.sent_from is not None]
+        for message in cuts:
+            message.sent_from = None
+            self._write(message)
+        return bool(cuts)
 
     def append(self, message: Message, text: str, reasoning: str) -> None:
         """Add what came to the answer."""
@@ -85,24 +103,18 @@ class Session:
             chat = replace(self.chat)
             self._keeper.write(lambda store: store.put_chat(chat))
 
-    def turns(self, up_to: int) -> tuple[Turn, ...]:
-        """Return the conversation up to a message, as it is sent: answers without text are left out, and what the
-        user wrote before and after such a one is one message, since most models' templates want turns to alternate.
-        """
-        found = [Turn("system", self.chat.system)] if self.chat.system.strip() else []
-        at: int | None = up_to
-        branch: list[Message] = []
-        while at is not None:
-            branch.append(self.tree.messages[at])
-            at = branch[-1].parent
-        for message in reversed(branch):
-            if not message.text.strip():
-                continue
-            if found and found[-1].role == message.role:
-                found[-1] = Turn(message.role, f"{found[-1].text}\n\n{message.text}")
-            else:
-                found.append(Turn(message.role, message.text))
-        return tuple(found)
+    def turns(self, answer: Message) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+        """Return what is not sent to the model any more of the conversation before an answer, and what is sent."""
+        past, sent = split_sent(self.tree.path_to(answer.id))
+        system = [Turn("system", self.chat.system)] if self.chat.system.strip() else []
+        return _turns(past), (*system, *_turns(sent[:-1]))
+
+    def _inherited(self, parent: int | None) -> int | None:
+        """Return from where the branch on screen is sent, if a new one below a message would not know it."""
+        past, sent = split_sent(self.tree.path())
+        above = self.tree.path_to(parent)
+        known, _ = split_sent(above)
+        return sent[0].id if past and not known and sent[0] in above else None
 
     def _add(self, message: Message) -> Message:
         self.tree.add(message)
@@ -118,3 +130,18 @@ class Session:
     def _leaf_changed(self) -> None:
         self.chat.leaf = self.tree.leaf
         self.save()
+
+
+def _turns(messages: Iterable[Message]) -> tuple[Turn, ...]:
+    """Return messages as they are sent: answers without text are left out, and what the user wrote before and after
+    such a one is one message, since most models' templates want turns to alternate.
+    """
+    found: list[Turn] = []
+    for message in messages:
+        if not message.text.strip():
+            continue
+        if found and found[-1].role == message.role:
+            found[-1] = Turn(message.role, f"{found[-1].text}\n\n{message.text}")
+        else:
+            found.append(Turn(message.role, message.text))
+    return tuple(found)

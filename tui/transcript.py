@@ -34,7 +34,7 @@ from edgelm.tui.views import MessageView
 WELCOME = """Write a message below.
 
 F1 shows every key, / every command.
-Ctrl+F searches all chats, Ctrl+O chooses the model.
+Ctrl+F searches all chats, Ctrl+O chooses or pulls a model.
 Esc stops an answer; everything is saved as it is written."""
 FRAME_S = 1 / 30
 MAX_SHARE = 0.25  # of the time that drawing may take while text streams
@@ -79,6 +79,7 @@ class Transcript(ScrollView, can_focus=True):
         self._measuring: Timer | None = None
         self._palette: Palette | None = None
         self._notice = ""
+        self._drafts = False
 
     # What is shown
 
@@ -121,6 +122,12 @@ class Transcript(ScrollView, can_focus=True):
         self._notice = clean(notice)
         self.refresh()
 
+    def show_drafts(self, shown: bool) -> None:
+        """Tint what was drafted, or no more."""
+        self._drafts = shown
+        self._palette = None
+        self._arrange()
+
     @property
     def following(self) -> bool:
         return self._following
@@ -136,7 +143,7 @@ class Transcript(ScrollView, can_focus=True):
     @property
     def palette(self) -> Palette:
         if self._palette is None:
-            self._palette = make_palette(self.app.current_theme, self.app.theme_variables)
+            self._palette = make_palette(self.app.current_theme, self.app.theme_variables, drafts=self._drafts)
         return self._palette
 
     def notify_style_update(self) -> None:

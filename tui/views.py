@@ -5,18 +5,23 @@ Owns what of a message is shown and in which order. Knows nothing of where it st
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.text import Text
 
 from edgelm.chats.model import Message
 from edgelm.tui.document import Document
 from edgelm.tui.lines import Line, short_name
 from edgelm.tui.palette import Palette
-from edgelm.tui.rows import HeadRow, NoteRow, PlainRow, Row, SpaceRow
+from edgelm.tui.rows import CutRow, HeadRow, NoteRow, PlainRow, Row, SpaceRow
+from edgelm.tui.spans import Span, Spans
+
+GO_ON = "F5 goes on from a shortened conversation"
 
 NOTES = {
     "stopped": "stopped",
     "length": "the answer reached its longest length; /params max_tokens=… changes it",
-    "context": "the context is full: start a new chat, edit an earlier message, or raise --ctx",
+    "context": f"the context is full; {GO_ON}",
     "content_filter": "the endpoint's content filter ended the answer",
 }
 
@@ -42,9 +47,19 @@ class MessageView:
     """
 
     def __init__(
-        self, message: Message, *, version: int = 1, versions: int = 1, live: bool = False, thoughts: bool = False
+        self,
+        message: Message,
+        *,
+        version: int = 1,
+        versions: int = 1,
+        live: bool = False,
+        thoughts: bool = False,
+        left_out: int = 0,  # messages above, which the model does not get
+        drafted: Spans | None = None,  # of the text
     ) -> None:
         self.message = message
+        self._left_out = left_out
+        self._drafted = drafted or Spans()
         self._live = live
         self._thoughts = thoughts
         self._status = ""
@@ -52,9 +67,9 @@ class MessageView:
         self._head = self._make_head()
         self._document = Document(growing=True) if live else None
         self.pending = message.role == "assistant" and not live
-        if live and message.text:
-            self.append(message.text)
         self.rows: list[Row] = []
+        if live and message.text:
+            self.append(message.text, self._drafted)
         self._compose()
 
     def _make_head(self) -> HeadRow:
@@ -67,7 +82,7 @@ class MessageView:
         """Parse the text: it comes into view."""
         assert self.pending
         self.pending = False
-        self._document = Document(self.message.text)
+        self._document = Document(self.message.text, drafted=self._drafted)
         self._compose()
 
     def set_versions(self, version: int, versions: int) -> None:
@@ -91,11 +106,11 @@ class MessageView:
         self._thoughts = shown
         self._compose()
 
-    def append(self, text: str) -> None:
-        """Show text that came; the message holds it already."""
+    def append(self, text: str, drafted: Iterable[Span] = ()) -> None:
+        """Show text that came, parts of which were drafted; the message holds it already."""
         assert self._document is not None
         if text:
-            self._document.append(text)
+            self._document.append(text, drafted)
         self._compose()
 
     def set_status(self, status: str) -> None:
@@ -112,7 +127,8 @@ class MessageView:
 
     def _compose(self) -> None:
         message = self.message
-        rows: list[Row] = [self._head]
+        rows: list[Row] = [CutRow(self._left_out), SpaceRow()] if self._left_out else []
+        rows.append(self._head)
         if message.reasoning:
             rows += self._reasoning()
         if self.pending:

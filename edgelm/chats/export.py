@@ -40,6 +40,7 @@ def to_json(chat: Chat, tree: Tree) -> str:
             "note": message.note,
             "model": message.model,
             "stats": json.loads(message.stats) if message.stats else None,
+            "sent_from": message.sent_from,
             "created": _moment(message.created),
         }
         for message in tree.messages.values()

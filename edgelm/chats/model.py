@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,7 +56,11 @@ class Chat:
 
 @dataclass(slots=True, kw_only=True)
 class Message:
-    """One turn. `note` is the line that says why it failed; `stats` is JSON of whoever made the answer."""
+    """One turn. `note` is the line that says why it failed; `stats` is JSON of whoever made the answer.
+
+    `sent_from` shortens the conversation for this message and those below it: the model gets none of the messages of
+    the branch that come before that one.
+    """
 
     id: int = field(default_factory=new_id)
     chat: int
@@ -68,6 +72,7 @@ class Message:
     note: str = ""
     model: str = ""
     stats: str = ""
+    sent_from: int | None = None
     created: float = field(default_factory=time.time)
 
 
@@ -105,8 +110,12 @@ class Tree:
 
     def path(self) -> list[Message]:
         """Return the branch on screen, first message first."""
+        return self.path_to(self.leaf)
+
+    def path_to(self, message_id: int | None) -> list[Message]:
+        """Return the messages from the first of the conversation to one."""
         found: list[Message] = []
-        at = self.leaf
+        at = message_id
         while at is not None:
             found.append(self.messages[at])
             at = self.messages[at].parent
@@ -131,6 +140,13 @@ class Tree:
             return False
         self.show(versions[at])
         return True
+
+
+def split_sent(path: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
+    """Return the messages of a branch that are not sent to the model any more, and those that are."""
+    sent_from = next((each.sent_from for each in reversed(path) if each.sent_from is not None), None)
+    at = next((i for i, each in enumerate(path) if each.id == sent_from), 0)
+    return path[:at], path[at:]
 
 
 def make_title(text: str) -> str:

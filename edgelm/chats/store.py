@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 from edgelm.chats.model import Chat, Hit, Message
 from edgelm.errors import EdgeLMError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_MS = 250  # whoever calls tries again; a longer wait here would only make it deaf
 
 _SCHEMA = """
@@ -34,7 +35,7 @@ CREATE TABLE message (
     id INTEGER PRIMARY KEY, chat INTEGER NOT NULL REFERENCES chat ON DELETE CASCADE,
     parent INTEGER REFERENCES message ON DELETE CASCADE, role TEXT NOT NULL, text TEXT NOT NULL,
     reasoning TEXT NOT NULL, state TEXT NOT NULL, note TEXT NOT NULL, model TEXT NOT NULL, stats TEXT NOT NULL,
-    created REAL NOT NULL);
+    created REAL NOT NULL, sent_from INTEGER);
 CREATE INDEX message_chat ON message (chat);
 CREATE INDEX message_parent ON message (parent);
 CREATE TABLE piece (
@@ -62,9 +63,12 @@ CREATE TRIGGER chat_removed AFTER DELETE ON chat BEGIN
     INSERT INTO title_words (title_words, rowid, title) VALUES ('delete', old.id, old.title); END;
 """
 
+# What makes a file of the version after out of one of this version.
+_MIGRATIONS = {1: "ALTER TABLE message ADD COLUMN sent_from INTEGER;"}
+
 _CHAT_COLUMNS = "id, title, renamed, system, model, sampling, leaf, created, changed"
 _CHAT = ", ".join(f"chat.{column}" for column in _CHAT_COLUMNS.split(", "))
-_MESSAGE = "id, chat, parent, role, text, reasoning, state, note, model, stats, created"
+_MESSAGE = "id, chat, parent, role, text, reasoning, state, note, model, stats, created, sent_from"
 
 
 class ChatsError(EdgeLMError):
@@ -99,17 +103,32 @@ class Store:
             raise ChatsError(f"a newer edgelm wrote the chats in {self._path}", "update edgelm, or move the file away")
         # NORMAL in WAL mode: a killed process loses nothing, a power cut the last moments; a commit does not wait
         # for the disk.
-        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
+        self._write_ahead()
+        for pragma in ("synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
             self._db.execute(f"PRAGMA {pragma}")
         if version < SCHEMA_VERSION:
             with self.transaction():
-                if self._db.execute("PRAGMA user_version").fetchone()[0] == 0:  # nobody else was faster
-                    for statement in _statements(_SCHEMA):
+                version = self._db.execute("PRAGMA user_version").fetchone()[0]  # somebody else may have been faster
+                while version < SCHEMA_VERSION:
+                    for statement in _statements(_MIGRATIONS[version] if version else _SCHEMA):
                         self._db.execute(statement)
-                    self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                    version = version + 1 if version else SCHEMA_VERSION
+                self._db.execute(f"PRAGMA user_version = {version}")
         # Of processes that were killed: what they wrote last becomes searchable.
         if self._db.execute("SELECT EXISTS (SELECT 1 FROM piece)").fetchone()[0]:
             self._fold_pieces()
+
+    def _write_ahead(self) -> None:
+        """Choose the WAL mode. SQLite does not wait for a program that does the same at this moment: we do."""
+        deadline = time.monotonic() + BUSY_MS / 1000
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
 
     def close(self) -> None:
         self._db.close()
@@ -140,6 +159,7 @@ class Store:
         self._put("message", _MESSAGE, (
             message.id, message.chat, message.parent, message.role, _clean(message.text), _clean(message.reasoning),
             message.state, _clean(message.note), _clean(message.model), message.stats, message.created,
+            message.sent_from,
         ))  # fmt: skip
         with self._explained():
             self._db.execute("DELETE FROM piece WHERE message = ?", (message.id,))

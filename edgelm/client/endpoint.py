@@ -37,6 +37,7 @@ class ModelEntry:
     architecture: str = ""
     quantization: str = ""
     loaded: bool | None = None
+    path: str = ""  # on the endpoint's machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What is asked for. `options` are OpenAI's names of sampling parameters, and `OWN_OPTIONS`."""
+    """What is asked for. `options` are OpenAI's names of sampling parameters, and `OWN_OPTIONS`.
+
+    `past` is what was said before `turns` and is not for the model: an edgelm endpoint drafts from it.
+    """
 
     model: str
     turns: tuple[Turn, ...]
     options: Mapping[str, float | int] = field(default_factory=dict)
+    past: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,7 @@ class Delta:
 
     text: str = ""
     reasoning: str = ""
+    drafted: tuple[tuple[int, int], ...] = ()  # the parts of `text` that were drafted and accepted: begin, end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +226,9 @@ class Client:
             name: value for name, value in request.options.items() if self.is_edgelm or name not in OWN_OPTIONS
         }
         body["model"] = request.model
-        body["messages"] = [{"role": turn.role, "content": turn.text} for turn in request.turns]
+        body["messages"] = _messages(request.turns)
+        if request.past and self.is_edgelm:
+            body["edgelm"] = {"past": _messages(request.past)}
         body["stream"] = True
         if self._wants_usage:
             body["stream_options"] = {"include_usage": True}
@@ -263,9 +271,8 @@ class _Reading:
 
     def take(self, chunk: Any) -> Delta | None:
         self.chunks += 1
-        own = (chunk.model_extra or {}).get("edgelm")
-        if isinstance(own, dict):
-            self._own |= own
+        own = _mapping((chunk.model_extra or {}).get("edgelm"))
+        self._own |= own
         self._usage = chunk.usage or self._usage
         if not chunk.choices:
             return None
@@ -281,7 +288,7 @@ class _Reading:
         self._first = self._first or self._last
         self._deltas += 1
         self.begun = True
-        return Delta(text, reasoning)
+        return Delta(text, reasoning, _spans(own, len(text)))
 
     def finish(self) -> Finished:
         own, usage = self._own, self._usage
@@ -325,7 +332,24 @@ def _model_entry(entry: Mapping[str, Any]) -> ModelEntry:
         architecture=str(own.get("architecture") or ""),
         quantization=str(own.get("quantization") or ""),
         loaded=loaded if isinstance(loaded, bool) else None,
+        path=str(own.get("path") or ""),
     )
+
+
+def _messages(turns: tuple[Turn, ...]) -> list[dict[str, str]]:
+    return [{"role": turn.role, "content": turn.text} for turn in turns]
+
+
+def _spans(own: Mapping[str, Any], length: int) -> tuple[tuple[int, int], ...]:
+    """Return the drafted parts of a text of this length; none where they make no sense."""
+    found = own.get("drafted")
+    spans: list[tuple[int, int]] = []
+    for each in found if isinstance(found, list) else ():
+        begin, end = each if isinstance(each, list) and len(each) == 2 else (None, None)
+        if not (type(begin) is int and type(end) is int and (spans[-1][1] if spans else 0) <= begin < end <= length):
+            return ()
+        spans.append((begin, end))
+    return tuple(spans)
 
 
 def _mapping(value: object) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError
 
 MAX_RETRY_S = 5.0
+CONTEXT_HINT = "send less of the conversation, or raise --ctx"
 
 
 class UnreachableError(EdgeLMError):
@@ -25,6 +26,10 @@ class StillLoadingError(EdgeLMError):
     def __init__(self, message: str, retry_s: float) -> None:
         super().__init__(message)
         self.retry_s = retry_s
+
+
+class ContextFullError(RequestError):
+    """The conversation does not fit the model's context."""
 
 
 class Progress(Protocol):
@@ -71,7 +76,7 @@ def _explain_status(error: Any, address: str) -> EdgeLMError:
     if status in (401, 403):
         return RequestError(f"{address} refuses the key: {detail}", "give the right --api-key")
     if code == "context_length_exceeded":
-        return RequestError(detail, "start a new chat, edit an earlier message, or raise --ctx")
+        return ContextFullError(detail, CONTEXT_HINT)
     if status == 404:
         return RequestError(f"{address}: {detail}", "choose a model with /model; the address may need /v1")
     if status == 429:
@@ -85,7 +90,7 @@ def _explain_body(message: str, body: object, address: str) -> EdgeLMError:
     code = body.get("code") if isinstance(body, Mapping) else None
     message = " ".join((message or "").split()) or "no reason given"
     if code == "context_length_exceeded":
-        return RequestError(message, "start a new chat, edit an earlier message, or raise --ctx")
+        return ContextFullError(message, CONTEXT_HINT)
     if code == "engine_died":
         return EngineError(message, "your next message starts it again")
     return EngineError(f"{address} failed: {message}", "try again")

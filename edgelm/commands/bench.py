@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from edgelm.commands.choice import chosen_model
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.config import load_config
 from edgelm.errors import RequestError
-from edgelm.library.local import find_model
 from edgelm.speed import SpeedTest
 
 
@@ -46,7 +46,7 @@ def bench_model(
         "least_context": 0 if defaults else max(test.positions for test in tests),
         "repetitions": repetitions,
     }
-    with reader_may_leave(), run_job(job, find_model(model), settings, config.places, verbose) as events:
+    with reader_may_leave(), run_job(job, chosen_model(model, config).path, settings, config.places, verbose) as events:
         for event in events:
             if event["event"] == "result":
                 _print(event["result"], as_json)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
+from edgelm.commands.choice import chosen_model
 from edgelm.config import Config, load_config
 from edgelm.errors import EdgeLMError
 
-OF_ENGINE = ("ctx", "kv", "threads")
+OF_ENGINE = ("ctx", "kv", "threads", "spec", "draft")
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
 
 
@@ -22,14 +22,17 @@ def open_chat(endpoint: str | None, model: str | None, flags: Mapping[str, objec
     from edgelm.client.endpoint import normalize_address
     from edgelm.tui.app import ChatApp
     from edgelm.tui.link import Link
-    from edgelm.tui.screen import Wishes
+    from edgelm.tui.open_chat import Wishes
 
     settings, sources, places = config.settings, config.sources, config.places
-    if model and model.endswith(".gguf") and endpoint is None:
-        model = str(Path(model).expanduser().resolve())  # a server that runs already may stand in another folder
+    by_path = False
+    if model and endpoint is None:
+        found = chosen_model(model, config)
+        by_path = found.place == "given"
+        model = str(found.path) if by_path else found.name  # a server that runs already may stand in another folder
     # Engine flags are for an engine of our own: one that runs already has its own settings.
     own = [f"--{name}={flags[name]}" for name in OF_ENGINE if flags.get(name) is not None]
-    arguments = [*own, *([model] if model and model.endswith(".gguf") else [])]
+    arguments = [*own, *([model] if model and by_path else [])]
     link = Link(
         endpoint=normalize_address(endpoint) if endpoint else None,
         api_key=api_key or _choose_key(endpoint, config),

@@ -27,7 +27,7 @@ def show_config(as_json: bool) -> None:
     for column in ("setting", "value", "from", "what it does"):
         table.add_column(column)
     for name, value, source, what in settings_of(config):
-        table.add_row(name, "" if value is None else escape(str(value)), escape(source), what)
+        table.add_row(name, "" if value is None or value == [] else escape(str(value)), escape(source), what)
     Console().print(table)
 
 
@@ -36,6 +36,6 @@ def settings_of(config: Config) -> list[tuple[str, object, str, str]]:
     rows = []
     for each in fields(Settings):
         value = getattr(config.settings, each.name)
-        shown = "hidden" if each.name in SECRETS and value else value
+        shown = "hidden" if each.name in SECRETS and value else list(value) if isinstance(value, tuple) else value
         rows.append((each.name, shown, config.sources[each.name], str(each.metadata["help"])))
     return rows

@@ -25,17 +25,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from edgelm import __version__
+from edgelm.commands.choice import model_dirs
 from edgelm.commands.config import settings_of
 from edgelm.config import Config, Places, load_config
 from edgelm.errors import EdgeLMError
 from edgelm.executors import machine
 from edgelm.executors.cores import usable_cores
 from edgelm.executors.memory import available_memory_bytes
+from edgelm.library.local import scan
 
 State = Literal["ok", "note", "problem"]
 LOW_MEMORY_BYTES = 2 * 2**30
 LOW_DISK_BYTES = 5 * 2**30
 HUB_TIMEOUT_S = 5
+MAX_SAID = 3
 PACKAGES = ("llama-cpp-python", "numpy", "textual", "openai", "torch", "triton")
 
 
@@ -76,6 +79,7 @@ def examine() -> Iterator[Finding]:
         yield Finding("settings", "problem", error.message, error.hint)
     if config:
         yield from _settings(config)
+        yield _models(config)
     places = config.places if config else Places(os.environ)
     yield from _folders(places)
     yield from _resources()
@@ -95,6 +99,15 @@ def _versions() -> Iterator[str]:
 def _settings(config: Config) -> Iterator[Finding]:
     changed = [f"{name} = {value} ({source})" for name, value, source, _ in settings_of(config) if source != "default"]
     yield Finding("settings", "ok", ", ".join(changed) or "all are the defaults")
+
+
+def _models(config: Config) -> Finding:
+    library = scan(config.places.hub, folders=model_dirs(config))
+    count = len(library.models)
+    if library.problems:
+        hint = "correct the setting, or the permissions"
+        return Finding("models", "problem", f"{count} found; {'; '.join(library.problems[:MAX_SAID])}", hint)
+    return Finding("models", "ok", f"{count} found")
 
 
 def _folders(places: Places) -> Iterator[Finding]:

@@ -13,10 +13,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 from edgelm.errors import EdgeLMError, EngineError
 from edgelm.server.death import engine_death
+from edgelm.server.model_files import ModelFiles
 
 GRACE_S = 2.0  # between the closing of its standard input and SIGKILL
 
@@ -26,6 +28,7 @@ class EngineChild:
 
     def __init__(self, job: dict[str, Any], environment: dict[str, str], verbose: bool) -> None:
         self._verbose = verbose
+        self._files = ModelFiles(Path(job["model"]))
         self._last_lines: deque[str] = deque(maxlen=20)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "edgelm.child"],  # -P: nothing of the current folder
@@ -49,12 +52,17 @@ class EngineChild:
         self.close()
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield events up to the result. Raises EdgeLMError with the child's error, or with how it died."""
+        """Yield events up to the result.
+
+        Raises EdgeLMError with the child's error, with how it died, or because the model's file changed meanwhile.
+        """
         assert self._process.stdout
         for line in self._process.stdout:
             if not line.endswith(b"\n"):
                 break  # it died while it wrote
             event: dict[str, Any] = json.loads(line)
+            if event["event"] in ("error", "result") and self._files.rewritten():
+                raise self._files.change()
             if event["event"] == "error":
                 raise EdgeLMError(event["message"], event["hint"])
             yield event
@@ -89,4 +97,4 @@ class EngineChild:
     def _death(self) -> EngineError:
         code = self._process.wait()
         self._errors.join(GRACE_S)
-        return engine_death(code, self._last_lines)
+        return engine_death(code, self._last_lines, self._files)

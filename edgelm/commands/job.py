@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from edgelm.commands.engine_child import EngineChild
 from edgelm.config import Places, Settings
 from edgelm.executors import machine
+from edgelm.library.usage import note_use
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def run_job(
     job = job | {"model": str(model), "settings": asdict(settings), "repack": facts.repack}
     status.show(f"loading {model.name}")
     with EngineChild(job, machine.child_environment(facts), verbose) as child:
-        yield _watch(child.events(), status, model.name)
+        yield _watch(child.events(), status, model.name, lambda: note_use(places.data, model))
 
 
 @contextmanager
@@ -42,13 +43,20 @@ def reader_may_leave() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still buffered
 
 
-def _watch(events: Iterator[dict[str, Any]], status: _Status, name: str) -> Iterator[dict[str, Any]]:
-    """Show progress on the way; pass on all other events."""
+def _watch(
+    events: Iterator[dict[str, Any]], status: _Status, name: str, on_loaded: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
+    """Show progress on the way; pass on all other events, the first of which says that the model is loaded."""
+    loaded = False
     try:
         for event in events:
             if event["event"] == "progress":
                 status.show(f"loading {name} {event['share']:.0%}")
-            elif event["event"] == "status":
+                continue
+            if not loaded:
+                on_loaded()
+                loaded = True
+            if event["event"] == "status":
                 status.show(event["text"])
             else:
                 status.clear()

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from edgelm.commands.choice import chosen_model
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.config import load_config
 from edgelm.errors import RequestError
-from edgelm.library.local import find_model
 
 MAX_INPUT_BYTES = 64 * 2**20
 
@@ -29,12 +29,13 @@ def run_model(
 ) -> None:
     """Print the completion of a prompt as it is decoded. Raises EdgeLMError."""
     config = load_config(flags)
-    path = find_model(model)
+    path = chosen_model(model, config).path
     text = _read_prompt(prompt)
     settings = config.settings
     if settings.seed is None:
         settings = replace(settings, seed=secrets.randbits(32))
     job = {"job": "run", "prompt": text, "stop": stop, "raw": raw}
+    job |= {"prefixes": str(config.places.prefixes), "drafts": True}
     show = _Output(sys.stdout.isatty())
     with reader_may_leave(), run_job(job, path, settings, config.places, verbose) as events:
         for event in events:

@@ -7,8 +7,8 @@ import logging
 import sys
 from collections.abc import Mapping
 
+from edgelm.commands.choice import chosen_model
 from edgelm.config import load_config
-from edgelm.library.local import find_model
 from edgelm.server.serving import ServeOptions, serve
 
 
@@ -19,7 +19,7 @@ def serve_models(
     config = load_config(flags)
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # one line for each request to an engine says nothing
-    paths = [find_model(model, config.places.hub) for model in models]
+    paths = [chosen_model(model, config).path for model in models]
 
     def announce(address: str) -> None:
         if as_json or until_stdin_closes:

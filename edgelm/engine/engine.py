@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
@@ -20,9 +21,12 @@ from edgelm.engine.clock import StepClock
 from edgelm.engine.masks import grammar_masks
 from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.stream import Mailbox, Stream
-from edgelm.errors import BusyError, EdgeLMError, EngineError
+from edgelm.errors import BusyError, EdgeLMError, EngineError, SnapshotError
 
 MAX_REQUESTS = 256  # open at one time, running and waiting
+WORK_SHARE = 0.02  # of a step's time goes to what the drafter put off
+MAX_WORK_S = 0.005
+REST_AFTER_S = 30.0  # without a request, before idle prefixes are stored
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +73,8 @@ class Engine:
         self._open: dict[int, _Request] = {}
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._closing = False
+        self._end_lock = threading.Lock()  # of the next
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -86,9 +92,19 @@ class Engine:
         self._thread.start()
         return self
 
-    def submit(self, tokens: list[int], params: SamplingParams, matcher: Matcher | None = None) -> Stream:
+    def submit(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        matcher: Matcher | None = None,
+        *,
+        past: Seq[int] = (),
+        owner: str = "",
+    ) -> Stream:
         """Queue a prompt; iterate over the stream, in the running event loop, for its events.
 
+        `past` is what of the conversation is no longer in the prompt, `owner` whose it is: nothing that one owner
+        wrote serves another.
         Raises RequestError for a prompt that can never run, BusyError when too many requests are open, EngineError
         when the engine is closed.
         """
@@ -99,20 +115,28 @@ class Engine:
                 raise EngineError("the engine is closed")
             if len(self._open) >= self._max_requests:
                 raise BusyError(f"{len(self._open)} requests are open already", "try again later")
-            seq = Sequence(next(self._ids), list(tokens), len(tokens), params, matcher=matcher)
+            seq = Sequence(next(self._ids), list(tokens), len(tokens), params, matcher=matcher, past=past, owner=owner)
             self._open[seq.id] = _Request(seq, mailbox)
             self._inbox.put(lambda: self._scheduler.add(seq))
         return Stream(mailbox, lambda: self._inbox.put(lambda: self._cancel(seq.id)))
 
     def close(self) -> None:
-        """End the thread after its step, fail what is open, and free the executor's memory."""
+        """End as `stop` does, and free the executor's memory."""
+        self.stop()
+        self._executor.close()
+
+    def stop(self) -> None:
+        """End the thread after its step, fail what is open, and save what outlives the process. May be called twice."""
         with self._lock:
             self._closing = True
         self._inbox.put(lambda: None)
         if self._thread.ident is not None:
             self._thread.join()
         self._fail_open()
-        self._executor.close()
+        with self._end_lock:
+            if not self._ended:
+                self._ended = True
+                self._scheduler.close()
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
@@ -120,18 +144,26 @@ class Engine:
         """Run one step; return its events. None: there was nothing to do."""
         step = None
         try:
+            began = time.perf_counter()
             step = self._scheduler.plan()
             if step is None:
                 return None
-            began = time.perf_counter()
             for chunk in step.chunks:
                 request = self._open[chunk.seq.id]
                 request.started = request.started or began
+            planned = time.perf_counter()  # drafting is no part of what a row costs
             self._executor.forward(step)
             masks = grammar_masks(step, self.info.num_vocab)
             sampled = self._executor.sample(step, masks)
-            self._clock.observe(step, time.perf_counter() - began)
-            return self._scheduler.commit(step, sampled)
+            seconds = time.perf_counter() - planned
+            self._clock.observe(step, seconds)
+            events = self._scheduler.commit(step, sampled)
+            self._scheduler.work(min(WORK_SHARE * seconds, MAX_WORK_S))
+            return events
+        except SnapshotError as error:
+            log.warning("%s; it is computed again", error)
+            self._scheduler.recompute()
+            return []
         except EdgeLMError as error:
             return self._scheduler.fail(step, error)
         except Exception as error:  # the one boundary: a failed step is the failure of its requests
@@ -139,14 +171,20 @@ class Engine:
             return self._scheduler.fail(step, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
 
     def _run(self) -> None:
-        idle = False
+        idle, rested = False, True
         try:
             while not self._closing:
-                self._take_commands(wait=idle)
+                if not self._take_commands(wait=idle, limit_s=None if rested else REST_AFTER_S) and idle:
+                    self._rest()
+                    rested = True
                 events = self.step()
-                idle = events is None
+                rested = rested and events is None
+                idle = events is None and not self._scheduler.work(MAX_WORK_S)
                 if events:
                     self._deliver(events)
+            for seq in [*self._scheduler.running, *self._scheduler.waiting]:
+                self._scheduler.abort(seq.id)
+            self._rest()
         finally:  # a bug of ours may end the thread: nobody is to wait for it then
             self._fail_open()
 
@@ -157,13 +195,26 @@ class Engine:
         error = EngineError("the engine was closed")
         self._deliver([Event(seq_id, finish_reason="error", error=error) for seq_id in list(self._open)])
 
-    def _take_commands(self, wait: bool) -> None:
+    def _rest(self) -> None:
+        """Let idle prefixes outlive the process; what goes wrong then costs them and nothing else."""
         try:
-            self._inbox.get(block=wait)()
+            step = self._scheduler.rest()
+            if step:
+                self._executor.forward(step)
+        except EdgeLMError as error:
+            log.warning("idle prefixes are not stored: %s", error)
+            self._scheduler.recompute()
+
+    def _take_commands(self, wait: bool, limit_s: float | None = None) -> bool:
+        """Do what other threads ask for; False: there was nothing, within the limit if it waits."""
+        taken = False
+        try:
+            self._inbox.get(block=wait, timeout=limit_s)()
+            taken = True
             while True:
                 self._inbox.get_nowait()()
         except Empty:
-            pass
+            return taken
 
     def _cancel(self, seq_id: int) -> None:
         event = self._scheduler.abort(seq_id)

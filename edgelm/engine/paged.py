@@ -106,8 +106,12 @@ class PagedKV:
         self._empty = list(reversed(range(num_blocks)))
         self._idle.clear()
 
+    def rest(self) -> None: ...
+
     def take_ops(self) -> tuple[Op, ...]:
         return ()
+
+    def close(self) -> None: ...
 
     # -- admission -------------------------------------------------------------------------------------------------
 
@@ -184,7 +188,8 @@ class PagedKV:
         while len(chain) <= index:
             first = len(chain) * self._block_len
             tokens = array("i", seq.tokens[first : first + self._block_len])
-            chain.append(blake2b(tokens.tobytes(), key=chain[-1] if chain else b"", digest_size=16).digest())
+            key = chain[-1] if chain else blake2b(seq.owner.encode(), digest_size=16).digest()
+            chain.append(blake2b(tokens.tobytes(), key=key, digest_size=16).digest())
         return chain[index]
 
     def _table_of(self, seq: Sequence) -> Table:

@@ -35,6 +35,8 @@ class _Room:
     rows: int
     prefill: int  # tokens of sequences that miss more than one
     reserved: int  # running sequences that have not had their turn: each is left a token and a row
+    decoding: int  # sequences that miss one token
+    depth: int  # cached positions of the running sequences
 
 
 class Scheduler:
@@ -82,11 +84,28 @@ class Scheduler:
         for seq in self.waiting:
             if seq.id == seq_id:
                 self.waiting.remove(seq)
+                self._forget(seq)
                 return Event(seq_id, finish_reason="abort")
         for seq in self.running:
             if seq.id == seq_id:
                 return self._finish(seq, (), "abort")
         return None
+
+    def work(self, seconds: float) -> bool:
+        """Spend at most about so many seconds on what the drafter put off; True: there is more."""
+        return self._drafter.work(seconds) if self._drafter else False
+
+    def rest(self) -> Step | None:
+        """Return a step of ops alone that lets idle prefixes outlive the process, if there is something to do."""
+        self._kv.rest()
+        ops = self._kv.take_ops()
+        return Step((), ops) if ops else None
+
+    def close(self) -> None:
+        """Save what the drafter learnt, and wait for prefixes that are being stored."""
+        self._kv.close()
+        if self._drafter:
+            self._drafter.close()
 
     @property
     def num_unfinished(self) -> int:
@@ -97,11 +116,14 @@ class Scheduler:
     def plan(self) -> Step | None:
         """Choose the chunks of the next step. None: there is nothing to do."""
         ready = sum(_missing(seq) == 1 for seq in self.running)
+        depth = sum(seq.computed for seq in self.running)
         room = _Room(
             tokens=self._info.max_tokens,
             rows=self._info.max_rows,
-            prefill=self._clock.prefill_tokens(ready) if ready else self._info.max_tokens,
+            prefill=self._clock.prefill_tokens(ready, depth) if ready else self._info.max_tokens,
             reserved=len(self.running),
+            decoding=ready,
+            depth=depth,
         )
         chunks: list[Chunk] = []
         preempted = False
@@ -115,7 +137,10 @@ class Scheduler:
                 break
             del self.waiting[0]
             self._enqueue(self.running, seq)
-            seq.cached = seq.computed if seq.cached is None else seq.cached
+            if seq.cached is None:
+                seq.cached = seq.computed
+                if self._drafter:
+                    self._drafter.begin(seq)
             preempted = not self._schedule(seq, chunks, room)
         assert chunks or not self.num_unfinished
         return Step(tuple(chunks), self._kv.take_ops()) if chunks else None  # ops alone wait for a request
@@ -134,13 +159,23 @@ class Scheduler:
     def fail(self, step: Step | None, error: EdgeLMError) -> list[Event]:
         """End the sequences of a failed step (all, if none was planned); the others compute theirs again."""
         concerned = [chunk.seq for chunk in step.chunks] if step else self.running or self.waiting[:1]
+        self._restart(concerned)
+        return [Event(seq.id, finish_reason="error", error=error) for seq in concerned]
+
+    def recompute(self) -> None:
+        """Give up a step whose prefixes could not be brought back: no sequence ends, all are computed again."""
+        self._restart([])
+
+    def _restart(self, concerned: list[Sequence]) -> None:
+        """Forget the cache and queue all sequences again, but for those that the failure concerns."""
         self._kv.reset()
         unfinished, self.waiting, self.running = [*self.running, *self.waiting], [], []
         for seq in unfinished:
             seq.kv, seq.computed, seq.draft = None, 0, []
-            if seq not in concerned:
+            if seq in concerned:
+                self._forget(seq)
+            else:
                 self._enqueue(self.waiting, seq)
-        return [Event(seq.id, finish_reason="error", error=error) for seq in concerned]
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -183,7 +218,8 @@ class Scheduler:
         if most <= 0:
             return []
         rows = self._info.max_rows - room.rows + room.reserved + 1
-        return drafter.propose(seq, self._clock.marginal_cost(rows, most))[:most]
+        costs = self._clock.marginal_cost(rows, room.depth, max(room.decoding, 1), most)
+        return drafter.propose(seq, costs)[:most]
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -223,9 +259,9 @@ class Scheduler:
             return self._finish(seq, tuple(taken), reason)
         seq.computed = len(seq.tokens) - 1
         if reason:
-            return self._finish(seq, tuple(taken), reason)
+            return self._finish(seq, tuple(taken), reason, accepted)
         self._kv.commit(seq)
-        return Event(seq.id, tuple(taken))
+        return Event(seq.id, tuple(taken), accepted=accepted)
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         if seq.tokens[-1] in seq.params.stop_ids:
@@ -234,13 +270,18 @@ class Scheduler:
             return "length"
         return "context" if len(seq.tokens) >= self._info.context else None
 
-    def _finish(self, seq: Sequence, taken: tuple[Sampled, ...], reason: FinishReason) -> Event:
+    def _finish(self, seq: Sequence, taken: tuple[Sampled, ...], reason: FinishReason, accepted: int = 0) -> Event:
         self.running.remove(seq)
         self._kv.release(seq)
+        self._forget(seq)
         error = None
         if reason == "error":
             error = EngineError("the model computed values that are not numbers", "its file may be damaged")
-        return Event(seq.id, taken, reason, error)
+        return Event(seq.id, taken, reason, error, accepted=accepted)
+
+    def _forget(self, seq: Sequence) -> None:
+        if self._drafter and seq.cached is not None:
+            self._drafter.end(seq)
 
 
 def _missing(seq: Sequence) -> int:

@@ -1,12 +1,13 @@
 """LlamaExecutor: runs steps on llama.cpp's low-level functions.
 
-Owns the native context: KV memory, compute buffers, snapshots, the batch. Checks what llama.cpp would abort on.
+Owns the native context: KV memory, compute buffers, the batch. Checks what llama.cpp would abort on.
 Knows nothing of requests, prefixes or why a step looks as it does.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,33 +16,18 @@ import numpy as np
 from llama_cpp import llama_cpp as L
 from numpy.typing import NDArray
 
-from edgelm.core import Chunk, Copy, Drop, ExecutorInfo, Load, Masks, Op, Sampled, Save, Sequence, Step, Trim
-from edgelm.errors import EngineError, ModelError, RequestError
+from edgelm.core import Chunk, Copy, Drop, ExecutorInfo, Load, Masks, Op, Sampled, Save, Sequence, Step, Store, Trim
+from edgelm.errors import EngineError, ModelError, RequestError, SnapshotError
 from edgelm.executors.llama_api import Batch, fill_struct, logits_view, native_log
+from edgelm.executors.llama_memory import KV_MODES, MAX_ROWS, KVMode, kv_head_bytes, micro_batch, whole_blocks
 from edgelm.executors.llama_model import LlamaModel
+from edgelm.executors.snapshots import SnapshotStore
 from edgelm.sampling.history import History
 from edgelm.sampling.reference import Workspace, sample
 
-_F16, _Q4_0, _Q8_0 = 1, 2, 8  # ggml types
-_BYTES = {_F16: 2.0, _Q4_0: 18 / 32, _Q8_0: 34 / 32}  # a value
-MAX_COMPUTE_BYTES = 256 * 2**20  # of attention scores, by which the micro-batch is chosen
+UNBOUNDED = 2**62  # bytes
 
-
-@dataclass(frozen=True, slots=True)
-class KVMode:
-    """How keys and values are stored. A quantized V needs flash attention, which slows decoding of long contexts."""
-
-    type_k: int
-    type_v: int
-    flash: bool
-
-
-KV_MODES = {
-    "f16": KVMode(_F16, _F16, flash=False),
-    "k8v16": KVMode(_Q8_0, _F16, flash=False),
-    "int8": KVMode(_Q8_0, _Q8_0, flash=True),
-    "k8v4": KVMode(_Q8_0, _Q4_0, flash=True),
-}
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,40 +39,25 @@ class LlamaOptions:
     flash: bool | None = None  # None: as the KV mode has it
     max_sequences: int = 8
     max_tokens: int = 512
-    max_rows: int = 64
+    max_rows: int = MAX_ROWS
     threads: int = 1
     batch_threads: int = 1
 
 
 class LlamaExecutor:
-    """An `Executor` over one llama.cpp context. Takes the model over: `close` frees it.
+    """An `Executor` over one llama.cpp context, with idle sequences in `snapshots`.
 
-    Raises ModelError for a KV mode that the model cannot have, or when there is no memory for the context.
+    Takes the model over: `close` frees it. Raises ModelError for a KV mode that the model cannot have, or when there is
+    no memory for the context.
     """
 
-    def __init__(self, model: LlamaModel, options: LlamaOptions) -> None:
+    def __init__(self, model: LlamaModel, options: LlamaOptions, snapshots: SnapshotStore | None = None) -> None:
         mode = KV_MODES[options.kv]
         key_dim, value_dim = model.head_dims
         _check_head_dims(options.kv, mode, key_dim, value_dim)
-        flash = mode.flash if options.flash is None else options.flash
         self._model = model
         native_log.clear()
-        params = fill_struct(
-            L.llama_context_default_params(),
-            n_ctx=max(options.context, 256),  # it is rounded up to that; less would cut n_batch
-            n_batch=max(options.max_tokens, options.max_rows),
-            n_ubatch=micro_batch(options, model.num_heads, flash),
-            n_seq_max=options.max_sequences,
-            n_outputs_max=options.max_rows,
-            n_threads=options.threads,
-            n_threads_batch=options.batch_threads,
-            flash_attn_type=L.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else L.LLAMA_FLASH_ATTN_TYPE_DISABLED,
-            type_k=mode.type_k,
-            type_v=mode.type_v,
-            kv_unified=True,  # prefixes can be shared
-            swa_full=True,  # sliding windows can be cut
-            no_perf=True,
-        )
+        params = context_params(options, model.num_heads)
         self._context: Any = L.llama_init_from_model(model.native, params)
         if not self._context:
             reason = native_log.first_error() or "llama.cpp gives no reason"
@@ -109,10 +80,12 @@ class LlamaExecutor:
             kv_bytes_per_token=int(model.num_layers * layer_bytes),
             can_trim=not (model.recurrent or model.hybrid),
             can_copy=not model.hybrid,
+            keeps_all=L.llama_model_n_swa(model.native) == 0,
         )
         self._batch = Batch(max_tokens)
         self._logits = np.empty((0, model.num_vocab), np.float32)
-        self._snapshots: dict[int, NDArray[np.uint8]] = {}
+        self._snapshots = snapshots or SnapshotStore(UNBOUNDED)
+        self._snapshots.divisible = self._info.can_trim and self._info.keeps_all
         self._histories: WeakKeyDictionary[Sequence, tuple[History, int]] = WeakKeyDictionary()
         self._workspace = Workspace(model.num_vocab)
 
@@ -163,7 +136,7 @@ class LlamaExecutor:
     def close(self) -> None:
         context, self._context = self._context, None
         if context:
-            self._snapshots.clear()
+            self._snapshots.close()
             L.llama_free(context)
             self._model.close()
 
@@ -204,17 +177,34 @@ class LlamaExecutor:
             case Copy(src, dst, length):
                 L.llama_memory_seq_cp(self._memory, src, dst, 0, length)
             case Save(slot, key):
-                size = L.llama_state_seq_get_size(self._context, slot)
-                data = np.empty(size, np.uint8)
-                if L.llama_state_seq_get_data(self._context, _bytes(data), size, slot) != size:
-                    raise EngineError(f"llama.cpp could not save a sequence: {native_log.first_error()}")
-                self._snapshots[key] = data
+                self._save(slot, key)
             case Load(key, slot):
-                data = self._snapshots[key]
-                if L.llama_state_seq_set_data(self._context, _bytes(data), data.size, slot) == 0:
-                    raise EngineError(f"llama.cpp could not load a sequence: {native_log.first_error()}")
+                state = self._snapshots.get(key)
+                native_log.clear()
+                if L.llama_state_seq_set_data(self._context, _bytes(state), state.size, slot) == 0:
+                    self._snapshots.refuse(key)
+                    raise SnapshotError(f"llama.cpp could not load a sequence: {native_log.first_error()}")
             case Drop(key):
-                self._snapshots.pop(key, None)  # a failed step may not have come to save it
+                self._snapshots.drop(key)  # a failed step may not have come to save it
+            case Store():
+                self._snapshots.store(op)
+
+    def _save(self, slot: int, key: int) -> None:
+        """Copy a sequence's state out, if there is room: the bookkeeper asks afterwards."""
+        size = L.llama_state_seq_get_size(self._context, slot)
+        if not self._snapshots.has_room(size):
+            log.info("a snapshot of %d bytes finds no room", size)
+            return
+        try:
+            state = np.empty(size, np.uint8)
+        except MemoryError:
+            log.warning("there is no memory for a snapshot of %d bytes", size)
+            return
+        native_log.clear()
+        if L.llama_state_seq_get_data(self._context, _bytes(state), size, slot) == size:
+            self._snapshots.put(key, state)
+        else:
+            log.warning("llama.cpp could not save a sequence: %s", native_log.first_error())
 
     def _check_batch(self, num_tokens: int, step: Step) -> None:
         """Assert what llama.cpp answers with an abort, or with wrong logits."""
@@ -226,24 +216,32 @@ class LlamaExecutor:
         assert all(chunk.start >= 0 and chunk.end <= self._info.context for chunk in step.chunks)
 
 
-def kv_head_bytes(kv: str, key_len: int, value_len: int) -> float:
-    """Return what one head of one layer takes in the cache for a position, in bytes."""
-    mode = KV_MODES[kv]
-    return key_len * _BYTES[mode.type_k] + value_len * _BYTES[mode.type_v]
-
-
-def micro_batch(options: LlamaOptions, num_heads: int, flash: bool) -> int:
-    """Return llama.cpp's `n_ubatch`: without flash attention, the scores take 4 x heads x n_ubatch x n_ctx bytes."""
-    size = 512
-    while not flash and size > 64 and 4 * num_heads * size * options.context > MAX_COMPUTE_BYTES:
-        size //= 2
-    return size
+def context_params(options: LlamaOptions, num_heads: int) -> Any:
+    """Return llama.cpp's parameters of a context for a model with so many attention heads."""
+    mode = KV_MODES[options.kv]
+    flash = mode.flash if options.flash is None else options.flash
+    return fill_struct(
+        L.llama_context_default_params(),
+        n_ctx=max(options.context, 256),  # it is rounded up to that; less would cut n_batch
+        n_batch=max(options.max_tokens, options.max_rows),
+        n_ubatch=micro_batch(options.context, num_heads, flash),
+        n_seq_max=options.max_sequences,
+        n_outputs_max=options.max_rows,
+        n_threads=options.threads,
+        n_threads_batch=options.batch_threads,
+        flash_attn_type=L.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else L.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+        type_k=mode.type_k,
+        type_v=mode.type_v,
+        kv_unified=True,  # prefixes can be shared
+        swa_full=True,  # sliding windows can be cut
+        no_perf=True,
+    )
 
 
 def _check_head_dims(name: str, mode: KVMode, key_dim: int, value_dim: int) -> None:
     """Refuse quantized heads that are no multiple of a block: llama.cpp would compute NaN, without a word."""
     for what, kind, dim in (("key", mode.type_k, key_dim), ("value", mode.type_v, value_dim)):
-        if kind != _F16 and dim % 32:
+        if not whole_blocks(kind, dim):
             raise ModelError(
                 f"--kv {name} needs {what} heads of a multiple of 32, this model's have {dim}", "use --kv f16"
             )

@@ -52,6 +52,11 @@ class NativeLog:
     def clear(self) -> None:
         self._lines.clear()
 
+    @property
+    def lines(self) -> list[str]:
+        """The lines since `clear`, or the last 200 of them."""
+        return [line for _, line in self._lines]
+
     def first_error(self) -> str:
         """Return the first error since `clear`, without the function's name: it is the most specific one."""
         for level, line in self._lines:

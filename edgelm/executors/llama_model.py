@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from llama_cpp import llama_cpp as L
 
@@ -39,6 +39,7 @@ class LlamaModel:
         start_backend()
         native_log.clear()
         self.path = path
+        self._users = 1
         self._watch = _Watch(progress)
         params = fill_struct(
             L.llama_model_default_params(),
@@ -72,11 +73,17 @@ class LlamaModel:
         key, value = (metadata(self.native, f"{arch}.attention.{name}_length") for name in ("key", "value"))
         return int(key or default), int(value or default)
 
+    def share(self) -> Self:
+        """Return the model for one more user: it is freed when each has closed it."""
+        self._users += 1
+        return self
+
     def close(self) -> None:
-        """Free the weights. The vocabulary is gone as well."""
-        native, self.native = self.native, None
-        if native:
-            L.llama_model_free(native)
+        """Free the weights, unless they are shared. The vocabulary is gone as well."""
+        self._users -= 1
+        if self._users <= 0 and self.native:
+            L.llama_model_free(self.native)
+            self.native = None
 
 
 class _Watch:

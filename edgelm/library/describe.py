@@ -2,7 +2,7 @@
 
     python -m edgelm.library.describe    standard input: a JSON list of paths; standard output: one JSON object a path
 
-Owns that exchange. The reading is done by weights/summary.py.
+Owns that exchange. The reading is done by weights/summary.py and weights/folder.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from edgelm.errors import ModelError
+from edgelm.weights.folder import folder_summary
 from edgelm.weights.gguf import open_gguf
-from edgelm.weights.summary import model_summary
+from edgelm.weights.safetensors import open_safetensors
+from edgelm.weights.summary import ModelSummary, model_summary
 
 
 def main() -> None:
@@ -25,10 +27,9 @@ def main() -> None:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return what `/v1/models` shows of a model, or the error that opening it gives."""
+    """Return what `/v1/models` and `edgelm list` show of a model, or the error that opening it gives."""
     try:
-        with open_gguf(path) as gguf:
-            summary = model_summary(gguf)
+        summary = summarize(path)
     except ModelError as error:
         return {"error": str(error)}
     return {
@@ -38,6 +39,15 @@ def describe(path: Path) -> dict[str, Any]:
         "quantization": summary.quantization,
         "parameters": summary.parameters,
     }
+
+
+def summarize(path: Path) -> ModelSummary:
+    """Read the header of a GGUF, or those of a folder of safetensors. Raises ModelError."""
+    if path.is_dir():
+        with open_safetensors(path) as model:
+            return folder_summary(model)
+    with open_gguf(path) as gguf:
+        return model_summary(gguf)
 
 
 if __name__ == "__main__":

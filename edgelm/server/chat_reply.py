@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from edgelm import __version__
-from edgelm.completion import Delta
+from edgelm.completion import Delta, Span
 from edgelm.core import ExecutorInfo, FinishReason, Sampled, Stats
 from edgelm.text.tokenizer import Tokenizer
 
@@ -45,7 +47,7 @@ class ChatReply:
         }
         return self._envelope("chat.completion", [choice]) | {
             "usage": usage(last.stats),
-            "edgelm": self._beside(last.finish_reason, last.stats),
+            "edgelm": self._beside(last.finish_reason, last.stats) | _drafted(_all_drafted(deltas)),
         }
 
     def opening(self) -> dict[str, Any]:
@@ -61,7 +63,9 @@ class ChatReply:
         chunk = self._chunk({"content": delta.text} if delta.text else {}, logprobs, delta.finish_reason)
         if delta.finish_reason:
             assert delta.stats
-            chunk["edgelm"] = self._beside(delta.finish_reason, delta.stats)
+            chunk["edgelm"] = self._beside(delta.finish_reason, delta.stats) | _drafted(delta.drafted)
+        elif delta.drafted:
+            chunk["edgelm"] = _drafted(delta.drafted)
         return chunk
 
     def usage_chunk(self, last: Delta) -> dict[str, Any]:
@@ -144,6 +148,22 @@ def timings(stats: Stats) -> dict[str, float]:
 def event(data: dict[str, Any]) -> bytes:
     """Return a server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _drafted(spans: Sequence[Span]) -> dict[str, Any]:
+    """Return which characters (Unicode code points) of the content beside it were drafted, where any were."""
+    return {"drafted": [list(span) for span in spans]} if spans else {}
+
+
+def _all_drafted(deltas: Sequence[Delta]) -> list[Span]:
+    """Return the drafted parts of all texts together; those that touch are one."""
+    joined: list[Span] = []
+    begins = accumulate((len(delta.text) for delta in deltas), initial=0)
+    for at, delta in zip(begins, deltas, strict=False):
+        for first, end in delta.drafted:
+            begin = joined.pop()[0] if joined and joined[-1][1] == at + first else at + first
+            joined.append((begin, at + end))
+    return joined
 
 
 def _openai_reason(reason: FinishReason) -> str:

@@ -71,6 +71,12 @@ class StreamOptions(_Body):
     include_obfuscation: bool | None = None  # against eavesdroppers on packet sizes: nothing to do on one machine
 
 
+class OwnFields(_Body):
+    """What OpenAI's shape has no place for."""
+
+    past: list[Message] | None = None  # the conversation before `messages`, which is not sent to the model any more
+
+
 class ChatRequest(_Body):
     """A conversation, and how its next turn is sampled. None: the setting of the server."""
 
@@ -97,6 +103,7 @@ class ChatRequest(_Body):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    edgelm: OwnFields | None = None
 
     @property
     def streamed(self) -> bool:
@@ -105,6 +112,11 @@ class ChatRequest(_Body):
     @property
     def streams_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def past(self) -> list[Message]:
+        """Return the messages that serve drafting only."""
+        return (self.edgelm and self.edgelm.past) or []
 
     @property
     def stops(self) -> list[str]:
@@ -120,12 +132,13 @@ def parse_chat(body: bytes) -> ChatRequest:
     if not isinstance(data, dict):
         raise ApiError(400, "invalid_json", "the body is not a JSON object")
     data = _without_idle(data, NOT_SUPPORTED, "")
-    messages = data.get("messages")
-    if isinstance(messages, list):
-        data["messages"] = [
-            _without_idle(each, NOT_SUPPORTED_IN_MESSAGE, f"messages.{index}.") if isinstance(each, dict) else each
-            for index, each in enumerate(messages)
-        ]
+    for holder, where in ((data, "messages"), (data.get("edgelm"), "edgelm.past")):
+        name = where.rpartition(".")[2]
+        if isinstance(holder, dict) and isinstance(messages := holder.get(name), list):
+            holder[name] = [
+                _without_idle(each, NOT_SUPPORTED_IN_MESSAGE, f"{where}.{index}.") if isinstance(each, dict) else each
+                for index, each in enumerate(messages)
+            ]
     try:
         request = ChatRequest.model_validate(data)
     except ValidationError as error:

@@ -6,10 +6,16 @@ import signal
 from collections.abc import Iterable
 
 from edgelm.errors import EngineError
+from edgelm.server.model_files import ModelFiles
 
 
-def engine_death(code: int, last_lines: Iterable[str] = ()) -> EngineError:
+def engine_death(code: int, last_lines: Iterable[str], files: ModelFiles) -> EngineError:
     """Return the error for an engine process that ended with `code`; negative is a signal."""
+    if files.rewritten() or (code == -signal.SIGBUS and files.changed()):
+        return files.change()
+    if code == -signal.SIGBUS:
+        hint = "check the disk that it lies on"
+        return EngineError(f"the engine process was killed by SIGBUS: a part of {files.name} could not be read", hint)
     if code == -signal.SIGKILL:
         hint = "memory may have run out: lower --ctx or close other programs"
         return EngineError("the engine process was killed by SIGKILL", hint)

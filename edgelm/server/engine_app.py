@@ -11,8 +11,8 @@ import os
 import resource
 import secrets
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ from edgelm.server.api_error import EXCEPTION_HANDLERS, ApiError, as_api_error
 from edgelm.server.chat_reply import ChatReply, event
 from edgelm.server.chat_request import ChatRequest, parse_chat
 from edgelm.server.guard import read_body
+from edgelm.server.past import PastTokens
 from edgelm.server.sse import DONE, ClientLeftError, EventStream, unless_client_leaves
+from edgelm.text.known_chats import Prompt
 from edgelm.text.template import TooLongError
 from edgelm.text.template_worker import TemplateRunner
 
@@ -51,13 +53,15 @@ class EngineParts:
     loaded: Loaded
     templates: TemplateRunner
     settings: Settings  # of sampling, where a request does not say
+    owner: str = ""  # whose requests these are
 
 
 def engine_app(parts: EngineParts, key: str) -> Starlette:
     """Return the ASGI application of an engine process; only who has the key is answered."""
+    past = PastTokens(parts.loaded.tokenizer)
 
     async def chat(request: Request) -> Response:
-        return await _chat(parts, request)
+        return await _chat(parts, past, request)
 
     async def stats(_: Request) -> Response:
         return JSONResponse({"requests": parts.loaded.engine.num_requests, "rss_bytes": _rss_bytes()})
@@ -101,16 +105,20 @@ def _token_bias(token: str, bias: float) -> tuple[int, float]:
     return int(token), bias
 
 
-async def _chat(parts: EngineParts, request: Request) -> Response:
+async def _chat(parts: EngineParts, past: PastTokens, request: Request) -> Response:
     wanted = parse_chat(await read_body(request))
     loaded = parts.loaded
     info = loaded.engine.info
     params = sampling_params(wanted, parts.settings, loaded.tokenizer.stop_ids)
     prompt = await unless_client_leaves(request, _prompt(parts, wanted))
+    past_tokens = await past.tokens(wanted.past)
     stops = [*wanted.stops, *(await parts.templates.template()).stop_strings]
     reply = ChatReply(wanted.model, loaded.tokenizer, info, logprobs=bool(wanted.logprobs))
     async with AsyncExitStack() as stack:
-        deltas = complete(loaded.engine, loaded.tokenizer, prompt, params, stops)
+        answer = complete(
+            loaded.engine, loaded.tokenizer, prompt.ids, params, stops, past=past_tokens, owner=parts.owner
+        )
+        deltas = _learning(parts, prompt, answer)
         stack.push_async_callback(deltas.aclose)
         if not wanted.streamed:
             every = await unless_client_leaves(request, _all(deltas))
@@ -125,16 +133,31 @@ async def _chat(parts: EngineParts, request: Request) -> Response:
         return EventStream(events, stack.pop_all())
 
 
-async def _prompt(parts: EngineParts, wanted: ChatRequest) -> list[int]:
+async def _learning(
+    parts: EngineParts, prompt: Prompt, deltas: AsyncGenerator[Delta, None]
+) -> AsyncGenerator[Delta, None]:
+    """Yield the deltas; then, or when left, keep the answer's tokens for the next turn."""
+    answer: list[int] = []
+    try:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                answer += [sample.id for sample in delta.sampled]
+                yield delta
+    finally:
+        if answer:
+            await parts.templates.learn(prompt, answer)
+
+
+async def _prompt(parts: EngineParts, wanted: ChatRequest) -> Prompt:
     """Return the tokens of the messages. Raises ApiError where they and an answer are more than the context."""
     context = parts.loaded.engine.info.context
     messages = [each.for_template() for each in wanted.messages]
     try:
-        prompt = await parts.templates.render_tokens(messages, max_bytes=max(context * TOKEN_BYTES, LEAST_BYTES))
+        prompt = await parts.templates.render_prompt(messages, max_bytes=max(context * TOKEN_BYTES, LEAST_BYTES))
     except TooLongError as error:
         raise _too_long(error.message, context) from error
-    if len(prompt) >= context:
-        raise _too_long(f"the messages have {len(prompt):,} tokens", context)
+    if len(prompt.ids) >= context:
+        raise _too_long(f"the messages have {len(prompt.ids):,} tokens", context)
     return prompt
 
 

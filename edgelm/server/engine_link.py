@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -23,8 +24,10 @@ import httpx2
 from edgelm.config import Places, Settings
 from edgelm.errors import EdgeLMError, EngineError
 from edgelm.executors import machine
+from edgelm.library.usage import note_use
 from edgelm.server.death import engine_death
 from edgelm.server.listener import private_folder
+from edgelm.server.model_files import ModelFiles
 
 GRACE_S = 2.0  # between the closing of its standard input and SIGKILL
 CONNECT_LIMIT_S = 10.0
@@ -55,6 +58,9 @@ class EngineLink(Protocol):
     @property
     def exited(self) -> bool: ...
 
+    async def outdated(self) -> bool:
+        """Tell whether somebody wrote into the model's file: what it computes now is nonsense."""
+
     async def ready(self) -> None:
         """Wait until it answers. Raises EdgeLMError with what it says, or how it died."""
 
@@ -65,11 +71,17 @@ class EngineLink(Protocol):
         """End it, and wait until it is gone."""
 
 
+def owner_of(api_key: str | None) -> str:
+    """Return what stands for those who have a key: what they wrote serves nobody else. Empty: this machine's user."""
+    return hashlib.sha256(api_key.encode()).hexdigest()[:32] if api_key else ""
+
+
 class Launcher:
     """Starts engine processes, all with the same settings."""
 
     def __init__(self, settings: Settings, places: Places, sockets: Path | None, *, verbose: bool = False) -> None:
         self._settings = replace(settings, api_key=None)
+        self._owner = owner_of(settings.api_key)
         self._places = places
         self._sockets = sockets
         self._verbose = verbose
@@ -90,10 +102,13 @@ class Launcher:
             "model": str(path),
             "settings": asdict(self._settings),
             "repack": facts.repack,
+            "prefixes": str(self._places.prefixes),
+            "drafts": True,
+            "owner": self._owner,
             "verbose": self._verbose,
             **where,
         }
-        link = EngineProcess(job, verbose=self._verbose)
+        link = EngineProcess(job, verbose=self._verbose, note_use=lambda: note_use(self._places.data, path))
         try:
             await asyncio.get_running_loop().subprocess_exec(
                 lambda: link,
@@ -119,12 +134,14 @@ class Launcher:
 class EngineProcess(asyncio.SubprocessProtocol):
     """An engine process. The loop that starts it calls back with what it prints and when it ends."""
 
-    def __init__(self, job: dict[str, Any], *, verbose: bool) -> None:
+    def __init__(self, job: dict[str, Any], *, verbose: bool, note_use: Callable[[], None] = lambda: None) -> None:
         self.pid = 0
         self.progress: float | None = None
         self.info: EngineInfo | None = None
         self._job = job
+        self._files = ModelFiles(Path(job["model"]))
         self._verbose = verbose
+        self._note_use = note_use
         self._transport: asyncio.SubprocessTransport
         self._lines = {1: b"", 2: b""}  # begun on standard output and standard error
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -136,6 +153,9 @@ class EngineProcess(asyncio.SubprocessProtocol):
     @property
     def exited(self) -> bool:
         return self._exited.is_set()
+
+    async def outdated(self) -> bool:
+        return await asyncio.to_thread(self._files.rewritten)
 
     async def ready(self) -> None:
         await self._settled.wait()
@@ -150,9 +170,11 @@ class EngineProcess(asyncio.SubprocessProtocol):
             await asyncio.wait_for(self._silent.wait(), GRACE_S)
         code = self._transport.get_returncode()
         assert code is not None
-        return engine_death(code, self._last_lines)
+        return await asyncio.to_thread(engine_death, code, self._last_lines, self._files)
 
     async def close(self) -> None:
+        if self.info is not None:
+            self._note_use()
         self._stdin().close()
         try:
             await asyncio.wait_for(self._exited.wait(), GRACE_S)
@@ -206,6 +228,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
             self.info = EngineInfo(event["name"], event["engine"], event["device"], event["context"])
             self.progress = 1.0
             self.client = self._connect(event["port"])
+            self._note_use()
         self._settled.set()
 
     def _take_log(self, raw: bytes) -> None:

@@ -39,9 +39,9 @@ async def _serve(loaded: Loaded, job: dict[str, Any], emit: Emit) -> None:
         context=info.context,
         port=listener.getsockname()[1] if socket_path is None else None,
     )
-    templates = TemplateRunner(loaded.tokenizer)
+    templates = TemplateRunner(loaded.tokenizer, loaded.chats)
     warming = asyncio.create_task(_warm_up(templates))
-    parts = EngineParts(loaded, templates, Settings(**job["settings"]))
+    parts = EngineParts(loaded, templates, Settings(**job["settings"]), job.get("owner", ""))
     try:
         await Server(engine_app(parts, job["key"])).serve(sockets=[listener])
     finally:

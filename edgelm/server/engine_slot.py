@@ -87,19 +87,21 @@ class EngineSlot:
         """
         if self.state == "failed" and time.monotonic() >= self._retry_at:
             self._begin()
-        try:
-            async with asyncio.timeout(wait_s):
-                while self.state == "starting" or self._just_died:
-                    if self._just_died:
-                        self._settled.clear()
-                    await self._settled.wait()
-        except TimeoutError:
-            raise self._still_loading() from None
-        if self.state != "ready":
-            assert self.error is not None
-            raise self.error
-        assert self.link is not None
-        return self.link
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    link = await self._settled_link()
+            except TimeoutError:
+                raise self._still_loading() from None
+            if link is None:
+                assert self.error is not None
+                raise self.error
+            if await link.outdated():
+                log.warning("%s changed while it was in use: it is loaded again", self.model.name)
+                await link.close()
+            elif not link.exited:
+                return link
 
     async def stop(self, reason: str) -> None:
         """End the engine, whatever it does; the reason continues a sentence that begins with the model's name."""
@@ -132,6 +134,15 @@ class EngineSlot:
     def _just_died(self) -> bool:
         """Whether the engine's end is known to the system, and not yet dealt with here."""
         return self.state == "ready" and self.link is not None and self.link.exited
+
+    async def _settled_link(self) -> EngineLink | None:
+        """Wait until the engine is ready; None where it failed."""
+        while self.state == "starting" or self._just_died:
+            if self._just_died:
+                self._settled.clear()
+            await self._settled.wait()
+        assert self.state != "ready" or self.link is not None
+        return self.link if self.state == "ready" else None
 
     def _begin(self) -> None:
         self._to_starting()

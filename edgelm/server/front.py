@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from edgelm import __version__
+from edgelm.library.local import printable
 from edgelm.server.api_error import EXCEPTION_HANDLERS, RETRY_AFTER, ApiError
 from edgelm.server.chat_request import parse_chat
 from edgelm.server.engine_slot import EngineSlot, StillLoadingError
@@ -106,7 +107,7 @@ async def _models(front: Front) -> list[dict[str, Any]]:
             "object": "model",
             "created": model.created,
             "owned_by": "edgelm",
-            "edgelm": {"path": str(model.path), **model.known, "loaded": model.path.resolve() in loaded},
+            "edgelm": {"path": printable(str(model.path)), **model.known, "loaded": model.path in loaded},
         }
         for model in await front.models.list()
     ]
@@ -121,7 +122,7 @@ async def _process(slot: EngineSlot) -> dict[str, Any]:
             stats = (await link.client.get("/stats", timeout=STATS_LIMIT_S)).json()
     return {
         "model": slot.model.name,
-        "path": str(slot.model.path),
+        "path": printable(str(slot.model.path)),
         "state": slot.state,
         "progress": slot.progress,
         "pid": link.pid if link else None,

@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgelm.errors import ModelError
-from edgelm.library.local import LocalModel, find_model, installed
+from edgelm.library.local import LocalModel, find_local, installed, require_gguf
 from edgelm.server.api_error import ApiError
 
+DESCRIBE = ("-P", "-m", "edgelm.library.describe")  # -P: nothing of the current folder
 DESCRIBE_LIMIT_S = 60.0
 
 
@@ -38,9 +41,10 @@ class Listed(NamedTuple):
 class ModelNames:
     """What is installed, and the files named on the command line."""
 
-    def __init__(self, hub: Path | None, given: list[Path], *, any_path: bool) -> None:
+    def __init__(self, hub: Path | None, given: list[Path], *, any_path: bool, folders: Sequence[Path] = ()) -> None:
         self._hub = hub
         self._given = given
+        self._folders = folders
         self._any_path = any_path  # a client may name any .gguf file: for this machine's own clients
         self._known: dict[Stamp, dict[str, Any]] = {}
         self._describing = asyncio.Lock()
@@ -51,46 +55,57 @@ class ModelNames:
 
     async def list(self) -> list[Listed]:
         """Return the models that are there now."""
-        models = await asyncio.to_thread(installed, self._hub, self._given)
+        models = await asyncio.to_thread(self._runnable)
         async with self._describing:
             stamps = {model.path: stamp for model in models if (stamp := _stamp(model.path)) is not None}
             unknown = [path for path, stamp in stamps.items() if stamp not in self._known]
             if unknown:
-                described = await _describe(unknown)
-                if len(described) < len(unknown):  # the first that is missing killed the process
-                    described.append({"error": "the file cannot be read"})
-                for path, each in zip(unknown, described, strict=False):
+                for path, each in zip(unknown, await _describe_all(unknown), strict=False):
                     self._known[stamps[path]] = each
         return [
-            Listed(*model, stamp.mtime_ns // 10**9, self._known.get(stamp, {}))
+            Listed(model.name, model.path, stamp.mtime_ns // 10**9, self._known.get(stamp, {}))
             for model in models
             if (stamp := stamps.get(model.path)) is not None
         ]
 
     def _find(self, name: str) -> LocalModel:
+        models = self._runnable()
         for path in self._given:
             if name in (path.stem, path.name, str(path)):
-                return _existing(path.stem, path)
-        for model in installed(self._hub, self._given):
-            if name.casefold() == model.name.casefold():
-                return _existing(*model)
-        if self._any_path and name.endswith(".gguf"):
-            try:
-                path = find_model(name)
-            except ModelError as error:
-                raise _not_found(str(error)) from None
-            return LocalModel(path.stem, path)
-        raise _not_found(f"there is no model {name[:200]}; GET /v1/models lists those that are here")
+                return _existing(next(model for model in models if model.is_at(path)))
+        for model in models:
+            if model.is_called(name):
+                return _existing(model)
+        by_path = self._any_path and name.endswith(".gguf")
+        try:
+            return require_gguf(find_local(name, self._hub, self._folders, paths=by_path))
+        except ModelError as error:
+            raise _not_found(f"{error}; GET /v1/models lists the models that are here") from None
+
+    def _runnable(self) -> Sequence[LocalModel]:
+        found = installed(self._hub, self._given, self._folders)
+        return [model for model in found if model.format == "gguf"]
+
+
+async def _describe_all(paths: list[Path]) -> list[dict[str, Any]]:
+    """Return what the models are, in order; one whose reading kills the process hides no other.
+
+    They are fewer where the time is over; the rest is read when the list is asked for again.
+    """
+    described: list[dict[str, Any]] = []
+    deadline = time.monotonic() + DESCRIBE_LIMIT_S
+    while len(described) < len(paths) and time.monotonic() < deadline:
+        described += await _describe(paths[len(described) :])
+        if len(described) < len(paths):
+            described.append({"error": f"{paths[len(described)].name} cannot be read; it may be changing just now"})
+    return described
 
 
 async def _describe(paths: list[Path]) -> list[dict[str, Any]]:
     """Read headers in a child process; a file that kills it (SIGBUS: cut while it is read) ends the list."""
     child = await asyncio.create_subprocess_exec(
         sys.executable,
-        "-P",
-        "-P",
-        "-m",
-        "edgelm.library.describe",
+        *DESCRIBE,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -107,10 +122,10 @@ async def _describe(paths: list[Path]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def _existing(name: str, path: Path) -> LocalModel:
-    if not path.is_file():
-        raise _not_found(f"the file of {name} is gone: {path}")
-    return LocalModel(name, path.resolve())
+def _existing(model: LocalModel) -> LocalModel:
+    if not model.path.is_file():
+        raise _not_found(f"the file of {model.name} is gone: {model.path}")
+    return model
 
 
 def _not_found(message: str) -> ApiError:

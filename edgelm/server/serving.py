@@ -62,7 +62,8 @@ def serve(settings: Settings, places: Places, options: ServeOptions, announce: C
         stack.enter_context(announced(places.runtime, FrontRecord(os.getpid(), address)))
         launcher = Launcher(settings, places, sockets, verbose=options.verbose)
         rules = Rules(local, settings.api_key)
-        names = ModelNames(places.hub, options.models, any_path=local)
+        folders = [Path(each) for each in settings.model_dirs]
+        names = ModelNames(places.hub, options.models, any_path=local, folders=folders)
         ended_by = asyncio.run(_serve(settings, launcher, rules, names, listener, options, lambda: announce(address)))
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt

@@ -90,6 +90,20 @@ def render_chat(
 
 def encode_rendered(tokenizer: Tokenizer, template: ChatTemplate, rendered: Rendered) -> list[int]:
     """Return the tokens of a rendered chat. Raises RequestError for what the vocabulary cannot write."""
+    ids = encode_part(tokenizer, template, rendered)
+    # Not `bos=True` above: it would add the EOS that some models want behind a text, here behind an open turn.
+    bos = tokenizer.bos_id
+    if bos is not None and bos in (*ids[:1], *tokenizer.encode("", special=False, bos=True)[:1]):
+        others = (index for index, token in enumerate(ids) if token != bos)
+        ids[: next(others, len(ids))] = [bos]
+    return ids
+
+
+def encode_part(tokenizer: Tokenizer, template: ChatTemplate, rendered: Rendered) -> list[int]:
+    """Return the tokens of a part of a rendered chat that begins with a special token, or of a chat without its BOS.
+
+    Raises RequestError for what the vocabulary cannot write.
+    """
     ids: list[int] = []
     for text, is_plain in _segments(rendered, template, tokenizer):
         if is_plain:
@@ -97,11 +111,6 @@ def encode_rendered(tokenizer: Tokenizer, template: ChatTemplate, rendered: Rend
         else:
             for chunk in _chunks(text, template):
                 ids += tokenizer.encode(chunk, special=True, bos=False)
-    # Not `bos=True` above: it would add the EOS that some models want behind a text, here behind an open turn.
-    bos = tokenizer.bos_id
-    if bos is not None and bos in (*ids[:1], *tokenizer.encode("", special=False, bos=True)[:1]):
-        others = (index for index, token in enumerate(ids) if token != bos)
-        ids[: next(others, len(ids))] = [bos]
     return ids
 
 

@@ -37,6 +37,11 @@ class TextStream:
     def stopped(self) -> bool:
         return self.matched is not None
 
+    @property
+    def held_len(self) -> int:
+        """Characters that are decoded and held back, since a stop string may begin with them."""
+        return len(self._held)
+
     def push(self, piece: bytes) -> str:
         """Return the text that may be shown now; nothing once a stop string was found."""
         assert not self._flushed, "the text has ended"

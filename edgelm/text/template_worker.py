@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from edgelm.errors import EdgeLMError, EngineError, ModelError, RequestError
 from edgelm.text.chat import Rendered, encode_rendered, render_chat
+from edgelm.text.known_chats import KnownChats, Prompt
 from edgelm.text.template import ChatTemplate, Message, RefusedError, TemplateFailedError, TooLongError
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ _ERRORS: dict[str, type[EdgeLMError]] = {
 class TemplateRunner:
     """Renders chats with a model's template, one at a time, off the event loop. Close it with the application."""
 
-    def __init__(self, tokenizer: Tokenizer, *, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, tokenizer: Tokenizer, known: KnownChats | None = None, *, limit_s: float = LIMIT_S) -> None:
         self._tokenizer = tokenizer
+        self._known = known or KnownChats()
         self._limit_s = limit_s
         self._template: ChatTemplate | None = None
         self._process: Process | None = None
@@ -67,7 +69,33 @@ class TemplateRunner:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
-        """Return the tokens of a conversation, as `encode_chat` does.
+        """Return the tokens of a conversation, as `encode_chat` does; for the rest see `render`."""
+        rendered = await self.render(
+            messages, max_bytes=max_bytes, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
+        )
+        template = await self.template()
+        return await asyncio.to_thread(encode_rendered, self._tokenizer, template, rendered)
+
+    async def render_prompt(self, messages: Sequence[Message], *, max_bytes: int, owner: str = "") -> Prompt:
+        """Return a conversation's prompt, with the tokens that were generated where its owner's answers are in it."""
+        rendered = await self.render(messages, max_bytes=max_bytes)
+        template = await self.template()
+        return await asyncio.to_thread(self._known.encode, self._tokenizer, template, rendered, owner)
+
+    async def learn(self, prompt: Prompt, answer: Sequence[int]) -> None:
+        """Keep the tokens of an answer for the prompts that go on from it."""
+        await asyncio.to_thread(self._known.add, self._tokenizer, await self.template(), prompt, answer)
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_bytes: int,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> Rendered:
+        """Return the text of a conversation, as `render_chat` does.
 
         `max_bytes` bounds the rendered text. Raises RequestError, ModelError for a template that is broken, and
         EngineError where no process can be started. Cancelling it ends the process; the next call starts another.
@@ -81,10 +109,7 @@ class TemplateRunner:
         async with self._lock:
             data = await self._ask(template, job)
 
-        def encode() -> list[int]:
-            return encode_rendered(self._tokenizer, template, _rendered(json.loads(data)))
-
-        return await asyncio.to_thread(encode)
+        return await asyncio.to_thread(lambda: _rendered(json.loads(data)))
 
     async def close(self) -> None:
         """End the process; a rendering that runs fails."""

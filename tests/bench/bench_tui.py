@@ -162,7 +162,8 @@ def _child(address: str, chat_id: int, result: Path) -> None:
     from edgelm.config import load_config
     from edgelm.tui.app import ChatApp
     from edgelm.tui.link import Link
-    from edgelm.tui.screen import ChatScreen, Wishes
+    from edgelm.tui.open_chat import Wishes
+    from edgelm.tui.screen import ChatScreen
 
     places = load_config({}).places
     link = Link(endpoint=address, api_key=None, runtime=places.runtime, log=places.cache / "log")

@@ -17,7 +17,7 @@ def child(monkeypatch: pytest.MonkeyPatch, program: str) -> EngineChild:
     start = engine_child.subprocess.Popen
     command = [sys.executable, "-c", "import os, sys, signal\nsys.stdin.readline()\n" + program]
     monkeypatch.setattr(engine_child.subprocess, "Popen", lambda _, **options: start(command, **options))
-    return EngineChild({"job": "run"}, {}, verbose=False)
+    return EngineChild({"job": "run", "model": "absent.gguf"}, {}, verbose=False)
 
 
 @pytest.mark.parametrize(

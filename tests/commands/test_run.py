@@ -106,7 +106,8 @@ def test_json_is_one_document_as_the_design_has_it(edgelm: Edgelm, model: Path) 
     assert set(result["timings"]) == {
         "queue_ms", "prompt_ms", "first_token_ms", "decode_ms", "decode_tokens_per_second",
     }  # fmt: skip
-    assert result["speculation"] == {"drafted": 0, "accepted": 0}
+    assert set(result["speculation"]) == {"drafted", "accepted"}
+    assert 0 <= result["speculation"]["accepted"] <= result["speculation"]["drafted"]
     assert result["usage"]["completion_tokens"] == len(result["token_ids"]) <= 9
     assert result["finish_reason"] in {"stop", "length"}
     timings = result["timings"]
@@ -301,7 +302,7 @@ def test_what_cannot_be_is_one_line(edgelm: Edgelm, model: Path) -> None:
 
 def test_more_memory_than_there_is(edgelm: Edgelm, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "wide.gguf", context=2**24, layers=8, kv_heads=4, head_dim=256)
-    assert re.search(r"needs about [\d.]+ GiB .* are free", error_of(edgelm("run", path, "hi", "--ctx", str(2**24))))
+    assert re.search(r"needs [\d.]+ GiB .* are free", error_of(edgelm("run", path, "hi", "--ctx", str(2**24))))
 
 
 def test_logits_that_are_not_numbers(edgelm: Edgelm, tmp_path: Path) -> None:

@@ -28,10 +28,13 @@ from edgelm.core import (
     Sampled,
     SamplingParams,
     Save,
+    Sequence,
     Step,
+    Store,
+    StoredPrefix,
     Trim,
 )
-from edgelm.errors import EngineError, RequestError
+from edgelm.errors import EngineError, RequestError, SnapshotError
 
 ROOT = 17  # the entry before the first
 
@@ -122,6 +125,21 @@ class FakeMatcher:
         self._state = hash((self._state, token))
 
 
+class SimpleDrafter:
+    """What a `Drafter` of a test has in common with others: nothing to prepare, to put off or to keep."""
+
+    def begin(self, seq: Sequence) -> None: ...
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None: ...
+
+    def end(self, seq: Sequence) -> None: ...
+
+    def work(self, seconds: float) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
 class InjectedError(Exception):
     """A failure that a test asked for, and that is no EdgeLMError."""
 
@@ -151,15 +169,71 @@ class _Cell:
     holders: set[int]  # of slots
 
 
-class SlotMemory:
-    """llama.cpp's unified cache: a cell carries the set of slots that hold it, and is free when the set is empty."""
+@dataclass(eq=False, slots=True)
+class FakeFiles:
+    """A disk that outlives the engine. What is spoiled is found out when it is read."""
 
-    def __init__(self, info: ExecutorInfo, snapshot_bytes: int) -> None:
+    found: tuple[StoredPrefix, ...] = ()
+    entries: dict[str, list[int]] = field(default_factory=dict)
+    spoiled: set[str] = field(default_factory=set)
+    num_fetched: int = 0
+
+    def write(self, op: Store, entries: list[int]) -> None:
+        name = f"{op.owner}/{hash(op.tokens.tobytes())}"
+        if name not in self.entries:
+            assert len(entries) == len(op.tokens)
+            self.entries[name] = entries
+            self.found = (*self.found, StoredPrefix(name, op.tokens, op.owner))
+
+    def delete(self, name: str) -> None:
+        self.entries.pop(name, None)
+        self.found = tuple(each for each in self.found if each.name != name)
+
+
+class SlotMemory:
+    """llama.cpp's unified cache: a cell carries the set of slots that hold it, and is free when the set is empty.
+
+    It is its own `Snapshots`. `refused` says which saves, by number, find no room.
+    """
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        snapshot_bytes: int,
+        files: FakeFiles | None = None,
+        refused: frozenset[int] = frozenset(),
+    ) -> None:
         self._info = info
         self._snapshot_bytes = snapshot_bytes
+        self._files = files
+        self._refused = refused
+        self._num_saved = 0
+        self._fetched: set[int] = set()
+        self.keeps_files = files is not None
         self.slots: list[list[_Cell]] = [[] for _ in range(info.max_sequences)]
         self.snapshots: dict[int, list[int]] = {}
         self.num_used = 0
+
+    def nbytes(self, key: int) -> int | None:
+        return len(self.snapshots[key]) * self._info.kv_bytes_per_token if key in self.snapshots else None
+
+    def files(self) -> tuple[StoredPrefix, ...]:
+        return self._files.found if self._files else ()
+
+    def fetch(self, name: str, key: int) -> bool:
+        assert self._files
+        assert key not in self.snapshots
+        assert not self._fetched, "one at a time"
+        assert name in {each.name for each in self._files.found}
+        if name in self._files.spoiled:
+            self._files.delete(name)
+            return False
+        self.snapshots[key] = self._files.entries[name]
+        self._fetched.add(key)
+        self._files.num_fetched += 1
+        return True
+
+    def flush(self) -> None: ...
 
     def apply(self, op: Op, lenient: bool) -> None:
         match op:
@@ -180,18 +254,31 @@ class SlotMemory:
                     cell.holders.remove(slot)
                     self.num_used -= not cell.holders
             case Save(slot, key):
-                assert key not in self.snapshots
-                assert self.slots[slot]
-                self.snapshots[key] = [cell.entry for cell in self.slots[slot]]
-                num_tokens = sum(len(entries) for entries in self.snapshots.values())
-                assert num_tokens * self._info.kv_bytes_per_token <= self._snapshot_bytes
+                self._save(slot, key)
             case Load(key, slot):
                 assert not self.slots[slot]
+                if key not in self.snapshots:
+                    raise SnapshotError("it was not saved")
                 for entry in self.snapshots[key]:
                     self._append(slot, entry)
             case Drop(key):
-                assert lenient or key in self.snapshots
+                assert lenient or self._refused or key in self.snapshots
                 self.snapshots.pop(key, None)
+                self._fetched.discard(key)
+            case Store(key):
+                assert self._files is not None
+                if key in self.snapshots:
+                    self._files.write(op, self.snapshots[key])
+
+    def _save(self, slot: int, key: int) -> None:
+        assert key not in self.snapshots
+        assert self.slots[slot]
+        self._num_saved += 1
+        if self._num_saved in self._refused:
+            return
+        self.snapshots[key] = [cell.entry for cell in self.slots[slot]]
+        num_tokens = sum(len(each) for key, each in self.snapshots.items() if key not in self._fetched)
+        assert num_tokens * self._info.kv_bytes_per_token <= self._snapshot_bytes
 
     def check_step(self, step: Step) -> None:
         slots = [chunk.kv for chunk in step.chunks]
@@ -341,7 +428,7 @@ class FakeExecutor:
         raise fault.exception()
 
     def _check(self, step: Step) -> None:
-        assert step.chunks
+        assert step.chunks or step.ops
         assert len(step.chunks) <= self.info.max_sequences
         assert step.num_tokens <= self.info.max_tokens
         assert step.num_rows <= self.info.max_rows

@@ -24,6 +24,7 @@ class Loop:
         snapshot_bytes: int = 10**6,
         drafter: Drafter | None = None,
         block_len: int = 16,
+        clock: StepClock | None = None,
         **facts: object,
     ) -> None:
         self.info = info(**facts)
@@ -34,7 +35,7 @@ class Loop:
         else:
             self.kv, self.memory = PagedKV(self.info, block_len), PagedMemory(self.info, block_len)
         self.executor = FakeExecutor(self.info, self.memory)
-        self.clock = StepClock()
+        self.clock = clock or StepClock()
         self.scheduler = Scheduler(self.info, self.kv, self.clock, drafter)
         self.last: Step | None = None
         self.ops: list[Op] = []  # of all steps

@@ -61,8 +61,8 @@ MUTATIONS = [
     Mutation(
         "slots",
         "a match is not looked for again",
-        "            match = self._best_match(seq.tokens)  # ",
-        "            # ",
+        "chosen = self._choose(seq, tokens)",
+        "chosen = match if not isinstance(match.source, StoredPrefix) else self._choose(seq, tokens)",
     ),
     Mutation(
         "slots",
@@ -87,46 +87,51 @@ MUTATIONS = [
         "            self._trim(slot, match.length)\n        return slot",
         "        return slot",
     ),
-    Mutation("slots", "a cut slot is not kept", "if source.length - match.length >= MIN_SNAPSHOT_LEN:", "if False:"),
+    Mutation("slots", "a cut slot is not kept", "if source.length - match.length >= MIN_PREFIX_LEN:", "if False:"),
     Mutation(
         "slots",
         "snapshots take twice their room",
-        "+ len(tokens) > self._max_snapshot_tokens",
-        "+ len(tokens) > 2 * self._max_snapshot_tokens",
+        "if kept + nbytes <= self._max_bytes",
+        "if kept + nbytes <= 2 * self._max_bytes",
     ),
     Mutation(
-        "slots", "the newest snapshot goes first", "self._drop(self._snapshots[0])", "self._drop(self._snapshots[-1])"
+        "slots",
+        "the newest snapshot goes first",
+        "for oldest in self._snapshots:",
+        "for oldest in reversed(list(self._snapshots)):",
     ),
     Mutation("slots", "a dropped snapshot stays on the device", "        self._ops.append(Drop(snapshot.key))\n"),
     Mutation(
-        "slots",
+        "prefixes",
         "a used snapshot stays old",
-        "        self._snapshots.remove(snapshot)\n        self._snapshots.append(snapshot)",
+        "        self.remove(prefix)\n        self.add(prefix)",
         "        return",
     ),
     Mutation(
         "slots",
         "a snapshot in use is evicted for the idle slot",
-        "            if isinstance(match.source, Snapshot):\n                self._touch(match.source)\n",
+        "            if isinstance(match.source, Snapshot):\n                self._snapshots.touch(match.source)\n",
+        "",
     ),
     Mutation(
         "slots",
         "snapshots of one conversation pile up",
-        "return longer == tokens or (self._info.can_trim and longer[: len(tokens)] == tokens)",
-        "return longer == tokens",
+        "common == length and (len(other.tokens) == length or self._divisible)",
+        "common == length == len(other.tokens)",
     ),
     Mutation(
-        "slots", "a covered snapshot is taken for equal without trim", "(self._info.can_trim and longer[", "(longer["
+        "slots",
+        "a covered snapshot is taken for equal without trim",
+        "(len(other.tokens) == length or self._divisible)",
+        "True",
     ),
     Mutation(
         "slots",
         "a small gain is worth a load",
-        "if length >= best.length + MIN_SNAPSHOT_LEN:",
-        "if length >= MIN_SNAPSHOT_LEN:",
+        "if length >= best.length + MIN_PREFIX_LEN and",
+        "if length >= MIN_PREFIX_LEN and",
     ),
-    Mutation(
-        "slots", "short prefixes become snapshots", "if not MIN_SNAPSHOT_LEN <= len(tokens)", "if not 1 <= len(tokens)"
-    ),
+    Mutation("slots", "short prefixes become snapshots", "if len(tokens) < MIN_PREFIX_LEN or nbytes", "if nbytes"),
     Mutation("slots", "snapshots survive a reset", "*(Drop(key) for key in keys)"),
     Mutation("slots", "a reset forgets the drops of the failed step", "(*self._taken, *self._ops)", "self._ops"),
     Mutation("slots", "a reset forgets the drops of the failed plan", "(*self._taken, *self._ops)", "self._taken"),
@@ -150,12 +155,12 @@ MUTATIONS = [
     Mutation(
         "slots",
         "what cannot be cut is cut",
-        "        if self._info.can_trim:\n            return min",
-        "        if True:\n            return min",
+        "return usable if self._divisible or usable == length else 0",
+        "return usable",
     ),
-    Mutation("slots", "what cannot be copied is copied", "if slot.owner is None or self._info.can_copy:", "if True:"),
+    Mutation("slots", "what cannot be copied is copied", "(slot.owner is None or self._info.can_copy)", "True"),
     Mutation(
-        "slots",
+        "prefixes",
         "the prefix is too long by half a search",
         "            high = middle\n    return low",
         "            high = middle\n    return high",
@@ -166,8 +171,56 @@ MUTATIONS = [
     Mutation(
         "slots",
         "nothing is ever found",
-        "        best = _Match(0)\n        for",
-        "        return _Match(0)\n        for",
+        "        best = _Match(0)\n        most",
+        "        return _Match(0)\n        most",
+    ),
+    Mutation("slots", "prefixes serve every owner", "if slot.user == seq.owner and (slot.owner", "if (slot.owner"),
+    Mutation(
+        "prefixes",
+        "kept prefixes serve every owner",
+        "return owner, tokens[:MIN_PREFIX_LEN].tobytes()",
+        'return "", tokens[:MIN_PREFIX_LEN].tobytes()',
+    ),
+    Mutation(
+        "slots",
+        "nobody waits for a common beginning",
+        "                if common > slot.length and common",
+        "                if False and common",
+    ),
+    Mutation("slots", "one waits for what is no gain", "common >= match.length + WORTH_WAITING_LEN:", "True:"),
+    Mutation("slots", "what memory has no room for is lost", "            self._keep(oldest)\n", ""),
+    Mutation("slots", "each rest writes all again", "        snapshot.stored = True\n", ""),
+    Mutation(
+        "slots",
+        "the slot that rests is not kept",
+        "        if idle:\n            self._save(idle)\n        for snapshot",
+        "        for snapshot",
+    ),
+    Mutation(
+        "slots",
+        "what was fetched stays in memory",
+        "                self._ops.append(Drop(source.key))\n            else",
+        "                pass\n            else",
+    ),
+    Mutation(
+        "slots",
+        "a damaged file counts as read",
+        "if self._store.fetch(source.name, key):",
+        "if self._store.fetch(source.name, key) or True:",
+    ),
+    Mutation(
+        "slots",
+        "what found no room is counted on",
+        "            if nbytes is None:\n                self._drop(snapshot)\n                continue\n",
+        "            if nbytes is None:\n                continue\n",
+    ),
+    Mutation("slots", "sizes stay as expected", "            snapshot.nbytes = nbytes\n", ""),
+    Mutation("slots", "a file longer than the cache is loaded", " and len(prefix.tokens) <= self._info.capacity", ""),
+    Mutation(
+        "scheduler",
+        "a lost snapshot ends its sequences",
+        "        self._restart([])",
+        "        self._restart(self.running)",
     ),
     Mutation(
         "scheduler",
@@ -259,28 +312,26 @@ MUTATIONS = [
     Mutation(
         "scheduler",
         "a finished sequence keeps its memory",
-        "        self._kv.release(seq)\n        error = None",
-        "        error = None",
+        "        self._kv.release(seq)\n        self._forget(seq)",
+        "        self._forget(seq)",
     ),
     Mutation("scheduler", "prefill is not counted", "        room.prefill -= length if missing > 1 else 0\n"),
     Mutation(
         "scheduler",
         "prefill is not bounded in time",
-        "self._clock.prefill_tokens(ready) if ready else self._info.max_tokens",
+        "self._clock.prefill_tokens(ready, depth) if ready else self._info.max_tokens",
         "self._info.max_tokens",
     ),
     Mutation(
         "scheduler",
         "prefill is always bounded",
-        "self._clock.prefill_tokens(ready) if ready else self._info.max_tokens",
-        "self._clock.prefill_tokens(ready)",
+        "self._clock.prefill_tokens(ready, depth) if ready else self._info.max_tokens",
+        "self._clock.prefill_tokens(ready, depth)",
     ),
     Mutation(
-        "scheduler", "failed sequences run again", "            if seq not in concerned:\n", "            if True:\n"
+        "scheduler", "failed sequences run again", "            if seq in concerned:\n", "            if False:\n"
     ),
-    Mutation(
-        "scheduler", "a failure loses the others", "            if seq not in concerned:\n", "            if False:\n"
-    ),
+    Mutation("scheduler", "a failure loses the others", "            if seq in concerned:\n", "            if True:\n"),
     Mutation("scheduler", "a failure leaves the cache as it is", "        self._kv.reset()\n"),
     Mutation(
         "scheduler", "a failed plan concerns nobody in the queue", "self.running or self.waiting[:1]", "self.running"
@@ -288,8 +339,8 @@ MUTATIONS = [
     Mutation(
         "scheduler",
         "the second admission counts as the first",
-        "seq.computed if seq.cached is None else seq.cached",
-        "seq.computed",
+        "            if seq.cached is None:\n                seq.cached = seq.computed\n",
+        "            seq.cached = seq.computed\n            if True:\n",
     ),
     Mutation("scheduler", "accepted tokens are not counted", "seq.accepted += accepted", "seq.accepted += len(taken)"),
     Mutation(
@@ -306,7 +357,8 @@ MUTATIONS = [
         "num_full = seq.computed // self._block_len",
         "num_full = self._num_blocks(seq.computed)",
     ),
-    Mutation("paged", "a digest covers its own block only", 'key=chain[-1] if chain else b"", '),
+    Mutation("paged", "a digest covers its own block only", "key = chain[-1] if chain else", "key ="),
+    Mutation("paged", "prefixes serve every owner", "blake2b(seq.owner.encode(), digest_size=16)", "blake2b()"),
     Mutation("paged", "a shared block is freed", "if self._refs[block] == 0:", "if self._refs[block] <= 1:"),
     Mutation("paged", "nothing stays known", "if self._digests[block] is None:", "if True:"),
     Mutation("paged", "nothing is ever registered", "if digest not in self._known:", "if False:"),

@@ -13,10 +13,11 @@ from edgelm.core import Event, Sequence, Step
 from edgelm.engine.clock import StepClock
 from edgelm.engine.masks import grammar_masks
 from edgelm.engine.paged import PagedKV
+from edgelm.engine.prefixes import common_prefix_len
 from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.slots import SlotKV
-from edgelm.errors import EngineError
-from tests.engine.fake import FakeExecutor, FakeMatcher, InjectedError, PagedMemory, SlotMemory
+from edgelm.errors import EngineError, SnapshotError
+from tests.engine.fake import FakeExecutor, FakeFiles, FakeMatcher, InjectedError, PagedMemory, SlotMemory
 from tests.engine.workloads import FakeDrafter, Request, Workload, make_workload
 
 BOOKKEEPERS = ("slots", "paged")
@@ -36,26 +37,36 @@ class Simulation:
     """One workload on one kind of bookkeeper."""
 
     def __init__(self, workload: Workload, kind: str) -> None:
-        facts = workload.info
         self.workload = workload
         self.clock = StepClock()
         self.kv: SlotKV | PagedKV
         self.memory: SlotMemory | PagedMemory
-        if kind == "slots":
-            self.kv, self.memory = SlotKV(facts, workload.snapshot_bytes), SlotMemory(facts, workload.snapshot_bytes)
-        else:
-            self.kv, self.memory = PagedKV(facts, workload.block_len), PagedMemory(facts, workload.block_len)
-        spoiled = {request.id: request.spoiled_at for request in workload.requests if request.spoiled_at is not None}
-        self.executor = FakeExecutor(facts, self.memory, workload.faults, spoiled, workload.all_rows)
+        self.kind = kind
+        self.files = FakeFiles() if workload.keeps_files else None
         self.drafter = FakeDrafter(workload) if workload.draft_rate else None
-        self.scheduler = Scheduler(facts, self.kv, self.clock, self.drafter)
+        self.start()
         self.sequences: dict[int, Sequence] = {}
         self.answers: dict[int, list[int]] = {}
         self.finished: dict[int, Event] = {}
         self.num_preempted = 0
         self.num_cached = 0
+        self.num_restarts = 0
+        self._admitted: set[int] = set()
         self._cached: dict[int, int] = {}  # at the first admission
         self._failed: set[int] = set()  # whom an injected failure concerns
+
+    def start(self) -> None:
+        """Make what a process has: all but the files are new."""
+        workload, facts = self.workload, self.workload.info
+        if self.kind == "slots":
+            size = workload.snapshot_bytes
+            self.memory = memory = SlotMemory(facts, size, self.files, workload.refused_saves)
+            self.kv = SlotKV(facts, size, memory, min_stored_len=32)
+        else:
+            self.kv, self.memory = PagedKV(facts, workload.block_len), PagedMemory(facts, workload.block_len)
+        spoiled = {request.id: request.spoiled_at for request in workload.requests if request.spoiled_at is not None}
+        self.executor = FakeExecutor(facts, self.memory, workload.faults, spoiled, workload.all_rows)
+        self.scheduler = Scheduler(facts, self.kv, self.clock, self.drafter)
 
     def run(self) -> None:
         now, limit = 0, self._max_steps()
@@ -63,6 +74,7 @@ class Simulation:
             assert now < limit, "no progress"
             self._arrive_and_leave(now)
             if not self.step():
+                self._rest()
                 future = [request.arrival for request in self.workload.requests if request.arrival > now]
                 now = min(future, default=now)
             else:
@@ -76,7 +88,8 @@ class Simulation:
         if request.grammar is not None:
             matcher = FakeMatcher(request.grammar, self.workload.info.num_vocab, request.grammar_raises_at)
         self.scheduler.check(request.prompt, request.params)
-        seq = Sequence(request.id, list(request.prompt), len(request.prompt), request.params, matcher=matcher)
+        prompt = list(request.prompt)
+        seq = Sequence(request.id, prompt, len(prompt), request.params, matcher=matcher, owner=request.owner)
         self.sequences[request.id] = seq
         self.answers[request.id] = []
         self.scheduler.add(seq)
@@ -97,6 +110,10 @@ class Simulation:
             self.clock.observe(step, self._seconds(step))
             events = self.scheduler.commit(step, sampled)
             self._check_committed(step, events)
+        except SnapshotError:
+            self.executor.lenient = True
+            self.scheduler.recompute()
+            events = []
         except (EngineError, InjectedError):
             concerned = [chunk.seq for chunk in step.chunks] if step else [*self.scheduler.running]
             self._failed.update(seq.id for seq in concerned)
@@ -136,7 +153,10 @@ class Simulation:
         prefill = sum(len(chunk.tokens) for chunk in step.chunks if len(chunk.seq.tokens) - chunk.start > 1)
         if before.ready:
             assert prefill <= before.prefill, "prefill beside decoding is bounded in time"
-        self.num_cached += sum(seq.computed for seq in running if seq not in before.running)
+        for seq in running:
+            if seq not in before.running:
+                self.num_cached += seq.computed
+                assert seq.computed <= self._most_known(seq), "a prefix is its owner's"
 
     def check_state(self) -> None:
         """Check what holds between steps."""
@@ -171,12 +191,16 @@ class Simulation:
             assert isinstance(self.memory, SlotMemory)
             for op in self.kv.take_ops():
                 self.memory.apply(op, lenient=True)
+            self.kv._measure()
+            for op in self.kv.take_ops():
+                self.memory.apply(op, lenient=True)
             self._check_memory()
             assert sum(bool(slot) for slot in self.memory.slots) <= 1
             assert self.memory.snapshots.keys() == {each.key for each in self.kv._snapshots}
         else:
             assert not any(self.kv._refs)
         if self.drafter:
+            assert not self.drafter.begun
             unlost = [seq for seq in self.sequences.values() if seq.id not in self._failed]
             assert sum(seq.drafted for seq in unlost) <= self.drafter.drafted
             assert sum(seq.accepted for seq in unlost) <= self.drafter.accepted
@@ -221,8 +245,8 @@ class Simulation:
         assert sorted(slot.owner.id for slot in kv._slots if slot.owner) == [seq.id for seq in running]
         for slot in kv._slots:
             assert kv._cells.length(slot.id) == slot.length
-        kept = sum(len(snapshot.tokens) for snapshot in kv._snapshots) * self.workload.info.kv_bytes_per_token
-        assert kept <= self.workload.snapshot_bytes
+        assert sum(snapshot.nbytes for snapshot in kv._snapshots) <= self.workload.snapshot_bytes
+        assert all(slot.idle_tokens or not kv._cells.length(slot.id) for slot in kv._slots if not slot.owner)
 
     def _check_blocks(self, kv: PagedKV) -> None:
         assert isinstance(self.memory, PagedMemory)
@@ -261,6 +285,28 @@ class Simulation:
                 if event:
                     self.take([event])
                     self.check_state()
+
+    def _rest(self) -> None:
+        """Do what the engine does when nothing runs; perhaps a new process goes on, perhaps with a damaged file."""
+        step = self.scheduler.rest()
+        if step:
+            try:
+                self.executor.forward(step)
+            except (EngineError, InjectedError):
+                self.scheduler.recompute()
+        rng = self.workload.rng
+        if self.files and self.files.found and rng.random() < 0.3:
+            self.files.spoiled.add(rng.choice(self.files.found).name)
+        if rng.random() < self.workload.restart_rate:
+            self.num_restarts += 1
+            self.start()
+
+    def _most_known(self, seq: Sequence) -> int:
+        """Return how many tokens of a sequence its owner's other sequences begin with."""
+        again = seq.id in self._admitted
+        self._admitted.add(seq.id)
+        known = [each for each in self.sequences.values() if each.owner == seq.owner and (again or each is not seq)]
+        return max((common_prefix_len(each.tokens, seq.tokens) for each in known), default=0)
 
     def _seconds(self, step: Step) -> float:
         prefill = step.num_tokens - step.num_rows

@@ -19,7 +19,16 @@ from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.slots import SlotKV
 from edgelm.engine.stream import Stream
 from edgelm.errors import BusyError, EngineError, RequestError
-from tests.engine.fake import FakeExecutor, FakeMatcher, Fault, InjectedError, SlotMemory, complete_alone, info
+from tests.engine.fake import (
+    FakeExecutor,
+    FakeMatcher,
+    Fault,
+    InjectedError,
+    SimpleDrafter,
+    SlotMemory,
+    complete_alone,
+    info,
+)
 
 ENDLESS = SamplingParams(temperature=0)  # in a context that would take hours to fill
 
@@ -373,12 +382,10 @@ async def test_a_request_that_never_started_spent_its_time_in_the_queue() -> Non
 
 
 async def test_cached_and_drafted_tokens_are_counted() -> None:
-    class Right:
+    class Right(SimpleDrafter):
         def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
             answer, _ = complete_alone(seq.tokens[: seq.prompt_len], seq.params, info(context=100_000))
             return answer[seq.completion_len :][:3]
-
-        def observe(self, seq: Sequence, drafted: int, accepted: int) -> None: ...
 
     with running_engine(drafter=Right()) as (engine, _):
         first = await events_of(engine.submit([3, 1], greedy(10)))

@@ -8,7 +8,7 @@ import pytest
 
 from edgelm.core import NOT_A_TOKEN, Sequence
 from edgelm.engine.paged import PagedKV
-from tests.engine.fake import Fault, info
+from tests.engine.fake import Fault, SimpleDrafter, info
 from tests.engine.loop import Loop
 
 
@@ -82,11 +82,9 @@ def test_two_sequences_that_compute_the_same_at_once_keep_one_of_it() -> None:
 
 
 def test_a_rejected_draft_gives_its_blocks_back() -> None:
-    class Wrong:
+    class Wrong(SimpleDrafter):
         def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
             return [1] * 12
-
-        def observe(self, seq: Sequence, drafted: int, accepted: int) -> None: ...
 
     loop = Loop("paged", block_len=4, drafter=Wrong())
     seq = loop.add([3, 1, 2], max_tokens=30)

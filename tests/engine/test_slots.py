@@ -8,7 +8,8 @@ import pytest
 
 from edgelm.core import Copy, Drop, Load, Save, Sequence, Trim
 from edgelm.engine import slots
-from edgelm.engine.slots import MIN_SNAPSHOT_LEN, SlotKV, common_prefix_len
+from edgelm.engine.prefixes import MIN_PREFIX_LEN, common_prefix_len
+from edgelm.engine.slots import SlotKV
 from tests.counts import Count
 from tests.engine.fake import Fault, SlotMemory
 from tests.engine.loop import Loop
@@ -77,8 +78,8 @@ def test_without_room_for_snapshots_none_is_made() -> None:
 
 def test_a_short_prefix_is_not_worth_a_snapshot() -> None:
     loop = Loop()
-    loop.ask([1] * (MIN_SNAPSHOT_LEN - 8), max_tokens=8)
-    loop.ask([2] * (MIN_SNAPSHOT_LEN - 7), max_tokens=8)
+    loop.ask([1] * (MIN_PREFIX_LEN - 8), max_tokens=8)
+    loop.ask([2] * (MIN_PREFIX_LEN - 7), max_tokens=8)
     assert Save not in kinds(loop)
     loop.ask(C)
     assert Save in kinds(loop)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from edgelm.core import ExecutorInfo, FinishReason, SamplingParams, Sequence
 from edgelm.errors import EngineError
-from tests.engine.fake import Fault, InjectedError, complete_alone, info
+from tests.engine.fake import Fault, InjectedError, SimpleDrafter, complete_alone, info
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +27,7 @@ class Request:
     abort: int | None = None  # step number
     spoiled_at: int | None = None  # answer length at which the model computes no number
     grammar_raises_at: int | None = None
+    owner: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +43,9 @@ class Workload:
     decode_s: float
     prefill_s: float
     all_rows: bool
+    keeps_files: bool
+    refused_saves: frozenset[int]  # by number
+    restart_rate: float  # of the times when nothing runs
     rng: random.Random = field(repr=False)
 
 
@@ -65,6 +69,9 @@ def make_workload(seed: int) -> Workload:
         decode_s=rng.choice([0.0, 0.01, 0.1, 0.3]),
         prefill_s=rng.choice([0.0, 1e-6, 0.002, 0.004, 1.0]),
         all_rows=rng.random() < 0.3,
+        keeps_files=rng.random() < 0.7,
+        refused_saves=frozenset() if calm else frozenset(rng.sample(range(20), rng.choice([0, 0, 1, 3]))),
+        restart_rate=rng.choice([0.0, 0.3, 0.8]),
         rng=rng,
     )
 
@@ -114,7 +121,8 @@ def _requests(rng: random.Random, facts: ExecutorInfo, calm: bool) -> list[Reque
         if len(prompt) >= facts.context:
             prompt = prompt[: rng.randint(1, facts.context - 1)]
         answer, reason = complete_alone(prompt, params, facts, grammar)
-        request = Request(number, prompt, params, arrival, answer, reason, grammar)
+        owner = rng.choice(["", "", "", "other"])
+        request = Request(number, prompt, params, arrival, answer, reason, grammar, owner=owner)
         if rng.random() < 0.15:
             request.abort = arrival + rng.randrange(30)
         if not calm and rng.random() < 0.1:
@@ -135,7 +143,7 @@ def _params(rng: random.Random, facts: ExecutorInfo, long: bool) -> SamplingPara
     )
 
 
-class FakeDrafter:
+class FakeDrafter(SimpleDrafter):
     """Proposes what is right, wrong, right at first, too long, or copied from an earlier place of the sequence."""
 
     def __init__(self, workload: Workload) -> None:
@@ -144,11 +152,20 @@ class FakeDrafter:
         self._num_proposals = 0
         self.drafted = 0
         self.accepted = 0
+        self.begun: set[int] = set()
+
+    def begin(self, seq: Sequence) -> None:
+        assert seq.id not in self.begun
+        self.begun.add(seq.id)
+
+    def end(self, seq: Sequence) -> None:
+        self.begun.remove(seq.id)
 
     def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
         self._num_proposals += 1
         if self._num_proposals - 1 == self._workload.draft_fault:
             raise InjectedError
+        assert seq.id in self.begun
         assert marginal_cost
         assert all(cost == cost for cost in marginal_cost)
         rng, most = self._rng, len(marginal_cost)

@@ -16,10 +16,12 @@ from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
 from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.slots import Slot, SlotKV
-from edgelm.errors import EngineError, ModelError, RequestError
-from edgelm.executors.llama import LlamaExecutor, LlamaOptions, micro_batch
+from edgelm.errors import EngineError, ModelError, RequestError, SnapshotError
+from edgelm.executors.llama import LlamaExecutor, LlamaOptions
+from edgelm.executors.llama_memory import micro_batch
 from edgelm.executors.llama_model import LlamaModel
 from tests.bare import BareLoop, tokenize
+from tests.engine.fake import SimpleDrafter
 from tests.tiny import write_tiny
 
 REAL = ("stories260K-v3-f32", "BabyLlama-tok361-f32", "BabyLlama-tok361-Q8_0", "BabyLlama-tok361-Q4_0")
@@ -110,7 +112,7 @@ def test_32_concurrent_requests_equal_the_same_one_at_a_time(tmp_path: Path, qua
         assert answers(engine, requests, together=True) == alone
 
 
-class Oracle:
+class Oracle(SimpleDrafter):
     """A drafter that knows what will come, and is wrong now and then."""
 
     def __init__(self, futures: dict[tuple[int, ...], list[int]]) -> None:
@@ -177,7 +179,7 @@ def test_copy_trim_save_and_load_give_the_logits_of_a_fresh_run(executor: LlamaE
     again = row(executor, chunk(PROMPT, 0, 0), ops=(Drop(7), Trim(2, 0)))
     for logits in (copied, trimmed, loaded, again):
         np.testing.assert_array_equal(logits, fresh)
-    with pytest.raises(KeyError):
+    with pytest.raises(SnapshotError):
         executor.forward(Step((), (Load(7, 3),)))
 
 
@@ -254,7 +256,6 @@ def test_loading_reports_progress_and_can_be_cancelled(tmp_path: Path) -> None:
 
 
 def test_the_micro_batch_bounds_the_scores_of_attention() -> None:
-    long = LlamaOptions(context=32768)
-    assert micro_batch(long, 32, flash=True) == 512
-    assert micro_batch(long, 32, flash=False) == 64
-    assert micro_batch(LlamaOptions(context=2048), 32, flash=False) == 512
+    assert micro_batch(32768, 32, flash=True) == 512
+    assert micro_batch(32768, 32, flash=False) == 64
+    assert micro_batch(2048, 32, flash=False) == 512

@@ -190,6 +190,18 @@ def test_stops_are_a_list() -> None:
     assert parse().stops == []
 
 
+def test_the_past_of_a_shortened_conversation() -> None:
+    assert parse().past == parse(edgelm=None).past == parse(edgelm={}).past == []
+    said = {"role": "assistant", "content": [{"type": "text", "text": "hello"}], "refusal": None}
+    assert [each.for_template() for each in parse(edgelm={"past": [said]}).past] == [
+        {"role": "assistant", "content": "hello"}
+    ]
+    assert refused(edgelm={"past": [{"role": "tool", "content": ""}]})["param"] == "edgelm.past.0.role"
+    assert refused(edgelm={"past": [{"role": "user", "content": "", "audio": {}}]})["param"] == "edgelm.past.0.audio"
+    assert refused(edgelm={"future": []})["param"] == "edgelm.future"
+    assert refused(edgelm=[])["param"] == "edgelm"
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"1", b"[" * 100_000, b'{"model": \xff}', b'{"a": 1' + b"0" * 5000])
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:

@@ -20,6 +20,9 @@ from edgelm.core import FinishReason, Sampled, Stats
 from edgelm.errors import BusyError, EngineError, RequestError
 from edgelm.server import engine_app as module
 from edgelm.server.engine_app import EngineParts, engine_app
+from edgelm.server.past import MAX_CHARS
+from edgelm.text.chat import Rendered
+from edgelm.text.known_chats import Prompt
 from edgelm.text.template import too_long
 from tests.engine.fake import info
 
@@ -47,19 +50,33 @@ class FakeTokenizer:
     def text_of(self, token: int) -> str:
         return f"<{token}>"
 
+    def encode(self, text: str, *, special: bool, bos: bool) -> list[int]:
+        assert not special
+        assert not bos
+        if "☃" in text:
+            raise RequestError("the vocabulary cannot write it")
+        return [len(word) for word in text.split()]
+
 
 class FakeTemplates:
     stop_strings: tuple[str, ...] = ()
     error: RequestError | None = None
     prompt = (5, 6, 7)
 
+    def __init__(self) -> None:
+        self.learnt: list[list[int]] = []
+
     async def template(self) -> FakeTemplates:
         return self
 
-    async def render_tokens(self, messages: list[dict[str, Any]], *, max_bytes: int) -> list[int]:
+    async def render_prompt(self, messages: list[dict[str, Any]], *, max_bytes: int) -> Prompt:
         if self.error is not None:
             raise self.error
-        return list(self.prompt)
+        return Prompt(list(self.prompt), Rendered(""), {})
+
+    async def learn(self, prompt: Prompt, answer: list[int]) -> None:
+        assert prompt.ids == list(self.prompt)
+        self.learnt.append(answer)
 
 
 class Script:
@@ -68,10 +85,13 @@ class Script:
     def __init__(self, *steps: Delta | Exception | asyncio.Event) -> None:
         self.steps = steps
         self.stops: list[str] = []
+        self.past: list[int] = []
         self.left = asyncio.Event()
 
-    async def __call__(self, engine: Any, tokenizer: Any, prompt: Any, params: Any, stop: Any) -> AsyncIterator[Delta]:
-        self.stops = stop
+    async def __call__(
+        self, engine: Any, tokenizer: Any, prompt: Any, params: Any, stop: Any, *, past: Any, owner: str
+    ) -> AsyncIterator[Delta]:
+        self.stops, self.past, self.owner = stop, past, owner
         try:
             for step in self.steps:
                 if isinstance(step, Exception):
@@ -169,6 +189,50 @@ async def test_tokens_that_show_nothing_yet_make_no_chunk(app: Any, monkeypatch:
         {"content": " two"},
     ]
     assert chunks[-1] == "data: [DONE]"
+
+
+async def test_what_was_drafted_is_told_beside_the_text(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = (
+        Delta("one", (Sampled(1),), drafted=((1, 3),)),
+        Delta(" two", (Sampled(2),), drafted=((0, 2), (3, 4))),
+        Delta("!", (), "stop", STATS),
+    )
+    whole = (await ask(app, monkeypatch, *steps)).json()
+    assert whole["edgelm"]["drafted"] == [[1, 5], [6, 7]]
+    chunks = events(await ask(app, monkeypatch, *steps, stream=True))[1:-1]
+    assert [chunk.get("edgelm", {}).get("drafted") for chunk in chunks] == [[[1, 3]], [[0, 2], [3, 4]], None]
+    last = Delta("!", (), "stop", STATS, ((0, 1),))
+    chunks = events(await ask(app, monkeypatch, last, stream=True))
+    assert chunks[1]["edgelm"]["drafted"] == [[0, 1]]
+    assert chunks[1]["edgelm"]["speculation"] == {"drafted": 4, "accepted": 3}, "it stands with the rest"
+    assert "drafted" not in (await ask(app, monkeypatch, END)).json()["edgelm"]
+
+
+async def test_the_past_reaches_the_engine_as_plain_tokens(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(END, END)
+    monkeypatch.setattr(module, "complete", script)
+    past = [
+        {"role": "user", "content": "a bcd"},
+        {"role": "assistant", "content": "☃"},
+        {"role": "user", "content": "ef"},
+    ]
+    wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "edgelm": {"past": past}}
+    async with client(app) as http:
+        assert (await http.post("/v1/chat/completions", json=wanted)).status_code == 200
+        assert script.past == [1, 3, 2], "what cannot be written is left out"
+        del wanted["edgelm"]
+        await http.post("/v1/chat/completions", json=wanted)
+        assert script.past == []
+
+
+async def test_of_a_long_past_the_newest_is_read(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(END)
+    monkeypatch.setattr(module, "complete", script)
+    past = [{"role": "user", "content": text} for text in ("x" * MAX_CHARS, "ab", "c" * 5)]
+    wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "edgelm": {"past": past}}
+    async with client(app) as http:
+        await http.post("/v1/chat/completions", json=wanted)
+    assert script.past == [2, 5]
 
 
 async def test_log_probabilities_that_json_cannot_hold(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from edgelm.config import Places, Settings
 from edgelm.errors import EdgeLMError, EngineError
 from edgelm.executors import machine
 from edgelm.server import engine_link
-from edgelm.server.engine_link import EngineProcess, Launcher
+from edgelm.server.engine_link import EngineProcess, Launcher, owner_of
 
 READY = "{'event': 'ready', 'name': 'fake', 'engine': 'llama', 'device': 'cpu', 'context': 512, 'port': None}"
 PRELUDE = """
@@ -26,7 +26,7 @@ LIMIT_S = 30
 
 
 async def start(program: str, tmp_path: Path) -> EngineProcess:
-    link = EngineProcess({"key": "k", "socket": str(tmp_path / "absent.sock")}, verbose=False)
+    link = EngineProcess({"key": "k", "socket": str(tmp_path / "s"), "model": str(tmp_path / "m.gguf")}, verbose=False)
     await asyncio.get_running_loop().subprocess_exec(lambda: link, sys.executable, "-c", PRELUDE + program)
     return link
 
@@ -113,3 +113,9 @@ async def test_a_grandchild_that_keeps_the_pipes_does_not_hold_up_the_news(
         await link.ready()
         assert "code 7" in (await link.ended()).message
         await link.close()
+
+
+def test_those_who_have_a_key_share_nothing_with_others() -> None:
+    assert owner_of(None) == ""
+    assert len({owner_of(None), owner_of("a"), owner_of("b")}) == 3
+    assert "secret" not in owner_of("secret")

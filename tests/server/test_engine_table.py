@@ -30,6 +30,9 @@ class FakeLink:
         self.info: EngineInfo | None = None
         self.client = httpx2.AsyncClient()
         self.closed = False
+        self.written = False  # into the model's file
+        self.looked = asyncio.Event()  # at the model's file
+        self.looked.set()
         self.may_close = asyncio.Event()
         self.may_close.set()
         self._readiness: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -38,6 +41,10 @@ class FakeLink:
     @property
     def exited(self) -> bool:
         return self._end.done()
+
+    async def outdated(self) -> bool:
+        await self.looked.wait()
+        return self.written
 
     async def ready(self) -> None:
         await asyncio.shield(self._readiness)
@@ -208,6 +215,46 @@ async def test_a_request_during_the_unloading_gets_the_next_engine(launches: Lau
         link.may_close.set()
         (await launches.number(2)).load()
         assert await asking == 2
+
+
+async def test_an_engine_whose_file_was_written_into_is_replaced(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        first = await launches.number(1)
+        first.load()
+        assert await slot.ready(LONG_S) is first
+        first.written = True
+        waiting = [asyncio.create_task(slot.ready(LONG_S)) for _ in range(2)]
+        second = await launches.number(2)
+        assert first.closed
+        second.load()
+        assert await asyncio.gather(*waiting) == [second, second]
+
+
+async def test_an_engine_that_dies_while_its_file_is_looked_at(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        first = await launches.number(1)
+        first.load()
+        assert await slot.ready(LONG_S) is first
+        first.looked.clear()
+        waiting = asyncio.create_task(slot.ready(LONG_S))
+        await asyncio.sleep(0)
+        first.die()
+        second = await launches.number(2)
+        first.looked.set()
+        second.load()
+        assert await waiting is second
+
+
+async def test_who_does_not_wait_gets_an_engine_that_is_ready(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        link = await launches.number(1)
+        link.load()
+        await slot.ready(LONG_S)
+        link.looked.clear()
+        waiting = asyncio.create_task(slot.ready(0))
+        await asyncio.sleep(0.05)
+        link.looked.set()
+        assert await waiting is link
 
 
 async def test_an_answer_makes_up_for_deaths(table: EngineTable, launches: Launches) -> None:

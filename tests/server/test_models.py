@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from edgelm.library.local import find_model, installed
 from edgelm.server import models as module
 from edgelm.server.api_error import ApiError
 from edgelm.server.models import ModelNames
+from tests.library.hub_folders import put
 from tests.tiny import write_tiny
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -104,6 +106,20 @@ async def test_what_a_client_may_call_a_model(tmp_path: Path, hub: Path) -> None
         assert caught.value.body["error"]["code"] == "model_not_found"
 
 
+async def test_a_file_of_the_catalogue_has_its_name_and_answers_to_others(tmp_path: Path) -> None:
+    snapshot = put(tmp_path / "hub", "Qwen/Qwen3-4B-GGUF", {"Qwen3-4B-Q4_K_M.gguf": b"x"})
+    mine = touch(tmp_path / "mine" / "own.gguf")
+    for given in ([], [snapshot / "Qwen3-4B-Q4_K_M.gguf"]):
+        names = ModelNames(tmp_path / "hub", given, any_path=False, folders=[mine.parent])
+        listed = [model.name for model in await names.list()]
+        assert sorted(listed) == ["own", "qwen3:4b"]
+        for name in ("qwen3:4b", "qwen3", "QWEN3:4B:q4_k_m", "Qwen/Qwen3-4B-GGUF", "hf.co/qwen/qwen3-4b-gguf:Q4_K_M"):
+            assert (await names.find(name)).path == snapshot / "Qwen3-4B-Q4_K_M.gguf"
+        with pytest.raises(ApiError) as caught:
+            await names.find("qwen3:8b")
+        assert "edgelm pull qwen3:8b" in caught.value.body["error"]["message"]
+
+
 async def test_the_list_says_what_each_is_and_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = write_tiny(tmp_path / "good.gguf", context=256)
     bad = touch(tmp_path / "bad.gguf")
@@ -139,10 +155,40 @@ async def test_a_file_that_kills_its_reader_is_told_and_not_read_again(
         return [{"bytes": 1} for _ in before]
 
     monkeypatch.setattr(module, "_describe", describe)
-    names = ModelNames(None, paths, any_path=False)
-    await names.list()
-    assert [model.known for model in await names.list()] == [
+    assert [model.known for model in await ModelNames(None, paths, any_path=False).list()] == [
         {"bytes": 1},
-        {"error": "the file cannot be read"},
+        {"error": "1.gguf cannot be read; it may be changing just now"},
         {"bytes": 1},
     ]
+
+
+CUT_WHILE_READ = """
+import mmap, os, sys
+from pathlib import Path
+from edgelm.library import describe
+true = describe.open_gguf
+def cut(path):
+    if path.name == "cut.gguf":
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        os.truncate(path, 0)
+        mapped[100_000]
+    return true(path)
+describe.open_gguf = cut
+describe.main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems may deliver another signal")
+async def test_a_file_that_is_cut_while_it_is_described_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DESCRIBE", ("-c", CUT_WHILE_READ))
+    paths = [write_tiny(tmp_path / f"{name}.gguf", context=256) for name in ("first", "cut", "last")]
+    names = ModelNames(None, paths, any_path=False)
+    async with asyncio.timeout(LIMIT_S):
+        known = {model.name: model.known for model in await names.list()}
+        assert known["first"]["context"] == known["last"]["context"] == 256
+        assert "changing" in known["cut"]["error"]
+        monkeypatch.undo()
+        assert "empty" in {model.name: model.known for model in await names.list()}["cut"]["error"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from textual.pilot import Pilot
 
 from edgelm.tui.app import ChatApp
 from edgelm.tui.link import Link
-from edgelm.tui.screen import ChatScreen, Wishes
+from edgelm.tui.open_chat import Wishes
+from edgelm.tui.screen import ChatScreen
 from tests.tui.fake_endpoint import FakeEndpoint
 
 
@@ -24,6 +27,7 @@ class Driver:
         self.app = app
         self.pilot = pilot
         self.endpoint = endpoint
+        self.patience_s = 15.0
 
     @property
     def chat(self) -> ChatScreen:
@@ -51,7 +55,7 @@ class Driver:
 
     async def until(self, condition: Callable[[], Any], what: str = "") -> None:
         """Wait for something to become true."""
-        for _ in range(1500):
+        for _ in range(round(self.patience_s / 0.01)):
             if condition():
                 await self.pilot.pause()
                 return
@@ -61,6 +65,13 @@ class Driver:
     async def sees(self, *words: str) -> None:
         """Wait until these stand on the screen."""
         await self.until(lambda: all(word in self.text for word in words), " and ".join(words))
+
+    async def hears(self, *words: str) -> None:
+        """Wait until one of the short messages says these, wherever its lines are broken."""
+        heard = self.app._notifications
+        await self.until(
+            lambda: any(all(each in note.message for each in words) for note in heard), " and ".join(words)
+        )
 
     async def ready(self) -> None:
         await self.until(lambda: self.chat.status.status.activity == "ready", "ready")
@@ -92,12 +103,17 @@ def open_chat(endpoint: FakeEndpoint, tmp_path: Path) -> Open:
 
     @asynccontextmanager
     async def run(
-        size: tuple[int, int] = (100, 30), wishes: Wishes | None = None, address: str | None = None
+        size: tuple[int, int] = (100, 30),
+        wishes: Wishes | None = None,
+        address: str | None = None,
+        pulling: Sequence[str] | None = None,  # the endpoint is a front of this machine, and this pulls
     ) -> AsyncIterator[Driver]:
-        link = Link(
-            endpoint=address or endpoint.address, api_key=None, runtime=tmp_path / "run", log=tmp_path / "serve.log"
-        )
-        app = ChatApp(tmp_path / "chats.db", link, wishes or Wishes())
+        runtime, named = tmp_path / "run", address or endpoint.address
+        if pulling is not None:
+            runtime.mkdir(exist_ok=True)
+            (runtime / "front.json").write_text(json.dumps({"pid": os.getpid(), "address": named}))
+        link = Link(endpoint=None if pulling else named, api_key=None, runtime=runtime, log=tmp_path / "serve.log")
+        app = ChatApp(tmp_path / "chats.db", link, wishes or Wishes(), pulling or ("false",))
         async with app.run_test(size=size, notifications=True) as pilot:
             yield Driver(app, pilot, endpoint)
 

@@ -49,6 +49,7 @@ class FakeEndpoint:
     is_edgelm: bool = True
     models: list[str] = field(default_factory=lambda: ["starter", "qwen3-4b-q4_k_m.gguf"])
     context: int = 4096
+    paths: dict[str, str] = field(default_factory=dict)  # of models
     die_after: int | None = None  # tokens, then an error event as the front sends it when its engine died
     drop_after: int | None = None  # tokens, then the connection is cut
     stall_after: int | None = None  # tokens, then nothing more
@@ -56,6 +57,8 @@ class FakeEndpoint:
     refuse: tuple[int, dict[str, Any]] | None = None  # status and body for every chat
     loading: list[float] = field(default_factory=list)  # progress values; one 503 each
     refuse_usage: bool = False
+    finish_reason: str = "stop"  # as edgelm says it
+    drafted: str = ""  # tokens that hold one of these characters were drafted
     reasoning: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -108,6 +111,9 @@ class FakeEndpoint:
             own = {"edgelm": {"bytes": 3_900_000, "context": self.context, "architecture": "llama",
                               "quantization": "Q8_0", "loaded": True}} if self.is_edgelm else {}  # fmt: skip
             data = [{"id": name, "object": "model", "created": 1, "owned_by": "test", **own} for name in self.models]
+            for each in data:
+                if each["id"] in self.paths:
+                    each["edgelm"] = {"path": self.paths[each["id"]]}
             return 200, {"object": "list", "data": data}
         if path == "/edgelm/ps" and self.is_edgelm:
             state = {"state": "starting", "progress": self.loading[0]} if self.loading else {"state": "ready"}
@@ -161,7 +167,8 @@ class FakeEndpoint:
             if i == self.stall_after:
                 await left
                 return
-            _event(writer, _chunk({"content": token}))
+            own = {"edgelm": {"drafted": [[0, len(token)]]}} if set(self.drafted) & set(token) else {}
+            _event(writer, {**_chunk({"content": token}), **own})
             await writer.drain()
             if left.done():
                 return
@@ -173,7 +180,7 @@ class FakeEndpoint:
 
     def _end(self, writer: asyncio.StreamWriter, count: int, prompt: int) -> None:
         own = {
-            "finish_reason": "stop",
+            "finish_reason": self.finish_reason,
             "timings": {"queue_ms": 0.1, "prompt_ms": 180.0, "first_token_ms": 210.0, "decode_ms": 1000.0,
                         "decode_tokens_per_second": 41.3},
             "speculation": {"drafted": 40, "accepted": 31},

@@ -40,9 +40,9 @@ def test_what_is_a_call(text: str, call: tuple[str, str] | None) -> None:
 
 def test_beginnings_of_commands() -> None:
     assert find_command("q") is find_command("quit")
-    assert find_command("s") is None  # search or system
+    assert find_command("s") is None  # search, system or shorten
     assert find_command("") is None
-    assert [command.name for command in complete("/s")] == ["search", "system"]
+    assert [command.name for command in complete("/s")] == ["search", "system", "shorten"]
     assert complete("/s x") == []
     assert complete("s") == []
 
@@ -111,7 +111,7 @@ async def test_the_palette_has_the_same_commands(open_chat: Open) -> None:
 
 
 async def test_help_shows_every_key_and_command(open_chat: Open) -> None:
-    async with open_chat((100, 90)) as chat:
+    async with open_chat((100, 100)) as chat:
         await chat.press("f1")
         wanted = [key.help for _, keys in KEY_GROUPS for key in keys] + [command.usage for command in COMMANDS]
         await chat.sees(*wanted)

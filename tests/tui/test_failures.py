@@ -82,7 +82,7 @@ async def test_a_conversation_that_is_too_long(open_chat: Open) -> None:
         chat.endpoint.refuse = (400, {"error": {"message": "5,000 tokens, and the context is 4,096",
                                                 "code": "context_length_exceeded"}})  # fmt: skip
         await chat.ask("q1")
-        await chat.sees("✗ 5,000 tokens, and the context is 4,096; start a new chat")
+        await chat.sees("✗ 5,000 tokens, and the context is 4,096; F5 goes on")
 
 
 async def test_loading_shows_how_far_it_is(open_chat: Open) -> None:
@@ -182,7 +182,7 @@ import sys
 from pathlib import Path
 from edgelm.tui.app import ChatApp
 from edgelm.tui.link import Link
-from edgelm.tui.screen import Wishes
+from edgelm.tui.open_chat import Wishes
 folder = Path(sys.argv[1])
 link = Link(endpoint=sys.argv[2], api_key=None, runtime=folder, log=folder / "log")
 ChatApp(folder / "chats.db", link, Wishes()).run()

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import Label
 
 from edgelm.chats.model import Chat, Message
 from edgelm.chats.store import Store
 from edgelm.client.endpoint import AnswerStats, stats_to_json
+from edgelm.library.catalog import entries
 from edgelm.tui.app import ChatApp
 from edgelm.tui.link import Link
-from edgelm.tui.screen import ChatScreen, Wishes
+from edgelm.tui.open_chat import Wishes
+from edgelm.tui.screen import ChatScreen
 from edgelm.tui.status import StatusLine
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
@@ -41,7 +46,7 @@ def front(tmp_path: Path) -> Iterator[Path]:
     started, ended = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        async with FakeEndpoint().serve() as endpoint:
+        async with FakeEndpoint(drafted="aeiou(").serve() as endpoint:
             document = {"pid": os.getpid(), "address": endpoint.address}
             (tmp_path / "front.json").write_text(json.dumps(document))
             started.set()
@@ -149,8 +154,97 @@ def test_parameters(app: ChatApp, snap_compare: Any) -> None:
     assert snap_compare(app, terminal_size=(80, 24), run_before=keys("/ p a r a m s enter", "9 9 9 enter"))
 
 
+@pytest.fixture
+def catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small machine, and a catalogue that stays as it is."""
+    names = ("qwen3:0.6b", "qwen3:4b", "qwen3:8b", "qwen3:14b", "qwen3:32b", "gemma3:4b")
+    found = tuple(entry for entry in entries() if entry.name in names)
+    monkeypatch.setattr("edgelm.tui.picker.entries", lambda: found)
+    monkeypatch.setattr("edgelm.tui.model_actions.available_memory_bytes", lambda: 8 * 10**9)
+
+
+@pytest.mark.usefixtures("catalogue")
 def test_models(app: ChatApp, snap_compare: Any) -> None:
-    assert snap_compare(app, terminal_size=(80, 24), run_before=keys("ctrl+o"))
+    assert snap_compare(app, terminal_size=(100, 30), run_before=keys("ctrl+o"))
+
+
+@pytest.mark.usefixtures("catalogue")
+def test_models_small(app: ChatApp, snap_compare: Any) -> None:
+    assert snap_compare(app, terminal_size=(60, 20), run_before=keys("ctrl+o"))
+
+
+@pytest.mark.usefixtures("catalogue")
+def test_models_of_another_machine(front: Path, snap_compare: Any) -> None:
+    address = json.loads((front / "front.json").read_text())["address"]
+    link = Link(endpoint=address, api_key=None, runtime=front, log=front / "log")
+    app = ChatApp(front / "chats.db", link, Wishes())
+
+    async def run(pilot: Pilot[None]) -> None:
+        await keys("ctrl+o")(pilot)
+        for words in (pilot.app.screen.query_one(Label), pilot.app.screen_stack[0].query_one(StatusLine)):
+            # The port is another each time.
+            if isinstance(words, Label):
+                words.update(str(words.content).replace(address, "http://gpu.example:11500"))
+            else:
+                words.change(endpoint="http://gpu.example:11500")
+
+    assert snap_compare(app, terminal_size=(80, 24), run_before=run)
+
+
+@pytest.mark.usefixtures("catalogue")
+def test_a_model_that_is_being_pulled(front: Path, snap_compare: Any) -> None:
+    fill(front / "chats.db")
+    link = Link(endpoint=None, api_key=None, runtime=front, log=front / "log")
+    command = (sys.executable, "-m", "tests.tui.fake_pulling", str(front))
+    app = ChatApp(front / "chats.db", link, Wishes(), command)
+
+    async def run(pilot: Pilot[None]) -> None:
+        await keys(OPEN_QUICKSORT)(pilot)
+        screen = pilot.app.screen
+        assert isinstance(screen, ChatScreen)
+        screen.pulls.start("qwen3:4b", 0)
+        while not any("90 %" in pull.progress for pull in screen.pulls.running):
+            await pilot.pause(0.02)
+        await pilot.pause(0.4)
+
+    assert snap_compare(app, terminal_size=(110, 34), run_before=run)
+
+
+@pytest.mark.parametrize("theme", ["textual-dark", "textual-light", "ansi-dark"])
+def test_what_was_drafted(app: ChatApp, theme: str, snap_compare: Any) -> None:
+    before = keys("ctrl+b", "s o r t enter", "f3", theme=theme)
+    assert snap_compare(app, terminal_size=(80, 30), run_before=before)
+
+
+def fill_context(path: Path) -> None:
+    """Write a chat whose last answer ended because its context was full."""
+    store = Store(path)
+    chat = Chat(title="A long talk", created=MARCH_2025, changed=MARCH_2025)
+    store.put_chat(chat)
+    parent = None
+    for i, question in enumerate(("What is a heap?", "And a Fibonacci heap?", "Which is used more?", "Show me one.")):
+        asked = Message(chat=chat.id, parent=parent, role="user", text=question)
+        answered = Message(chat=chat.id, parent=asked.id, role="assistant", text="Word by word. " * 30, model="starter")
+        if i == 3:
+            answered.note = "context"
+            answered.stats = stats_to_json(replace(STATS, prompt_tokens=3000, context_used=4096))
+        store.put_message(asked)
+        store.put_message(answered)
+        parent = answered.id
+    chat.leaf = parent
+    store.put_chat(chat)
+    store.close()
+
+
+def test_a_full_context(app: ChatApp, front: Path, snap_compare: Any) -> None:
+    fill_context(front / "chats.db")
+    assert snap_compare(app, terminal_size=(100, 30), run_before=keys("ctrl+f down enter", "f5"))
+
+
+def test_a_shortened_conversation(app: ChatApp, front: Path, snap_compare: Any) -> None:
+    fill_context(front / "chats.db")
+    before = keys("ctrl+f down enter", "f5", "enter", "shift+tab up up up")
+    assert snap_compare(app, terminal_size=(60, 20), run_before=before)
 
 
 def test_a_selected_message(app: ChatApp, front: Path, snap_compare: Any) -> None:

@@ -19,7 +19,7 @@ from edgelm.tui.flow import Flow
 from edgelm.tui.history import History
 from edgelm.tui.lines import clean, wrap_cells, wrap_words
 from edgelm.tui.markdown import code_blocks
-from edgelm.tui.palette import Palette, _contrast, make_palette
+from edgelm.tui.palette import Palette, contrast, make_palette
 from edgelm.tui.status import Status, lay_out
 from edgelm.tui.views import MessageView
 from tests.counts import Count
@@ -176,7 +176,7 @@ def test_every_colour_can_be_read(name: str) -> None:
         color = style.color
         assert color is not None
         assert color.triplet is not None
-        assert _contrast(Color(*color.triplet), behind) >= 3
+        assert contrast(Color(*color.triplet), behind) >= 3
 
 
 @pytest.mark.parametrize("width", [10, 20, 40, 60, 80, 120, 200])

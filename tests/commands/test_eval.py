@@ -1,0 +1,385 @@
+"""`edgelm eval` as a person meets it: figures, comparisons, going on after an interruption, one line for each error."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgelm.commands import eval as eval_module
+from edgelm.commands.eval import KV_NAMES, eval_model
+from edgelm.errors import EdgeLMError
+from edgelm.evaluation import job as job_module
+from edgelm.evaluation.job import evaluate_file
+from edgelm.executors import machine
+from edgelm.executors.llama_memory import KV_MODES
+from edgelm.text.tokenizer import LlamaTokenizer
+from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, error_of, gone
+from tests.server.conftest import CANARY
+from tests.tiny import write_tiny
+
+TEXT = "Once upon a time there was a little girl. She said hello to the big dog and her friend.\n"
+FIELDS = {
+    "model", "file", "kv", "tokens", "perplexity", "stderr", "nats_per_token", "mean_kl", "mean_kl_stderr", "p99_kl",
+    "max_kl", "top1_agreement", "top1_stderr", "log_perplexity_difference", "log_perplexity_difference_stderr",
+    "against", "windows", "window", "stride",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder in which the machine's facts are found already."""
+    folder = tmp_path_factory.mktemp("cache")
+    machine.facts(folder, notify=print, command=[sys.executable, "-c", CANARY])
+    return folder
+
+
+@pytest.fixture
+def edgelm(cache: Path, tmp_path: Path) -> Edgelm:
+    """The command with places of its own and no state."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("EDGELM_", "HF_"))}
+    places = {f"EDGELM_{kind}_DIR": str(tmp_path / kind.lower()) for kind in ("CONFIG", "DATA", "CACHE")}
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "machine").symlink_to(cache / "machine")
+    return Edgelm(clean | places)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one model in two quantizations, and another model."""
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny(folder / "f32.gguf", context=512)
+    write_tiny(folder / "q8_0.gguf", context=512, quant="q8_0")
+    write_tiny(folder / "other.gguf", context=512, seed=1)
+    write_tiny(folder / "slow.gguf", layers=12, width=256, ffn=1024)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "text.txt"
+    path.write_text(TEXT * 60)
+    return path
+
+
+@pytest.fixture(scope="module")
+def long_text(text: Path) -> Path:
+    path = text.with_name("long.txt")
+    path.write_text(TEXT * 20_000)
+    return path
+
+
+def evaluate(edgelm: Edgelm, *arguments: str | Path) -> dict[str, Any]:
+    done = edgelm("eval", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def job_result(
+    model: Path, text: Path, events: list[dict[str, Any]] | None = None, **options: object
+) -> dict[str, Any]:
+    """Do the child's job in this process."""
+    job = {"job": "eval", "model": str(model), "text": str(text), "kv": "f16", "against": None, "window": None}
+    job |= {"stride": None, "limit": None, "state": None, "settings": {"threads": 1}, "repack": True} | options
+    events = [] if events is None else events
+    evaluate_file(job, lambda **event: events.append(event))
+    result: dict[str, Any] = events[-1]["result"]
+    return result
+
+
+def test_json_is_one_document_as_the_design_has_it(edgelm: Edgelm, models: Path, text: Path) -> None:
+    result = evaluate(edgelm, models / "f32.gguf", text)
+    assert set(result) == FIELDS
+    assert result["kv"] == "f16"
+    assert result["file"] == "f32.gguf"
+    assert result["against"] is result["mean_kl"] is result["p99_kl"] is result["top1_agreement"] is None
+    assert (result["window"], result["stride"]) == (512, None)
+    assert result["tokens"] == 255 * result["windows"] > 0
+    assert result["perplexity"] == pytest.approx(math.exp(result["nats_per_token"]))
+    assert 0 < result["stderr"] < result["perplexity"]
+    assert not list((Path(edgelm.environment["EDGELM_CACHE_DIR"]) / "eval").glob("*"))  # nothing to go on with
+
+
+def test_a_stride_scores_every_token(models: Path, text: Path) -> None:
+    first, second = (job_result(models / "f32.gguf", text, window=64, stride=stride) for stride in (16, 63))
+    tokenizer = LlamaTokenizer.from_file(models / "f32.gguf")
+    assert (
+        first["tokens"] == second["tokens"] == len(tokenizer.encode(text.read_text(), special=False, bos=False)) > 1000
+    )
+    assert first["windows"] > second["windows"]
+    assert first["perplexity"] != second["perplexity"]
+
+
+def test_a_job_goes_on_from_any_of_its_states(models: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "STATE_EVERY_S", 0)
+    events: list[dict[str, Any]] = []
+    against = {"model": str(models / "q8_0.gguf"), "kv": "f16"}
+    through = job_result(models / "f32.gguf", text, events, against=against, window=128)
+    states = [json.loads(json.dumps(event["state"])) for event in events if event["event"] == "state"]
+    assert [state["windows"] for state in states] == list(range(1, through["windows"] + 1))
+    for state in (states[0], states[len(states) // 2], states[-1]):
+        assert job_result(models / "f32.gguf", text, against=against, window=128, state=state) == through
+
+
+@pytest.mark.parametrize("kv", ["k8v16", "int8", "k8v4"])
+def test_another_cache_is_compared(models: Path, text: Path, kv: str) -> None:
+    model = models / "f32.gguf"
+    result = job_result(model, text, kv=kv, against={"model": str(model), "kv": "f16"}, window=128)
+    assert result["kv"] == kv
+    assert result["against"]["kv"] == "f16"
+    assert result["against"]["file"] == "f32.gguf"
+    assert 0 < result["mean_kl"] < result["p99_kl"] <= 1.001 * result["max_kl"]
+    assert result["mean_kl"] < 1
+    assert 0.7 < result["top1_agreement"] <= 1
+    assert result["log_perplexity_difference"] == pytest.approx(
+        math.log(result["perplexity"] / result["against"]["perplexity"]), abs=1e-9
+    )
+
+
+def test_weights_are_compared_and_the_cache_stays_or_both_change(edgelm: Edgelm, models: Path, text: Path) -> None:
+    arguments = (models / "q8_0.gguf", text, "--window", "128", "--kv", "int8", "--against", models / "f32.gguf")
+    weights = evaluate(edgelm, *arguments)
+    assert (weights["against"]["file"], weights["against"]["kv"]) == ("f32.gguf", "int8")
+    both = evaluate(edgelm, *arguments, "--against", "f16")
+    assert (both["against"]["file"], both["against"]["kv"]) == ("f32.gguf", "f16")
+    assert both["mean_kl"] != weights["mean_kl"]
+    assert both["against"]["perplexity"] != weights["against"]["perplexity"]
+    assert both["perplexity"] == weights["perplexity"]  # of the model alone
+
+
+def test_a_person_sees_a_table(edgelm: Edgelm, models: Path, text: Path) -> None:
+    done = edgelm("eval", models / "q8_0.gguf", text, "--against", models / "f32.gguf", "--limit", "1")
+    assert done.returncode == 0
+    assert done.stderr == b""
+    shown = done.stdout.decode()
+    assert "q8_0.gguf, f16 cache" in shown
+    assert "against f32.gguf, f16 cache" in shown
+    for word in ("perplexity", "in 1 windows of 512", "mean KL divergence", "99 % of tokens", "same most likely token"):
+        assert word in shown
+
+
+def test_every_kv_mode_can_be_named() -> None:
+    assert set(KV_NAMES) == set(KV_MODES)
+
+
+# -- interruptions -------------------------------------------------------------------------------------------------
+
+
+def windows_of(edgelm: Edgelm) -> int:
+    """Return after how many windows an interrupted evaluation would go on."""
+    found = list((Path(edgelm.environment["EDGELM_CACHE_DIR"]) / "eval").glob("*.json"))
+    return json.loads(found[0].read_bytes())["state"]["windows"] if found else 0
+
+
+def interrupt(edgelm: Edgelm, how: str, *arguments: str | Path) -> tuple[int, bytes]:
+    """Start an evaluation, interrupt it when it has come further, and return its exit code and its errors."""
+    before = windows_of(edgelm)
+    with edgelm.start("eval", *arguments) as process:
+        deadline = time.monotonic() + TIMEOUT_S
+        while windows_of(edgelm) <= before:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        (child,) = children_of(process.pid)
+        if how == "engine killed":
+            os.kill(child, signal.SIGKILL)
+        else:
+            process.send_signal(signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
+        out, errors = process.communicate(timeout=TIMEOUT_S)
+        assert out == b""
+        assert gone(child)
+        return process.returncode, errors
+
+
+def test_what_was_interrupted_goes_on_with_the_same_figures(edgelm: Edgelm, models: Path, long_text: Path) -> None:
+    arguments = (models / "slow.gguf", long_text, "--window", "64", "--kv", "int8", "--against", "f16")
+    stopped = rb"note: stopped after window [\d,]+ of about [\d,]+; the same command goes on there\n"
+    code, errors = interrupt(edgelm, "ctrl-c", *arguments)
+    assert code == 130
+    assert re.fullmatch(stopped, errors)
+    going_on = b"note: going on after window %s; --restart begins anew\n"
+    for how, last in {"engine killed": rb"error: [^\n]*SIGKILL[^\n]*\n", "command killed": b""}.items():
+        begin = going_on % f"{windows_of(edgelm):,}".encode()
+        code, errors = interrupt(edgelm, how, *arguments)
+        assert code == (1 if how == "engine killed" else -signal.SIGKILL)
+        assert re.fullmatch(re.escape(begin) + last, errors)
+    windows = windows_of(edgelm)
+    limit = ("--limit", str(windows + 3), "--json")
+    resumed = edgelm("eval", *arguments, *limit)
+    assert resumed.returncode == 0
+    assert resumed.stderr == going_on % f"{windows:,}".encode()
+    assert windows_of(edgelm) == 0
+    through = edgelm("eval", *arguments, *limit)
+    assert through.stderr == b""
+    assert json.loads(resumed.stdout) == json.loads(through.stdout)
+
+
+class Child:
+    """Stands for the engine child: reports a state, then is interrupted or has a result."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.ends = True
+        self.job: dict[str, Any] = {}
+        monkeypatch.setattr(eval_module, "run_job", self.run_job)
+        monkeypatch.setattr(eval_module, "_print", lambda *_: None)
+        monkeypatch.setenv("EDGELM_CACHE_DIR", str(folder))
+        monkeypatch.setenv("EDGELM_CONFIG_DIR", str(folder))
+
+    @contextmanager
+    def run_job(self, job: dict[str, Any], *_: object) -> Iterator[Iterator[dict[str, Any]]]:
+        self.job = job
+        yield self.events()
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        yield {"event": "state", "state": {"windows": 7}, "total": 20}
+        if not self.ends:
+            raise KeyboardInterrupt
+        yield {"event": "result", "result": {}}
+
+    def __call__(self, model: Path, text: Path, *against: str | Path, **options: Any) -> int:
+        """Run the command up to the child; return after how many windows the child is to begin."""
+        flags = {"kv": options.pop("kv", None)}
+        options = {"window": None, "stride": None, "limit": None, "restart": False} | options
+        words = list(map(str, against))
+        eval_model(str(model), str(text), flags, words, as_json=True, verbose=False, **options)
+        return self.job["state"]["windows"] if self.job["state"] else 0
+
+
+def test_only_the_same_evaluation_goes_on(
+    monkeypatch: pytest.MonkeyPatch, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = Child(monkeypatch, tmp_path)
+    text, model, other = tmp_path / "a.txt", tmp_path / "m.gguf", models / "q8_0.gguf"
+    text.write_text(TEXT)
+    model.write_bytes((models / "f32.gguf").read_bytes())
+    child.ends = False
+    with pytest.raises(KeyboardInterrupt):
+        child(model, text)
+    assert "stopped after window 7 of about 20" in capsys.readouterr().err
+    child.ends = True
+    for changed in ({"window": 64}, {"stride": 64}, {"kv": "int8"}, {"limit": 6}):
+        assert child(model, text, **changed) == 0
+        child.ends = False
+        with pytest.raises(KeyboardInterrupt):  # `limit` forgot it
+            child(model, text)
+        child.ends = True
+    for against in ([other], ["int8"], [other, "int8"]):
+        assert child(model, text, *against) == 0
+    for touched in (text, model):
+        whole = touched.read_bytes()
+        touched.write_bytes(whole + b" ")
+        assert child(model, text) == 0
+        touched.write_bytes(whole)
+        os.utime(model, ns=(0, 0))
+        child.ends = False
+        with pytest.raises(KeyboardInterrupt):
+            child(model, text)
+        child.ends = True
+    assert child(model, text, restart=True) == 0
+    child.ends = False
+    with pytest.raises(KeyboardInterrupt):
+        child(model, text)
+    child.ends = True
+    assert child(model, text, limit=7) == 7
+    assert child(model, text) == 0  # it had ended
+
+
+def test_a_terminal_shows_how_far_it_is(edgelm: Edgelm, models: Path, long_text: Path) -> None:
+    parent, child = pty.openpty()
+    with subprocess.Popen(
+        [*edgelm.command, "eval", str(models / "slow.gguf"), str(long_text), "--window", "64"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=child,
+        env=edgelm.environment,
+    ) as process:
+        os.close(child)
+        shown = b""
+        while not re.search(rb"window [\d,]+ of about [\d,]+, perplexity [\d.]+, \d+ (s|min|h) left", shown):
+            shown += os.read(parent, 4096)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == 130
+    os.close(parent)
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+def job_error(model: Path, text: Path, **options: object) -> str:
+    """Return with what line the child's job fails."""
+    with pytest.raises(EdgeLMError) as failure:
+        job_result(model, text, **options)
+    return str(failure.value)
+
+
+def test_texts_that_are_none(edgelm: Edgelm, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_bytes(name: str, data: bytes) -> Path:
+        (tmp_path / name).write_bytes(data)
+        return tmp_path / name
+
+    model = models / "f32.gguf"
+    os.mkfifo(tmp_path / "pipe")
+    child = Child(monkeypatch, tmp_path)
+    for file, expected in {
+        tmp_path / "missing.txt": "is not there",
+        tmp_path: "is not a regular file",
+        tmp_path / "pipe": "is not a regular file",
+        with_bytes("empty.txt", b""): "is empty",
+        Path("nul\0byte"): "nul",
+        Path("~nobody-of-that-name/a.txt"): "cannot be read",
+        Path("x" * 5000): "cannot be read",
+    }.items():
+        with pytest.raises(EdgeLMError, match=expected):
+            child(model, file)
+    for file, expected in {
+        with_bytes("zeros.bin", bytes(5000)): "is not a text",
+        model: "f32.gguf is not",
+        with_bytes("short.txt", b"hello world"): "less than one window of 512; give --stride 256",
+    }.items():
+        assert expected in job_error(model, file), file
+    assert "no token" in job_error(model, with_bytes("mark.txt", b"\xef\xbb\xbf"), stride=5)
+    latin = with_bytes("latin.txt", b"caf\xe9 and more")
+    assert "latin.txt is not valid UTF-8 (byte 0xe9 at 3)" in error_of(edgelm("eval", model, latin))
+
+
+def test_comparisons_that_cannot_be(
+    edgelm: Edgelm, models: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models / "f32.gguf"
+    child = Child(monkeypatch, tmp_path)
+    for against, expected in {
+        ("f16",): "the model itself with the same KV cache",
+        (model,): "the model itself with the same KV cache",
+        ("int8", "k8v4"): "two references",
+        (model, models / "q8_0.gguf"): "two references",
+        ("missing.gguf",): "is not there",
+    }.items():
+        with pytest.raises(EdgeLMError, match=expected):
+            child(model, text, *against)
+    assert "--window is 1,000; give 4 to 512" in job_error(model, text, window=1000)
+    assert "--stride is 512; give 1 to 511" in job_error(model, text, stride=512)
+    assert "--stride is 0; give 1 to 511" in job_error(model, text, stride=0)
+    narrow = write_tiny(tmp_path / "narrow.gguf", head_dim=48)
+    assert "multiple of 32" in job_error(narrow, text, kv="int8")
+    damaged = tmp_path / "cut.gguf"
+    damaged.write_bytes(model.read_bytes()[:200_000])
+    assert "cut.gguf is cut short" in job_error(model, text, against={"model": str(damaged), "kv": "f16"})
+    message = error_of(edgelm("eval", model, text, "--against", models / "other.gguf"))
+    assert "other.gguf has another vocabulary than f32.gguf" in message
+
+
+def test_logits_that_are_not_numbers(text: Path, tmp_path: Path) -> None:
+    assert "not numbers" in job_error(write_tiny(tmp_path / "nan.gguf", nan_logits=True), text)

@@ -1,0 +1,132 @@
+"""`edgelm plan` as a person and a script meet it: one document or a page, and one line for what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgelm.cli import run_cli
+from edgelm.commands import plan as plan_module
+from edgelm.executors.gpus import Gpu
+from edgelm.executors.machine import MachineFacts
+from tests.tiny import write_tiny
+
+GIB = 2**30
+KV_MODES = ["f16", "k8v16", "int8", "k8v4"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny(tmp_path / "tiny.gguf", context=4096, layers=4, kv_heads=4)
+
+
+@pytest.fixture(autouse=True)
+def small_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 1 GiB of free memory, that has passed its check before."""
+    monkeypatch.setenv("EDGELM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("EDGELM_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setattr(plan_module.machine, "facts", lambda *_, **__: MachineFacts(canary="ok"))
+    monkeypatch.setattr(plan_module, "available_memory_bytes", lambda: GIB)
+    monkeypatch.setattr(plan_module, "read_bandwidth", lambda _, threads: threads * 10e9)
+
+
+class Edgelm:
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys = capsys
+        self._monkeypatch = monkeypatch
+
+    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
+        """Return exit code, standard output and standard error."""
+        self._monkeypatch.setattr(sys, "argv", ["edgelm", *map(str, arguments)])
+        code = run_cli()
+        return code, *self._capsys.readouterr()
+
+    def document(self, *arguments: str | Path) -> dict[str, Any]:
+        code, out, errors = self("plan", *arguments, "--json")
+        assert (code, errors) == (0, "")
+        said: dict[str, Any] = json.loads(out)
+        return said
+
+
+@pytest.fixture
+def edgelm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Edgelm:
+    return Edgelm(capsys, monkeypatch)
+
+
+def test_json_is_one_document_as_the_design_has_it(edgelm: Edgelm, model: Path) -> None:
+    said = edgelm.document(model)
+    assert set(said) >= {"model", "weights_bytes", "kv_bytes_per_token", "workspace_bytes", "options", "chosen"}
+    assert list(said["kv_bytes_per_token"]) == KV_MODES
+    assert all(set(option) >= {"kv", "context", "total_bytes", "fits"} for option in said["options"])
+    assert {option["kv"] for option in said["options"]} == set(KV_MODES)
+    chosen = said["chosen"]
+    parts = chosen["weights_bytes"] + chosen["kv_bytes"] + chosen["workspace_bytes"]
+    assert (chosen["kv"], chosen["context"], chosen["total_bytes"]) == ("f16", 4096, parts)
+    assert {"kv": "f16", "context": 4096, "total_bytes": parts, "fits": True} in said["options"]
+    assert said["sizes"] == "llama.cpp"
+    assert said["machine"]["free_bytes"] == GIB
+    assert said["error"] is None
+
+
+def test_flags_change_what_is_chosen_and_not_what_is_possible(edgelm: Edgelm, model: Path) -> None:
+    plain, asked = edgelm.document(model), edgelm.document(model, "--ctx", "1000", "--kv", "k8v4", "--threads", "3")
+    assert (asked["chosen"]["context"], asked["chosen"]["kv"], asked["chosen"]["threads"]) == (1000, "k8v4", 3)
+    assert asked["machine"]["read_bytes_per_second"] == 30e9
+    assert asked["kv_bytes_per_token"] == plain["kv_bytes_per_token"]
+    assert asked["weights_bytes"] == plain["weights_bytes"]
+
+
+def test_a_page_shows_the_sizes_a_bar_and_the_choice(
+    edgelm: Edgelm, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "nvidia_gpus", lambda: [Gpu("NVIDIA H100", 80 * GIB, 79 * GIB)])
+    code, out, errors = edgelm("plan", model)
+    assert (code, errors) == (0, "")
+    assert "weights" in out
+    bar = next(line for line in out.splitlines() if "░░" in line)
+    assert len(bar.rstrip()) == plan_module.BAR_LEN
+    assert "chosen: --ctx 4096 --kv f16 --threads" in out
+    assert "estimate" in out
+    assert "NVIDIA H100: 79.00 GiB of 80.00 GiB free; not used" in out
+
+
+def test_what_does_not_fit_is_shown_and_is_an_error(
+    edgelm: Edgelm, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "available_memory_bytes", lambda: GIB // 64)
+    code, out, errors = edgelm("plan", model, "--json")
+    said = json.loads(out)
+    assert (code, said["chosen"]) == (1, None)
+    assert not any(option["fits"] for option in said["options"])
+    assert errors == f"error: {said['error']}\n"
+    assert "take a smaller model" in errors
+    code, out, errors = edgelm("plan", model)
+    assert code == 1
+    assert "x" in out
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ctx", "5000"], "more than the 4,096 tokens"),
+        (["--kv", "fast"], "--kv: kv is 'fast'"),
+    ],
+)
+def test_what_the_model_cannot_have_is_one_line(
+    edgelm: Edgelm, model: Path, arguments: list[str], message: str
+) -> None:
+    code, out, errors = edgelm("plan", model, *arguments)
+    assert (code, out, errors.count("\n")) == (1, "", 1)
+    assert message in errors
+
+
+def test_a_damaged_file_is_one_line(edgelm: Edgelm, model: Path) -> None:
+    model.write_bytes(model.read_bytes()[:2000])
+    code, out, errors = edgelm("plan", model)
+    assert (code, out, errors.count("\n")) == (1, "", 1)
+    assert errors.startswith("error: tiny.gguf is cut short")

@@ -1,0 +1,287 @@
+"""`edgelm pull` as it is typed: what it prints where, its exit codes, and what it does without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from edgelm.cli import run_cli
+from edgelm.commands.pull_display import TerminalDisplay
+from edgelm.library import events
+from tests.library.hub_server import Fault, HubServer
+
+NAME = "o/m-GGUF"
+STARTER = Path(__file__).resolve().parents[2] / "models" / "starter" / "starter.gguf"
+NO_SOCKETS = """
+import os, sys
+def refuse(event, arguments):
+    if event.startswith("socket."):
+        os.write(2, f"a socket: {event}".encode())
+        os._exit(99)
+sys.addaudithook(refuse)
+"""
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def server() -> Iterator[HubServer]:
+    with HubServer() as running:
+        running.add(NAME, {"m-Q4_K_M.gguf": STARTER.read_bytes(), "m-Q8_0.gguf": random.randbytes(3_000_000)})
+        yield running
+
+
+@pytest.fixture
+def environment(server: HubServer, tmp_path: Path) -> dict[str, str]:
+    home = {name: str(tmp_path) for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    return {**os.environ, **home, "HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_TOKEN": ""}
+
+
+@pytest.fixture
+def run(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Run:
+    """Run a command in this process."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    for name in ("HF_ENDPOINT", "HF_HUB_CACHE", "HF_TOKEN", "HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, environment[name])
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["edgelm", "pull", *arguments])
+        code = run_cli()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_the_path_is_the_answer_and_the_rest_is_told_beside_it(run: Run, tmp_path: Path) -> None:
+    code, out, err = run(NAME)
+    assert code == 0
+    assert Path(out.strip()).read_bytes() == STARTER.read_bytes()
+    assert Path(out.strip()).is_relative_to(tmp_path / "hub")
+    assert err.splitlines()[0] == f"{NAME}: m-Q4_K_M.gguf, 2.76 MB"
+    assert err.splitlines()[-1].startswith("pulled 2.76 MB in ")
+    assert "\x1b" not in err
+    code, _, err = run(f"hf.co/{NAME}:q4_k_m")
+    assert err.splitlines()[-1] == "all of it is here: 2.76 MB"
+
+
+def test_json_is_one_document(run: Run) -> None:
+    code, out, _ = run(NAME, "--json", "--quant", "q8_0", "--revision", "v1")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["model"], found["bytes"], found["fetched_bytes"]) == (f"{NAME}:Q8_0@v1", 3_000_000, 3_000_000)
+    assert found["files"] == [{"path": "m-Q8_0.gguf", "bytes": 3_000_000}]
+    assert Path(found["path"]).stat().st_size == 3_000_000
+
+
+def test_a_dry_run_fetches_the_header_alone(run: Run, server: HubServer, tmp_path: Path) -> None:
+    code, out, _ = run(NAME, "--dry-run")
+    assert code == 0
+    assert "m-Q4_K_M.gguf  2.76 MB" in out
+    assert "to fetch: 2.76 MB of 2.76 MB; " in out
+    assert "memory: fits: " in out
+    assert [(sent.start, sent.end) for sent in server.sent] == [(0, 2**20)]
+    assert not (tmp_path / "hub").exists()
+    found = json.loads(run(NAME, "--dry-run", "--json")[1])
+    assert found["plan"]["fits"]
+    assert (found["missing_bytes"], found["licence"]) == (2_756_992, "apache-2.0")
+
+
+def test_a_dry_run_of_what_is_no_gguf_still_lists_it(run: Run) -> None:
+    code, out, _ = run(NAME, "--dry-run", "--quant", "Q8_0")
+    assert code == 0
+    assert "memory: not known: m-Q8_0.gguf is not a GGUF file" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((f"{NAME}:Q5_K_M",), f"error: {NAME} has no Q5_K_M; it has Q4_K_M, Q8_0"),
+        (
+            (f"{NAME}:x.gguf",),
+            f"error: {NAME} has no file x.gguf; it has m-Q8_0.gguf (3.00 MB), m-Q4_K_M.gguf (2.76 MB)",
+        ),
+        ((NAME, "--revision", "x"), f"error: {NAME} has no revision x; "),
+        (("o/none",), "error: 127.0.0.1:"),
+        (("starter",), "error: the starter comes with edgelm; "),
+        (("./x.gguf",), "error: ./x.gguf is a path of this machine; "),
+        ((NAME, "--offline"), f"error: {NAME} is not here, or not whole; pull it without --offline"),
+        ((NAME, "--quant", " "), "error: --quant is empty; "),
+        ((NAME, "--revision", "../../x"), "error: ../../x is no revision; give a branch, a tag or a commit"),
+        ((), "error: no model is named, and there is no terminal to choose one; name it: "),
+    ],
+)
+def test_what_cannot_be_is_one_line(run: Run, arguments: tuple[str, ...], said: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith(said)
+    assert err.count("\n") == 1
+
+
+def test_without_a_name_a_picker_asks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgelm.tui import picker
+
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(picker, "pick_model", lambda: NAME)
+    assert run()[1].strip().endswith("m-Q4_K_M.gguf")
+    monkeypatch.setattr(picker, "pick_model", lambda: None)
+    assert run() == (0, "", "")
+
+
+def test_what_goes_wrong_on_the_way_is_told(run: Run, server: HubServer) -> None:
+    server.order("m-Q4_K_M.gguf", Fault("flip", 5))
+    code, _, err = run(NAME)
+    assert code == 0
+    assert "m-Q4_K_M.gguf: its hash is wrong; fetching it again" in err
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"ALL_PROXY": "socks4://127.0.0.1:1"}, "error: no connection can be made as the environment has it: "),
+        ({"ALL_PROXY": "nothing://x"}, "error: no connection can be made as the environment has it: "),
+        ({"SSL_CERT_FILE": "/nowhere/x.pem"}, "error: no connection can be made as the environment has it: "),
+        ({"HF_TOKEN": "hf_\xe9"}, "error: the token has characters that no token of the hub has; log in"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_one_line(
+    environment: dict[str, str], variables: dict[str, str], said: str
+) -> None:
+    command = [sys.executable, "-m", "edgelm", "pull", NAME]
+    done = subprocess.run(
+        command, check=False, env={**environment, **variables}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["http", "socks5", "socks5h"])
+def test_a_proxy_that_cannot_be_reached_is_named_in_the_last_line(environment: dict[str, str], kind: str) -> None:
+    command = [sys.executable, "-m", "edgelm", "pull", NAME]
+    variables = {**environment, "ALL_PROXY": f"{kind}://127.0.0.1:1"}
+    done = subprocess.run(command, check=False, env=variables, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.endswith(
+        " cannot be reached: Connection refused; check the network and the proxy; --offline takes what is here"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_a_temporary_folder_that_takes_nothing_costs_the_plan_alone(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    code, out, _ = run(NAME, "--dry-run")
+    assert code == 0
+    assert "m-Q4_K_M.gguf  2.76 MB" in out
+    assert "memory: not known: the header cannot be put in " in out
+
+
+def test_the_dry_run_and_the_pull_agree_on_what_is_room_enough(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=30_000_000))
+    assert "30.0 MB free on the disk: not enough" in run(NAME, "--dry-run")[1]
+    code, _, err = run(NAME)
+    assert code == 1
+    assert f"{NAME} needs 2.76 MB more, with 67.1 MB to spare, and " in err
+
+
+@pytest.mark.parametrize("lost", ["x-Q4_K_M-00002-of-00002.gguf", "model-00002-of-00002.safetensors"])
+def test_offline_says_what_is_not_whole(run: Run, server: HubServer, lost: str) -> None:
+    server.add("o/split", {f"x-Q4_K_M-0000{part}-of-00002.gguf": b"x" * 2000 for part in (1, 2)})
+    shards = {f"model-0000{part}-of-00002.safetensors": b"y" * 2000 for part in (1, 2)}
+    server.add("o/shards", {"config.json": b"{}", **shards})
+    name = "o/split:Q4_K_M" if lost.endswith("gguf") else "o/shards"
+    path = Path(run(name)[1].strip())
+    assert run(name, "--offline")[0] == 0
+    ((path if path.is_dir() else path.parent) / lost).unlink()
+    code, out, err = run(name, "--offline")
+    assert (code, out) == (1, "")
+    assert err == f"error: {name} is not here, or not whole; pull it without --offline\n"
+
+
+def test_offline_takes_no_folder_of_the_current_one(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / NAME).mkdir(parents=True)
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / NAME / file).write_bytes(b"{}")
+    monkeypatch.chdir(tmp_path)
+    assert run(NAME, "--offline")[2].startswith(f"error: {NAME} is not here")
+
+
+def test_offline_opens_no_socket(environment: dict[str, str], tmp_path: Path, server: HubServer) -> None:
+    """Every use of a socket ends the process: with --offline there is none, and without it there is."""
+    command = [sys.executable, "-m", "edgelm", "pull", NAME]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60)
+    (tmp_path / "guard").mkdir()
+    (tmp_path / "guard" / "sitecustomize.py").write_text(NO_SOCKETS)
+    guarded = {**environment, "PYTHONPATH": str(tmp_path / "guard")}
+    before = len(server.requests)
+    done = subprocess.run([*command, "--offline"], check=False, env=guarded, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "2.76 MB here\n")
+    assert Path(done.stdout.strip()).read_bytes() == STARTER.read_bytes()
+    by_variable = {**guarded, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, check=False, env=by_variable, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "2.76 MB here\n")
+    done = subprocess.run(command, check=False, env=guarded, capture_output=True, timeout=60)
+    assert done.returncode == 99
+    assert len(server.requests) == before
+
+
+def test_ctrl_c_ends_it_at_once_and_says_what_is_kept(environment: dict[str, str], server: HubServer) -> None:
+    server.rate = 1e6
+    command = [sys.executable, "-m", "edgelm", "pull", NAME]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    server.wait_for_bytes(300_000)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (130, "")
+    assert err.splitlines()[-1].startswith("interrupted: ")
+    assert err.splitlines()[-1].endswith(" of 2.76 MB are here, run it again to continue")
+    server.rate = None
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60)
+    assert server.sent[-1].start > 200_000
+
+
+def test_a_terminal_shows_bytes_rate_time_left_and_files() -> None:
+    class Terminal:
+        """What a terminal was sent."""
+
+        text = ""
+
+        def write(self, text: str) -> int:
+            self.text += text
+            return len(text)
+
+        def flush(self) -> None:
+            pass
+
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with TerminalDisplay(stream) as display:  # type: ignore[arg-type]
+        files = (events.Wanted("a", 10**9, 0), events.Wanted("b", 3 * 10**9, 10**9))
+        display.show(events.Listed(NAME, "c" * 40, files))
+        display.show(events.Retrying("a", "Connection reset by peer", 2.0))
+        display.show(events.Progress(2 * 10**9, 4 * 10**9, 1, 2, 5e7, 40.0))
+    shown = " ".join(stream.text.replace("\n", " ").split())
+    assert f"{NAME}: 2 files, 4.00 GB, 1.00 GB of it here" in shown
+    assert "a: Connection reset by peer; trying again in 2 s" in shown
+    assert display.kept() == "2.00 GB of 4.00 GB are here, run it again to continue"
+    for part in ("50 %", "2.00 GB of", "50.0 MB/s", "40 s left", "1 of 2 files"):
+        assert part in shown

@@ -1,0 +1,125 @@
+"""`edgelm rm` on downloads that were not finished: what came of them goes by its name, but never from under a pull."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from huggingface_hub.utils import WeakFileLock
+
+from edgelm.commands.rm import remove_models
+from edgelm.errors import EdgeLMError
+from tests.library.hub_folders import put, put_part
+
+QWEN = "Qwen/Qwen3-4B-GGUF"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME"):
+        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path / kind.lower()))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("EDGELM_MODEL_DIRS", raising=False)
+    return tmp_path / "hub"
+
+
+def rm(*names: str) -> None:
+    assert remove_models(names, {}, yes=True, as_json=False) == 0
+
+
+def refusal(*given: str) -> str:
+    with pytest.raises(EdgeLMError) as caught:
+        remove_models(given, {}, yes=True, as_json=False)
+    return str(caught.value)
+
+
+def blobs(hub: Path) -> set[bytes]:
+    return {path.read_bytes() for path in hub.glob("models--*/blobs/*")}
+
+
+@contextmanager
+def fetching(hub: Path, part: Path) -> Iterator[None]:
+    """Hold a part as a pull does."""
+    locks = hub / ".locks" / part.parents[1].name
+    locks.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(locks / f"{part.stem}.lock", timeout=1):
+        yield
+
+
+def test_the_last_one_takes_along_what_came_of_others(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(hub, "own/m", {"m-Q8_0.gguf": b"a", "m-Q2_K.gguf": b"b"})
+    part = put_part(hub, "own/m", b"half", "m-Q4_0.gguf")
+    rm("own/m:Q2_K")
+    assert part.exists(), "it was not the last one"
+    capsys.readouterr()
+    rm("own/m:Q8_0")
+    assert capsys.readouterr().out == "removed own/m:Q8_0: 5 B freed\n"
+    assert not (hub / "models--own--m").exists()
+
+
+def test_what_is_being_fetched_stays_beside_the_last_one(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(hub, "own/m", {"m-Q8_0.gguf": b"a"})
+    part = put_part(hub, "own/m", b"half", "m-Q4_0.gguf")
+    with fetching(hub, part):
+        rm("own/m:Q8_0")
+    assert "what came of own/m:Q4_0 is being fetched just now: it stays" in capsys.readouterr().err
+    assert blobs(hub) == {b"half", b'"etag"', b"m-Q4_0.gguf"}
+
+
+@pytest.mark.parametrize("name", [QWEN, "qwen3:4b", f"hf.co/{QWEN}:q4_k_m"])
+def test_what_came_of_a_download_is_freed_by_its_name(hub: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    put_part(hub, QWEN, b"x" * 3000, "Qwen3-4B-Q4_K_M.gguf")
+    put_part(hub, "own/m", b"y", "m-Q8_0.gguf")
+    rm(name)
+    assert capsys.readouterr().out == "removed what came of qwen3:4b: 3.00 kB freed\n"
+    assert [path.name for path in hub.glob("models--*")] == ["models--own--m"]
+
+
+def test_a_quantization_frees_its_own_download_alone(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(hub, "own/m", {"m-Q2_K.gguf": b"a"})
+    put_part(hub, "own/m", b"eight", "m-Q8_0.gguf")
+    put_part(hub, "own/m", b"four", "m-Q4_0.gguf")
+    assert "edgelm pull own/m:Q5_0" in refusal("own/m:Q5_0")
+    assert remove_models(["own/m:Q8_0"], {}, yes=True, as_json=True) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said == {
+        "removed": [],
+        "freed_bytes": 5,
+        "unfinished": [{"repository": "own/m", "file": "m-Q8_0.gguf", "bytes": 5}],
+    }
+    assert blobs(hub) == {b"a", b"four", b'"etag"', b"m-Q4_0.gguf"}
+
+
+def test_a_download_without_a_name_goes_with_its_repository(hub: Path) -> None:
+    put_part(hub, "own/m", b"half")
+    assert "edgelm pull" in refusal("own/m:m-Q8_0.gguf")
+    rm("own/m")
+    assert not (hub / "models--own--m").exists()
+
+
+def test_rm_asks_before_a_download_is_lost(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = put_part(hub, "own/m", b"half", "m-Q8_0.gguf")
+    answer = io.StringIO("n\n")
+    monkeypatch.setattr(answer, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", answer)
+    assert remove_models(["own/m"], {}, yes=False, as_json=False) == 1
+    assert "Remove what came of own/m:Q8_0: frees 4 B" in capsys.readouterr().err
+    assert part.exists()
+
+
+def test_a_download_that_goes_on_is_not_disturbed(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = put_part(hub, "own/m", b"held", "m-Q8_0.gguf")
+    put_part(hub, "own/m", b"left", "m-Q4_0.gguf")
+    with fetching(hub, held):
+        assert refusal("own/m:Q8_0") == ("what came of own/m:Q8_0 is being fetched just now; wait for that, or end it")
+        rm("own/m")
+    out = capsys.readouterr()
+    assert out.out == "removed what came of own/m:Q4_0: 4 B freed\n"
+    assert "note: what came of own/m:Q8_0 is being fetched just now: it stays" in out.err
+    assert blobs(hub) == {b"held", b'"etag"', b"m-Q8_0.gguf"}

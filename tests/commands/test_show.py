@@ -1,0 +1,206 @@
+"""`edgelm show`: what a model's files say, in words and as JSON, and one clear line for a file that is damaged."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgelm.commands.details_child import read_details
+from edgelm.commands.show import READER, show_model
+from edgelm.config import Settings
+from edgelm.errors import EdgeLMError
+from edgelm.library.readers import read_each
+from tests.counts import Count
+from tests.library.hub_folders import put
+from tests.tiny import write_tiny
+from tests.weights import test_safetensors_fuzz as folders
+from tests.weights.gguf_bytes import RawGGUF
+from tests.weights.safetensors_bytes import folder_files, write_folder
+from tests.weights.small_models import FAMILIES, key
+from tests.weights.test_gguf_fuzz import Base, mutate
+
+MUTANTS = Count(test=300, soak=20_000)
+IN_CHILD = Count(test=40, soak=1_000)
+QWEN = "Qwen/Qwen3-4B-GGUF"
+TEMPLATE = "\n".join(f"line {i} {{{{ x }}}}" for i in range(20)) + "\x1b[2J"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME"):
+        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path / kind.lower()))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("EDGELM_MODEL_DIRS", raising=False)
+    return tmp_path
+
+
+def shown(capsys: pytest.CaptureFixture[str], name: str | Path) -> dict[str, Any]:
+    show_model(str(name), {}, template=False, as_json=True)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def text(capsys: pytest.CaptureFixture[str], name: str | Path, *, template: bool = False) -> str:
+    show_model(str(name), {}, template=template, as_json=False)
+    return capsys.readouterr().out
+
+
+def test_a_gguf(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_tiny(home / "t.gguf", arch="qwen3", quant="q8_0", context=777, chat_template=TEMPLATE).read_bytes()
+    put(home / "hub", QWEN, {"Qwen3-4B-Q4_K_M.gguf": data})
+    found = shown(capsys, "qwen3:4b")
+    assert found["name"] == "qwen3:4b"
+    assert found["title"] == "tiny qwen3 q8_0"
+    assert (found["architecture"], found["quantization"], found["context"]) == ("qwen3", "Q8_0", 777)
+    assert found["tokenizer"] == {
+        "kind": "llama",
+        "tokens": 512,
+        "special": {"bos": "<s>", "eos": "</s>", "unknown": "<unk>"},
+    }
+    assert found["template"] == TEMPLATE
+    assert found["licence"] == "Apache-2.0", "the file does not say it, the catalogue does"
+    assert found["bytes"] == len(data)
+    assert {each["type"] for each in found["tensor_types"]} == {"Q8_0", "F32"}
+    assert sum(each["parameters"] for each in found["tensor_types"]) == found["parameters"]
+    assert found["memory"]["total_bytes"] > found["memory"]["weights_bytes"] > 0
+    assert found["memory"]["context"] == 777
+    assert found["problem"] is None
+    out = text(capsys, "qwen3:4b")
+    assert "\x1b" not in out
+    assert "14 more lines: --template" in out
+    for words in ("qwen3, 2 layers", "512 tokens", "bos <s>", "Apache-2.0", "about", "never", "(hub cache)", "Q8_0  "):
+        assert words in out, words
+    assert text(capsys, "qwen3:4b", template=True) == TEMPLATE.replace("\x1b", "\ufffd") + "\n"
+
+
+def test_the_files_own_licence_comes_first(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = FAMILIES["llama"].with_keys(general__license=key("mit"))
+    put(home / "hub", QWEN, {"Qwen3-4B-Q4_K_M.gguf": raw.to_bytes()})
+    assert shown(capsys, "qwen3:4b")["licence"] == "mit"
+    raw = raw.with_keys(general__license=key("other"), general__license__name=key("Some Terms"))
+    (home / "m.gguf").write_bytes(raw.to_bytes())
+    assert shown(capsys, home / "m.gguf")["licence"] == "Some Terms"
+    (home / "m.gguf").write_bytes(FAMILIES["llama"].to_bytes())
+    assert shown(capsys, home / "m.gguf")["licence"] is None
+
+
+def test_a_folder_of_safetensors(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": "<|end|>",
+        "bos_token": {"content": "<|start|>"},
+        "pad_token": None,
+        "chat_template": "from the config",
+    }
+    more = {
+        "tokenizer_config.json": json.dumps(config).encode(),
+        "README.md": b"---\ntags:\n- x\nlicense: other\nlicense_name: some-terms\n---\nlicense: not this",
+    }
+    folder = write_folder(home / "m", folder_files() | more)
+    found = shown(capsys, folder)
+    assert found["format"] == "safetensors"
+    assert found["tokenizer"] == {
+        "kind": "Qwen2Tokenizer",
+        "tokens": 24,
+        "special": {"eos": "<|end|>", "bos": "<|start|>"},
+    }
+    assert found["template"] == "from the config"
+    assert found["licence"] == "some-terms"
+    assert [each["type"] for each in found["tensor_types"]] == ["BF16"]
+    assert "does not run safetensors" in text(capsys, folder)
+    (folder / "chat_template.jinja").write_text("from its own file")
+    (folder / "README.md").unlink()
+    assert text(capsys, folder, template=True) == "from its own file\n"
+    assert shown(capsys, folder)["licence"] is None
+
+
+def test_what_cannot_be_run_is_said_with_the_rest(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tiny(home / "vocab.gguf", vocab_only=True)
+    assert "only a vocabulary" in shown(capsys, home / "vocab.gguf")["problem"]
+    assert "cannot be run" in text(capsys, home / "vocab.gguf")
+
+
+def test_no_template_is_one_line(home: Path) -> None:
+    write_tiny(home / "m.gguf")
+    with pytest.raises(EdgeLMError, match="has no chat template"):
+        show_model(str(home / "m.gguf"), {}, template=True, as_json=False)
+
+
+@pytest.mark.parametrize("name", ["absent.gguf", "qwen3:4b", "quen3", ".", "/dev/null"])
+def test_what_is_not_there_is_one_line(home: Path, name: str) -> None:
+    with pytest.raises(EdgeLMError) as caught:
+        show_model(name, {}, template=False, as_json=True)
+    assert str(caught.value).isprintable()
+
+
+# -- damaged files ---------------------------------------------------------------------------------------------------
+
+
+def bases() -> list[Base]:
+    more: dict[str, Any] = {"general__license": key("mit"), "tokenizer__chat_template": key("{{ x }}")}
+    more |= {"tokenizer__ggml__bos_token_id": key(1), "tokenizer__ggml__pre": key("default")}
+    raws: list[RawGGUF] = [FAMILIES[name].with_keys(**more) for name in ("llama", "deepseek2", "lfm2", "deci")]
+    return [Base(raw) for raw in raws]
+
+
+def check(answer: dict[str, Any]) -> bool:
+    """Tell whether an answer is a document; else it is one line."""
+    json.dumps(answer)
+    if "error" in answer:
+        assert answer["error"].isprintable()
+        assert len(answer["error"]) < 500
+        return False
+    assert answer["tensor_types"] is not None
+    return True
+
+
+def test_a_mutated_file_gives_an_answer_or_one_clear_line(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, true, path = random.Random(seed), bases(), tmp_path / "m.gguf"
+    answered = 0
+    for i in range(MUTANTS):
+        data = mutate(rng.choice(true), rng)
+        path.write_bytes(data)
+        try:
+            answered += check(read_details(path, Settings()))
+        except BaseException:
+            print(f"mutant {i} of seed {seed}: {data!r}")
+            raise
+    print(f"{answered} of {MUTANTS} answered")
+    assert 0 < answered < MUTANTS
+
+
+def test_a_mutated_folder_gives_an_answer_or_one_clear_line(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, answered = random.Random(seed), 0
+    true = folder_files(
+        tokenizer_config__json=b'{"eos_token": {"content": "x"}, "chat_template": [{"name": "default"}]}'
+    )
+    for i in range(MUTANTS // 2):
+        folder = write_folder(tmp_path / str(i), folders.mutate(dict(true), rng))
+        answered += check(read_details(folder, Settings()))
+    assert 0 < answered < MUTANTS // 2
+
+
+def test_mutated_files_as_the_command_reads_them(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng, true = random.Random(seed := random.randrange(2**32)), bases()
+    print(f"seed {seed}")
+    files = []
+    for i in range(IN_CHILD):
+        (home / f"{i}.gguf").write_bytes(mutate(rng.choice(true), rng))
+        files.append({"path": str(home / f"{i}.gguf"), "settings": {}})
+    answers = list(read_each(READER, files))
+    assert len(answers) == IN_CHILD
+    documents = [check(answer) for answer in answers]
+    for each, document in list(zip(files, documents, strict=True))[:5]:
+        if document:
+            assert "architecture" in text(capsys, str(each["path"]))
+        else:
+            with pytest.raises(EdgeLMError, match="cannot be read"):
+                show_model(str(each["path"]), {}, template=False, as_json=False)

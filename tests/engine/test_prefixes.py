@@ -1,0 +1,372 @@
+"""Kept prefixes: which one serves, what a restart leaves, whose they are, and who waits for whom."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from edgelm.core import Copy, Drop, Load, Op, SamplingParams, Save, Sequence, Store
+from edgelm.engine.prefixes import MIN_PREFIX_LEN, PrefixIndex, common_len
+from edgelm.engine.scheduler import Scheduler
+from edgelm.engine.slots import WORTH_WAITING_LEN, SlotKV, Snapshot
+from edgelm.errors import SnapshotError
+from tests.counts import Count
+from tests.engine.fake import FakeExecutor, FakeFiles, SlotMemory
+from tests.engine.loop import Loop
+from tests.engine.simulation import fresh_seed, run_workload
+
+HISTORIES = Count(test=60, soak=2_000)
+A, B, C, D = ([token] * 50 for token in (1, 2, 3, 4))
+SYSTEM = [7, 8] * 30
+
+
+class Disk(Loop):
+    """A loop whose snapshots reach files, and that can go on as a new process."""
+
+    def __init__(self, snapshot_bytes: int = 10**6, **facts: object) -> None:
+        self.files = FakeFiles()
+        self.snapshot_bytes = snapshot_bytes
+        super().__init__("slots", snapshot_bytes, **facts)
+        self.start()
+
+    def start(self) -> None:
+        self.memory = SlotMemory(self.info, self.snapshot_bytes, self.files)
+        self.kv = SlotKV(self.info, self.snapshot_bytes, self.memory, min_stored_len=MIN_PREFIX_LEN)
+        self.executor = FakeExecutor(self.info, self.memory)
+        self.scheduler = Scheduler(self.info, self.kv, self.clock)
+
+    def rest(self) -> list[Op]:
+        step = self.scheduler.rest()
+        if step:
+            self.executor.forward(step)
+        return list(step.ops) if step else []
+
+    def restart(self) -> None:
+        self.rest()
+        self.start()
+
+    def lengths(self) -> list[int]:
+        return sorted(len(each.tokens) for each in self.files.found)
+
+
+def kinds(ops: list[Op]) -> list[type]:
+    return [type(op) for op in ops]
+
+
+# -- the index ---------------------------------------------------------------------------------------------------------
+
+
+def test_common_len_equals_a_plain_loop() -> None:
+    rng = random.Random()
+    for _ in range(Count(test=1_000, soak=50_000)):
+        a = rng.choices(range(2), k=rng.randint(0, 40))
+        b = a[: rng.randint(0, 40)] + rng.choices(range(2), k=rng.randint(0, 5))
+        plain = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        assert common_len(np.array(a, np.int32), np.array(b, np.int32)) == plain, (a, b)
+
+
+def test_matches_are_all_that_begin_alike_and_the_last_used_comes_first() -> None:
+    rng = random.Random(seed := fresh_seed())
+    for _ in range(20):
+        index: PrefixIndex[Snapshot] = PrefixIndex()
+        kept: list[Snapshot] = []
+        heads = [rng.choices(range(5), k=MIN_PREFIX_LEN) for _ in range(3)]
+        for key in range(40):
+            action = rng.random()
+            if kept and action < 0.2:
+                index.remove(kept.pop(rng.randrange(len(kept))))
+            elif kept and action < 0.4:
+                index.touch(kept[at := rng.randrange(len(kept))])
+                kept.append(kept.pop(at))
+            else:
+                tokens = rng.choice(heads) + rng.choices(range(2), k=rng.randint(0, 4))
+                kept.append(Snapshot(key, np.array(tokens, np.int32), rng.choice("ab"), 0))
+                index.add(kept[-1])
+            assert list(index) == kept, f"seed {seed}"
+            prompt = np.array(rng.choice(heads) + rng.choices(range(2), k=4), np.int32)
+            expected = [
+                (each, common_len(each.tokens, prompt))
+                for each in reversed(kept)
+                if each.owner == "a" and common_len(each.tokens, prompt) >= MIN_PREFIX_LEN
+            ]
+            assert list(index.matches("a", prompt)) == expected, f"seed {seed}"
+
+
+# -- one prompt that several share -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system_len", [40, 64, 75, 150, 200])
+def test_requests_that_come_together_compute_their_common_beginning_once(system_len: int) -> None:
+    loop = Loop(max_sequences=8, max_tokens=64, capacity=2048)
+    system = random.Random(1).choices(range(40), k=system_len)
+    requests = [loop.add([*system, number, 5, 6]) for number in range(8)]
+    loop.finish()
+    assert requests[0].cached == 0
+    assert all(system_len - WORTH_WAITING_LEN < seq.cached <= system_len for seq in requests[1:])
+    again = sum(system_len - seq.cached for seq in requests[1:])
+    answers = sum(seq.completion_len - 1 for seq in requests)
+    assert loop.executor.num_computed == system_len + again + 8 * 3 + answers
+
+
+def test_a_short_common_beginning_is_not_waited_for() -> None:
+    loop = Loop()
+    first, second = loop.add([*[7] * 6, 1]), loop.add([*[7] * 6, 2])
+    loop.step()
+    assert loop.scheduler.running == [first, second]
+    loop.finish()
+
+
+def test_one_that_waits_goes_on_when_the_first_leaves() -> None:
+    loop = Loop(max_tokens=16)
+    first, second = loop.add([*SYSTEM, 1]), loop.add([*SYSTEM, 2])
+    loop.step()
+    assert loop.scheduler.waiting == [second]
+    loop.scheduler.abort(first.id)
+    loop.finish()
+    assert second.completion_len == 8
+    assert second.cached == 16
+
+
+def test_a_common_beginning_of_another_owner_is_neither_waited_for_nor_shared() -> None:
+    loop = Loop()
+    first, second = loop.add([*SYSTEM, 1]), loop.add([*SYSTEM, 2])
+    second.owner = "other"
+    loop.finish()
+    third = loop.add([*SYSTEM, 1])
+    third.owner = "other"
+    loop.finish()
+    assert [seq.cached for seq in (first, second, third)] == [0, 0, len(SYSTEM)]
+
+
+# -- owners ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("between", ["nothing", "a snapshot", "a restart"])
+def test_what_one_owner_wrote_serves_no_other(between: str) -> None:
+    loop = Disk()
+    for owner, cached in (("ann", 0), ("bob", 0), ("ann", 49), ("bob", 49)):
+        seq = loop.add(A)
+        seq.owner = owner
+        loop.finish()
+        assert seq.cached == cached, owner
+        if between == "a snapshot":
+            loop.ask(B)
+        elif between == "a restart":
+            loop.restart()
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_goes_on_after_a_restart_where_it_ended() -> None:
+    loop = Disk()
+    first = loop.ask(A)
+    loop.restart()
+    second = loop.ask([*first.tokens, 7, 8])
+    assert second.cached == len(first.tokens) - 1
+    assert loop.executor.num_computed == 3 + second.completion_len - 1
+
+
+def test_turns_write_no_file_and_rest_writes_each_conversation_once() -> None:
+    loop = Disk()
+    tokens = A
+    for _ in range(3):
+        tokens = loop.ask([*tokens, 9]).tokens
+    loop.ask(B)
+    assert not loop.files.found
+    assert Store not in kinds(loop.ops)
+    assert kinds(loop.rest()).count(Store) == 2
+    assert loop.rest() == []
+    assert loop.lengths() == [57, len(tokens) - 1]
+    more = loop.ask([*tokens, 9])
+    assert Store in kinds(loop.rest())
+    assert max(loop.lengths()) == len(more.tokens) - 1
+
+
+def test_a_disk_that_keeps_nothing_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeFiles, "write", lambda *_: None)
+    loop = Disk()
+    loop.ask(A)
+    assert Store in kinds(loop.rest())
+    assert Store not in kinds(loop.rest())
+
+
+def test_a_snapshot_that_cannot_be_brought_back_is_computed_again() -> None:
+    loop = Disk()
+    first = loop.ask(A)
+    loop.ask(B)
+    loop.kv._measure()
+    loop.memory._refused = frozenset({-1})  # it may hold fewer than the bookkeeper thinks
+    loop.memory.snapshots.clear()
+    again = loop.add([*first.tokens, 7])
+    step = loop.scheduler.plan()
+    assert step
+    with pytest.raises(SnapshotError):
+        loop.executor.forward(step)
+    loop.scheduler.recompute()
+    loop.finish()
+    assert again.completion_len == 8
+
+
+def test_the_conversation_that_rests_stays_in_its_slot() -> None:
+    loop = Disk()
+    first = loop.ask(A)
+    loop.rest()
+    loop.ops.clear()
+    assert loop.ask([*first.tokens, 7]).cached == len(first.tokens) - 1
+    assert not {Load, Copy} & set(kinds(loop.ops))
+
+
+def test_what_memory_has_no_room_for_goes_to_a_file() -> None:
+    loop = Disk(snapshot_bytes=60 * 10)
+    first = loop.ask(A)
+    loop.ask(B)
+    assert not loop.files.found
+    loop.ask(C)  # B's snapshot takes the place of A's
+    assert kinds(loop.ops)[-4:] == [Store, Drop, Save, type(loop.ops[-1])]
+    assert loop.ask([*first.tokens, 7]).cached == len(first.tokens) - 1
+
+
+def test_a_damaged_file_is_computed_again_and_gone() -> None:
+    loop = Disk()
+    first = loop.ask(A)
+    loop.restart()
+    loop.files.spoiled.update(loop.files.entries)
+    assert loop.ask([*first.tokens, 7]).cached == 0
+    assert not loop.files.found
+
+
+def test_the_next_best_file_serves_where_the_best_is_damaged() -> None:
+    loop = Disk()
+    long, short = loop.ask([*SYSTEM, *A]), loop.ask([*SYSTEM, *B])
+    loop.restart()
+    best = next(each.name for each in loop.files.found if each.tokens.tolist() == long.tokens[:-1])
+    loop.files.spoiled.add(best)
+    assert loop.ask([*long.tokens, 7]).cached == len(SYSTEM)
+    assert loop.ask([*short.tokens, 7]).cached == len(short.tokens) - 1
+
+
+def test_a_file_is_not_read_where_there_is_no_room_for_it() -> None:
+    loop = Disk(context=200, capacity=220)
+    long = loop.ask([*A, *B, *C])
+    loop.restart()
+    loop.add(D, max_tokens=100)
+    loop.step()
+    retry = loop.add(long.tokens[:100])
+    loop.step()
+    assert retry.cached == 0
+    assert loop.files.num_fetched == 0
+    loop.finish()
+
+
+def test_a_file_longer_than_the_context_is_left_alone() -> None:
+    loop = Disk(context=256)
+    long = loop.ask([*A, *B, *C, *D], max_tokens=8)
+    loop.restart()
+    smaller = Disk(context=128, capacity=128)
+    smaller.files = loop.files
+    smaller.start()
+    assert smaller.ask(long.tokens[:100]).cached == 0
+
+
+def test_without_files_a_restart_forgets() -> None:
+    loop = Loop()
+    loop.ask(A)
+    assert loop.scheduler.rest() is None
+
+
+def test_a_snapshot_that_found_no_room_is_not_counted_on() -> None:
+    loop = Disk()
+    loop.memory._refused = frozenset({1})
+    first = loop.ask(A)
+    loop.ask(B)
+    loop.ask(C)
+    assert loop.ask([*first.tokens, 7]).cached == 0
+
+
+def test_sizes_are_as_measured() -> None:
+    """Here a snapshot takes four times what the bookkeeper expects: after the first, it keeps fewer."""
+    loop = Disk(snapshot_bytes=5_000)
+    loop.memory.nbytes = lambda key: 4 * 10 * len(loop.memory.snapshots[key]) if key in loop.memory.snapshots else None
+    loop.ask(A)
+    loop.ask(B)
+    loop.kv._measure()
+    assert [each.nbytes for each in loop.kv._snapshots] == [4 * 10 * 57]
+    for start in range(6):
+        loop.ask([start] * 50)
+    loop.kv._measure()
+    assert [each.nbytes for each in loop.kv._snapshots] == [4 * 10 * 57] * 2
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_request_frees_its_cells_at_once() -> None:
+    loop = Loop(max_tokens=40)
+    stays, leaves = loop.add(A, max_tokens=100), loop.add([*B, *C], max_tokens=100)
+    for _ in range(3):
+        loop.step()
+    used = loop.info.capacity - loop.kv._cells.free
+    held = loop.kv._cells.length(loop.kv.place(leaves))
+    assert held >= 30
+    loop.scheduler.abort(leaves.id)
+    assert loop.info.capacity - loop.kv._cells.free == used - held
+    loop.step()
+    assert loop.memory.num_used == loop.kv._cells.length(loop.kv.place(stays))
+
+
+# -- everything at once ------------------------------------------------------------------------------------------------
+
+
+def test_random_histories_answer_as_without_a_cache() -> None:
+    """Turns, branches, retries, restarts, damaged files: `Loop` compares each answer with the one given alone."""
+    rng = random.Random(seed := fresh_seed())
+    print("seed", seed)
+    fetched = 0
+    for _ in range(HISTORIES):
+        can_trim = rng.random() < 0.8
+        loop = Disk(snapshot_bytes=10 * rng.choice([0, 80, 200, 10_000]), can_trim=can_trim)
+        systems = [rng.choices(range(40), k=rng.randint(1, 60)) for _ in range(2)]
+        chats: list[Sequence] = []
+        for _ in range(12):
+            action = rng.choice(["new", "turn", "turn", "branch", "retry", "rest", "restart", "damage"])
+            if action == "new" or not chats:
+                prompt = rng.choice(systems) + rng.choices(range(40), k=rng.randint(1, 20))
+            elif action == "turn":
+                prompt = rng.choice(chats).tokens + rng.choices(range(40), k=rng.randint(1, 10))
+            elif action == "branch":
+                tokens = rng.choice(chats).tokens
+                prompt = tokens[: rng.randint(1, len(tokens))] + rng.choices(range(40), k=3)
+            elif action == "retry":
+                prompt = list((old := rng.choice(chats)).tokens[: old.prompt_len])
+            else:
+                if action == "rest":
+                    loop.rest()
+                elif action == "restart":
+                    loop.restart()
+                elif loop.files.found:
+                    loop.files.spoiled.add(rng.choice(loop.files.found).name)
+                continue
+            if len(prompt) < loop.info.context - 30:
+                chats.append(loop.ask(prompt, max_tokens=rng.randint(1, 20)))
+        fetched += loop.files.num_fetched
+    assert fetched >= HISTORIES // 5
+
+
+def test_the_workloads_use_files_and_restarts() -> None:
+    runs = [run_workload(seed, "slots") for seed in range(300)]
+    assert sum(run.num_restarts for run in runs) >= 50
+    assert sum(run.files.num_fetched for run in runs if run.files) >= 10
+    assert sum(len(run.files.spoiled) for run in runs if run.files) >= 10
+
+
+def test_a_sequence_of_another_process_is_not_attached_twice() -> None:
+    loop = Disk()
+    seq = loop.add(A)
+    loop.step()
+    stranger = Sequence(99, list(A), len(A), SamplingParams())
+    with pytest.raises(AssertionError):
+        loop.kv.release(stranger)
+    assert seq.kv is not None

@@ -1,0 +1,60 @@
+"""A local hub, and a cache of its own for each test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgelm.library.events import Event
+from edgelm.library.hub import Hub
+from edgelm.library.names import HubReference
+from edgelm.library.patience import Patience
+from edgelm.library.pull import pull
+from tests.library.hub_server import HubServer
+
+QUICK = Patience(stall_s=0.4, first_wait_s=0.01, longest_wait_s=0.05, longest_asked_s=2.0, failures=4)
+
+
+@pytest.fixture
+def server() -> Iterator[HubServer]:
+    with HubServer() as running:
+        yield running
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_TOKEN", "")  # whoever runs the tests may be logged in
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(constants, "HF_STORED_TOKENS_PATH", str(tmp_path / "no-tokens"))
+    return tmp_path / "hub"
+
+
+class Puller:
+    """Pulls from a server into a cache, and keeps what was told."""
+
+    def __init__(self, server: HubServer, cache: Path, patience: Patience = QUICK) -> None:
+        self.hub = Hub(server.url, cache, patience)
+        self.cache = cache
+        self.events: list[Event] = []
+        self.cancelled = threading.Event()
+
+    def pull(self, repository: str, quantization: str | None = None, **more: str) -> Path:
+        reference = HubReference(repository, quantization, **more)
+        self.cancelled = threading.Event()
+        return pull(reference, self.hub, self.events.append, cancelled=self.cancelled).path
+
+    def told(self, kind: type[Event]) -> list[Event]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def parts(self) -> list[Path]:
+        return sorted(self.cache.glob("*/blobs/*.part*"))
+
+
+@pytest.fixture
+def puller(server: HubServer, cache: Path) -> Puller:
+    return Puller(server, cache)

@@ -1,0 +1,326 @@
+"""A pull from a server that behaves: what lies in the cache afterwards, what it costs, and who else finds it."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from gguf.constants import GGUFValueType as V
+
+from edgelm.errors import EdgeLMError
+from edgelm.library import events, publish
+from edgelm.library import pull as pull_module
+from edgelm.library.events import Fetched, Listed, Progress, Pulled, Waiting
+from edgelm.library.hub import Hub
+from edgelm.library.local import find_model
+from edgelm.library.names import HubReference
+from edgelm.library.pull import prepare, pull
+from edgelm.library.remote_header import fetch_headers
+from edgelm.library.source import CancelledTransferError
+from edgelm.weights.gguf import open_gguf
+from tests.library.conftest import QUICK, Puller
+from tests.library.hub_server import Fault, HubServer
+from tests.weights.gguf_bytes import RawGGUF, RawTensor
+
+SIZE = 3_000_000
+NAME = "o/m-GGUF"
+FILE = "m-Q4_K_M.gguf"
+
+
+def random_bytes(size: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+@pytest.fixture
+def content(server: HubServer) -> bytes:
+    data = random_bytes(SIZE)
+    server.add(NAME, {FILE: data, "m-Q8_0.gguf": data * 2, "README.md": b"text"})
+    return data
+
+
+def test_the_model_lies_where_every_tool_looks_for_it(server: HubServer, puller: Puller, content: bytes) -> None:
+    path = puller.pull(NAME)
+    assert path.read_bytes() == content
+    found = huggingface_hub.hf_hub_download(NAME, FILE, cache_dir=puller.cache, local_files_only=True)
+    assert Path(found) == path
+    assert find_model(NAME, puller.cache) == path
+    info = huggingface_hub.scan_cache_dir(puller.cache)
+    assert [repo.repo_id for repo in info.repos] == [NAME]
+    assert not info.warnings
+    assert puller.parts() == []
+
+
+def test_the_layout_is_the_clients_own(server: HubServer, puller: Puller, content: bytes, tmp_path: Path) -> None:
+    """The same files, links and refs as the client makes, beside our lock files."""
+
+    def tree(root: Path) -> dict[str, str]:
+        paths = sorted(path for path in root.rglob("*") if not path.is_dir() or path.is_symlink())
+        return {
+            path.relative_to(root).as_posix(): str(path.readlink()) if path.is_symlink() else str(path.stat().st_size)
+            for path in paths
+            if path.name != publish.CACHE_TAG
+        }
+
+    puller.pull(NAME)
+    theirs = tmp_path / "theirs"
+    huggingface_hub.hf_hub_download(NAME, FILE, cache_dir=theirs, endpoint=server.url)
+    assert tree(puller.cache) == tree(theirs)
+    assert (puller.cache / publish.CACHE_TAG).read_text()[:43] == (theirs / publish.CACHE_TAG).read_text()[:43]
+
+
+def test_a_complete_model_costs_one_metadata_request(server: HubServer, puller: Puller, content: bytes) -> None:
+    puller.pull(NAME)
+    before = len(server.requests)
+    puller.pull(NAME)
+    assert len(server.requests) - before == 1
+    assert server.metadata_requests() == 2
+    assert server.sent_bytes() == SIZE
+
+
+def test_what_another_tool_pulled_is_not_fetched_again(server: HubServer, puller: Puller, content: bytes) -> None:
+    huggingface_hub.hf_hub_download(NAME, FILE, cache_dir=puller.cache, endpoint=server.url)
+    before = server.sent_bytes()
+    assert puller.pull(NAME).read_bytes() == content
+    assert server.sent_bytes() == before
+
+
+def test_the_same_bytes_in_another_commit_are_linked(server: HubServer, puller: Puller, content: bytes) -> None:
+    puller.pull(NAME)
+    repo = server.repos[NAME]
+    repo.commit = repo.revisions["main"] = "d" * 40
+    assert puller.pull(NAME).parent.name == "d" * 40
+    assert server.sent_bytes() == SIZE
+    assert (puller.cache / "models--o--m-GGUF/refs/main").read_text() == "d" * 40
+
+
+def test_a_revision_is_pulled_and_becomes_its_own_ref(server: HubServer, puller: Puller, content: bytes) -> None:
+    server.repos[NAME].revisions["refs/pr/3"] = "e" * 40
+    server.repos[NAME].revisions["e" * 40] = "e" * 40
+    assert puller.pull(NAME, revision="refs/pr/3").parent.name == "e" * 40
+    assert (puller.cache / "models--o--m-GGUF/refs/refs/pr/3").read_text() == "e" * 40
+    puller.pull(NAME, revision="c" * 40)
+    assert not (puller.cache / "models--o--m-GGUF/refs" / ("c" * 40)).exists()
+
+
+def test_the_branch_moves_only_when_the_model_is_whole(server: HubServer, puller: Puller, content: bytes) -> None:
+    """Whoever works offline meanwhile still has the old one."""
+    puller.pull(NAME)
+    server.add(NAME, {FILE: random_bytes(SIZE, 2)}, commit="d" * 40)
+    server.order(FILE, Fault("close", 1000), Fault("status", status=500, times=9))
+    with pytest.raises(EdgeLMError):
+        puller.pull(NAME)
+    assert (puller.cache / "models--o--m-GGUF/refs/main").read_text() == "c" * 40
+
+
+def test_a_split_model_is_pulled_whole(server: HubServer, puller: Puller) -> None:
+    parts = {f"q8/m-Q8_0-{i:05d}-of-00003.gguf": random_bytes(50_000, i) for i in (1, 2, 3)}
+    server.add(NAME, {**parts, FILE: b"x" * 5000})
+    path = puller.pull(NAME, "Q8_0")
+    assert path.name == "m-Q8_0-00001-of-00003.gguf"
+    assert [path.with_name(name[3:]).read_bytes() for name in parts] == list(parts.values())
+
+
+def test_transformers_loads_a_pulled_folder_offline(
+    server: HubServer, puller: Puller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from huggingface_hub import constants
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"hello": 0, "world": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "t.json"))
+    config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    server.add(
+        "o/m",
+        {
+            "config.json": json.dumps(config).encode(),
+            "tokenizer.json": (tmp_path / "t.json").read_bytes(),
+            "tokenizer_config.json": b'{"tokenizer_class": "PreTrainedTokenizerFast"}',
+            "model-00001-of-00002.safetensors": random_bytes(40_000),
+            "model-00002-of-00002.safetensors": random_bytes(50_000, 2),
+            "model.safetensors.index.json": b"{}",
+            "pytorch_model.bin": random_bytes(90_000),
+            "original/consolidated.00.pth": random_bytes(90_000),
+        },
+    )
+    folder = puller.pull("o/m")
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+    }  # fmt: skip
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("o/m", cache_dir=puller.cache)
+    assert tokenizer("hello world")["input_ids"] == [0, 1]
+    assert transformers.AutoConfig.from_pretrained("o/m", cache_dir=puller.cache).hidden_size == 8
+    assert find_model("o/m", puller.cache) == folder
+
+
+def test_small_and_empty_files_are_checked_by_gits_hash(server: HubServer, puller: Puller) -> None:
+    server.add("o/m", {"config.json": b"{}", "merges.txt": b"", "model.safetensors": b"x" * 5000})
+    folder = puller.pull("o/m")
+    assert (folder / "merges.txt").read_bytes() == b""
+    assert (folder / "config.json").resolve().name == server.repos["o/m"].files["config.json"].blob
+
+
+def test_progress_never_runs_backwards_and_ends_at_the_total(server: HubServer, puller: Puller, content: bytes) -> None:
+    server.rate = 6e6
+    puller.pull(NAME)
+    told = puller.told(Progress)
+    assert [event.done for event in told] == sorted(event.done for event in told)
+    assert (told[-1].done, told[-1].total, told[-1].files_done) == (SIZE, SIZE, 1)
+    assert any(event.rate > 0 and event.seconds_left for event in told[1:-1])
+    assert isinstance(puller.events[0], Listed)
+    assert isinstance(puller.events[-1], Pulled)
+
+
+def test_files_come_at_the_same_time_but_never_more_than_the_connections(
+    server: HubServer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {f"m-Q8_0-{i:05d}-of-00006.gguf": random_bytes(200_000, i) for i in range(1, 7)}
+    server.add(NAME, dict(parts))
+    server.rate = 1e6
+    busy: list[int] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            busy.append(sum(0 < sent.count < 200_000 for sent in list(server.sent)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    pull(HubReference(NAME), Hub(server.url, cache, QUICK), lambda _: None, connections=3)
+    done.set()
+    watcher.join()
+    assert max(busy) == 3
+
+
+def test_a_full_disk_is_noticed_before_anything_is_fetched(
+    server: HubServer, puller: Puller, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": SIZE})
+    monkeypatch.setattr(pull_module.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(EdgeLMError, match=r"needs 3\.00 MB more, .* has 3\.00 MB free; free some space"):
+        puller.pull(NAME)
+    assert server.sent == []
+
+
+def test_cancelling_keeps_what_came(server: HubServer, puller: Puller, content: bytes) -> None:
+    server.rate = 2e6
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            puller.pull(NAME)
+        except CancelledTransferError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    server.wait_for_bytes(500_000)
+    begun = time.monotonic()
+    puller.cancelled.set()
+    thread.join()
+    assert errors
+    assert time.monotonic() - begun < 5
+    kept = puller.parts()[0].stat().st_size
+    assert kept > 400_000
+    server.rate = None
+    assert puller.pull(NAME).read_bytes() == content
+    assert server.sent[-1].start == kept
+
+
+def test_two_pulls_at_once_fetch_each_byte_once(server: HubServer, cache: Path) -> None:
+    parts = {f"m-Q8_0-{i:05d}-of-00004.gguf": random_bytes(300_000, i) for i in range(1, 5)}
+    server.add(NAME, dict(parts))
+    server.rate = 1e6
+    pullers = [Puller(server, cache) for _ in range(2)]
+    threads = [threading.Thread(target=each.pull, args=(NAME,)) for each in pullers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert server.sent_bytes() == 4 * 300_000
+    assert any(each.told(Waiting) for each in pullers)
+    for each in pullers:
+        pulled = each.told(Pulled)[0]
+        assert isinstance(pulled, Pulled)
+        assert [pulled.path.with_name(name).read_bytes() for name in parts] == list(parts.values())
+        assert len(each.told(Fetched)) == 4
+
+
+def test_the_client_waits_for_our_lock_and_finds_the_file(server: HubServer, puller: Puller, content: bytes) -> None:
+    server.rate = 2e6
+    thread = threading.Thread(target=puller.pull, args=(NAME,))
+    thread.start()
+    server.wait_for_bytes(100_000)
+    theirs = huggingface_hub.hf_hub_download(NAME, FILE, cache_dir=puller.cache, endpoint=server.url)
+    thread.join()
+    assert Path(theirs).read_bytes() == content
+    assert server.sent_bytes() == SIZE
+
+
+def test_a_header_is_read_without_the_rest_of_the_file(server: HubServer, puller: Puller, tmp_path: Path) -> None:
+    tokens = [f"token {number:>40}" for number in range(60_000)]
+    keys = {"general.architecture": (V.STRING, "llama"), "tokenizer.ggml.tokens": (V.ARRAY, (V.STRING, tokens))}
+    whole = RawGGUF(keys, [RawTensor("weights", (4, 3_000_000), data=bytes(48_000_000))]).to_bytes()
+    server.add(NAME, {FILE: whole})
+    prepared = prepare(HubReference(NAME), puller.hub)
+    (tmp_path / "heads").mkdir()
+    with open_gguf(fetch_headers(prepared, puller.hub, tmp_path / "heads")) as gguf:
+        assert gguf.architecture == "llama"
+        assert gguf.size == len(whole)
+    assert [(sent.start, sent.end) for sent in server.sent] == [(0, 2**20), (2**20, 2**21), (2**21, 2**22)]
+    assert not puller.cache.exists()
+
+
+def test_a_login_goes_to_the_hub_and_nowhere_else(
+    server: HubServer, puller: Puller, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    server.repos[NAME].gated = server.repos[NAME].private = True
+    puller.pull(NAME)
+    assert {login for _, _, login in server.requests} == {"Bearer hf_right"}
+    assert [sent.login for sent in server.sent] == [None]  # the other host
+
+
+def test_proxies_of_the_environment_are_used(
+    server: HubServer, puller: Puller, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's address exists only behind the proxy, which here is the server itself."""
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    huggingface_hub.utils._http.close_session()
+    try:
+        hub = Hub("http://hub.invalid", puller.cache, QUICK)
+        pulled = pull(HubReference(NAME), hub, lambda _: None)
+    finally:
+        huggingface_hub.utils._http.close_session()
+    assert pulled.path.read_bytes() == content
+
+
+@pytest.mark.parametrize("path", ["../x.gguf", "/etc/x.gguf", "a/../../x.gguf", "a\\..\\x.gguf", "x\n.gguf"])
+def test_a_server_cannot_write_outside_the_cache(server: HubServer, puller: Puller, path: str) -> None:
+    server.add(NAME, {path: b"x" * 5000})
+    with pytest.raises(EdgeLMError, match=r"does not answer as a hub does|holds no model"):
+        puller.pull(NAME)
+    assert not puller.cache.exists()
+
+
+@pytest.mark.parametrize("path", ["\u56fe\u3000\u7247.png", "docs\\read me.md", "a\x1bb"])
+def test_a_file_with_an_odd_name_does_not_hinder_the_model(
+    server: HubServer, puller: Puller, content: bytes, path: str
+) -> None:
+    server.add(NAME, {FILE: content, path: b"x"})
+    assert puller.pull(NAME).read_bytes() == content
+
+
+def test_every_event_is_of_the_protocol(server: HubServer, puller: Puller, content: bytes) -> None:
+    server.order(FILE, Fault("flip", 100), Fault("close", 1000))
+    puller.pull(NAME)
+    assert {type(event) for event in puller.events} >= {Listed, Progress, events.Wrong, events.Retrying, Fetched}

@@ -1,0 +1,141 @@
+"""A pull that is killed, again and again: by SIGKILL, by its parent's death, and by a disk that is full."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from edgelm.library.source import READ_BYTES
+from tests.counts import Count
+from tests.library.hub_server import HubServer
+
+NAME = "o/m-GGUF"
+FILE = "m-Q4_K_M.gguf"
+KILLS = Count(test=4, soak=50)
+CHUNK = READ_BYTES
+STEP = 600_000  # bytes between two kills, about
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Child:
+    """A process of library/pulling.py."""
+
+    def __init__(self, server: HubServer, cache: Path, most_bytes: int | None = None) -> None:
+        environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(cache), "HF_TOKEN": ""}
+        command = [sys.executable, "-m", "edgelm.library.pulling"]
+        if most_bytes is not None:
+            command = [sys.executable, "-c", LIMITED, str(most_bytes), *command]
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        assert self.stdin is not None
+        self.stdin.write(json.dumps({"model": f"{NAME}:Q4_K_M"}) + "\n")
+        self.stdin.flush()
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return what it told, after its end."""
+        assert self.stdin is not None
+        assert self.stdout is not None
+        text = self.stdout.read()
+        self.process.wait()
+        self.stdin.close()
+        self.stdout.close()
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.events()
+
+
+@pytest.fixture
+def slow_server(server: HubServer) -> HubServer:
+    server.rate, server.send_buffer = 5e6, 2**16
+    return server
+
+
+def test_kills_lose_nothing_and_fetch_nothing_twice(slow_server: HubServer, tmp_path: Path) -> None:
+    size = (KILLS + 1) * STEP
+    data = random.Random(3).randbytes(size)
+    slow_server.add(NAME, {FILE: data})
+    cache = tmp_path / "hub"
+    killed = 0
+    while killed < KILLS:
+        child = Child(slow_server, cache)
+        slow_server.wait_for_bytes(slow_server.sent_bytes() + random.randrange(1, STEP - 2 * 2**16))
+        time.sleep(random.uniform(0, 0.01))
+        child.kill()
+        killed += 1
+    slow_server.rate = None
+    events = Child(slow_server, cache).events()
+    done = events[-1]
+    assert done["event"] == "done"
+    assert hashlib.sha256(Path(done["path"]).read_bytes()).digest() == hashlib.sha256(data).digest()
+    again = [max(0, a.end - b.start) for a, b in pairwise(slow_server.sent)]
+    print(f"{killed} kills of {size / 1e6:.0f} MB: {sum(again):,} bytes fetched twice, at most {max(again):,} at one")
+    assert max(again) <= CHUNK
+    assert slow_server.sent[-1].start > 0
+    assert sum(sent.count for sent in slow_server.sent) - size == sum(again)
+    assert not [event for event in events if event["event"] == "wrong"]
+    found = huggingface_hub.hf_hub_download(NAME, FILE, cache_dir=cache, local_files_only=True)
+    assert found == done["path"]
+
+
+def test_it_ends_with_its_parent_and_keeps_what_came(slow_server: HubServer, tmp_path: Path) -> None:
+    slow_server.add(NAME, {FILE: random.randbytes(5_000_000)})
+    child = Child(slow_server, tmp_path)
+    slow_server.wait_for_bytes(500_000)
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.process.wait(timeout=10) == 1
+    events = child.events()
+    assert {event["event"] for event in events} <= {"listed", "progress"}
+    (part,) = tmp_path.glob("*/blobs/*.part")
+    assert part.stat().st_size > 300_000
+
+
+def test_the_disk_that_is_full_is_told_and_what_came_is_kept(server: HubServer, tmp_path: Path) -> None:
+    data = random.randbytes(3_000_000)
+    server.add(NAME, {FILE: data})
+    child = Child(server, tmp_path, most_bytes=1_000_000)
+    error = child.events()[-1]
+    assert error["event"] == "error"
+    assert error["message"].startswith("the disk of ")
+    assert error["hint"] == f"1.00 MB of 3.00 MB of {FILE} are kept: free some space and run it again"
+    assert Path(Child(server, tmp_path).events()[-1]["path"]).read_bytes() == data
+    assert server.sent[-1].start == 1_000_000
+
+
+def test_the_events_are_those_of_the_protocol(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, {FILE: random.randbytes(3_000_000)})
+    events = Child(server, tmp_path).events()
+    assert events[0] == {
+        "event": "listed", "repository": NAME, "commit": "c" * 40,
+        "files": [{"path": FILE, "size": 3_000_000, "here": 0}],
+    }  # fmt: skip
+    progress = next(event for event in events if event["event"] == "progress")
+    assert set(progress) == {"event", "done", "total", "files_done", "files", "rate", "seconds_left"}
+    assert [event["event"] for event in events[-3:]] == ["fetched", "progress", "done"]
+    assert set(events[-1]) == {"event", "path", "bytes", "fetched", "seconds"}
+
+
+def test_a_refusal_is_an_event(server: HubServer, tmp_path: Path) -> None:
+    (error,) = Child(server, tmp_path).events()
+    assert error["event"] == "error"
+    assert error["message"].startswith("127.0.0.1")
+    assert "hf auth login" in error["hint"]

@@ -1,0 +1,139 @@
+"""Writes tiny GGUF models whose cache is none of the usual kind: a sliding window, recurrent states, a mix of both.
+
+Owns their shapes and random weights. The vocabulary is that of `tests.tiny`. Knows nothing of edgelm.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from gguf import GGUFWriter
+
+from tests.tiny import Tiny, _write_tokenizer, vocabulary
+
+Odd = Literal["gemma3", "mamba", "lfm2"]
+WIDTH, HEADS, KV_HEADS, HEAD, FFN, VOCAB, WINDOW = 64, 2, 1, 32, 128, 512, 32
+INNER, STATE, RANK, KERNEL = 128, 16, 4, 4  # of mamba
+SHORT = 3  # positions that lfm2's convolutions see
+
+
+def write_odd(path: Path, arch: Odd, seed: int = 0) -> Path:
+    """Write a model of an architecture; the same seed always writes the same bytes."""
+    rng = np.random.default_rng(seed)
+    writer = GGUFWriter(path, arch)
+    writer.add_context_length(2048)
+    writer.add_embedding_length(WIDTH)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCAB)
+    _write_tokenizer(writer, Tiny(vocab_size=VOCAB), vocabulary(VOCAB))
+    tensors = {"gemma3": _gemma3, "mamba": _mamba, "lfm2": _lfm2}[arch](writer)
+    tensors |= {"token_embd.weight": (VOCAB, WIDTH), "output.weight": (VOCAB, WIDTH)}
+    if arch != "lfm2":
+        tensors["output_norm.weight"] = (WIDTH,)
+    for name, shape in tensors.items():
+        writer.add_tensor(name, _weights(name, shape, rng))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _weights(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+    if "norm" in name or name.endswith("ssm_d"):
+        return np.ones(shape, np.float32)
+    if name.endswith("ssm_a"):
+        return -np.exp(rng.standard_normal(shape)).astype(np.float32)
+    gain = 4.0 if name == "output.weight" else 1.5
+    return (rng.standard_normal(shape) * gain * shape[-1] ** -0.5).astype(np.float32)
+
+
+def _attention(writer: GGUFWriter, kv_heads: int | list[int]) -> None:
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(HEAD)
+    writer.add_value_length(HEAD)
+    writer.add_feed_forward_length(FFN)
+    writer.add_rope_freq_base(10_000.0)
+
+
+def _attention_tensors(block: str) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{block}.attn_q.weight": (HEADS * HEAD, WIDTH),
+        f"{block}.attn_k.weight": (KV_HEADS * HEAD, WIDTH),
+        f"{block}.attn_v.weight": (KV_HEADS * HEAD, WIDTH),
+        f"{block}.attn_output.weight": (WIDTH, HEADS * HEAD),
+        f"{block}.attn_q_norm.weight": (HEAD,),
+        f"{block}.attn_k_norm.weight": (HEAD,),
+    }
+
+
+def _feed_forward(block: str) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{block}.attn_norm.weight": (WIDTH,),
+        f"{block}.ffn_norm.weight": (WIDTH,),
+        f"{block}.ffn_gate.weight": (FFN, WIDTH),
+        f"{block}.ffn_up.weight": (FFN, WIDTH),
+        f"{block}.ffn_down.weight": (WIDTH, FFN),
+    }
+
+
+def _gemma3(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
+    layers = 6  # every sixth sees all
+    writer.add_block_count(layers)
+    writer.add_sliding_window(WINDOW)
+    _attention(writer, KV_HEADS)
+    tensors: dict[str, tuple[int, ...]] = {}
+    for layer in range(layers):
+        block = f"blk.{layer}"
+        tensors |= _attention_tensors(block) | _feed_forward(block)
+        tensors |= {f"{block}.post_attention_norm.weight": (WIDTH,), f"{block}.post_ffw_norm.weight": (WIDTH,)}
+    return tensors
+
+
+def _mamba(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
+    writer.add_block_count(2)
+    writer.add_head_count(0)
+    writer.add_feed_forward_length(0)
+    writer.add_ssm_conv_kernel(KERNEL)
+    writer.add_ssm_inner_size(INNER)
+    writer.add_ssm_state_size(STATE)
+    writer.add_ssm_time_step_rank(RANK)
+    tensors: dict[str, tuple[int, ...]] = {}
+    for layer in range(2):
+        block = f"blk.{layer}"
+        tensors |= {
+            f"{block}.attn_norm.weight": (WIDTH,),
+            f"{block}.ssm_in.weight": (2 * INNER, WIDTH),
+            f"{block}.ssm_conv1d.weight": (INNER, KERNEL),
+            f"{block}.ssm_conv1d.bias": (INNER,),
+            f"{block}.ssm_x.weight": (RANK + 2 * STATE, INNER),
+            f"{block}.ssm_dt.weight": (INNER, RANK),
+            f"{block}.ssm_dt.bias": (INNER,),
+            f"{block}.ssm_a": (INNER, STATE),
+            f"{block}.ssm_d": (INNER,),
+            f"{block}.ssm_out.weight": (WIDTH, INNER),
+        }
+    return tensors
+
+
+def _lfm2(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
+    kinds = [0, KV_HEADS, 0]
+    writer.add_block_count(len(kinds))
+    writer.add_shortconv_l_cache(SHORT)
+    _attention(writer, kinds)
+    tensors: dict[str, tuple[int, ...]] = {"token_embd_norm.weight": (WIDTH,)}
+    for layer, kv_heads in enumerate(kinds):
+        block = f"blk.{layer}"
+        tensors |= _feed_forward(block)
+        if kv_heads:
+            tensors |= _attention_tensors(block)
+        else:
+            tensors |= {
+                f"{block}.shortconv.conv.weight": (WIDTH, SHORT),
+                f"{block}.shortconv.in_proj.weight": (3 * WIDTH, WIDTH),
+                f"{block}.shortconv.out_proj.weight": (WIDTH, WIDTH),
+            }
+    return tensors
