@@ -92,7 +92,9 @@ class Settings:
     ctx: int | None = _setting(
         None, _count, "tokens of context (default: as many as the model has and memory allows, at most 8192)"
     )
-    kv: str = _setting("auto", _choice("auto", "f16", "k8v16", "int8", "k8v4"), "how the KV cache is stored")
+    kv: str = _setting(
+        "auto", _choice("auto", "f16", "k8v16", "int8", "k8v4", "fp8", "k6v4"), "how the KV cache is stored"
+    )
     threads: int | None = _setting(None, _number(int, 1, 512, "1 to 512"), "CPU threads (default: physical cores)")
     parallel: int = _setting(8, _number(int, 1, 64, "1 to 64"), "sequences that run at the same time")
     spec: str = _setting("auto", _spec, "speculative decoding: auto, off, or the most tokens that a step may draft")

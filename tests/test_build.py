@@ -79,3 +79,9 @@ def test_heads_that_cannot_be_quantized_get_less_context_instead(
     info = built(odd, monkeypatch, 600)
     assert info.kv_bytes_per_token == 8 * 16 * 80 * 2 * 2
     assert info.context == 4096
+
+
+@pytest.mark.parametrize("kv", ["fp8", "k6v4"])
+def test_a_cache_that_only_another_engine_has_is_refused_with_the_reason(wide: Path, kv: str) -> None:
+    with pytest.raises(ModelError, match=rf"--kv {kv} is not among the KV caches of llama\.cpp \(f16, k8v16"):
+        build(wide, Settings(kv=kv))

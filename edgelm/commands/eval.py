@@ -23,7 +23,7 @@ from edgelm.config import Config, load_config
 from edgelm.errors import RequestError
 from edgelm.weights.gguf import open_gguf
 
-KV_NAMES = ("f16", "k8v16", "int8", "k8v4")
+KV_NAMES = ("f16", "k8v16", "int8", "k8v4", "fp8", "k6v4")
 
 
 class Side(NamedTuple):

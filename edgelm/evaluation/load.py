@@ -16,7 +16,7 @@ from edgelm.errors import EdgeLMError, ModelError
 from edgelm.evaluation.evaluate import LOGITS_BYTES, most_rows
 from edgelm.evaluation.windows import LEAST_WINDOW
 from edgelm.executors.llama import LlamaExecutor, LlamaOptions
-from edgelm.executors.llama_memory import kv_head_bytes
+from edgelm.executors.llama_memory import KV_MODES, kv_head_bytes
 from edgelm.executors.llama_model import LlamaModel
 from edgelm.executors.memory import available_memory_bytes
 from edgelm.text.tokenizer import LlamaTokenizer
@@ -84,6 +84,10 @@ def load_contenders(
     the model, and for a KV mode that a model cannot have; EdgeLMError for a window that a model cannot have.
     """
     sources = [model, *([reference] if reference else [])]
+    for source in sources:
+        if source.kv not in KV_MODES:
+            modes = ", ".join(KV_MODES)
+            raise ModelError(f"{source.kv} is not among the KV caches of llama.cpp ({modes})", "choose one of them")
     checked = {source.path: _check(source.path) for source in sources}
     if reference and checked[reference.path].vocabulary != checked[model.path].vocabulary:
         raise ModelError(

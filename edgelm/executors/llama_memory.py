@@ -96,6 +96,8 @@ class LlamaMemory:
 
     def refusal(self, kv: str) -> str:
         """Return why the model cannot have a KV mode: llama.cpp computes NaN for some, without a word."""
+        if kv not in KV_MODES:
+            return f"is not among the KV caches of llama.cpp ({', '.join(KV_MODES)})"
         summary, mode = self._model.summary, KV_MODES[kv]
         layers = zip(summary.kv_heads, summary.key_lens, summary.value_lens, strict=True)
         lens = {(key_len, value_len) for heads, key_len, value_len in layers if heads}

@@ -172,7 +172,14 @@ def test_a_person_sees_a_table(edgelm: Edgelm, models: Path, text: Path) -> None
 
 
 def test_every_kv_mode_can_be_named() -> None:
-    assert set(KV_NAMES) == set(KV_MODES)
+    assert set(KV_NAMES) >= set(KV_MODES)
+
+
+def test_a_cache_that_only_another_engine_has_is_refused_with_the_reason(models: Path, text: Path) -> None:
+    expected = "is not among the KV caches of llama.cpp (f16, k8v16, int8, k8v4)"
+    model = models / "f32.gguf"
+    assert f"k6v4 {expected}" in job_error(model, text, kv="k6v4")
+    assert f"fp8 {expected}" in job_error(model, text, against={"model": str(model), "kv": "fp8"})
 
 
 # -- interruptions -------------------------------------------------------------------------------------------------
