@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -18,6 +19,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     choose_counts(config.getoption("--soak"))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: programs would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # A busy machine is not a failure. New inputs in each run; a failing one prints how to repeat it.
     hypothesis.settings.register_profile("edgelm", deadline=None, print_blob=True)
     hypothesis.settings.load_profile("edgelm")
