@@ -113,7 +113,10 @@ def run(
     top_k: Annotated[int | None, typer.Option(help="Sample among the K likeliest.", show_default=False)] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample among this share.", show_default=False)] = None,
     min_p: Annotated[float | None, typer.Option(help="Drop what is this much less likely.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="For an answer that can be repeated.", show_default=False)] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="For an answer that can be repeated: to the letter with --spec off.", show_default=False),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="End there.", show_default=False)] = None,
     ctx: Ctx = None,
     kv: Kv = None,

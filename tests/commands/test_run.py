@@ -89,12 +89,14 @@ def test_wrong_usage_is_exit_code_2_and_one_line(edgelm: Edgelm, arguments: list
 
 
 def test_an_answer_goes_to_standard_output_and_nothing_else_does(edgelm: Edgelm, model: Path) -> None:
-    first = edgelm("run", model, "hello", "--max-tokens", "12", "--seed", "3")
+    # Drafts change the shape of batches, and with it the last bits of the logits.
+    first = edgelm("run", model, "hello", "--max-tokens", "12", "--seed", "3", "--spec", "off")
     assert first.returncode == 0
     assert first.stdout.endswith(b"\n")
     assert len(first.stdout) > 1
     assert first.stderr == b""
-    assert edgelm("run", model, stdin=b"hello", EDGELM_MAX_TOKENS="12", EDGELM_SEED="3").stdout == first.stdout
+    settings = {"EDGELM_MAX_TOKENS": "12", "EDGELM_SEED": "3", "EDGELM_SPEC": "off"}
+    assert edgelm("run", model, stdin=b"hello", **settings).stdout == first.stdout
     assert edgelm("run", model, "hello", "--max-tokens", "12", "--seed", "4").stdout != first.stdout
 
 

@@ -33,11 +33,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, str]:
-    """An environment with places of its own."""
+    """An environment with places of its own; without drafts, which change the last bits, and answers are compared."""
     home = tmp_path_factory.mktemp("home")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("EDGELM_", "HF_"))}
     places = {f"EDGELM_{kind}_DIR": str(home / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
-    return clean | places | {"EDGELM_CACHE_DIR": str(cache), "HF_HOME": str(home / "hf")}
+    return clean | places | {"EDGELM_CACHE_DIR": str(cache), "HF_HOME": str(home / "hf"), "EDGELM_SPEC": "off"}
 
 
 @pytest.fixture
