@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -48,7 +47,7 @@ class EvalState:
                 try:
                     json.dump(content, file)
                     file.close()
-                    os.replace(file.name, self._path)  # noqa: PTH105 - a name, not a path
+                    Path(file.name).replace(self._path)
                 except OSError:
                     Path(file.name).unlink(missing_ok=True)
                     raise

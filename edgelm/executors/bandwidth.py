@@ -6,15 +6,14 @@ Owns the measurement, and its file in the cache folder. Knows nothing of models.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+
+from edgelm.executors.kept import keep_json
 
 MEASURED_BYTES = 128 * 2**20  # larger than the caches, and allocated in a moment
 PASSES = 4
@@ -32,7 +31,7 @@ def read_bandwidth(path: Path, threads: int, measure: Callable[[int], float] | N
     if str(threads) in known:
         return known[str(threads)]
     measured = (measure or measure_bandwidth)(threads)
-    _write(path, known | {str(threads): measured})
+    keep_json(path, known | {str(threads): measured})
     return measured
 
 
@@ -61,15 +60,3 @@ def _read(path: Path) -> dict[str, float]:
         return {}
     low, high = REASONABLE
     return {key: float(speed) for key, speed in said.items() if isinstance(speed, int | float) and low < speed < high}
-
-
-def _write(path: Path, found: dict[str, float]) -> None:
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(found, file)
-            Path(temporary).replace(path)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)

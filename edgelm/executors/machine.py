@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 from edgelm.errors import EngineError
 from edgelm.executors.cgroup import read_text
 from edgelm.executors.cores import Cores, usable_cores
+from edgelm.executors.kept import keep_json
 
 Canary = Literal["ok", "no_repack", "failed"]
 WaitPolicy = Literal["passive", "brief", "default"]
@@ -109,7 +109,7 @@ def facts(cache_dir: Path, *, notify: Callable[[str], None], command: Sequence[s
     with temporary as folder:
         found, lasting = measure([*command], [folder, "--threads", str(cores.physical)], cores, notify)
     if lasting:
-        _write(path, found)
+        keep_json(path, asdict(found))
     return found
 
 
@@ -239,16 +239,3 @@ def _read(path: Path) -> MachineFacts | None:
     if not (known and isinstance(said.get("reason"), str) and isinstance(times, dict)):
         return None
     return kept if all(key in POLICIES and isinstance(value, int | float) for key, value in times.items()) else None
-
-
-def _write(path: Path, found: MachineFacts) -> None:
-    """Keep the facts, readable for the user alone; a folder that cannot be written means measuring again."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")  # mode 0600
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(asdict(found), file)
-            Path(temporary).replace(path)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from edgelm.core import StoredPrefix
 
 SUFFIX = ".kv"
+FOLDER_ATTEMPTS = 10
 CHATS = "known.chats"  # beside the files: the texts of their conversations, by another module
 MAX_FILES = 512  # of one model that are known at one time
 MAX_TOKENS = 2**22  # a head that says more is not read further
@@ -118,9 +119,7 @@ class SnapshotFolder:
         if path.exists() or not self._make_room(len(head) + state.size):
             return path.exists()
         try:
-            _private_folder(self._root)
-            _private_folder(self.path)
-            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            with os.fdopen(self._create(partial), "wb") as file:
                 file.write(head)
                 file.write(state.data)
             partial.replace(path)
@@ -131,6 +130,18 @@ class SnapshotFolder:
                 partial.unlink()
             return False
         return True
+
+    def _create(self, partial: Path) -> int:
+        """Open a new file. Another process that makes room removes the folder as long as it is empty: make it again."""
+        for attempt in range(FOLDER_ATTEMPTS):
+            _private_folder(self._root)
+            _private_folder(self.path)
+            try:
+                return os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            except FileNotFoundError:
+                if attempt == FOLDER_ATTEMPTS - 1:
+                    raise
+        raise AssertionError
 
     def delete(self, name: str, reason: str) -> None:
         """Delete a file that cannot serve."""
@@ -161,7 +172,7 @@ class SnapshotFolder:
                     if entry.name.endswith(SUFFIX) and entry.name not in self._refused:
                         times[entry.name] = changed
                     elif entry.name.startswith(".") and time.time() - changed > STALE_S:
-                        os.unlink(entry.path)  # noqa: PTH108 - scandir gives strings
+                        Path(entry.path).unlink()
         return sorted(times, key=lambda name: times[name], reverse=True)[:MAX_FILES]
 
     def _read_head(self, name: str) -> StoredPrefix | None:
@@ -211,10 +222,10 @@ class SnapshotFolder:
             if nbytes > self._bounds.max_bytes and now - used <= self._bounds.max_age_s:
                 break
             with contextlib.suppress(OSError):
-                os.unlink(path)  # noqa: PTH108 - scandir gives strings
+                Path(path).unlink()
             total -= size
             with contextlib.suppress(OSError):  # another model's last file
-                os.rmdir(os.path.dirname(path))  # noqa: PTH106, PTH120
+                Path(path).parent.rmdir()
         return total + nbytes <= self._bounds.max_bytes
 
 

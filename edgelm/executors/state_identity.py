@@ -46,7 +46,7 @@ def state_identity(model: LlamaModel, files: Sequence[Path], options: LlamaOptio
     mode = KV_MODES[options.kv]
     flash = mode.flash if options.flash is None else options.flash
     digest = hashlib.blake2b(digest_size=16)
-    library = os.stat(L._lib._name)  # noqa: PTH116, SLF001 - its version alone does not name a build
+    library = Path(L._lib._name).stat()  # noqa: SLF001 - its version alone does not name a build
     facts = [L.llama_version(), library.st_size, library.st_mtime_ns, mode.type_k, mode.type_v, flash]
     arch = metadata(model.native, "general.architecture")
     if metadata(model.native, f"{arch}.rope.scaling.original_context_length") is not None:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from edgelm.core import Chunk, Copy, Drop, Executor, Load, Op, SamplingParams, Save, Sequence, Step, Trim
+from edgelm.executors.kept import keep_json
 
 Point = tuple[int, int, float]  # rows, depth, seconds
 
@@ -57,7 +55,7 @@ class StepTimes:
         budget_s = budget_s if missing else more_s
         if wanted and budget_s > 0:
             self.points += measure_steps(executor, wanted, budget_s)
-            _write(self._path, self.points)
+            keep_json(self._path, self.points)
 
     def surface(self) -> list[Point]:
         """Return each point once, with the median of its times."""
@@ -163,16 +161,3 @@ def _read(path: Path) -> list[Point]:
         return []
     fine = all(0 < rows < 10_000 and 0 <= depth < 10**8 and 0 < s < 1e4 for rows, depth, s in points)
     return points if fine and not any(math.isnan(s) for _, _, s in points) else []
-
-
-def _write(path: Path, points: list[Point]) -> None:
-    """Keep the points; a folder that cannot be written means measuring again."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(points, file)
-            Path(temporary).replace(path)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
