@@ -124,6 +124,7 @@ class SnapshotFolder:
                 file.write(state.data)
             partial.replace(path)
             self._refused.discard(path.name)
+            self._make_room(0)  # others may have written meanwhile: whoever is last sees all files
         except OSError as error:
             log.warning("a conversation is not kept on disk: %s: %s", self.path, error.strerror or error)
             with contextlib.suppress(OSError):
