@@ -12,4 +12,6 @@ python=.venv/bin/python
 wheel=$("$python" packaging/llama_wheel.py)
 # pip takes an installed package of the same version for the same, and this wheel may be another build.
 "$python" -m pip install -qq --force-reinstall --no-deps "$wheel"
+# torch first and by its exact version, so that whatever asks for it later finds it and does not choose another build.
+"$python" -m pip install -qq "$(grep -om1 'torch==[0-9.]*' pyproject.toml)"
 "$python" -m pip install -qq --editable '.[dev]'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import signal
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 
 from tests.counts import choose_counts
 
+os.environ.setdefault("KERNEL_SEED", str(secrets.randbelow(2**31)))  # one for all processes that run the tests
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported: that decides what it becomes
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"  # lies beside the checkout on some machines
 
 
