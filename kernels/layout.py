@@ -1,0 +1,372 @@
+"""How quantized weights lie in a GPU's memory: codes in the order in which tensor cores take them, and their scales.
+
+Owns the description of a layout, the planes of one weight, and the way from codes to planes and back. Knows nothing of
+files. A weight is a matrix [rows, columns] (N, K), multiplied as `x @ weight.T`, or a stack of such matrices.
+
+    value = scale * (code - zero) + offset                       with one scale for `group` columns of a row
+    value = supers * scale * (code - zero) + super_min * min     where the scales themselves are quantized
+
+Codes are stored in chunks of 16 rows by 64 columns, chunk after chunk along a row of chunks ("tile" = 16 rows). A
+chunk is what one warp multiplies: lane 4 * l4 + lm (l4 = 0..7, lm = 0..3) holds of the rows l4 and l4 + 8 (rb = 0, 1)
+the columns 32 * g + 8 * lm + 4 * p + 2 * jb + h   (g, p, jb, h = 0, 1), so that it reads 8 neighbours of x at once.
+
+    4 bits   [tile, chunk, lane, jb, rb]      a word: slot s = 2 * g + p, h = 0 at bit 4 * s, h = 1 at bit 16 + 4 * s
+    +1 bit   [tile, chunk, lane]              `high`: h = 0 at bit 4 * (2 * jb + rb) + s, h = 1 at 16 more
+    +2 bits  [tile, chunk, lane, jb]          `high`: h = 0 at bit 2 * (s + 4 * rb), h = 1 at 16 more
+    8 bits   [tile, chunk, g, lane, jb, rb]   a word: byte 2 * p + h
+
+Scales are [tile, entry, row of 16, n]: of a group of up to 64 columns an entry is a chunk and n = 64 / group; of a
+longer group an entry is a group and n = 1. Rows are padded to 16 and columns to 64 (`group`, if longer), with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+TILE = 16  # rows
+CHUNK = 64  # columns
+SUPER = 256  # columns that share the scale of scales
+
+ScaleKind = Literal["f16", "bf16", "f32", "e8m0", "u8", "i8"]
+OffsetKind = Literal["none", "min", "zero"]
+CodeKind = Literal["unsigned", "signed", "codebook", "fp8"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the planes of a weight mean: all that a kernel is compiled for."""
+
+    name: str  # such as "q4_k": for messages and benchmarks
+    bits: int  # of a code: 4, 5, 6 or 8
+    group: int  # columns that share a scale: 16, 32, or a multiple of 64
+    scale: ScaleKind  # u8 and i8: two levels, with `supers`; e8m0: 2 ** (byte - 128)
+    code: CodeKind = "unsigned"
+    zero: int = 0  # subtracted from each unsigned code
+    offset: OffsetKind = "none"  # min: added, of the scale's type; zero: uint8, subtracted from the code
+    codebook: tuple[int, ...] = ()  # 16 values, each an integer of at most 8 bits
+
+    def __post_init__(self) -> None:
+        assert self.bits in (4, 5, 6, 8)
+        assert self.group in (16, 32) or self.group % CHUNK == 0
+        assert (self.code == "codebook") == (len(self.codebook) == 16)
+        assert self.code in ("unsigned", "codebook") or self.bits == 8
+
+    @property
+    def two_level(self) -> bool:
+        return self.scale in ("u8", "i8")
+
+    @property
+    def per_entry(self) -> int:
+        """How many scales of a row an entry holds."""
+        return max(CHUNK // self.group, 1)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """What is read for each weight, padding aside."""
+        scale = {"f16": 16, "bf16": 16, "f32": 32, "e8m0": 8, "u8": 8, "i8": 8}[self.scale]
+        offset = {"none": 0, "min": scale, "zero": 8}[self.offset]
+        supers = (32 if self.offset == "min" else 16) / SUPER if self.two_level else 0
+        return self.bits + (scale + offset) / self.group + supers
+
+
+@cache
+def layout_constants(layout: Layout | None) -> dict[str, object]:
+    """Return what a kernel is compiled for, of a layout; None: dense rows. BOOK: its bytes as one number."""
+    if layout is None:
+        return {"BITS": 16, "GROUP": CHUNK, "SCALE": "f32", "CODE": "", "ZERO": 0, "OFFSET": "none", "BOOK": 0}
+    book = sum((value & 255) << (8 * i) for i, value in enumerate(layout.codebook))
+    return {
+        "BITS": layout.bits, "GROUP": layout.group, "SCALE": layout.scale, "CODE": layout.code, "ZERO": layout.zero,
+        "OFFSET": layout.offset, "BOOK": book,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A quantized matrix, or a stack of matrices with a leading dimension before all planes."""
+
+    layout: Layout
+    rows: int  # N, as the model has them
+    columns: int  # K
+    codes: Tensor  # int32: [tiles, chunks, 128], of 8 bits [tiles, chunks, 256]
+    scales: Tensor  # [tiles, entries, 16, per_entry] of the layout's scale type
+    high: Tensor | None = None  # int32: bits above the fourth: [tiles, chunks, 32], of 6 bits [tiles, chunks, 64]
+    offsets: Tensor | None = None  # as scales; of "zero" uint8
+    supers: Tensor | None = None  # float16 [tiles, chunks / 4, 16, 1 or 2]: d, and of "min" the factor of the mins
+    order: Tensor | None = None  # int64 [columns]: column j multiplies x[..., order[j]] (GPTQ's act-order)
+    gated: bool = False  # tiles of gate and up alternate
+
+    @property
+    def num_matrices(self) -> int:
+        """0: it is no stack."""
+        return self.codes.shape[0] if self.codes.dim() == 4 else 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.numel() * plane.element_size() for plane in planes(self).values())
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        moved: dict[str, Any] = {name: plane.to(device, non_blocking=True) for name, plane in planes(self).items()}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseWeight:
+    """A matrix of 16 or 32 bits, row after row, or a stack of matrices."""
+
+    data: Tensor  # [rows, columns] or [matrices, rows, columns]
+    gated: bool = False  # tiles of 16 rows of gate and up alternate
+
+    @property
+    def rows(self) -> int:
+        return self.data.shape[-2]
+
+    @property
+    def columns(self) -> int:
+        return self.data.shape[-1]
+
+    @property
+    def num_matrices(self) -> int:
+        """0: it is no stack."""
+        return self.data.shape[0] if self.data.dim() == 3 else 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    def to(self, device: torch.device | str) -> DenseWeight:
+        return replace(self, data=self.data.to(device, non_blocking=True))
+
+
+Weight = PackedWeight | DenseWeight
+PLANES = ("codes", "scales", "high", "offsets", "supers", "order")
+
+
+def planes(weight: PackedWeight) -> dict[str, Tensor]:
+    """Return the tensors that a weight consists of."""
+    return {name: plane for name in PLANES if (plane := getattr(weight, name)) is not None}
+
+
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+
+def pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
+    """Put codes, uint8 or int8 [..., rows, columns] padded to whole chunks, in the order of the kernels.
+
+    Returns the planes `codes` and `high`.
+    """
+    *stack, rows, columns = codes.shape
+    assert rows % TILE == 0
+    assert columns % CHUNK == 0
+    wide = codes.view(torch.uint8).to(torch.int32)
+    parts = wide.reshape(*stack, rows // TILE, 2, 8, columns // CHUNK, 2, 4, 2, 2, 2)
+    # [.., tile, rb, l4, chunk, g, lm, p, jb, h] -> [.., tile, chunk, l4, lm, jb, rb, h, g, p]
+    n = len(stack)
+    lead = tuple(range(n))
+    parts = parts.permute(*lead, *(n + d for d in (0, 3, 2, 5, 7, 1, 8, 4, 6)))
+    if bits == 8:
+        # -> [.., tile, chunk, g, l4, lm, jb, rb, p, h], a word for each (p, h)
+        bytes8 = parts.permute(*lead, *(n + d for d in (0, 1, 7, 2, 3, 4, 5, 8, 6)))
+        words = _joined(bytes8.flatten(-2), torch.arange(0, 32, 8))
+        return words.reshape(*stack, rows // TILE, columns // CHUNK, 256), None
+    nibbles = (parts & 15).reshape(*parts.shape[:-3], 8)
+    low = _joined(nibbles, torch.arange(0, 32, 4)).reshape(*stack, rows // TILE, columns // CHUNK, 128)
+    if bits == 4:
+        return low, None
+    top = (parts >> 4).flatten(-2)  # [.., tile, chunk, l4, lm, jb, rb, h, s]
+    if bits == 5:
+        # bit 4 * (2 * jb + rb) + s of the half h
+        spread = top.permute(*lead, *(n + d for d in (0, 1, 2, 3, 6, 4, 5, 7))).flatten(-4)
+        high = _joined(spread, torch.arange(32))
+        return low, high.reshape(*stack, rows // TILE, columns // CHUNK, 32)
+    # bit 2 * (s + 4 * rb) of the half h, a word for each jb
+    spread = top.permute(*lead, *(n + d for d in (0, 1, 2, 3, 4, 6, 5, 7))).flatten(-3)
+    high = _joined(spread, torch.arange(0, 32, 2))
+    return low, high.reshape(*stack, rows // TILE, columns // CHUNK, 64)
+
+
+def unpack_codes(codes: Tensor, high: Tensor | None, bits: int) -> Tensor:
+    """Return the codes of planes, uint8 [..., rows, columns] with the padding: what `pack_codes` was given."""
+    *stack, tiles, chunks, _ = codes.shape
+    n = len(stack)
+    lead = tuple(range(n))
+    if bits == 8:
+        words = codes.reshape(*stack, tiles, chunks, 2, 8, 4, 2, 2)
+        parts = _split(words, torch.arange(0, 32, 8), 255).reshape(*words.shape, 2, 2)
+        # [.., tile, chunk, g, l4, lm, jb, rb, p, h] -> [.., tile, rb, l4, chunk, g, lm, p, jb, h]
+        parts = parts.permute(*lead, *(n + d for d in (0, 6, 3, 1, 2, 4, 7, 5, 8)))
+        return parts.reshape(*stack, tiles * TILE, chunks * CHUNK).to(torch.uint8)
+    words = codes.reshape(*stack, tiles, chunks, 8, 4, 2, 2)
+    parts = _split(words, torch.arange(0, 32, 4), 15).reshape(*words.shape, 2, 2, 2)
+    if bits == 5:
+        assert high is not None
+        top = _split(high.reshape(*stack, tiles, chunks, 8, 4), torch.arange(32), 1)
+        top = top.reshape(*stack, tiles, chunks, 8, 4, 2, 2, 2, 2, 2)  # [.., h, jb, rb, g, p]
+        parts = parts | top.permute(*lead, *(n + d for d in (0, 1, 2, 3, 5, 6, 4, 7, 8))) << 4
+    elif bits == 6:
+        assert high is not None
+        top = _split(high.reshape(*stack, tiles, chunks, 8, 4, 2), torch.arange(0, 32, 2), 3)
+        top = top.reshape(*stack, tiles, chunks, 8, 4, 2, 2, 2, 2, 2)  # [.., jb, h, rb, g, p]
+        parts = parts | top.permute(*lead, *(n + d for d in (0, 1, 2, 3, 4, 6, 5, 7, 8))) << 4
+    # [.., tile, chunk, l4, lm, jb, rb, h, g, p] -> [.., tile, rb, l4, chunk, g, lm, p, jb, h]
+    parts = parts.permute(*lead, *(n + d for d in (0, 5, 2, 1, 7, 3, 8, 4, 6)))
+    return parts.reshape(*stack, tiles * TILE, chunks * CHUNK).to(torch.uint8)
+
+
+def pack_scales(scales: Tensor, per_entry: int) -> Tensor:
+    """Put scales [..., rows, groups] padded to whole tiles and entries in the order of the kernels."""
+    *stack, rows, groups = scales.shape
+    assert rows % TILE == 0
+    assert groups % per_entry == 0
+    parts = scales.reshape(*stack, rows // TILE, TILE, groups // per_entry, per_entry)
+    return parts.transpose(-3, -2).contiguous()
+
+
+def unpack_scales(scales: Tensor) -> Tensor:
+    """Return scales as [..., rows, groups] with the padding: what `pack_scales` was given."""
+    *stack, tiles, entries, tile, per_entry = scales.shape
+    return scales.transpose(-3, -2).reshape(*stack, tiles * tile, entries * per_entry)
+
+
+def _joined(parts: Tensor, shifts: Tensor) -> Tensor:
+    """Put the small numbers of the last dimension into one 32-bit word; they do not overlap."""
+    wide = parts.to(torch.int64) << shifts.to(parts.device)
+    total = wide.sum(-1)
+    return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
+
+
+def _split(words: Tensor, shifts: Tensor, mask: int) -> Tensor:
+    """Return the small numbers of each word as a new last dimension."""
+    return (words.unsqueeze(-1) >> shifts.to(words.device, torch.int32)) & mask
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def dequantize(weight: Weight) -> Tensor:
+    """Return what a weight stands for, float32 [..., rows, columns], in the order of its own columns.
+
+    The formula is computed in float32 in the order in which ggml computes it, so that the results are bit-equal.
+    """
+    if isinstance(weight, DenseWeight):
+        return weight.data.float()
+    layout = weight.layout
+    raw = unpack_codes(weight.codes, weight.high, layout.bits)
+    scale = _scale_values(weight).repeat_interleave(layout.group, -1)[..., : raw.shape[-1]]
+    if layout.code == "signed":
+        code = raw.view(torch.int8).float()
+    elif layout.code == "fp8":
+        code = raw.view(torch.float8_e4m3fn).float()
+    elif layout.code == "codebook":
+        code = torch.tensor(layout.codebook, dtype=torch.float32, device=raw.device)[raw.long()]
+    else:
+        code = raw.float() - layout.zero
+    if layout.offset == "zero":
+        assert weight.offsets is not None
+        zeros = unpack_scales(weight.offsets).float().repeat_interleave(layout.group, -1)[..., : raw.shape[-1]]
+        code = code - zeros
+    value = scale * code
+    if layout.offset == "min":
+        value = value + _min_values(weight).repeat_interleave(layout.group, -1)[..., : raw.shape[-1]]
+    return value[..., : weight.rows, : weight.columns]
+
+
+def _scale_values(weight: PackedWeight) -> Tensor:  # [..., rows, groups]
+    scales = unpack_scales(weight.scales)
+    if weight.layout.scale == "e8m0":
+        byte = scales.int()  # a power of two is its exponent's bits; the two smallest are subnormal
+        return torch.where(byte < 2, 0x200000 << (byte & 1), (byte - 1) << 23).view(torch.float32)
+    if not weight.layout.two_level:
+        return scales.float()
+    return _super_values(weight, 0) * scales.float()
+
+
+def _min_values(weight: PackedWeight) -> Tensor:
+    assert weight.offsets is not None
+    mins = unpack_scales(weight.offsets).float()
+    return _super_values(weight, 1) * mins if weight.layout.two_level else mins
+
+
+def _super_values(weight: PackedWeight, which: int) -> Tensor:
+    assert weight.supers is not None
+    each = unpack_scales(weight.supers[..., which : which + 1].contiguous()).float()
+    groups = unpack_scales(weight.scales).shape[-1]
+    return each.repeat_interleave(SUPER // weight.layout.group, -1)[..., :groups]
+
+
+# -- several weights as one --------------------------------------------------------------------------------------------
+
+
+def same_planes(weights: list[Weight]) -> bool:
+    """Whether weights can be fused by rows: of one layout and width, in one order, of whole tiles but the last."""
+    first = weights[0]
+    if any(type(each) is not type(first) or each.columns != first.columns for each in weights):
+        return False
+    if any(each.rows % TILE for each in weights[:-1]):
+        return False
+    if isinstance(first, DenseWeight):
+        return all(isinstance(each, DenseWeight) and each.data.dtype == first.data.dtype for each in weights)
+    packed = [each for each in weights if isinstance(each, PackedWeight)]
+    return all(each.layout == first.layout and _same_order(first.order, each.order) for each in packed)
+
+
+def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def fuse_rows(weights: list[Weight]) -> Weight:
+    """Return one weight with the rows of all, one weight after the other: for q, k and v."""
+    assert same_planes(weights)
+    first = weights[0]
+    if isinstance(first, DenseWeight):
+        return DenseWeight(torch.cat([each.data for each in weights if isinstance(each, DenseWeight)], -2))
+    return _with_planes(first, [each for each in weights if isinstance(each, PackedWeight)], _concatenated, False)
+
+
+def fuse_gated(gate: Weight, up: Weight) -> Weight:
+    """Return one weight in which tiles of gate and up alternate, so that one program has both of an output."""
+    assert same_planes([gate, up])
+    assert gate.rows == up.rows
+    if isinstance(gate, DenseWeight):
+        assert isinstance(up, DenseWeight)
+        assert gate.rows % TILE == 0
+        stack = gate.data.shape[:-2]
+        pair = [each.data.reshape(*stack, -1, 1, TILE, each.columns) for each in (gate, up)]
+        return DenseWeight(torch.cat(pair, -3).reshape(*stack, 2 * gate.rows, gate.columns), gated=True)
+    assert isinstance(up, PackedWeight)
+    return _with_planes(gate, [gate, up], _alternating, True)
+
+
+def _concatenated(each: list[Tensor], dim: int) -> Tensor:
+    return torch.cat(each, dim)
+
+
+def _alternating(both: list[Tensor], dim: int) -> Tensor:
+    stacked = torch.stack(both, dim + 1)  # [.., tiles, 2, ..]
+    return stacked.flatten(dim, dim + 1)
+
+
+def _with_planes(
+    first: PackedWeight, weights: list[PackedWeight], join: Callable[[list[Tensor], int], Tensor], gated: bool
+) -> PackedWeight:
+    dim = first.codes.dim() - 3  # of the tiles
+    joined: dict[str, Any] = {
+        name: join([planes(each)[name] for each in weights], dim) for name in planes(first) if name != "order"
+    }
+    return replace(first, rows=sum(each.rows for each in weights), gated=gated, **joined)
