@@ -1,0 +1,32 @@
+"""The norms in plain torch: the specification of the kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
+    """See the package's function of this name."""
+    return _normed(x.float(), weight, eps).to(out_dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See the package's function of this name."""
+    added = x.float() if post_weight is None else _normed(x.float(), post_weight, eps)
+    total = residual + added
+    return _normed(total, weight, eps).to(out_dtype), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype) -> Tensor:
+    """See the package's function of this name."""
+    x = x.float()
+    centred = x - x.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight
+    return (normed if bias is None else normed + bias).to(out_dtype)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

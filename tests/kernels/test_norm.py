@@ -1,0 +1,136 @@
+"""The norms against float64, the kernels against plain torch, and rows that must not know of each other."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Generator, Tensor
+
+from edgelm.kernels.choice import interpreting
+from edgelm.kernels.norm import add_rms_norm, layer_norm, rms_norm
+from edgelm.kernels.norm.cases import CASES, TOLERANCE, Case, Inputs, make_inputs
+
+EPS = 1e-5
+IMPLEMENTATIONS = "reference", "triton"
+
+# Half a unit in the last place, relative; the interpreter cuts off what does not fit bfloat16.
+ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7 if interpreting() else 2.0**-8}
+
+
+@pytest.fixture(autouse=True)
+def nan_in_new_tensors() -> Iterator[None]:
+    """What torch.empty returns is NaN: a value that a kernel forgets is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def generator() -> Generator:
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    return Generator().manual_seed(seed)
+
+
+def exact_rms(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def exact_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double() + bias.double()
+
+
+def expect(got: Tensor, want: Tensor, scale: Tensor) -> None:
+    """Check float32 results within TOLERANCE of `scale`, 16-bit ones within the rounding of their last place more."""
+    assert got.shape == want.shape
+    if got.numel():
+        error = (got.double() - want).abs()
+        bound = TOLERANCE * scale + ROUNDING[got.dtype] * want.abs() * (1 + TOLERANCE)
+        bound += torch.finfo(torch.float16).smallest_normal * 2**-11 if got.dtype == torch.float16 else 0.0
+        assert bool((error <= bound).all()), float((error - bound).max())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_norms_equal_float64(
+    case: Case, out_dtype: torch.dtype | None, implementation: str, generator: Generator
+) -> None:
+    x, residual, weight, bias = make_inputs(case, generator)
+    want = exact_rms(x, weight)
+    got = rms_norm(x, weight, EPS, out_dtype=out_dtype, implementation=implementation)
+    assert got.dtype == (out_dtype or case.dtype)
+    expect(got, want, want.abs())
+
+    for post in (None, bias):
+        normed, total = add_rms_norm(
+            x, residual, weight, EPS, post_weight=post, out_dtype=out_dtype, implementation=implementation
+        )
+        added = x.double() if post is None else exact_rms(x, post)
+        assert total.dtype == torch.float32
+        expect(total, residual.double() + added, residual.double().abs() + added.abs())
+        want = exact_rms(total, weight)  # of the sum as it was rounded: what the next layer sees
+        expect(normed, want, want.abs())
+
+    want = exact_layer(x, weight, bias)
+    got = layer_norm(x, weight, bias, EPS, out_dtype=out_dtype, implementation=implementation)
+    scale = (
+        exact_layer(x, torch.ones_like(weight), torch.zeros_like(bias)).abs().amax(-1, keepdim=True)
+        if x.numel()
+        else want
+    )
+    expect(got, want, scale * weight.abs().double() + bias.abs().double())
+    without = layer_norm(x, weight, None, EPS, out_dtype=torch.float32, implementation=implementation)
+    with_zero = layer_norm(
+        x, weight, torch.zeros_like(bias), EPS, out_dtype=torch.float32, implementation=implementation
+    )
+    assert torch.equal(without, with_zero)
+
+
+@pytest.mark.parametrize("width", [576, 8200])
+def test_a_row_is_the_same_among_any_others(width: int, generator: Generator) -> None:
+    x, residual, weight, bias = make_inputs(Case(3, width), generator)
+    together = results(Inputs(x, residual, weight, bias))
+    for row in range(3):
+        alone = results(Inputs(x[row : row + 1], residual[row : row + 1], weight, bias))
+        assert all(torch.equal(a[row], b[0]) for a, b in zip(together, alone, strict=True))
+
+
+def results(given: Inputs) -> tuple[Tensor, ...]:
+    x, residual, weight, bias = given
+    return (
+        rms_norm(x, weight, EPS, implementation="triton"),
+        *add_rms_norm(x, residual, weight, EPS, post_weight=bias, implementation="triton"),
+        layer_norm(x, weight, bias, EPS, implementation="triton"),
+    )
+
+
+def test_leading_dimensions_and_inputs_are_kept(generator: Generator) -> None:
+    x, residual, weight, _ = make_inputs(Case(6, 40, torch.float32), generator)
+    x, residual = x.contiguous().view(2, 3, 40), residual.view(2, 3, 40)
+    before = x.clone(), residual.clone()
+    normed, total = add_rms_norm(x, residual, weight, EPS, implementation="triton")
+    assert normed.shape == total.shape == x.shape
+    flat = add_rms_norm(x.view(6, 40), residual.view(6, 40), weight, EPS, implementation="triton")
+    assert torch.equal(normed.view(6, 40), flat[0])
+    assert torch.equal(rms_norm(x[1], weight, EPS, implementation="triton"), rms_norm(x, weight, EPS)[1])
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_not_a_number_stays_in_its_row(implementation: str, generator: Generator) -> None:
+    x, residual, weight, bias = make_inputs(Case(3, 100, torch.float32), generator)
+    x[1, 17] = float("nan")
+    for got in (
+        rms_norm(x, weight, EPS, implementation=implementation),
+        add_rms_norm(x, residual, weight, EPS, implementation=implementation)[0],
+        layer_norm(x, weight, bias, EPS, implementation=implementation),
+    ):
+        assert got.isnan().all(1).tolist() == [False, True, False]
+        assert not got[[0, 2]].isnan().any()
