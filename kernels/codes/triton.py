@@ -1,0 +1,294 @@
+"""From the words of kernels/layout.py to operands of tl.dot: device functions that several kernels share.
+
+Owns how codes become float16, bfloat16 or float32, exactly, and the order in which a fragment holds its columns. Knows
+nothing of scales and of where the words come from.
+
+A code becomes float by being put into the mantissa of a constant: 0x6400 | q is the float16 1024 + q, 0x4300 | q the
+bfloat16 128 + q. The assembly (ASM) does this for two codes at once; its twin has the same results: all are exact.
+
+The names of dimensions are those of the layout: l4, lm, rb, jb, g, p, h; slot s = 2 * g + p. A dot contracts over its
+columns in any order, as long as both operands have the same: KW is the order that the compiler wants (target.py).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# -- assembly ----------------------------------------------------------------------------------------------------------
+
+# a pair of float16 in h to a pair of bfloat16
+_TO_BF16 = (
+    "mov.b32 {h0,h1}, h; cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1; cvt.rn.bf16x2.f32 h, f1, f0;"  # the first goes on top
+)
+_REGISTERS = ".reg .b32 w,t,h,m,k; .reg .b16 h0,h1; .reg .f32 f0,f1;"
+
+
+def _nibbles(bits: int, bf16: bool) -> str:
+    """Return PTX: $8 a word, then `high` of 5 or 6 bits, then two constants; $0..$7 are the pairs of slots 0..3."""
+    minus, minus_16th = ("$9", "$10") if bits == 4 else ("$10", "$11")
+    lines = [_REGISTERS, f"mov.b32 m, {'0x43004300' if bf16 else '0x64006400'};"]
+    lines.append(f"mov.b32 k, {'0x3f803f80' if bf16 else '0x2c002c00'};")  # 1, 1/16
+    for slot in range(4):
+        # float16 has room for a nibble at bit 4: it is 16 times too large, so that two slots need no shift
+        at = 0 if bf16 else 4 * (slot % 2)
+        shift = 4 * slot - at
+        lines.append(f"shr.u32 w, $8, {shift};" if shift else "mov.b32 w, $8;")
+        lines.append(f"lop3.b32 h, w, {0x000F000F << at:#x}, m, 0xea;")  # (w & mask) | m
+        if bits > 4:
+            up = at + 4 - (bits - 4) * slot
+            lines.append(f"shl.b32 t, $9, {up};" if up >= 0 else f"shr.u32 t, $9, {-up};")
+            lines.append(f"lop3.b32 h, t, {(0x00010001 if bits == 5 else 0x00030003) << (at + 4):#x}, h, 0xea;")
+        if bf16:
+            lines.append(f"fma.rn.bf16x2 h, h, k, {minus};")
+        elif at:
+            lines.append(f"fma.rn.f16x2 h, h, k, {minus_16th};")
+        else:
+            lines.append(f"add.rn.f16x2 h, h, {minus};")
+        lines.append(f"mov.b32 {{${2 * slot},${2 * slot + 1}}}, h;")
+    return "{" + " ".join(lines) + "}"
+
+
+def _bytes(signed: bool, bf16: bool) -> str:
+    """Return PTX: $4 a word of four bytes, $5 a constant; $0..$3 are the pairs p = 0, 1."""
+    lines = [_REGISTERS, "mov.b32 m, 0x64646464;", f"xor.b32 w, $4, {'0x80808080' if signed else '0'};"]
+    for p in range(2):
+        lines.append(f"prmt.b32 h, w, m, {(0x4140, 0x4342)[p]:#x}; add.rn.f16x2 h, h, $5; {_TO_BF16 if bf16 else ''}")
+        lines.append(f"mov.b32 {{${2 * p},${2 * p + 1}}}, h;")
+    return "{" + " ".join(lines) + "}"
+
+
+def _fp8(bf16: bool) -> str:
+    """Return PTX: $4 a word of four e4m3; $0..$3 are the pairs p = 0, 1."""
+    lines = [_REGISTERS, "mov.b32 k, 0x5c005c00; mov.b32 m, 0;"]  # 256: the difference of the exponents' biases
+    for p in range(2):
+        lines.append(f"prmt.b32 t, $4, m, {(0x1404, 0x3424)[p]:#x}; shr.u32 h, t, 1; and.b32 h, h, 0x3f803f80;")
+        lines.append(f"lop3.b32 h, t, 0x80008000, h, 0xea; mul.rn.f16x2 h, h, k; {_TO_BF16 if bf16 else ''}")
+        lines.append(f"mov.b32 {{${2 * p},${2 * p + 1}}}, h;")
+    return "{" + " ".join(lines) + "}"
+
+
+def _codebook(bf16: bool, small: bool = False) -> str:
+    """Return PTX: $8 a word, $9..$12 the 16 values plus 128, a byte each; $0..$7 are the pairs of slots 0..3.
+
+    `small`: the values plus 64, each below 128, so that bfloat16 has room for them without float16 on the way.
+    """
+    made = f"add.rn.f16x2 h, h, k; {_TO_BF16 if bf16 else ''}"
+    lines = [_REGISTERS, ".reg .b32 a,b,c,l,n; mov.b32 m, 0x64646464; mov.b32 k, 0xe480e480;"]  # -(1024 + 128)
+    if small:
+        made = "fma.rn.bf16x2 h, h, e, k;"
+        lines[1] = ".reg .b32 a,b,c,e,l,n; mov.b32 m, 0x43434343; mov.b32 k, 0xc340c340; mov.b32 e, 0x3f803f80;"  # -192
+    # a nibble of a selector takes one of 8 bytes; then bit 3 of the code decides between the halves of the book
+    lines.append("and.b32 a, $8, 0x77777777; shr.u32 b, $8, 1; mov.b32 c, 0x32103210;")
+    lines.append("lop3.b32 b, b, 0x44444444, c, 0xea;")
+    for half in "ln":
+        lines.append(f"prmt.b32 t, $9, $10, a; prmt.b32 w, $11, $12, a; prmt.b32 {half}, t, w, b;")
+        lines.append("shr.u32 a, a, 16; shr.u32 b, b, 16;" if half == "l" else "")
+    for two in range(2):
+        lines.append(f"prmt.b32 w, l, n, {(0x5140, 0x7362)[two]:#x};")
+        for one in range(2):
+            slot = 2 * two + one
+            lines.append(f"prmt.b32 h, w, m, {(0x4140, 0x4342)[one]:#x}; {made}")
+            lines.append(f"mov.b32 {{${2 * slot},${2 * slot + 1}}}, h;")
+    return "{" + " ".join(lines) + "}"
+
+
+NIBBLES_F16 = tl.constexpr({bits: _nibbles(bits, False) for bits in (4, 5, 6)})
+NIBBLES_BF16 = tl.constexpr({bits: _nibbles(bits, True) for bits in (4, 5, 6)})
+BYTES_F16 = tl.constexpr({signed: _bytes(signed, False) for signed in (False, True)})
+BYTES_BF16 = tl.constexpr({signed: _bytes(signed, True) for signed in (False, True)})
+FP8_F16 = tl.constexpr(_fp8(False))
+FP8_BF16 = tl.constexpr(_fp8(True))
+CODEBOOK_F16 = tl.constexpr(_codebook(False))
+CODEBOOK_BF16 = tl.constexpr({small: _codebook(True, small) for small in (False, True)})
+
+EIGHT = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h")
+
+
+# -- codes to numbers --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def twice(like, BITS: tl.constexpr):
+    """Return an int32 tensor of the shape of `like`, with 16 bits in both halves."""
+    BOTH: tl.constexpr = BITS | (BITS << 16)
+    return tl.full(like.shape, BOTH - (1 << 32) if BOTH >= (1 << 31) else BOTH, tl.int32)
+
+
+@triton.jit
+def book_word(like, BOOK: tl.constexpr, I: tl.constexpr, BIAS: tl.constexpr):
+    """Return four values of a codebook plus BIAS (0, 64 or 128) as an int32 tensor of the shape of `like`."""
+    WORD: tl.constexpr = ((BOOK >> (32 * I)) & (0x7F7F7F7F if BIAS == 64 else 0xFFFFFFFF)) ^ (BIAS * 0x01010101)
+    return tl.full(like.shape, WORD - (1 << 32) if WORD >= (1 << 31) else WORD, tl.int32)
+
+
+@triton.jit
+def nibble_numbers(
+    words, high, BITS: tl.constexpr, ZERO: tl.constexpr, BOOK: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
+):
+    """Return the codes of words as 8 tensors of DTYPE: [2 * s + h]. `high` is what `high_words` gives, for 4 bits any.
+
+    BOOK: 16 signed bytes as one number; 0: the codes are numbers, less ZERO.
+    """
+    if ASM and BOOK != 0:
+        # bits 6 and 7 of each value are equal: it is one of -64 to 63
+        SMALL: tl.constexpr = tl.bfloat16 == DTYPE and ((BOOK >> 1) ^ BOOK) & 0x40404040404040404040404040404040 == 0
+        BIAS: tl.constexpr = 64 if SMALL else 128
+        b0 = book_word(words, BOOK, 0, BIAS)
+        b1 = book_word(words, BOOK, 1, BIAS)
+        b2 = book_word(words, BOOK, 2, BIAS)
+        b3 = book_word(words, BOOK, 3, BIAS)
+        return tl.inline_asm_elementwise(
+            CODEBOOK_BF16[SMALL] if tl.bfloat16 == DTYPE else CODEBOOK_F16,
+            EIGHT + ",r,r,r,r,r",
+            [words, b0, b1, b2, b3],
+            dtype=(tl.bfloat16,) * 8 if tl.bfloat16 == DTYPE else (tl.float16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    elif ASM:
+        whole = twice(words, 0xC300 + ZERO if tl.bfloat16 == DTYPE else 0xE400 + ZERO)  # -(128 + zero), -(1024 + zero)
+        sixteenth = twice(words, 0xD400 + 16 * ZERO)  # -(64 + zero), of float16
+        return tl.inline_asm_elementwise(
+            NIBBLES_BF16[BITS] if tl.bfloat16 == DTYPE else NIBBLES_F16[BITS],
+            EIGHT + (",r,r,r" if BITS == 4 else ",r,r,r,r"),
+            [words, whole, sixteenth] if BITS == 4 else [words, high, whole, sixteenth],
+            dtype=(tl.bfloat16,) * 8 if tl.bfloat16 == DTYPE else (tl.float16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (
+            nibble_number(words, high, 0, 0, BITS, ZERO, BOOK, DTYPE),
+            nibble_number(words, high, 0, 1, BITS, ZERO, BOOK, DTYPE),
+            nibble_number(words, high, 1, 0, BITS, ZERO, BOOK, DTYPE),
+            nibble_number(words, high, 1, 1, BITS, ZERO, BOOK, DTYPE),
+            nibble_number(words, high, 2, 0, BITS, ZERO, BOOK, DTYPE),
+            nibble_number(words, high, 2, 1, BITS, ZERO, BOOK, DTYPE),
+            nibble_number(words, high, 3, 0, BITS, ZERO, BOOK, DTYPE),
+            nibble_number(words, high, 3, 1, BITS, ZERO, BOOK, DTYPE),
+        )
+
+
+@triton.jit
+def nibble_number(
+    words,
+    high,
+    SLOT: tl.constexpr,
+    H: tl.constexpr,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    BOOK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    code = (words >> (4 * SLOT + 16 * H)) & 15
+    if BITS == 5:
+        code = code | (((high >> (SLOT + 16 * H)) & 1) << 4)
+    elif BITS == 6:
+        code = code | (((high >> (2 * SLOT + 16 * H)) & 3) << 4)
+    if BOOK != 0:
+        low = tl.where(code < 4, book_word(words, BOOK, 0, 0), book_word(words, BOOK, 1, 0))
+        top = tl.where(code < 12, book_word(words, BOOK, 2, 0), book_word(words, BOOK, 3, 0))
+        four = tl.where(code < 8, low, top)
+        return ((four << (24 - 8 * (code & 3))) >> 24).to(tl.float32).to(DTYPE)
+    else:
+        return (code - ZERO).to(tl.float32).to(DTYPE)  # the interpreter has no way from integers to bfloat16
+
+
+@triton.jit
+def byte_numbers(words, CODE: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Return the bytes of words as 4 tensors of DTYPE: [2 * p + h]. CODE: "unsigned" (less ZERO), "signed", "fp8".
+
+    What e4m3 calls NaN becomes 480.
+    """
+    if ASM and CODE == "fp8":
+        return tl.inline_asm_elementwise(
+            FP8_BF16 if tl.bfloat16 == DTYPE else FP8_F16,
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.bfloat16,) * 4 if tl.bfloat16 == DTYPE else (tl.float16,) * 4,
+            is_pure=True,
+            pack=1,
+        )
+    elif ASM:
+        whole = twice(words, 0xE400 + (128 if CODE == "signed" else ZERO))
+        return tl.inline_asm_elementwise(
+            BYTES_BF16[CODE == "signed"] if tl.bfloat16 == DTYPE else BYTES_F16[CODE == "signed"],
+            "=h,=h,=h,=h,r,r",
+            [words, whole],
+            dtype=(tl.bfloat16,) * 4 if tl.bfloat16 == DTYPE else (tl.float16,) * 4,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (
+            byte_number(words, 0, CODE, ZERO, DTYPE),
+            byte_number(words, 1, CODE, ZERO, DTYPE),
+            byte_number(words, 2, CODE, ZERO, DTYPE),
+            byte_number(words, 3, CODE, ZERO, DTYPE),
+        )
+
+
+@triton.jit
+def byte_number(words, I: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr):
+    if CODE == "signed":
+        return ((words << (24 - 8 * I)) >> 24).to(tl.float32).to(DTYPE)
+    elif CODE == "fp8":
+        byte = words >> (8 * I)
+        half = (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+        return (half.to(tl.float32) * 256.0).to(DTYPE)
+    else:
+        return (((words >> (8 * I)) & 255) - ZERO).to(tl.float32).to(DTYPE)
+
+
+# -- the order of a fragment -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def arrange_words(words, W: tl.constexpr, KW: tl.constexpr):
+    """Return W chunks of 128 words (lane, jb, rb) as [W, 16 rows, 8]."""
+    words = tl.reshape(words, [W, 8, 4, 2, 2])  # l4, lm, jb, rb
+    words = tl.permute(words, [0, 4, 1, 3, 2] if KW == 2 else [0, 4, 1, 2, 3])
+    return tl.reshape(words, [W, 16, 8])
+
+
+@triton.jit
+def high_words(high, BITS: tl.constexpr, W: tl.constexpr, KW: tl.constexpr):
+    """Return W chunks of the plane `high` as [W, 16 rows, 8], beside the words whose codes they complete.
+
+    The lowest bits of each half belong to slot 0.
+    """
+    # not tl.join: joined words make the compiler choose another order of columns (KW) for the dots of these alone
+    rb = tl.arange(0, 2)[None, None, None, None, :]
+    if BITS == 5:
+        jb = tl.arange(0, 2)[None, None, None, :, None]
+        high = tl.reshape(high, [W, 8, 4, 1, 1]) >> (8 * jb + 4 * rb)
+    else:
+        high = tl.reshape(high, [W, 8, 4, 2, 1]) >> (8 * rb)
+    return arrange_words(high, W, KW)
+
+
+@triton.jit
+def fragment(p0h0, p0h1, p1h0, p1h1, W: tl.constexpr):
+    """Return the operand [W, 16 rows, 32 columns] of a group of 32 from its numbers, each [W, 16, 8]."""
+    parts = tl.join(tl.join(p0h0, p1h0), tl.join(p0h1, p1h1))  # [.., p, h]
+    return tl.reshape(tl.permute(parts, [0, 1, 3, 2, 4]), [W, 16, 32])
+
+
+@triton.jit
+def x_fragment(x, W: tl.constexpr, KW: tl.constexpr):
+    """Return x, W times 8 rows of 32 columns as they lie in memory [W * 8, 32], as the operand [W, 32, 8]."""
+    x = tl.reshape(x, [W, 8, 4, 2, 2, 2])  # row, lm, p, jb, h
+    x = tl.permute(x, [0, 3, 4, 2, 5, 1] if KW == 2 else [0, 3, 2, 4, 5, 1])
+    return tl.reshape(x, [W, 32, 8])
+
+
+@triton.jit
+def row_fragment(upper, lower, W: tl.constexpr, KW: tl.constexpr):
+    """Return W times 16 rows of 32 columns as the operand [W, 16, 32], from rows as they lie in memory.
+
+    `upper` and `lower` [W * 8, 32] are rows 0 to 7 and 8 to 15 of each.
+    """
+    rows = tl.join(tl.reshape(upper, [W, 8, 4, 2, 2, 2]), tl.reshape(lower, [W, 8, 4, 2, 2, 2]))
+    rows = tl.permute(rows, [0, 6, 1, 3, 4, 2, 5] if KW == 2 else [0, 6, 1, 3, 2, 4, 5])  # of row, lm, p, jb, h, rb
+    return tl.reshape(rows, [W, 16, 32])

@@ -1,0 +1,58 @@
+"""Dequantize: a weight as a matrix of numbers, for products that read it many times and for checks of packing.
+
+Owns the signature and the choice of implementation. Knows nothing of products. The values are exactly those of
+`layout.dequantize`, computed in float32 and rounded once to the wanted type.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from edgelm.kernels.choice import Implementation, choose, declines_reference, declines_triton
+from edgelm.kernels.dequantize import reference
+from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def dequantize(
+    weight: Weight, dtype: torch.dtype, *, out: Tensor | None = None, implementation: str | None = None
+) -> Tensor:
+    """Return a weight as `dtype` [.., rows, columns], in the order of its own columns (`order` is not applied).
+
+    `out`, contiguous and of that type and shape, is written where it is given. Raises NoKernelError.
+    """
+    stack = (weight.num_matrices,) if weight.num_matrices else ()
+    shape = (*stack, weight.rows, weight.columns)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=weight.device)
+    assert out.shape == shape
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    choose("dequantize", _IMPLEMENTATIONS, implementation, weight, dtype, implementation).run(weight, dtype, out=out)
+    return out
+
+
+def _declines_triton(weight: Weight, dtype: torch.dtype, *_: object) -> str | None:
+    if dtype not in DTYPES:
+        return f"it writes 16-bit and 32-bit floats, not {dtype}"
+    return declines_triton(weight.codes if isinstance(weight, PackedWeight) else weight.data)
+
+
+def _run_triton(weight: Weight, *_: object, out: Tensor) -> Tensor:
+    if isinstance(weight, DenseWeight):
+        return out.copy_(weight.data)
+    from edgelm.kernels.dequantize import triton
+
+    return triton.dequantize(weight, out)
+
+
+def _declines_reference(weight: Weight, _: torch.dtype, wanted: str | None) -> str | None:
+    return declines_reference(weight.codes if isinstance(weight, PackedWeight) else weight.data, wanted)
+
+
+_IMPLEMENTATIONS = (
+    Implementation("triton", _declines_triton, _run_triton),
+    Implementation("reference", _declines_reference, reference.dequantize),
+)

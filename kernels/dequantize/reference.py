@@ -1,0 +1,15 @@
+"""Dequantizing in plain torch: the specification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from edgelm.kernels import layout
+from edgelm.kernels.layout import Weight
+
+
+def dequantize(weight: Weight, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    """Write the float32 values of a weight, rounded to `dtype`, into `out`."""
+    assert out.dtype == dtype
+    return out.copy_(layout.dequantize(weight))

@@ -1,0 +1,1 @@
+"""Device functions of the matmul; see triton.py. No op."""

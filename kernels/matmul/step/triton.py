@@ -1,0 +1,315 @@
+"""One step of a decode matmul: each warp multiplies a chunk of 64 columns of some tiles with up to 16 rows of x.
+
+Owns how planes of scales, words and x are read, and the order of the sums. Knows nothing of grids and of what follows.
+`chunk` is [NW, 1], a chunk for each warp. MASKED: a chunk may reach beyond K, or lie there; what is read is then 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from edgelm.kernels.codes.triton import (
+    arrange_words,
+    byte_numbers,
+    fragment,
+    high_words,
+    nibble_numbers,
+    row_fragment,
+    x_fragment,
+)
+
+# -- scales ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scale_number(word, I: tl.constexpr, KIND: tl.constexpr):
+    """Return the scale number I of an entry's word, or of its only one, as float32."""
+    if KIND == "f32":
+        return word
+    elif word.dtype.is_floating():
+        return word.to(tl.float32)
+    elif KIND == "f16":
+        return (word >> (16 * I)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif KIND == "bf16":
+        return (word >> (16 * I)).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    elif KIND == "i8":
+        return ((word.to(tl.int32) << (24 - 8 * I)) >> 24).to(tl.float32)
+    else:
+        byte = (word.to(tl.int32) >> (8 * I)) & 255
+        if KIND == "e8m0":  # 2 ** (byte - 128), of which the two smallest are subnormal
+            return tl.where(byte < 2, 0x200000 << (byte & 1), (byte - 1) << 23).to(tl.float32, bitcast=True)
+        else:
+            return byte.to(tl.float32)
+
+
+@triton.jit
+def load_scales(plane, entry, columns, K: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr):
+    """Return the scales of chunks that begin at `columns` [NW, 1], a tuple of float32 [NW, 16], 0 beyond K."""
+    PER: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
+    SIZE: tl.constexpr = 4 if KIND == "f32" else 2 if KIND == "f16" or KIND == "bf16" else 1
+    TOGETHER: tl.constexpr = PER > 1 and PER * SIZE <= 4  # an entry is one word
+    at = entry * 16 + tl.arange(0, 16)[None, :]
+    out: tl.tuple = ()
+    if TOGETHER:
+        word = tl.load(plane + at, mask=columns < K, other=0) if MASKED else tl.load(plane + at)
+        for i in tl.static_range(PER):
+            value = scale_number(word, i, KIND)
+            out += (tl.where(columns + i * GROUP < K, value, 0.0) if MASKED else value,)
+    else:
+        for i in tl.static_range(PER):
+            if MASKED:
+                word = tl.load(plane + at * PER + i, mask=columns + i * GROUP < K, other=0)
+                out += (tl.where(columns + i * GROUP < K, scale_number(word, 0, KIND), 0.0),)
+            else:
+                out += (scale_number(tl.load(plane + at * PER + i), 0, KIND),)
+    return out
+
+
+@triton.jit
+def times(values, factor):
+    out: tl.tuple = ()
+    for i in tl.static_range(len(values)):
+        out += (values[i] * factor,)
+    return out
+
+
+@triton.jit
+def tile_scales(
+    scales,
+    offsets,
+    supers,
+    tile,
+    chunk,
+    CHUNKS: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return the scales and the offsets of a tile's chunks [NW, 1], each a tuple of float32 [NW, 16]."""
+    FACTOR: tl.constexpr = GROUP // 64 if GROUP > 64 else 1  # chunks of an entry
+    PER: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
+    SIZE: tl.constexpr = 4 if SCALE == "f32" else 2 if SCALE == "f16" or SCALE == "bf16" else 1
+    STRIDE: tl.constexpr = CHUNKS // FACTOR * 16  # of a tile, in entries
+    columns = chunk * 64
+    entry = chunk // FACTOR
+    WORDS: tl.constexpr = 1 if PER * SIZE <= 4 else PER
+    scale = load_scales(scales + tile * (STRIDE * WORDS), entry, columns, K, GROUP, SCALE, MASKED)
+    offset = scale
+    if OFFSET == "min":
+        offset = load_scales(offsets + tile * (STRIDE * WORDS), entry, columns, K, GROUP, SCALE, MASKED)
+    elif OFFSET == "zero":
+        offset = load_scales(offsets + tile * STRIDE, entry, columns, K, GROUP, "u8", MASKED)
+    if SCALE == "u8" or SCALE == "i8":
+        at = tile * (CHUNKS * 4) + (chunk // 4) * 16 + tl.arange(0, 16)[None, :]
+        word = tl.load(supers + at, mask=columns < K, other=0) if MASKED else tl.load(supers + at)
+        scale = times(scale, scale_number(word, 0, "f16"))
+        if OFFSET == "min":
+            offset = times(offset, scale_number(word, 1, "f16"))
+    return scale, offset
+
+
+# -- one step of all warps ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_words(
+    codes,
+    high,
+    pid,
+    step,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BITS: tl.constexpr,
+    NW: tl.constexpr,
+    MT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return what memory holds of the codes of a step: a tuple of MT times one to four tensors."""
+    out: tl.tuple = ()
+    TILES: tl.constexpr = (N + 15) // 16
+    WORDS: tl.constexpr = 32 * (BITS - 4)  # of a chunk's `high`
+    chunk = step * NW + tl.arange(0, NW)[:, None]
+    for mt in tl.static_range(MT):
+        tile = tl.minimum(pid * MT + mt, TILES - 1).to(tl.int64)
+        if BITS >= 16:  # rows 0 to 7 and 8 to 15 of the halves of the chunks
+            i = tl.arange(0, NW * 8)[:, None]
+            column = (step * NW + i // 8) * 64 + tl.arange(0, 32)[None, :]
+            for part in tl.static_range(4):
+                row = tile * 16 + (part % 2) * 8 + i % 8
+                at = codes + row * K + column + part // 2 * 32
+                if MASKED:
+                    out += (tl.load(at, mask=(row < N) & (column + part // 2 * 32 < K), other=0.0),)
+                elif N % 16 != 0:
+                    out += (tl.load(at, mask=row < N, other=0.0),)
+                else:
+                    out += (tl.load(at),)
+        elif BITS == 8:
+            at = codes + tile * (CHUNKS * 256) + chunk * 256 + tl.arange(0, 128)[None, :]
+            for g in tl.static_range(2):
+                if MASKED:
+                    out += (tl.load(at + g * 128, mask=chunk * 64 + g * 32 < K, other=0),)
+                else:
+                    out += (tl.load(at + g * 128),)
+        else:
+            at = codes + tile * (CHUNKS * 128) + chunk * 128 + tl.arange(0, 128)[None, :]
+            out += (tl.load(at, mask=chunk * 64 < K, other=0) if MASKED else tl.load(at),)
+            if BITS > 4:
+                at = high + tile * (CHUNKS * WORDS) + chunk * WORDS + tl.arange(0, WORDS)[None, :]
+                out += (tl.load(at, mask=chunk * 64 < K, other=0) if MASKED else tl.load(at),)
+    return out
+
+
+@triton.jit
+def tile_fragments(
+    words,
+    mt: tl.constexpr,
+    BITS: tl.constexpr,
+    CODE: tl.constexpr,
+    ZERO: tl.constexpr,
+    BOOK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NW: tl.constexpr,
+    KW: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return both halves of a tile's chunks as operands [NW, 16, 32] of DTYPE."""
+    if BITS >= 16:
+        low = row_fragment(words[4 * mt].to(DTYPE), words[4 * mt + 1].to(DTYPE), NW, KW)
+        top = row_fragment(words[4 * mt + 2].to(DTYPE), words[4 * mt + 3].to(DTYPE), NW, KW)
+        return low, top
+    elif BITS == 8:
+        u = byte_numbers(arrange_words(words[2 * mt], NW, KW), CODE, ZERO, DTYPE, ASM)
+        v = byte_numbers(arrange_words(words[2 * mt + 1], NW, KW), CODE, ZERO, DTYPE, ASM)
+        return fragment(u[0], u[1], u[2], u[3], NW), fragment(v[0], v[1], v[2], v[3], NW)
+    else:
+        if BITS == 4:
+            low = arrange_words(words[mt], NW, KW)
+            u = nibble_numbers(low, low, BITS, ZERO, BOOK, DTYPE, ASM)
+        else:
+            low = arrange_words(words[2 * mt], NW, KW)
+            u = nibble_numbers(low, high_words(words[2 * mt + 1], BITS, NW, KW), BITS, ZERO, BOOK, DTYPE, ASM)
+        return fragment(u[0], u[1], u[2], u[3], NW), fragment(u[4], u[5], u[6], u[7], NW)
+
+
+@triton.jit
+def load_x(
+    x,
+    norm,
+    x_stride,
+    rows,
+    step,
+    squares,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NW: tl.constexpr,
+    TT: tl.constexpr,
+    KW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return x as operands [NW, 32, 8], for each block of rows those of a chunk's groups, and the sums of squares.
+
+    Of groups of 16 there are four, in which the other half of 32 columns is 0.
+    """
+    PARTS: tl.constexpr = 4 if GROUP == 16 else 2
+    i = tl.arange(0, NW * 8)[:, None]
+    j = tl.arange(0, 32)[None, :]
+    column = (step * NW + i // 8) * 64 + j
+    out: tl.tuple = ()
+    sums: tl.tuple = ()
+    for tt in tl.static_range(TT):
+        row = tt * 8 + i % 8
+        if NORM:
+            total = squares[tt]
+        for part in tl.static_range(PARTS):
+            at = column + part * 2 // PARTS * 32
+            mask = row < rows
+            if GROUP == 16:
+                mask = mask & ((j < 16) if part % 2 == 0 else (j >= 16))
+            if MASKED:
+                mask = mask & (at < K)
+            value = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
+            if NORM:
+                wide = value.to(tl.float32)
+                total = tl.fma(wide, wide, total)
+                factor = tl.load(norm + at, mask=at < K, other=0.0) if MASKED else tl.load(norm + at)
+                value = (wide * factor).to(value.dtype)
+            out += (x_fragment(value.to(DTYPE), NW, KW),)
+        if NORM:
+            sums += (total,)
+    return out, sums
+
+
+@triton.jit
+def multiply(
+    acc,
+    words,
+    b,
+    scales,
+    offsets,
+    supers,
+    pid,
+    step,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    CODE: tl.constexpr,
+    ZERO: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BOOK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NW: tl.constexpr,
+    MT: tl.constexpr,
+    TT: tl.constexpr,
+    KW: tl.constexpr,
+    ASM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add what a step gives to the sums [NW, 16, 8] of MT tiles times TT blocks of rows."""
+    PARTS: tl.constexpr = 4 if GROUP == 16 else 2
+    GROUPS: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
+    TILES: tl.constexpr = (N + 15) // 16
+    chunk = step * NW + tl.arange(0, NW)[:, None]
+    sums: tl.tuple = ()  # of x over each group, in every row of a tile
+    if OFFSET != "none":
+        ones = tl.full([NW, 16, 32], 1.0, DTYPE)
+        for tt in tl.static_range(TT):
+            for i in tl.static_range(GROUPS):
+                total = tl.dot(ones, b[tt * PARTS + i], input_precision="ieee")
+                if GROUPS == 1:
+                    total = tl.dot(ones, b[tt * PARTS + 1], total, input_precision="ieee")
+                sums += (total,)
+    out: tl.tuple = ()
+    for mt in tl.static_range(MT):
+        a = tile_fragments(words, mt, BITS, CODE, ZERO, BOOK, DTYPE, NW, KW, ASM)
+        if BITS < 16:
+            tile = tl.minimum(pid * MT + mt, TILES - 1).to(tl.int64)
+            scale, offset = tile_scales(scales, offsets, supers, tile, chunk, CHUNKS, K, GROUP, SCALE, OFFSET, MASKED)
+        for tt in tl.static_range(TT):
+            y = acc[mt * TT + tt]
+            if BITS >= 16:
+                y = tl.dot(a[0], b[tt * 2], y, input_precision="ieee")
+                y = tl.dot(a[1], b[tt * 2 + 1], y, input_precision="ieee")
+            else:
+                for i in tl.static_range(GROUPS):
+                    t = tl.dot(a[i * 2 // GROUPS], b[tt * PARTS + i], input_precision="ieee")
+                    if GROUPS == 1:
+                        t = tl.dot(a[1], b[tt * PARTS + 1], t, input_precision="ieee")
+                    s = tl.broadcast_to(scale[i][:, :, None], [NW, 16, 8])
+                    if OFFSET == "zero":
+                        o = tl.broadcast_to(offset[i][:, :, None], [NW, 16, 8])
+                        t = tl.fma(-o, sums[tt * GROUPS + i], t)
+                    y = tl.fma(t, s, y)
+                    if OFFSET == "min":
+                        o = tl.broadcast_to(offset[i][:, :, None], [NW, 16, 8])
+                        y = tl.fma(o, sums[tt * GROUPS + i], y)
+            out += (y,)
+    return out

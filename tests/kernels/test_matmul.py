@@ -1,0 +1,338 @@
+"""kernels/matmul: both implementations against float64, whatever surrounds the product; a row depends on no other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from edgelm.kernels.choice import NoKernelError
+from edgelm.kernels.gate import Gate
+from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, dequantize, fuse_gated, planes
+from edgelm.kernels.matmul import Norm, matmul
+from edgelm.kernels.matmul import triton as launches
+from edgelm.kernels.matmul.cases import LAYOUTS, random_dense, random_weight
+from edgelm.kernels.matmul.configs import Config, candidates, default
+from edgelm.kernels.matmul.triton import launch, operand_type
+from tests.kernels.seeds import SEED, generator
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+CONFIGS = (
+    Config(2, 2, True, 1),
+    Config(1, 1, False, 2),
+    Config(4, 4, True, 1),
+    Config(1, 2, True, 3),
+    Config(2, 1, False, 1),
+)
+ROWS = (1, 2, 3, 8, 9, 16)
+GATES = (Gate("silu"), Gate("gelu"), Gate("gelu_tanh"), Gate("swiglu_oai", limit=0.5, alpha=1.3))
+
+
+@pytest.fixture(autouse=True)
+def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all new memory hold NaN, so that what a kernel forgets to write is seen."""
+    empty = torch.empty
+
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan")) if made.dtype.is_floating_point else made
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
+def parts(weight: Weight) -> Tensor:
+    """Return for each value the sum of the sizes of what it is made of, float64: what rounding is relative to."""
+    if isinstance(weight, DenseWeight) or weight.layout.offset == "none":
+        return dequantize(weight).double().abs()
+    low, top = (
+        dequantize(
+            replace(
+                weight,
+                codes=torch.full_like(weight.codes, bits),
+                high=None if weight.high is None else torch.full_like(weight.high, bits),
+            )
+        ).double()
+        for bits in (0, -1)
+    )
+    return low.abs() + top.abs() + (top - low).abs()
+
+
+def exact(x: Tensor, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
+    """Return the product in float64, and how far rounding may take any correct kernel from it."""
+    wide = x.double()
+    order = weight.order if isinstance(weight, PackedWeight) else None
+    unit = 0.0
+    if norm is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+        unit = UNIT[x.dtype] + 2.0**-20  # the normed x is rounded once; its root is good to some last bits
+    if order is not None:
+        wide = wide[:, order]
+    size = wide.abs() @ parts(weight).T
+    y = wide @ dequantize(weight).double().T
+    if bias is not None:
+        y, size = y + bias.double(), size + bias.double().abs()
+    # A sum of n float32 terms in any order is off by at most n roundings of the sum of their sizes.
+    return y, size * ((x.shape[1] + 32) * 2.0**-24 + unit)
+
+
+def assert_within(y: Tensor, expected: Tensor, error: Tensor) -> None:
+    assert y.shape == expected.shape
+    rounding = UNIT[y.dtype] * (expected.abs() + error) + 2.0**-25
+    off = (y.double() - expected).abs() - error - rounding
+    assert bool((off <= 0).all()), f"off by {off.max()} too much (NaN: {int(y.isnan().sum())})"
+
+
+def weight_named(name: str, rows: int, columns: int, g: torch.Generator) -> Weight:
+    if name.startswith("dense"):
+        return random_dense(rows, columns, getattr(torch, name.removeprefix("dense_")), g)
+    return random_weight(LAYOUTS[name], rows, columns, g, ordered=name in ("gptq", "awq"))
+
+
+NAMES = (*LAYOUTS, "dense_float16", "dense_bfloat16", "dense_float32")
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("at", range(len(NAMES)), ids=NAMES)
+def test_every_format_equals_float64(at: int, seed: int):
+    g = generator(seed)
+    weight = weight_named(NAMES[at], 21, 203, g)
+    choice = seed + at
+    x = torch.randn(ROWS[choice % 6], 203, generator=g).to(DTYPES[choice % 3])
+    y, error = exact(x, weight)
+    assert_within(matmul(x, weight, out_dtype=torch.float32, implementation="reference"), y, error)
+    assert_within(launch(x, weight, None, None, None, None, torch.float32, CONFIGS[choice % 5]), y, error)
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 64), (48, 128), (33, 65), (15, 63), (16, 320)])
+@pytest.mark.parametrize("name", ["q4_1", "dense_float16"])
+def test_odd_sizes(name: str, n: int, k: int, seed: int):
+    g = generator(seed)
+    weight = weight_named(name, n, k, g)
+    x = torch.randn(2, k, generator=g).half()
+    y, error = exact(x, weight)
+    assert_within(matmul(x, weight), y, error)
+    assert_within(launch(x, weight, None, None, None, None, torch.float32, Config(2, 2, True, 2)), y, error)
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("at", range(4), ids=[gate.kind for gate in GATES])
+def test_norm_bias_gate_and_residual(at: int, splits: int, seed: int):
+    g = generator(seed)
+    dtype = DTYPES[(seed + at) % 3]
+    gate, up = (random_weight(LAYOUTS["q4_1"], 32, 150, g) for _ in range(2))
+    scaled = replace(gate, order=torch.randperm(150, generator=g))
+    weight = fuse_gated(scaled, replace(up, order=scaled.order))
+    x = (3 * torch.randn(ROWS[(seed + splits) % 6], 150, generator=g)).to(dtype)
+    norm = Norm(torch.rand(150, generator=g) + 0.5, 0.3)
+    bias = torch.randn(64, generator=g).to(dtype)
+    residual = torch.randn(x.shape[0], 50, generator=g)[:, 3:35]
+    pairs, errors = exact(x, weight, bias, norm)
+    both, errors = pairs.reshape(-1, 2, 2, 16), errors.reshape(-1, 2, 2, 16)
+    first, second = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
+    expected = _gated64(first, second, GATES[at]) + residual.double()
+    # No gate is steeper than 1.2 in its first argument, for each unit of the second; 1e-6: exp and its like.
+    slope = 1.2 * errors[:, :, 0].flatten(1) * (second.abs() + 1 + errors[:, :, 1].flatten(1))
+    error = (
+        slope + errors[:, :, 1].flatten(1) * first.abs() + 1e-6 * (expected.abs() + first.abs() * (second.abs() + 1))
+    )
+    error += 1e-6 * residual.abs()
+    arguments = (x, weight, bias, residual, GATES[at], norm)
+    assert_within(launch(*arguments, torch.float32, Config(1, 2, True, splits)), expected, error)
+    given = {"bias": bias, "residual": residual, "gate": GATES[at], "norm": norm}
+    result = matmul(x, weight, implementation="reference", **given)
+    assert result.dtype == torch.float32
+    assert_within(result, expected, error)
+
+
+def _gated64(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
+    if kind.kind == "silu":
+        return gate / (1 + torch.exp(-gate)) * up
+    if kind.kind == "gelu":
+        return gate * 0.5 * (1 + torch.erf(gate / 2**0.5)) * up
+    if kind.kind == "gelu_tanh":
+        return gate * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+    return gate / (1 + torch.exp(-kind.alpha * gate)) * (up + 1)
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("rows", [2, 17])
+def test_a_normed_stream_may_be_larger_than_float16(rows: int, seed: int):
+    """Before the root divides it, x times the norm's weight is up to a million here."""
+    g = generator(seed)
+    weight = weight_named("q4_0", 16, 64, g)
+    x = torch.randn(rows, 64, generator=g) * 1e5
+    norm = Norm(torch.rand(64, generator=g) * 10, 1e-5)
+    y, error = exact(x, weight, None, norm)
+    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True)) * norm.weight.double()
+    rounding = UNIT[torch.float16] * (normed.abs() @ dequantize(weight).double().abs().T)
+    if rows > 16:  # weights are rounded too
+        rounding *= 2 + 2.0**-10
+    assert_within(matmul(x, weight, norm=norm, out_dtype=torch.float16, implementation="triton"), y, error + rounding)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q6_k", "q8_0", "fp8", "mxfp4", "dense_float16"])
+def test_on_a_gpu_assembly_makes_the_operands_of_16_bits_only(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launches, "interpreting", lambda: False)
+    weight = weight_named(name, 16, 64, generator(1))
+    for dtype in DTYPES:
+        mixed = isinstance(weight, DenseWeight) and weight.data.dtype != dtype
+        assert launches.described(weight, dtype)[1]["ASM"] == (dtype != torch.float32 and not mixed)
+
+
+@pytest.mark.parametrize("seed", [SEED])
+def test_planes_of_a_stack_keep_their_strides(seed: int):
+    """`few` steps by them from matrix to matrix."""
+    for layout in LAYOUTS.values():
+        one = random_weight(layout, 20, 300, generator(seed))
+        stack = replace(one, **{name: torch.stack([plane] * 3) for name, plane in planes(one).items()})
+        for single, stacked in zip(*(launches.described(each, torch.float16)[0] for each in (one, stack)), strict=True):
+            assert (single is None) == (stacked is None)
+            assert single is None or stacked.stride(0) == single.numel()
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("q4_k", Config(2, 2, True, 1)),
+        ("q4_k", Config(1, 2, False, 2)),
+        ("q6_k", Config(2, 2, False, 1)),
+        ("awq", Config(1, 2, True, 2)),
+        ("dense_bfloat16", Config(2, 2, True, 1)),
+    ],
+)
+def test_a_row_depends_on_no_other(name: str, config: Config, seed: int):
+    g = generator(seed)
+    dtype = torch.bfloat16 if name == "dense_bfloat16" else torch.float16
+    weight = weight_named(name, 20, 203, g)
+    norm = Norm(torch.rand(203, generator=g), 1e-5) if name == "q4_k" else None
+    x = torch.randn(16, 203, generator=g).to(dtype)
+
+    def product(rows: Tensor) -> Tensor:
+        return launch(rows, weight, None, None, None, norm, torch.float32, config)
+
+    together = product(x)
+    for row in (7, 15):
+        assert torch.equal(product(x[row : row + 1])[0], together[row])
+    assert torch.equal(product(x[5:14]), together[5:14])
+    x[:7] = x[8:] = float("nan")
+    assert torch.equal(product(x)[7], together[7])
+
+
+@pytest.mark.parametrize("seed", [SEED])
+def test_prefetching_and_tiles_change_no_bit(seed: int):
+    g = generator(seed)
+    weight = weight_named("q5_1", 36, 270, g)
+    x = torch.randn(3, 270, generator=g).half()
+    results = [
+        launch(x, weight, None, None, None, None, torch.float32, Config(2, tiles, prefetch, 1))
+        for tiles, prefetch in ((1, False), (2, True), (4, False))
+    ]
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("seed", [SEED])
+def test_padding_is_never_read_as_a_number(seed: int):
+    clean = random_weight(LAYOUTS["q4_k"], 21, 203, generator(seed), garbage=False)
+    dirty = random_weight(LAYOUTS["q4_k"], 21, 203, generator(seed))
+    assert not torch.equal(clean.codes, dirty.codes)
+    assert dirty.supers is not None
+    assert bool(dirty.supers.isnan().any())
+    x = torch.randn(2, 203, generator=generator(seed)).half()
+    config = Config(2, 2, True, 1)
+    one, other = (launch(x, each, None, None, None, None, torch.float32, config) for each in (clean, dirty))
+    assert torch.equal(one, other)
+
+
+def test_scales_of_e8m0_reach_down_to_subnormal_numbers():
+    weight = random_weight(LAYOUTS["mxfp4"], 16, 64, generator(1))
+    x = torch.ones(1, 64)
+    for byte, scale in ((0, 2.0**-128), (1, 2.0**-127), (2, 2.0**-126), (255, 2.0**127)):
+        scaled = replace(weight, scales=torch.full_like(weight.scales, byte))
+        y = launch(x / 64, scaled, None, None, None, None, torch.float32, Config(1, 1, False, 1))
+        codes = dequantize(replace(weight, scales=torch.full_like(weight.scales, 128)))
+        assert torch.equal(
+            y.double()[0], codes.double().sum(1) * (scale / 64)
+        )  # small integers: exact but for y's type
+
+
+@pytest.mark.parametrize("seed", [SEED])
+def test_views_of_larger_tensors(seed: int):
+    g = generator(seed)
+    weight = weight_named("q8_0", 20, 70, g)
+    large = torch.randn(3, 4, 100, generator=g).half()
+    x = large[:, 1, 5:75]
+    y, error = exact(x, weight)
+    assert_within(matmul(x, weight), y, error)
+    turned = torch.randn(70, 3, generator=g).half().T
+    y, error = exact(turned, weight)
+    assert_within(matmul(turned, weight), y, error)
+
+
+@pytest.mark.parametrize("seed", [SEED])
+def test_a_prompt_has_the_same_formula(seed: int):
+    g = generator(seed)
+    weight = weight_named("q4_0", 20, 70, g)
+    x = torch.randn(17, 70, generator=g)
+    norm = Norm(torch.rand(70, generator=g), 1e-5)
+    bias = torch.randn(20, generator=g)
+    y, error = exact(x, weight, bias, norm)
+    assert_within(matmul(x, weight, bias=bias, norm=norm), y, error)
+    assert matmul(x[:0], weight).shape == (0, 20)
+
+
+def test_a_type_is_the_residuals_else_that_of_x():
+    weight = DenseWeight(torch.ones(16, 16))
+    x, residual = torch.ones(1, 16, dtype=torch.bfloat16), torch.ones(1, 16)
+    for implementation in ("triton", "reference"):
+        assert matmul(x, weight, implementation=implementation).dtype == torch.bfloat16
+        assert matmul(x, weight, residual=residual, implementation=implementation).dtype == torch.float32
+        given = matmul(x, weight, residual=residual, out_dtype=torch.float16, implementation=implementation)
+        assert given.dtype == torch.float16
+
+
+def test_who_declines_says_why():
+    x = torch.ones(1, 64, dtype=torch.float64)
+    weight = random_weight(LAYOUTS["q4_0"], 16, 64, generator(1))
+    with pytest.raises(NoKernelError, match=r"triton: x is torch\.float64"):
+        matmul(x, weight, implementation="triton")
+    narrow = random_weight(LAYOUTS["q4_k"], 16, 64, generator(1))
+    narrow = replace(narrow, codes=narrow.codes[:, :1])
+    with pytest.raises(NoKernelError, match="not padded to 256"):
+        matmul(x.float(), narrow, implementation="triton")
+    with pytest.raises(NoKernelError, match="none is named cuda"):
+        matmul(x.float(), weight, implementation="cuda")
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [64, 1024, 4096, 14336, 128256])
+def test_configs_fit_their_weight(rows: int, gated: bool):
+    weight = DenseWeight(torch.empty(rows, 4096, device="meta"))
+    listed = candidates(weight, gated)
+    assert listed[0] == default(weight, gated)
+    assert len(set(listed)) == len(listed)
+    for config in listed:
+        assert config.tiles % 2 == 0 or not gated
+        assert config.warps in (4, 8)
+        assert 4096 // 64 // config.warps >= config.splits  # none is without work
+
+
+def test_a_normed_residual_stream_is_multiplied_as_the_result_is():
+    """With float32 operands there are no tensor cores; without a norm, float32 stays what the caller wants."""
+    assert operand_type(torch.float32, False, torch.float16) == torch.float32
+    assert operand_type(torch.bfloat16, True, torch.float32) == torch.bfloat16
+    g = generator(5)
+    x, weight = torch.randn(2, 64, generator=g), random_weight(LAYOUTS["q4_0"], 32, 64, g)
+    norm = Norm(torch.rand(64, generator=g) + 0.5, 1e-5)
+    result = launch(x, weight, None, None, None, norm, torch.float16)
+    rounded = (x * norm.weight).half().double()  # what is multiplied; the rest of the norm comes behind
+    scale = torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-5)
+    expected = (rounded @ dequantize(weight).double().T * scale).half()
+    torch.testing.assert_close(result, expected, rtol=2**-10, atol=1e-5)
