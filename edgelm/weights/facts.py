@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from edgelm.weights.folder import folder_summary
+from edgelm.weights.folder_config import FolderConfig
 from edgelm.weights.gguf import GGUF
+from edgelm.weights.safetensors import Safetensors
 from edgelm.weights.shape import number, per_layer
 from edgelm.weights.summary import ModelSummary, model_summary
 
@@ -63,6 +66,19 @@ def model_facts(gguf: GGUF) -> ModelFacts:
         experts=number(gguf, "expert_count", 0, MAX_EXPERTS, 0),
         experts_used=max(per_layer(gguf, "expert_used_count", summary.layers, MAX_EXPERTS) or [0]),
         state_bytes=recurrent_state_bytes(gguf, summary),
+    )
+
+
+def folder_facts(model: Safetensors) -> ModelFacts:
+    """Read the facts of an open folder of safetensors. Raises ModelError where its configuration cannot be true."""
+    config = FolderConfig(model.folder)
+    return ModelFacts(
+        summary=folder_summary(model),
+        tensors=tuple(
+            TensorFacts(each.name, each.dtype.name, each.shape[::-1], each.nbytes) for each in model.tensors.values()
+        ),
+        experts=config.number(("num_experts", "num_local_experts", "n_routed_experts"), 0, MAX_EXPERTS, 0),
+        experts_used=config.number(("num_experts_per_tok", "experts_per_token"), 0, MAX_EXPERTS, 0),
     )
 
 
