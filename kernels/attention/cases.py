@@ -1,0 +1,269 @@
+"""The cases of `attention`: shapes, poisoned inputs, and what is compiled; shared by tests and benchmark."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from edgelm.kernels.cache import BLOCK_LEN, FORMATS, LayerCache, allocate, read
+from edgelm.kernels.cache.order import token_column
+from edgelm.kernels.compile_case import CompileCase
+
+CODE_SCALE = {"int8": 1 / 64, "fp8": 1 / 128, "int6": 1 / 16, "int4": 1 / 4}
+
+
+class Case(NamedTuple):
+    """A launch: sequence s has counts[s] rows and is lengths[s] long."""
+
+    format: str
+    head_dim: int
+    siblings: int = 1
+    kv_heads: int = 1
+    counts: tuple[int, ...] = (1,)
+    lengths: tuple[int, ...] = (40,)
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    dtype: torch.dtype = torch.float32
+    dtype16: torch.dtype = torch.float16
+
+    @property
+    def name(self) -> str:
+        more = [f"w={self.window}"] if self.window else []
+        more += [f"cap={self.softcap:g}"] if self.softcap else []
+        more += ["sinks"] if self.sinks else []
+        more += [str(self.dtype).removeprefix("torch.")]
+        more += [f"cache {self.dtype16}".replace("torch.", "")] if self.dtype16 != torch.float16 else []
+        heads = f"{self.siblings}x{self.kv_heads}"
+        rows = ",".join(f"{count}@{length}" for count, length in zip(self.counts, self.lengths, strict=True))
+        return f"{self.format} d={self.head_dim} {heads} {rows} {' '.join(more)}"
+
+
+class Inputs(NamedTuple):
+    """Arguments of `attention`."""
+
+    q: Tensor
+    cache: LayerCache
+    tables: Tensor
+    starts: Tensor
+    lengths: Tensor
+    sinks: Tensor | None
+
+
+BF16 = torch.bfloat16
+
+TRITON_CASES = [
+    Case("f16", 32, 3, 1, (1, 0, 2), (33, 0, 70)),
+    Case("int8", 64, 1, 1, (2,), (258,)),
+    Case("fp8", 80, 2, 2, (1,), (37,)),
+    Case("k8v4", 96, 1, 1, (1,), (33,)),
+    Case("k8v4", 32, 8, 1, (3,), (40,)),
+    Case("k6v4", 64, 2, 1, (1, 2), (1, 70), window=20, softcap=3.0, sinks=True),
+    Case("f16", 256, 1, 1, (1,), (33,), sinks=True, dtype=torch.float16),
+    Case("f16", 96, 2, 1, (2,), (32,), softcap=5.0, dtype=BF16, dtype16=BF16),
+    Case("f16", 32, 1, 1, (2,), (34,), dtype=BF16),
+    Case("int8", 32, 1, 1, (16,), (150,), window=100, dtype=BF16),
+    Case("k6v4", 128, 1, 1, (1,), (33,), dtype=torch.float16),
+    Case("k6v4", 32, 1, 1, (2,), (40,), dtype=BF16),
+    Case("fp8", 32, 1, 2, (3,), (3,), dtype=torch.float16),
+    # prompts
+    Case("f16", 32, 1, 1, (18, 2), (70, 33), window=30),
+    Case("int8", 32, 3, 1, (17,), (40,), sinks=True),
+    Case("fp8", 80, 2, 1, (17,), (17,)),
+    Case("k8v4", 64, 1, 1, (17, 0), (70, 0), softcap=4.0, dtype=torch.float16),
+    Case("k6v4", 96, 1, 1, (18,), (50,)),
+    Case("f16", 32, 1, 1, (17,), (40,), dtype=BF16),
+    Case("f16", 32, 1, 1, (17,), (40,), dtype=BF16, dtype16=BF16),
+    Case("int8", 32, 1, 1, (17,), (40,), dtype=BF16),
+    Case("k6v4", 32, 1, 1, (17,), (40,), dtype=BF16),
+]
+
+LONG_TRITON_CASES = [
+    Case("int8", 128, 1, 1, (2,), (258,)),
+    Case("fp8", 80, 4, 2, (1,), (37,)),
+    Case("k8v4", 96, 8, 1, (3,), (40,)),
+    Case("k6v4", 256, 1, 1, (1,), (5,)),
+    Case("int8", 256, 1, 1, (1,), (5,)),
+    Case("f16", 64, 3, 1, (20, 2), (70, 40), window=30),
+    Case("k6v4", 128, 4, 1, (1,), (129,), dtype=torch.float16),
+    Case("int8", 128, 1, 1, (17,), (40,), sinks=True),
+]
+
+REFERENCE_CASES = [
+    *(Case(name, 64, 4, 2, (1, 0, 1, 1), (1, 0, 33, 300)) for name in FORMATS),
+    *(Case(name, 128, 8, 1, (16, 3, 20), (70, 3, 40), softcap=8.0, sinks=True) for name in FORMATS),
+    *(Case(name, 80, 3, 2, (5, 20), (64, 100), window=65) for name in ("fp8", "k8v4")),
+    *(Case(name, 256, 1, 2, (2, 1), (64, 31), window=1, sinks=True) for name in ("f16", "k6v4")),
+    Case("f16", 96, 1, 4, (3,), (520,), dtype=BF16, dtype16=BF16),
+]
+
+
+def inputs(case: Case, generator: Generator) -> Inputs:
+    """Return random inputs. All that may not be read is NaN where its type has one: block 0, what no sequence uses,
+    what is left of a sequence's last block, and rows of q beyond the last; tables end in numbers of no block.
+    """
+    needed = [-(-length // BLOCK_LEN) for length in case.lengths]
+    kv_format = FORMATS[case.format]
+    cache = allocate(kv_format, sum(needed) + 2, case.kv_heads, case.head_dim, "cpu", case.dtype16)
+    fill(cache, generator)
+    order = torch.randperm(sum(needed), generator=generator, dtype=torch.int32) + 1
+    tables = torch.full((len(needed), max(needed) + 1), -77, dtype=torch.int32)
+    free = torch.ones(cache.num_blocks, BLOCK_LEN, dtype=torch.bool)
+    for sequence, blocks in enumerate(torch.split(order, needed)):
+        tables[sequence, : len(blocks)] = blocks
+        slots = torch.arange(case.lengths[sequence])
+        free[blocks.long()[slots // BLOCK_LEN], slots % BLOCK_LEN] = False
+    poison(cache, free)
+    starts = torch.tensor([0, *case.counts]).cumsum(0).int()
+    heads = case.siblings * case.kv_heads
+    q = torch.randn(sum(case.counts) + 1, heads, case.head_dim, generator=generator)
+    q[-1] = torch.nan
+    sinks = torch.randn(heads, generator=generator) if case.sinks else None
+    return Inputs(q.to(case.dtype), cache, tables, starts, torch.tensor(case.lengths, dtype=torch.int32), sinks)
+
+
+def fill(cache: LayerCache, generator: Generator) -> None:
+    """Fill the cache with random entries of about 1 in size; padding is 0, as `store` leaves it."""
+    heads = torch.randn(cache.num_blocks, cache.kv_heads, BLOCK_LEN, cache.head_dim, generator=generator)
+    for name, plane in cache.planes.items():
+        kind = cache.format.key if name.startswith("key") else cache.format.value
+        if name.endswith("scales"):
+            spread = torch.rand(plane.shape, generator=generator) + 0.5
+            plane.copy_(spread * CODE_SCALE[kind or ""] * (-1 if kind in ("int6", "int4") else 1))
+        elif kind is None:
+            padded = torch.nn.functional.pad(
+                heads if name == "keys" else heads.flip(0), (0, cache.width - cache.head_dim)
+            )
+            if name == "values":
+                plane[..., token_column(torch.arange(BLOCK_LEN), nibbles=False)] = padded.transpose(-2, -1).to(
+                    plane.dtype
+                )
+            else:
+                plane.copy_(padded)
+        elif plane.dtype == torch.int32:
+            plane.random_(-(2**31), 2**31, generator=generator)
+        else:
+            plane.random_(0, 256, generator=generator)
+            if kind == "fp8":
+                plane.bitwise_and_(0xF7)  # exponent and mantissa are never all ones: no NaN
+
+
+def poison(cache: LayerCache, free: Tensor) -> None:
+    """Make NaN of what float planes hold for the slots that are `free`, bool [blocks, 32]."""
+    columns = torch.zeros_like(free)
+    columns[:, token_column(torch.arange(BLOCK_LEN), nibbles=False)] = free
+    for name, plane in cache.planes.items():
+        if name.endswith("scales"):
+            plane.masked_fill_(free[:, None, None], torch.nan)
+        elif plane.is_floating_point():
+            plane.masked_fill_(free[:, None, :, None] if name == "keys" else columns[:, None, None], torch.nan)
+
+
+def stored(given: Inputs, sequence: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a sequence, float32 [length, kv_heads, head_dim]."""
+    length = int(given.lengths[sequence])
+    return read(given.cache, given.tables[sequence, : -(-length // BLOCK_LEN)].long(), length)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Return the kernels for the heads of common models in every format."""
+    main = [("int8", 128, False, ""), ("k6v4", 256, False, ""), ("fp8", 64, True, ""), ("k8v4", 128, False, "prompt")]
+    shapes = [(name, dim, False, "") for name in FORMATS for dim in (64, 80, 96, 128, 256)]
+    shapes += [(name, dim, False, "prompt") for name in FORMATS for dim in (64, 128, 256)]
+    shapes += [("f16", 64, True, ""), ("int8", 256, True, "prompt"), ("k6v4", 96, False, "prompt")]
+    cases = [_compile_case(*shape, main=shape in main) for shape in dict.fromkeys(main + shapes)]
+    return cases + [
+        _combine_case(dim, rotated, main=rotated) for dim, rotated in ((128, True), (80, False), (256, False))
+    ]
+
+
+def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bool) -> CompileCase:
+    """Describe attend_chunks, or for a "prompt" attend_tiles; special: with window, soft cap and sinks."""
+    from edgelm.kernels.attention import launch
+    from edgelm.kernels.attention.prefill.triton import attend_tiles
+    from edgelm.kernels.attention.triton import attend_chunks
+    from edgelm.kernels.target import kwidth
+
+    cache = allocate(FORMATS[name], 1, 8, head_dim, "meta")
+    groups = cache.width // 32
+    scalars = {"scale": "fp32", "softcap": "fp32", "window": "i32", "table_len": "i32"}
+    pointers = {
+        "q": "*fp16",
+        "keys": "*i32" if cache.format.key else "*fp16",
+        "key_high": "*i32",
+        "values": "*i32" if cache.format.value else "*fp16",
+        "key_scales": "*fp16",
+        "value_scales": "*fp16",
+        "tables": "*i32",
+        "starts": "*i32",
+        "lengths": "*i32",
+    }
+    fixed = launch.constants(cache, 32, torch.float16) | {
+        "ASM": True,
+        "ROTATED": cache.format.rotated,
+        "WINDOWED": special,
+        "CAPPED": special,
+    }
+    tile = launch.tile_of(groups)
+    if way:
+        fn = attend_tiles
+        pointers |= {"sinks": "*fp32", "out": "*fp16"}
+        all_groups = 1 << (groups - 1).bit_length()
+        fixed |= {"ALL": all_groups, "SINKS": special, "ROWS": tile.rows, "TOKENS": tile.tokens, "FEWEST": 17}
+    else:
+        fn = attend_chunks
+        pointers |= {"sums": "*fp32", "stats": "*fp32"}
+        scalars |= {"max_chunks": "i32", "max_rows": "i32"}
+        fixed |= {"PARTS": launch.parts_of(cache), "KW": kwidth()}
+    signature = pointers | scalars | dict.fromkeys(fixed, "constexpr")
+    return CompileCase(
+        name=f"attention {name} d={head_dim}{' window cap sinks' if special else ''}{' ' if way else ''}{way}",
+        fn=fn,
+        signature={argument: signature[argument] for argument in fn.arg_names},
+        constants=fixed,
+        divisible=tuple(pointers),
+        num_warps=tile.num_warps if way else 4,
+        options={"num_stages": 1, "maxnreg": launch.MAX_REGISTERS},
+        loop_weights=0 if way else cache.width + cache.width // launch.parts_of(cache),
+        budget=7.3 if name == "int8" and not way else None,
+        # of values in fewer bits a lane takes 8 bytes at a time, a warp 256 in a row
+        wide_loads=name == "f16",
+        main=main,
+    )
+
+
+def _combine_case(head_dim: int, rotated: bool, *, main: bool) -> CompileCase:
+    from edgelm.kernels.attention.launch import AT_ONCE
+    from edgelm.kernels.attention.triton import combine_chunks
+
+    pointers = {
+        "sums": "*fp32",
+        "stats": "*fp32",
+        "sinks": "*fp32",
+        "starts": "*i32",
+        "lengths": "*i32",
+        "out": "*fp16",
+    }
+    groups = -(-head_dim // 32)
+    fixed: dict[str, object] = {
+        "KV_HEADS": 8,
+        "SIBLINGS": 4,
+        "HEAD_DIM": head_dim,
+        "GROUPS": groups,
+        "PADDED": 32 << (groups - 1).bit_length(),
+        "ROTATED": rotated,
+        "WINDOWED": True,
+        "SINKS": True,
+        "AT_ONCE": AT_ONCE,
+    }
+    scalars = dict.fromkeys(("window", "max_chunks", "max_rows"), "i32")
+    return CompileCase(
+        name=f"attention combine d={head_dim}{' rotated' if rotated else ''}",
+        fn=combine_chunks,
+        signature=pointers | scalars | dict.fromkeys(fixed, "constexpr"),
+        constants=fixed,
+        divisible=tuple(pointers),
+        main=main,
+    )

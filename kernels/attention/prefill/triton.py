@@ -1,0 +1,251 @@
+"""Attention in Triton for prompts: tiles of rows, each over all that its sequence has stored.
+
+Owns the kernel. Knows nothing of the few rows of decode and verify, which it leaves alone (attention/triton.py).
+
+A program takes a tile of the rows of one head of the cache: siblings of grouped queries times positions. Two blocks of
+the cache at a time become 16-bit operands, scale and all, which so many rows share that the conversion costs little.
+Nothing is dequantized to memory: a scratch would be as long as the context. Tokens are in the order in which a block
+stores its values, so only keys are gathered.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from edgelm.kernels.attention.operands.triton import LOG2E, Q_DOWN, Q_UP, ROOT, capped, signs
+from edgelm.kernels.codes.triton import byte_numbers, nibble_numbers
+
+
+@triton.jit
+def token_of(column, NIBBLES: tl.constexpr):
+    """Return the token of a block whose value is in `column`, in planes of values (kernels/cache)."""
+    jb = column % 2 if NIBBLES else column // 2 % 2
+    h = column // 2 % 2 if NIBBLES else column % 2
+    return column // 4 % 2 * 16 + jb * 8 + column // 8 * 2 + h
+
+
+@triton.jit
+def key_tile(
+    keys,
+    key_high,
+    scales,
+    slabs,
+    token,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEY: tl.constexpr,
+    DOT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return the keys of some tokens, [tokens, 32 * ALL], in the natural order of their dimensions."""
+    if KEY == "f16":
+        column = tl.arange(0, 32 * ALL)
+        at = (slabs * (32 * 32 * GROUPS) + token * (32 * GROUPS))[:, None] + column[None, :]
+        if ALL == GROUPS:
+            return tl.load(keys + at).to(DOT)
+        else:
+            return tl.load(keys + at, mask=(column < 32 * GROUPS)[None, :], other=0.0).to(DOT)
+    else:
+        if KEY == "int6":
+            unit = tl.arange(0, 4 * ALL)
+            group = unit // 4
+            lm = unit % 4
+            inside = (group < GROUPS)[None, :]
+            SPAN: tl.constexpr = 4 if GROUPS % 4 == 0 else 2 if GROUPS % 2 == 0 else 1
+            PAIRS: tl.constexpr = (GROUPS + 1) // 2
+            WIDE: tl.constexpr = 4 if PAIRS % 4 == 0 else 2 if PAIRS % 2 == 0 else 1
+            column = group // SPAN * (4 * SPAN) + lm * SPAN + group % SPAN
+            at = (slabs * (32 * 4 * GROUPS) + token * (4 * GROUPS))[:, None] + column[None, :]
+            words = tl.load(keys + at, mask=inside, other=0)
+            pair = group // 2
+            column = pair // WIDE * (4 * WIDE) + lm * WIDE + pair % WIDE
+            at = (slabs * (32 * 4 * PAIRS) + token * (4 * PAIRS))[:, None] + column[None, :]
+            high = tl.load(key_high + at, mask=inside, other=0) >> (8 * (group % 2))[None, :]
+            u = nibble_numbers(words, high, 6, 32, 0, DOT, ASM)  # [2 * (2 * kk + jb) + h]
+            parts = tl.join(
+                tl.join(tl.join(u[0], u[4]), tl.join(u[2], u[6])), tl.join(tl.join(u[1], u[5]), tl.join(u[3], u[7]))
+            )
+        else:
+            word = tl.arange(0, 8 * ALL)  # natural: group, lm, kk
+            group = word // 8
+            TWO: tl.constexpr = 2 - GROUPS % 2
+            column = group // TWO * (8 * TWO) + word // 2 % 4 * (2 * TWO) + group % TWO * 2 + word % 2
+            at = (slabs * (32 * 8 * GROUPS) + token * (8 * GROUPS))[:, None] + column[None, :]
+            words = tl.load(keys + at, mask=(group < GROUPS)[None, :], other=0)
+            n0, n1, n2, n3 = byte_numbers(words, "fp8" if KEY == "fp8" else "signed", 0, DOT, ASM)
+            parts = tl.join(tl.join(n0, n2), tl.join(n1, n3))
+        codes = tl.reshape(parts, [TOKENS, ALL, 32])
+        return scaled(codes, scales, slabs, token, GROUPS, ALL, TOKENS, KEY == "fp8", DOT)
+
+
+@triton.jit
+def scaled(
+    codes,
+    scales,
+    slabs,
+    token,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ONE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Return codes [tokens, groups, 32] times their scales, as [tokens, 32 * groups]. ONE: a scale for a head."""
+    group = tl.arange(0, ALL)
+    at = (slabs * (32 if ONE else 32 * GROUPS) + token)[:, None] + (group * (0 if ONE else 32))[None, :]
+    factor = tl.load(scales + at, mask=(group < GROUPS)[None, :], other=0.0).to(tl.float32)
+    return tl.reshape((codes.to(tl.float32) * factor[:, :, None]).to(DOT), [TOKENS, 32 * ALL])
+
+
+@triton.jit
+def value_tile(
+    values,
+    scales,
+    slabs,
+    token,
+    stored,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    VALUE: tl.constexpr,
+    DOT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return the values of some blocks, [32 * ALL, tokens], the tokens as a block stores them; unstored ones are 0."""
+    BLOCKS: tl.constexpr = TOKENS // 32
+    slab = tl.max(tl.reshape(slabs, [BLOCKS, 32]), 1)  # of a block all are the same
+    dim = tl.arange(0, 32 * ALL)
+    if VALUE == "f16":
+        at = slab[None, :, None] * (32 * 32 * GROUPS) + dim[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
+        codes = tl.load(values + at, mask=(dim < 32 * GROUPS)[:, None, None], other=0.0)
+        return tl.where(stored[None, :], tl.reshape(codes, [32 * ALL, TOKENS]), 0.0).to(DOT)
+    else:
+        if VALUE == "int4":
+            line = tl.arange(0, 16 * ALL)  # i, l4
+            at = slab[None, :, None] * (32 * 4 * GROUPS) + line[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
+            words = tl.load(values + at, mask=(line < 16 * GROUPS)[:, None, None], other=0)
+            u = nibble_numbers(words, words, 4, 8, 0, DOT, ASM)  # [2 * (2 * jb + rb) + h]
+            parts = tl.join(
+                tl.join(tl.join(u[0], u[2]), tl.join(u[1], u[3])), tl.join(tl.join(u[4], u[6]), tl.join(u[5], u[7]))
+            )  # [.., rb, h, jb]
+            parts = tl.reshape(parts, [2 * ALL, 8, BLOCKS, 8, 2, 2, 2])
+            parts = tl.permute(parts, [0, 4, 1, 2, 3, 5, 6])
+        else:
+            at = slab[None, :, None] * (32 * 8 * GROUPS) + dim[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
+            words = tl.load(values + at, mask=(dim < 32 * GROUPS)[:, None, None], other=0)
+            n0, n1, n2, n3 = byte_numbers(words, "fp8" if VALUE == "fp8" else "signed", 0, DOT, ASM)
+            parts = tl.join(tl.join(n0, n2), tl.join(n1, n3))
+        codes = tl.reshape(parts, [ALL, 32, TOKENS])
+        group = tl.arange(0, ALL)
+        ONE: tl.constexpr = VALUE == "fp8"
+        at = (group * (0 if ONE else 32))[:, None] + (slabs * (32 if ONE else 32 * GROUPS) + token)[None, :]
+        there = (group < GROUPS)[:, None] & stored[None, :]
+        factor = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
+        return tl.reshape((codes.to(tl.float32) * factor[:, None, :]).to(DOT), [32 * ALL, TOKENS])
+
+
+@triton.jit
+def turn(rows, ROWS: tl.constexpr, ALL: tl.constexpr):
+    """Rotate each group of 32 of some rows, [rows, 32 * ALL]; float32."""
+    flat = tl.reshape(rows, [ROWS * ALL, 32])
+    turned = tl.dot(flat, signs(tl.arange(0, 32)).to(flat.dtype), input_precision="ieee") * ROOT
+    return tl.reshape(turned, [ROWS, 32 * ALL])
+
+
+@triton.jit
+def attend_tiles(
+    q,
+    keys,
+    key_high,
+    values,
+    key_scales,
+    value_scales,
+    sinks,
+    tables,
+    starts,
+    lengths,
+    out,
+    scale,
+    softcap,
+    window,
+    table_len,
+    KV_HEADS: tl.constexpr,
+    SIBLINGS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROTATED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    DOT: tl.constexpr,
+    ASM: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEWEST: tl.constexpr,
+):
+    """Write the rows of `out` of the sequences with FEWEST rows or more.
+
+    Grid: tiles of ROWS rows, kv_heads, sequences. ALL: GROUPS, raised to a power of two.
+    """
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    first = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - first
+    length = tl.load(lengths + sequence)
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last tiles see most: they begin first
+    if (count >= FEWEST) & (tile < count * SIBLINGS):
+        start = length - count
+        row = tile + tl.arange(0, ROWS)
+        query = tl.minimum(row // SIBLINGS, count - 1)
+        inside = row < count * SIBLINGS
+        position = start + query
+        head = kv_head * SIBLINGS + row % SIBLINGS
+        column = tl.arange(0, 32 * ALL)
+        at = ((first + query).to(tl.int64) * (KV_HEADS * SIBLINGS) + head) * HEAD_DIM
+        there = inside[:, None] & (column < HEAD_DIM)[None, :]
+        rows = tl.load(q + at[:, None] + column[None, :], mask=there, other=0.0)
+        operand = (rows.to(tl.float32) * Q_DOWN).to(DOT)
+        if ROTATED:
+            operand = turn(operand, ROWS, ALL).to(DOT)
+        acc = tl.zeros([ROWS, 32 * ALL], tl.float32)
+        largest = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        table = tables + sequence.to(tl.int64) * table_len
+        i = tl.arange(0, TOKENS)
+        token = token_of(i % 32, VALUE == "int4")
+        begin = tl.maximum(start + tile // SIBLINGS - window + 1, 0) // 32 if WINDOWED else 0
+        end = start + tl.minimum((tile + ROWS - 1) // SIBLINGS, count - 1) + 1
+        for block in range(begin, (end + 31) // 32, TOKENS // 32):
+            mine = block + i // 32
+            slabs = tl.load(table + mine, mask=mine * 32 < end, other=0).to(tl.int64) * KV_HEADS + kv_head
+            key_at = mine * 32 + token
+            key = key_tile(keys, key_high, key_scales, slabs, token, GROUPS, ALL, TOKENS, KEY, DOT, ASM)
+            logits = tl.dot(operand, tl.trans(key), input_precision="ieee")
+            seen = key_at[None, :] <= position[:, None]
+            if WINDOWED:
+                seen = seen & (key_at[None, :] > position[:, None] - window)
+            logits = tl.where(seen, capped(logits * (scale * Q_UP), softcap, CAPPED), -float("inf"))
+            new = tl.maximum(largest, tl.max(logits, 1))
+            base = tl.where(new == -float("inf"), 0.0, new)
+            decay = tl.exp2(largest - base)
+            weights = tl.exp2(logits - base[:, None])
+            total = total * decay + tl.sum(weights, 1)
+            largest = new
+            stored = key_at < length
+            value = value_tile(values, value_scales, slabs, token, stored, GROUPS, ALL, TOKENS, VALUE, DOT, ASM)
+            acc = tl.dot(weights.to(DOT), tl.trans(value), acc * decay[:, None], input_precision="ieee")
+        if SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+            new = tl.maximum(largest, sink)
+            decay = tl.exp2(largest - new)
+            total = total * decay + tl.exp2(sink - new)
+            acc = acc * decay[:, None]
+        acc = acc / total[:, None]
+        if ROTATED:
+            acc = turn(acc, ROWS, ALL)
+        tl.store(out + at[:, None] + column[None, :], acc.to(out.dtype.element_ty), mask=there)

@@ -1,0 +1,309 @@
+"""Attention over the cache: the reference against float64, the kernels against the reference, and rows bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from edgelm.kernels.attention import VERIFY_LEN, attention, launch
+from edgelm.kernels.attention import triton as kernels
+from edgelm.kernels.attention.cases import (
+    LONG_TRITON_CASES,
+    REFERENCE_CASES,
+    TRITON_CASES,
+    Case,
+    Inputs,
+    inputs,
+    stored,
+)
+from edgelm.kernels.cache import BLOCK_LEN, FORMATS, allocate
+from edgelm.kernels.choice import NoKernelError
+from edgelm.kernels.hadamard import rotate
+from edgelm.kernels.store import store
+from tests.counts import Count
+from tests.kernels.error_bounds import ROUNDING, SUBNORMAL
+from tests.kernels.seeds import SEED, generator
+
+LONGEST = Count(test=1_000, soak=40_000)
+RANDOM_CASES = Count(test=4, soak=300)
+
+
+def run(case: Case, given: Inputs, implementation: str, **changed) -> Tensor:
+    """Return the rows of all sequences in float32; what attention does not write is NaN."""
+    arguments = {
+        "scale": case.head_dim**-0.5,
+        "window": case.window,
+        "softcap": case.softcap,
+        "sinks": given.sinks,
+        "max_query": max(case.counts),
+        "out_dtype": torch.float32,
+        "implementation": implementation,
+    }
+    q, cache, tables, starts, lengths, _ = given
+    return attention(q, cache, tables, starts, lengths, **(arguments | changed))[: int(starts[-1])]
+
+
+def exact(case: Case, given: Inputs) -> Tensor:
+    """Return attention by its formula, row after row in float64."""
+    rows = []
+    for sequence, (count, length) in enumerate(zip(case.counts, case.lengths, strict=True)):
+        keys, values = (each.double() for each in stored(given, sequence))
+        for i in range(count):
+            position = length - count + i
+            first = max(position - case.window + 1, 0) if case.window else 0
+            q = given.q[int(given.starts[sequence]) + i].double().unflatten(0, (case.kv_heads, case.siblings))
+            logits = torch.einsum("lkd,ksd->ksl", keys[first : position + 1], q) * case.head_dim**-0.5
+            if case.softcap:
+                logits = case.softcap * torch.tanh(logits / case.softcap)
+            weights = logits.exp()
+            total = weights.sum(-1, keepdim=True)
+            if given.sinks is not None:
+                total += given.sinks.double().exp().reshape(case.kv_heads, case.siblings, 1)
+            rows.append(torch.einsum("ksl,lkd->ksd", weights / total, values[first : position + 1]).flatten(0, 1))
+    return torch.stack(rows)
+
+
+def bound(case: Case, given: Inputs) -> float:
+    """Return how far a result may be off.
+
+    A logit is a sum of head_dim products in float32, at most |q| |k| in size, of operands that the kernels may have
+    rounded (keys with their scale, a rotated q); weights and values may be rounded too; a softmax doubles the error of
+    its logits at most; sums of float32 add their own. A rotation mixes the errors of 32 values.
+    """
+    unit = 0.0 if case.dtype == torch.float32 else ROUNDING[case.dtype16]
+    rotated = FORMATS[case.format].rotated
+    largest, mixed, longest = 0.0, 0.0, max(case.lengths)
+    for sequence, length in enumerate(case.lengths):
+        if length and case.counts[sequence]:
+            keys, values = stored(given, sequence)
+            largest = max(largest, keys.norm(dim=-1).max().item())
+            wide = torch.nn.functional.pad(values, (0, -values.shape[-1] % 32))
+            mixed = max(mixed, rotate(wide).abs().max().item() * 32**0.5 if rotated else values.abs().max().item())
+    logit = given.q[:-1].float().norm(dim=-1).max().item() * largest * case.head_dim**-0.5
+    off = logit * ((case.head_dim + 8) * 2.0**-24 + 2 * unit) + case.softcap * 2.0**-21
+    off += largest * 64 * 2 * SUBNORMAL * (unit > 0)  # q is divided by 64, and perhaps rotated
+    return mixed * (2 * off + 3 * unit + longest * 2.0**-24 + 2.0**-20) + longest * SUBNORMAL * (unit > 0)
+
+
+def check(case: Case, implementation: str, seed: int) -> None:
+    given = inputs(case, generator(seed))
+    got = run(case, given, implementation)
+    off = (got.double() - exact(case, given)).abs().max().item()
+    assert off <= bound(case, given), (off, bound(case, given))  # NaN is not
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("case", REFERENCE_CASES, ids=lambda case: case.name)
+def test_the_reference_is_attention(case, seed):
+    check(case, "reference", seed)
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_reference_at_length(name, seed):
+    check(Case(name, 64, 4, 1, (1, 2), (LONGEST, 2)), "reference", seed)
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + RANDOM_CASES))
+def test_the_reference_on_ragged_batches(seed):
+    check(random_case(seed, torch.float32, 200, 40), "reference", seed)
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("case", TRITON_CASES + LONG_TRITON_CASES[: Count(test=0, soak=99)], ids=lambda case: case.name)
+def test_the_kernels_are_attention(case, seed):
+    check(case, "triton", seed)
+
+
+@pytest.mark.skipif(not Count(test=0, soak=1), reason="many minutes: with --soak")
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(SEED, SEED + RANDOM_CASES))
+def test_the_kernels_on_ragged_batches(seed):
+    check(random_case(seed, torch.float16 if seed % 2 else torch.float32, 300, 20), "triton", seed)
+
+
+def random_case(seed: int, dtype: torch.dtype, longest: int, most: int) -> Case:
+    random = generator(seed)
+
+    def pick(*choices):
+        return choices[int(torch.randint(len(choices), (1,), generator=random))]
+
+    def number(low, high):
+        return int(torch.randint(low, high + 1, (1,), generator=random))
+
+    lengths = [pick(0, 1, 31, 32, 33, number(1, longest)) for _ in range(number(1, 4))]
+    counts = [min(pick(0, 1, 1, number(1, 16), number(1, most)), length) for length in lengths]
+    counts[0], lengths[0] = max(counts[0], 1), max(lengths[0], 1)
+    return Case(
+        pick(*FORMATS),
+        pick(16, 64, 80, 96, 128, 256),
+        pick(1, 3, 4, 8),
+        pick(1, 2),
+        tuple(counts),
+        tuple(lengths),
+        window=pick(0, 0, 1, 32, number(1, longest)),
+        softcap=pick(0.0, 0.0, 4.0),
+        sinks=pick(False, True),
+        dtype=dtype,
+    )
+
+
+# -- one numerics class ------------------------------------------------------------------------------------------------
+
+
+def of_rows(given: Inputs, rows: slice, lengths: list[int], tables: Tensor) -> Inputs:
+    """Return the launch of some rows of a sequence, or of several sequences with a row each."""
+    q = torch.cat([given.q[rows], given.q[-1:]])
+    counts = [1] * len(lengths) if len(lengths) == q.shape[0] - 1 else [q.shape[0] - 1]
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    return given._replace(q=q, tables=tables, starts=starts, lengths=torch.tensor(lengths, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize(
+    "case",
+    [  # the eight rows lie on both sides of a chunk's end
+        Case("int8", 32, 3, 1, (8,), (260,), dtype=torch.float16),
+        Case("k6v4", 32, 1, 1, (8,), (260,), window=65, sinks=True, dtype=torch.bfloat16),
+        Case("f16", 32, 1, 1, (8,), (260,), window=40, dtype=torch.float16),
+    ][: Count(test=2, soak=3)],
+    ids=lambda case: case.name,
+)
+def test_a_row_is_the_same_alone_and_among_others(case, seed, monkeypatch):
+    given = inputs(case, generator(seed))
+    many = run(case, given, "triton", max_query=VERIFY_LEN)
+    first = case.lengths[0] - case.counts[0]
+    monkeypatch.setattr(launch, "num_sms", lambda _: 1)  # and with other numbers of programs
+    alone = of_rows(given, slice(6, 7), [first + 7], given.tables)
+    assert torch.equal(run(case, alone, "triton", max_query=1)[0], many[6])
+    tables = given.tables.expand(2, -1).contiguous()
+    ragged = of_rows(given, slice(3, 5), [first + 4, first + 5], tables)
+    assert torch.equal(run(case, ragged, "triton", max_query=1), many[3:5])
+
+
+@pytest.mark.parametrize("seed", [SEED])
+def test_a_decoded_row_is_the_same_beside_a_prompt(seed):
+    case = Case("int8", 32, 2, 1, (17, 1), (17, 40), dtype=torch.float16)
+    given = inputs(case, generator(seed))
+    alone = of_rows(given, slice(17, 18), [40], given.tables[1:])
+    assert torch.equal(run(case, alone, "triton", max_query=1)[0], run(case, given, "triton")[17])
+
+
+def test_less_scratch_changes_nothing(monkeypatch):
+    case = Case("int8", 32, 1, 1, (1, 2, 0, 1, 1), (5, 40, 0, 33, 1), dtype=torch.float16)
+    given = inputs(case, generator(SEED))
+    at_once = run(case, given, "triton")
+    monkeypatch.setattr(launch, "MAX_SCRATCH", 4 * 2 * 34 * 4)  # of two rows and one chunk: four sequences
+    assert [launch.at_once(2 * 34 * 4, sequences) for sequences in (3, 5)] == [3, 4]
+    assert launch.at_once(1 << 30, 5) == 1
+    assert torch.equal(run(case, given, "triton"), at_once)
+
+
+@pytest.mark.parametrize("case", [Case("int8", 32), Case("k6v4", 32, 1, 1, (17,), (17,))], ids=lambda case: case.name)
+def test_a_q_beyond_float16(case):
+    case = case._replace(dtype=torch.bfloat16)
+    given = inputs(case, generator(SEED))
+    large = given._replace(q=given.q * 2.0**16)
+    got = run(case, large, "triton", scale=case.head_dim**-0.5 * 2.0**-16)
+    assert (got.double() - exact(case, given)).abs().max().item() <= bound(case, given)
+
+
+def test_chunks_tile_the_positions():
+    ends = torch.cat([torch.arange(0, 10_000), torch.randint(0, 2**21, (2_000,), generator=generator(SEED))])
+    positions = torch.cat([ends, torch.tensor([8191, 8192, 24_575, 24_576, 57_343, 57_344])]).int()
+    positions = positions[: positions.numel() // 2 * 2]
+    chunks, begins, following = (torch.empty_like(positions) for _ in range(3))
+    _chunks_of[1,](positions, chunks, begins, following, positions.numel(), size=16_384)
+    assert bool(((begins <= positions) & (positions < following)).all())
+    assert bool((begins % (4 * BLOCK_LEN) == 0).all())
+    assert chunks.tolist() == [launch.num_chunks(position + 1) - 1 for position in positions.tolist()]
+
+
+def _chunks_kernel():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def chunks_of(positions, chunks, begins, following, num, size: tl.constexpr):
+        i = tl.arange(0, size)
+        chunk = kernels.chunk_of(tl.load(positions + i, mask=i < num, other=0))
+        tl.store(chunks + i, chunk, mask=i < num)
+        tl.store(begins + i, kernels.chunk_start(chunk), mask=i < num)
+        tl.store(following + i, kernels.chunk_start(chunk + 1), mask=i < num)
+
+    return chunks_of
+
+
+_chunks_of = _chunks_kernel()
+
+
+# -- what is and is not written and read -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_query", [1, 20])
+def test_only_rows_of_sequences_are_written(max_query, monkeypatch):
+    case = Case("int8", 32, 1, 1, (1,), (3,))
+    given = inputs(case, generator(SEED))
+    q = torch.cat([given.q, given.q])
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: torch.full(_flat(shape), torch.nan, **kwargs))
+    out = attention(q, *given[1:5], scale=1.0, max_query=max_query, implementation="triton")
+    assert out[0].isfinite().all()
+    assert out[1:].isnan().all()
+
+
+def _flat(shape):
+    return tuple(shape[0]) if len(shape) == 1 else shape
+
+
+def test_no_rows_at_all():
+    given = inputs(Case("int8", 32, 1, 1, (1,), (3,)), generator(SEED))
+    nothing = given._replace(q=given.q[:0], starts=torch.zeros(2, dtype=torch.int32))
+    for implementation in ("reference", "triton"):
+        assert attention(*nothing[:5], scale=1.0, max_query=1, implementation=implementation).shape == (0, 1, 32)
+
+
+def test_the_reasons_of_a_refusal_are_listed():
+    cache = allocate(FORMATS["int8"], 1, 1, 72, "cpu")
+    tables, starts = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    q = torch.zeros(1, 1, 72)
+    with pytest.raises(NoKernelError, match="heads of 72"):
+        attention(q, cache, tables, starts, starts[1:], scale=1.0, max_query=1, implementation="triton")
+
+
+# -- what quantized caches cost ----------------------------------------------------------------------------------------
+
+
+def of_format(name: str, dtype16: torch.dtype, keys: Tensor, values: Tensor, q: Tensor) -> Tensor:
+    """Return the attention of one row over keys and values that are stored in a format."""
+    length, kv_heads, head_dim = keys.shape
+    cache = allocate(FORMATS[name], -(-length // BLOCK_LEN), kv_heads, head_dim, "cpu", dtype16)
+    at = torch.arange(length)
+    store(keys, keys, values, at.int(), at, cache, rope=None, implementation="reference")
+    tables = torch.arange(cache.num_blocks, dtype=torch.int32)[None]
+    starts, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+    arguments = {"scale": head_dim**-0.5, "max_query": 1, "implementation": "reference"}
+    return attention(q[None], cache, tables, starts, lengths, **arguments)
+
+
+def test_what_each_format_costs():
+    """Print the error of each format against exact storage; a rotation pays where a few dimensions of K are large."""
+    random = generator(20)
+    keys, values = torch.randn(2, 600, 1, 128, generator=random)
+    q = torch.randn(16, 128, generator=random)
+    outliers = keys.clone()
+    outliers[..., [7, 50, 100]] *= 12.0
+    exactly = [of_format("f16", torch.float32, each, values, q) for each in (keys, outliers)]
+    errors = {}
+    print(f"\n{'format':8} {'bits':>5} {'gaussian K':>12} {'outliers in K':>14}")
+    for name, kv_format in FORMATS.items():
+        stored_as = [of_format(name, torch.float16, each, values, q) for each in (keys, outliers)]
+        errors[name] = [float((a - b).norm() / b.norm()) for a, b in zip(stored_as, exactly, strict=True)]
+        bits = kv_format.bytes_per_token(1, 128) * 8 / 256
+        print(f"{name:8} {bits:5.2f} {errors[name][0]:12.5f} {errors[name][1]:14.5f}")
+    for kind in (0, 1):
+        assert errors["f16"][kind] < 2e-3 < errors["int8"][kind] < errors["k8v4"][kind]
+    assert errors["int8"][0] < errors["fp8"][0] < errors["k8v4"][0] < errors["k6v4"][0] < 0.25
+    assert math.isfinite(errors["k6v4"][1])
