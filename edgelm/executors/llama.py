@@ -10,20 +10,18 @@ import ctypes
 import logging
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from llama_cpp import llama_cpp as L
 from numpy.typing import NDArray
 
-from edgelm.core import Chunk, Copy, Drop, ExecutorInfo, Load, Masks, Op, Sampled, Save, Sequence, Step, Store, Trim
+from edgelm.core import Copy, Drop, ExecutorInfo, Load, Masks, Op, Sampled, Save, Step, Store, Trim
 from edgelm.errors import EngineError, ModelError, RequestError, SnapshotError
 from edgelm.executors.llama_api import Batch, fill_struct, logits_view, native_log
 from edgelm.executors.llama_memory import KV_MODES, MAX_ROWS, KVMode, kv_head_bytes, micro_batch, whole_blocks
 from edgelm.executors.llama_model import LlamaModel
 from edgelm.executors.snapshots import SnapshotStore
-from edgelm.sampling.history import History
-from edgelm.sampling.reference import Workspace, sample
+from edgelm.sampling.chunks import HostSampler
 
 UNBOUNDED = 2**62  # bytes
 
@@ -86,8 +84,7 @@ class LlamaExecutor:
         self._logits = np.empty((0, model.num_vocab), np.float32)
         self._snapshots = snapshots or SnapshotStore(UNBOUNDED)
         self._snapshots.divisible = self._info.can_trim and self._info.keeps_all
-        self._histories: WeakKeyDictionary[Sequence, tuple[History, int]] = WeakKeyDictionary()
-        self._workspace = Workspace(model.num_vocab)
+        self._sampler = HostSampler(model.num_vocab)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -118,12 +115,7 @@ class LlamaExecutor:
 
     def sample(self, step: Step, masks: Masks | None) -> list[list[Sampled]]:
         """Sample the rows of each chunk, up to the first that differs from the draft."""
-        first, sampled = 0, []
-        for chunk in step.chunks:
-            rows = slice(first, first + chunk.rows)
-            sampled.append(self._sample_chunk(chunk, self._logits[rows], None if masks is None else masks[rows]))
-            first += chunk.rows
-        return sampled
+        return self._sampler.sample(step, self._logits, masks)
 
     def logits(self, step: Step) -> NDArray[np.float32]:
         """Return the logits of the sampled rows, valid until the next `forward`: [rows, vocabulary]."""
@@ -139,32 +131,6 @@ class LlamaExecutor:
             self._snapshots.close()
             L.llama_free(context)
             self._model.close()
-
-    # -- sampling --------------------------------------------------------------------------------------------------
-
-    def _sample_chunk(self, chunk: Chunk, logits: NDArray[np.float32], masks: Masks | None) -> list[Sampled]:
-        seq, draft, taken = chunk.seq, chunk.draft, []
-        if not chunk.rows:
-            return []
-        history = self._history(seq) if seq.params.penalized else None
-        position = chunk.end - chunk.rows + 1  # of the first sampled token
-        for row in range(chunk.rows):
-            mask = None if masks is None else masks[row]
-            taken.append(sample(logits[row], seq.params, position + row, history, mask, self._workspace))
-            if row == len(draft) or taken[-1].id != draft[row]:
-                break
-            if history:
-                history.push(draft[row])
-        if history:
-            history.pop(len(taken) - 1)
-        return taken
-
-    def _history(self, seq: Sequence) -> History:
-        """Return the token counts of a sequence, brought up to date with its tokens."""
-        history, known = self._histories.get(seq) or (History(seq.tokens[: seq.prompt_len]), seq.prompt_len)
-        history.extend(seq.tokens[known:])
-        self._histories[seq] = history, len(seq.tokens)
-        return history
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ from edgelm.sampling.history import History
 SLACK = 1e-6  # relative; what a sum or ratio of weights may lack of its bound and still reach it
 
 _LARGEST = float(np.finfo(np.float32).max)
-_COLDEST, _HOTTEST = 1e-6, 1e30  # outside, float32 overflows into NaN
+COLDEST, HOTTEST = 1e-6, 1e30  # outside, float32 overflows into NaN
 _BLOCK = 512  # weights that are summed at once: a running sum of all of them costs five times as much
 _ROWS = 64  # of the grid whose column maxima bound the k-th logit from below
 _FEW = 2048  # values that are sorted without a cut
@@ -157,7 +157,7 @@ def _penalize(row: Floats, params: SamplingParams, history: History) -> None:
 
 def _draw(row: Floats, top: np.float32, params: SamplingParams, position: int, work: Workspace) -> int:
     """Do steps 8 to 12 on a row whose greatest logit `top` is finite."""
-    temperature = min(max(params.temperature, _COLDEST), _HOTTEST)
+    temperature = min(max(params.temperature, COLDEST), HOTTEST)
     cut = math.log(params.min_p) - SLACK if params.min_p > 0 else -math.inf
     ids: Indices | None = None  # those left, in ascending order; None: all
     values = row

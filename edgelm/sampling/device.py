@@ -1,0 +1,247 @@
+"""Sample rows of logits where they are, on a GPU: parameters go there, tokens come back, and no logits.
+
+Owns the buffers between host and device, and their reuse. What a parameter means is in `edgelm.sampling.reference`;
+what computes it is `edgelm.kernels.sampling`. Knows nothing of steps and sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from edgelm.core import MAX_LOGPROBS, NOT_A_TOKEN, Sampled, SamplingParams
+from edgelm.kernels import sampling
+from edgelm.kernels.sampling import Answer, Batch, Flag, Word
+from edgelm.sampling.history import History
+from edgelm.sampling.reference import COLDEST, HOTTEST, SLACK
+
+assert sampling.MAX_TOP == MAX_LOGPROBS
+assert NOT_A_TOKEN == -1  # what the kernels answer
+
+IN_FLIGHT = 2  # launches at most whose answers are not read: an engine may run one step ahead
+_FIRST_CAPACITY = 4096  # entries of bias, or of histories, of all rows
+
+
+class RowRequest(NamedTuple):
+    """How one row is sampled; `extra` are the draft tokens between what the history holds and this row."""
+
+    params: SamplingParams
+    position: int  # in its sequence, of the token to be sampled
+    history: History | None = None  # needed where the parameters penalize
+    extra: Sequence[int] = ()
+
+
+class DeviceSampler:
+    """Samples up to `max_rows` rows at once. Launches are answered in their order, on one stream of the device."""
+
+    def __init__(
+        self, num_vocab: int, max_rows: int, device: torch.device | str, implementation: str | None = None
+    ) -> None:
+        self._num_vocab = num_vocab
+        self._max_rows = max_rows
+        self._device = torch.device(device)
+        self._implementation = implementation
+        num_masks = max_rows * ((num_vocab + 31) // 32)
+        with torch.inference_mode():
+            self._rows = _Column(torch.int64, max_rows * len(Word), self._device)
+            self._bias_ids = _Column(torch.int32, _FIRST_CAPACITY, self._device)
+            self._bias = _Column(torch.float64, _FIRST_CAPACITY, self._device)
+            self._history_ids = _Column(torch.int32, _FIRST_CAPACITY, self._device)
+            self._history_counts = _Column(torch.int32, _FIRST_CAPACITY, self._device)
+            self._masks = _Column(torch.int32, num_masks, self._device)
+            self._answers = deque(_Answers(max_rows, self._device) for _ in range(IN_FLIGHT))
+        self._pending: deque[_Answers] = deque()
+
+    def sample(self, logits: Tensor, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> list[Sampled]:
+        """Sample each row of logits [rows, vocab] on the device; masks are [rows, ceil(vocab / 32)]."""
+        self.launch(logits, rows, masks)
+        return self.read()
+
+    def launch(self, logits: Tensor, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> Tensor:
+        """Start to sample, without waiting for the device; return where the tokens will be there: int64 [rows]."""
+        assert self._answers, "too many launches are not read"
+        assert logits.shape[1] == self._num_vocab, logits.shape
+        with torch.inference_mode():
+            batch, wanted = self._stage(rows, masks)
+            assert len(logits) == len(wanted) <= self._max_rows, (logits.shape, len(wanted))
+            words = sampling.sample(logits, batch, implementation=self._implementation)
+            answers = self._answers.popleft()
+            answers.fetch(words, wanted)
+        self._pending.append(answers)
+        return words[:, Answer.TOKEN]
+
+    def read(self) -> list[Sampled]:
+        """Wait for the oldest launch that was not read, and return its tokens."""
+        answers = self._pending.popleft()
+        sampled = answers.read(self._num_vocab)
+        self._answers.append(answers)
+        return sampled
+
+    def _stage(self, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> tuple[Batch, list[int]]:
+        """Send the parameters; return them, and how many likely tokens each row wants (below 0: no logprobs)."""
+        columns = self._rows, self._bias_ids, self._bias, self._history_ids, self._history_counts, self._masks
+        for column in columns:
+            column.clear()
+        masked: list[bool] = []
+        if masks is not None:
+            assert masks.shape[1] == (self._num_vocab + 31) // 32, masks.shape
+            masked = (masks != -1).any(axis=1).tolist()
+            if any(masked):
+                self._masks.append(masks.reshape(-1))
+        wanted = []
+        for i, row in enumerate(rows):
+            self._rows.append(self._words(row, masks is not None and masked[i]))
+            wanted.append(-1 if row.params.num_logprobs is None else row.params.num_logprobs)
+        assert masks is None or len(masks) == len(wanted), (masks.shape, len(wanted))
+        table, bias_ids, bias, history_ids, history_counts, packed = (column.send() for column in columns)
+        num_words = (self._num_vocab + 31) // 32
+        return (
+            Batch(
+                table[: len(wanted) * len(Word)].view(-1, len(Word)),
+                bias_ids,
+                bias,
+                history_ids,
+                history_counts,
+                packed.view(-1, num_words),
+            ),
+            wanted,
+        )
+
+    def _words(self, row: RowRequest, masked: bool) -> NDArray[np.int64]:
+        """Return a row's parameters, having staged its bias and its history."""
+        params = row.params
+        bias_start, history_start = self._bias.used, self._history_ids.used
+        if params.logit_bias:
+            ids, bias = _bias_arrays(params.logit_bias)
+            assert ids.max() < self._num_vocab, "a biased token is outside of the vocabulary"
+            self._bias_ids.append(ids)
+            self._bias.append(bias)
+        if params.penalized:
+            assert row.history is not None, "penalties need a history"
+            for token in row.extra:
+                row.history.push(token)
+            self._history_ids.append(row.history.ids)
+            self._history_counts.append(row.history.counts)
+            row.history.pop(len(row.extra))
+        words = np.zeros(len(Word), dtype=np.int64)
+        floats = words.view(np.float64)
+        words[Word.FLAGS] = Flag.ACTIVE | (Flag.GREEDY if params.greedy else 0) | (Flag.MASKED if masked else 0)
+        floats[Word.TEMPERATURE] = min(max(params.temperature, COLDEST), HOTTEST)
+        floats[Word.CUT] = math.log(params.min_p) - SLACK if params.min_p > 0 else -math.inf
+        floats[Word.TOP_P] = params.top_p - SLACK if params.top_p < 1 else 1.0
+        words[Word.TOP_K] = params.top_k if params.top_k < self._num_vocab else 0
+        floats[Word.REPETITION] = params.repetition_penalty
+        floats[Word.FREQUENCY] = params.frequency_penalty
+        floats[Word.PRESENCE] = params.presence_penalty
+        words[Word.SEED] = params.seed - (params.seed >> 63 << 64)
+        words[Word.POSITION] = row.position
+        words[Word.CHOICE] = params.choice
+        words[Word.NUM_TOP] = -1 if params.num_logprobs is None else params.num_logprobs
+        words[Word.BIAS_START :] = bias_start, self._bias.used, history_start, self._history_ids.used
+        return words
+
+
+class _Column:
+    """An array that is filled on the host, in memory that a GPU can read by itself, and its copy on the device.
+
+    As many host buffers as there may be launches in flight take turns, so that filling one waits for no launch.
+    """
+
+    def __init__(self, dtype: torch.dtype, capacity: int, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._hosts = deque(
+            torch.empty(capacity, dtype=dtype, pin_memory=self._cuda) for _ in range(IN_FLIGHT if self._cuda else 1)
+        )
+        self._sent = deque(torch.cuda.Event() for _ in self._hosts) if self._cuda else None
+        self._device = torch.empty(capacity, dtype=dtype, device=device) if self._cuda else self._hosts[0]
+        self.used = 0
+
+    def clear(self) -> None:
+        """Turn to the next host buffer: the device has what was sent from it, as its launch has been answered."""
+        self._hosts.rotate()
+        if self._sent:
+            self._sent.rotate()
+            self._sent[0].synchronize()
+        self.used = 0
+
+    def append(self, values: NDArray[Any]) -> None:
+        end = self.used + len(values)
+        if end > len(self._hosts[0]):
+            grown = torch.empty(2 * end, dtype=self._device.dtype, pin_memory=self._cuda)
+            grown[: self.used] = self._hosts[0][: self.used]
+            self._hosts[0] = grown
+        self._hosts[0].numpy()[self.used : end] = values
+        self.used = end
+
+    def send(self) -> Tensor:
+        """Copy what was appended to the device, behind what it does now; return the whole array there."""
+        host = self._hosts[0]
+        if not self._sent:
+            self._device = host
+        elif self.used:
+            if self.used > len(self._device):
+                self._device = torch.empty_like(host, device=self._device.device)
+            self._device[: self.used].copy_(host[: self.used], non_blocking=True)
+            self._sent[0].record()
+        return self._device
+
+
+class _Answers:
+    """What one launch answers, on its way to the host."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._host = torch.empty((max_rows, sampling.NUM_ANSWER), dtype=torch.int64, pin_memory=cuda)
+        self._fetched = torch.cuda.Event() if cuda else None
+        self._wanted: list[int] = []
+
+    def fetch(self, words: Tensor, wanted: list[int]) -> None:
+        """Start to copy the answers; `wanted` is how many likely tokens each row asked for."""
+        self._host[: len(words)].copy_(words, non_blocking=True)
+        self._wanted = wanted
+        if self._fetched:
+            self._fetched.record()
+
+    def read(self, num_vocab: int) -> list[Sampled]:
+        """Wait for the copy, and return what it says."""
+        if self._fetched:
+            self._fetched.synchronize()
+        words: NDArray[np.int64] = self._host.numpy()[: len(self._wanted)]
+        tokens = words[:, Answer.TOKEN].tolist()
+        return [
+            Sampled(token) if wanted < 0 or token == NOT_A_TOKEN else _with_logprobs(words[i], min(wanted, num_vocab))
+            for i, (token, wanted) in enumerate(zip(tokens, self._wanted, strict=True))
+        ]
+
+
+def _with_logprobs(words: NDArray[np.int64], num_top: int) -> Sampled:
+    most, own, *top = _logits(words[Answer.MOST : Answer.TOP + num_top])
+    log_sum = math.log(int(words[Answer.SUM])) - sampling.WEIGHT_BITS * math.log(2)
+    ids = sampling.ID_BITS - (words[Answer.TOP : Answer.TOP + num_top] & 0xFFFFFFFF)
+    likely = zip(ids.tolist(), top, strict=True)
+    return Sampled(
+        int(words[Answer.TOKEN]),
+        own - most - log_sum,
+        tuple((token, logit - most - log_sum) for token, logit in likely if logit > -math.inf),
+    )
+
+
+def _logits(composites: NDArray[np.int64]) -> list[float]:
+    """Return the float32 of each composite: their order's inverse."""
+    bits = (composites >> 32).astype(np.int32)
+    logits: list[float] = np.where(bits < 0, bits ^ sampling.ID_BITS, bits).astype(np.int32).view(np.float32).tolist()
+    return logits
+
+
+@lru_cache(maxsize=64)
+def _bias_arrays(logit_bias: tuple[tuple[int, float], ...]) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+    merged = dict(logit_bias)  # of two entries for one token the last counts
+    return np.array(list(merged), dtype=np.int32), np.array(list(merged.values()), dtype=np.float64)

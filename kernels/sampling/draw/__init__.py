@@ -1,0 +1,1 @@
+"""The last pass of the Triton sampler: a row's threshold, and its token."""
