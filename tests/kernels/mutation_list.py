@@ -1,0 +1,430 @@
+"""The mutations of `tests.kernels.mutations`: one place each, as text that occurs once in its file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """A mistake in one place, and the tests of which one must fail."""
+
+    file: str  # in the package: "kernels/layout.py"
+    what: str
+    old: str  # occurs exactly once
+    new: str
+    tests: str  # arguments of pytest
+
+    def text(self, package: Path) -> str:
+        """Return the file with the mistake in it; raises ValueError where the list is out of date."""
+        text = (package / self.file).read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.file}: {self.what}: {self.old!r} occurs {text.count(self.old)} times")
+        changed = text.replace(self.old, self.new)
+        compile(changed, self.file, "exec")
+        return changed
+
+
+LAYOUT, CODES, STEP = "kernels/layout.py", "kernels/codes/triton.py", "kernels/matmul/step/triton.py"
+MATMUL, DEQUANTIZE, PACKED = "kernels/matmul/triton.py", "kernels/dequantize/triton.py", "edgelm/weights/packed.py"
+OF_LAYOUT, OF_MATMUL, OF_ASSEMBLY = (f"tests/kernels/test_{name}.py" for name in ("layout", "matmul", "ptx"))
+OF_DEQUANTIZE, OF_PACKED = "tests/kernels/test_dequantize.py", "tests/weights/test_packed.py"
+NORM, ACTIVATION, ROUTE = (f"kernels/{name}/triton.py" for name in ("norm", "activation", "route"))
+ROTATION, STORE, CACHE = "kernels/rope.py", "kernels/store/triton.py", "kernels/cache/triton.py"
+SAMPLING, DRAW, DEVICE = "kernels/sampling/triton.py", "kernels/sampling/draw/triton.py", "edgelm/sampling/device.py"
+OF_NORM, OF_ROUTE, OF_CACHE, OF_ROTATION, OF_STORE, OF_SAMPLING = (
+    f"tests/kernels/test_{name}.py" for name in ("norm", "route", "cache", "rope", "store", "sampling")
+)
+OF_ACTIVATION, OF_DEVICE = "tests/kernels/test_activation.py", "tests/sampling/test_device.py"
+PREFILL, GROUPED, EMBEDDING = (f"kernels/{name}/triton.py" for name in ("prefill", "grouped", "embedding"))
+GGML, FOLDER = "edgelm/weights/ggml_blocks.py", "edgelm/weights/quantized_folder.py"
+OF_GROUPED, OF_EMBEDDING = "tests/kernels/test_grouped.py", "tests/kernels/test_embedding.py"
+OF_GGML, OF_FOLDER = "tests/weights/test_ggml_blocks.py", "tests/weights/test_quantized_folder.py"
+OF_ATTENTION = "tests/kernels/test_attention.py"
+
+MUTATIONS = [
+    Mutation(
+        LAYOUT,
+        "nibbles of a word in the wrong order",
+        "low = _joined(nibbles, torch.arange(0, 32, 4))",
+        "low = _joined(nibbles, torch.arange(28, -4, -4))",
+        OF_LAYOUT,
+    ),
+    Mutation(
+        LAYOUT,
+        "scales one group too far",
+        "scale = _scale_values(weight).repeat_interleave(",
+        "scale = _scale_values(weight).roll(1, -1).repeat_interleave(",
+        OF_LAYOUT,
+    ),
+    Mutation(
+        LAYOUT,
+        "minimums with the factor of the scales",
+        "return _super_values(weight, 1) * mins",
+        "return _super_values(weight, 0) * mins",
+        OF_LAYOUT,
+    ),
+    Mutation(LAYOUT, "up before gate", "torch.stack(both, dim + 1)", "torch.stack(both[::-1], dim + 1)", OF_LAYOUT),
+    Mutation(
+        CODES,
+        "halves of a word exchanged",
+        "code = (words >> (4 * SLOT + 16 * H)) & 15",
+        "code = (words >> (4 * SLOT + 16 * (1 - H))) & 15",
+        OF_DEQUANTIZE,
+    ),
+    Mutation(
+        CODES,
+        "a fifth bit from the slot beside",
+        "((high >> (SLOT + 16 * H)) & 1)",
+        "((high >> ((SLOT ^ 1) + 16 * H)) & 1)",
+        OF_DEQUANTIZE,
+    ),
+    Mutation(
+        CODES,
+        "assembly: a slot too far",
+        "shift = 4 * slot - at",
+        "shift = 4 * slot - at + 4 * (slot > 2)",
+        OF_ASSEMBLY,
+    ),
+    Mutation(
+        CODES,
+        "assembly: the second pair of bytes is the first",
+        "{(0x4140, 0x4342)[p]:#x}",
+        "{(0x4140, 0x4140)[p]:#x}",
+        OF_ASSEMBLY,
+    ),
+    Mutation(
+        CODES,
+        "assembly: e4m3 without its sign",
+        "lop3.b32 h, t, 0x80008000,",
+        "lop3.b32 h, t, 0x00008000,",
+        OF_ASSEMBLY,
+    ),
+    Mutation(
+        CODES,
+        "x in another order than the weight",
+        "x = tl.permute(x, [0, 3, 4, 2, 5, 1] if KW == 2",
+        "x = tl.permute(x, [0, 4, 3, 2, 5, 1] if KW == 2",
+        OF_MATMUL,
+    ),
+    Mutation(
+        DEQUANTIZE,
+        "no mask of the columns",
+        "inside = (row < rows)[:, None] & (column < columns)[None, :]",
+        "inside = (row < rows)[:, None] & (column >= 0)[None, :]",
+        OF_DEQUANTIZE,
+    ),
+    Mutation(
+        DEQUANTIZE,
+        "scales of the first group for all",
+        "PER + (index if GROUP < 64 else 0)",
+        "PER + 0 * (index if GROUP < 64 else 0)",
+        OF_DEQUANTIZE,
+    ),
+    Mutation(
+        STEP,
+        "padding multiplies with its garbage",
+        "value = scale_number(word, i, KIND)\n            out += (tl.where(columns + i * GROUP < K, value, 0.0)",
+        "value = scale_number(word, i, KIND)\n            out += (tl.where(columns < K, value, 0.0)",
+        OF_MATMUL,
+    ),
+    Mutation(
+        STEP,
+        "scale and minimum exchanged",
+        'offset = times(offset, scale_number(word, 1, "f16"))',
+        'offset = times(offset, scale_number(word, 0, "f16"))',
+        OF_MATMUL,
+    ),
+    Mutation(
+        MATMUL,
+        "a part of K is left out",
+        "last = tl.minimum(first + EACH, FULL)",
+        "last = tl.minimum(first + EACH, FULL - 1)",
+        OF_MATMUL,
+    ),
+    Mutation(MATMUL, "the last split is dropped", "tl.static_range(SPLITS)", "tl.static_range(SPLITS - 1)", OF_MATMUL),
+    Mutation(
+        PACKED,
+        "every slice is put at the beginning",
+        "tiles = slice(first_row // TILE, (first_row + rows + short) // TILE)",
+        "tiles = slice(0, (rows + short) // TILE)",
+        OF_PACKED,
+    ),
+    Mutation(
+        PACKED,
+        "a stack has one matrix",
+        "return plane[matrix] if self._stacked else plane",
+        "return plane[0] if self._stacked else plane",
+        OF_PACKED,
+    ),
+    Mutation(
+        DEQUANTIZE,
+        "the factor of another 256 columns",
+        "entry = tile * (chunks // 4) + chunk // 4",
+        "entry = tile * (chunks // 4) + chunk // 8",
+        OF_DEQUANTIZE,
+    ),
+    Mutation(
+        EMBEDDING,
+        "upper bits of the wrong row",
+        "shift = 2 * (s + 4 * rb) + 16 * h",
+        "shift = 2 * (s + 2 * rb) + 16 * h",
+        OF_EMBEDDING,
+    ),
+    Mutation(
+        GROUPED,
+        "experts summed from the last to the first",
+        "for j in tl.static_range(K):",
+        "for j in tl.static_range(K - 1, -1, -1):",
+        OF_GROUPED,
+    ),
+    Mutation(
+        MATMUL,
+        "matrices of a stack without their stride",
+        "return plane.flatten(-2).view(",
+        "return plane.view(-1).view(",
+        OF_GROUPED,
+    ),
+    Mutation(
+        GGML,
+        "high nibbles first",
+        "torch.cat((packed & 15, packed >> 4), -1)",
+        "torch.cat((packed >> 4, packed & 15), -1)",
+        OF_GGML,
+    ),
+    Mutation(
+        FOLDER,
+        "AWQ's nibbles in the inverse order",
+        "AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)",
+        "AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)",
+        OF_FOLDER + "::test_quantized_experts_become_one_stack",
+    ),
+    Mutation(
+        FOLDER,
+        "GPTQ's zero points one too small",
+        "if self._zero_less_one:",
+        "if not self._zero_less_one:",
+        OF_FOLDER + "::test_experts_have_their_columns_in_orders_of_their_own",
+    ),
+    Mutation(
+        STEP, "the zero is added", "t = tl.fma(-o,", "t = tl.fma(o,", OF_MATMUL + "::test_every_format_equals_float64"
+    ),
+    Mutation(
+        STEP,
+        "the scale of the next group",
+        "s = tl.broadcast_to(scale[i][:, :, None]",
+        "s = tl.broadcast_to(scale[(i + 1) % GROUPS][:, :, None]",
+        OF_MATMUL + "::test_every_format_equals_float64",
+    ),
+    Mutation(
+        MATMUL,
+        "up with the bias of gate",
+        "with_bias(up, bias, at + 16, N)",
+        "with_bias(up, bias, at, N)",
+        OF_MATMUL + "::test_norm_bias_gate_and_residual",
+    ),
+    Mutation(
+        MATMUL,
+        "a residual is taken to be contiguous",
+        "residual + row.to(tl.int64) * residual_stride",
+        "residual + row.to(tl.int64) * WIDTH",
+        OF_MATMUL + "::test_norm_bias_gate_and_residual",
+    ),
+    Mutation(
+        MATMUL,
+        "squares of the last part of K only",
+        "total += tl.load(partial_squares",
+        "total = tl.load(partial_squares",
+        OF_MATMUL + "::test_norm_bias_gate_and_residual",
+    ),
+    Mutation(
+        PREFILL,
+        "the row of another pair",
+        "row = tl.load(order + first + index,",
+        "row = tl.load(order + first + index * 0,",
+        OF_GROUPED,
+    ),
+    Mutation(
+        NORM,
+        "the mean of LayerNorm is of padding too",
+        "sums += tl.where(inside, x * x, 0.0)",
+        "sums += x * x",
+        OF_NORM,
+    ),
+    Mutation(
+        NORM,
+        "the residual is forgotten",
+        "return tl.load(residual_ptr + at, inside, other=0.0) + x",
+        "return x",
+        OF_NORM,
+    ),
+    Mutation(
+        ACTIVATION,
+        "up is limited from above only",
+        "tl.where(up < -LIMIT, -LIMIT, up)",
+        "up",
+        OF_ACTIVATION,
+    ),
+    Mutation(
+        ACTIVATION,
+        "gate and up one column too far",
+        "gate_at = at // 16 * 32 + at % 16",
+        "gate_at = at // 16 * 32 + at % 16 + 1",
+        OF_ACTIVATION,
+    ),
+    Mutation(
+        ROUTE,
+        "of equal scores the higher id comes first",
+        "(0x7FFFFFFF - expert)",
+        "expert",
+        OF_ROUTE,
+    ),
+    Mutation(
+        ROUTE,
+        "the bias changes the weights",
+        "        scores = values + tl.load(",
+        "        values = scores = values + tl.load(",
+        OF_ROUTE,
+    ),
+    Mutation(
+        ROTATION,
+        "a term of the cosine is missing",
+        "for n in range(6)",
+        "for n in range(4)",
+        OF_ROTATION,
+    ),
+    Mutation(
+        ROTATION,
+        "angles of float32",
+        "turns = self.frequencies.double() / (2 * pi)",
+        "turns = (self.frequencies / (2 * pi)).double()",
+        OF_ROTATION,
+    ),
+    Mutation(
+        STORE,
+        "interleaved dimensions without their partners",
+        "partner = d ^ 1",
+        "partner = d",
+        OF_STORE,
+    ),
+    Mutation(
+        STORE,
+        "the padding of a last pair of groups is stored",
+        "codes = tl.where(tl.arange(0, P)[None, :] < WIDTH, codes, 0)",
+        "codes = codes",
+        OF_STORE,
+    ),
+    Mutation(
+        CACHE,
+        "the rotation in another order",
+        "x = _butterfly(x, 16 >> step, ROWS, P)",
+        "x = _butterfly(x, 1 << step, ROWS, P)",
+        OF_STORE,
+    ),
+    Mutation(
+        CACHE,
+        "e4m3: halves are rounded up",
+        "+ ((size >> 20) & 1)",
+        "+ 1",
+        OF_STORE,
+    ),
+    Mutation(
+        "kernels/cache/order.py",
+        "tokens of nibbles in the order of bytes",
+        "2 * h + jb if nibbles",
+        "2 * jb + h if nibbles",
+        OF_CACHE,
+    ),
+    Mutation(
+        "kernels/cache/__init__.py",
+        "copies see the copies before them",
+        "plane.index_copy_(0, targets, plane.index_select(0, sources))",
+        "[plane[t].copy_(plane[s]) for s, t in zip(sources, targets)]",
+        OF_CACHE,
+    ),
+    Mutation(
+        CACHE,
+        "e4m3: the smallest normal numbers are taken for denormal ones",
+        "tl.abs(x) < 0.015625",
+        "tl.abs(x) < 0.0078125",
+        OF_STORE,
+    ),
+    Mutation(
+        CACHE,
+        "4 bits: of two largest values the negative one",
+        "tl.where(high >= low, high, -low) * (-1 / 8)",
+        "tl.where(high > low, high, -low) * (-1 / 8)",
+        OF_STORE,
+    ),
+    Mutation(
+        DRAW,
+        "top_p keeps what twice its weight would",
+        "            if weight_at > bound:",
+        "            if weight_at > bound * 2:",
+        OF_SAMPLING,
+    ),
+    Mutation(
+        DRAW,
+        "a chunk's draw forgets the chunks before",
+        "(inside <= target - before)",
+        "(inside <= target)",
+        OF_SAMPLING,
+    ),
+    Mutation(
+        DEVICE,
+        "draft tokens stay in the history",
+        "            row.history.pop(len(row.extra))\n",
+        "            row.history.pop(0)\n",
+        OF_DEVICE,
+    ),
+    Mutation(
+        DEVICE,
+        "a mask that allows something is no mask",
+        "(masks != -1).any(axis=1)",
+        "(masks != -1).all(axis=1)",
+        OF_DEVICE,
+    ),
+    Mutation(
+        "kernels/attention/triton.py",
+        "the streams of a chunk are added up as they are",
+        "tl.sum(total * weight, 0)",
+        "tl.sum(total, 0)",
+        f"{OF_ATTENTION} -kare_attention",
+    ),
+    Mutation(
+        "kernels/attention/triton.py",
+        "a window sees one position more",
+        "key_at > position[None, :, None] - window",
+        "key_at >= position[None, :, None] - window",
+        f"{OF_ATTENTION} -kkernels_are_attention",
+    ),
+    Mutation(
+        "kernels/attention/triton.py",
+        "a sink of another size than the weights",
+        "* LOG2E - top + SHIFT)",
+        "* LOG2E - top)",
+        f"{OF_ATTENTION} -kkernels_are_attention",
+    ),
+    Mutation(
+        "kernels/attention/operands/triton.py",
+        "values of a position that is not stored",
+        "return tl.where(at < length, values, 0.0)",
+        "return tl.where(at <= length, values, 0.0)",
+        f"{OF_ATTENTION} -kkernels_are_attention",
+    ),
+    Mutation(
+        "kernels/attention/prefill/triton.py",
+        "a row of a prompt does not see itself",
+        "seen = key_at[None, :] <= position[:, None]",
+        "seen = key_at[None, :] < position[:, None]",
+        f"{OF_ATTENTION} -kkernels_are_attention",
+    ),
+    Mutation(
+        "kernels/attention/launch.py",
+        "later sequences with the rows of the first",
+        "starts[begin : end + 1]",
+        "starts[: end + 1]",
+        f"{OF_ATTENTION} -kless_scratch",
+    ),
+]

@@ -1,0 +1,310 @@
+"""Machine code of the kernels, read without a GPU: registers, spills, and what the main loop does for each element.
+
+As a program it prints the table of all cases: python -m tests.kernels.sass [--modules MODULE...] [--targets SM...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TARGETS = (80, 86, 89, 90, 120)
+MOST_LIMITED = 90  # of all GPUs it has the fewest instructions for a byte that it reads: budgets hold there
+OTHERS = tuple(target for target in TARGETS if target != MOST_LIMITED)
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the machine code of one kernel for one target says."""
+
+    case: str
+    target: int
+    registers: int
+    stack: int  # bytes
+    shared: int  # bytes
+    spills: int  # instructions that store registers to the stack or load them from there
+    instructions: int  # in the main loop; 0: there is no loop
+    per_weight: float | None  # instructions of a thread for each element in the main loop
+    unrolled: int  # iterations of the source's loop in one of the machine's
+    loads: dict[str, int]  # global loads in the main loop by width in bits: {"128": 2, "32": 1}
+    shuffles: int  # in the main loop
+    barriers: int  # in the main loop
+    shared_stores: int  # in the main loop
+    dots: int  # tensor-core instructions in the main loop
+    loop_weights: int
+    budget: float | None
+    wide_loads: bool
+    problem: str = ""  # the case did not compile: why
+
+    @property
+    def wide_share(self) -> float:
+        """Return which part of the bytes that the main loop loads comes in loads of 16 bytes."""
+        total = sum(int(width) * count for width, count in self.loads.items())
+        return self.loads.get("128", 0) * 128 / total if total else 0.0
+
+    def faults(self) -> list[str]:
+        """Return what is wrong with this code, in words."""
+        if self.problem:
+            return [self.problem]
+        found = []
+        if self.spills:
+            found.append(f"{self.spills} instructions spill registers ({self.registers} registers)")
+        if self.loop_weights and not self.instructions:
+            found.append("no main loop")
+        if self.loop_weights and self.instructions and self.wide_loads and self.wide_share < 0.5:
+            found.append(f"only {self.wide_share:.0%} of the bytes come in loads of 16 bytes: {self.loads}")
+        if self.target == MOST_LIMITED and self.budget is not None and (self.per_weight or 0) > self.budget:
+            found.append(f"{self.per_weight:.2f} instructions an element, over {self.budget:.2f}")
+        return found
+
+
+# -- loops in code -----------------------------------------------------------------------------------------------------
+
+
+class Code(NamedTuple):
+    """Instructions in order, and where the labels stand among them."""
+
+    instructions: list[str]
+    labels: dict[str, int]
+
+
+def sass_code(text: str) -> Code:
+    """Parse what nvdisasm prints, without predicates such as @P0."""
+    return _code(
+        text, re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;"), re.compile(r"^\s*(\.L_\w+):")
+    )
+
+
+def ptx_code(text: str) -> Code:
+    """Parse PTX."""
+    return _code(text, re.compile(r"^\s+(?:@!?%\w+\s+)?([a-z][\w.:]*\s.*?);"), re.compile(r"^\s*(\$L_\w+):"))
+
+
+def _code(text: str, instruction: re.Pattern[str], label: re.Pattern[str]) -> Code:
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if found := label.match(line):
+            labels[found[1]] = len(instructions)
+        elif found := instruction.match(line):
+            instructions.append(found[1])
+    return Code(instructions, labels)
+
+
+def main_loop(code: Code) -> list[str]:
+    """Return the longest of the innermost loops: from a label to the last branch back to it."""
+    loops: dict[int, int] = {}
+    for at, instruction in enumerate(code.instructions):
+        for label in re.findall(r"[.$]L_\w+", instruction):
+            start = code.labels.get(label, at + 1)
+            if start < at:
+                loops[start] = at
+    inner = [
+        (start, end)
+        for start, end in loops.items()
+        if not any(other != (start, end) and start <= other[0] and other[1] <= end for other in loops.items())
+    ]
+    longest = max(inner, key=lambda span: span[1] - span[0], default=(0, -1))
+    return code.instructions[longest[0] : longest[1] + 1]
+
+
+def load_widths(loop: Iterable[str]) -> dict[str, int]:
+    """Return how many global loads of each width, in bits, stand in SASS."""
+    widths: dict[str, int] = {}
+    for instruction in loop:
+        if re.match(r"LDG(STS)?\.", instruction):
+            found = re.search(r"\.(?:[US](8|16)|(64)|(128))\b", instruction.split()[0])
+            width = next(group for group in found.groups() if group) if found else "32"
+            widths[width] = widths.get(width, 0) + 1
+    return dict(sorted(widths.items(), key=lambda item: -int(item[0])))
+
+
+def unrolled(ptx_loop: list[str], sass_loop: list[str]) -> int:
+    """Return how many iterations of PTX's loop stand in one of SASS's, by their loads (asynchronous ones too)."""
+    ptx = sum(bool(re.match(r"(ld\.global|cp\.async\.c)", each)) for each in ptx_loop)
+    sass = sum(load_widths(sass_loop).values())
+    return max(round(sass / ptx), 1) if ptx else 1
+
+
+# -- one case, in a process where Triton compiles ----------------------------------------------------------------------
+
+
+def figures(case: Any, target: int, folder: Path) -> Figures:
+    """Compile a case and read its machine code."""
+    from edgelm.kernels.compile_case import compile_for
+
+    compiled = compile_for(case, target)
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    sass = sass_code(_tool("nvdisasm", "-c", str(cubin)))
+    usage = _tool("cuobjdump", "-res-usage", str(cubin))
+    loop = main_loop(sass)
+    times = unrolled(main_loop(ptx_code(compiled.asm["ptx"])), loop)
+    return Figures(
+        case=case.name,
+        target=target,
+        registers=_usage(usage, "REG"),
+        stack=_usage(usage, "STACK"),
+        shared=compiled.metadata.shared,
+        spills=_count(sass.instructions, "STL|LDL"),
+        instructions=len(loop),
+        per_weight=len(loop) / (case.loop_weights * times) if case.loop_weights and loop else None,
+        unrolled=times,
+        loads=load_widths(loop),
+        shuffles=_count(loop, "SHFL"),
+        barriers=_count(loop, "BAR"),
+        shared_stores=_count(loop, "STS"),
+        dots=_count(loop, "[HIQ]G?MMA"),
+        loop_weights=case.loop_weights,
+        budget=case.budget,
+        wide_loads=case.wide_loads,
+    )
+
+
+def _count(instructions: Iterable[str], names: str) -> int:
+    return sum(bool(re.match(rf"({names})(\.|\s|$)", each)) for each in instructions)
+
+
+def _usage(text: str, name: str) -> int:
+    found = re.search(rf"\b{name}:(\d+)", text)
+    assert found, text
+    return int(found[1])
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """Run one of the disassemblers that come with Triton."""
+    import triton
+
+    path = getattr(triton.knobs.nvidia, name).path
+    return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def _child(targets: Sequence[int], modules: list[str], main_only: bool) -> None:
+    """Print the figures of cases for some targets, a line of JSON each."""
+    cases = _collected(modules)
+    with tempfile.TemporaryDirectory() as folder:
+        for target in targets:
+            for case in share(cases, target) if main_only else cases:
+                sys.stdout.write(json.dumps(asdict(_figures_or_problem(case, target, Path(folder)))) + "\n")
+                sys.stdout.flush()
+
+
+def share(cases: Sequence[Any], target: int) -> list[Any]:
+    """Return what every run of the tests compiles for a target, of each op's main cases.
+
+    For sm_90 those with a budget, two at the most. For one of the other targets, which depends on the op, one
+    of them. Where no case has a budget, any case counts as one with it, but one is enough for sm_90.
+    """
+    found = []
+    ops = groupby((case for case in cases if case.main), key=lambda case: case.name.split()[0])
+    for turn, (_, of_op) in enumerate(ops):
+        listed = list(of_op)
+        limited = [case for case in listed if case.budget is not None]
+        if target == MOST_LIMITED:
+            found += limited[:2] or listed[:1]
+        elif OTHERS[turn % len(OTHERS)] == target:
+            chosen = limited or listed
+            found.append(chosen[turn % len(chosen)])
+    return found
+
+
+def _figures_or_problem(case: Any, target: int, folder: Path) -> Figures:
+    try:
+        return figures(case, target, folder)
+    except Exception as error:  # noqa: BLE001 - whatever the compiler says, the other cases are still told
+        problem = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+        empty = dict.fromkeys(("registers", "stack", "shared", "spills", "instructions", "shuffles", "barriers"), 0)
+        return Figures(
+            case=case.name, target=target, per_weight=None, unrolled=1, loads={}, shared_stores=0, dots=0,
+            loop_weights=case.loop_weights, budget=case.budget, wide_loads=case.wide_loads, problem=problem, **empty,
+        )  # fmt: skip
+
+
+def _collected(modules: list[str]) -> list[Any]:
+    from importlib import import_module
+
+    from edgelm.kernels.compile_case import compile_cases
+
+    return [case for module in modules for case in import_module(module).compile_cases()] or compile_cases()
+
+
+# -- the parent --------------------------------------------------------------------------------------------------------
+
+
+def all_figures(targets: Sequence[int], modules: Sequence[str] = (), *, main_only: bool = False) -> list[Figures]:
+    """Compile the cases of `modules`, or of all ops, in a child process without Triton's interpreter.
+
+    With `main_only` those of `share`.
+    """
+    command = [sys.executable, "-m", "tests.kernels.sass", "--child", *map(str, targets), "--modules", *modules]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command += ["--main"] * main_only
+    done = subprocess.run(command, check=False, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [Figures(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def figures_of_targets(targets: Sequence[int], modules: Sequence[str] = (), *, main_only: bool) -> list[Figures]:
+    """Compile for several targets, as many at once as there are processors."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(all_figures, [target], modules, main_only=main_only) for target in targets]
+        return [row for job in jobs for row in job.result()]
+
+
+def table(rows: Sequence[Figures]) -> str:
+    """Return the figures as text, a line each, with what is wrong at the end of the line."""
+    width = max((len(row.case) for row in rows), default=4)
+    head = (
+        f"{'case':<{width}}   sm regs stack shared spill  loop  i/el budget unroll  shfl  bar  sts dots  loads by bits"
+    )
+    lines = [head]
+    for row in rows:
+        rate = "-" if row.per_weight is None else f"{row.per_weight:.2f}"
+        budget = "-" if row.budget is None else f"{row.budget:.2f}"
+        loads = " ".join(f"{count}x{bits}" for bits, count in row.loads.items())
+        lines.append(
+            f"{row.case:<{width}} {row.target:4d} {row.registers:4d} {row.stack:5d} {row.shared:6d} {row.spills:5d} "
+            f"{row.instructions:5d} {rate:>5} {budget:>6} {row.unrolled:6d} {row.shuffles:5d} {row.barriers:4d} "
+            f"{row.shared_stores:4d} {row.dots:4d}  {loads}{''.join('  ! ' + fault for fault in row.faults())}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.sass", description="Machine code of all kernels.")
+    parser.add_argument("--modules", nargs="*", default=[], help="modules with compile_cases(); all ops' without")
+    parser.add_argument(
+        "--main", action="store_true", help="only what every run of the tests compiles: a few cases of each op"
+    )
+    parser.add_argument("--targets", nargs="*", type=int, default=TARGETS)
+    parser.add_argument("--child", nargs="+", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        _child(given.child, given.modules, given.main)
+        return 0
+    from edgelm.kernels.target import triton_version
+
+    rows = figures_of_targets(given.targets, given.modules, main_only=given.main)
+    order = {row.case: at for at, row in reversed(list(enumerate(rows)))}
+    rows.sort(key=lambda row: (order[row.case], row.target))
+    print(f"triton {triton_version()}; instructions of the longest innermost loop, per thread and element")
+    print(table(rows))
+    faults = sum(bool(row.faults()) for row in rows)
+    print(f"{len(rows)} kernels, {faults} with faults")
+    return int(faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

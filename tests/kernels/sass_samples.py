@@ -1,0 +1,60 @@
+"""Kernels with known machine code, by which the reading of machine code is tested."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from edgelm.kernels.compile_case import CompileCase
+
+
+@triton.jit
+def total(x, out, count, stride, block: tl.constexpr):
+    """Add up `count` blocks of int32."""
+    acc = tl.zeros([block], tl.int32)
+    for at in range(count):
+        acc += tl.load(x + at.to(tl.int64) * stride + tl.arange(0, block))
+    tl.store(out + tl.arange(0, block), acc)
+
+
+@triton.jit
+def dots(x, y, out, count, size: tl.constexpr):
+    """Multiply matrices, block after block, through shared memory."""
+    at = tl.arange(0, size)[:, None] * size + tl.arange(0, size)[None, :]
+    acc = tl.zeros([size, size], tl.float32)
+    for _ in range(count):
+        acc += tl.dot(tl.load(x + at), tl.load(y + at))
+        x += size * size
+        y += size * size
+    tl.store(out + at, acc)
+
+
+@triton.jit
+def straight(x, out, block: tl.constexpr):
+    """Copy one block: no loop."""
+    tl.store(out + tl.arange(0, block), tl.load(x + tl.arange(0, block)))
+
+
+def compile_cases() -> list[CompileCase]:
+    """Return the samples."""
+    ints = {"x": "*i32", "out": "*i32", "count": "i32", "stride": "i32", "block": "constexpr"}
+    pair = {"x": "*fp16", "y": "*fp16", "out": "*fp32", "count": "i32", "size": "constexpr"}
+    single = {"x": "*i32", "out": "*i32", "block": "constexpr"}
+    wide = CompileCase(
+        name="wide",
+        fn=total,
+        signature=ints,
+        constants={"block": 1024},
+        divisible=("x", "out", "stride"),
+        loop_weights=8,
+        budget=4.0,
+    )
+    return [
+        wide,
+        wide._replace(name="narrow", divisible=("x", "out")),
+        wide._replace(name="over budget", budget=0.5),
+        wide._replace(name="spills", constants={"block": 16384}, options={"maxnreg": 32}, loop_weights=128),
+        CompileCase("dots", dots, pair, {"size": 64}, ("x", "y", "out"), options={"num_stages": 1}),
+        CompileCase("no loop", straight, single, {"block": 512}, loop_weights=4),
+        wide._replace(name="no value", constants={}),
+    ]
