@@ -1,0 +1,169 @@
+"""A GGUF's own vocabulary as one of the `tokenizers` library: where llama.cpp is not installed.
+
+Owns the way from the fields `tokenizer.ggml.*` to a tokenizer: the two kinds of vocabulary that nearly all models have,
+and the ways of splitting a text that their files name. Knows nothing of files: the fields come as a mapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import BPE
+
+from edgelm.errors import ModelError
+from edgelm.text.fast_tokenizer import SPACE, STOP_STRINGS, FastTokenizer, VocabularyFacts
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types
+INSTALL = "pip install llama-cpp-python, which reads it"
+FIELD = "tokenizer.ggml."
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How a text is split, by the name in `tokenizer.ggml.pre`: patterns one after the other.
+SPLITS = {
+    "default": [_GPT2],
+    "gpt-2": [_GPT2],
+    "llama-bpe": [_LLAMA3],
+    "llama3": [_LLAMA3],
+    "llama-v3": [_LLAMA3],
+    "dbrx": [_LLAMA3],
+    "smaug-bpe": [_LLAMA3],
+    "qwen2": [_QWEN2],
+    "deepseek-r1-qwen": [_QWEN2],
+    "stablelm2": [_QWEN2],
+    "smollm": [r"\p{N}", _GPT2],
+    "starcoder": [r"\p{N}", _GPT2],
+    "refact": [r"\p{N}", _GPT2],
+    "command-r": [r"\p{N}", _GPT2],
+    "gpt-4o": [_O200K],
+    "llama4": [_O200K],
+    "tekken": [_TEKKEN],
+}
+WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})  # a word that is a token is not merged
+COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})  # the text is brought to NFC
+
+
+def gguf_tokenizer(fields: Mapping[str, Any]) -> FastTokenizer:
+    """Build the tokenizer of a GGUF from its metadata, whose arrays are sequences.
+
+    Raises ModelError for a vocabulary of another kind, or one that cannot be true.
+    """
+    kind = fields.get(FIELD + "model")
+    tokens, types = _strings(fields, "tokens"), list(fields.get(FIELD + "token_type") or [])
+    types += [1] * (len(tokens) - len(types))
+    types = [CONTROL if token in STOP_STRINGS else of for token, of in zip(tokens, types, strict=False)]
+    if not tokens:
+        raise ModelError("the model has no vocabulary", "take one with a tokenizer in its file")
+    if kind == "gpt2":
+        rust = _byte_level(fields, tokens)
+    elif kind == "llama":
+        rust = _sentence_piece(fields, tokens, types)
+    else:
+        raise ModelError(f"a vocabulary of the kind {str(kind)[:20]!r} needs llama.cpp", INSTALL)
+    for special, wanted in ((True, CONTROL), (False, USER_DEFINED)):
+        added = [
+            AddedToken(token, special=special, normalized=False)
+            for token, of in zip(tokens, types, strict=False)
+            if of == wanted
+        ]
+        (rust.add_special_tokens if special else rust.add_tokens)(added)
+    return FastTokenizer(rust, _facts(fields, tokens, types, byte_level=kind == "gpt2"))
+
+
+def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
+    pre = str(fields.get(FIELD + "pre") or "default")
+    if pre not in SPLITS:
+        raise ModelError(f"a text is split as {pre[:30]!r} says, which only llama.cpp knows", INSTALL)
+    merges = [_pair(merge) for merge in _strings(fields, "merges")]
+    rust = _tokenizer(tokens, merges, ignore_merges=pre in WHOLE_WORDS_FIRST)
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
+    rust.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    rust.decoder = decoders.ByteLevel()
+    if pre in COMPOSED:
+        rust.normalizer = normalizers.NFC()
+    return rust
+
+
+def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> RustTokenizer:
+    """Build a vocabulary of SentencePiece's BPE: of two neighbours the pair with the best score is merged first."""
+    scores = list(fields.get(FIELD + "scores") or [])
+    if len(scores) != len(tokens):
+        raise ModelError("the vocabulary is damaged: it has not one score for each token", "download it again")
+    ids = {token: index for index, token in enumerate(tokens)}
+    merges = []
+    for token, index in ids.items():
+        if types[index] in (UNKNOWN, CONTROL):
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                merges.append((-scores[index], ids[left], ids[right], left, right))
+    merges.sort()
+    unknown = next((token for token, of in zip(tokens, types, strict=False) if of == UNKNOWN), None)
+    rust = _tokenizer(
+        tokens, [(left, right) for *_, left, right in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
+    if fields.get(FIELD + "add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend(SPACE))
+    rust.normalizer = normalizers.Sequence(steps)
+    rust.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return rust
+
+
+def _tokenizer(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> RustTokenizer:
+    try:
+        return RustTokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges, **options))
+    except Exception as error:  # noqa: BLE001 - the library raises no narrower type
+        raise ModelError(f"the vocabulary is damaged: {str(error)[:120]}", "download it again") from None
+
+
+def _facts(fields: Mapping[str, Any], tokens: list[str], types: list[int], *, byte_level: bool) -> VocabularyFacts:
+    def token(name: str) -> int | None:
+        value = fields.get(f"{FIELD}{name}_token_id")
+        return value if isinstance(value, int) and 0 <= value < len(tokens) else None
+
+    bos, eos = token("bos"), token("eos")
+    ends = {token(name) for name in ("eos", "eot", "eom")}
+    stops = ends | {index for index, text in enumerate(tokens) if text in STOP_STRINGS}
+    add_bos = fields.get(FIELD + "add_bos_token", not byte_level or fields.get(FIELD + "pre") in WHOLE_WORDS_FIRST)
+    add_eos = fields.get(FIELD + "add_eos_token", False)
+    template = fields.get("tokenizer.chat_template")
+    return VocabularyFacts(
+        bos_id=bos,
+        eos_id=eos,
+        stop_ids=frozenset(index for index in stops if index is not None),
+        prefix=(bos,) if add_bos and bos is not None else (),
+        suffix=(eos,) if add_eos and eos is not None else (),
+        chat_template=template if isinstance(template, str) else None,
+        byte_level=byte_level,
+        control_ids=frozenset(index for index, of in enumerate(types) if of in (CONTROL, UNKNOWN)),
+    )
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _strings(fields: Mapping[str, Any], name: str) -> list[str]:
+    value = fields.get(FIELD + name)
+    found = list(value) if isinstance(value, Sequence) else []
+    if not all(isinstance(each, str) for each in found):
+        raise ModelError(f"the vocabulary is damaged: {name} are no strings", "download it again")
+    return found
