@@ -1,0 +1,227 @@
+"""Every family computes what transformers computes, from its safetensors: whole, in chunks, by steps, and batched."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import edgelm.models.decoder
+from edgelm.errors import ModelError
+from edgelm.models.config import read_config
+from edgelm.models.decoder import Decoder
+from edgelm.models.load import load
+from edgelm.weights.safetensors import open_safetensors
+from edgelm.weights.sources import FolderSource
+from tests.models.tiny_models import (
+    MODELS,
+    Session,
+    build,
+    built,
+    expected,
+    mean_relative_error,
+    relative_error,
+    text,
+    write,
+)
+
+LENGTH = 41  # more than two blocks, and than three windows
+F32, F16, BF16 = 1e-4, 2e-3, 2e-2
+
+
+def decoder_of(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+    """Load a folder as the engine does."""
+    settings = json.loads((folder / "config.json").read_text())
+    with open_safetensors(folder) as model:
+        return load(
+            read_config(settings),
+            FolderSource(model, settings),
+            "cpu",
+            dtype,
+            "reference",
+            **{"context": LENGTH, **options},
+        )
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def folder(name: str) -> Path:
+        return write(built(name), tmp_path_factory.mktemp(name))
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def decoders(folders: Any) -> Any:
+    return cache(lambda name: decoder_of(folders(name)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompt(name: str, decoders: Any) -> None:
+    session = Session(decoders(name))
+    ids = text(LENGTH, 1)
+    assert relative_error(session.run({0: ids})[0], expected(built(name), ids)) < F32
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_and_single_steps(name: str, decoders: Any) -> None:
+    session = Session(decoders(name))
+    ids = text(LENGTH, 2)
+    parts, at = [], 0
+    for size in (19, 3, 17, 1, 1):
+        parts.append(session.run({0: ids[at : at + size]})[0])
+        at += size
+    assert at == LENGTH
+    assert relative_error(torch.cat(parts), expected(built(name), ids)) < F32
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_sequences_in_a_batch(name: str, decoders: Any) -> None:
+    session = Session(decoders(name))
+    texts = {3: text(LENGTH, 3), 5: text(14, 4)}
+    first = session.run({5: texts[5][:9], 3: texts[3][:38]})
+    second = session.run({3: texts[3][38:], 5: texts[5][9:]})
+    for each, ids in texts.items():
+        got = torch.cat([first[each], second[each]])
+        assert relative_error(got, expected(built(name), ids)) < F32
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16(name: str, folders: Any) -> None:
+    session = Session(decoder_of(folders(name), torch.bfloat16), cache_dtype=torch.bfloat16)
+    ids = text(LENGTH, 5)
+    got = torch.cat([session.run({0: ids[:30]})[0], session.run({0: ids[30:]})[0]])  # more rows than 16, and fewer
+    assert mean_relative_error(got, expected(built(name), ids)) < BF16
+
+
+@pytest.mark.parametrize("name", ["llama3", "phi3", "qwen3_moe", "gpt_oss"])
+def test_a_width_that_is_no_multiple_of_a_tile(name: str, tmp_path: Path) -> None:
+    """Then gate and up cannot lie in turn: they stay two matrices."""
+    model = build(name, intermediate_size=88, **({"moe_intermediate_size": 40} if name == "qwen3_moe" else {}))
+    ids = text(20, 9)
+    got = Session(decoder_of(write(model, tmp_path))).run({0: ids})[0]
+    assert relative_error(got, expected(model, ids)) < F32
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_moe", "gpt_oss"])
+def test_padding_changes_nothing(name: str, decoders: Any) -> None:
+    decoder = decoders(name)
+    plain, padded = Session(decoder), Session(decoder)
+    chunks = {0: text(9, 1), 1: text(2, 2)}
+    want, got = plain.run(chunks), padded.run(chunks, padding=3)
+    more = {0: [7], 1: [8]}
+    want_more, got_more = plain.run(more), padded.run(more, padding=2)
+    for each in chunks:
+        assert relative_error(got[each], want[each]) < F32
+        assert relative_error(got_more[each], want_more[each]) < F32
+
+
+@pytest.mark.parametrize(("name", "per_layer", "ends"), [("llama3", 6, 3), ("qwen3", 6, 3), ("gemma3", 8, 2)])
+def test_ops_of_a_step(name: str, per_layer: int, ends: int, decoders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each op is one kernel where a step has few rows: with CUDA graphs, their number is what a small step costs."""
+    decoder = decoders(name)
+    session = Session(decoder)
+    session.run({0: text(5, 1)})
+    called: list[str] = []
+    for op in ("embedding", "matmul", "store", "attention", "rms_norm", "add_rms_norm", "gated", "softcap"):
+        plain = getattr(edgelm.models.decoder, op)
+
+        def counted(*args: Any, plain: Any = plain, op: str = op, **options: Any) -> Any:
+            called.append(op)
+            return plain(*args, **options)
+
+        monkeypatch.setattr(edgelm.models.decoder, op, counted)
+    session.run({0: [5]})
+    assert len(called) == per_layer * len(decoder.config.layers) + ends, called
+
+
+def test_triton_kernels(tmp_path: Path) -> None:
+    """The same decoder on the kernels themselves, interpreted: decoding, with rows and sequences that are nobody's."""
+    model = build("qwen3", head_dim=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+    settings = json.loads((write(model, tmp_path) / "config.json").read_text())
+    logits = {}
+    for implementation in ("reference", "triton"):
+        with open_safetensors(tmp_path) as files:
+            source = FolderSource(files, settings)
+            decoder = load(read_config(settings), source, "cpu", torch.float16, implementation, context=LENGTH)
+        session = Session(decoder, cache_dtype=torch.float16)
+        logits[implementation] = torch.cat([*session.run({0: [5, 6], 1: [7]}, padding=1).values()])
+    assert mean_relative_error(logits["triton"], logits["reference"]) < F16
+
+
+def test_longrope_of_a_long_context(folders: Any) -> None:
+    ids = text(150, 6)  # the other factors hold where more than 128 positions are served
+    session = Session(decoder_of(folders("phi3"), context=256))
+    assert relative_error(session.run({0: ids})[0], expected(built("phi3"), ids)) < F32
+
+
+def test_old_and_new_names_of_the_same_numbers(folders: Any) -> None:
+    """Files of transformers before 5 have rope_theta and rope_scaling, and no layer_types."""
+    settings = json.loads((folders("gemma3") / "config.json").read_text())
+    old = {key: value for key, value in settings.items() if key not in ("rope_parameters", "layer_types")}
+    old |= {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10_000.0,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window_pattern": 6,
+    }
+    assert read_config(old) == read_config(settings)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
+def test_a_language_model_inside_of_a_larger_one(prefix: str, folders: Any, tmp_path: Path) -> None:
+    tensors = load_file(folders("gemma3") / "model.safetensors")
+    renamed = {
+        prefix + name.removeprefix("model." * prefix.startswith("model.")): each for name, each in tensors.items()
+    }
+    renamed["vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"] = torch.zeros(3, 3)
+    save_file(renamed, tmp_path / "model.safetensors")
+    settings = json.loads((folders("gemma3") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": settings}))
+    ids = text(20, 7)
+    got = Session(decoder_of(tmp_path)).run({0: ids})[0]
+    assert relative_error(got, expected(built("gemma3"), ids)) < F32
+
+
+def test_only_the_output_matrix_is_there(folders: Any, tmp_path: Path) -> None:
+    tensors = load_file(folders("tied") / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folders("tied") / "config.json").read_text())
+    ids = text(20, 8)
+    assert relative_error(Session(decoder_of(tmp_path)).run({0: ids})[0], expected(built("tied"), ids)) < F32
+
+
+@pytest.mark.parametrize(
+    "extra", ["model.layers.1.self_attn.gate_proj.weight", "model.layers.0.self_attn.q_norm.weight"]
+)
+def test_a_tensor_that_is_not_understood_is_refused(extra: str, folders: Any, tmp_path: Path) -> None:
+    tensors = load_file(folders("llama2") / "model.safetensors")
+    save_file({**tensors, extra: torch.ones(64)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folders("llama2") / "config.json").read_text())
+    with pytest.raises(ModelError, match=f"Llama with a tensor {extra} is not supported"):
+        decoder_of(tmp_path)
+
+
+def test_a_tensor_of_another_size_is_refused(folders: Any, tmp_path: Path) -> None:
+    tensors = load_file(folders("llama2") / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(32, 64)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folders("llama2") / "config.json").read_text())
+    with pytest.raises(ModelError, match=r"k_proj\.weight is 32 x 64, where 64 x 64 should be"):
+        decoder_of(tmp_path)
+
+
+def test_a_missing_tensor_is_named(folders: Any, tmp_path: Path) -> None:
+    tensors = load_file(folders("qwen3") / "model.safetensors")
+    del tensors["model.layers.2.self_attn.k_norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folders("qwen3") / "config.json").read_text())
+    with pytest.raises(ModelError, match=r"no tensor model\.layers\.2\.self_attn\.k_norm\.weight"):
+        decoder_of(tmp_path)

@@ -1,0 +1,196 @@
+"""What a config.json or a GGUF's metadata says becomes the same numbers as transformers and llama.cpp have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgelm.errors import ModelError
+from edgelm.models.config import ModelConfig, read_config, unsupported_reason
+from edgelm.models.families import FAMILIES
+from tests.counts import Count
+from tests.models.tiny_models import MODELS, SIZES
+
+TYPES = sorted({model_type for family in FAMILIES for model_type in family.folder} - {"gemma3"})
+# what real files always have, and the defaults of transformers are not ours
+STATED = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+GGUF = {
+    "general.architecture": "llama",
+    "llama.embedding_length": 64,
+    "llama.block_count": 2,
+    "llama.attention.head_count": 4,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.context_length": 128,
+}
+
+
+def saved(config: Any) -> dict[str, Any]:
+    """Return what stands in the config.json that transformers writes."""
+    return json.loads(config.to_json_string())
+
+
+def gguf(architecture: str, **keys: Any) -> dict[str, Any]:
+    plain = {key.replace("llama.", f"{architecture}.", 1): value for key, value in GGUF.items()}
+    return {**plain, "general.architecture": architecture, **{f"{architecture}.{key}": keys[key] for key in keys}}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_defaults_are_those_of_transformers(model_type: str) -> None:
+    full = saved(transformers.CONFIG_MAPPING[model_type]())
+    short = {key: full[key] for key in STATED}
+    if model_type == "gpt_oss":  # how its positions are stretched, and how many experts there are, is always stated
+        short |= {key: full[key] for key in ("rope_parameters", "num_local_experts")}
+    assert read_config(short) == read_config(full)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes(name: str) -> None:
+    model_type, options = MODELS[name]
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **options})
+    got = read_config(saved(config))
+    assert (got.width, got.heads, got.kv_heads) == (64, 4, options.get("num_key_value_heads", 2))
+    assert got.head_dim == (config.head_dim or 16)
+    assert len(got.layers) == config.num_hidden_layers
+    assert got.context == 256
+    assert got.norm_eps == config.rms_norm_eps
+
+
+def test_windows_of_each_layer() -> None:
+    def windows(model_type: str, **options: Any) -> list[int]:
+        config = {**SIZES, "model_type": model_type, "num_hidden_layers": 6, **options}
+        return [layer.window for layer in read_config(config).layers]
+
+    assert windows("mistral", sliding_window=9) == [9] * 6
+    assert windows("mistral", sliding_window=None) == [0] * 6
+    assert windows("mistral") == [4096] * 6
+    assert windows("gemma2", sliding_window=9) == [9, 0] * 3
+    assert windows("gemma3_text", sliding_window=9) == [9, 9, 9, 9, 9, 0]
+    assert windows("gemma3_text", sliding_window=9, sliding_window_pattern=3) == [9, 9, 0] * 2
+    assert windows("qwen2", sliding_window=9) == [0] * 6
+    assert windows("qwen2", sliding_window=9, use_sliding_window=True, max_window_layers=4) == [0] * 4 + [9] * 2
+    assert windows("gpt_oss", num_local_experts=4, sliding_window=9) == [9, 0] * 3
+    kinds = ["full_attention"] * 5 + ["sliding_attention"]
+    assert windows("gemma2", sliding_window=9, layer_types=kinds) == [0] * 5 + [9]
+
+
+def test_windows_of_a_gguf() -> None:
+    def windows(architecture: str, **keys: Any) -> list[int]:
+        metadata = gguf(architecture, **{"block_count": 6, "attention.sliding_window": 9, **keys})
+        return [layer.window for layer in read_config(metadata).layers]
+
+    assert windows("gemma2") == [9, 0] * 3
+    assert windows("gemma2", **{"attention.sliding_window": None}) == [4096, 0] * 3
+    assert windows("gemma3") == [9, 9, 9, 9, 9, 0]
+    assert windows("gemma3", **{"attention.sliding_window_pattern": 2}) == [9, 0] * 3
+    pattern = [True, True, False, False, False, True]
+    assert windows("gemma3", **{"attention.sliding_window_pattern": pattern}) == [9, 9, 0, 0, 0, 9]
+    assert windows("gpt-oss") == [9, 0] * 3
+    assert windows("phi3") == [0] * 6  # llama.cpp does not trust what is stated
+    assert windows("llama") == [0] * 6
+
+
+def test_the_two_rotations_of_gemma_3() -> None:
+    keys = {
+        "attention.sliding_window": 9,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+        "rope.freq_base": 1e6,
+    }
+    layers = read_config(gguf("gemma3", **keys, block_count=6)).layers
+    assert [(layer.rope.theta, layer.rope.factor) for layer in layers if layer.rope] == [(1e4, 1.0)] * 5 + [(1e6, 8.0)]
+
+
+def test_attention_scale_of_the_largest_gemma() -> None:
+    keys = {"attention.key_length": 128, "attention.value_length": 128, "embedding_length": 4608}
+    keys |= {"attention.head_count": 32}
+    assert read_config(gguf("gemma2", **keys, block_count=46)).attention_scale == pytest.approx(144**-0.5)
+    assert read_config(gguf("gemma2", **keys, block_count=42)).attention_scale == pytest.approx(128**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ({"model_type": "mamba"}, "the architecture 'mamba' is not among those of the torch engine: Llama, Mistral"),
+        ({"architectures": ["What"]}, "the architecture None is not"),
+        (gguf("bloom"), "the architecture 'bloom' is not"),
+        (gguf("llama", **{"attention.head_count": [4, 8]}), "layers that differ in attention.head_count"),
+        (gguf("llama", expert_shared_count=1), "models with expert_shared_count = 1 are not supported"),
+        (gguf("llama", **{"attention.value_length": 8}), "heads whose keys and values differ in size"),
+        (gguf("llama", **{"attention.key_length": 12, "attention.value_length": 12}), "heads of 12 numbers"),
+        (gguf("llama", **{"rope.scaling.type": "spiral"}), "RoPE of the kind 'spiral' is not supported"),
+        (gguf("llama", **{"attention.head_count_kv": 3}), "cannot be true"),
+        ({**SIZES, "model_type": "llama", "hidden_act": "relu2"}, "the activation 'relu2' is not supported"),
+        ({**SIZES, "model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({**SIZES, "model_type": "qwen3", "layer_types": ["linear_attention"] * 3}, "'linear_attention'"),
+        ({**SIZES, "model_type": "llama", "hidden_size": "64"}, "no usable hidden_size"),
+    ],
+)
+def test_what_cannot_be_computed_is_one_clear_line(metadata: dict[str, Any], reason: str) -> None:
+    said = unsupported_reason(metadata)
+    assert said is not None
+    assert reason in said
+    assert "\n" not in said
+
+
+def test_what_only_the_gpu_cannot_compute() -> None:
+    assert unsupported_reason(GGUF) is None
+    odd = {**GGUF, "llama.embedding_length": 4 * 72}
+    assert unsupported_reason(odd) is None
+    assert "its heads have 72 numbers, and the GPU kernels take" in (unsupported_reason(odd, "triton") or "")
+    assert unsupported_reason({**GGUF, "llama.embedding_length": 256}, "triton") is None
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 2**70),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.one_of(st.integers(-1, 9), st.none(), st.text(max_size=2)), max_size=4),
+    st.just({"rope_type": "yarn", "factor": 0}),
+    st.just({"rope_type": "longrope", "original_max_position_embeddings": 1, "short_factor": [0]}),
+    st.just({"full_attention": {"rope_type": []}}),
+)
+KEYS = (
+    "head_dim num_key_value_heads num_hidden_layers hidden_size num_attention_heads rope_parameters rope_scaling "
+    "rope_theta sliding_window layer_types use_sliding_window max_window_layers sliding_window_pattern rms_norm_eps "
+    "hidden_act query_pre_attn_scalar num_experts num_local_experts num_experts_per_tok mlp_only_layers model_type "
+    "decoder_sparse_step no_rope_layers partial_rotary_factor original_max_position_embeddings text_config "
+    "max_position_embeddings"
+).split()
+
+
+@settings(max_examples=Count(test=150, soak=20_000))
+@given(st.sampled_from(TYPES), st.dictionaries(st.sampled_from(KEYS), ODD, max_size=3))
+def test_odd_values_are_refused_and_do_not_crash(model_type: str, changes: dict[str, Any]) -> None:
+    try:
+        config = read_config({**SIZES, "model_type": model_type, "num_local_experts": 4, **changes})
+    except ModelError:
+        return
+    assert isinstance(config, ModelConfig)
+
+
+GGUF_KEYS = (
+    "embedding_length block_count attention.head_count attention.head_count_kv attention.key_length context_length "
+    "attention.sliding_window attention.sliding_window_pattern rope.scaling.type rope.scaling.factor rope.freq_base "
+    "rope.dimension_count rope.scaling.original_context_length expert_count expert_used_count attention.scale "
+    "attn_logit_softcapping attention.layer_norm_rms_epsilon logit_scale"
+).split()
+
+
+@settings(max_examples=Count(test=150, soak=20_000))
+@given(
+    st.sampled_from([family.gguf for family in FAMILIES if family.gguf]),
+    st.dictionaries(st.sampled_from(GGUF_KEYS), ODD, max_size=3),
+)
+def test_odd_metadata_is_refused_and_does_not_crash(architecture: str, changes: dict[str, Any]) -> None:
+    try:
+        config = read_config(gguf(architecture, **changes))
+    except ModelError:
+        return
+    assert isinstance(config, ModelConfig)

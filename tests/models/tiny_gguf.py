@@ -1,0 +1,218 @@
+"""Writes a tiny transformers model as a GGUF, as llama.cpp's converter does: names, keys, permuted rows, folded norms.
+
+Owns that mapping for the families that llama.cpp has. Knows nothing of edgelm.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mixtral": "llama",
+    "smollm3": "smollm3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "gpt_oss": "gpt-oss",
+}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+}
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+Kinds = Callable[[str], GGMLQuantizationType]  # of the name of a tensor
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    kinds: Kinds = lambda _: GGMLQuantizationType.F32,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
+    """Write a model, its matrices in the types of `kinds`, with some tensors under other names, "" for none."""
+    config = model.config
+    writer = GGUFWriter(path, ARCHITECTURES[config.model_type])
+    _write_keys(writer, config)
+    for name, tensor in _tensors(model):
+        name = renamed.get(name, name)
+        if not name:
+            continue
+        data = np.ascontiguousarray(tensor.float().numpy())
+        if _is_plain(name, data.ndim):
+            writer.add_tensor(name, data)
+        else:
+            kind = kinds(name)
+            writer.add_tensor(name, quantize(data, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def quantize_model(model: Any, kinds: Kinds) -> Any:
+    """Return a copy of a model with the weights that its GGUF stands for. Blocks are along rows, which may move."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, view in _tensors(model, in_place=True):
+            if not _is_plain(name, view.ndim):
+                data = np.ascontiguousarray(view.numpy())
+                view.copy_(torch.from_numpy(dequantize(quantize(data, kinds(name)), kinds(name))))
+    return model
+
+
+def _is_plain(name: str, num_dims: int) -> bool:
+    return num_dims == 1 or "ffn_gate_inp" in name or name.endswith(".bias")
+
+
+def _write_keys(writer: GGUFWriter, config: Any) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    experts = getattr(config, "num_local_experts", None)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if config.model_type != "mixtral":
+            writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if config.model_type in ("gemma2", "gemma3_text", "gpt_oss", "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    _write_rope(writer, config, head_dim)
+
+
+def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
+    rope = config.rope_parameters
+    local = rope.get("sliding_attention")
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if local is not None:
+        writer.add_rope_freq_base_swa(local["rope_theta"])
+    kind = rope["rope_type"]
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "longrope":
+        original = rope["original_max_position_embeddings"]
+        stretch = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(original)))
+
+
+def _tensors(model: Any, *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor by its name in a GGUF; `in_place`: as a view of the model's, the rows where they are."""
+    config = model.config
+    gemma = config.model_type.startswith("gemma")
+    names = NAMES
+    if config.model_type in ("gemma2", "gemma3_text"):
+        names = NAMES | GEMMA_NAMES
+    if config.model_type == "gpt_oss":
+        names = NAMES | {"post_attention_layernorm": "post_attention_norm"}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        match = LAYER.fullmatch(name)
+        block, rest = (f"blk.{match[1]}.", match[2]) if match else ("", name)
+        if rest.startswith("mlp.experts."):
+            yield from _experts(block, rest.removeprefix("mlp.experts."), tensor, config)
+            continue
+        if rest == "self_attn.sinks":
+            yield f"{block}attn_sinks.weight", tensor
+            continue
+        base, suffix = rest.rsplit(".", 1)
+        if gemma and base.endswith("norm") and not in_place:
+            tensor = tensor + 1
+        if not in_place and ARCHITECTURES[config.model_type] in ("llama", "smollm3"):
+            if base == "self_attn.q_proj":
+                tensor = permuted(tensor, config.num_attention_heads)
+            elif base == "self_attn.k_proj":
+                tensor = permuted(tensor, config.num_key_value_heads)
+        yield f"{block}{names[base]}.{suffix}", tensor
+    if not in_place:
+        yield from _rope_tensors(config)
+
+
+def _experts(block: str, rest: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    suffix = "bias" if rest.endswith("_bias") else "weight"
+    if config.model_type == "gpt_oss":
+        if suffix == "weight":
+            tensor = tensor.transpose(1, 2)
+        halves = (tensor[:, ::2], tensor[:, 1::2])
+    else:
+        halves = tuple(tensor.chunk(2, 1))
+    if rest.startswith("gate_up_proj"):
+        yield f"{block}ffn_gate_exps.{suffix}", halves[0]
+        yield f"{block}ffn_up_exps.{suffix}", halves[1]
+    else:
+        yield f"{block}ffn_down_exps.{suffix}", tensor
+
+
+def _rope_tensors(config: Any) -> Iterator[tuple[str, Tensor]]:
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        yield "rope_factors_long.weight", torch.tensor(rope["long_factor"])
+        yield "rope_factors_short.weight", torch.tensor(rope["short_factor"])
+    if rope.get("rope_type") == "llama3":
+        plain = rope["rope_theta"] ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+        low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+        turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        yield "rope_freqs.weight", 1 / ((1 - smooth) / factor + smooth)
+
+
+def permuted(tensor: Tensor, heads: int) -> Tensor:
+    """Return rows of q or k with the two halves of each head in turn."""
+    parts = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+    return parts.transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,238 @@
+"""Tiny models of every family with random weights, written by transformers, and a way to run a decoder over a cache.
+
+Owns the configurations, the weights and the blocks of the cache. The weights are as large as trained ones, so that
+attention, norms, biases, sinks and soft caps all show in the logits.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from edgelm.kernels.cache import BLOCK_LEN, FORMATS, allocate
+from edgelm.models.batch import Batch
+from edgelm.models.decoder import Decoder
+
+transformers.utils.logging.disable_progress_bar()
+VOCAB = 96
+WINDOW = 12
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 8.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [1.0 + 0.5 * i for i in range(6)],
+    "original_max_position_embeddings": 128,
+}
+ROUTERS = ("mlp.gate.weight", "router.weight")
+# by name: model_type, and what differs from SIZES
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {"rms_norm_eps": 1e-5}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    "tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "mixtral": ("mixtral", {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 3}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "head_dim": 16}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 24}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 6,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "phi3": (
+        "phi3",
+        {
+            "sliding_window": WINDOW,
+            "head_dim": 16,
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 128,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "sliding_window": WINDOW,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": YARN,
+        },
+    ),
+}
+
+
+def build(name: str, seed: int = 0, **changes: Any) -> Any:
+    """Return a transformers model with random weights, in float32, ready to run."""
+    model_type, options = MODELS[name]
+    options = copy.deepcopy({**SIZES, **options, **changes})
+    config = transformers.AutoConfig.for_model(model_type, **options)
+    config._attn_implementation = "eager"  # the only one that has soft caps and sinks
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, tensor in model.named_parameters():
+            tensor.copy_(_random(key, tensor, generator, centre=0.0 if name.startswith("gemma") else 1.0))
+    return model
+
+
+def _random(key: str, tensor: Tensor, generator: torch.Generator, centre: float) -> Tensor:
+    values = torch.randn(tensor.shape, generator=generator)
+    if key.endswith(("norm.weight", "layernorm.weight")):
+        return centre + 0.2 * values
+    if "bias" in key or "sinks" in key:
+        return 0.5 * values
+    gain = 4.0 if key.endswith(ROUTERS) else 1.0  # the last expert chosen counts little: bfloat16 may choose another
+    transposed = key.endswith(("experts.gate_up_proj", "experts.down_proj")) and "bias" not in key
+    columns = tensor.shape[-2] if transposed and tensor.shape[-1] != SIZES["hidden_size"] else tensor.shape[-1]
+    return gain * values * columns**-0.5
+
+
+@cache
+def built(name: str) -> Any:
+    """Return the same model for all tests of a process, which must not change it."""
+    return build(name)
+
+
+def write(model: Any, folder: Path) -> Path:
+    """Save a model as users have it: safetensors and config.json."""
+    model.save_pretrained(folder)
+    return folder
+
+
+def expected(model: Any, ids: list[int]) -> Tensor:
+    """Return transformers' logits for a whole text, float32 [tokens, vocabulary]."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0].float()
+
+
+@dataclass
+class Session:
+    """A decoder with a cache of its own; sequences take the blocks that they need, in an order that is not theirs."""
+
+    decoder: Decoder
+    cache_dtype: torch.dtype = torch.float32
+    num_blocks: int = 16
+    format: str = "f16"
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = self.decoder.config
+        self.caches = [
+            allocate(
+                FORMATS[self.format],
+                self.num_blocks,
+                config.kv_heads,
+                config.head_dim,
+                self.decoder.device,
+                self.cache_dtype,
+            )
+            for _ in config.layers
+        ]
+        order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(7))
+        self._free = order.tolist()
+
+    def run(self, chunks: dict[int, list[int]], padding: int = 0) -> dict[int, Tensor]:
+        """Run the next tokens of some sequences as one batch; return the logits of all rows of each.
+
+        `padding`: so many rows and sequences more, which are nobody's, as in a CUDA graph of fixed sizes.
+        """
+        ids, positions, slots, starts = [], [], [], [0]
+        for sequence, tokens in chunks.items():
+            table = self.tables.setdefault(sequence, [])
+            first = self.lengths.get(sequence, 0)
+            end = self.lengths[sequence] = first + len(tokens)
+            while len(table) * BLOCK_LEN < end:
+                table.append(self._free.pop())
+            ids += tokens
+            positions += range(first, end)
+            slots += [table[p // BLOCK_LEN] * BLOCK_LEN + p % BLOCK_LEN for p in range(first, end)]
+            starts.append(len(ids))
+        width = max(len(self.tables[sequence]) for sequence in chunks)
+        padded = [self.tables[sequence] + [0] * (width - len(self.tables[sequence])) for sequence in chunks]
+        lengths = [self.lengths[sequence] for sequence in chunks]
+        batch = Batch(
+            positions=torch.tensor(positions + [0] * padding, dtype=torch.int32),
+            slots=torch.tensor(slots + [-1] * padding, dtype=torch.int64),
+            tables=torch.tensor(padded + [[0] * width] * padding, dtype=torch.int32),
+            starts=torch.tensor(starts + starts[-1:] * padding, dtype=torch.int32),
+            lengths=torch.tensor(lengths + [0] * padding, dtype=torch.int32),
+            max_query=max(map(len, chunks.values())),
+        )
+        ids += [0] * padding
+        with torch.no_grad():
+            hidden = self.decoder.forward(torch.tensor(ids, dtype=torch.int32), batch, self.caches)
+            logits = self.decoder.logits(hidden)
+        parts = torch.split(logits[: len(logits) - padding], [len(tokens) for tokens in chunks.values()])
+        return dict(zip(chunks, parts, strict=True))
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Return the largest error of a row, as a part of that row's largest logit."""
+    return float(((got - want).abs().amax(-1) / want.abs().amax(-1)).max())
+
+
+def mean_relative_error(got: Tensor, want: Tensor) -> float:
+    """Return the root of the mean square of all errors, as a part of that of the logits."""
+    return float((got - want).norm() / want.norm())
+
+
+def text(length: int, seed: int) -> list[int]:
+    """Return random token ids."""
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
