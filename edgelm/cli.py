@@ -29,7 +29,19 @@ Model = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show llama.cpp's log and timings.")]
 Ctx = Annotated[int | None, typer.Option(help="Tokens of context.", show_default=False)]
-Kv = Annotated[str | None, typer.Option(help="KV cache: auto, f16, k8v16, int8, k8v4.", show_default=False)]
+Kv = Annotated[str | None, typer.Option(help="KV cache: auto, f16, k8v16, int8, fp8, k8v4, k6v4.", show_default=False)]
+Engine = Annotated[str | None, typer.Option(help="auto, torch (our kernels, for CUDA), or llama.", show_default=False)]
+Device = Annotated[
+    str | None, typer.Option(help="auto, cuda, gpu (as llama.cpp's build can), or cpu.", show_default=False)
+]
+GpuLayers = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="Layers that llama.cpp computes on a GPU: auto or N.", show_default=False),
+]
+Graphs = Annotated[bool | None, typer.Option("--graphs/--no-graphs", help="CUDA graphs (torch).", show_default=False)]
+Quantize = Annotated[
+    str | None, typer.Option(metavar="int4", help="Make 16-bit weights 4-bit at load (torch).", show_default=False)
+]
 ModelDirs = Annotated[
     list[str] | None,
     typer.Option("--model-dirs", help="A folder with models of your own. May be repeated.", show_default=False),
@@ -89,6 +101,11 @@ def _main(
     threads: Threads = None,
     spec: Spec = None,
     draft: Draft = None,
+    engine: Engine = None,
+    device: Device = None,
+    gpu_layers: GpuLayers = None,
+    graphs: Graphs = None,
+    quantize: Quantize = None,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -97,7 +114,8 @@ def _main(
     if context.invoked_subcommand is None:
         from edgelm.commands.chat import open_chat
 
-        flags = {"ctx": ctx, "kv": kv, "threads": threads, "spec": spec, "draft": draft}
+        flags: dict[str, object] = {"ctx": ctx, "kv": kv, "threads": threads, "spec": spec, "draft": draft}
+        flags |= {"engine": engine, "device": device, "gpu_layers": gpu_layers, "graphs": graphs, "quantize": quantize}
         open_chat(endpoint, model, flags, api_key)
 
 
@@ -124,6 +142,11 @@ def run(
     spec: Spec = None,
     draft: Draft = None,
     memory: Memory = None,
+    engine: Engine = None,
+    device: Device = None,
+    gpu_layers: GpuLayers = None,
+    graphs: Graphs = None,
+    quantize: Quantize = None,
     as_json: Json = False,
     verbose: Verbose = False,
     model_dirs: ModelDirs = None,
@@ -131,7 +154,7 @@ def run(
     """Print one answer. The prompt is the argument, standard input, or both in that order."""
     from edgelm.commands.run import run_model
 
-    flags = {
+    flags: dict[str, object] = {
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
@@ -146,6 +169,7 @@ def run(
         "memory": memory,
         "model_dirs": model_dirs,
     }
+    flags |= {"engine": engine, "device": device, "gpu_layers": gpu_layers, "graphs": graphs, "quantize": quantize}
     run_model(model, prompt, flags, stop=stop or [], raw=raw, as_json=as_json, verbose=verbose)
 
 
@@ -159,13 +183,19 @@ def bench(
     ctx: Ctx = None,
     kv: Kv = None,
     threads: Threads = None,
+    engine: Engine = None,
+    device: Device = None,
+    gpu_layers: GpuLayers = None,
+    graphs: Graphs = None,
+    quantize: Quantize = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Measure prompt speed (pp512 by default) and decode speed (tg128), in tokens per second."""
     from edgelm.commands.bench import bench_model
 
-    flags = {"ctx": ctx, "kv": kv, "threads": threads}
+    flags: dict[str, object] = {"ctx": ctx, "kv": kv, "threads": threads}
+    flags |= {"engine": engine, "device": device, "gpu_layers": gpu_layers, "graphs": graphs, "quantize": quantize}
     bench_model(model, flags, prompt, decode, parallel, repetitions, as_json, verbose)
 
 
@@ -189,6 +219,9 @@ def evaluate(
     restart: Annotated[bool, typer.Option("--restart", help="Do not go on where the last run stopped.")] = False,
     kv: Kv = None,
     threads: Threads = None,
+    engine: Engine = None,
+    device: Device = None,
+    quantize: Quantize = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -198,7 +231,7 @@ def evaluate(
     eval_model(
         model,
         file,
-        {"kv": kv, "threads": threads},
+        {"kv": kv, "threads": threads, "engine": engine, "device": device, "quantize": quantize},
         against or [],
         window=window,
         stride=stride,
@@ -303,6 +336,11 @@ def serve(
     spec: Spec = None,
     draft: Draft = None,
     memory: Memory = None,
+    engine: Engine = None,
+    device: Device = None,
+    gpu_layers: GpuLayers = None,
+    graphs: Graphs = None,
+    quantize: Quantize = None,
     as_json: Json = False,
     verbose: Verbose = False,
     model_dirs: ModelDirs = None,
@@ -314,6 +352,7 @@ def serve(
     flags |= {"parallel": parallel, "ctx": ctx, "kv": kv, "threads": threads, "model_dirs": model_dirs}
     flags |= {"spec": spec, "draft": draft, "memory": memory, "prefix_cache_ram": prefix_cache_ram}
     flags |= {"prefix_cache_disk": prefix_cache_disk, "prefix_cache_days": prefix_cache_days}
+    flags |= {"engine": engine, "device": device, "gpu_layers": gpu_layers, "graphs": graphs, "quantize": quantize}
     serve_models(models or [], flags, until_stdin_closes=until_stdin_closes, as_json=as_json, verbose=verbose)
 
 
@@ -326,11 +365,21 @@ def ps(as_json: Json = False) -> None:
 
 
 @app.command()
-def plan(model: Model, ctx: Ctx = None, kv: Kv = None, threads: Threads = None, as_json: Json = False) -> None:
+def plan(
+    model: Model,
+    ctx: Ctx = None,
+    kv: Kv = None,
+    threads: Threads = None,
+    engine: Engine = None,
+    device: Device = None,
+    quantize: Quantize = None,
+    as_json: Json = False,
+) -> None:
     """Show what a model takes on this machine, and which context and KV cache it will get, without loading it."""
     from edgelm.commands.plan import show_plan
 
-    show_plan(model, {"ctx": ctx, "kv": kv, "threads": threads}, as_json=as_json)
+    flags = {"ctx": ctx, "kv": kv, "threads": threads, "engine": engine, "device": device, "quantize": quantize}
+    show_plan(model, flags, as_json=as_json)
 
 
 memory_app = typer.Typer(help="What speculation remembers of past answers.", no_args_is_help=True)

@@ -57,6 +57,13 @@ def _spec(value: object) -> str:
     return text
 
 
+def _layers(value: object) -> str:
+    text = str(value)
+    if text != "auto" and not (text.isascii() and text.isdecimal() and int(text) <= 10_000):
+        raise ValueError("auto, or a number of layers")
+    return text
+
+
 def _switch(value: object) -> bool:
     text = str(value).strip().casefold()
     if text not in _SWITCH:
@@ -94,6 +101,17 @@ class Settings:
     )
     kv: str = _setting(
         "auto", _choice("auto", "f16", "k8v16", "int8", "k8v4", "fp8", "k6v4"), "how the KV cache is stored"
+    )
+    engine: str = _setting(
+        "auto", _choice("auto", "torch", "llama"), "our own kernels (torch), llama.cpp (llama), or the better one here"
+    )
+    device: str = _setting(
+        "auto", _choice("auto", "cuda", "gpu", "cpu"), "where to compute; gpu: as far as llama.cpp's build can"
+    )
+    gpu_layers: str = _setting("auto", _layers, "layers that llama.cpp computes on a GPU, where its build can")
+    graphs: bool = _setting(True, _switch, "CUDA graphs: no gaps between the kernels of a step")
+    quantize: str = _setting(
+        "off", _choice("off", "int4"), "make 4-bit weights from those of 16 bits while they are loaded (torch engine)"
     )
     threads: int | None = _setting(None, _number(int, 1, 512, "1 to 512"), "CPU threads (default: physical cores)")
     parallel: int = _setting(8, _number(int, 1, 64, "1 to 64"), "sequences that run at the same time")

@@ -246,6 +246,7 @@ class ExecutorInfo:
     kv_bytes_per_token: int
     can_trim: bool = True  # a cache can be cut behind any position
     can_copy: bool = True  # a prefix of a cache can be shared by another sequence
+    block_len: int = 0  # positions of a block, where a chunk's `kv` is a block table; 0: it is a slot
     keeps_all: bool = True  # no position of a cache is lost while it grows; False: a prefix serves whole or not at all
 
 

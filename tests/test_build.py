@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from edgelm import build as build_module
 from edgelm.build import build
+from edgelm.build import llama as build_module
 from edgelm.config import Settings
 from edgelm.core import ExecutorInfo
 from edgelm.errors import EdgeLMError, ModelError

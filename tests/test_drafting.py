@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from edgelm import build as build_module
 from edgelm.build import Loaded, build
+from edgelm.build import llama as build_module
 from edgelm.config import Places, Settings
 from edgelm.core import SamplingParams, Sequence, Stats
 from edgelm.drafting import guarded

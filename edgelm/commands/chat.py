@@ -9,7 +9,7 @@ from edgelm.commands.choice import chosen_model
 from edgelm.config import Config, load_config
 from edgelm.errors import EdgeLMError
 
-OF_ENGINE = ("ctx", "kv", "threads", "spec", "draft")
+OF_ENGINE = ("ctx", "kv", "threads", "spec", "draft", "engine", "device", "gpu_layers", "graphs", "quantize")
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
 
 
@@ -31,7 +31,7 @@ def open_chat(endpoint: str | None, model: str | None, flags: Mapping[str, objec
         by_path = found.place == "given"
         model = str(found.path) if by_path else found.name  # a server that runs already may stand in another folder
     # Engine flags are for an engine of our own: one that runs already has its own settings.
-    own = [f"--{name}={flags[name]}" for name in OF_ENGINE if flags.get(name) is not None]
+    own = [_as_flag(name, flags[name]) for name in OF_ENGINE if flags.get(name) is not None]
     arguments = [*own, *([model] if model and by_path else [])]
     link = Link(
         endpoint=normalize_address(endpoint) if endpoint else None,
@@ -50,6 +50,14 @@ def open_chat(endpoint: str | None, model: str | None, flags: Mapping[str, objec
     app.run()
     if app.lost:
         raise EdgeLMError(f"the last {app.lost:,} changes of the chats were not saved", "see above why")
+
+
+def _as_flag(name: str, value: object) -> str:
+    """Return a flag as the user gave it."""
+    spelled = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{spelled}" if value else f"--no-{spelled}"
+    return f"--{spelled}={value}"
 
 
 def _choose_key(endpoint: str | None, config: Config) -> str | None:

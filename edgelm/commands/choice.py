@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgelm.config import Config
-from edgelm.library.local import LocalModel, find_local, require_gguf
+from edgelm.library.local import LocalModel, find_local, require_runnable
 
 
 def chosen_model(name: str, config: Config) -> LocalModel:
-    """Return the model to run. Raises ModelError where it is not here, or cannot be run by this version."""
-    return require_gguf(any_model(name, config))
+    """Return the model to run. Raises ModelError where it is not here, or nothing here can run it."""
+    return require_runnable(any_model(name, config))
 
 
 def any_model(name: str, config: Config) -> LocalModel:

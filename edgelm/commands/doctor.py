@@ -27,10 +27,12 @@ from rich.markup import escape
 from edgelm import __version__
 from edgelm.commands.choice import model_dirs
 from edgelm.commands.config import settings_of
+from edgelm.commands.engine_choice import ask_cuda
 from edgelm.config import Config, Places, load_config
 from edgelm.errors import EdgeLMError
 from edgelm.executors import machine
 from edgelm.executors.cores import usable_cores
+from edgelm.executors.gpus import nvidia_gpus
 from edgelm.executors.memory import available_memory_bytes
 from edgelm.library.local import scan
 
@@ -197,23 +199,20 @@ def _native(places: Places) -> Iterator[Finding]:
 
 
 def _gpu() -> Finding:
+    """Tell whether our kernels run on a GPU here, and if not, why; whatever is there, models run on the processor."""
     if sys.platform == "darwin":
-        return Finding("GPU", "note", "not used: this version of edgelm computes on the processor")
-    tool = shutil.which("nvidia-smi")
-    if not tool:
-        return Finding("GPU", "ok", "none found; models run on the processor")
+        return Finding("GPU", "note", "llama.cpp's build decides (Metal): --device gpu asks for it")
+    gpus = nvidia_gpus()
     try:
-        asked = subprocess.run(
-            [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return Finding("GPU", "problem", "there is an NVIDIA driver, and nvidia-smi fails", "reinstall the driver")
-    names = "; ".join(asked.stdout.split("\n")).strip("; ")
-    return Finding("GPU", "note", f"{names}: not used, this version of edgelm computes on the processor")
+        state = ask_cuda()
+    except EdgeLMError as error:
+        return Finding("GPU", "problem", error.message, error.hint)
+    if not state.problem:
+        return Finding("GPU", "ok", f"{state.name}: {_gib(state.free_bytes)} of {_gib(state.total_bytes)} GiB free")
+    if not gpus and not state.name:
+        return Finding("GPU", "ok", f"{state.problem}; models run on the processor")
+    names = ", ".join(gpu.name for gpu in gpus) or state.name
+    return Finding("GPU", "note", f"{names} is not used: {state.problem}", state.hint)
 
 
 def _hub(places: Places) -> Finding:

@@ -20,8 +20,10 @@ from edgelm.commands.choice import chosen_model
 from edgelm.commands.eval_state import EvalState
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.config import Config, load_config
-from edgelm.errors import RequestError
+from edgelm.errors import ModelError, RequestError
+from edgelm.weights.folder_config import CONFIG
 from edgelm.weights.gguf import open_gguf
+from edgelm.weights.safetensors import open_safetensors
 
 KV_NAMES = ("f16", "k8v16", "int8", "k8v4", "fp8", "k6v4")
 
@@ -61,7 +63,7 @@ def eval_model(
         "stride": stride,
     }
     key = {
-        "engine": version("llama-cpp-python"),
+        "engine": [version("llama-cpp-python"), settings.engine, settings.device, settings.quantize],
         "text": _hash(text),
         "sides": [(each.kv, _identity(each.path)) for each in (side, reference) if each],
         "window": window,
@@ -141,9 +143,17 @@ def _hash(path: Path) -> str:
 
 
 def _identity(path: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of each part of a model. Raises ModelError."""
-    with open_gguf(path) as gguf:
-        stats = [(str(part), part.stat()) for part in gguf.paths]
+    """Return name, size and time of each file of a model. Raises ModelError."""
+    if path.is_dir():
+        with open_safetensors(path) as folder:
+            parts = (*folder.paths, folder.folder / CONFIG)
+    else:
+        with open_gguf(path) as gguf:
+            parts = gguf.paths
+    try:
+        stats = [(str(part), part.stat()) for part in parts]
+    except OSError as error:
+        raise ModelError(f"{path.name} cannot be read: {error.strerror}", "download all files of the model") from None
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 

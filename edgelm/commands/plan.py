@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from edgelm.commands.choice import chosen_model
+from edgelm.commands.engine_choice import Shown, ask_choice
 from edgelm.commands.job import reader_may_leave
-from edgelm.config import Places, Settings, load_config
+from edgelm.config import Config, Places, Settings, load_config
 from edgelm.executors import machine
 from edgelm.executors.bandwidth import read_bandwidth
 from edgelm.executors.buffer_probe import BufferProbe
@@ -25,9 +28,11 @@ from edgelm.executors.cores import usable_cores
 from edgelm.executors.gpus import Gpu, nvidia_gpus
 from edgelm.executors.llama_memory import LlamaMemory, repacked_types
 from edgelm.executors.memory import available_memory_bytes
+from edgelm.executors.torch_memory import TorchMemory
 from edgelm.library.plan import MachineMemory, Option, Plan, plan
-from edgelm.weights.facts import ModelFacts, model_facts
+from edgelm.weights.facts import ModelFacts, folder_facts, model_facts
 from edgelm.weights.gguf import open_gguf
+from edgelm.weights.safetensors import open_safetensors
 from edgelm.weights.summary import ModelSummary
 
 BAR_LEN = 60  # characters
@@ -37,24 +42,49 @@ PARTS = (("weights", "█", "blue"), ("KV cache", "▓", "magenta"), ("workspace
 def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None:
     """Print the plan for a model. Raises EdgeLMError, after the plan, where nothing fits."""
     config = load_config(flags)
+    settings = config.settings
     path = chosen_model(model, config).path
-    with open_gguf(path) as gguf:
-        facts = model_facts(gguf)
-    here = read_machine(config.settings, config.places)
-    repack = _may_repack(config.places)
-    memory = LlamaMemory(
-        facts, sequences=config.settings.parallel, copied_types=repacked_types() if repack else frozenset()
-    )
-    with BufferProbe(path, memory.estimated_buffers, sequences=config.settings.parallel, repack=repack) as probe:
-        memory = memory.measured_by(probe)
-        found = plan(facts, config.settings, here, memory, with_options=True)
+    choice = ask_choice(path, settings)
+    facts = _read_facts(path)
+    here = read_machine(settings, config.places)
+    if choice.engine == "torch":
+        here = _on_device(here, choice)
+        memory = TorchMemory(facts, sequences=settings.parallel, device=choice.device, quantize=settings.quantize)
+        found, exact = plan(facts, settings, here, memory, with_options=True), False
+    else:
+        found, exact = _plan_for_llama(path, facts, config, here)
     gpus = nvidia_gpus()
     with reader_may_leave():
         if as_json:
-            print(json.dumps(as_document(found, facts, here, gpus, exact=probe.exact), ensure_ascii=False))
+            print(json.dumps(as_document(found, facts, here, gpus, choice, exact=exact), ensure_ascii=False))
         else:
-            _print(found, facts, here, gpus)
+            _print(found, facts, here, gpus, choice)
     found.require()
+
+
+def _read_facts(path: Path) -> ModelFacts:
+    if path.is_dir():
+        with open_safetensors(path) as folder:
+            return folder_facts(folder)
+    with open_gguf(path) as gguf:
+        return model_facts(gguf)
+
+
+def _on_device(here: MachineMemory, choice: Shown) -> MachineMemory:
+    """Return what the device has to give; the speed of a GPU's memory is not measured here."""
+    if choice.cuda is None:
+        return here
+    return replace(here, free_bytes=choice.cuda.free_bytes, read_bytes_per_s=0.0)
+
+
+def _plan_for_llama(path: Path, facts: ModelFacts, config: Config, here: MachineMemory) -> tuple[Plan, bool]:
+    """Return the plan, and whether its sizes are llama.cpp's own."""
+    settings = config.settings
+    repack = _may_repack(config.places)
+    memory = LlamaMemory(facts, sequences=settings.parallel, copied_types=repacked_types() if repack else frozenset())
+    with BufferProbe(path, memory.estimated_buffers, sequences=settings.parallel, repack=repack) as probe:
+        found = plan(facts, settings, here, memory.measured_by(probe), with_options=True)
+        return found, probe.exact
 
 
 def read_machine(settings: Settings, places: Places) -> MachineMemory:
@@ -69,11 +99,16 @@ def read_machine(settings: Settings, places: Places) -> MachineMemory:
     )
 
 
-def as_document(found: Plan, facts: ModelFacts, here: MachineMemory, gpus: list[Gpu], *, exact: bool) -> dict[str, Any]:
+def as_document(
+    found: Plan, facts: ModelFacts, here: MachineMemory, gpus: list[Gpu], choice: Shown, *, exact: bool
+) -> dict[str, Any]:
     """Return a plan as the JSON document that scripts read."""
     chosen = found.chosen
     return {
         "model": found.name,
+        "engine": choice.engine,
+        "device": choice.device,
+        "engine_reasons": list(choice.reasons),
         "file_bytes": facts.summary.nbytes,
         "weights_bytes": found.weights.resident,
         "kv_bytes_per_token": found.kv_bytes_per_token,
@@ -119,7 +154,7 @@ def _may_repack(places: Places) -> bool:
     return machine.facts(places.cache, notify=lambda line: print(line, file=sys.stderr)).repack
 
 
-def _print(found: Plan, facts: ModelFacts, here: MachineMemory, gpus: list[Gpu]) -> None:
+def _print(found: Plan, facts: ModelFacts, here: MachineMemory, gpus: list[Gpu], choice: Shown) -> None:
     console = Console(highlight=False)
     console.print(f"[bold]{escape(found.name)}[/]: {escape(_described(facts.summary))}", soft_wrap=True)
     console.print("GiB in a full context, by context and KV cache (x: does not fit)")
@@ -131,7 +166,11 @@ def _print(found: Plan, facts: ModelFacts, here: MachineMemory, gpus: list[Gpu])
         console.print(f"weights {_gib(found.weights.resident)}, memory free to use {_gib(found.usable_bytes)}")
     for gpu in gpus:
         room = f"{_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free"
-        console.print(escape(f"{gpu.name}: {room}; not used, this version computes on the processor"), soft_wrap=True)
+        used = "" if choice.device != "cpu" else "; not used"
+        console.print(escape(f"{gpu.name}: {room}{used}"), soft_wrap=True)
+    where = {"cuda": "CUDA by our own kernels", "gpu": "the GPU, by llama.cpp", "cpu": "the processor"}[choice.device]
+    by = " by the torch engine, slowly" if (choice.engine, choice.device) == ("torch", "cpu") else ""
+    console.print(escape(f"runs on {where}{by}" + "".join(f"; {reason}" for reason in choice.reasons)), soft_wrap=True)
 
 
 def _described(summary: ModelSummary) -> str:

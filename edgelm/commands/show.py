@@ -124,10 +124,7 @@ def _tokenizer_text(tokenizer: dict[str, Any]) -> str:
 def _memory_text(document: dict[str, Any]) -> str:
     memory = document["memory"]
     if memory is None:
-        at_least = size_text(document["bytes"])
-        return f"{at_least} for the weights" + (
-            "" if document["problem"] else "; this version does not run safetensors"
-        )
+        return f"{size_text(document['bytes'])} for the weights"
     if "error" in memory:
         return str(memory["error"])
     return (

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from edgelm.core import Chunk, Executor, SamplingParams, Sequence, Step, Trim
+from edgelm.core import Chunk, Executor, ExecutorInfo, SamplingParams, Sequence, Step, Trim
 from edgelm.evaluation.scores import Scores, join, score
 from edgelm.evaluation.tally import Tally
 from edgelm.evaluation.windows import Window, steps
@@ -33,16 +33,24 @@ def evaluate(model: Executor, reference: Executor | None, windows: Iterable[Wind
 
 def _score_window(model: Executor, reference: Executor | None, window: Window) -> Scores:
     seq = Sequence(_SLOT, window.tokens, len(window.tokens), SamplingParams())
-    infos = [model.info, *([reference.info] if reference else [])]
-    max_tokens, max_rows = min(info.max_tokens for info in infos), min(info.max_rows for info in infos)
+    both = [model, *([reference] if reference else [])]
+    max_tokens = min(each.info.max_tokens for each in both)
+    max_rows = min(each.info.max_rows for each in both)
     scored = []
     for start, end, rows in steps(window, max_tokens, max_rows):
-        chunk = Chunk(seq, start, window.tokens[start:end], rows, _SLOT)
-        step = Step((chunk,), () if start else (Trim(_SLOT, 0),))
         targets = np.array(window.tokens[end - rows + 1 : end + 1], np.int64)
-        model.forward(step)
-        if reference:
-            reference.forward(step)
+        ran = [(each, _step(each.info, seq, start, end, rows)) for each in both]
+        for each, step in ran:
+            each.forward(step)
         if rows:
-            scored.append(score(model.logits(step), targets, reference.logits(step) if reference else None))
+            logits = [each.logits(step) for each, step in ran]
+            scored.append(score(logits[0], targets, logits[1] if reference else None))
     return join(scored)
+
+
+def _step(info: ExecutorInfo, seq: Sequence, start: int, end: int, rows: int) -> Step:
+    """Return the step of the only sequence of an executor, which begins in an empty cache."""
+    tokens = seq.tokens[start:end]
+    if info.block_len:
+        return Step((Chunk(seq, start, tokens, rows, tuple(range(-(-end // info.block_len)))),))
+    return Step((Chunk(seq, start, tokens, rows, _SLOT),), () if start else (Trim(_SLOT, 0),))

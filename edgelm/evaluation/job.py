@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from edgelm.build import choose
+from edgelm.build.opened import open_model
+from edgelm.config import Settings
 from edgelm.errors import EdgeLMError
 from edgelm.evaluation.evaluate import evaluate
 from edgelm.evaluation.load import Contenders, Source, load_contenders
@@ -20,6 +24,7 @@ from edgelm.evaluation.tally import Moments, Tally
 from edgelm.evaluation.text import TextTokens
 from edgelm.evaluation.windows import Cut
 from edgelm.executors.cores import usable_cores
+from edgelm.executors.engine_choice import EngineChoice
 
 STATE_EVERY_S = 0.5
 STATUS_EVERY_S = 0.2
@@ -37,15 +42,41 @@ def evaluate_file(job: dict[str, Any], emit: Emit) -> None:
 
     model = Source(Path(job["model"]), job["kv"])
     reference = Source(Path(job["against"]["model"]), job["against"]["kv"]) if job["against"] else None
-    with load_contenders(
-        model,
-        reference,
-        window=job["window"],
-        threads=job["settings"]["threads"] or usable_cores().physical,
-        repack=job["repack"],
-        progress=progress,
-    ) as contenders:
+    settings = Settings(**job["settings"])
+    choice = _choose([model, *([reference] if reference else [])], settings)
+    if choice.engine == "torch":
+        from edgelm.evaluation.load_torch import load_torch_contenders  # it imports torch
+
+        loaded = load_torch_contenders(
+            model, reference, settings, device=choice.device, window=job["window"], progress=progress
+        )
+    else:
+        loaded = load_contenders(
+            model,
+            reference,
+            window=job["window"],
+            threads=settings.threads or usable_cores().physical,
+            repack=job["repack"],
+            progress=progress,
+        )
+    with loaded as contenders:
         _run(job, contenders, emit)
+
+
+def _choose(sources: Sequence[Source], settings: Settings) -> EngineChoice:
+    """Choose one engine for both sides: that of the torch engine where one of them needs it."""
+    choices = _choices(sources, settings)
+    if len({each.engine for each in choices}) > 1:
+        choices = _choices(sources, replace(settings, engine="torch"))
+    return next((each for each in choices if each.device == "cpu"), choices[0])
+
+
+def _choices(sources: Sequence[Source], settings: Settings) -> list[EngineChoice]:
+    choices = []
+    for path in dict.fromkeys(each.path for each in sources):
+        with open_model(path) as opened:
+            choices.append(choose(opened, settings))
+    return choices
 
 
 def _run(job: dict[str, Any], contenders: Contenders, emit: Emit) -> None:

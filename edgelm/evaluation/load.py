@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from edgelm.core import Executor
 from edgelm.errors import EdgeLMError, ModelError
 from edgelm.evaluation.evaluate import LOGITS_BYTES, most_rows
 from edgelm.evaluation.windows import LEAST_WINDOW
@@ -19,7 +20,7 @@ from edgelm.executors.llama import LlamaExecutor, LlamaOptions
 from edgelm.executors.llama_memory import KV_MODES, kv_head_bytes
 from edgelm.executors.llama_model import LlamaModel
 from edgelm.executors.memory import available_memory_bytes
-from edgelm.text.tokenizer import LlamaTokenizer
+from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
 from edgelm.weights.checks import check_for_llama
 from edgelm.weights.gguf import open_gguf
 from edgelm.weights.gguf_parse import Array
@@ -41,7 +42,7 @@ class Contender:
     """A model that is evaluated, or the reference."""
 
     name: str
-    executor: LlamaExecutor
+    executor: Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Contenders:
 
     model: Contender
     reference: Contender | None
-    tokenizer: LlamaTokenizer
+    tokenizer: Tokenizer
     window: int
     _open: ExitStack
 
@@ -94,7 +95,7 @@ def load_contenders(
             f"{reference.path.name} has another vocabulary than {model.path.name}",
             "compare files that were made from the same model",
         )
-    window = _choose_window(window, [each.summary for each in checked.values()])
+    window = choose_window(window, [each.summary for each in checked.values()])
     _require_memory(sources, checked, window)
     with ExitStack() as opened:
         models: dict[Path, LlamaModel] = {}
@@ -129,7 +130,8 @@ def _check(path: Path) -> _Checked:
         return _Checked(model_summary(gguf), gguf.paths, (*kind, words))
 
 
-def _choose_window(asked: int | None, summaries: list[ModelSummary]) -> int:
+def choose_window(asked: int | None, summaries: list[ModelSummary]) -> int:
+    """Return the window: what was asked for, if the models have it. Raises EdgeLMError."""
     most = min([summary.context for summary in summaries if summary.context], default=DEFAULT_WINDOW)
     if asked is None:
         return min(DEFAULT_WINDOW, most)

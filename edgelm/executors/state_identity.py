@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from llama_cpp import llama_cpp as L
 
+from edgelm.executors.file_identity import file_identity
 from edgelm.executors.llama import LlamaOptions
 from edgelm.executors.llama_api import metadata
 from edgelm.executors.llama_memory import KV_MODES
 from edgelm.executors.llama_model import LlamaModel
 from edgelm.executors.snapshot_files import Bounds, SnapshotFolder
-
-HEAD_BYTES = 2**20  # metadata and the places of tensors
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of the weights: two models of one family differ in each
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +49,6 @@ def state_identity(model: LlamaModel, files: Sequence[Path], options: LlamaOptio
     if metadata(model.native, f"{arch}.rope.scaling.original_context_length") is not None:
         facts.append(options.context)  # some rotate keys by other factors in a long context
     digest.update(repr(facts).encode())
-    for path in files:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            digest.update(f"{found.st_size} {found.st_mtime_ns}".encode())
-            digest.update(file.read(HEAD_BYTES))
-            for sample in range(SAMPLES):
-                file.seek(found.st_size * sample // SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
+    for part in file_identity(files):
+        digest.update(part)
     return digest.digest()

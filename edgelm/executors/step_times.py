@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from edgelm.core import Chunk, Copy, Drop, Executor, Load, Op, SamplingParams, Save, Sequence, Step, Trim
 from edgelm.executors.kept import keep_json
@@ -73,7 +73,7 @@ def measure_steps(
     Stops when `budget_s` is spent. Raises EngineError when the executor refuses a step.
     """
     end = now() + budget_s
-    bench = _Bench(executor)
+    bench: _Bench = _Blocks(executor) if executor.info.block_len else _Slots(executor)
     points: list[Point] = []
     try:
         bench.fill(SHALLOW_LEN)
@@ -95,8 +95,47 @@ def measure_steps(
     return points
 
 
-class _Bench:
-    """One sequence in slot 0, whose cache is filled by copies of one state: the time does not depend on the values."""
+class _Bench(Protocol):
+    """One sequence on an executor, at some depth. The time of a step does not depend on the values in the cache."""
+
+    @property
+    def depth(self) -> int:
+        """Positions that a row reads."""
+
+    def fill(self, depth: int) -> None:
+        """Let the sequence hold about `depth` positions."""
+
+    def step(self, rows: int) -> None:
+        """Run one step that samples `rows` rows, and forget it."""
+
+    def clear(self) -> None:
+        """Leave the executor empty."""
+
+
+class _Blocks:
+    """On block tables nothing has to be filled: blocks that were never written can be read."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._seq = Sequence(-1, [0], 1, SamplingParams(temperature=0))
+        self._token = executor.info.num_vocab // 2
+        self.depth = 0
+
+    def fill(self, depth: int) -> None:
+        self.depth = depth
+
+    def step(self, rows: int) -> None:
+        table = tuple(range(-(-(self.depth + rows) // self._executor.info.block_len)))
+        step = Step((Chunk(self._seq, self.depth, [self._token] * rows, rows, table),))
+        self._executor.forward(step)
+        self._executor.sample(step, None)
+
+    def clear(self) -> None:
+        self.depth = 0
+
+
+class _Slots:
+    """Slot 0, whose cache is filled by copies of one state."""
 
     _KEY = -1  # of the snapshot; the scheduler's count from 0
 
@@ -143,7 +182,8 @@ def _wanted(executor: Executor) -> list[tuple[int, int]]:
     info = executor.info
     most = min(info.max_rows, info.max_tokens, info.context - SHALLOW_LEN)
     shallow = [(rows, SHALLOW_LEN) for rows in ROWS if rows <= most]
-    depth = min(DEPTH, (info.capacity - max(DEEP_ROWS) - STATE_LEN) // STATE_LEN * STATE_LEN)
+    room = info.context if info.block_len else info.capacity  # on slots, positions repeat
+    depth = min(DEPTH, (room - max(DEEP_ROWS) - STATE_LEN) // STATE_LEN * STATE_LEN)
     short = depth < 4 * STATE_LEN or info.context < STATE_LEN + max(DEEP_ROWS)
     if short or info.max_sequences < 2 or not (info.can_trim and info.can_copy):
         return shallow

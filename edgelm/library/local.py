@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -137,13 +138,29 @@ def installed(hub: Path | None = None, given: Iterable[Path] = (), folders: Iter
     return [model for model in scan(hub, given, folders).models if not model.superseded]
 
 
+def runs_here(model: LocalModel) -> bool:
+    """Whether an engine for this format is installed: a GGUF always runs, safetensors need torch."""
+    return model.format == "gguf" or find_spec("torch") is not None
+
+
+def require_runnable(model: LocalModel) -> LocalModel:
+    """Return the model if an engine for it is installed. Raises ModelError."""
+    if runs_here(model):
+        return model
+    near = _same_as_gguf(model)
+    other = f"edgelm pull {near}, the same model as a GGUF" if near else "take a GGUF of the same model"
+    raise ModelError(
+        f"{shown(model.name)} is a folder of safetensors, which needs torch", f"pipx install 'edgelm[cuda]', or {other}"
+    )
+
+
 def require_gguf(model: LocalModel) -> LocalModel:
-    """Return the model if this version runs it. Raises ModelError for a folder of safetensors."""
+    """Return the model if llama.cpp can read it. Raises ModelError for a folder of safetensors."""
     if model.format == "gguf":
         return model
-    near = [entry.name for entry in entries() if model.repository and _is_made_from(entry.repository, model.repository)]
-    hint = f"edgelm pull {near[0]} is the same model as a GGUF" if near else "take a GGUF of the same model"
-    raise ModelError(f"{shown(model.name)} is a folder of safetensors, which this version does not run", hint)
+    near = _same_as_gguf(model)
+    hint = f"edgelm pull {near} is the same model as a GGUF" if near else "take a GGUF of the same model"
+    raise ModelError(f"{shown(model.name)} is a folder of safetensors, and this needs a GGUF", hint)
 
 
 def require_whole(model: LocalModel) -> None:
@@ -159,6 +176,12 @@ def printable(text: str) -> str:
     """Return a file's name as text that can be shown and sent; bytes and characters that cannot are escaped."""
     clean = os.fsencode(text).decode("utf-8", "backslashreplace")
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in clean)
+
+
+def _same_as_gguf(model: LocalModel) -> str:
+    """Return the catalogue's name of the same model as a GGUF; empty: it has none."""
+    near = (entry.name for entry in entries() if model.repository and _is_made_from(entry.repository, model.repository))
+    return next(near, "")
 
 
 def _is_made_from(converted: str, original: str) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgelm.errors import ModelError
-from edgelm.library.local import LocalModel, find_local, installed, require_gguf
+from edgelm.library.local import LocalModel, find_local, installed, require_runnable, runs_here
 from edgelm.server.api_error import ApiError
 
 DESCRIBE = ("-P", "-m", "edgelm.library.describe")  # -P: nothing of the current folder
@@ -78,13 +78,13 @@ class ModelNames:
                 return _existing(model)
         by_path = self._any_path and name.endswith(".gguf")
         try:
-            return require_gguf(find_local(name, self._hub, self._folders, paths=by_path))
+            return require_runnable(find_local(name, self._hub, self._folders, paths=by_path))
         except ModelError as error:
             raise _not_found(f"{error}; GET /v1/models lists the models that are here") from None
 
     def _runnable(self) -> Sequence[LocalModel]:
         found = installed(self._hub, self._given, self._folders)
-        return [model for model in found if model.format == "gguf"]
+        return [model for model in found if runs_here(model)]
 
 
 async def _describe_all(paths: list[Path]) -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ async def _describe(paths: list[Path]) -> list[dict[str, Any]]:
 
 
 def _existing(model: LocalModel) -> LocalModel:
-    if not model.path.is_file():
+    if not model.path.exists():
         raise _not_found(f"the file of {model.name} is gone: {model.path}")
     return model
 

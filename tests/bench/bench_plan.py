@@ -37,7 +37,8 @@ def forget_peak() -> None:
 
 def measure(path: Path, ctx: int, kv: str) -> dict[str, float]:
     """Run one engine in this process; return predicted and measured MiB."""
-    from edgelm.build import build, choose
+    from edgelm.build import build
+    from edgelm.build.llama import choose
     from edgelm.config import Settings
     from edgelm.core import SamplingParams
     from edgelm.weights.facts import model_facts

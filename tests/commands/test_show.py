@@ -111,7 +111,9 @@ def test_a_folder_of_safetensors(home: Path, capsys: pytest.CaptureFixture[str])
     assert found["template"] == "from the config"
     assert found["licence"] == "some-terms"
     assert [each["type"] for each in found["tensor_types"]] == ["BF16"]
-    assert "does not run safetensors" in text(capsys, folder)
+    assert found["problem"] is None
+    assert found["memory"]["context"] == found["context"]  # what the torch engine takes
+    assert "tokens of context" in text(capsys, folder)
     (folder / "chat_template.jinja").write_text("from its own file")
     (folder / "README.md").unlink()
     assert text(capsys, folder, template=True) == "from its own file\n"

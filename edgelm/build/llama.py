@@ -1,15 +1,17 @@
-"""The composition root: settings and a model file become an engine.
+"""An engine over llama.cpp, from settings and a GGUF.
 
-Owns the choices that need all sides: how much context, which threads, whether it fits. Everything is an argument to
-what is built here, so that a test builds the same with other parts.
+Owns the choices that need all sides: how much context, which threads, whether it fits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from llama_cpp import llama_cpp as L
+
+from edgelm.build.loaded import Loaded
 from edgelm.config import Places, Settings
 from edgelm.core import Drafter
 from edgelm.drafting import find_draft_model, guarded, load_draft_model, measured_clock, ngram_drafter
@@ -34,44 +36,40 @@ from edgelm.weights.checks import check_for_llama
 from edgelm.weights.facts import ModelFacts, model_facts
 from edgelm.weights.gguf import open_gguf
 
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """An engine that runs, and the text side of its model. Close the engine before dropping it."""
-
-    name: str
-    engine: Engine
-    tokenizer: Tokenizer
-    chats: KnownChats  # save them with the engine's end
+ALL_LAYERS = 10_000
 
 
-def build(
+def has_offload() -> bool:
+    """Whether this build of llama.cpp can compute on a GPU."""
+    return bool(L.llama_supports_gpu_offload())
+
+
+def build_llama(
     path: Path,
+    files: Sequence[Path],
+    facts: ModelFacts,
     settings: Settings,
     *,
     least_context: int = 0,
     repack: bool = True,
+    gpu: bool = False,
     progress: Callable[[float], bool] | None = None,
     prefixes: Path | None = None,
     places: Places | None = None,
 ) -> Loaded:
-    """Load a GGUF and start an engine over it. Without --ctx there are `least_context` tokens if the model has them.
+    """Load a GGUF that was checked, whose parts are `files`; on `gpu` as many layers as --gpu-layers says.
 
-    `prefixes` is the folder where idle conversations are kept for the next process; None: they end with this one.
-    `places` are where drafting finds and leaves what it learns; None: there is no drafting.
-    Raises ModelError for a file that is damaged, not supported or does not fit in memory; EdgeLMError for a context
-    that the model cannot have.
+    Raises ModelError for a file that llama.cpp refuses or that does not fit in memory; EdgeLMError for a context that
+    the model cannot have.
     """
-    with open_gguf(path) as gguf:
-        check_for_llama(gguf)
-        facts = model_facts(gguf)
-        files = gguf.paths
+    if settings.quantize != "off":
+        raise EdgeLMError("--quantize is of the torch engine", "pull a quantized GGUF, or use --engine torch")
     drafting = places if settings.spec != "off" else None
     small = find_draft_model(settings, drafting) if drafting else None
     reserved = _draft_model_bytes(small, settings, least_context, repack) if small else 0
     chosen = choose(path, facts, settings, least_context=least_context, repack=repack, reserved_bytes=reserved)
     option = chosen.require()
-    model = LlamaModel(path, files=files, repack=repack, progress=progress)
+    model = LlamaModel(path, files=files, repack=repack, gpu_layers=_gpu_layers(settings, gpu), progress=progress)
     options = LlamaOptions(
         context=option.context,
         kv=option.kv,
@@ -102,6 +100,13 @@ def build(
     scheduler = Scheduler(executor.info, SlotKV(executor.info, snapshot_bytes, store), clock, drafter)
     chats = KnownChats(folder.path / CHATS if folder else None)
     return Loaded(chosen.name, Engine(executor, scheduler, clock).start(), tokenizer, chats)
+
+
+def _gpu_layers(settings: Settings, gpu: bool) -> int:
+    """Return how many layers llama.cpp computes on a GPU."""
+    if not gpu:
+        return 0
+    return ALL_LAYERS if settings.gpu_layers == "auto" else int(settings.gpu_layers)
 
 
 def _drafting(

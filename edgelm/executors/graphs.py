@@ -1,0 +1,69 @@
+"""CUDA graphs of a model's forward pass, one for each number of tokens up to 16: a step without a gap between kernels.
+
+Owns capture and replay. A graph reads a step from the step buffers and writes logits into memory of its own: nothing
+is allocated and nothing waits. Knows nothing of what is in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from edgelm.core import Step
+from edgelm.executors.batch import Bucket, StepBuffers, StepTensors
+
+SIZES = 1, 2, 4, 8, 16  # tokens of a step that decodes and verifies
+WARM_UPS = 2  # runs before a capture: kernels are compiled and libraries start there
+
+Forward = Callable[[StepTensors], tuple[Tensor, Tensor]]  # hidden [rows, width] and logits [rows, vocabulary]
+
+
+class Captured(NamedTuple):
+    """One graph, and the memory that it writes to."""
+
+    graph: torch.cuda.CUDAGraph
+    hidden: Tensor
+    logits: Tensor
+
+
+class Graphs:
+    """The graphs of one executor, whose steps have at most so many sequences and tokens."""
+
+    def __init__(self, max_sequences: int, max_tokens: int) -> None:
+        sizes = [size for size in SIZES if size <= max_tokens]
+        self._buckets = [Bucket(size, min(size, max_sequences), size, size) for size in sizes]
+        self._captured: dict[Bucket, Captured] = {}
+
+    def bucket(self, step: Step) -> Bucket | None:
+        """Return the smallest bucket that holds a step; None: it is run without a graph."""
+        return next((each for each in self._captured_smallest_first if each.tokens >= step.num_tokens), None)
+
+    def capture(self, forward: Forward, buffers: StepBuffers) -> None:
+        """Capture all sizes, the largest first, so that the smaller ones use its memory again."""
+        pool = None
+        stream = torch.cuda.Stream()
+        for bucket in reversed(self._buckets):
+            tensors = buffers.fill(Step(()), bucket)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    forward(tensors)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                hidden, logits = forward(tensors)
+            pool = pool or graph.pool()
+            self._captured[bucket] = Captured(graph, hidden, logits)
+
+    def replay(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Run a graph over what the step buffers hold; its results are valid until the next replay."""
+        captured = self._captured[bucket]
+        captured.graph.replay()
+        return captured.hidden, captured.logits
+
+    @property
+    def _captured_smallest_first(self) -> Iterator[Bucket]:
+        return reversed(self._captured)

@@ -1,0 +1,96 @@
+"""GGUFs of random weights in the shapes of real models, for speed: weights cost the same whatever they are.
+
+Owns the shapes. Weights are made by edgelm/executors/random_gguf.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from gguf import GGMLQuantizationType as Quant
+from gguf import GGUFWriter, TokenType
+
+from edgelm.executors.random_gguf import random_matrix
+
+
+class Shape(NamedTuple):
+    """A llama."""
+
+    layers: int
+    width: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int = 131_072
+
+    @property
+    def weights(self) -> int:
+        """Weights that are read for a token: all but the embedding."""
+        attention = self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.width * self.ffn) + self.vocab * self.width
+
+
+SHAPES = {
+    "llama-8b": Shape(32, 4096, 14336, 32, 8, 128, 128_256),
+    "llama-1b": Shape(16, 2048, 8192, 32, 8, 64, 128_256),
+    "tiny": Shape(2, 256, 512, 4, 2, 64, 320, 1024),
+}
+
+
+def write_model(path: Path, shape: Shape, quant: Quant) -> None:
+    """Write a model whose matrices are all of one type, the output matrix of its own."""
+    rng = np.random.default_rng(0)
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.width)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(500_000.0)
+    _add_vocabulary(writer, shape.vocab)
+
+    def matrix(name: str, rows: int, columns: int) -> None:
+        writer.add_tensor(f"{name}.weight", random_matrix(rng, quant, rows, columns), raw_dtype=quant)
+
+    def norm(name: str) -> None:
+        writer.add_tensor(f"{name}.weight", np.ones(shape.width, np.float32))
+
+    matrix("token_embd", shape.vocab, shape.width)
+    for i in range(shape.layers):
+        norm(f"blk.{i}.attn_norm")
+        matrix(f"blk.{i}.attn_q", shape.heads * shape.head_dim, shape.width)
+        matrix(f"blk.{i}.attn_k", shape.kv_heads * shape.head_dim, shape.width)
+        matrix(f"blk.{i}.attn_v", shape.kv_heads * shape.head_dim, shape.width)
+        matrix(f"blk.{i}.attn_output", shape.width, shape.heads * shape.head_dim)
+        norm(f"blk.{i}.ffn_norm")
+        matrix(f"blk.{i}.ffn_gate", shape.ffn, shape.width)
+        matrix(f"blk.{i}.ffn_up", shape.ffn, shape.width)
+        matrix(f"blk.{i}.ffn_down", shape.width, shape.ffn)
+    norm("output_norm")
+    matrix("output", shape.vocab, shape.width)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_vocabulary(writer: GGUFWriter, count: int) -> None:
+    specials = [("<unk>", TokenType.UNKNOWN), ("<s>", TokenType.CONTROL), ("</s>", TokenType.CONTROL)]
+    tokens = specials + [(f"<0x{byte:02X}>", TokenType.BYTE) for byte in range(256)]
+    tokens += [(f"\N{LOWER ONE EIGHTH BLOCK}w{n}", TokenType.NORMAL) for n in range(count - len(tokens))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_scores([-float(n) for n in range(len(tokens))])
+    writer.add_token_types([kind for _, kind in tokens])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)

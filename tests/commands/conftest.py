@@ -1,0 +1,30 @@
+"""An environment with places of its own for the tests that start programs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgelm.executors import machine
+from tests.server.conftest import CANARY
+
+
+@pytest.fixture(scope="session")
+def measured_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder in which the machine's facts are found already."""
+    folder = tmp_path_factory.mktemp("measured-cache")
+    machine.facts(folder, notify=print, command=[sys.executable, "-c", CANARY])
+    return folder
+
+
+@pytest.fixture
+def server_environment(measured_cache: Path, tmp_path: Path) -> dict[str, str]:
+    """An environment of one test, without a model hub."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("EDGELM_", "HF_"))}
+    places = {f"EDGELM_{kind}_DIR": str(tmp_path / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME", "CACHE")}
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "machine").symlink_to(measured_cache / "machine")
+    return clean | places | {"HF_HOME": str(tmp_path / "hf")}

@@ -1,0 +1,254 @@
+"""The torch engine as a person meets it: a folder of safetensors through every command, and the same flags."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from openai import OpenAI
+from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import BPE
+
+from edgelm.build import Loaded, build
+from edgelm.config import Settings
+from edgelm.core import SamplingParams
+from edgelm.errors import EdgeLMError
+from edgelm.evaluation.job import _choose as engine_of
+from edgelm.evaluation.load import Source
+from tests.commands.test_run import Edgelm, error_of
+from tests.models.tiny_models import build as tiny_model
+from tests.models.tiny_models import write
+from tests.server.harness import serving
+from tests.tiny import write_tiny
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PROMPT = "Once upon a time"
+
+
+def write_tokenizer(folder: Path) -> int:
+    """Write a tokenizer whose tokens are the bytes; return the size of its vocabulary."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    rust = RustTokenizer(BPE({letter: index for index, letter in enumerate(letters)}, []))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rust.decoder = decoders.ByteLevel()
+    rust.add_special_tokens([AddedToken(each, special=True) for each in ("<|im_start|>", "<|im_end|>")])
+    rust.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return len(letters) + 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-qwen")
+    size = write_tokenizer(path)
+    return write(
+        tiny_model("qwen3", vocab_size=size, eos_token_id=None, max_position_embeddings=512, tie_word_embeddings=False),
+        path,
+    )
+
+
+@pytest.fixture
+def edgelm(server_environment: dict[str, str]) -> Edgelm:
+    return Edgelm(server_environment)
+
+
+@pytest.fixture(scope="module")
+def greedy(folder: Path) -> list[int]:
+    """Return what transformers says to the prompt."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    ids = [letters["Ġ" if letter == " " else letter] for letter in PROMPT]
+    with torch.no_grad():
+        answer = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=20, pad_token_id=0)
+    return answer[0, len(ids) :].tolist()
+
+
+def test_a_folder_says_what_it_says_with_transformers(edgelm: Edgelm, folder: Path, greedy: list[int]) -> None:
+    arguments = ("--raw", "--temperature", "0", "--max-tokens", "20", "--json", "--kv", "f16", "--engine", "torch")
+    done = edgelm("run", folder, PROMPT, *arguments, "--spec", "8")
+    assert done.returncode == 0, done.stderr.decode()
+    assert json.loads(done.stdout)["token_ids"] == greedy
+
+
+async def said(loaded: Loaded, text: str, count: int) -> list[int]:
+    prompt = loaded.tokenizer.encode(text, special=False, bos=True)
+    stream = loaded.engine.submit(prompt, SamplingParams(temperature=0, max_tokens=count))
+    return [sample.id async for event in stream for sample in event.sampled]
+
+
+def answer(path: Path, **settings: object) -> list[int]:
+    """Return what a model says in this process, which is what the child of the commands builds."""
+    loaded = build(path, Settings(**{"ctx": 256, "parallel": 1} | settings))  # type: ignore[arg-type]
+    try:
+        return asyncio.run(said(loaded, PROMPT, 12))
+    finally:
+        loaded.engine.close()
+
+
+def test_four_bits_at_load_are_another_model(folder: Path, greedy: list[int]) -> None:
+    assert answer(folder) == greedy[:12]  # the engine that is chosen without a flag
+    assert len(answer(folder, quantize="int4")) == 12
+
+
+def test_the_openai_client(server_environment: dict[str, str], folder: Path, tmp_path: Path) -> None:
+    with (
+        serving(server_environment, folder, log=tmp_path / "log") as front,
+        OpenAI(base_url=f"{front.address}/v1", api_key="none", timeout=60) as client,
+    ):
+        assert folder.name in [model.id for model in client.models.list()]
+        asked = {"model": folder.name, "messages": [{"role": "user", "content": PROMPT * 3}], "max_tokens": 12}
+        wait = {"prefer": "wait"}
+        whole = client.chat.completions.create(**asked, temperature=0, extra_headers=wait)
+        stream = client.chat.completions.create(**asked, temperature=0, stream=True, extra_headers=wait)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+        assert text == whole.choices[0].message.content
+        assert whole.usage
+        assert whole.usage.completion_tokens == 12
+        again = client.chat.completions.create(**asked, temperature=0, extra_headers=wait)
+        assert again.usage
+        assert again.usage.prompt_tokens_details
+        assert again.usage.prompt_tokens_details.cached_tokens  # its blocks are there
+        assert front.ps(folder.name)["engine"] == "torch"
+
+
+def test_eval_compares_kv_caches(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    done = edgelm("eval", folder, text, "--kv", "k6v4", "--against", "f16", "--window", "128", "--limit", "2", "--json")
+    assert done.returncode == 0, done.stderr.decode()
+    found = json.loads(done.stdout)
+    assert found["windows"] == 2
+    assert 0 < found["mean_kl"] < 1
+
+
+def test_plan_and_bench(edgelm: Edgelm, folder: Path) -> None:
+    found = json.loads(edgelm("plan", folder, "--json").stdout)
+    assert (found["engine"], found["device"]) == ("torch", "cpu")
+    assert found["chosen"]["context"] == 512
+    assert set(found["kv_bytes_per_token"]) == {"f16", "int8", "fp8", "k8v4", "k6v4"}
+    measured = json.loads(edgelm("bench", folder, "-p", "32", "-n", "4", "-r", "1", "--json").stdout)
+    assert (measured["engine"], measured["device"]) == ("torch", "cpu")
+    assert len(measured["results"]) == 2
+
+
+def test_a_gguf_by_either_engine(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "tiny.gguf", context=512)
+    assert answer(path, engine="torch") == answer(path, engine="llama")
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_one_line(edgelm: Edgelm, folder: Path) -> None:
+    line = error_of(edgelm("run", folder, "x", "--kv", "k8v16"))
+    assert "torch engine" in line
+    assert "; " in line  # and what to do
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"engine": "llama"}, "does not read safetensors"),
+        ({"device": "cuda"}, "--device cuda"),
+        ({"device": "gpu"}, "llama.cpp's own"),
+        ({"ctx": 4096}, "512 tokens"),
+        ({"draft": "small"}, "--draft"),
+    ],
+)
+def test_what_cannot_be_is_said(folder: Path, settings: dict[str, object], said: str) -> None:
+    assert said in refusal(folder, **settings)
+
+
+def test_quantizing_is_not_llama_cpps(tmp_path: Path) -> None:
+    assert "--quantize" in refusal(write_tiny(tmp_path / "m.gguf", context=512), engine="llama", quantize="int4")
+
+
+def refusal(path: Path, **settings: object) -> str:
+    """Return the line that is all a person sees: commands print what an EdgeLMError says."""
+    with pytest.raises(EdgeLMError) as caught:
+        build(path, Settings(**settings))  # type: ignore[arg-type]
+    assert caught.value.hint
+    return str(caught.value)
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+GPTQ = {"quant_method": "gptq", "bits": 3, "group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.json", '{"model_type": "rwkv9", "hidden_size": 64, "num_hidden_layers": 3}', "rwkv9"),
+        ("config.json", "{", "no valid JSON"),
+        ("tokenizer.json", "{}", "tokenizer.json"),
+        ("tokenizer.json", None, "tokenizer.json"),
+        ("tokenizer.json", b"\xff", "tokenizer.json"),
+        ("tokenizer_config.json", "[", "tokenizer_config.json"),
+    ],
+)
+def test_a_damaged_folder_is_one_line(copied: Path, file: str, content: str | bytes | None, said: str) -> None:
+    (copied / file).unlink()
+    if content is not None:
+        (copied / file).write_bytes(content.encode() if isinstance(content, str) else content)
+    assert said in refusal(copied)
+
+
+def test_a_quantization_that_cannot_be_read_is_one_line(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"quantization_config": GPTQ}))
+    assert "gptq" in refusal(copied).casefold()
+
+
+def test_a_cut_weight_file_is_one_line(copied: Path) -> None:
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors" in refusal(copied)
+
+
+HIDE_TORCH = """
+import importlib.util, sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "triton"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in ("torch", "triton") else find(name, package)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def test_without_torch(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
+    """A GGUF runs and a folder says what is missing, in every process of a command."""
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "sitecustomize.py").write_text(HIDE_TORCH)
+    hidden = str(tmp_path / "hidden")
+    line = error_of(edgelm("run", folder, "x", PYTHONPATH=hidden))
+    assert "needs torch" in line
+    assert "edgelm[cuda]" in line
+    path = write_tiny(tmp_path / "m.gguf", context=512)
+    done = edgelm("run", path, "x", "--raw", "--max-tokens", "3", "--json", PYTHONPATH=hidden)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "needs torch" in error_of(edgelm("run", path, "x", "--engine", "torch", PYTHONPATH=hidden))
+
+
+def test_both_sides_of_an_evaluation_run_on_one_engine(folder: Path, tmp_path: Path) -> None:
+    gguf = Source(write_tiny(tmp_path / "m.gguf", context=512), "f16")
+    safetensors = Source(folder, "f16")
+    for sources in ([gguf, safetensors], [safetensors, gguf]):
+        choice = engine_of(sources, Settings(device="cpu"))
+        assert (choice.engine, choice.device) == ("torch", "cpu")
+    assert engine_of([gguf], Settings(device="cpu")).engine == "llama"
+    with pytest.raises(EdgeLMError, match="does not read safetensors"):
+        engine_of([gguf, safetensors], Settings(engine="llama"))

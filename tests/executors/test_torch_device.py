@@ -1,0 +1,241 @@
+"""What the torch executor does with a GPU, imitated on the CPU: graphs over static buffers, memory that is short."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from edgelm.build import torch as build
+from edgelm.config import Settings
+from edgelm.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.errors import EngineError, ModelError
+from edgelm.executors import torch as executors
+from edgelm.executors.batch import StepTensors
+from edgelm.executors.graphs import SIZES, Graphs
+from edgelm.executors.torch import OutOfMemoryError, TorchExecutor
+from edgelm.library.plan import Option
+from edgelm.models.decoder import Decoder
+from tests.executors.torch_engine import load_gguf, make_executor
+from tests.tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny") / "m.gguf", quant="f32", width=64, ffn=128, head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def decoder(path: Path) -> Decoder:
+    return load_gguf(path)
+
+
+def chunk(tokens: list[int], start: int, table: tuple[int, ...], rows: int = 1) -> Chunk:
+    return Chunk(Sequence(0, [0] * start + tokens, 1, SamplingParams()), start, tokens, rows, table)
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+class FakeGraph:
+    """Does again what was done while it was captured: the same tensors are read, the same are written."""
+
+    capturing: Self | None = None
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def replay(self) -> None:
+        for old, new in zip(self.results, self.forward(self.tensors), strict=True):
+            old.copy_(new)
+
+
+class FakeStream:
+    def wait_stream(self, _: FakeStream) -> None:
+        pass
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def capture(graph: FakeGraph, pool: object, stream: FakeStream) -> Iterator[None]:
+        FakeGraph.capturing = graph
+        yield
+        FakeGraph.capturing = None
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+
+
+def give_graphs(executor: TorchExecutor) -> Graphs:
+    """Let an executor on the CPU have graphs, as one on a GPU has."""
+
+    def forward(tensors: StepTensors) -> tuple[Tensor, Tensor]:
+        results = executor._run(tensors)
+        if graph := FakeGraph.capturing:
+            graph.forward, graph.tensors, graph.results = executor._run, tensors, results
+        return results
+
+    graphs = Graphs(executor.info.max_sequences, executor.info.max_tokens)
+    with torch.inference_mode():
+        graphs.capture(forward, executor._buffers)
+    executor._graphs = graphs
+    return graphs
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_a_graph_gives_what_a_step_without_one_gives(decoder: Decoder) -> None:
+    """Steps of every size, one after the other, so that what a larger one left in the buffers is there."""
+    plain, graphed = (make_executor(decoder, context=128, capacity=256, max_tokens=64) for _ in range(2))
+    graphs = give_graphs(graphed)
+    first = Step((chunk(list(range(20, 60)), 0, (1, 2)), chunk(list(range(3, 12)), 0, (4,))))
+    assert graphs.bucket(first) is None  # 49 tokens
+    sizes = [16, 1, 3, 8, 2, 5, 13, 1]
+    steps = [first]
+    for size in sizes:
+        ones = [chunk([size], 40, (1, 2))]
+        steps.append(Step((*ones, chunk(list(range(70, 69 + size)), 9, (4,), rows=size - 1)) if size > 1 else (*ones,)))
+    for step in steps:
+        for executor in (plain, graphed):
+            executor.forward(step)
+        np.testing.assert_allclose(graphed.logits(step), plain.logits(step), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(graphed.embed(step), plain.embed(step), rtol=1e-4, atol=1e-4)
+        assert graphed.sample(step, None) == plain.sample(step, None)
+    assert [graphs.bucket(step).tokens for step in steps[1:]] == [16, 1, 4, 8, 2, 8, 16, 1]
+
+
+@pytest.mark.usefixtures("fake_cuda")
+@pytest.mark.parametrize(("max_tokens", "largest"), [(512, 16), (16, 16), (10, 8), (1, 1)])
+def test_no_graph_is_larger_than_a_step(decoder: Decoder, max_tokens: int, largest: int) -> None:
+    executor = make_executor(decoder, context=64, capacity=128, max_tokens=max_tokens, max_sequences=3)
+    graphs = give_graphs(executor)
+    assert [bucket.tokens for bucket in graphs._buckets] == [size for size in SIZES if size <= largest]
+    for bucket in graphs._buckets:
+        views = executor._buffers.views(bucket)
+        assert len(views.ids) == len(views.batch.slots) == len(views.rows) == bucket.tokens
+        assert len(views.batch.lengths) == len(views.batch.starts) - 1 == min(bucket.tokens, 3)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """A device on which `room` positions of one layer can be allocated, and whose memory is free when nobody has it."""
+
+    def __init__(self, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room = room
+        self.held: list[weakref.ref[Any]] = []
+        self.most_left = 0  # caches of failed attempts that were held when another began
+        self._allocate = executors.allocate
+        self._asked = 0
+        monkeypatch.setattr(executors, "allocate", self.allocate)
+
+    def allocate(self, cache_format: Any, num_blocks: int, *args: Any) -> Any:
+        if num_blocks != self._asked:
+            self._asked = num_blocks
+            self.most_left = max(self.most_left, sum(each() is not None for each in self.held))
+            self.held.clear()
+        if num_blocks * 32 > self.room and self.held:  # the second layer
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nmore lines")
+        made = self._allocate(cache_format, num_blocks, *args)
+        self.held.append(weakref.ref(made.keys))
+        return made
+
+
+def option(context: int) -> Option:
+    return Option("f16", context, 0, 0, 0, fits=True)
+
+
+def test_less_context_where_memory_is_short(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(700, monkeypatch)
+    gc.disable()  # what only the collector would free is not there in time
+    try:
+        executor = build._executor(decoder, Settings(parallel=2), option(2048), "m")
+    finally:
+        gc.enable()
+    assert executor.info.context == 512
+    assert memory.most_left == 0
+
+
+def test_a_context_that_was_asked_for_is_not_made_smaller(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    Memory(700, monkeypatch)
+    with pytest.raises(ModelError, match="m and 2,048 tokens of context do not fit"):
+        build._executor(decoder, Settings(parallel=2, ctx=2048), option(2048), "m")
+
+
+def test_there_is_an_end_to_less(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    Memory(32, monkeypatch)
+    with pytest.raises(ModelError, match="512 tokens of context do not fit"):
+        build._executor(decoder, Settings(parallel=2), option(2048), "m")
+
+
+def test_a_gpu_that_fails_is_not_a_lack_of_memory(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    def fail(*_: Any) -> None:
+        attempts.append(1)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+
+    monkeypatch.setattr(executors, "allocate", fail)
+    with pytest.raises(EngineError, match="the GPU failed: CUDA error: an illegal memory access was encountered;"):
+        build._executor(decoder, Settings(parallel=2), option(2048), "m")
+    assert len(attempts) == 1
+
+
+def test_a_capture_that_ends_for_lack_of_memory_says_so() -> None:
+    def capture() -> None:
+        with executors._gpu_errors():
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            finally:  # what leaving a capture that failed does
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    with pytest.raises(OutOfMemoryError):
+        capture()
+
+
+def test_memory_of_the_processor_runs_out_in_one_line(decoder: Decoder) -> None:
+    with pytest.raises(OutOfMemoryError, match="the memory is used up; lower --ctx"):
+        make_executor(decoder, context=2**42, capacity=2**42)
+
+
+def test_nothing_is_left_after_closing(decoder: Decoder) -> None:
+    executor = make_executor(decoder, context=64, capacity=128)
+    step = Step((chunk([5, 6], 0, (0,)),))
+    executor.forward(step)
+    planes = [weakref.ref(plane) for cache in executor._caches for plane in cache.planes.values()]
+    buffers, logits = weakref.ref(executor._buffers), weakref.ref(executor._logits)
+    executor.close()
+    assert not any(each() is not None for each in [*planes, buffers, logits])
+    with pytest.raises(AssertionError, match="closed"):
+        executor.forward(step)
+
+
+def test_16_bit_activations_over_the_cache(path: Path, decoder: Decoder) -> None:
+    """What a GPU computes with: the cache's numbers are float16, whatever the activations are."""
+    step = Step((chunk(list(range(5, 45)), 0, (0, 1)),))
+
+    def logits(of: Decoder) -> NDArray[np.float32]:
+        executor = make_executor(of, context=64, capacity=128)
+        executor.forward(step)
+        return executor.logits(step)
+
+    expected = logits(decoder)
+    half, brain = (
+        np.linalg.norm(logits(load_gguf(path, dtype=dtype)) - expected) / np.linalg.norm(expected)
+        for dtype in (torch.float16, torch.bfloat16)
+    )
+    assert half < 1e-2
+    assert brain < 16 * half  # a rounding is 8 times as coarse

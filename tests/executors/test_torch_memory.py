@@ -1,0 +1,124 @@
+"""The formulas of the torch executor's memory against what is allocated."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from edgelm.config import Settings
+from edgelm.executors.torch_memory import (
+    ATTENTION_POOLS,
+    BLOCK_LEN,
+    KV_BITS,
+    KV_MODES,
+    TorchMemory,
+    capacity,
+    head_bytes,
+    num_chunks,
+)
+from edgelm.kernels import cache
+from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, planes
+from edgelm.library.plan import MachineMemory, plan
+from edgelm.weights.facts import model_facts
+from edgelm.weights.gguf import open_gguf
+from edgelm.weights.sources import GGUFSource
+from tests.tiny import write_tiny
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("kv", cache.FORMATS)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
+def test_a_position_takes_what_the_cache_says(kv: str, head_dim: int) -> None:
+    assert 3 * head_bytes(kv, head_dim) == cache.FORMATS[kv].bytes_per_token(3, head_dim)
+    there = cache.allocate(cache.FORMATS[kv], 2, 3, head_dim, "cpu")
+    assert sum(plane.nbytes for plane in there.planes.values()) == 2 * BLOCK_LEN * 3 * head_bytes(kv, head_dim)
+
+
+def test_the_names_are_the_caches() -> None:
+    assert set(KV_BITS) == set(cache.FORMATS)
+    assert set(KV_MODES) <= set(KV_BITS)
+    assert BLOCK_LEN == cache.BLOCK_LEN
+
+
+def test_the_parts_of_attention_are_the_kernels(tmp_path: Path) -> None:
+    """They grow with the context that there may be, and a long one takes hundreds of megabytes."""
+    from edgelm.kernels.attention import launch
+
+    for length in (1, 32, 256, 257, 8192, 8193, 24576, 24577, 131072, 10**6):
+        assert num_chunks(length) == launch.num_chunks(length)
+    with open_gguf(write_tiny(tmp_path / "m.gguf", heads=4, kv_heads=2, head_dim=80, width=64)) as gguf:
+        memory = TorchMemory(model_facts(gguf), sequences=8)
+    grown = memory.workspace_bytes("f16", 131072) - memory.workspace_bytes("f16", 8192)
+    chunks = num_chunks(131072) - num_chunks(8192)
+    shape = (8, 2, chunks, launch.VERIFY_LEN * 2)  # [sequences, kv heads, parts, rows], as launch.py has it
+    assert grown == ATTENTION_POOLS * prod(shape) * (96 + 2) * 4
+
+
+def nbytes(weight: Weight) -> int:
+    if isinstance(weight, PackedWeight):
+        return sum(plane.nbytes for plane in planes(weight).values())
+    assert isinstance(weight, DenseWeight)
+    return weight.data.nbytes
+
+
+@pytest.mark.parametrize("quant", ["f32", "q8_0", "q4_0", "q4_k"])
+def test_weights_take_what_was_predicted(tmp_path: Path, quant: str) -> None:
+    path = write_tiny(tmp_path / "m.gguf", quant=quant, width=256, ffn=512, head_dim=64)
+    with open_gguf(path) as gguf:
+        predicted = TorchMemory(model_facts(gguf), sequences=1).weights.resident
+        source = GGUFSource(gguf)
+        held = sum(
+            nbytes(source.matrix(name)) if len(source.shape(name)) == 2 else source.vector(name).nbytes
+            for name in source.names
+        )
+    assert held == pytest.approx(predicted, rel=0.01)
+
+
+def test_half_the_weights_with_int4(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf", quant="f32", layers=1, width=128, ffn=256)
+    with open_gguf(path) as gguf:
+        facts = model_facts(gguf)
+        plain, small = (TorchMemory(facts, sequences=1, quantize=each).weights.resident for each in ("off", "int4"))
+        source = GGUFSource(gguf, quantize="int4")
+        held = sum(
+            nbytes(source.matrix(name)) if len(source.shape(name)) == 2 else source.vector(name).nbytes
+            for name in source.names
+        )
+    assert small < plain / 6
+    assert held == pytest.approx(small, rel=0.02)
+
+
+def test_less_memory_gives_a_smaller_cache_and_then_less_context(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf", layers=8, heads=8, kv_heads=8, head_dim=256, context=32768)
+    with open_gguf(path) as gguf:
+        facts = model_facts(gguf)
+    memory = TorchMemory(facts, sequences=8)
+
+    def chosen(free: float) -> tuple[str, int]:
+        option = plan(facts, Settings(), MachineMemory(free_bytes=int(free), cores=1), memory).require()
+        assert option.total_bytes <= 0.95 * free
+        return option.kv, option.context
+
+    def needed(kv: str) -> float:
+        return (memory.weights.resident + memory.kv_bytes(kv, 8192) + memory.workspace_bytes(kv, 8192)) / 0.95
+
+    assert chosen(8 * GIB) == ("f16", 8192)
+    assert chosen(needed("f16") * 0.99) == ("int8", 8192)
+    assert chosen(needed("k8v4") * 0.99) == ("k6v4", 8192)
+    assert chosen(needed("k6v4") * 0.99)[1] < 8192
+
+
+def test_a_mode_of_llama_cpp_is_refused(tmp_path: Path) -> None:
+    with open_gguf(write_tiny(tmp_path / "m.gguf")) as gguf:
+        memory = TorchMemory(model_facts(gguf), sequences=1)
+    assert "torch engine" in memory.refusal("k8v16")
+    assert not memory.refusal("k6v4")
+
+
+def test_capacity_holds_the_context_and_a_block_for_each_sequence() -> None:
+    assert capacity(100, 3) == (4 + 3) * BLOCK_LEN
+    assert torch.tensor(capacity(8192, 8)).item() % BLOCK_LEN == 0
