@@ -380,8 +380,9 @@ def test_ctrl_c_at_any_moment(edgelm: Edgelm, endless: Path, delay_s: float) -> 
         below = children_of(process.pid)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=TIMEOUT_S)
-        if delay_s > 0.2:  # before that Python itself may not have started
-            assert process.returncode == 130
+        # Before Python itself has started, which takes 0.3 s on a slow machine, the signal ends it without a word.
+        assert process.returncode == 130 or (delay_s < 0.5 and process.returncode == -signal.SIGINT and not errors)
+        if delay_s > 0.2:  # what is imported before ours says so itself
             assert b"Traceback" not in errors
         assert all(gone(child) for child in below)
 
