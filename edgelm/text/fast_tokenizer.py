@@ -209,7 +209,8 @@ def _parsed(source: str) -> RustTokenizer:
 def _around(rust: RustTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the model wants before and behind a text. Raises ModelError."""
     try:
-        plain, full = (_called(lambda: rust.encode("a", add_special_tokens=each).ids) for each in (False, True))  # noqa: B023 - called at once
+        plain = _called(lambda: rust.encode("a", add_special_tokens=False).ids)
+        full = _called(lambda: rust.encode("a", add_special_tokens=True).ids)
     except _LibraryError as error:
         raise ModelError(f"tokenizer.json is damaged: {error}", DOWNLOAD) from None
     for start in range(len(full) - len(plain) + 1):

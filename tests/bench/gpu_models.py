@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,12 +268,12 @@ def main() -> None:
             path = options.models / f"{name}-{quant}.gguf"
             if not path.exists():
                 write_model(path, shape, Quant[quant])
-            attempt("edgelm", lambda: measure_ours(report, name, shape, quant, path, device, gbps, tiny=options.tiny))  # noqa: B023 - called at once
+            attempt("edgelm", partial(measure_ours, report, name, shape, quant, path, device, gbps, tiny=options.tiny))
             if options.llama_bench:
-                attempt("llama.cpp", lambda: measure_llama(report, name, quant, path, options.llama_bench))  # noqa: B023
+                attempt("llama.cpp", partial(measure_llama, report, name, quant, path, options.llama_bench))
             profile = options.out / f"profile-{name}-{quant}.txt"
-            attempt("profile", lambda: write_profile(path, device, profile, tiny=options.tiny))  # noqa: B023
-        attempt("transformers", lambda: measure_transformers(report, name, shape, device, tiny=options.tiny))  # noqa: B023
+            attempt("profile", partial(write_profile, path, device, profile, tiny=options.tiny))
+        attempt("transformers", partial(measure_transformers, report, name, shape, device, tiny=options.tiny))
 
 
 if __name__ == "__main__":
