@@ -7,6 +7,7 @@ folder says of itself is in folder_quantization.py; the bits as kernels want the
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -85,7 +86,7 @@ def packed_matrices(model: Safetensors, name: str, main: str, quantization: Quan
     return [_ByteMatrix(files, name, two, quantization)]
 
 
-class _Matrix:
+class _Matrix(ABC):
     """What the kinds of matrices share: scales [rows, groups] and zero points that are read once, codes by rows."""
 
     def __init__(self, files: TensorParts, name: str, shape: tuple[int, int], layout: Layout) -> None:
@@ -110,13 +111,13 @@ class _Matrix:
         self._scales = self._zeros = None
         self._files.close()
 
+    @abstractmethod
     def _open(self, uploads: Uploads) -> tuple[Tensor, Tensor | None]:
         """Return scales and zero points, and bring to the device what cannot be read by rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _codes(self, rows: Rows, chosen: slice | Tensor, uploads: Uploads) -> Tensor:
         """Return the codes of some rows; `chosen` is `rows` as tensors of the device take them."""
-        raise NotImplementedError
 
 
 def _pairs(packed: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ matter, how a format keeps them that of ggml_blocks.py and quantized_folder.py. 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -80,7 +81,7 @@ class WeightSource(Protocol):
         ...
 
 
-class _Source:
+class _Source(ABC):
     """What the sources share: weights from matrices that a format offers."""
 
     def __init__(self, name: str, quantize: Quantize, progress: Progress | None) -> None:
@@ -90,8 +91,8 @@ class _Source:
         self._uploads: dict[torch.device, Uploads] = {}
         self._num_bytes = 0
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        raise NotImplementedError
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]: ...
 
     def matrix(
         self,
@@ -120,13 +121,13 @@ class _Source:
     def vector(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         return self._values(name).to(device)
 
+    @abstractmethod
     def _stored(self, name: str, *, transposed: bool) -> Sequence[StoredMatrix]:
         """Return the matrices that a tensor is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _values(self, name: str) -> Tensor:
         """Return the numbers of a tensor, float32, on the CPU."""
-        raise NotImplementedError
 
     def _load(
         self, matrices: Sequence[StoredMatrix], device: torch.device | str, rows: RowChoice, *, exact: bool, stack: bool
