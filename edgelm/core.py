@@ -19,6 +19,7 @@ FinishReason = Literal["stop", "length", "context", "abort", "error"]
 Masks = NDArray[np.int32]  # [sampled rows of the step, ceil(vocabulary / 32)]; a set bit allows its token
 
 NOT_A_TOKEN = -1  # the id of a `Sampled` whose logits were not numbers
+LAST = -2  # in a chunk: the token that the step before sampled for its sequence, which the host has not read yet
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20
 
@@ -116,7 +117,7 @@ class Chunk:
 
     seq: Sequence
     start: int
-    tokens: list[int]
+    tokens: list[int]  # or LAST alone
     rows: int
     kv: tuple[int, ...] | int  # block table, or slot
 
@@ -199,6 +200,26 @@ class Sampled(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Samples(Protocol):
+    """What a step samples, perhaps still on its way."""
+
+    def read(self) -> list[list[Sampled]]:
+        """Wait for the rows of each chunk, in order. Raises EngineError.
+
+        Rows behind one that differs from the draft may be left out.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """`Samples` that are there."""
+
+    rows: list[list[Sampled]]
+
+    def read(self) -> list[list[Sampled]]:
+        return self.rows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """What one request cost."""
@@ -248,6 +269,7 @@ class ExecutorInfo:
     can_copy: bool = True  # a prefix of a cache can be shared by another sequence
     block_len: int = 0  # positions of a block, where a chunk's `kv` is a block table; 0: it is a slot
     keeps_all: bool = True  # no position of a cache is lost while it grows; False: a prefix serves whole or not at all
+    runs_ahead: bool = False  # a step may be launched before the one before it is read; its tokens are LAST then
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -317,8 +339,8 @@ class Executor(Protocol):
     def forward(self, step: Step) -> None:
         """Do the ops, run the chunks. CUDA returns at once, llama.cpp when done. Raises EngineError."""
 
-    def sample(self, step: Step, masks: Masks | None) -> list[list[Sampled]]:
-        """Sample the rows of each chunk in order; rows behind one that differs from the draft may be left out."""
+    def sample(self, step: Step, masks: Masks | None) -> Samples:
+        """Start to sample the rows of each chunk. CUDA returns at once, llama.cpp when done. Raises EngineError."""
 
     def logits(self, step: Step) -> NDArray[np.float32]:
         """Return the logits of the sampled rows: [rows, vocabulary]."""
@@ -339,6 +361,12 @@ class Drafter(Protocol):
         """Return at most `len(marginal_cost)` tokens; the k-th cost is that of the k-th extra row, in steps."""
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None: ...
+
+    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        """Return what is lost on average, in steps, where the step behind the next token has no draft.
+
+        That token is on its way and not known; the costs are as for `propose`.
+        """
 
     def end(self, seq: Sequence) -> None:
         """Learn from a sequence that is finished, and forget what was kept for it."""

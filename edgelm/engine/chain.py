@@ -29,6 +29,9 @@ class ChainDrafter:
                 return draft
         return []
 
+    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        return max(drafter.stake(seq, marginal_cost) for drafter in self._drafters)
+
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         self._author[seq.id].observe(seq, drafted, accepted)
 

@@ -20,6 +20,7 @@ _SLOWER_WEIGHT = 0.7  # of a measurement that is higher than expected: an answer
 _FASTER_WEIGHT = 0.1  # of one that is lower: a prompt only takes a little longer
 _DEPTH_BLOCK = 256  # positions over which a curve is taken as the same
 _CURVE_STEPS = 32  # steps for which one holds
+_GAP_WEIGHT = 0.1  # of the last one
 _MIN_MEASURED = MIN_PREFILL  # tokens of prefill from which a step tells their cost
 PLAIN_EVERY = 64  # steps with drafts in a row, after which one without keeps the comparison true
 FIRST_PLAIN = 4  # the same at first: after each of them the next one may wait for so many more
@@ -55,6 +56,7 @@ class StepClock:
         self._observed = 0
         self._depth = 0
         self._plain: dict[int, _Plain] = {}  # by the number of sequences
+        self._gap_s = 0.0
         self.last: DecodeStep | None = None  # None: the last step had prefill
         self.plain_due = False  # whether the next step should be one without drafts
 
@@ -88,6 +90,15 @@ class StepClock:
         else:
             plain.drafted += 1
         self.plain_due = plain.drafted >= min(FIRST_PLAIN * plain.seen, PLAIN_EVERY)
+
+    def observe_gap(self, seconds: float) -> None:
+        """Learn how long the device had nothing to do between two steps."""
+        self._gap_s += _GAP_WEIGHT * (min(seconds, MAX_STEP_S) - self._gap_s)
+
+    def gap(self, rows: int, depth: int) -> float:
+        """Return how long the device waits for the host before a step of `rows` rows, in such steps; 0: not known."""
+        step_s = self._costs.time(rows, depth)
+        return self._gap_s / step_s if step_s else 0.0
 
     def plain_s(self) -> float:
         """Return what a step of one row takes now, in seconds; 0: not known."""

@@ -20,6 +20,7 @@ from edgelm.core import Sequence
 from edgelm.engine.acceptance import DEPTHS, MAX_DRAFT, Acceptance, Guess
 from edgelm.engine.memory import Answers, Memory
 from edgelm.engine.ngrams import NOTHING, NgramCounts, look_up
+from edgelm.engine.stakes import Stakes
 
 CAUTION = 1.2  # a token must be worth so much more than its row costs: estimates err, and we take the best of them
 RATE_STEPS = 30  # over which tokens per time are averaged
@@ -65,6 +66,8 @@ class _Conversation:
         self.bias = 0.0  # log-odds by which guesses do better in this text
         self.tokens, self.time = 0.0, 0.0  # decayed; the time in steps
         self.step = 1.0  # what the step under way costs
+        self.gain = 0.0  # of the best draft, in tokens
+        self.staked: int | None = None  # the kind of what was guessed of the next token, where that was asked for
 
     @property
     def size(self) -> int:
@@ -98,6 +101,7 @@ class NgramDrafter:
         self._costs: Seq[float] = ()
         self._floors: list[float] = []
         self._tokens, self._time = 13.0, 10.0  # of all conversations, decayed
+        self._stakes = Stakes()
 
     # -- conversations -------------------------------------------------------------------------------------------------
 
@@ -158,7 +162,18 @@ class NgramDrafter:
             self._costs, self._floors = costs, floors(costs)
         length = self._guess(conversation)
         conversation.step = 1 + sum(self._costs[:length])
+        if conversation.staked is not None and num_new == 1:
+            self._stakes.learn(conversation.staked, conversation.gain)
+        conversation.staked = None
         return [guess[0] for guess in conversation.guesses[:length]]
+
+    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        conversation = self._running[seq.id]
+        draft = self.propose(seq, marginal_cost)
+        conversation.step = 1.0  # the one under way has no draft
+        chance = conversation.guesses[0][1] if conversation.guesses else None
+        conversation.staked = self._stakes.kind(chance, bool(draft))
+        return self._stakes.of(conversation.staked)
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         conversation = self._running[seq.id]
@@ -226,6 +241,7 @@ class NgramDrafter:
             if gain > best:
                 best, length = gain, len(guesses)
         del text[len_before:]
+        conversation.gain = best
         return length
 
     # -- beside the steps ------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
-from edgelm.core import Event, Executor, ExecutorInfo, Matcher, SamplingParams, Sequence, Stats
+from edgelm.core import Event, Executor, ExecutorInfo, Matcher, Samples, SamplingParams, Sequence, Stats, Step
 from edgelm.engine.clock import StepClock
 from edgelm.engine.masks import grammar_masks
 from edgelm.engine.scheduler import Scheduler
@@ -58,6 +58,16 @@ class _Request:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that the device works on."""
+
+    step: Step
+    samples: Samples
+    launched: float  # of perf_counter, as all times here
+    running: float  # from then on the device has work
+
+
 class Engine:
     """Runs requests on one executor. Start it, submit to it, close it."""
 
@@ -75,6 +85,8 @@ class Engine:
         self._closing = False
         self._end_lock = threading.Lock()  # of the next
         self._ended = False
+        self._ahead: _Flight | None = None  # launched before the step before it was read
+        self._read_at = 0.0  # when the last step was read; 0: nothing ran before the next
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -141,34 +153,62 @@ class Engine:
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
     def step(self) -> list[Event] | None:
-        """Run one step; return its events. None: there was nothing to do."""
-        step = None
+        """Run one step, and launch the next where that is allowed; return the events. None: there was nothing to do."""
+        flight, self._ahead = self._ahead, None
+        step = flight.step if flight else None
         try:
-            began = time.perf_counter()
-            step = self._scheduler.plan()
-            if step is None:
-                return None
-            for chunk in step.chunks:
-                request = self._open[chunk.seq.id]
-                request.started = request.started or began
-            planned = time.perf_counter()  # drafting is no part of what a row costs
-            self._executor.forward(step)
-            masks = grammar_masks(step, self.info.num_vocab)
-            sampled = self._executor.sample(step, masks)
-            seconds = time.perf_counter() - planned
-            self._clock.observe(step, seconds)
-            events = self._scheduler.commit(step, sampled)
-            self._scheduler.work(min(WORK_SHARE * seconds, MAX_WORK_S))
-            return events
+            if flight is None:
+                step = self._plan()
+                if step is None:
+                    self._read_at = 0.0
+                    return None
+                flight = self._launch(step)
+                if self._read_at and step.num_tokens == step.num_rows:
+                    self._clock.observe_gap(flight.running - self._read_at)
+            return self._finish(flight)
         except SnapshotError as error:
             log.warning("%s; it is computed again", error)
+            self._read_at = 0.0
             self._scheduler.recompute()
             return []
         except EdgeLMError as error:
-            return self._scheduler.fail(step, error)
+            return self._fail(step, error)
         except Exception as error:  # the one boundary: a failed step is the failure of its requests
             log.exception("a step failed")
-            return self._scheduler.fail(step, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+            return self._fail(step, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+
+    def _plan(self) -> Step | None:
+        began = time.perf_counter()
+        step = self._scheduler.plan()
+        for chunk in step.chunks if step else ():
+            request = self._open[chunk.seq.id]
+            request.started = request.started or began
+        return step
+
+    def _launch(self, step: Step) -> _Flight:
+        launched = time.perf_counter()  # drafting came before: it is no part of what a row costs
+        self._executor.forward(step)
+        running = time.perf_counter()
+        masks = grammar_masks(step, self.info.num_vocab)
+        return _Flight(step, self._executor.sample(step, masks), launched, running)
+
+    def _finish(self, flight: _Flight) -> list[Event]:
+        """Launch what can follow a step already, then take what the step sampled."""
+        ahead = self._scheduler.plan_ahead(flight.step)
+        launched = self._launch(ahead) if ahead else None
+        sampled = flight.samples.read()
+        before, self._read_at = self._read_at, time.perf_counter()
+        seconds = self._read_at - max(flight.launched, before)
+        self._clock.observe(flight.step, seconds)
+        events = self._scheduler.commit(flight.step, sampled)
+        self._ahead = launched
+        self._scheduler.work(min(WORK_SHARE * seconds, MAX_WORK_S))
+        return events
+
+    def _fail(self, step: Step | None, error: EdgeLMError) -> list[Event]:
+        """End what a failed step concerns; a request that ended while the step was on its way has its event."""
+        self._read_at = 0.0
+        return [event for event in self._scheduler.fail(step, error) if event.seq_id in self._open]
 
     def _run(self) -> None:
         idle, rested = False, True

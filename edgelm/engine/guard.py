@@ -65,6 +65,12 @@ class GuardedDrafter:
             account.enter(seq, min(FREE - (time.perf_counter() - began) / plain_s, 0.0))
         return draft
 
+    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        """Return what the drafter says, or nothing where it is not asked in the next step. The asking takes no time."""
+        if len(seq.tokens) < self._accounts[seq].resume_at or self._clock.plain_due:
+            return 0.0
+        return self._drafter.stake(seq, marginal_cost[: self._most])
+
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         self._drafter.observe(seq, drafted, accepted)
         step = self._clock.last

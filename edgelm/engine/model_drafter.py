@@ -81,6 +81,10 @@ class ModelDrafter:
             self._give_up(error)
             return []
 
+    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        """Return more than any step saves: there is a draft after every token."""
+        return math.inf
+
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         follower = self._followers.get(seq.id)
         if follower is None:
@@ -138,7 +142,7 @@ class ModelDrafter:
         began = time.perf_counter()
         step = Step((Chunk(self._own, len(follower.tokens), [token], 1, follower.slot),))
         self._executor.forward(step)
-        sampled = self._executor.sample(step, None)[0][0]
+        sampled = self._executor.sample(step, None).read()[0][0]
         follower.tokens.append(token)
         seconds = time.perf_counter() - began
         self._own_step_s += _WEIGHT * (seconds - self._own_step_s) if self._own_step_s else seconds

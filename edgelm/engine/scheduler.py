@@ -11,6 +11,7 @@ import bisect
 from dataclasses import dataclass
 
 from edgelm.core import (
+    LAST,
     NOT_A_TOKEN,
     Chunk,
     Drafter,
@@ -40,7 +41,7 @@ class _Room:
 
 
 class Scheduler:
-    """Plans steps and commits their results. `plan` and `commit` (or `fail`) are called in turn."""
+    """Plans steps and commits their results, in turn; a step ahead is planned before the one before it is committed."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class Scheduler:
     def plan(self) -> Step | None:
         """Choose the chunks of the next step. None: there is nothing to do."""
         ready = sum(_missing(seq) == 1 for seq in self.running)
-        depth = sum(seq.computed for seq in self.running)
+        depth = self._depth
         room = _Room(
             tokens=self._info.max_tokens,
             rows=self._info.max_rows,
@@ -145,11 +146,36 @@ class Scheduler:
         assert chunks or not self.num_unfinished
         return Step(tuple(chunks), self._kv.take_ops()) if chunks else None  # ops alone wait for a request
 
+    def plan_ahead(self, step: Step) -> Step | None:
+        """Choose what follows a step whose samples are not known. None: they have to be, first.
+
+        Each sequence then has one token more, which the device knows: LAST. What ends with that token is found out
+        later, and what the step ahead samples behind it is dropped.
+        """
+        if not self._info.runs_ahead:
+            return None
+        chunks = [chunk for chunk in step.chunks if chunk.seq.kv is not None]  # not aborted since
+        if not all(map(_is_foreseeable, chunks)):
+            return None
+        staying = [chunk for chunk in chunks if not self._ends_next(chunk.seq)]
+        if not staying or (self.waiting and len(staying) < self._info.max_sequences):
+            return None
+        if self._drafter and self._stake(staying, self._drafter) > self._clock.gap(len(staying), self._depth):
+            return None
+        if not all(self._kv.grow(chunk.seq, chunk.end + 1) for chunk in staying):
+            return None  # somebody has to go
+        ahead = [Chunk(chunk.seq, chunk.end, [LAST], 1, self._kv.place(chunk.seq)) for chunk in staying]
+        ops = self._kv.take_ops()
+        assert not ops
+        return Step(tuple(ahead))
+
     def commit(self, step: Step, sampled: list[list[Sampled]]) -> list[Event]:
         """Take what a step sampled; return an event for each sequence that has new tokens."""
         events = []
         for chunk, rows in zip(step.chunks, sampled, strict=True):
-            if chunk.rows:
+            if chunk.seq.kv is None:
+                assert chunk.tokens == [LAST]  # it ended while this step was on its way
+            elif chunk.rows:
                 events.append(self._advance(chunk, rows))
             else:
                 chunk.seq.computed = chunk.end
@@ -178,6 +204,11 @@ class Scheduler:
                 self._enqueue(self.waiting, seq)
 
     # -- planning --------------------------------------------------------------------------------------------------
+
+    @property
+    def _depth(self) -> int:
+        """Cached positions of the running sequences."""
+        return sum(seq.computed for seq in self.running)
 
     def _may_admit(self, room: _Room) -> bool:
         return min(room.tokens, room.rows, room.prefill) > 0 and len(self.running) < self._info.max_sequences
@@ -212,14 +243,33 @@ class Scheduler:
         """Ask for a draft that fits the step, the context and what the request may still generate."""
         next_in_line = min(len(self.waiting), self._info.max_sequences - len(self.running))  # drafts let them in
         most = min(room.tokens, room.rows) - room.reserved - next_in_line - 1
-        most = min(most, self._info.context - len(seq.tokens) - 1)
-        if seq.params.max_tokens is not None:
-            most = min(most, seq.params.max_tokens - seq.completion_len - 1)
+        most = min(most, self._most_useful(seq))
         if most <= 0:
             return []
         rows = self._info.max_rows - room.rows + room.reserved + 1
         costs = self._clock.marginal_cost(rows, room.depth, max(room.decoding, 1), most)
         return drafter.propose(seq, costs)[:most]
+
+    def _most_useful(self, seq: Sequence) -> int:
+        """Return the longest draft that fits in the context and in what the request may still generate."""
+        most = self._info.context - len(seq.tokens) - 1
+        if seq.params.max_tokens is not None:
+            most = min(most, seq.params.max_tokens - seq.completion_len - 1)
+        return most
+
+    def _stake(self, chunks: list[Chunk], drafter: Drafter) -> float:
+        """Return what the sequences lose on average, in steps, where the step after a plain one has no drafts."""
+        rows, total = len(chunks), 0.0
+        room = min(self._info.max_tokens, self._info.max_rows) - rows
+        for chunk in chunks:
+            most = min(room, self._most_useful(chunk.seq))
+            if most > 0:
+                total += drafter.stake(chunk.seq, self._clock.marginal_cost(rows, self._depth, rows, most))
+        return total / rows
+
+    def _ends_next(self, seq: Sequence) -> bool:
+        """Whether the next token is the last, whatever it is."""
+        return self._most_useful(seq) <= 0
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -282,6 +332,11 @@ class Scheduler:
     def _forget(self, seq: Sequence) -> None:
         if self._drafter and seq.cached is not None:
             self._drafter.end(seq)
+
+
+def _is_foreseeable(chunk: Chunk) -> bool:
+    """Whether all that the next step needs of this one's samples is the token itself."""
+    return chunk.rows == 1 and chunk.seq.matcher is None and not chunk.seq.params.penalized
 
 
 def _missing(seq: Sequence) -> int:

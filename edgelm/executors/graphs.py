@@ -1,4 +1,6 @@
-"""CUDA graphs of a model's forward pass, one for each number of tokens up to 16: a step without a gap between kernels.
+"""CUDA graphs of a model's forward pass, for each number of tokens up to 16: a step without a gap between kernels.
+
+Each number has two: for steps that decode a token of each sequence, and for those that verify several of one.
 
 Owns capture and replay. A graph reads a step from the step buffers and writes logits into memory of its own: nothing
 is allocated and nothing waits. Knows nothing of what is in a step.
@@ -15,7 +17,7 @@ from torch import Tensor
 from edgelm.core import Step
 from edgelm.executors.batch import Bucket, StepBuffers, StepTensors
 
-SIZES = 1, 2, 4, 8, 16  # tokens of a step that decodes and verifies
+SIZES = 1, 2, 4, 8, 16  # tokens of a step
 WARM_UPS = 2  # runs before a capture: kernels are compiled and libraries start there
 
 Forward = Callable[[StepTensors], tuple[Tensor, Tensor]]  # hidden [rows, width] and logits [rows, vocabulary]
@@ -34,19 +36,25 @@ class Graphs:
 
     def __init__(self, max_sequences: int, max_tokens: int) -> None:
         sizes = [size for size in SIZES if size <= max_tokens]
-        self._buckets = [Bucket(size, min(size, max_sequences), size, size) for size in sizes]
+        self._buckets: list[Bucket] = []  # the smallest first, of two of one size the one that computes less
+        for size in sizes:
+            if size < 2 * max_sequences:
+                self._buckets.append(Bucket(size, min(size, max_sequences), size, 1))
+            if size > 1:
+                self._buckets.append(Bucket(size, min(size, max_sequences), size, size))
         self._captured: dict[Bucket, Captured] = {}
 
-    def bucket(self, step: Step) -> Bucket | None:
-        """Return the smallest bucket that holds a step; None: it is run without a graph."""
-        return next((each for each in self._captured_smallest_first if each.tokens >= step.num_tokens), None)
+    def bucket(self, size: Bucket) -> Bucket | None:
+        """Return the smallest bucket that holds a step of that size; None: it is run without a graph."""
+        return next((each for each in self._captured_smallest_first if each.holds(size)), None)
 
     def capture(self, forward: Forward, buffers: StepBuffers) -> None:
         """Capture all sizes, the largest first, so that the smaller ones use its memory again."""
         pool = None
         stream = torch.cuda.Stream()
         for bucket in reversed(self._buckets):
-            tensors = buffers.fill(Step(()), bucket)
+            buffers.fill(Step(()), bucket)
+            tensors = buffers.views(bucket)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UPS):

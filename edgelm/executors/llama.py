@@ -15,7 +15,7 @@ import numpy as np
 from llama_cpp import llama_cpp as L
 from numpy.typing import NDArray
 
-from edgelm.core import Copy, Drop, ExecutorInfo, Load, Masks, Op, Sampled, Save, Step, Store, Trim
+from edgelm.core import Copy, Drop, ExecutorInfo, Load, Masks, Op, Ready, Save, Step, Store, Trim
 from edgelm.errors import EngineError, ModelError, RequestError, SnapshotError
 from edgelm.executors.llama_api import Batch, fill_struct, logits_view, native_log
 from edgelm.executors.llama_memory import KV_MODES, MAX_ROWS, KVMode, kv_head_bytes, micro_batch, whole_blocks
@@ -113,9 +113,9 @@ class LlamaExecutor:
         if step.num_rows:
             self._logits = logits_view(self._context, step.num_rows, self._info.num_vocab)
 
-    def sample(self, step: Step, masks: Masks | None) -> list[list[Sampled]]:
+    def sample(self, step: Step, masks: Masks | None) -> Ready:
         """Sample the rows of each chunk, up to the first that differs from the draft."""
-        return self._sampler.sample(step, self._logits, masks)
+        return Ready(self._sampler.sample(step, self._logits, masks))
 
     def logits(self, step: Step) -> NDArray[np.float32]:
         """Return the logits of the sampled rows, valid until the next `forward`: [rows, vocabulary]."""

@@ -128,7 +128,7 @@ class _Blocks:
         table = tuple(range(-(-(self.depth + rows) // self._executor.info.block_len)))
         step = Step((Chunk(self._seq, self.depth, [self._token] * rows, rows, table),))
         self._executor.forward(step)
-        self._executor.sample(step, None)
+        self._executor.sample(step, None).read()
 
     def clear(self) -> None:
         self.depth = 0
@@ -163,7 +163,7 @@ class _Slots:
     def step(self, rows: int) -> None:
         """Run one step that samples `rows` rows, and forget it."""
         step = self._run(rows, rows)
-        self._executor.sample(step, None)
+        self._executor.sample(step, None).read()
         self._executor.forward(Step((), (Trim(0, self._held),)))
 
     def clear(self) -> None:

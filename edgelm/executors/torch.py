@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgelm.core import ExecutorInfo, Masks, Sampled, Step
+from edgelm.core import LAST, NOT_A_TOKEN, ExecutorInfo, Masks, Ready, Sampled, Samples, Step
 from edgelm.errors import EngineError
-from edgelm.executors.batch import StepBuffers, StepTensors
+from edgelm.executors.batch import LastTokens, StepBuffers, StepTensors, bucket_of
 from edgelm.executors.graphs import SIZES, Graphs
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, KVFormat, LayerCache, allocate
 from edgelm.kernels.choice import NoKernelError
@@ -26,7 +26,7 @@ from edgelm.kernels.target import target_of
 from edgelm.kernels.tuning import TABLE
 from edgelm.models.decoder import Decoder
 from edgelm.sampling.chunks import Histories, HostSampler, accepted_rows, first_position
-from edgelm.sampling.device import DeviceSampler, RowRequest
+from edgelm.sampling.device import DeviceSampler, Launch, RowRequest
 
 MAX_ROWS = 64  # sampled rows of a step
 
@@ -42,6 +42,7 @@ class TorchOptions:
     max_tokens: int = 512
     max_rows: int = MAX_ROWS
     graphs: bool = True
+    runs_ahead: bool | None = None  # None: on a GPU, where a step that is dropped costs less than a wait
     tuned: Path | None = None  # where `edgelm.kernels.bench --tune` keeps the fastest configurations of this GPU
 
 
@@ -73,6 +74,7 @@ class TorchExecutor:
             max_rows=options.max_rows,
             max_sequences=options.max_sequences,
             block_len=BLOCK_LEN,
+            runs_ahead=device.type == "cuda" if options.runs_ahead is None else options.runs_ahead,
             kv_bytes_per_token=num_layers * cache_format.bytes_per_token(config.kv_heads, config.head_dim),
         )
         self._hidden = torch.empty((0, config.width))
@@ -80,6 +82,7 @@ class TorchExecutor:
         self._host_sampler = HostSampler(decoder.vocab_size)
         self._device_sampler: DeviceSampler | None = None
         self._histories = Histories()
+        self._last: LastTokens | None = None
         self._caches: list[LayerCache] = []
         self._buffers: StepBuffers | None = None
         self._graphs: Graphs | None = None
@@ -126,23 +129,32 @@ class TorchExecutor:
             return
         self._check(step)
         assert self._buffers is not None, "the executor is closed"
-        bucket = self._graphs.bucket(step) if self._graphs else None
+        size = bucket_of(step)
+        bucket = self._graphs.bucket(size) if self._graphs else None
         with _gpu_errors(), torch.inference_mode():
-            tensors = self._buffers.fill(step, bucket)
+            self._buffers.fill(step, bucket or size, self._last)
             if bucket and self._graphs:
                 self._hidden, self._logits = self._graphs.replay(bucket)
             else:
-                self._hidden, self._logits = self._run(tensors)
+                self._hidden, self._logits = self._run(self._buffers.views(size))
 
-    def sample(self, step: Step, masks: Masks | None) -> list[list[Sampled]]:
-        """Sample the rows of each chunk, up to the first that differs from the draft. Raises EngineError."""
+    def sample(self, step: Step, masks: Masks | None) -> Samples:
+        """Start to sample the rows of each chunk, up to the first that differs from the draft. Raises EngineError."""
         if not step.num_rows:
-            return [[] for _ in step.chunks]
+            return Ready([[] for _ in step.chunks])
+        row_of = _last_rows(step)
         if self._device_sampler is None:
-            return self._host_sampler.sample(step, self.logits(step), masks)
+            sampled = self._host_sampler.sample(step, self.logits(step), masks)
+            tokens = [NOT_A_TOKEN] * step.num_rows
+            for chunk, rows in zip(step.chunks, sampled, strict=True):
+                if chunk.seq.id in row_of:
+                    tokens[row_of[chunk.seq.id]] = rows[0].id
+            self._last = LastTokens(torch.tensor(tokens), row_of)
+            return Ready(sampled)
         with _gpu_errors(), torch.inference_mode():
-            rows = self._device_sampler.sample(self._logits[: step.num_rows], self._requests(step), masks)
-        return accepted_rows(step, rows)
+            launch = self._device_sampler.launch(self._logits[: step.num_rows], self._requests(step), masks)
+        self._last = LastTokens(launch.tokens, row_of)
+        return _Launched(step, launch)
 
     def logits(self, step: Step) -> NDArray[np.float32]:
         """Return the logits of the sampled rows, valid until the next `forward`: [rows, vocabulary]."""
@@ -163,7 +175,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Free the device's memory."""
-        self._graphs = self._decoder = self._device_sampler = self._buffers = None
+        self._graphs = self._decoder = self._device_sampler = self._buffers = self._last = None
         self._caches = []
         self._hidden = self._logits = torch.empty(0)
         if self._device.type == "cuda":
@@ -191,7 +203,29 @@ class TorchExecutor:
             assert isinstance(chunk.kv, tuple)
             assert chunk.start >= 0
             assert chunk.end <= min(self._info.context, len(chunk.kv) * BLOCK_LEN)
-            assert all(0 <= token < self._info.num_vocab for token in chunk.tokens)
+            assert chunk.tokens == [LAST] or all(0 <= token < self._info.num_vocab for token in chunk.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """`Samples` that a GPU computes."""
+
+    step: Step
+    launch: Launch
+
+    def read(self) -> list[list[Sampled]]:
+        with _gpu_errors():
+            return accepted_rows(self.step, self.launch.read())
+
+
+def _last_rows(step: Step) -> dict[int, int]:
+    """Return the row of each sequence that has exactly one: which row is the last of several, verification decides."""
+    rows, row = {}, 0
+    for chunk in step.chunks:
+        if chunk.rows == 1:
+            rows[chunk.seq.id] = row
+        row += chunk.rows
+    return rows
 
 
 def device_name(device: torch.device) -> str:

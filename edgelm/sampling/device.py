@@ -39,8 +39,24 @@ class RowRequest(NamedTuple):
     extra: Sequence[int] = ()
 
 
+class Launch:
+    """Rows that are being sampled: there on the device for what it does next, on their way to the host."""
+
+    def __init__(self, tokens: Tensor, answers: _Answers, wanted: list[int], num_vocab: int) -> None:
+        self.tokens = tokens  # int64 [rows]; NOT_A_TOKEN where the logits were not numbers
+        self._answers = answers
+        self._number = answers.number
+        self._wanted = wanted
+        self._num_vocab = num_vocab
+
+    def read(self) -> list[Sampled]:
+        """Wait for the tokens: before so many more launches as may be in flight."""
+        assert self._number == self._answers.number, "too many launches are not read"
+        return self._answers.read(self._wanted, self._num_vocab)
+
+
 class DeviceSampler:
-    """Samples up to `max_rows` rows at once. Launches are answered in their order, on one stream of the device."""
+    """Samples up to `max_rows` rows at once, one launch after the other on one stream of the device."""
 
     def __init__(
         self, num_vocab: int, max_rows: int, device: torch.device | str, implementation: str | None = None
@@ -58,32 +74,21 @@ class DeviceSampler:
             self._history_counts = _Column(torch.int32, _FIRST_CAPACITY, self._device)
             self._masks = _Column(torch.int32, num_masks, self._device)
             self._answers = deque(_Answers(max_rows, self._device) for _ in range(IN_FLIGHT))
-        self._pending: deque[_Answers] = deque()
 
     def sample(self, logits: Tensor, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> list[Sampled]:
         """Sample each row of logits [rows, vocab] on the device; masks are [rows, ceil(vocab / 32)]."""
-        self.launch(logits, rows, masks)
-        return self.read()
+        return self.launch(logits, rows, masks).read()
 
-    def launch(self, logits: Tensor, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> Tensor:
-        """Start to sample, without waiting for the device; return where the tokens will be there: int64 [rows]."""
-        assert self._answers, "too many launches are not read"
+    def launch(self, logits: Tensor, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> Launch:
+        """Start to sample, without waiting for the device. What is never read is forgotten."""
         assert logits.shape[1] == self._num_vocab, logits.shape
         with torch.inference_mode():
             batch, wanted = self._stage(rows, masks)
             assert len(logits) == len(wanted) <= self._max_rows, (logits.shape, len(wanted))
             words = sampling.sample(logits, batch, implementation=self._implementation)
-            answers = self._answers.popleft()
-            answers.fetch(words, wanted)
-        self._pending.append(answers)
-        return words[:, Answer.TOKEN]
-
-    def read(self) -> list[Sampled]:
-        """Wait for the oldest launch that was not read, and return its tokens."""
-        answers = self._pending.popleft()
-        sampled = answers.read(self._num_vocab)
-        self._answers.append(answers)
-        return sampled
+            self._answers.rotate()
+            self._answers[0].fetch(words)
+        return Launch(words[:, Answer.TOKEN], self._answers[0], wanted, self._num_vocab)
 
     def _stage(self, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> tuple[Batch, list[int]]:
         """Send the parameters; return them, and how many likely tokens each row wants (below 0: no logprobs)."""
@@ -96,10 +101,12 @@ class DeviceSampler:
             masked = (masks != -1).any(axis=1).tolist()
             if any(masked):
                 self._masks.append(masks.reshape(-1))
-        wanted = []
+        table_words: list[NDArray[np.int64]] = []
+        wanted: list[int] = []
         for i, row in enumerate(rows):
-            self._rows.append(self._words(row, masks is not None and masked[i]))
+            table_words.append(self._words(row, masks is not None and masked[i]))
             wanted.append(-1 if row.params.num_logprobs is None else row.params.num_logprobs)
+        self._rows.append(np.concatenate(table_words))
         assert masks is None or len(masks) == len(wanted), (masks.shape, len(wanted))
         table, bias_ids, bias, history_ids, history_counts, packed = (column.send() for column in columns)
         num_words = (self._num_vocab + 31) // 32
@@ -131,20 +138,10 @@ class DeviceSampler:
             self._history_ids.append(row.history.ids)
             self._history_counts.append(row.history.counts)
             row.history.pop(len(row.extra))
-        words = np.zeros(len(Word), dtype=np.int64)
-        floats = words.view(np.float64)
-        words[Word.FLAGS] = Flag.ACTIVE | (Flag.GREEDY if params.greedy else 0) | (Flag.MASKED if masked else 0)
-        floats[Word.TEMPERATURE] = min(max(params.temperature, COLDEST), HOTTEST)
-        floats[Word.CUT] = math.log(params.min_p) - SLACK if params.min_p > 0 else -math.inf
-        floats[Word.TOP_P] = params.top_p - SLACK if params.top_p < 1 else 1.0
-        words[Word.TOP_K] = params.top_k if params.top_k < self._num_vocab else 0
-        floats[Word.REPETITION] = params.repetition_penalty
-        floats[Word.FREQUENCY] = params.frequency_penalty
-        floats[Word.PRESENCE] = params.presence_penalty
-        words[Word.SEED] = params.seed - (params.seed >> 63 << 64)
+        words = _words_of(params, self._num_vocab).copy()
+        if masked:
+            words[Word.FLAGS] |= Flag.MASKED
         words[Word.POSITION] = row.position
-        words[Word.CHOICE] = params.choice
-        words[Word.NUM_TOP] = -1 if params.num_logprobs is None else params.num_logprobs
         words[Word.BIAS_START :] = bias_start, self._bias.used, history_start, self._history_ids.used
         return words
 
@@ -195,30 +192,30 @@ class _Column:
 
 
 class _Answers:
-    """What one launch answers, on its way to the host."""
+    """What a launch answers, on its way to the host; each has a number."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self._host = torch.empty((max_rows, sampling.NUM_ANSWER), dtype=torch.int64, pin_memory=cuda)
         self._fetched = torch.cuda.Event() if cuda else None
-        self._wanted: list[int] = []
+        self.number = 0
 
-    def fetch(self, words: Tensor, wanted: list[int]) -> None:
-        """Start to copy the answers; `wanted` is how many likely tokens each row asked for."""
+    def fetch(self, words: Tensor) -> None:
+        """Start to copy the answers: behind those of the launch before, as all is on one stream."""
         self._host[: len(words)].copy_(words, non_blocking=True)
-        self._wanted = wanted
+        self.number += 1
         if self._fetched:
             self._fetched.record()
 
-    def read(self, num_vocab: int) -> list[Sampled]:
-        """Wait for the copy, and return what it says."""
+    def read(self, wanted: list[int], num_vocab: int) -> list[Sampled]:
+        """Wait for the copy, and return what it says; `wanted` is how many likely tokens each row asked for."""
         if self._fetched:
             self._fetched.synchronize()
-        words: NDArray[np.int64] = self._host.numpy()[: len(self._wanted)]
+        words: NDArray[np.int64] = self._host.numpy()[: len(wanted)]
         tokens = words[:, Answer.TOKEN].tolist()
         return [
-            Sampled(token) if wanted < 0 or token == NOT_A_TOKEN else _with_logprobs(words[i], min(wanted, num_vocab))
-            for i, (token, wanted) in enumerate(zip(tokens, self._wanted, strict=True))
+            Sampled(token) if most < 0 or token == NOT_A_TOKEN else _with_logprobs(words[i], min(most, num_vocab))
+            for i, (token, most) in enumerate(zip(tokens, wanted, strict=True))
         ]
 
 
@@ -239,6 +236,25 @@ def _logits(composites: NDArray[np.int64]) -> list[float]:
     bits = (composites >> 32).astype(np.int32)
     logits: list[float] = np.where(bits < 0, bits ^ sampling.ID_BITS, bits).astype(np.int32).view(np.float32).tolist()
     return logits
+
+
+@lru_cache(maxsize=256)
+def _words_of(params: SamplingParams, num_vocab: int) -> NDArray[np.int64]:
+    """Return what the rows of one request have in common."""
+    words = np.zeros(len(Word), dtype=np.int64)
+    floats = words.view(np.float64)
+    words[Word.FLAGS] = Flag.ACTIVE | (Flag.GREEDY if params.greedy else 0)
+    floats[Word.TEMPERATURE] = min(max(params.temperature, COLDEST), HOTTEST)
+    floats[Word.CUT] = math.log(params.min_p) - SLACK if params.min_p > 0 else -math.inf
+    floats[Word.TOP_P] = params.top_p - SLACK if params.top_p < 1 else 1.0
+    words[Word.TOP_K] = params.top_k if params.top_k < num_vocab else 0
+    floats[Word.REPETITION] = params.repetition_penalty
+    floats[Word.FREQUENCY] = params.frequency_penalty
+    floats[Word.PRESENCE] = params.presence_penalty
+    words[Word.SEED] = params.seed - (params.seed >> 63 << 64)
+    words[Word.CHOICE] = params.choice
+    words[Word.NUM_TOP] = -1 if params.num_logprobs is None else params.num_logprobs
+    return words
 
 
 @lru_cache(maxsize=64)

@@ -27,7 +27,7 @@ import numpy as np
 from llama_cpp import llama_cpp as L
 from numpy.typing import NDArray
 
-from edgelm.core import Drafter, Masks, Sampled, SamplingParams, Sequence, Step
+from edgelm.core import Drafter, Masks, Ready, Sampled, SamplingParams, Sequence, Step
 from edgelm.engine.clock import StepClock
 from edgelm.engine.costs import Measured, StepCosts
 from edgelm.engine.drafter import NgramDrafter
@@ -65,7 +65,7 @@ class Forced:
             self.steps.append((step.num_rows, sum(chunk.start for chunk in step.chunks)))
         self._inner.forward(step)
 
-    def sample(self, step: Step, masks: Masks | None) -> list[list[Sampled]]:
+    def sample(self, step: Step, masks: Masks | None) -> Ready:
         if self.answer is None:
             return self._inner.sample(step, masks)
         logits = self._inner.logits(step)
@@ -77,7 +77,7 @@ class Forced:
             taken.append(Sampled(self.answer[first + row]))
             if row == len(chunk.draft) or taken[-1].id != chunk.draft[row]:
                 break
-        return [taken]
+        return Ready([taken])
 
     def logits(self, step: Step) -> NDArray[np.float32]:
         return self._inner.logits(step)

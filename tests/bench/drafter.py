@@ -10,6 +10,10 @@ With --repeat N all is done N times and each step counts with its least time: st
 what they take on a machine that does nothing else. What is done before the first step of an answer and after the last
 (`begin`, `work`, `end`) is not in them; --json has it as microseconds for a thousand tokens of prompt and answer.
 
+With --gap G each step that has to wait for the one before it takes G steps more: what the host does between two of
+them. Then those that can be launched one step ahead are, by the drafter's own stake, as the engine does it; `ahead` is
+their share, and S without that is printed beside it.
+
 File format: arrays `tokens` (all requests, prompt then answer), `offsets` (requests + 1), `prompt_len`, `task` (index
 into `task_names`), `session`.
 """
@@ -41,13 +45,20 @@ class Tally:
     tokens: int = 0
     steps: int = 0
     drafted: int = 0
+    ahead: int = 0  # steps that were launched before the one before them was read
     step_ns: list[int] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
         self.tokens += other.tokens
         self.steps += other.steps
         self.drafted += other.drafted
+        self.ahead += other.ahead
         self.step_ns += other.step_ns
+
+    def speedup(self, cost: float, gap: float) -> float:
+        """Return tokens over time, in steps."""
+        time = self.steps + cost * self.drafted + gap * (self.steps - self.ahead)
+        return round(self.tokens * (1 + gap) / max(time, 1e-9), 4)
 
     def figures(self, cost: float) -> dict[str, float]:
         """Return the figures of the report."""
@@ -56,7 +67,7 @@ class Tally:
         return {
             "tokens_per_step": round(self.tokens / steps, 4),
             "drafted_per_step": round(self.drafted / steps, 4),
-            "speedup": round(self.tokens / max(self.steps + cost * self.drafted, 1e-9), 4),
+            "speedup": self.speedup(cost, 0.0),
             "us_p50": round(float(np.percentile(micro, 50)), 2),
             "us_mean": round(float(micro.mean()), 2),
             "us_p99": round(float(np.percentile(micro, 99)), 2),
@@ -110,8 +121,8 @@ def read_requests(path: Path) -> list[Request]:
         ]
 
 
-def replay(requests: Iterable[Request], cost: float, *, memory: bool = True) -> Replay:
-    """Run requests, in order, through one drafter that is new."""
+def replay(requests: Iterable[Request], cost: float, *, memory: bool = True, gap: float | None = None) -> Replay:
+    """Run requests, in order, through one drafter that is new; with a gap, one step ahead where that pays."""
     clock = time.perf_counter_ns
     drafter = NgramDrafter(Memory() if memory else None)
     costs = [cost] * MAX_DRAFT
@@ -126,7 +137,7 @@ def replay(requests: Iterable[Request], cost: float, *, memory: bool = True) -> 
         while drafter.work(WORK_S):
             pass
         before = clock() - start
-        tally = _decode(drafter, seq, tokens, costs)
+        tally = _decode(drafter, seq, tokens, costs, gap)
         start = clock()
         drafter.end(seq)
         while drafter.work(WORK_S):
@@ -137,12 +148,15 @@ def replay(requests: Iterable[Request], cost: float, *, memory: bool = True) -> 
     return result
 
 
-def _decode(drafter: NgramDrafter, seq: Sequence, tokens: list[int], costs: list[float]) -> Tally:
+def _decode(drafter: NgramDrafter, seq: Sequence, tokens: list[int], costs: list[float], gap: float | None) -> Tally:
     tally = Tally()
     clock = time.perf_counter_ns
+    ahead = False
     while len(seq.tokens) < len(tokens):
         start = clock()
-        draft = drafter.propose(seq, costs)
+        tally.ahead += ahead
+        draft = [] if ahead else drafter.propose(seq, costs)
+        ahead = gap is not None and not draft and drafter.stake(seq, costs) <= gap
         proposed = clock()
         known = len(seq.tokens)
         accepted = 0
@@ -164,6 +178,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.drafter", description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.npz")
     parser.add_argument("--cost", type=float, required=True, metavar="C", help="of one row more, in steps")
+    parser.add_argument("--gap", type=float, metavar="G", help="before a step that waits for the one before, in steps")
     parser.add_argument("--no-memory", action="store_true", help="each request is on its own")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="take each step's least time of N runs")
     parser.add_argument("--tasks", action="store_true", help="print each task, too")
@@ -175,9 +190,19 @@ def main(arguments: list[str]) -> None:
         result = replay(requests, options.cost, memory=not options.no_memory)
         for _ in range(options.repeat - 1):
             result.take_least(replay(requests, options.cost, memory=not options.no_memory))
+        gap: float | None = options.gap
+        compared: dict[str, float] = {}
+        if gap is not None:
+            whole = replay(requests, options.cost, memory=not options.no_memory, gap=gap).whole
+            compared = {
+                "speedup_gap": result.whole.speedup(options.cost, gap),
+                "speedup_ahead": whole.speedup(options.cost, gap),
+                "ahead": round(whole.ahead / max(whole.steps, 1), 4),
+            }
         tasks = {name: tally.figures(options.cost) for name, tally in result.tasks.items()}
         sets[path.stem] = {
             **result.whole.figures(options.cost),
+            **compared,
             "beside_us_per_ktoken": round(result.beside_ns / max(result.beside_tokens, 1), 1),
             "tasks": tasks,
         }
@@ -185,13 +210,15 @@ def main(arguments: list[str]) -> None:
         print(json.dumps({"sets": sets}))
         return
     columns = ("tokens_per_step", "drafted_per_step", "speedup", "us_p50", "us_mean", "us_p99")
+    if options.gap is not None:
+        columns += ("speedup_gap", "speedup_ahead", "ahead")
     print(f"{f'cost {options.cost:g}':36}" + "".join(f"{column:>18}" for column in columns))
     for name, figures in sets.items():
         rows = [(name, figures)]
         if options.tasks:
             rows += [(f"  {task}", each) for task, each in figures["tasks"].items()]
         for label, row in rows:
-            print(f"{label:36}" + "".join(f"{row[column]:>18.3f}" for column in columns))
+            print(f"{label:36}" + "".join(f"{row[column]:>18.3f}" for column in columns if column in row))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ cmake -B build -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=90 && cmake --build bui
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import subprocess
@@ -25,7 +26,11 @@ from typing import Any
 import torch
 from gguf import GGMLQuantizationType as Quant
 
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.core import Chunk, SamplingParams, Sequence, Stats, Step
+from edgelm.engine.clock import StepClock
+from edgelm.engine.engine import Engine
+from edgelm.engine.paged import PagedKV
+from edgelm.engine.scheduler import Scheduler
 from edgelm.executors.torch import TorchExecutor, TorchOptions
 from edgelm.kernels.cache import BLOCK_LEN
 from edgelm.kernels.target import target_of
@@ -40,6 +45,7 @@ BATCHES = 1, 4, 16
 VERIFY_ROWS = 1, 4, 8, 16
 PROMPTS = 512, 2_048, 8_192
 REPEATS = 50
+ENGINE_TOKENS = 256
 BITS = {"Q4_0": 4.5, "Q4_K": 4.625, "Q8_0": 8.5}
 
 
@@ -101,7 +107,7 @@ class Bench:
             rows = int(start + count == length)
             step = Step((Chunk(self._seqs[0], start, [5] * count, rows, table),))
             self._executor.forward(step)
-        self._executor.sample(step, None)
+        self._executor.sample(step, None).read()
         return 1e3 * (time.perf_counter() - begun)
 
     def _time(self, step: Step) -> float:
@@ -109,13 +115,38 @@ class Bench:
         for _ in range(self._repeats + 3):
             begun = time.perf_counter()
             self._executor.forward(step)
-            self._executor.sample(step, None)
+            self._executor.sample(step, None).read()
             times.append(1e3 * (time.perf_counter() - begun))
         return statistics.median(times[3:])
 
 
+def engine_ms(executor: TorchExecutor, batch: int, tokens: int) -> float:
+    """Return the time of a step as requests see it: with scheduler, sampling and delivery, without drafts."""
+    clock = StepClock()
+    scheduler = Scheduler(executor.info, PagedKV(executor.info, executor.info.block_len), clock)
+    engine = Engine(executor, scheduler, clock).start()
+
+    async def ask(first: int) -> Stats:
+        params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=tokens)
+        stats = [event.stats async for event in engine.submit([first + 5] * 32, params)][-1]
+        assert stats is not None
+        return stats
+
+    async def together() -> list[Stats]:
+        return list(await asyncio.gather(*map(ask, range(batch))))
+
+    try:
+        asyncio.run(together())  # kernels are compiled here
+        stats = asyncio.run(together())
+    finally:
+        engine.stop()
+    return statistics.median(each.decode_ms / (each.completion_tokens - 1) for each in stats)
+
+
 @contextmanager
-def loaded(path: Path, device: str, kv: str, *, graphs: bool, context: int) -> Iterator[tuple[TorchExecutor, float]]:
+def loaded(
+    path: Path, device: str, kv: str, *, graphs: bool, context: int, ahead: bool = True
+) -> Iterator[tuple[TorchExecutor, float]]:
     """Give an executor over a file, and the seconds that loading took."""
     begun = time.perf_counter()
     dtype, implementation = (torch.bfloat16, "triton") if device == "cuda" else (torch.float32, "reference")
@@ -126,8 +157,9 @@ def loaded(path: Path, device: str, kv: str, *, graphs: bool, context: int) -> I
     seconds = time.perf_counter() - begun
     room = max(context, 16 * 2 * BLOCK_LEN * 8)
     options = TorchOptions(
-        context=context, capacity=room, kv=kv, max_sequences=16, max_tokens=min(2048, context), graphs=graphs
-    )
+        context=context, capacity=room, kv=kv, max_sequences=16, max_tokens=min(2048, context), graphs=graphs,
+        runs_ahead=ahead,
+    )  # fmt: skip
     executor = TorchExecutor(decoder, options)
     try:
         yield executor, seconds
@@ -158,6 +190,8 @@ def measure_ours(
             kind = "graphs" if graphs else "no graphs"
             for batch in BATCHES:
                 row(f"decode batch {batch}, {kind}", bench.decode_ms(batch), batch)
+                ms = engine_ms(executor, batch, 8 if tiny else ENGINE_TOKENS)
+                row(f"engine batch {batch}, {kind}, one step ahead", ms, batch)
             if not graphs:
                 continue
             report.add(
@@ -173,6 +207,9 @@ def measure_ours(
                 if length < context:
                     bench.prefill_ms(length)
                     row(f"prefill {length}", bench.prefill_ms(length), length, reads=False)
+    with loaded(path, device, "f16", graphs=True, context=context, ahead=False) as (executor, _):
+        for batch in BATCHES:
+            row(f"engine batch {batch}, graphs", engine_ms(executor, batch, 8 if tiny else ENGINE_TOKENS), batch)
 
 
 def measure_llama(report: Report, name: str, quant: str, path: Path, program: Path) -> None:

@@ -8,14 +8,16 @@ with an abort or with silent nonsense is an AssertionError here. Owns no bookkee
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.core import (
+    LAST,
     NOT_A_TOKEN,
     Chunk,
     Copy,
@@ -132,6 +134,9 @@ class SimpleDrafter:
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None: ...
 
+    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        return math.inf  # so that it is asked for a draft in each step
+
     def end(self, seq: Sequence) -> None: ...
 
     def work(self, seconds: float) -> bool:
@@ -146,9 +151,9 @@ class InjectedError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """A step fails in the middle: after `done` ops, after `done` tokens, or when it samples."""
+    """A step fails in the middle: after `done` ops, after `done` tokens, when it samples, or when that is read."""
 
-    where: Literal["ops", "chunks", "sample"]
+    where: Literal["ops", "chunks", "sample", "read"]
     done: int = 0
     error: type[Exception] = EngineError
 
@@ -362,6 +367,8 @@ class FakeExecutor:
     def __post_init__(self) -> None:
         self._fault: Fault | None = None
         self._step: Step | None = None
+        self._last: dict[int, int] = {}  # by sequence: what the last step sampled, where that is one row
+        self._unread: list[FakeSamples] = []
         self._entries: list[list[int]] = []  # read back by each chunk
 
     def forward(self, step: Step) -> None:
@@ -377,19 +384,20 @@ class FakeExecutor:
         self.memory.check_step(step)
         done = 0
         for chunk in step.chunks:
-            for position, token in enumerate(chunk.tokens, chunk.start):
+            tokens = [max(self._last[chunk.seq.id], 0)] if chunk.tokens == [LAST] else chunk.tokens
+            for position, token in enumerate(tokens, chunk.start):
                 if fault and fault.where == "chunks" and done == fault.done:
                     self._fail(fault)
                 self.memory.write(chunk, position, token)
                 done += 1
         self.num_computed += done
         self._step, self._entries = step, [self.memory.read(chunk) for chunk in step.chunks]
-        if fault and fault.where != "sample":
+        if fault and fault.where in ("ops", "chunks"):
             self._fail(fault)  # there were fewer ops or tokens
 
-    def sample(self, step: Step, masks: Masks | None) -> list[list[Sampled]]:
+    def sample(self, step: Step, masks: Masks | None) -> FakeSamples:
         assert step is self._step
-        if self._fault:
+        if self._fault and self._fault.where == "sample":
             self._fail(self._fault)
         assert masks is None or len(masks) == step.num_rows
         sampled, first = [], 0
@@ -397,7 +405,18 @@ class FakeExecutor:
             rows = None if masks is None else masks[first : first + chunk.rows]
             sampled.append(self._sample_chunk(chunk, entries, rows))
             first += chunk.rows
-        return sampled
+        self._last = {
+            chunk.seq.id: rows[0].id for chunk, rows in zip(step.chunks, sampled, strict=True) if chunk.rows == 1
+        }
+        assert len(self._unread) <= self.info.runs_ahead, "a step is launched, and the two before it are not read"
+        samples = FakeSamples(self, sampled, self._fault)
+        self._unread.append(samples)
+        return samples
+
+    def read(self, samples: FakeSamples) -> None:
+        assert samples is self._unread.pop(0), "they are read in their order"
+        if samples.fault:
+            self._fail(samples.fault)
 
     def logits(self, step: Step) -> NDArray[np.float32]:
         raise RequestError("the fake has no logits")
@@ -416,15 +435,15 @@ class FakeExecutor:
                 bits = np.unpackbits(masks[row].view(np.uint8), bitorder="little")
                 allowed = np.flatnonzero(bits[: self.info.num_vocab]).tolist()
             token = choose(entries[: chunk.end - chunk.rows + row + 1], chunk.seq.params, allowed)
-            if self.spoiled.get(chunk.seq.id) == chunk.seq.completion_len + row:
+            if self.spoiled.get(chunk.seq.id) == chunk.end - chunk.rows + 1 + row - chunk.seq.prompt_len:
                 token = NOT_A_TOKEN
             taken.append(Sampled(token))
             if not self.all_rows and (row + 1 == chunk.rows or token != chunk.draft[row]):
                 break
         return taken
 
-    def _fail(self, fault: Fault) -> None:
-        self.lenient, self._fault = True, None
+    def _fail(self, fault: Fault) -> NoReturn:
+        self.lenient, self._fault, self._unread = True, None, []
         raise fault.exception()
 
     def _check(self, step: Step) -> None:
@@ -436,4 +455,22 @@ class FakeExecutor:
             assert chunk.tokens
             assert 0 <= chunk.rows <= len(chunk.tokens)
             assert 0 <= chunk.start < chunk.end <= self.info.context
-            assert 0 <= min(chunk.tokens) <= max(chunk.tokens) < self.info.num_vocab
+            if LAST in chunk.tokens:
+                assert self.info.runs_ahead
+                assert (chunk.tokens, chunk.rows) == ([LAST], 1)
+                assert self._unread, "the host knows what was sampled last"
+            else:
+                assert 0 <= min(chunk.tokens) <= max(chunk.tokens) < self.info.num_vocab
+
+
+@dataclass(eq=False, slots=True)
+class FakeSamples:
+    """What a fake device sampled, and does not tell before it is asked."""
+
+    executor: FakeExecutor
+    rows: list[list[Sampled]]
+    fault: Fault | None
+
+    def read(self) -> list[list[Sampled]]:
+        self.executor.read(self)
+        return self.rows

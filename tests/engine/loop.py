@@ -55,7 +55,7 @@ class Loop:
         self.ops += step.ops
         try:
             self.executor.forward(step)
-            sampled = self.executor.sample(step, grammar_masks(step, self.info.num_vocab))
+            sampled = self.executor.sample(step, grammar_masks(step, self.info.num_vocab)).read()
         except EngineError as error:
             return self.scheduler.fail(step, error)
         events = self.scheduler.commit(step, sampled)

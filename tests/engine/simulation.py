@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from edgelm.core import Event, Sequence, Step
+from edgelm.core import LAST, Chunk, Event, Sequence, Step
 from edgelm.engine.clock import StepClock
 from edgelm.engine.masks import grammar_masks
 from edgelm.engine.paged import PagedKV
@@ -17,7 +17,15 @@ from edgelm.engine.prefixes import common_prefix_len
 from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.slots import SlotKV
 from edgelm.errors import EngineError, SnapshotError
-from tests.engine.fake import FakeExecutor, FakeFiles, FakeMatcher, InjectedError, PagedMemory, SlotMemory
+from tests.engine.fake import (
+    FakeExecutor,
+    FakeFiles,
+    FakeMatcher,
+    FakeSamples,
+    InjectedError,
+    PagedMemory,
+    SlotMemory,
+)
 from tests.engine.workloads import FakeDrafter, Request, Workload, make_workload
 
 BOOKKEEPERS = ("slots", "paged")
@@ -51,13 +59,17 @@ class Simulation:
         self.num_preempted = 0
         self.num_cached = 0
         self.num_restarts = 0
+        self.num_ahead = 0  # steps
+        self.num_dropped = 0  # tokens that were sampled behind the end
         self._admitted: set[int] = set()
         self._cached: dict[int, int] = {}  # at the first admission
         self._failed: set[int] = set()  # whom an injected failure concerns
 
     def start(self) -> None:
         """Make what a process has: all but the files are new."""
-        workload, facts = self.workload, self.workload.info
+        workload = self.workload
+        facts = replace(workload.info, runs_ahead=workload.runs_ahead and self.kind == "paged")
+        self.flight: tuple[Step, FakeSamples] | None = None  # launched before the step before it was read
         if self.kind == "slots":
             size = workload.snapshot_bytes
             self.memory = memory = SlotMemory(facts, size, self.files, workload.refused_saves)
@@ -96,33 +108,48 @@ class Simulation:
 
     def step(self) -> bool:
         """Run one step as the engine does; False: there was nothing to do."""
-        step = None
+        flight, self.flight = self.flight, None
+        step = flight[0] if flight else None
         before = self._before()
         try:
-            step = self.scheduler.plan()
-            if step is None:
-                assert not self.scheduler.num_unfinished
-                return False
-            self.check_step(step, before)
-            self.executor.forward(step)
-            self._check_memory()
-            sampled = self.executor.sample(step, grammar_masks(step, self.workload.info.num_vocab))
+            if flight is None:
+                step = self.scheduler.plan()
+                if step is None:
+                    assert not self.scheduler.num_unfinished
+                    return False
+                self.check_step(step, before)
+                flight = self._launch(step)
+            step, samples = flight
+            ahead = self.scheduler.plan_ahead(step)
+            if ahead:
+                self.check_ahead(step, ahead)
+            launched = self._launch(ahead) if ahead else None
+            sampled = samples.read()
             self.clock.observe(step, self._seconds(step))
+            alive = [chunk for chunk in step.chunks if chunk.seq.kv is not None]
+            self.num_dropped += len(step.chunks) - len(alive)
             events = self.scheduler.commit(step, sampled)
-            self._check_committed(step, events)
+            self._check_committed(alive, events)
+            self.flight = launched
         except SnapshotError:
             self.executor.lenient = True
             self.scheduler.recompute()
             events = []
         except (EngineError, InjectedError):
             concerned = [chunk.seq for chunk in step.chunks] if step else [*self.scheduler.running]
-            self._failed.update(seq.id for seq in concerned)
+            self._failed.update(seq.id for seq in concerned if seq.id not in self.finished)
             self.executor.lenient = True
             events = self.scheduler.fail(step, EngineError("injected"))
             assert sorted(event.seq_id for event in events) == sorted(seq.id for seq in concerned)
             assert all(event.error for event in events)
+            events = [event for event in events if event.seq_id not in self.finished]
         self.take(events)
         return True
+
+    def _launch(self, step: Step) -> tuple[Step, FakeSamples]:
+        self.executor.forward(step)
+        self._check_memory()
+        return step, self.executor.sample(step, grammar_masks(step, self.workload.info.num_vocab))
 
     def take(self, events: list[Event]) -> None:
         for event in events:
@@ -157,6 +184,22 @@ class Simulation:
             if seq not in before.running:
                 self.num_cached += seq.computed
                 assert seq.computed <= self._most_known(seq), "a prefix is its owner's"
+
+    def check_ahead(self, step: Step, ahead: Step) -> None:
+        """Check what a step may need that follows one whose samples are not known."""
+        self.num_ahead += 1
+        scheduler, chunks = self.scheduler, {chunk.seq: chunk for chunk in step.chunks}
+        assert ahead.chunks
+        assert not ahead.ops
+        assert all(chunk.rows == 1 for chunk in step.chunks), "what is sampled in several rows is not known"
+        assert {chunk.seq for chunk in ahead.chunks} <= set(scheduler.running) <= chunks.keys()
+        for chunk in ahead.chunks:
+            seq, params = chunk.seq, chunk.seq.params
+            assert (chunk.tokens, chunk.rows, chunk.start) == ([LAST], 1, chunks[seq].end)
+            assert seq.matcher is None, "a mask needs the token"
+            assert params.max_tokens is None or seq.completion_len + 1 < params.max_tokens, "it ends for certain"
+        if scheduler.waiting:
+            assert len(ahead.chunks) == self.workload.info.max_sequences, "somebody could be admitted instead"
 
     def check_state(self) -> None:
         """Check what holds between steps."""
@@ -205,10 +248,11 @@ class Simulation:
             assert sum(seq.drafted for seq in unlost) <= self.drafter.drafted
             assert sum(seq.accepted for seq in unlost) <= self.drafter.accepted
 
-    def _check_committed(self, step: Step, events: list[Event]) -> None:
-        sampled = {chunk.seq.id for chunk in step.chunks if chunk.rows}
-        assert [event.seq_id for event in events] == [chunk.seq.id for chunk in step.chunks if chunk.rows]
-        for chunk in step.chunks:
+    def _check_committed(self, chunks: list[Chunk], events: list[Event]) -> None:
+        """Check what became of the chunks of sequences that had not ended before."""
+        sampled = {chunk.seq.id for chunk in chunks if chunk.rows}
+        assert [event.seq_id for event in events] == [chunk.seq.id for chunk in chunks if chunk.rows]
+        for chunk in chunks:
             seq = chunk.seq
             if seq in self.scheduler.running:
                 assert seq.computed == (len(seq.tokens) - 1 if seq.id in sampled else chunk.end)
@@ -261,10 +305,12 @@ class Simulation:
         assert all(kv._digests[block] is not None for block in kv._idle)
         for block in kv._empty:
             self.memory.poison(block)
+        ends = {chunk.seq: chunk.end for chunk in self.flight[0].chunks} if self.flight else {}
         for seq, table in zip(self.scheduler.running, tables, strict=True):
             assert len(table) * size <= seq.computed + size, "no more is held than what the next token needs"
-            for index in range(seq.computed // size, len(table)):
-                self.memory.poison(table[index], max(seq.computed - index * size, 0))
+            written = ends.get(seq, seq.computed)
+            for index in range(written // size, len(table)):
+                self.memory.poison(table[index], max(written - index * size, 0))
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,11 @@ class Stack:
         self.work(rng.choice([0.0, 0.0, 1.0]))
         return draft
 
+    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        stake = self.chain.stake(seq, marginal_cost)
+        assert stake >= 0
+        return self._rng.choice([0.0, self.ngrams.stake(seq, marginal_cost), stake])
+
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         self.drafted += drafted
         self.accepted += accepted

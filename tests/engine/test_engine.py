@@ -12,9 +12,10 @@ from contextlib import aclosing, contextmanager
 
 import pytest
 
-from edgelm.core import Drafter, Event, SamplingParams, Sequence, Step
+from edgelm.core import LAST, Drafter, Event, KVCache, SamplingParams, Sequence, Step
 from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
+from edgelm.engine.paged import BLOCK_LEN, PagedKV
 from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.slots import SlotKV
 from edgelm.engine.stream import Stream
@@ -24,6 +25,7 @@ from tests.engine.fake import (
     FakeMatcher,
     Fault,
     InjectedError,
+    PagedMemory,
     SimpleDrafter,
     SlotMemory,
     complete_alone,
@@ -40,9 +42,11 @@ class GatedExecutor(FakeExecutor):
         super().__post_init__()
         self.gate = threading.Event()
         self.gate.set()
+        self.num_ahead = 0  # steps
 
     def forward(self, step: Step) -> None:
         assert self.gate.wait(60)
+        self.num_ahead += any(chunk.tokens == [LAST] for chunk in step.chunks)
         super().forward(step)
 
 
@@ -51,9 +55,11 @@ def running_engine(
     max_requests: int = 256, drafter: Drafter | None = None, **facts: object
 ) -> Iterator[tuple[Engine, GatedExecutor]]:
     parsed = info(**({"context": 100_000, "capacity": 200_000} | facts))
-    executor = GatedExecutor(parsed, SlotMemory(parsed, 10**6))
+    kv: KVCache = PagedKV(parsed) if parsed.runs_ahead else SlotKV(parsed, 10**6)
+    memory = PagedMemory(parsed, BLOCK_LEN) if parsed.runs_ahead else SlotMemory(parsed, 10**6)
+    executor = GatedExecutor(parsed, memory)
     clock = StepClock()
-    scheduler = Scheduler(parsed, SlotKV(parsed, 10**6), clock, drafter)
+    scheduler = Scheduler(parsed, kv, clock, drafter)
     engine = Engine(executor, scheduler, clock, max_requests).start()
     try:
         yield engine, executor
@@ -102,6 +108,60 @@ async def test_many_streams_at_once_give_each_its_own_answer() -> None:
         for prompt, each, events in zip(prompts, params, answers, strict=True):
             assert ids_of(events) == complete_alone(prompt, each, executor.info)[0]
         assert engine.num_requests == 0
+
+
+async def test_one_step_ahead_every_answer_is_the_same() -> None:
+    with running_engine(runs_ahead=True) as (engine, executor):
+        requests = [
+            ([number % 40] * (1 + 7 * number % 90), SamplingParams(max_tokens=1 + 5 * number % 40, seed=number))
+            for number in range(60)
+        ]
+        requests += [([7, 3], SamplingParams(seed=number, stop_ids=frozenset({1, 2, 3}))) for number in range(20)]
+        answers = await asyncio.gather(*(events_of(engine.submit(*request)) for request in requests))
+        for (prompt, params), events in zip(requests, answers, strict=True):
+            expected, reason = complete_alone(prompt, params, executor.info)
+            assert ids_of(events) == expected
+            assert events[-1].finish_reason == reason
+            assert [event.finish_reason for event in events[:-1]] == [None] * (len(expected) - 1)
+        assert executor.num_ahead > 100
+        assert engine.num_requests == 0
+
+
+@pytest.mark.parametrize("where", ["chunks", "sample", "read"])
+@pytest.mark.parametrize("number", [0, 1, 5, 6])
+async def test_a_step_ahead_that_fails_fails_its_requests_and_no_other(where: str, number: int) -> None:
+    with running_engine(runs_ahead=True, max_sequences=2) as (engine, executor):
+        executor.faults[number] = Fault(where)  # type: ignore[arg-type]
+        streams = [engine.submit([first, 1], greedy(30)) for first in range(2)]
+        late = engine.submit([9, 9], greedy(12))
+        num_failed = 0
+        for first, stream in enumerate(streams):
+            answer: list[int] = []
+            try:
+                async for event in stream:
+                    answer += ids_of([event])
+            except EngineError:
+                num_failed += 1
+            expected, _ = complete_alone([first, 1], greedy(30), executor.info)
+            assert answer == expected[: len(answer)]
+        assert num_failed > 0
+        events = await events_of(late)
+        assert ids_of(events) == complete_alone([9, 9], greedy(12), executor.info)[0]
+        again = await events_of(engine.submit([9, 9], greedy(12)))
+        assert ids_of(again) == ids_of(events)
+
+
+async def test_leaving_while_a_step_is_on_its_way() -> None:
+    with running_engine(runs_ahead=True) as (engine, executor):
+        for _ in range(20):
+            stream = engine.submit([4, 2], ENDLESS)
+            async with aclosing(stream):
+                async for _ in stream:
+                    break
+            answer = await events_of(engine.submit([1, 2, 3], greedy(9)))
+            assert ids_of(answer) == complete_alone([1, 2, 3], greedy(9), executor.info)[0]
+        await emptied(engine)
+        assert executor.num_ahead > 20
 
 
 async def test_a_grammar_masks_what_is_sampled() -> None:

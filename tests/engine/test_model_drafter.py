@@ -13,7 +13,7 @@ from edgelm.engine.chain import ChainDrafter
 from edgelm.engine.clock import StepClock
 from edgelm.engine.costs import Measured, StepCosts
 from edgelm.engine.model_drafter import ModelDrafter
-from tests.engine.fake import FakeExecutor, Fault, SimpleDrafter, SlotMemory, info
+from tests.engine.fake import FakeExecutor, FakeSamples, Fault, SimpleDrafter, SlotMemory, info
 from tests.engine.loop import Loop
 
 
@@ -28,12 +28,14 @@ class Confident(FakeExecutor):
         if step.chunks:  # a drafter's trims need not wait for a step, as the scheduler's do
             super()._check(step)
 
-    def sample(self, step: Step, masks: Masks | None) -> list[list[Sampled]]:
+    def sample(self, step: Step, masks: Masks | None) -> FakeSamples:
         def off(token: int) -> int:
             return (token + 1) % self.info.num_vocab if self.rng.random() < self.wrong else token
 
         logprob = math.log(self.confidence)
-        return [[Sampled(off(each.id), logprob) for each in rows] for rows in super().sample(step, masks)]
+        samples = super().sample(step, masks)
+        samples.rows = [[Sampled(off(each.id), logprob) for each in rows] for rows in samples.rows]
+        return samples
 
 
 def small_model(**facts: object) -> Confident:

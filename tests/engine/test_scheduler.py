@@ -6,8 +6,9 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from edgelm.core import Sampled, SamplingParams, Sequence, Step
-from edgelm.engine.clock import MIN_PREFILL
+from edgelm.core import LAST, Sampled, SamplingParams, Sequence, Step
+from edgelm.engine.clock import MIN_PREFILL, StepClock
+from edgelm.engine.costs import Measured, StepCosts
 from edgelm.errors import EngineError, RequestError
 from tests.engine.fake import FakeMatcher, Fault, SimpleDrafter, complete_alone, info
 from tests.engine.loop import Loop
@@ -15,6 +16,74 @@ from tests.engine.simulation import BOOKKEEPERS
 
 both = pytest.mark.parametrize("kind", BOOKKEEPERS)
 GREEDY = SamplingParams(temperature=0)
+
+
+class Staking(SimpleDrafter):
+    """A drafter that says what the next step may lose."""
+
+    def __init__(self, stake: float) -> None:
+        self._stake = stake
+        self.asked: list[list[float]] = []
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
+        return []
+
+    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        self.asked.append(list(marginal_cost))
+        return self._stake
+
+
+def ahead_loop(stake: float | None = None, gap_s: float = 0.0, **facts: object) -> tuple[Loop, Step]:
+    """Return a loop over sequences that decode, and the step under way."""
+    clock = StepClock(StepCosts([Measured(1, 0, 0.01), Measured(2, 0, 0.011)]))
+    for _ in range(100):
+        clock.observe_gap(gap_s)
+    drafter = None if stake is None else Staking(stake)
+    loop = Loop("paged", clock=clock, drafter=drafter, **({"runs_ahead": True} | facts))
+    loop.add([1, 2, 3])
+    loop.add([4, 5])
+    loop.step()
+    step = loop.scheduler.plan()
+    assert step
+    assert len(step.chunks) == 2
+    return loop, step
+
+
+def test_a_step_ahead_goes_on_where_the_step_before_ends() -> None:
+    loop, step = ahead_loop()
+    ahead = loop.scheduler.plan_ahead(step)
+    assert ahead
+    assert [(chunk.tokens, chunk.rows) for chunk in ahead.chunks] == [([LAST], 1)] * 2
+    assert [chunk.start for chunk in ahead.chunks] == [chunk.end for chunk in step.chunks]
+
+
+@pytest.mark.parametrize(("stake", "gap_s", "expected"), [(0.3, 0.004, True), (0.3, 0.002, False), (0.0, 0.0, True)])
+def test_a_draft_that_may_come_is_weighed_against_the_wait(stake: float, gap_s: float, expected: bool) -> None:
+    loop, step = ahead_loop(stake, gap_s)
+    assert (loop.scheduler.plan_ahead(step) is not None) == expected
+    drafter = loop.scheduler._drafter
+    assert isinstance(drafter, Staking)
+    assert [len(costs) for costs in drafter.asked] == [6, 6]  # of eight tokens one is there and one under way
+
+
+@pytest.mark.parametrize(
+    "params", [{"repetition_penalty": 1.1}, {"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"max_tokens": 3}]
+)
+def test_who_needs_the_token_first_waits_for_it(params: dict[str, object]) -> None:
+    """Penalties count it. A sequence of which it is the last one needs no step any more, the other one does."""
+    loop = Loop("paged", runs_ahead=True)
+    loop.add([1, 2, 3], **params)
+    other = loop.add([4, 5])
+    loop.step()
+    loop.step()
+    step = loop.scheduler.plan()
+    assert step
+    ahead = loop.scheduler.plan_ahead(step)
+    if "max_tokens" in params:
+        assert ahead
+        assert [chunk.seq for chunk in ahead.chunks] == [other]
+    else:
+        assert ahead is None
 
 
 class Drafts(SimpleDrafter):

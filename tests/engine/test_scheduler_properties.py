@@ -35,6 +35,9 @@ def test_the_workloads_are_as_hard_as_they_should_be(kind: str) -> None:
     assert sum(run.num_cached for run in runs) >= 2_000
     assert sum(run.drafter.accepted for run in runs if run.drafter) >= 1_000
     assert sum(run.drafter.drafted - run.drafter.accepted for run in runs if run.drafter) >= 1_000
+    if kind == "paged":
+        assert sum(run.num_ahead for run in runs) >= 2_000
+        assert sum(run.num_dropped for run in runs) >= 20
 
 
 def _lost(kind: str, facts: ExecutorInfo, block_len: int, known: int) -> int:

@@ -6,6 +6,7 @@ is what it generates alone; so follow-up turns and drafts are made of true answe
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,7 @@ class Workload:
     keeps_files: bool
     refused_saves: frozenset[int]  # by number
     restart_rate: float  # of the times when nothing runs
+    runs_ahead: bool  # where the bookkeeper can
     rng: random.Random = field(repr=False)
 
 
@@ -72,6 +74,7 @@ def make_workload(seed: int) -> Workload:
         keeps_files=rng.random() < 0.7,
         refused_saves=frozenset() if calm else frozenset(rng.sample(range(20), rng.choice([0, 0, 1, 3]))),
         restart_rate=rng.choice([0.0, 0.3, 0.8]),
+        runs_ahead=rng.random() < 0.7,
         rng=rng,
     )
 
@@ -92,7 +95,7 @@ def _facts(rng: random.Random) -> ExecutorInfo:
 
 
 def _fault(rng: random.Random) -> Fault:
-    where = rng.choice(["ops", "chunks", "sample"])
+    where = rng.choice(["ops", "chunks", "sample", "read"])
     return Fault(where, rng.randrange(6), rng.choice([EngineError, InjectedError]))  # type: ignore[arg-type]
 
 
@@ -184,6 +187,11 @@ class FakeDrafter(SimpleDrafter):
                 return right + wrong
             case _:
                 return self._copied(seq.tokens)[:most]
+
+    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        assert seq.id in self.begun
+        assert marginal_cost
+        return self._rng.choice([0.0, 0.0, 0.0, math.inf])
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         assert drafted > 0

@@ -196,7 +196,7 @@ def test_sampling_stops_at_the_first_token_that_differs_from_the_draft(executor:
     best = row(executor, chunk(PROMPT, 0, 0)).argmax(axis=1)
     step = Step((chunk([*PROMPT, int(best[0]), 500, 501], 0, 1, rows=4),))
     executor.forward(step)
-    (samples,) = executor.sample(step, None)
+    (samples,) = executor.sample(step, None).read()
     assert samples[0] == Sampled(int(best[0]))
     assert len(samples) == 2
     assert samples[1].id != 500
@@ -207,7 +207,7 @@ def test_masks_allow_only_their_tokens(executor: LlamaExecutor) -> None:
     executor.forward(step)
     mask = np.zeros((1, 16), np.int32)
     mask[0, 4] = 1 << 9
-    assert executor.sample(step, mask) == [[Sampled(4 * 32 + 9)]]
+    assert executor.sample(step, mask).read() == [[Sampled(4 * 32 + 9)]]
 
 
 def test_a_refused_op_is_an_error_and_not_the_end(executor: LlamaExecutor) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.core import LAST, NOT_A_TOKEN, Chunk, Sampled, SamplingParams, Sequence, Step
 from edgelm.engine.engine import Engine
 from edgelm.errors import RequestError
 from edgelm.executors.batch import Bucket
@@ -136,6 +136,62 @@ def test_what_runs_beside_and_what_came_before_change_no_token(decoder: Decoder,
         assert answers(engine, requests, together=True) == alone  # now with prefixes that are there
 
 
+@pytest.mark.parametrize("kv", FORMATS)
+def test_one_step_ahead_changes_no_token(decoder: Decoder, kv: str) -> None:
+    """The executor reads what it sampled before the host does; requests end, fail and are admitted in between."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    requests = requests_of(seed, 12)
+    with running(decoder, context=192, kv=kv) as engine:
+        alone = answers(engine, requests, False)
+    num_ahead = 0
+
+    class Watched(TorchExecutor):
+        def forward(self, step: Step) -> None:
+            nonlocal num_ahead
+            num_ahead += any(chunk.tokens == [LAST] for chunk in step.chunks)
+            super().forward(step)
+
+    with running(decoder, context=192, kv=kv, capacity=512, max_sequences=4, runs_ahead=True, kind=Watched) as engine:
+        assert answers(engine, requests, together=True) == alone
+        assert answers(engine, requests, together=False) == alone
+    assert num_ahead > 20
+
+
+def test_a_last_token_is_found_in_its_row(decoder: Decoder) -> None:
+    """Of several sequences some stay, in another order than their rows, beside one that drafted."""
+    executors = [make_executor(decoder, context=64, capacity=256, runs_ahead=ahead) for ahead in (True, False)]
+    seqs = [Sequence(i, [20 + i] * 4, 4, SamplingParams(temperature=0)) for i in range(3)]
+    draft = Sequence(7, [9, 9, 9], 1, SamplingParams(temperature=0))
+    prompts = [Chunk(seq, 0, seq.tokens, 1, (i,)) for i, seq in enumerate(seqs)]
+    first = Step((prompts[0], Chunk(draft, 0, [9, 9, 9], 3, (5,)), *prompts[1:]))
+    logits = []
+    for executor in executors:
+        executor.forward(first)
+        sampled = {
+            c.seq.id: rows[0].id for c, rows in zip(first.chunks, executor.sample(first, None).read(), strict=True)
+        }
+        ahead = executor.info.runs_ahead
+        step = Step(tuple(Chunk(seqs[i], 4, [LAST if ahead else sampled[i]], 1, (i,)) for i in (2, 0)))
+        executor.forward(step)
+        logits.append(executor.logits(step).copy())
+    np.testing.assert_array_equal(*logits)
+
+
+def test_behind_what_is_no_number_the_first_token_is_run(decoder: Decoder) -> None:
+    """The sequence fails as soon as the host knows; until then no row outside of the embedding is read."""
+    executor = make_executor(decoder, context=64, capacity=64, runs_ahead=True)
+    first = Step((chunk([5, 6], 0, (0,)),))
+    executor.forward(first)
+    executor._logits = torch.full_like(executor._logits, torch.nan)
+    assert executor.sample(first, None).read() == [[Sampled(NOT_A_TOKEN)]]
+    step = Step((Chunk(first.chunks[0].seq, 2, [LAST], 1, (0,)),))
+    executor.forward(step)
+    got = executor.logits(step).copy()
+    executor.forward(Step((chunk([0], 2, (0,)),)))
+    np.testing.assert_array_equal(got, executor.logits(step))
+
+
 class Oracle(SimpleDrafter):
     """A drafter that knows what will come, and is wrong now and then."""
 
@@ -194,8 +250,9 @@ def test_padding_changes_nothing(executor: TorchExecutor) -> None:
     executor.forward(step)
     plain = executor.logits(step).copy()
     with torch.inference_mode():
-        tensors = executor._buffers.fill(step, Bucket(tokens=16, sequences=8, rows=16, max_query=16))
-        _, padded = executor._run(tensors)
+        bucket = Bucket(tokens=16, sequences=8, rows=16, max_query=16)
+        executor._buffers.fill(step, bucket)
+        _, padded = executor._run(executor._buffers.views(bucket))
     np.testing.assert_allclose(padded[:4].numpy(), plain, rtol=1e-4, atol=1e-5)
     after = Step((chunk([78], 41, (1, 2)),))
     executor.forward(after)  # what padding stored would be seen here
@@ -211,7 +268,7 @@ def test_masks_allow_only_their_tokens(executor: TorchExecutor) -> None:
     masks = np.zeros((2, -(-executor.info.num_vocab // 32)), np.int32)
     masks[0, 300 // 32] = 1 << 300 % 32
     masks[1, 17 // 32] = 1 << 17 % 32
-    assert [[each.id for each in rows] for rows in executor.sample(step, masks)] == [[300], [17]]
+    assert [[each.id for each in rows] for rows in executor.sample(step, masks).read()] == [[300], [17]]
 
 
 def test_log_probabilities_are_those_of_the_logits(executor: TorchExecutor) -> None:
@@ -219,7 +276,7 @@ def test_log_probabilities_are_those_of_the_logits(executor: TorchExecutor) -> N
     executor.forward(step)
     logits = executor.logits(step)[0].astype(np.float64)
     wanted = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-    sampled = executor.sample(step, None)[0][0]
+    sampled = executor.sample(step, None).read()[0][0]
     assert sampled.id == int(np.argmax(logits))
     assert sampled.logprob == pytest.approx(wanted.max(), abs=1e-5)
     assert [token for token, _ in sampled.top] == list(np.argsort(-logits)[:3])

@@ -17,13 +17,15 @@ from torch import Tensor
 
 from edgelm.build import torch as build
 from edgelm.config import Settings
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.core import LAST, Chunk, SamplingParams, Sequence, Step
 from edgelm.errors import EngineError, ModelError
+from edgelm.executors import batch
 from edgelm.executors import torch as executors
-from edgelm.executors.batch import StepTensors
+from edgelm.executors.batch import StepBuffers, StepTensors, bucket_of
 from edgelm.executors.graphs import SIZES, Graphs
 from edgelm.executors.torch import OutOfMemoryError, TorchExecutor
 from edgelm.library.plan import Option
+from edgelm.models.batch import Batch
 from edgelm.models.decoder import Decoder
 from tests.executors.torch_engine import load_gguf, make_executor
 from tests.tiny import write_tiny
@@ -101,7 +103,7 @@ def test_a_graph_gives_what_a_step_without_one_gives(decoder: Decoder) -> None:
     plain, graphed = (make_executor(decoder, context=128, capacity=256, max_tokens=64) for _ in range(2))
     graphs = give_graphs(graphed)
     first = Step((chunk(list(range(20, 60)), 0, (1, 2)), chunk(list(range(3, 12)), 0, (4,))))
-    assert graphs.bucket(first) is None  # 49 tokens
+    assert graphs.bucket(bucket_of(first)) is None  # 49 tokens
     sizes = [16, 1, 3, 8, 2, 5, 13, 1]
     steps = [first]
     for size in sizes:
@@ -112,8 +114,97 @@ def test_a_graph_gives_what_a_step_without_one_gives(decoder: Decoder) -> None:
             executor.forward(step)
         np.testing.assert_allclose(graphed.logits(step), plain.logits(step), rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(graphed.embed(step), plain.embed(step), rtol=1e-4, atol=1e-4)
-        assert graphed.sample(step, None) == plain.sample(step, None)
-    assert [graphs.bucket(step).tokens for step in steps[1:]] == [16, 1, 4, 8, 2, 8, 16, 1]
+        assert graphed.sample(step, None).read() == plain.sample(step, None).read()
+    chosen = [graphs.bucket(bucket_of(step)) for step in steps[1:]]
+    assert [bucket.tokens for bucket in chosen] == [16, 1, 4, 8, 2, 8, 16, 1]
+    assert [bucket.max_query for bucket in chosen] == [16, 1, 4, 8, 1, 8, 16, 1]
+
+
+@pytest.mark.usefixtures("fake_cuda")
+@pytest.mark.parametrize("num_sequences", [1, 2, 3, 5])
+def test_a_graph_runs_one_step_ahead(decoder: Decoder, num_sequences: int) -> None:
+    executors = [make_executor(decoder, context=64, capacity=320, runs_ahead=True, max_sequences=5) for _ in range(2)]
+    graphs = give_graphs(executors[1])
+    seqs = [Sequence(i, [30 + i, 4], 2, SamplingParams(temperature=1.0, seed=i)) for i in range(num_sequences)]
+    prompts = Step(tuple(Chunk(seq, 0, seq.tokens, 1, (9 - seq.id,)) for seq in seqs))
+    answers = []
+    for executor in executors:
+        executor.forward(prompts)
+        read = [executor.sample(prompts, None).read()]
+        for position in range(2, 12):
+            order = seqs if position % 2 else seqs[::-1]
+            step = Step(tuple(Chunk(seq, position, [LAST], 1, (9 - seq.id,)) for seq in order))
+            executor.forward(step)
+            read.append(executor.sample(step, None).read())
+        answers.append(read)
+    assert answers[0] == answers[1]
+    bucket = graphs.bucket(bucket_of(step))
+    assert (bucket.max_query, bucket.sequences) == (1, {1: 1, 2: 2, 3: 4, 5: 5}[num_sequences])
+
+
+@pytest.mark.parametrize("num_steps", range(1, 9))
+def test_memory_that_is_still_copied_is_not_written(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that copies as late as it may: when somebody waits for it."""
+    under_way: list[tuple[Tensor, Tensor, Tensor]] = []  # target, source, and what was in it
+    num_copied = 0
+
+    class Late:
+        """The device's memory."""
+
+        def __init__(self, memory: Tensor) -> None:
+            self.memory = memory
+
+        def __getitem__(self, part: slice) -> Late:
+            return Late(self.memory[part])
+
+        def copy_(self, source: Tensor, non_blocking: bool) -> None:
+            assert non_blocking
+            under_way.append((self.memory, source, source.clone()))
+
+    class Event:
+        number = 0
+
+        def record(self) -> None:
+            self.number = len(under_way)
+
+        def synchronize(self) -> None:
+            nonlocal num_copied
+            for target, source, was in under_way[num_copied : self.number]:
+                assert torch.equal(source, was), "it was written while it was copied"
+                target.copy_(source)
+            num_copied = max(num_copied, self.number)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    sizes: dict[str, Any] = {"max_tokens": 20, "max_sequences": 3, "max_rows": 20, "max_blocks": 4}
+    cpu = torch.device("cpu")
+    late, plain = (StepBuffers(**sizes, block_len=32, device=cpu) for _ in range(2))
+    late._host.append(batch._Fields(*sizes.values(), cpu, pinned=False))
+    late._device, late._copied = batch._Fields(*sizes.values(), cpu, pinned=False), [Event(), Event()]
+    late._device.memory = Late(late._device.memory.fill_(77))  # type: ignore[assignment]
+    rng = np.random.default_rng(num_steps)
+    for _ in range(num_steps):
+        count = int(rng.integers(1, 4))
+        starts, tables = (
+            rng.integers(0, 90, count).tolist(),
+            [tuple(rng.permutation(40)[:4].tolist()) for _ in range(3)],
+        )
+        tokens = [rng.integers(0, 9, n).tolist() for n in rng.integers(1, 6, count)]
+        step = Step(tuple(map(chunk, tokens, starts, tables)))
+        size = bucket_of(step)
+        late.fill(step, size)
+        plain.fill(step, size)
+        tensors, expected = late.views(size), plain.views(size)
+    assert num_copied == max(num_steps - 2, 0), "the host waits for nothing but its own memory"
+    for event in sorted(late._copied, key=lambda each: each.number):
+        event.synchronize()
+    assert torch.equal(tensors.ids, expected.ids)
+    assert torch.equal(tensors.rows, expected.rows)
+    for one, other in zip(_tensors(tensors.batch), _tensors(expected.batch), strict=True):
+        assert torch.equal(one, other)
+
+
+def _tensors(of: Batch) -> list[Tensor]:
+    return [of.positions, of.slots, of.tables, of.starts, of.lengths]
 
 
 @pytest.mark.usefixtures("fake_cuda")
@@ -121,7 +212,10 @@ def test_a_graph_gives_what_a_step_without_one_gives(decoder: Decoder) -> None:
 def test_no_graph_is_larger_than_a_step(decoder: Decoder, max_tokens: int, largest: int) -> None:
     executor = make_executor(decoder, context=64, capacity=128, max_tokens=max_tokens, max_sequences=3)
     graphs = give_graphs(executor)
-    assert [bucket.tokens for bucket in graphs._buckets] == [size for size in SIZES if size <= largest]
+    one_each = [bucket.tokens for bucket in graphs._buckets if bucket.max_query == 1]
+    several = [bucket.tokens for bucket in graphs._buckets if bucket.max_query > 1]
+    assert one_each == [size for size in SIZES if size <= min(largest, 4)]  # there are three sequences at most
+    assert several == [size for size in SIZES if 1 < size <= largest]
     for bucket in graphs._buckets:
         views = executor._buffers.views(bucket)
         assert len(views.ids) == len(views.batch.slots) == len(views.rows) == bucket.tokens

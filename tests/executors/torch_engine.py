@@ -27,9 +27,15 @@ def load_gguf(path: Path, implementation: str = "reference", dtype: torch.dtype 
         return load(read_config(gguf.metadata), GGUFSource(gguf), "cpu", dtype, implementation)
 
 
-def make_executor(decoder: Decoder, context: int = 256, capacity: int = 0, **options: object) -> TorchExecutor:
+def make_executor(
+    decoder: Decoder,
+    context: int = 256,
+    capacity: int = 0,
+    kind: type[TorchExecutor] = TorchExecutor,
+    **options: object,
+) -> TorchExecutor:
     room = -(-max(capacity, context) // BLOCK_LEN) * BLOCK_LEN
-    return TorchExecutor(decoder, TorchOptions(**{"context": context, "capacity": room} | options))  # type: ignore[arg-type]
+    return kind(decoder, TorchOptions(**{"context": context, "capacity": room} | options))  # type: ignore[arg-type]
 
 
 @contextmanager

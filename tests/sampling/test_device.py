@@ -12,11 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from edgelm.core import NOT_A_TOKEN, Sampled, SamplingParams
 from edgelm.sampling import device as device_module
-from edgelm.sampling.device import IN_FLIGHT, DeviceSampler, RowRequest
+from edgelm.sampling.device import IN_FLIGHT, DeviceSampler, Launch, RowRequest
 from edgelm.sampling.history import History
 from edgelm.sampling.philox import uniform
 from edgelm.sampling.reference import Floats, sample
@@ -164,21 +163,24 @@ def test_launches_are_answered_in_their_order() -> None:
     params = SamplingParams(temperature=0, num_logprobs=1)
     wanted = [[sample(row, params, 0) for row in table] for table in tables]
 
-    def launch(table: NDArray[np.float32]) -> None:
-        tokens = sampler.launch(torch.from_numpy(table), [RowRequest(params, 0)] * len(table), None)
-        assert tokens.tolist() == table.argmax(1).tolist()
+    launches: list[Launch] = []
+    for i, table in enumerate(tables):
+        launch = sampler.launch(torch.from_numpy(table), [RowRequest(params, 0)] * len(table), None)
+        assert launch.tokens.tolist() == table.argmax(1).tolist()
+        launches.append(launch)
+        done = i - IN_FLIGHT + 1
+        if done >= 0:
+            assert [row.id for row in launches[done].read()] == [row.id for row in wanted[done]]
+    assert [row.top[0][0] for row in launches[3].read()] == [row.id for row in wanted[3]]
 
-    for table in tables[:IN_FLIGHT]:
-        launch(table)
-    for i, table in enumerate(tables[IN_FLIGHT:]):
-        assert [row.id for row in sampler.read()] == [row.id for row in wanted[i]]
-        launch(table)
-    assert [row.top[0][0] for row in sampler.read()] == [row.id for row in wanted[2]]
-    assert [row.id for row in sampler.read()] == [row.id for row in wanted[3]]
-    for _ in range(IN_FLIGHT):
-        launch(tables[0])
+
+def test_what_is_not_read_is_forgotten_and_not_mistaken() -> None:
+    sampler = DeviceSampler(50, 4, "cpu", "reference")
+    rows = [RowRequest(SamplingParams(temperature=0), 0)]
+    launches = [sampler.launch(torch.eye(50)[i : i + 1], rows, None) for i in range(IN_FLIGHT + 1)]
     with pytest.raises(AssertionError, match="not read"):
-        launch(tables[0])
+        launches[0].read()
+    assert [launch.read()[0].id for launch in launches[1:]] == list(range(1, IN_FLIGHT + 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
