@@ -151,6 +151,20 @@ async def test_a_step_ahead_that_fails_fails_its_requests_and_no_other(where: st
         assert ids_of(again) == ids_of(events)
 
 
+async def test_a_step_that_fails_behind_the_end_fails_nobody() -> None:
+    answer, _ = complete_alone([6, 5], greedy(20), info(context=100_000))
+    end = next(place for place, token in enumerate(answer) if place >= 3 and token not in answer[:place])
+    params = SamplingParams(temperature=0, stop_ids=frozenset({answer[end]}))
+    with running_engine(runs_ahead=True) as (engine, executor):
+        executor.faults[end + 1] = Fault("read")
+        events = await events_of(engine.submit([6, 5], params))
+        assert ids_of(events) == answer[: end + 1]
+        assert events[-1].finish_reason == "stop"
+        again = await events_of(engine.submit([6, 5], params))
+        assert ids_of(again) == answer[: end + 1]
+        assert executor.num_steps > end + 2
+
+
 async def test_leaving_while_a_step_is_on_its_way() -> None:
     with running_engine(runs_ahead=True) as (engine, executor):
         for _ in range(20):

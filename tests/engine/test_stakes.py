@@ -64,6 +64,17 @@ def test_asking_for_a_stake_changes_no_draft() -> None:
         asked._running[0].step = silent._running[0].step = 1.0  # none of the drafts is run
 
 
+def test_a_stake_is_settled_by_the_next_token_alone() -> None:
+    drafter = NgramDrafter()
+    seq = begin(drafter, [1])
+    say(drafter, seq, list(range(2, 40)))
+    before = [drafter._stakes.of(kind) for kind in range(DRAFTED + 1)]
+    for token in range(40, 60):  # nobody asks
+        seq.tokens.append(token)
+        drafter.propose(seq, COSTS)
+    assert [drafter._stakes.of(kind) for kind in range(DRAFTED + 1)] == before
+
+
 @pytest.mark.parametrize(("chance", "kind"), [(None, NO_GUESS), (0.0, 1), (EDGES[0], 2), (0.99, DRAFTED - 1)])
 def test_kinds_are_told_apart_by_the_first_guess(chance: float | None, kind: int) -> None:
     assert Stakes().kind(chance, drafted=False) == kind
@@ -76,7 +87,9 @@ def test_a_stake_is_the_mean_of_what_was_seen_and_forgets() -> None:
         stakes.learn(3, gain)
     assert stakes.of(3) == pytest.approx((FIRST + 0.0 + 0.2 + 0.4) / 4)
     assert stakes.of(2) == FIRST
-    for _ in range(400):
+    for _ in range(1000):
+        stakes.learn(3, 0.0)
+    for _ in range(250):
         stakes.learn(3, 30.0)
     assert 0.99 < stakes.of(3) <= MOST
 
