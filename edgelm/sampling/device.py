@@ -110,13 +110,14 @@ class DeviceSampler:
         assert masks is None or len(masks) == len(wanted), (masks.shape, len(wanted))
         table, bias_ids, bias, history_ids, history_counts, packed = (column.send() for column in columns)
         num_words = (self._num_vocab + 31) // 32
+        num_biased, num_counted = self._bias.used, self._history_ids.used
         return (
             Batch(
                 table[: len(wanted) * len(Word)].view(-1, len(Word)),
-                bias_ids,
-                bias,
-                history_ids,
-                history_counts,
+                bias_ids[:num_biased],
+                bias[:num_biased],
+                history_ids[:num_counted],
+                history_counts[:num_counted],
                 packed.view(-1, num_words),
             ),
             wanted,

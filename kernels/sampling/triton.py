@@ -289,10 +289,12 @@ def sample(logits: Tensor, batch: Batch) -> Tensor:
     prepare_kernel[by_chunk](
         logits, logits.stride(0), words, row, row_stride, maxima, counts, listed, num_vocab, CHUNK=CHUNK, **OPTIONS
     )
-    bias_kernel[by_row](words, batch.bias_ids, batch.bias, row, row_stride, BLOCK=ENTRIES, **OPTIONS)
-    penalize_kernel[by_row](
-        words, floats, batch.history_ids, batch.history_counts, row, row_stride, BLOCK=ENTRIES, **OPTIONS
-    )
+    if len(batch.bias_ids):
+        bias_kernel[by_row](words, batch.bias_ids, batch.bias, row, row_stride, BLOCK=ENTRIES, **OPTIONS)
+    if len(batch.history_ids):
+        penalize_kernel[by_row](
+            words, floats, batch.history_ids, batch.history_counts, row, row_stride, BLOCK=ENTRIES, **OPTIONS
+        )
     limit_kernel[by_chunk](
         words, batch.masks, batch.masks.stride(0), row, row_stride, best, num_vocab, CHUNK=CHUNK, **OPTIONS
     )

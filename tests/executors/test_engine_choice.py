@@ -17,6 +17,7 @@ NO_TRITON = CudaState("triton is not installed", "pipx install 'edgelm[cuda]'")
 GGUF = Situation(model="m", has_torch=True, cuda=GPU)
 FOLDER = replace(GGUF, llama_problem="llama.cpp does not read safetensors")
 BARE = Situation(model="m", cuda=NO_DRIVER)
+BARE_TORCH = replace(BARE, has_torch=True)
 
 
 def choose(found: Situation, **settings: object) -> tuple[str, str]:
@@ -68,7 +69,10 @@ def test_what_only_llama_cpp_has_is_not_lost_on_cuda(settings: dict[str, object]
 
 
 def test_safetensors_without_a_gpu_run_on_the_processor() -> None:
-    assert choose(replace(FOLDER, cuda=NO_DRIVER)) == ("torch", "cpu")
+    choice = choose_engine(Settings(), replace(FOLDER, cuda=NO_DRIVER))
+    reasons = ("CUDA is not used: no NVIDIA driver was found", "llama.cpp does not read safetensors")
+    assert choice == EngineChoice("torch", "cpu", reasons)
+    assert choose(replace(FOLDER, cuda=NO_DRIVER), gpu_layers="12") == ("torch", "cpu")  # nothing else can run it
     assert choose(replace(FOLDER, cuda=NO_DRIVER), device="cpu") == ("torch", "cpu")
 
 
@@ -86,6 +90,9 @@ def test_safetensors_without_a_gpu_run_on_the_processor() -> None:
         (GGUF, {"device": "gpu"}, "processor only", "reinstall"),
         (GGUF, {"engine": "llama", "gpu_layers": "8"}, "processor only", "--gpu-layers"),
         (GGUF, {"engine": "torch", "device": "gpu"}, "llama.cpp's own", "--device cuda"),
+        (GGUF, {"engine": "torch", "gpu_layers": "12"}, "--gpu-layers is llama.cpp's", "leave it away"),
+        (BARE_TORCH, {"engine": "torch", "device": "cuda"}, "--device cuda: no NVIDIA driver", "--device auto"),
+        (replace(GGUF, cuda=NO_TRITON), {"engine": "torch", "device": "cuda"}, "triton", "edgelm[cuda]"),
         (replace(FOLDER, cuda=NO_DRIVER), {"device": "gpu"}, "cannot run safetensors", "--device auto"),
     ],
 )
