@@ -9,7 +9,8 @@ is allocated and nothing waits. Knows nothing of what is in a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from edgelm.executors.batch import Bucket, StepBuffers, StepTensors
 SIZES = 1, 2, 4, 8, 16  # tokens of a step
 WARM_UPS = 2  # runs before a capture: kernels are compiled and libraries start there
 
+T = TypeVar("T")
 Forward = Callable[[StepTensors], tuple[Tensor, Tensor]]  # hidden [rows, width] and logits [rows, vocabulary]
 
 
@@ -43,6 +45,7 @@ class Graphs:
             if size > 1:
                 self._buckets.append(Bucket(size, min(size, max_sequences), size, size))
         self._captured: dict[Bucket, Captured] = {}
+        self._pool: Any = None
 
     def bucket(self, size: Bucket) -> Bucket | None:
         """Return the smallest bucket that holds a step of that size; None: it is run without a graph."""
@@ -50,21 +53,29 @@ class Graphs:
 
     def capture(self, forward: Forward, buffers: StepBuffers) -> None:
         """Capture all sizes, the largest first, so that the smaller ones use its memory again."""
-        pool = None
-        stream = torch.cuda.Stream()
         for bucket in reversed(self._buckets):
             buffers.fill(Step(()), bucket)
-            tensors = buffers.views(bucket)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UPS):
-                    forward(tensors)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                hidden, logits = forward(tensors)
-            pool = pool or graph.pool()
+            graph, (hidden, logits) = self.record(partial(forward, buffers.views(bucket)))
             self._captured[bucket] = Captured(graph, hidden, logits)
+
+    def record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Capture some work on the device, which allocates nothing that outlives it but its results."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            results = work()
+        self._pool = self._pool or graph.pool()
+        return graph, results
+
+    @property
+    def logits(self) -> list[Tensor]:
+        """What each graph writes its logits to."""
+        return [captured.logits for captured in self._captured.values()]
 
     def replay(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Run a graph over what the step buffers hold; its results are valid until the next replay."""

@@ -111,11 +111,14 @@ class TorchExecutor:
             if device.type == "cuda":
                 if options.tuned is not None:
                     TABLE.open(options.tuned, target_of(device))
-                self._device_sampler = DeviceSampler(decoder.vocab_size, options.max_rows, device)
+                self._device_sampler = DeviceSampler(decoder.vocab_size, max(options.max_rows, SIZES[-1]), device)
         if options.graphs and device.type == "cuda":
             with _gpu_errors("--no-graphs runs without CUDA graphs"), torch.inference_mode():
                 graphs = Graphs(options.max_sequences, options.max_tokens)
                 graphs.capture(self._run, self._buffers)
+                for logits in graphs.logits:
+                    if self._device_sampler:
+                        self._device_sampler.capture(logits, graphs.record)
                 self._graphs = graphs
 
     @property

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,25 @@ assert sampling.MAX_TOP == MAX_LOGPROBS
 assert NOT_A_TOKEN == -1  # what the kernels answer
 
 IN_FLIGHT = 2  # launches at most whose answers are not read: an engine may run one step ahead
+_INACTIVE: NDArray[np.int64] = np.zeros(len(Word), np.int64)  # a row that is not sampled
 _FIRST_CAPACITY = 4096  # entries of bias, or of histories, of all rows
+
+
+Record = Callable[[Callable[[], Tensor]], tuple["Replayable", Tensor]]
+
+
+class Replayable(Protocol):
+    """Work on a device that can be done again: a CUDA graph."""
+
+    def replay(self) -> None: ...
+
+
+class _Captured(NamedTuple):
+    """How all rows of some logits are sampled."""
+
+    logits: Tensor  # held, so that no others are at its address
+    graph: Replayable
+    words: Tensor  # the answers
 
 
 class RowRequest(NamedTuple):
@@ -65,7 +83,9 @@ class DeviceSampler:
         self._max_rows = max_rows
         self._device = torch.device(device)
         self._implementation = implementation
-        num_masks = max_rows * ((num_vocab + 31) // 32)
+        self._captured: dict[int, _Captured] = {}  # by the address of the logits
+        self._num_words = (num_vocab + 31) // 32  # of a mask
+        num_masks = max_rows * self._num_words
         with torch.inference_mode():
             self._rows = _Column(torch.int64, max_rows * len(Word), self._device)
             self._bias_ids = _Column(torch.int32, _FIRST_CAPACITY, self._device)
@@ -79,25 +99,56 @@ class DeviceSampler:
         """Sample each row of logits [rows, vocab] on the device; masks are [rows, ceil(vocab / 32)]."""
         return self.launch(logits, rows, masks).read()
 
+    def capture(self, logits: Tensor, record: Record) -> None:
+        """Let rows of these logits, whose memory stays where it is, be sampled by what `record` captures.
+
+        That is for rows without biases and penalties; the others are launched kernel by kernel.
+        """
+        assert len(logits) <= self._max_rows
+        self._rows.clear()
+        self._rows.append(np.zeros(len(logits) * len(Word), np.int64))
+        table, masks = self._rows.send(), self._masks.send()
+        none = table[:0]
+        batch = Batch(
+            table[: len(logits) * len(Word)].view(-1, len(Word)),
+            none.int(),
+            none.double(),
+            none.int(),
+            none.int(),
+            masks.view(-1, self._num_words),
+        )
+        graph, words = record(lambda: sampling.sample(logits, batch, implementation=self._implementation))
+        self._captured[logits.data_ptr()] = _Captured(logits, graph, words)
+
     def launch(self, logits: Tensor, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> Launch:
         """Start to sample, without waiting for the device. What is never read is forgotten."""
         assert logits.shape[1] == self._num_vocab, logits.shape
         with torch.inference_mode():
-            batch, wanted = self._stage(rows, masks)
+            captured = self._captured.get(logits.data_ptr())
+            batch, wanted = self._stage(rows, masks, len(captured.words) if captured else 0)
             assert len(logits) == len(wanted) <= self._max_rows, (logits.shape, len(wanted))
-            words = sampling.sample(logits, batch, implementation=self._implementation)
+            if captured and not len(batch.bias_ids) and not len(batch.history_ids):
+                captured.graph.replay()
+                words = captured.words[: len(wanted)]
+            else:
+                words = sampling.sample(logits, batch, implementation=self._implementation)
             self._answers.rotate()
             self._answers[0].fetch(words)
         return Launch(words[:, Answer.TOKEN], self._answers[0], wanted, self._num_vocab)
 
-    def _stage(self, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> tuple[Batch, list[int]]:
-        """Send the parameters; return them, and how many likely tokens each row wants (below 0: no logprobs)."""
+    def _stage(
+        self, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None, num_padded: int
+    ) -> tuple[Batch, list[int]]:
+        """Send the parameters, padded to so many rows; return them without the padding.
+
+        Returned besides: how many likely tokens each row wants (below 0: no logprobs).
+        """
         columns = self._rows, self._bias_ids, self._bias, self._history_ids, self._history_counts, self._masks
         for column in columns:
             column.clear()
         masked: list[bool] = []
         if masks is not None:
-            assert masks.shape[1] == (self._num_vocab + 31) // 32, masks.shape
+            assert masks.shape[1] == self._num_words, masks.shape
             masked = (masks != -1).any(axis=1).tolist()
             if any(masked):
                 self._masks.append(masks.reshape(-1))
@@ -106,10 +157,10 @@ class DeviceSampler:
         for i, row in enumerate(rows):
             table_words.append(self._words(row, masks is not None and masked[i]))
             wanted.append(-1 if row.params.num_logprobs is None else row.params.num_logprobs)
+        table_words += [_INACTIVE] * (num_padded - len(wanted))
         self._rows.append(np.concatenate(table_words))
         assert masks is None or len(masks) == len(wanted), (masks.shape, len(wanted))
         table, bias_ids, bias, history_ids, history_counts, packed = (column.send() for column in columns)
-        num_words = (self._num_vocab + 31) // 32
         num_biased, num_counted = self._bias.used, self._history_ids.used
         return (
             Batch(
@@ -118,7 +169,7 @@ class DeviceSampler:
                 bias[:num_biased],
                 history_ids[:num_counted],
                 history_counts[:num_counted],
-                packed.view(-1, num_words),
+                packed.view(-1, self._num_words),
             ),
             wanted,
         )

@@ -43,6 +43,7 @@ class FakeGpu(TorchFunctionMode):
         self.blocking = 0
         self._capturing: Counter[str] | None = None
         self._stack = ExitStack()
+        self._storages: list[torch.UntypedStorage] = []
 
     def __enter__(self) -> Self:
         properties = SimpleNamespace(
@@ -136,7 +137,9 @@ class FakeGpu(TorchFunctionMode):
         if func in READS:
             assert not is_there(args[0]), f"{func.__name__}: a number is read from the device"
         if func is torch.Tensor.data_ptr and is_there(args[0]):
-            return 256
+            storage = args[0].untyped_storage()
+            self._storages.append(storage)  # alive, so that no other has its address
+            return storage._cdata + args[0].storage_offset() * args[0].itemsize
         tensors = [each for each in (*args, *kwargs.values()) if torch.is_tensor(each) and each.ndim]
         assert len({is_there(each) for each in tensors}) < 2, f"{func.__name__} mixes devices"
         return func(*args, **kwargs)

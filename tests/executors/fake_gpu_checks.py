@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,29 +43,29 @@ def check(name: str, gpu: FakeGpu, decoder: Decoder, kv: str = "f16") -> None:
         decoder, TorchOptions(context=CONTEXT, capacity=CONTEXT * NUM_SEQUENCES, kv=kv, max_sequences=NUM_SEQUENCES)
     )
     decoding = len([size for size in SIZES if size <= NUM_SEQUENCES])
-    assert len(gpu.captured) == decoding + len(SIZES) - 1
-    sampled: set[str] = set()
+    num_graphs = decoding + len(SIZES) - 1
+    assert len(gpu.captured) == 2 * num_graphs  # of the model, of the sampler
     for kind, step, replayed in _steps():
         gpu.copies.clear()
         gpu.launches.clear()
         gpu.blocking, replays = 0, gpu.replays
         executor.forward(step)
-        in_forward = sum(gpu.launches.values())
+        assert (not gpu.launches) == replayed, f"{kind}: {gpu.launches}"
         samples = executor.sample(step, _masks(executor, step) if kind == "masked" else None)
         assert gpu.blocking == 0, f"{kind}: the host waits for the device"
-        assert gpu.replays - replays == replayed, kind
-        assert (in_forward == 0) == replayed, f"{kind}: {gpu.launches}"
+        alone = kind == "penalized"  # the sampler's graph is for rows without penalties
+        assert gpu.replays - replays == (2 - alone) * replayed, kind
+        assert (not gpu.launches) == (replayed and not alone), f"{kind}: {gpu.launches}"
+        if alone:
+            assert gpu.launches.keys() >= {"bias_kernel", "penalize_kernel"}
         assert gpu.copies["down"] == 1, f"{kind}: {gpu.copies}"
-        assert gpu.copies["up"] == (3 if kind == "masked" else 2), f"{kind}: {gpu.copies}"
+        assert gpu.copies["up"] == {"masked": 3, "penalized": 6}.get(kind, 2), f"{kind}: {gpu.copies}"
         samples.read()
         assert gpu.copies["down"] == 1
-        if replayed:
-            sampled |= gpu.launches.keys()
     executor.close()
-    kernels: Counter[str] = gpu.captured[-1]  # the smallest
-    print(
-        json.dumps({"name": name, "kv": kv, "kernels": sum(kernels.values()), "sampling": sorted(sampled)}), flush=True
-    )
+    kernels = sum(gpu.captured[num_graphs - 1].values())  # of the smallest
+    sampling = sorted(gpu.captured[-1])
+    print(json.dumps({"name": name, "kv": kv, "kernels": kernels, "sampling": sampling}), flush=True)
 
 
 def find_faults() -> None:
@@ -126,6 +125,9 @@ def _steps() -> Iterator[tuple[str, Step, bool]]:
     yield "masked", step(PROMPT + 18, [8], 1, only=2), True
     yield "more than a graph", step(PROMPT + 19, [8] * 5, 5), False
     yield "one token of a prompt", step(PROMPT + 24, [9], 1, only=1), True
+    heavy = SamplingParams(repetition_penalty=1.1, logit_bias=((3, 2.0),))
+    seq = Sequence(9, [5] * (PROMPT + 26), PROMPT, heavy)
+    yield "penalized", Step((Chunk(seq, PROMPT + 25, [9], 1, tables[0]),)), True
 
 
 def _masks(executor: TorchExecutor, step: Step) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:

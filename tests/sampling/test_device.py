@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -172,6 +173,56 @@ def test_launches_are_answered_in_their_order() -> None:
         if done >= 0:
             assert [row.id for row in launches[done].read()] == [row.id for row in wanted[done]]
     assert [row.top[0][0] for row in launches[3].read()] == [row.id for row in wanted[3]]
+
+
+class Recorded:
+    """A graph on the CPU: it does again what was recorded, into the same memory."""
+
+    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
+        self._work = work
+        self.words = work()
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.words.copy_(self._work())
+        self.replays += 1
+
+
+def test_what_a_graph_samples_is_what_is_sampled_without_one() -> None:
+    rng = fresh_rng()
+    graphs: list[Recorded] = []
+
+    def record(work: Callable[[], torch.Tensor]) -> tuple[Recorded, torch.Tensor]:
+        graphs.append(Recorded(work))
+        return graphs[-1], graphs[-1].words
+
+    graphed, plain = (DeviceSampler(70, 8, "cpu", "reference") for _ in range(2))
+    places = [torch.zeros(size, 70) for size in (8, 3, 1)]
+    for place in places:
+        graphed.capture(place, record)
+    expected_replays = 0
+    for number in range(60):
+        place = places[number % 3]
+        place.copy_(torch.from_numpy(rng.standard_normal(place.shape) * 4))
+        count = int(rng.integers(1, len(place) + 1))
+        history = History(rng.integers(0, 70, 9).tolist())
+        params = [
+            SamplingParams(
+                temperature=float(rng.choice([0, 0.7])),
+                top_p=float(rng.choice([1, 0.8])),
+                top_k=int(rng.choice([0, 5])),
+                num_logprobs=rng.choice([None, 2]),
+                seed=int(rng.integers(2**40)),
+                repetition_penalty=1.3 if number % 5 == 0 else 1.0,
+                logit_bias=((4, 3.0),) if number % 7 == 0 else (),
+            )
+            for _ in range(count)
+        ]
+        requests = [RowRequest(each, int(rng.integers(99)), history) for each in params]
+        masks = rng.integers(-(2**31), 2**31, (count, 3), dtype=np.int32) | 1 if number % 2 else None
+        expected_replays += number % 5 != 0 and number % 7 != 0
+        assert graphed.sample(place[:count], requests, masks) == plain.sample(place[:count], requests, masks)
+    assert sum(graph.replays for graph in graphs) == expected_replays > 30
 
 
 def test_what_is_not_read_is_forgotten_and_not_mistaken() -> None:
