@@ -20,7 +20,8 @@ _SLOWER_WEIGHT = 0.7  # of a measurement that is higher than expected: an answer
 _FASTER_WEIGHT = 0.1  # of one that is lower: a prompt only takes a little longer
 _DEPTH_BLOCK = 256  # positions over which a curve is taken as the same
 _CURVE_STEPS = 32  # steps for which one holds
-_GAP_WEIGHT = 0.1  # of the last one
+_GAPS = 5  # of late; their median counts: one in which a kernel was compiled says nothing of the others
+GAP_EVERY = 64  # steps for which they hold: while all is launched ahead, none is seen
 _MIN_MEASURED = MIN_PREFILL  # tokens of prefill from which a step tells their cost
 PLAIN_EVERY = 64  # steps with drafts in a row, after which one without keeps the comparison true
 FIRST_PLAIN = 4  # the same at first: after each of them the next one may wait for so many more
@@ -56,13 +57,14 @@ class StepClock:
         self._observed = 0
         self._depth = 0
         self._plain: dict[int, _Plain] = {}  # by the number of sequences
-        self._gap_s = 0.0
+        self._gaps: deque[float] = deque(maxlen=_GAPS)
+        self._gap_at = 0  # number of the step before which the last one was
         self.last: DecodeStep | None = None  # None: the last step had prefill
         self.plain_due = False  # whether the next step should be one without drafts
 
-    def observe(self, step: Step, seconds: float) -> None:
-        """Learn from a step that took `seconds`."""
-        rows, prefill = step.num_rows, step.num_tokens - step.num_rows
+    def observe(self, step: Step, seconds: float, unseen: int = 0) -> None:
+        """Learn from a step that took `seconds`; in them are `unseen` tokens of prefill of steps before it."""
+        rows, prefill = step.num_rows, step.num_tokens - step.num_rows + unseen
         self.last, self.plain_due = None, False
         self._observed += 1
         if self._observed % _CURVE_STEPS == 0 or self._observed < _CURVE_STEPS:
@@ -93,12 +95,15 @@ class StepClock:
 
     def observe_gap(self, seconds: float) -> None:
         """Learn how long the device had nothing to do between two steps."""
-        self._gap_s += _GAP_WEIGHT * (min(seconds, MAX_STEP_S) - self._gap_s)
+        self._gaps.append(seconds)
+        self._gap_at = self._observed
 
     def gap(self, rows: int, depth: int) -> float:
         """Return how long the device waits for the host before a step of `rows` rows, in such steps; 0: not known."""
         step_s = self._costs.time(rows, depth)
-        return self._gap_s / step_s if step_s else 0.0
+        if not step_s or not self._gaps or self._observed - self._gap_at > GAP_EVERY:
+            return 0.0
+        return statistics.median(self._gaps) / step_s
 
     def plain_s(self) -> float:
         """Return what a step of one row takes now, in seconds; 0: not known."""

@@ -121,7 +121,7 @@ class NgramDrafter:
         if conversation is None:  # it never ran
             return
         self._follow(conversation, seq)
-        conversation.guesses = []
+        conversation.guesses, conversation.staked = [], None
         self._idle.append(conversation)
         del self._idle[:-MAX_IDLE]
         self._unsaved += 1

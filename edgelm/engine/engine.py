@@ -15,6 +15,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from edgelm.core import Event, Executor, ExecutorInfo, Matcher, Samples, SamplingParams, Sequence, Stats, Step
 from edgelm.engine.clock import StepClock
@@ -68,6 +69,13 @@ class _Flight:
     running: float  # from then on the device has work
 
 
+class _Unseen(NamedTuple):
+    """Prefill that was launched and not waited for."""
+
+    since: float = 0.0
+    tokens: int = 0
+
+
 class Engine:
     """Runs requests on one executor. Start it, submit to it, close it."""
 
@@ -87,6 +95,7 @@ class Engine:
         self._ended = False
         self._ahead: _Flight | None = None  # launched before the step before it was read
         self._read_at = 0.0  # when the last step was read; 0: nothing ran before the next
+        self._unseen = _Unseen()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -160,7 +169,7 @@ class Engine:
             if flight is None:
                 step = self._plan()
                 if step is None:
-                    self._read_at = 0.0
+                    self._read_at, self._unseen = 0.0, _Unseen()
                     return None
                 flight = self._launch(step)
                 if self._read_at and step.num_tokens == step.num_rows:
@@ -195,19 +204,38 @@ class Engine:
     def _finish(self, flight: _Flight) -> list[Event]:
         """Launch what can follow a step already, then take what the step sampled."""
         ahead = self._scheduler.plan_ahead(flight.step)
-        launched = self._launch(ahead) if ahead else None
+        launched = self._launch_ahead(ahead) if ahead else None
         sampled = flight.samples.read()
-        before, self._read_at = self._read_at, time.perf_counter()
-        seconds = self._read_at - max(flight.launched, before)
-        self._clock.observe(flight.step, seconds)
+        seconds = self._time(flight)
         events = self._scheduler.commit(flight.step, sampled)
         self._ahead = launched
         self._scheduler.work(min(WORK_SHARE * seconds, MAX_WORK_S))
         return events
 
+    def _launch_ahead(self, step: Step) -> _Flight | None:
+        try:
+            return self._launch(step)
+        except EdgeLMError as error:  # the step before it is not concerned; if the reason stays, the next says so
+            log.warning("a step could not be launched ahead: %s", error)
+            return None
+
+    def _time(self, flight: _Flight) -> float:
+        """Return the seconds of a step that was read, and let the clock learn from them.
+
+        Where the device runs by itself, nobody waited for a step that samples nothing: its time is in that of the next.
+        """
+        began = self._unseen.since or max(flight.launched, self._read_at)
+        now = time.perf_counter()
+        if self.info.runs_ahead and not flight.step.num_rows:
+            self._unseen = _Unseen(began, self._unseen.tokens + flight.step.num_tokens)
+        else:
+            self._clock.observe(flight.step, now - began, self._unseen.tokens)
+            self._read_at, self._unseen = now, _Unseen()
+        return now - began
+
     def _fail(self, step: Step | None, error: EdgeLMError) -> list[Event]:
         """End what a failed step concerns; a request that ended while the step was on its way has its event."""
-        self._read_at = 0.0
+        self._read_at, self._unseen = 0.0, _Unseen()
         return [event for event in self._scheduler.fail(step, error) if event.seq_id in self._open]
 
     def _run(self) -> None:
@@ -224,6 +252,7 @@ class Engine:
                     self._deliver(events)
             for seq in [*self._scheduler.running, *self._scheduler.waiting]:
                 self._scheduler.abort(seq.id)
+            self._ahead = None
             self._rest()
         finally:  # a bug of ours may end the thread: nobody is to wait for it then
             self._fail_open()

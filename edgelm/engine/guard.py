@@ -66,8 +66,11 @@ class GuardedDrafter:
         return draft
 
     def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
-        """Return what the drafter says, or nothing where it is not asked in the next step. The asking takes no time."""
-        if len(seq.tokens) < self._accounts[seq].resume_at or self._clock.plain_due:
+        """Return what the drafter says, or nothing where it will not be asked. The asking is beside the device's work.
+
+        A step without drafts that is due is the one under way.
+        """
+        if len(seq.tokens) + 1 < self._accounts[seq].resume_at:
             return 0.0
         return self._drafter.stake(seq, marginal_cost[: self._most])
 

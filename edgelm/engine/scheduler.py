@@ -58,6 +58,7 @@ class Scheduler:
         self._drafter = drafter if info.can_trim else None  # a rejected draft must be cut off
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._refused: Sequence | None = None  # for whom there was no memory, and none was given back since
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -135,6 +136,7 @@ class Scheduler:
         while not preempted and self.waiting and self._may_admit(room):
             seq = self.waiting[0]
             if not self._kv.attach(seq):
+                self._refused = seq
                 break
             del self.waiting[0]
             self._enqueue(self.running, seq)
@@ -158,7 +160,7 @@ class Scheduler:
         if not all(map(_is_foreseeable, chunks)):
             return None
         staying = [chunk for chunk in chunks if not self._ends_next(chunk.seq)]
-        if not staying or (self.waiting and len(staying) < self._info.max_sequences):
+        if not staying or self._may_admit_after(staying):
             return None
         if self._drafter and self._stake(staying, self._drafter) > self._clock.gap(len(staying), self._depth):
             return None
@@ -195,6 +197,7 @@ class Scheduler:
     def _restart(self, concerned: list[Sequence]) -> None:
         """Forget the cache and queue all sequences again, but for those that the failure concerns."""
         self._kv.reset()
+        self._refused = None
         unfinished, self.waiting, self.running = [*self.running, *self.waiting], [], []
         for seq in unfinished:
             seq.kv, seq.computed, seq.draft = None, 0, []
@@ -212,6 +215,12 @@ class Scheduler:
 
     def _may_admit(self, room: _Room) -> bool:
         return min(room.tokens, room.rows, room.prefill) > 0 and len(self.running) < self._info.max_sequences
+
+    def _may_admit_after(self, staying: list[Chunk]) -> bool:
+        """Whether one that waits may be admitted once it is known what a step samples."""
+        if not self.waiting or len(staying) == self._info.max_sequences:
+            return False
+        return self.waiting[0] is not self._refused or len(staying) < len(self.running)
 
     def _schedule(self, seq: Sequence, chunks: list[Chunk], room: _Room) -> bool:
         """Plan a chunk of one sequence, preempting the youngest if memory is short; False: it did."""
@@ -272,6 +281,7 @@ class Scheduler:
         return self._most_useful(seq) <= 0
 
     def _preempt(self, seq: Sequence) -> None:
+        self._refused = None
         self.running.remove(seq)
         self._kv.release(seq)
         self._enqueue(self.waiting, seq)
@@ -321,6 +331,7 @@ class Scheduler:
         return "context" if len(seq.tokens) >= self._info.context else None
 
     def _finish(self, seq: Sequence, taken: tuple[Sampled, ...], reason: FinishReason, accepted: int = 0) -> Event:
+        self._refused = None
         self.running.remove(seq)
         self._kv.release(seq)
         self._forget(seq)

@@ -140,7 +140,8 @@ def engine_ms(executor: TorchExecutor, batch: int, tokens: int) -> float:
         stats = asyncio.run(together())
     finally:
         engine.stop()
-    return statistics.median(each.decode_ms / (each.completion_tokens - 1) for each in stats)
+    assert all(each.completion_tokens == tokens for each in stats)
+    return statistics.median(each.decode_ms / (tokens - 1) for each in stats)
 
 
 @contextmanager
@@ -190,8 +191,6 @@ def measure_ours(
             kind = "graphs" if graphs else "no graphs"
             for batch in BATCHES:
                 row(f"decode batch {batch}, {kind}", bench.decode_ms(batch), batch)
-                ms = engine_ms(executor, batch, 8 if tiny else ENGINE_TOKENS)
-                row(f"engine batch {batch}, {kind}, one step ahead", ms, batch)
             if not graphs:
                 continue
             report.add(
@@ -207,9 +206,11 @@ def measure_ours(
                 if length < context:
                     bench.prefill_ms(length)
                     row(f"prefill {length}", bench.prefill_ms(length), length, reads=False)
-    with loaded(path, device, "f16", graphs=True, context=context, ahead=False) as (executor, _):
-        for batch in BATCHES:
-            row(f"engine batch {batch}, graphs", engine_ms(executor, batch, 8 if tiny else ENGINE_TOKENS), batch)
+    for ahead in (True, False):
+        with loaded(path, device, "f16", graphs=True, context=context, ahead=ahead) as (executor, _):
+            for batch in BATCHES:
+                ms = engine_ms(executor, batch, 8 if tiny else ENGINE_TOKENS)
+                row(f"engine batch {batch}, graphs{', one step ahead' if ahead else ''}", ms, batch)
 
 
 def measure_llama(report: Report, name: str, quant: str, path: Path, program: Path) -> None:

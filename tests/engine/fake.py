@@ -374,6 +374,8 @@ class FakeExecutor:
     def forward(self, step: Step) -> None:
         assert not self.closed
         self._check(step)
+        if not any(LAST in chunk.tokens for chunk in step.chunks):
+            self._unread.clear()  # what is still there was given up
         self._fault = fault = self.faults.get(self.num_steps)
         self.num_steps += 1
         for done, op in enumerate(step.ops):
@@ -414,7 +416,8 @@ class FakeExecutor:
         return samples
 
     def read(self, samples: FakeSamples) -> None:
-        assert samples is self._unread.pop(0), "they are read in their order"
+        assert samples in self._unread, "it was given up, or is read again"
+        del self._unread[: self._unread.index(samples) + 1]
         if samples.fault:
             self._fail(samples.fault)
 
@@ -443,7 +446,7 @@ class FakeExecutor:
         return taken
 
     def _fail(self, fault: Fault) -> NoReturn:
-        self.lenient, self._fault, self._unread = True, None, []
+        self.lenient, self._fault = True, None
         raise fault.exception()
 
     def _check(self, step: Step) -> None:

@@ -52,6 +52,7 @@ class Simulation:
         self.kind = kind
         self.files = FakeFiles() if workload.keeps_files else None
         self.drafter = FakeDrafter(workload) if workload.draft_rate else None
+        self.refused: Sequence | None = None  # who could not be admitted; None: somebody ended since
         self.start()
         self.sequences: dict[int, Sequence] = {}
         self.answers: dict[int, list[int]] = {}
@@ -118,12 +119,13 @@ class Simulation:
                     assert not self.scheduler.num_unfinished
                     return False
                 self.check_step(step, before)
+                self.refused = self.scheduler.waiting[0] if self.scheduler.waiting else None
                 flight = self._launch(step)
             step, samples = flight
             ahead = self.scheduler.plan_ahead(step)
             if ahead:
                 self.check_ahead(step, ahead)
-            launched = self._launch(ahead) if ahead else None
+            launched = self._launch_ahead(ahead) if ahead else None
             sampled = samples.read()
             self.clock.observe(step, self._seconds(step))
             alive = [chunk for chunk in step.chunks if chunk.seq.kv is not None]
@@ -151,11 +153,18 @@ class Simulation:
         self._check_memory()
         return step, self.executor.sample(step, grammar_masks(step, self.workload.info.num_vocab))
 
+    def _launch_ahead(self, step: Step) -> tuple[Step, FakeSamples] | None:
+        try:
+            return self._launch(step)
+        except EngineError:
+            return None
+
     def take(self, events: list[Event]) -> None:
         for event in events:
             assert event.seq_id not in self.finished
             self.answers[event.seq_id] += [sample.id for sample in event.sampled]
             if event.finish_reason:
+                self.refused = None
                 self.finished[event.seq_id] = event
                 self._check_finished(self.workload.requests[event.seq_id], event)
 
@@ -198,8 +207,8 @@ class Simulation:
             assert (chunk.tokens, chunk.rows, chunk.start) == ([LAST], 1, chunks[seq].end)
             assert seq.matcher is None, "a mask needs the token"
             assert params.max_tokens is None or seq.completion_len + 1 < params.max_tokens, "it ends for certain"
-        if scheduler.waiting:
-            assert len(ahead.chunks) == self.workload.info.max_sequences, "somebody could be admitted instead"
+        if scheduler.waiting and len(ahead.chunks) < self.workload.info.max_sequences:
+            assert scheduler.waiting[0] is self.refused, "somebody could be admitted instead"
 
     def check_state(self) -> None:
         """Check what holds between steps."""
@@ -326,10 +335,12 @@ class Simulation:
                 self.add(request)
         for request in self.workload.requests:
             if request.abort is not None and request.abort <= now and request.id in self.sequences:
+                refused = self.refused if self.sequences[request.id] in self.scheduler.waiting else None
                 event = self.scheduler.abort(request.id)
                 assert (event is None) == (request.id in self.finished)
                 if event:
                     self.take([event])
+                    self.refused = refused  # one that waited gives nothing back
                     self.check_state()
 
     def _rest(self) -> None:

@@ -31,6 +31,12 @@ def test_the_budget_is_what_fits_beside_the_decoding_rows() -> None:
     assert clock.prefill_tokens(4) == pytest.approx(1000 * (MAX_STEP_S - 0.05), abs=1)
 
 
+def test_prefill_of_steps_before_is_counted() -> None:
+    clock = StepClock()
+    clock.observe(step(100, 0), 0.4, unseen=300)
+    assert clock.prefill_tokens(0) == pytest.approx(1000 * MAX_STEP_S, abs=1)
+
+
 def test_a_slow_machine_takes_the_least() -> None:
     clock = StepClock()
     clock.observe(step(100, 0), 100.0)

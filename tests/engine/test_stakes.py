@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from edgelm.core import SamplingParams, Sequence
-from edgelm.engine.clock import StepClock
+from edgelm.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.engine.clock import GAP_EVERY, StepClock
 from edgelm.engine.costs import Measured, StepCosts
 from edgelm.engine.drafter import NgramDrafter
 from edgelm.engine.guard import GuardedDrafter
@@ -100,10 +100,11 @@ def test_a_drafter_that_is_stopped_stakes_nothing() -> None:
     seq = Sequence(0, [1, 2, 3] * 20, 3, SamplingParams())
     guard.begin(seq)
     assert guard.stake(seq, COSTS) > 0
-    clock.plain_due = True
-    assert guard.stake(seq, COSTS) == 0
-    clock.plain_due = False
+    clock.plain_due = True  # which is the step under way
+    assert guard.stake(seq, COSTS) > 0
     guard._accounts[seq].resume_at = len(seq.tokens) + 1
+    assert guard.stake(seq, COSTS) > 0
+    guard._accounts[seq].resume_at = len(seq.tokens) + 2
     assert guard.stake(seq, COSTS) == 0
 
 
@@ -116,4 +117,28 @@ def test_the_gap_is_in_steps_and_follows_the_machine() -> None:
     assert clock.gap(1, 0) == pytest.approx(0.2, rel=0.01)
     assert clock.gap(16, 0) == pytest.approx(0.1, rel=0.01)
     clock.observe_gap(60.0)  # a machine that slept
-    assert clock.gap(1, 0) < 3
+    assert clock.gap(1, 0) == pytest.approx(0.2, rel=0.01)
+
+
+def test_a_gap_that_is_not_seen_any_more_is_none() -> None:
+    """Otherwise one long gap would keep every step ahead, and none would be measured again."""
+    clock = StepClock(StepCosts([Measured(1, 0, 0.010), Measured(16, 0, 0.020)]))
+    step = Step((Chunk(Sequence(0, [1], 1, SamplingParams()), 0, [1], 1, 0),))
+    clock.observe_gap(0.2)
+    for _ in range(GAP_EVERY):
+        clock.observe(step, 0.010)
+        assert clock.gap(1, 0) > 1
+    clock.observe(step, 0.010)
+    assert clock.gap(1, 0) == 0
+
+
+def test_what_is_expected_of_a_message_ends_with_it() -> None:
+    drafter = NgramDrafter()
+    seq = begin(drafter, [1, 2])
+    drafter.stake(seq, COSTS)
+    drafter.end(seq)
+    again = begin(drafter, [1, 2, 5], 1)
+    before = [drafter._stakes.of(kind) for kind in range(DRAFTED + 1)]
+    again.tokens.append(6)
+    drafter.propose(again, COSTS)
+    assert [drafter._stakes.of(kind) for kind in range(DRAFTED + 1)] == before
