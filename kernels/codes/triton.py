@@ -52,32 +52,63 @@ def _nibbles(bits: int, bf16: bool) -> str:
 def _bytes(signed: bool, bf16: bool) -> str:
     """Return PTX: $4 a word of four bytes, $5 a constant; $0..$3 are the pairs p = 0, 1."""
     lines = [_REGISTERS, "mov.b32 m, 0x64646464;", f"xor.b32 w, $4, {'0x80808080' if signed else '0'};"]
+    made = f"add.rn.f16x2 h, h, $5; {_TO_BF16 if bf16 else ''}"
+    if signed and bf16:
+        lines[1:] = [_BYTE_CONSTANTS, "mov.b32 z, 0xc300c300; mov.b32 m, 0; mov.b32 w, $4;"]
+        made = _byte_to_bf16("0xea")
     for p in range(2):
-        lines.append(f"prmt.b32 h, w, m, {(0x4140, 0x4342)[p]:#x}; add.rn.f16x2 h, h, $5; {_TO_BF16 if bf16 else ''}")
+        lines.append(f"prmt.b32 h, w, m, {(0x4140, 0x4342)[p]:#x}; {made}")
         lines.append(f"mov.b32 {{${2 * p},${2 * p + 1}}}, h;")
     return "{" + " ".join(lines) + "}"
+
+
+_BYTE_CONSTANTS = ".reg .b32 e,o,z; mov.b32 e, 0x3f803f80; mov.b32 o, 0x43004300;"  # 1, 128
+
+
+def _byte_to_bf16(combine: str) -> str:
+    """Return PTX for h, a pair of bytes: 128 + seven bits, which bfloat16 has room for, less 128 or 256.
+
+    Which of these the eighth bit decides: of a signed byte "0xea" puts it onto z = -128, whose last bit of the exponent
+    it is; of a byte with 128 added "0x6a" takes it from z = -256.
+    """
+    lines = f"lop3.b32 t, h, 0x00800080, z, {combine}; lop3.b32 h, h, 0x007f007f, o, 0xea;"
+    return f"{lines} fma.rn.bf16x2 h, h, e, t;"
 
 
 def _fp8(bf16: bool) -> str:
     """Return PTX: $4 a word of four e4m3; $0..$3 are the pairs p = 0, 1."""
-    lines = [_REGISTERS, "mov.b32 k, 0x5c005c00; mov.b32 m, 0;"]  # 256: the difference of the exponents' biases
+    # k makes up for the difference of the exponents' biases: 2 ** 120, or 2 ** 8
+    constants = "mov.b32 k, 0x7b807b80; mov.b32 w, 0x80008000;" if bf16 else "mov.b32 k, 0x5c005c00;"
+    shift, mask = (4, "0x07f007f0") if bf16 else (1, "0x3f803f80")
+    lines = [_REGISTERS, constants, "mov.b32 m, 0;"]
     for p in range(2):
-        lines.append(f"prmt.b32 t, $4, m, {(0x1404, 0x3424)[p]:#x}; shr.u32 h, t, 1; and.b32 h, h, 0x3f803f80;")
-        lines.append(f"lop3.b32 h, t, 0x80008000, h, 0xea; mul.rn.f16x2 h, h, k; {_TO_BF16 if bf16 else ''}")
+        lines.append(f"prmt.b32 t, $4, m, {(0x1404, 0x3424)[p]:#x}; shr.u32 h, t, {shift}; and.b32 h, h, {mask};")
+        made = "fma.rn.bf16x2 h, h, k, w;" if bf16 else "mul.rn.f16x2 h, h, k;"  # -0 added to any product is no change
+        lines.append(f"lop3.b32 h, t, 0x80008000, h, 0xea; {made}")
         lines.append(f"mov.b32 {{${2 * p},${2 * p + 1}}}, h;")
     return "{" + " ".join(lines) + "}"
 
 
-def _codebook(bf16: bool, small: bool = False) -> str:
+def _codebook(bf16: bool, small: bool = False, short: bool = False) -> str:
     """Return PTX: $8 a word, $9..$12 the 16 values plus 128, a byte each; $0..$7 are the pairs of slots 0..3.
 
-    `small`: the values plus 64, each below 128, so that bfloat16 has room for them without float16 on the way.
+    `small`: the values plus 64, each below 128, so that bfloat16 has room for them. `short`: the upper bytes of the
+    values as float16, whose lower bytes are 0.
     """
-    made = f"add.rn.f16x2 h, h, k; {_TO_BF16 if bf16 else ''}"
-    lines = [_REGISTERS, ".reg .b32 a,b,c,l,n; mov.b32 m, 0x64646464; mov.b32 k, 0xe480e480;"]  # -(1024 + 128)
-    if small:
+    lines = [_REGISTERS, ".reg .b32 a,b,c,l,n;"]
+    pairs = (0x4140, 0x4342)  # the lower byte of a half from w, the upper one from m
+    if short:
+        pairs, made = (0x1404, 0x3424), ""
+        lines.append("mov.b32 m, 0;")
+    elif small:
         made = "fma.rn.bf16x2 h, h, e, k;"
-        lines[1] = ".reg .b32 a,b,c,e,l,n; mov.b32 m, 0x43434343; mov.b32 k, 0xc340c340; mov.b32 e, 0x3f803f80;"  # -192
+        lines.append(".reg .b32 e; mov.b32 m, 0x43434343; mov.b32 k, 0xc340c340; mov.b32 e, 0x3f803f80;")  # -192, 1
+    elif bf16:
+        made = _byte_to_bf16("0x6a")
+        lines.append(f"{_BYTE_CONSTANTS} mov.b32 z, 0xc380c380; mov.b32 m, 0;")
+    else:
+        made = "add.rn.f16x2 h, h, k;"
+        lines.append("mov.b32 m, 0x64646464; mov.b32 k, 0xe480e480;")  # -(1024 + 128)
     # a nibble of a selector takes one of 8 bytes; then bit 3 of the code decides between the halves of the book
     lines.append("and.b32 a, $8, 0x77777777; shr.u32 b, $8, 1; mov.b32 c, 0x32103210;")
     lines.append("lop3.b32 b, b, 0x44444444, c, 0xea;")
@@ -88,7 +119,7 @@ def _codebook(bf16: bool, small: bool = False) -> str:
         lines.append(f"prmt.b32 w, l, n, {(0x5140, 0x7362)[two]:#x};")
         for one in range(2):
             slot = 2 * two + one
-            lines.append(f"prmt.b32 h, w, m, {(0x4140, 0x4342)[one]:#x}; {made}")
+            lines.append(f"prmt.b32 h, w, m, {pairs[one]:#x}; {made}")
             lines.append(f"mov.b32 {{${2 * slot},${2 * slot + 1}}}, h;")
     return "{" + " ".join(lines) + "}"
 
@@ -99,7 +130,7 @@ BYTES_F16 = tl.constexpr({signed: _bytes(signed, False) for signed in (False, Tr
 BYTES_BF16 = tl.constexpr({signed: _bytes(signed, True) for signed in (False, True)})
 FP8_F16 = tl.constexpr(_fp8(False))
 FP8_BF16 = tl.constexpr(_fp8(True))
-CODEBOOK_F16 = tl.constexpr(_codebook(False))
+CODEBOOK_F16 = tl.constexpr({short: _codebook(False, short=short) for short in (False, True)})
 CODEBOOK_BF16 = tl.constexpr({small: _codebook(True, small) for small in (False, True)})
 
 EIGHT = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h")
@@ -122,6 +153,24 @@ def book_word(like, BOOK: tl.constexpr, I: tl.constexpr, BIAS: tl.constexpr):
     return tl.full(like.shape, WORD - (1 << 32) if WORD >= (1 << 31) else WORD, tl.int32)
 
 
+@triton.constexpr_function
+def upper_bytes(book):
+    """Return the upper bytes of a codebook's values as float16, as one number; 0 where a lower byte is not 0."""
+    found = 0
+    for i in range(16):
+        value = ((int(book) >> (8 * i) & 255) ^ 128) - 128
+        size = -value if value < 0 else value
+        exponent = 0
+        while size >> exponent > 1:
+            exponent += 1
+        if size & (max(1 << exponent >> 2, 1) - 1) != 0:  # more than two bits of mantissa
+            return 0
+        if size != 0:
+            byte = (exponent + 15) << 2 | (size << 2 >> exponent) & 3
+            found |= (byte | (128 if value < 0 else 0)) << (8 * i)
+    return found
+
+
 @triton.jit
 def nibble_numbers(
     words, high, BITS: tl.constexpr, ZERO: tl.constexpr, BOOK: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
@@ -133,13 +182,15 @@ def nibble_numbers(
     if ASM and BOOK != 0:
         # bits 6 and 7 of each value are equal: it is one of -64 to 63
         SMALL: tl.constexpr = tl.bfloat16 == DTYPE and ((BOOK >> 1) ^ BOOK) & 0x40404040404040404040404040404040 == 0
-        BIAS: tl.constexpr = 64 if SMALL else 128
-        b0 = book_word(words, BOOK, 0, BIAS)
-        b1 = book_word(words, BOOK, 1, BIAS)
-        b2 = book_word(words, BOOK, 2, BIAS)
-        b3 = book_word(words, BOOK, 3, BIAS)
+        SHORT: tl.constexpr = 0 if tl.bfloat16 == DTYPE else upper_bytes(BOOK)
+        BYTES: tl.constexpr = SHORT if SHORT != 0 else BOOK
+        BIAS: tl.constexpr = 0 if SHORT != 0 else 64 if SMALL else 128
+        b0 = book_word(words, BYTES, 0, BIAS)
+        b1 = book_word(words, BYTES, 1, BIAS)
+        b2 = book_word(words, BYTES, 2, BIAS)
+        b3 = book_word(words, BYTES, 3, BIAS)
         return tl.inline_asm_elementwise(
-            CODEBOOK_BF16[SMALL] if tl.bfloat16 == DTYPE else CODEBOOK_F16,
+            CODEBOOK_BF16[SMALL] if tl.bfloat16 == DTYPE else CODEBOOK_F16[SHORT != 0],
             EIGHT + ",r,r,r,r,r",
             [words, b0, b1, b2, b3],
             dtype=(tl.bfloat16,) * 8 if tl.bfloat16 == DTYPE else (tl.float16,) * 8,
@@ -211,11 +262,14 @@ def byte_numbers(words, CODE: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.conste
             pack=1,
         )
     elif ASM:
-        whole = twice(words, 0xE400 + (128 if CODE == "signed" else ZERO))
+        # a byte less 128 is a signed one with its first bit turned, which bfloat16 has a shorter way for
+        TURNED: tl.constexpr = tl.bfloat16 == DTYPE and CODE == "unsigned" and ZERO == 128
+        SIGNED: tl.constexpr = CODE == "signed" or TURNED
+        whole = twice(words, 0xE400 + (128 if SIGNED else ZERO))
         return tl.inline_asm_elementwise(
-            BYTES_BF16[CODE == "signed"] if tl.bfloat16 == DTYPE else BYTES_F16[CODE == "signed"],
+            BYTES_BF16[SIGNED] if tl.bfloat16 == DTYPE else BYTES_F16[SIGNED],
             "=h,=h,=h,=h,r,r",
-            [words, whole],
+            [words ^ twice(words, 0x8080) if TURNED else words, whole],
             dtype=(tl.bfloat16,) * 4 if tl.bfloat16 == DTYPE else (tl.float16,) * 4,
             is_pure=True,
             pack=1,
@@ -269,17 +323,32 @@ def high_words(high, BITS: tl.constexpr, W: tl.constexpr, KW: tl.constexpr):
 
 
 @triton.jit
-def fragment(p0h0, p0h1, p1h0, p1h1, W: tl.constexpr):
-    """Return the operand [W, 16 rows, 32 columns] of a group of 32 from its numbers, each [W, 16, 8]."""
+def fragment(p0h0, p0h1, p1h0, p1h1, W: tl.constexpr, KW: tl.constexpr = 2):
+    """Return the operand [W, 16 rows, 32 columns] of a group of 32 from its numbers, each [W, 16, 8 columns c].
+
+    Its columns are (p, c, h), with KW = 4 (c, p, h).
+    """
     parts = tl.join(tl.join(p0h0, p1h0), tl.join(p0h1, p1h1))  # [.., p, h]
-    return tl.reshape(tl.permute(parts, [0, 1, 3, 2, 4]), [W, 16, 32])
+    return tl.reshape(tl.permute(parts, [0, 1, 3, 2, 4]) if KW == 2 else parts, [W, 16, 32])
 
 
 @triton.jit
 def x_fragment(x, W: tl.constexpr, KW: tl.constexpr):
-    """Return x, W times 8 rows of 32 columns as they lie in memory [W * 8, 32], as the operand [W, 32, 8]."""
+    """Return x, W times 8 rows of 32 columns as they lie in memory [W * 8, 32], as the operand [W, 32, 8].
+
+    It fits a `fragment` of words arranged with KW = 2, whose columns c are (jb, lm).
+    """
     x = tl.reshape(x, [W, 8, 4, 2, 2, 2])  # row, lm, p, jb, h
-    x = tl.permute(x, [0, 3, 4, 2, 5, 1] if KW == 2 else [0, 3, 2, 4, 5, 1])
+    # an instruction takes what jb = 0 and 1 have of a p: here neighbours in memory, so that no register is moved
+    x = tl.permute(x, [0, 3, 4, 2, 5, 1] if KW == 2 else [0, 4, 2, 3, 5, 1])
+    return tl.reshape(x, [W, 32, 8])
+
+
+@triton.jit
+def joined_x_fragment(p0, p1, W: tl.constexpr, KW: tl.constexpr):
+    """Return what `x_fragment` does, from the columns that have p = 0 and those that have p = 1, each [W * 8, 16]."""
+    x = tl.reshape(tl.join(p0, p1), [W, 8, 4, 2, 2, 2])  # row, lm, jb, h, p
+    x = tl.permute(x, [0, 5, 3, 2, 4, 1] if KW == 2 else [0, 3, 2, 5, 4, 1])
     return tl.reshape(x, [W, 32, 8])
 
 
@@ -290,5 +359,5 @@ def row_fragment(upper, lower, W: tl.constexpr, KW: tl.constexpr):
     `upper` and `lower` [W * 8, 32] are rows 0 to 7 and 8 to 15 of each.
     """
     rows = tl.join(tl.reshape(upper, [W, 8, 4, 2, 2, 2]), tl.reshape(lower, [W, 8, 4, 2, 2, 2]))
-    rows = tl.permute(rows, [0, 6, 1, 3, 4, 2, 5] if KW == 2 else [0, 6, 1, 3, 2, 4, 5])  # of row, lm, p, jb, h, rb
+    rows = tl.permute(rows, [0, 6, 1, 3, 4, 2, 5] if KW == 2 else [0, 6, 1, 4, 2, 3, 5])  # of row, lm, p, jb, h, rb
     return tl.reshape(rows, [W, 16, 32])

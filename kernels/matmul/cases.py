@@ -136,8 +136,11 @@ def compile_cases() -> list[CompileCase]:
         for name, dtype, dense in (("q6_k", "fp32", None), (None, "bf16", "fp16"))
     ]
     cases += [
-        compile_case("q4_k", "fp16", 8, Config(8, 1, True, 4), norm=True),
-        compile_case("q4_k", "fp16", 8, Config(4, 2, True, 1), norm=True, gate="silu"),
+        compile_case("q4_k", "bf16", 8, Config(8, 1, True, 4), norm=True, x="fp32"),
+        compile_case("q4_k", "bf16", 8, Config(4, 2, True, 1), norm=True, gate="silu", x="fp32"),
+        compile_case("q4_k", "bf16", 16, Config(4, 2, True, 1), norm=True, gate="silu", x="fp32"),
+        compile_case("q6_k", "bf16", 8, Config(4, 2, True, 1), norm=True, x="fp32"),
+        compile_case(None, "bf16", 8, Config(4, 2, False, 1), norm=True, x="fp32"),
         compile_case("q4_0", "bf16", 16, Config(4, 4, True, 1), pdl=True),
     ]
     signature = dict.fromkeys(combine.arg_names, "constexpr")
@@ -168,18 +171,22 @@ def compile_case(
     pdl: bool = False,
     budget: float | None = None,
     dense: str | None = None,
+    x: str | None = None,
 ) -> CompileCase:
-    """Describe `decode` for 4096 x 4096 in a layout (None: dense, of x's type or another), as launched on a GPU."""
+    """Describe `decode` for 4096 x 4096 in a layout (None: dense, of x's type or another), as launched on a GPU.
+
+    `x`: its type, where it is a residual stream that is normed and multiplied as `dtype`.
+    """
     import triton.language as tl
 
-    from edgelm.kernels.matmul.triton import decode, most_registers
+    from edgelm.kernels.matmul.triton import decode
     from edgelm.kernels.target import kwidth
 
     layout = LAYOUTS[name] if name else None
     blocks = 1 if rows <= 8 else 2
     kind = f"*{dtype}"
     common = dtype if dense is None else "fp32"
-    pointers = {"x": kind, "codes": "*i32" if layout else f"*{dense or dtype}", "out": kind}
+    pointers = {"x": f"*{x or dtype}", "codes": "*i32" if layout else f"*{dense or dtype}", "out": kind}
     if layout is not None:
         pointers |= _scale_pointers(layout)
     if norm:
@@ -207,8 +214,7 @@ def compile_case(
         constants,
         (*pointers, "x_stride"),
         config.warps,
-        {"num_stages": 1, "maxnreg": most_registers(config, blocks, layout.group if layout else CHUNK, norm)}
-        | ({"launch_pdl": True} if pdl else {}),
+        {"num_stages": 1} | ({"launch_pdl": True} if pdl else {}),
         loop_weights=32 * config.tiles
         if layout and common != "fp32"
         else 0,  # the loop of dense rows is unrolled for sm_80

@@ -95,9 +95,10 @@ def decode(
     for _ in tl.static_range(MT * TT):
         acc += (tl.zeros([NW, 16, 8], tl.float32),)
     squares: tl.tuple = ()
+    COLUMNS: tl.constexpr = 16 if x.dtype.element_ty == tl.float32 else 32  # that are loaded together
     if NORM:
         for _ in tl.static_range(TT):
-            squares += (tl.zeros([NW * 8, 32], tl.float32),)
+            squares += (tl.zeros([NW * 8, COLUMNS], tl.float32),)
     first = split * EACH
     last = tl.minimum(first + EACH, FULL)
     if FULL > 0:
@@ -135,7 +136,7 @@ def decode(
     for tt in tl.static_range(TT):
         row = tt * 8 + tl.arange(0, 8)[None, :]
         if NORM:
-            total = tl.sum(tl.sum(tl.reshape(squares[tt], [NW, 8, 32]), 2), 0)
+            total = tl.sum(tl.sum(tl.reshape(squares[tt], [NW, 8, COLUMNS]), 2), 0)
             if SPLITS > 1 and pid == 0:
                 tl.store(partial_squares + split * 16 + tt * 8 + tl.arange(0, 8), total)
             factor = tl.rsqrt(total / K + eps)[None, :]
@@ -261,14 +262,12 @@ def launch(
     }
     eps = norm.eps if norm else 0.0
     residual_stride = 0 if residual is None else residual.stride(0)
-    group = weight.layout.group if isinstance(weight, PackedWeight) else CHUNK
-    limit = most_registers(config, blocks, group, norm is not None)
     options = {"enable_fp_fusion": True} | ({"launch_pdl": True} if pdl else {})
     decode[(-(-tiles // config.tiles), config.splits)](
         x, *planes, bias, residual, norm_weight, out, partial, squares, x.stride(0), residual_stride, rows, eps,
         N=weight.rows, K=weight.columns, **constants, **after, NW=config.warps, MT=config.tiles,
         TT=blocks, SPLITS=config.splits, PF=config.prefetch, KW=kwidth(),
-        num_warps=config.warps, num_stages=1, maxnreg=limit, **options,
+        num_warps=config.warps, num_stages=1, **options,
     )  # fmt: skip
     if config.splits > 1:
         combine[(-(-width // 128), rows)](
@@ -281,13 +280,6 @@ def launch(
 def operand_type(x: torch.dtype, normed: bool, out: torch.dtype) -> torch.dtype:
     """Return what x is multiplied as: its own type, but where a residual stream is normed, the type of the result."""
     return out if normed and x == torch.float32 else x
-
-
-def most_registers(config: Config, blocks: int, group: int, normed: bool) -> int | None:
-    """Return the limit for the assembler: left alone, it spills a few registers here to fit one program more."""
-    if config.tiles * blocks == 4 or (normed and config.tiles * blocks < 4):
-        return 168 if group == 16 else 128
-    return None
 
 
 def described(weight: Weight, dtype: torch.dtype) -> tuple[tuple[Tensor | None, ...], dict[str, object]]:

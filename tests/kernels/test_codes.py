@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
+from triton.runtime.interpreter import TensorHandle
 
 from edgelm.kernels.codes import triton as codes
 from edgelm.kernels.layout import pack_codes
@@ -81,8 +82,8 @@ def run_ptx(text: str, outputs: int, inputs: list[Words]) -> list[NDArray[np.uin
         elif name == "mov.b32":
             registers[target] = value(given[0])
         elif name == "lop3.b32":
-            assert given[3] == "0xea"
-            registers[target] = value(given[0]) & value(given[1]) | value(given[2])
+            both = value(given[0]) & value(given[1])
+            registers[target] = {"0xea": both | value(given[2]), "0x6a": both ^ value(given[2])}[given[3]]
         elif name == "cvt.f32.f16":
             registers[target] = value(given[0]).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
         elif name == "cvt.rn.bf16x2.f32":
@@ -107,12 +108,13 @@ def numbers(
     book: tl.constexpr,
     dtype: tl.constexpr,
     size: tl.constexpr,
+    asm: tl.constexpr,
 ):
     i = tl.arange(0, size)
     if bits == 8:
-        found = codes.byte_numbers(tl.load(words + i), code, zero, dtype, False)
+        found = codes.byte_numbers(tl.load(words + i), code, zero, dtype, asm)
     else:
-        found = codes.nibble_numbers(tl.load(words + i), tl.load(high + i), bits, zero, book, dtype, False)
+        found = codes.nibble_numbers(tl.load(words + i), tl.load(high + i), bits, zero, book, dtype, asm)
     for j in tl.static_range(4 if bits == 8 else 8):
         tl.store(out + j * size + i, found[j])
 
@@ -170,75 +172,89 @@ def test_plain_functions_give_the_exact_numbers(bits: int, code: str, zero: int,
     words, high = random_words(seed, code), random_words(seed + 1, "")
     out = torch.full((4 if bits == 8 else 8, 256), float("nan"), dtype=getattr(torch, dtype))
     given = [torch.from_numpy(each.view(np.int32)) for each in (words, high)]
-    numbers[(1,)](*given, out, bits, code, zero, book, DTYPES[dtype], 256)
+    numbers[(1,)](*given, out, bits, code, zero, book, DTYPES[dtype], 256, False)
     assert np.array_equal(out.double().numpy(), expected_numbers(words, high, bits, code, zero, book))
 
 
+def emulated(
+    asm: object, constraints: object, args: list[tl.tensor], dtype: tuple[tl.dtype, ...], **_: object
+) -> object:
+    """Stand in for tl.inline_asm_elementwise, which the interpreter does not have."""
+    text, operands = (str(getattr(each, "value", each)) for each in (asm, constraints))
+    given = [np.broadcast_to(each.handle.data, args[0].shape).ravel().view(np.uint32) for each in args]
+    assert len(given) == operands.split(",").count("r")
+    kind = np.uint16 if dtype[0] == tl.bfloat16 else np.float16  # the interpreter has the bits of bfloat16
+    found = [each.view(kind).reshape(args[0].shape) for each in run_ptx(text, len(dtype), given)]
+    return tuple(tl.tensor(TensorHandle(each, dtype[0]), tl.block_type(dtype[0], args[0].shape)) for each in found)
+
+
 @pytest.mark.parametrize("seed", [SEED])
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("bits", "code", "zero", "book"), KINDS)
-def test_assembly_gives_the_exact_numbers(bits: int, code: str, zero: int, book: int, bf16: bool, seed: int):
+def test_assembly_gives_the_exact_numbers(
+    bits: int, code: str, zero: int, book: int, dtype: str, seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tl, "inline_asm_elementwise", emulated)
     words, high = random_words(seed, code), random_words(seed + 1, "")
+    out = torch.full((4 if bits == 8 else 8, 256), float("nan"), dtype=getattr(torch, dtype))
+    given = [torch.from_numpy(each.view(np.int32)) for each in (words, high)]
+    numbers[(1,)](*given, out, bits, code, zero, book, DTYPES[dtype], 256, True)
+    assert np.array_equal(out.double().numpy(), expected_numbers(words, high, bits, code, zero, book))
 
-    def constant(half: int) -> Words:
-        return np.full(256, half | half << 16, np.uint32)
 
-    if bits == 8 and code == "fp8":
-        text, inputs = (codes.FP8_BF16 if bf16 else codes.FP8_F16), [words]
-    elif bits == 8:
-        text = (codes.BYTES_BF16 if bf16 else codes.BYTES_F16).value[code == "signed"]
-        inputs = [words, constant(0xE400 + (128 if code == "signed" else zero))]
-    elif book:
-        values = [(book >> 8 * i & 255 ^ 128) - 128 for i in range(16)]
-        small = bf16 and all(-64 <= value < 64 for value in values)
-        text = codes.CODEBOOK_BF16.value[small] if bf16 else codes.CODEBOOK_F16
-        bias = 64 if small else 128
-        quarters = [sum(values[4 * i + j] + bias << 8 * j for j in range(4)) for i in range(4)]
-        inputs = [words, *(np.full(256, quarter, np.uint32) for quarter in quarters)]
-    else:
-        text = (codes.NIBBLES_BF16 if bf16 else codes.NIBBLES_F16).value[bits]
-        inputs = [words, *([high] if bits > 4 else [])]
-        inputs += [constant((0xC300 if bf16 else 0xE400) + zero), constant(0xD400 + 16 * zero)]
-    found = run_ptx(getattr(text, "value", text), 4 if bits == 8 else 8, inputs)
-    dtype = torch.bfloat16 if bf16 else torch.float16
-    values = torch.from_numpy(np.stack(found).view(np.int16)).view(dtype).double().numpy()
-    assert np.array_equal(values, expected_numbers(words, high, bits, code, zero, book))
+def test_a_codebook_of_short_numbers_needs_no_sum():
+    """What has two bits behind the first one is the upper byte of a float16; -128 to 127 may need seven."""
+    short = (0, 1, -1, 2, 3, 5, 7, -6, 80, 96, 112, -112, 64, -128, 20, 14)
+    upper = np.array(short, np.float16).view(np.uint16) >> 8
+    assert codes.upper_bytes(packed_book(short)) == sum(int(byte) << 8 * i for i, byte in enumerate(upper))
+    assert codes.upper_bytes(packed_book((*short[:15], 9))) == 0
+    assert codes.upper_bytes(packed_book((*short[:15], -121))) == 0
 
 
 # -- the order of a fragment -------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def dot_of_chunk(words, high, x, out, bits: tl.constexpr, kw: tl.constexpr):
+def dot_of_chunk(words, high, x, out, bits: tl.constexpr, kw: tl.constexpr, apart: tl.constexpr):
     """Multiply one chunk of 16 rows with 8 rows of 64 columns."""
     i, j = tl.arange(0, 8)[:, None], tl.arange(0, 32)[None, :]
-    low = codes.x_fragment(tl.load(x + i * 64 + j), 1, kw)
-    top = codes.x_fragment(tl.load(x + i * 64 + 32 + j), 1, kw)
-    at = tl.arange(0, 128)[None, :]
-    if bits == 8:
-        u = codes.byte_numbers(codes.arrange_words(tl.load(words + at), 1, kw), "unsigned", 0, tl.float32, False)
-        v = codes.byte_numbers(codes.arrange_words(tl.load(words + 128 + at), 1, kw), "unsigned", 0, tl.float32, False)
-        y = tl.dot(codes.fragment(u[0], u[1], u[2], u[3], 1), low, input_precision="ieee")
-        y = tl.dot(codes.fragment(v[0], v[1], v[2], v[3], 1), top, y, input_precision="ieee")
+    if apart:
+        at = x + i * 64 + tl.arange(0, 16)[None, :] // 4 * 8 + tl.arange(0, 16)[None, :] % 4
+        low = codes.joined_x_fragment(tl.load(at), tl.load(at + 4), 1, kw)
+        top = codes.joined_x_fragment(tl.load(at + 32), tl.load(at + 36), 1, kw)
     else:
-        w = codes.arrange_words(tl.load(words + at), 1, kw)
+        low = codes.x_fragment(tl.load(x + i * 64 + j), 1, kw)
+        top = codes.x_fragment(tl.load(x + i * 64 + 32 + j), 1, kw)
+    at = tl.arange(0, 128)[None, :]
+    if bits == 16:
+        rows = codes.row_fragment(tl.load(words + i * 64 + j), tl.load(words + (i + 8) * 64 + j), 1, kw)
+        y = tl.dot(rows, low, input_precision="ieee")
+        rows = codes.row_fragment(tl.load(words + i * 64 + 32 + j), tl.load(words + (i + 8) * 64 + 32 + j), 1, kw)
+        y = tl.dot(rows, top, y, input_precision="ieee")
+    elif bits == 8:
+        u = codes.byte_numbers(codes.arrange_words(tl.load(words + at), 1, 2), "unsigned", 0, tl.float32, False)
+        v = codes.byte_numbers(codes.arrange_words(tl.load(words + 128 + at), 1, 2), "unsigned", 0, tl.float32, False)
+        y = tl.dot(codes.fragment(u[0], u[1], u[2], u[3], 1, kw), low, input_precision="ieee")
+        y = tl.dot(codes.fragment(v[0], v[1], v[2], v[3], 1, kw), top, y, input_precision="ieee")
+    else:
+        w = codes.arrange_words(tl.load(words + at), 1, 2)
         more = w
         if bits > 4:
             size: tl.constexpr = 32 * (bits - 4)
-            more = codes.high_words(tl.load(high + tl.arange(0, size)[None, :]), bits, 1, kw)
+            more = codes.high_words(tl.load(high + tl.arange(0, size)[None, :]), bits, 1, 2)
         u = codes.nibble_numbers(w, more, bits, 0, 0, tl.float32, False)
-        y = tl.dot(codes.fragment(u[0], u[1], u[2], u[3], 1), low, input_precision="ieee")
-        y = tl.dot(codes.fragment(u[4], u[5], u[6], u[7], 1), top, y, input_precision="ieee")
+        y = tl.dot(codes.fragment(u[0], u[1], u[2], u[3], 1, kw), low, input_precision="ieee")
+        y = tl.dot(codes.fragment(u[4], u[5], u[6], u[7], 1, kw), top, y, input_precision="ieee")
     tl.store(out + tl.arange(0, 16)[:, None] * 8 + tl.arange(0, 8)[None, :], tl.reshape(y, [16, 8]))
 
 
 @pytest.mark.parametrize("seed", [SEED])
 @pytest.mark.parametrize("kw", [2, 4])
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
-def test_both_operands_have_one_order_of_columns(bits: int, kw: int, seed: int):
-    raw = torch.randint(0, 1 << bits, (16, 64), generator=generator(seed)).to(torch.uint8)
-    words, high = pack_codes(raw, bits)
+@pytest.mark.parametrize(("bits", "apart"), [(4, True), (4, False), (5, False), (6, False), (8, False), (16, False)])
+def test_both_operands_have_one_order_of_columns(bits: int, apart: bool, kw: int, seed: int):
+    raw = torch.randint(0, 1 << min(bits, 8), (16, 64), generator=generator(seed)).to(torch.uint8)
+    words, high = (raw.float(), None) if bits == 16 else pack_codes(raw, bits)  # 16: rows of numbers
     x = torch.randint(-50, 50, (8, 64), generator=generator(seed)).float()
     out = torch.full((16, 8), float("nan"))
-    dot_of_chunk[(1,)](words, words if high is None else high, x, out, bits, kw)
+    dot_of_chunk[(1,)](words, words if high is None else high, x, out, bits, kw, apart)
     assert torch.equal(out, raw.float() @ x.T)  # integers: exact

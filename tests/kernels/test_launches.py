@@ -16,6 +16,7 @@ from edgelm.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from edgelm.kernels.route import route
 from edgelm.kernels.store import store
 from edgelm.sampling.device import DeviceSampler, RowRequest
+from edgelm.sampling.history import History
 
 OPS = ["activation", "norm", "route", "sampling", "store"]
 
@@ -32,7 +33,9 @@ def launch_all() -> None:
     heads, at = torch.zeros(1, 2, 32), torch.zeros(1, dtype=torch.int32)
     cache = allocate(FORMATS["int8"], 1, 2, 32, "cpu")
     store(heads, heads, heads, at, at.long(), cache, rope=None, implementation="triton")
-    DeviceSampler(64, 2, "cpu", "triton").launch(x, [RowRequest(SamplingParams(), 0)] * 2, None)
+    everything = SamplingParams(repetition_penalty=1.1, logit_bias=((3, 1.0),))
+    rows = [RowRequest(everything, 0, History([1, 2]))] * 2
+    DeviceSampler(64, 2, "cpu", "triton").launch(x, rows, None)
 
 
 def test_kernels_are_launched_with_the_fusion_that_they_are_compiled_with(monkeypatch: pytest.MonkeyPatch) -> None:

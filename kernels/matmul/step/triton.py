@@ -14,6 +14,7 @@ from edgelm.kernels.codes.triton import (
     byte_numbers,
     fragment,
     high_words,
+    joined_x_fragment,
     nibble_numbers,
     row_fragment,
     x_fragment,
@@ -38,7 +39,8 @@ def scale_number(word, I: tl.constexpr, KIND: tl.constexpr):
     else:
         byte = (word.to(tl.int32) >> (8 * I)) & 255
         if KIND == "e8m0":  # 2 ** (byte - 128), of which the two smallest are subnormal
-            return tl.where(byte < 2, 0x200000 << (byte & 1), (byte - 1) << 23).to(tl.float32, bitcast=True)
+            # the exponent's bits, but for the two smallest: they are the larger one of these
+            return tl.maximum((byte << 23) - (1 << 23), (byte << 21) + (1 << 21)).to(tl.float32, bitcast=True)
         else:
             return byte.to(tl.float32)
 
@@ -115,6 +117,13 @@ def tile_scales(
 
 
 @triton.jit
+def tile_number(pid, mt: tl.constexpr, N: tl.constexpr, MT: tl.constexpr):
+    """Return which tile a program's tile `mt` is; there being no such tile, the last, whose results are not stored."""
+    tile = pid.to(tl.int64) * MT + mt  # int64 from the start: the tiles of a program then share their addresses
+    return tile if N % (16 * MT) == 0 else tl.minimum(tile, (N + 15) // 16 - 1)
+
+
+@triton.jit
 def load_words(
     codes,
     high,
@@ -130,11 +139,10 @@ def load_words(
 ):
     """Return what memory holds of the codes of a step: a tuple of MT times one to four tensors."""
     out: tl.tuple = ()
-    TILES: tl.constexpr = (N + 15) // 16
     WORDS: tl.constexpr = 32 * (BITS - 4)  # of a chunk's `high`
     chunk = step * NW + tl.arange(0, NW)[:, None]
     for mt in tl.static_range(MT):
-        tile = tl.minimum(pid * MT + mt, TILES - 1).to(tl.int64)
+        tile = tile_number(pid, mt, N, MT)
         if BITS >= 16:  # rows 0 to 7 and 8 to 15 of the halves of the chunks
             i = tl.arange(0, NW * 8)[:, None]
             column = (step * NW + i // 8) * 64 + tl.arange(0, 32)[None, :]
@@ -182,17 +190,17 @@ def tile_fragments(
         top = row_fragment(words[4 * mt + 2].to(DTYPE), words[4 * mt + 3].to(DTYPE), NW, KW)
         return low, top
     elif BITS == 8:
-        u = byte_numbers(arrange_words(words[2 * mt], NW, KW), CODE, ZERO, DTYPE, ASM)
-        v = byte_numbers(arrange_words(words[2 * mt + 1], NW, KW), CODE, ZERO, DTYPE, ASM)
-        return fragment(u[0], u[1], u[2], u[3], NW), fragment(v[0], v[1], v[2], v[3], NW)
+        u = byte_numbers(arrange_words(words[2 * mt], NW, 2), CODE, ZERO, DTYPE, ASM)
+        v = byte_numbers(arrange_words(words[2 * mt + 1], NW, 2), CODE, ZERO, DTYPE, ASM)
+        return fragment(u[0], u[1], u[2], u[3], NW, KW), fragment(v[0], v[1], v[2], v[3], NW, KW)
     else:
         if BITS == 4:
-            low = arrange_words(words[mt], NW, KW)
+            low = arrange_words(words[mt], NW, 2)
             u = nibble_numbers(low, low, BITS, ZERO, BOOK, DTYPE, ASM)
         else:
-            low = arrange_words(words[2 * mt], NW, KW)
-            u = nibble_numbers(low, high_words(words[2 * mt + 1], BITS, NW, KW), BITS, ZERO, BOOK, DTYPE, ASM)
-        return fragment(u[0], u[1], u[2], u[3], NW), fragment(u[4], u[5], u[6], u[7], NW)
+            low = arrange_words(words[2 * mt], NW, 2)
+            u = nibble_numbers(low, high_words(words[2 * mt + 1], BITS, NW, 2), BITS, ZERO, BOOK, DTYPE, ASM)
+        return fragment(u[0], u[1], u[2], u[3], NW, KW), fragment(u[4], u[5], u[6], u[7], NW, KW)
 
 
 @triton.jit
@@ -217,29 +225,39 @@ def load_x(
     Of groups of 16 there are four, in which the other half of 32 columns is 0.
     """
     PARTS: tl.constexpr = 4 if GROUP == 16 else 2
+    PIECES: tl.constexpr = 2 if x.dtype.element_ty == tl.float32 else 1  # a thread's 8 columns, 16 bytes at a time
     i = tl.arange(0, NW * 8)[:, None]
-    j = tl.arange(0, 32)[None, :]
-    column = (step * NW + i // 8) * 64 + j
+    each = tl.arange(0, 32 // PIECES)[None, :]
     out: tl.tuple = ()
     sums: tl.tuple = ()
     for tt in tl.static_range(TT):
-        row = tt * 8 + i % 8
+        row = tl.minimum(tt * 8 + i % 8, rows - 1)  # of results that are not stored: the last, a mask would cost more
         if NORM:
             total = squares[tt]
         for part in tl.static_range(PARTS):
-            at = column + part * 2 // PARTS * 32
-            mask = row < rows
-            if GROUP == 16:
-                mask = mask & ((j < 16) if part % 2 == 0 else (j >= 16))
-            if MASKED:
-                mask = mask & (at < K)
-            value = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
-            if NORM:
-                wide = value.to(tl.float32)
-                total = tl.fma(wide, wide, total)
-                factor = tl.load(norm + at, mask=at < K, other=0.0) if MASKED else tl.load(norm + at)
-                value = (wide * factor).to(value.dtype)
-            out += (x_fragment(value.to(DTYPE), NW, KW),)
+            values: tl.tuple = ()
+            for piece in tl.static_range(PIECES):
+                j = each if PIECES == 1 else each // 4 * 8 + piece * 4 + each % 4
+                at = (step * NW + i // 8) * 64 + part * 2 // PARTS * 32 + j
+                if GROUP == 16:
+                    mask = (j < 16) if part % 2 == 0 else (j >= 16)
+                    if MASKED:
+                        mask = mask & (at < K)
+                    value = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
+                elif MASKED:
+                    value = tl.load(x + row * x_stride + at, mask=at < K, other=0.0)
+                else:
+                    value = tl.load(x + row * x_stride + at)
+                if NORM:
+                    wide = value.to(tl.float32)
+                    total = tl.fma(wide, wide, total)
+                    factor = tl.load(norm + at, mask=at < K, other=0.0) if MASKED else tl.load(norm + at)
+                    value = (wide * factor).to(value.dtype)
+                values += (value.to(DTYPE),)
+            if PIECES == 1:
+                out += (x_fragment(values[0], NW, KW),)
+            else:
+                out += (joined_x_fragment(values[0], values[1], NW, KW),)
         if NORM:
             sums += (total,)
     return out, sums
@@ -276,11 +294,12 @@ def multiply(
     """Add what a step gives to the sums [NW, 16, 8] of MT tiles times TT blocks of rows."""
     PARTS: tl.constexpr = 4 if GROUP == 16 else 2
     GROUPS: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
-    TILES: tl.constexpr = (N + 15) // 16
     chunk = step * NW + tl.arange(0, NW)[:, None]
     sums: tl.tuple = ()  # of x over each group, in every row of a tile
     if OFFSET != "none":
-        ones = tl.full([NW, 16, 32], 1.0, DTYPE)
+        # made as a tile's operand is: Triton 3.6 chooses the layout of x by how its partner was joined
+        one = tl.full([NW, 16, 8], 1.0, DTYPE)
+        ones = fragment(one, one, one, one, NW, KW)
         for tt in tl.static_range(TT):
             for i in tl.static_range(GROUPS):
                 total = tl.dot(ones, b[tt * PARTS + i], input_precision="ieee")
@@ -291,7 +310,7 @@ def multiply(
     for mt in tl.static_range(MT):
         a = tile_fragments(words, mt, BITS, CODE, ZERO, BOOK, DTYPE, NW, KW, ASM)
         if BITS < 16:
-            tile = tl.minimum(pid * MT + mt, TILES - 1).to(tl.int64)
+            tile = tile_number(pid, mt, N, MT)
             scale, offset = tile_scales(scales, offsets, supers, tile, chunk, CHUNKS, K, GROUP, SCALE, OFFSET, MASKED)
         for tt in tl.static_range(TT):
             y = acc[mt * TT + tt]
