@@ -39,7 +39,9 @@ KV_MODES = ("f16", "int8", "fp8", "k6v4", "k8v4")  # the most exact first (docs/
 OWN_BYTES = {"cuda": 600 * MIB, "cpu": 350 * MIB}  # the driver's context, torch, compiled kernels
 SCRATCH_BYTES = 256 * MIB  # of prefill: one matrix, or a part of it, as 16-bit numbers
 VERIFY_LEN = 16  # rows of a sequence whose attention is summed up in parts
-ATTENTION_POOLS = 2  # of steps that a graph runs, and of the others
+GRAPH_TOKENS = 16  # of the largest step that a graph runs: it has memory of its own
+MAX_ATTENTION_BYTES = 256 * MIB  # of the parts of contexts at one time, but for one sequence alone
+SPLIT_PROGRAMS, MIN_SPLIT, MAX_GROUPS = 256, 512, 4  # as kernels/attention/launch.py has them
 ACTIVATION_ROWS = 10  # float32 rows of the model's width that live at one time, for each token of a step
 LAYER_SECONDS = {"cuda": 12e-6, "cpu": 2e-3}  # of a layer, beside reading its weights
 STEP_SECONDS = 0.2e-3
@@ -107,11 +109,25 @@ class TorchMemory:
         return read / read_bytes_per_s + LAYER_SECONDS[self._device] * self._model.summary.layers + STEP_SECONDS
 
     def _attention_bytes(self, context: int) -> int:
-        """Return what attention keeps of the parts of a full context: a sum and two numbers of each part and row."""
+        """Return what attention keeps of the parts of a full context: in a graph, in other steps, and of prompts."""
         summary = self._model.summary
         width = max((-(-length // GROUP) * GROUP for length in summary.key_lens), default=0)
-        parts = num_chunks(-(-context // BLOCK_LEN) * BLOCK_LEN)
-        return ATTENTION_POOLS * self._sequences * summary.heads * parts * VERIFY_LEN * (width + 2) * 4
+        kv_heads = max(summary.kv_heads, default=0)
+        if not width or not kv_heads:
+            return 0
+        positions = -(-context // BLOCK_LEN) * BLOCK_LEN
+        graph_tokens = min(GRAPH_TOKENS, self._max_tokens)
+        return (
+            parts_bytes(graph_tokens, self._sequences, summary.heads, width, positions)
+            + parts_bytes(self._max_tokens, self._sequences, summary.heads, width, positions)
+            + max(
+                (
+                    prompt_bytes(tokens, summary.heads, kv_heads, width, positions)
+                    for tokens in range(VERIFY_LEN + 1, self._max_tokens + 1)
+                ),
+                default=0,
+            )
+        )
 
     @property
     def _tied(self) -> bool:
@@ -153,3 +169,21 @@ def num_chunks(length: int) -> int:
         start += 8192 << octave
         octave += 1
     return 32 * octave + (length - 1 - start >> (8 + octave)) + 1
+
+
+def parts_bytes(tokens: int, sequences: int, heads: int, width: int, positions: int) -> int:
+    """Return what attention keeps for each row and part of a table's positions: a sum and two numbers."""
+    of_row = heads * num_chunks(positions) * (width + 2) * 4
+    at_once = min(sequences, 32)
+    if min(tokens, at_once * VERIFY_LEN) * of_row > MAX_ATTENTION_BYTES:
+        at_once = max(MAX_ATTENTION_BYTES // of_row // VERIFY_LEN, 1)
+        at_once = at_once // 4 * 4 or at_once
+    return min(tokens, at_once * VERIFY_LEN) * of_row
+
+
+def prompt_bytes(tokens: int, heads: int, kv_heads: int, width: int, positions: int) -> int:
+    """Return what attention keeps of the parts of one prompt's context; 0: it is not cut."""
+    rows = 64 if width // GROUP <= MAX_GROUPS else 32  # of a tile
+    tiles = tokens * (heads // kv_heads) // rows + 1
+    splits = min(SPLIT_PROGRAMS // (tiles * kv_heads), positions // MIN_SPLIT)
+    return splits * tokens * heads * (width + 2) * 4 if splits > 1 else 0

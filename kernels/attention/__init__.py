@@ -43,8 +43,10 @@ def attention(
     first ceil(length / 32) entries are read. starts: int32 [sequences + 1]: sequence s has the rows starts[s] ..
     starts[s + 1], at most `max_query` of them, the last at position lengths[s] - 1. lengths: int32 [sequences], the
     new tokens included, which are in the cache. A sequence without rows may have length 0. Rows outside of all
-    sequences (from starts[-1] on) are not written. window: 0, or how many positions a row sees, its own the last.
-    softcap: 0, or the cap. sinks: [heads], one more logit in each denominator.
+    sequences (from starts[-1] on), and in Triton rows from `max_query` on, are not written. window: 0, or how many
+    positions a row sees, its own the last. softcap: 0, or the cap. sinks: [heads], one more logit in each denominator.
+
+    What a row does not see may hold anything: inf and NaN in a draft behind it, or left by another sequence.
 
     In Triton a row of a sequence with up to VERIFY_LEN rows depends neither on the other rows nor on the other
     sequences, bit for bit, and no length, table or start is read by the host: a CUDA graph serves all their values.

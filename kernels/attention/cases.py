@@ -11,7 +11,9 @@ from edgelm.kernels.cache import BLOCK_LEN, FORMATS, LayerCache, allocate, read
 from edgelm.kernels.cache.order import token_column
 from edgelm.kernels.compile_case import CompileCase
 
+INTEGERS = dict.fromkeys(("window", "tokens", "sequences", "table_len", "max_query", "max_rows"), "i32")
 CODE_SCALE = {"int8": 1 / 64, "fp8": 1 / 128, "int6": 1 / 16, "int4": 1 / 4}
+FP8_NAN = 0x7F
 
 
 class Case(NamedTuple):
@@ -150,15 +152,24 @@ def fill(cache: LayerCache, generator: Generator) -> None:
                 plane.bitwise_and_(0xF7)  # exponent and mantissa are never all ones: no NaN
 
 
-def poison(cache: LayerCache, free: Tensor) -> None:
-    """Make NaN of what float planes hold for the slots that are `free`, bool [blocks, 32]."""
+def poison(cache: LayerCache, free: Tensor, value: float = torch.nan) -> None:
+    """Make NaN, or `value`, of what float planes hold for the slots that are `free`, bool [blocks, 32]; fp8 has NaN."""
     columns = torch.zeros_like(free)
     columns[:, token_column(torch.arange(BLOCK_LEN), nibbles=False)] = free
     for name, plane in cache.planes.items():
         if name.endswith("scales"):
-            plane.masked_fill_(free[:, None, None], torch.nan)
-        elif plane.is_floating_point():
-            plane.masked_fill_(free[:, None, :, None] if name == "keys" else columns[:, None, None], torch.nan)
+            plane.masked_fill_(free[:, None, None], value)
+        elif plane.is_floating_point() or cache.format.name == "fp8":
+            bad = value if plane.is_floating_point() else FP8_NAN
+            plane.masked_fill_(free[:, None, :, None] if name == "keys" else columns[:, None, None], bad)
+
+
+def behind(given: Inputs, sequence: int, seen: range) -> Tensor:
+    """Return all slots but those of some positions of a sequence: bool [blocks, 32]."""
+    free = torch.ones(given.cache.num_blocks, BLOCK_LEN, dtype=torch.bool)
+    at = torch.arange(seen.start, seen.stop)
+    free[given.tables[sequence].long()[at // BLOCK_LEN], at % BLOCK_LEN] = False
+    return free
 
 
 def stored(given: Inputs, sequence: int) -> tuple[Tensor, Tensor]:
@@ -173,14 +184,15 @@ def compile_cases() -> list[CompileCase]:
     shapes = [(name, dim, False, "") for name in FORMATS for dim in (64, 80, 96, 128, 256)]
     shapes += [(name, dim, False, "prompt") for name in FORMATS for dim in (64, 128, 256)]
     shapes += [("f16", 64, True, ""), ("int8", 256, True, "prompt"), ("k6v4", 96, False, "prompt")]
+    shapes += [("f16", 256, True, ""), ("k6v4", 256, True, ""), ("f16", 256, True, "prompt")]
+    shapes += [("int8", 128, False, "split prompt"), ("k6v4", 256, True, "split prompt")]
     cases = [_compile_case(*shape, main=shape in main) for shape in dict.fromkeys(main + shapes)]
-    return cases + [
-        _combine_case(dim, rotated, main=rotated) for dim, rotated in ((128, True), (80, False), (256, False))
-    ]
+    combines = ((128, True, False), (80, False, False), (256, False, False), (128, False, True))
+    return cases + [_combine_case(*each, main=each[1]) for each in combines]
 
 
 def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bool) -> CompileCase:
-    """Describe attend_chunks, or for a "prompt" attend_tiles; special: with window, soft cap and sinks."""
+    """Describe attend_chunks, or for prompts attend_tiles; special: with window, soft cap and sinks."""
     from edgelm.kernels.attention import launch
     from edgelm.kernels.attention.prefill.triton import attend_tiles
     from edgelm.kernels.attention.triton import attend_chunks
@@ -188,7 +200,7 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
 
     cache = allocate(FORMATS[name], 1, 8, head_dim, "meta")
     groups = cache.width // 32
-    scalars = {"scale": "fp32", "softcap": "fp32", "window": "i32", "table_len": "i32"}
+    scalars = {"scale": "fp32", "softcap": "fp32"} | INTEGERS
     pointers = {
         "q": "*fp16",
         "keys": "*i32" if cache.format.key else "*fp16",
@@ -200,6 +212,7 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
         "starts": "*i32",
         "lengths": "*i32",
     }
+    pointers |= {"sums": "*fp32", "stats": "*fp32"}
     fixed = launch.constants(cache, 32, torch.float16) | {
         "ASM": True,
         "ROTATED": cache.format.rotated,
@@ -211,11 +224,10 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
         fn = attend_tiles
         pointers |= {"sinks": "*fp32", "out": "*fp16"}
         all_groups = 1 << (groups - 1).bit_length()
-        fixed |= {"ALL": all_groups, "SINKS": special, "ROWS": tile.rows, "TOKENS": tile.tokens, "FEWEST": 17}
+        split = way == "split prompt"
+        fixed |= {"ALL": all_groups, "SINKS": special, "SPLIT": split, "ROWS": tile.rows, "TOKENS": tile.tokens}
     else:
         fn = attend_chunks
-        pointers |= {"sums": "*fp32", "stats": "*fp32"}
-        scalars |= {"max_chunks": "i32", "max_rows": "i32"}
         fixed |= {"PARTS": launch.parts_of(cache), "KW": kwidth()}
     signature = pointers | scalars | dict.fromkeys(fixed, "constexpr")
     return CompileCase(
@@ -225,7 +237,11 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
         constants=fixed,
         divisible=tuple(pointers),
         num_warps=tile.num_warps if way else 4,
-        options={"num_stages": 1, "maxnreg": launch.MAX_REGISTERS},
+        options={
+            "num_stages": 1,
+            "maxnreg": launch.MAX_REGISTERS if way else launch.registers_of(cache),
+            "enable_fp_fusion": bool(way),
+        },
         loop_weights=0 if way else cache.width + cache.width // launch.parts_of(cache),
         budget=7.3 if name == "int8" and not way else None,
         # of values in fewer bits a lane takes 8 bytes at a time, a warp 256 in a row
@@ -234,7 +250,7 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
     )
 
 
-def _combine_case(head_dim: int, rotated: bool, *, main: bool) -> CompileCase:
+def _combine_case(head_dim: int, rotated: bool, prompts: bool, *, main: bool) -> CompileCase:
     from edgelm.kernels.attention.launch import AT_ONCE
     from edgelm.kernels.attention.triton import combine_chunks
 
@@ -253,14 +269,15 @@ def _combine_case(head_dim: int, rotated: bool, *, main: bool) -> CompileCase:
         "HEAD_DIM": head_dim,
         "GROUPS": groups,
         "PADDED": 32 << (groups - 1).bit_length(),
+        "PROMPTS": prompts,
         "ROTATED": rotated,
         "WINDOWED": True,
         "SINKS": True,
         "AT_ONCE": AT_ONCE,
     }
-    scalars = dict.fromkeys(("window", "max_chunks", "max_rows"), "i32")
+    scalars = INTEGERS | {"splits": "i32"}
     return CompileCase(
-        name=f"attention combine d={head_dim}{' rotated' if rotated else ''}",
+        name=f"attention combine d={head_dim}{' rotated' if rotated else ''}{' prompts' if prompts else ''}",
         fn=combine_chunks,
         signature=pointers | scalars | dict.fromkeys(fixed, "constexpr"),
         constants=fixed,

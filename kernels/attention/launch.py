@@ -13,16 +13,22 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelm.kernels.attention.prefill.triton import attend_tiles
-from edgelm.kernels.attention.triton import attend_chunks, combine_chunks
+from edgelm.kernels.attention.schedule.triton import MOST
+from edgelm.kernels.attention.triton import FEW, attend_chunks, combine_chunks
 from edgelm.kernels.cache import BLOCK_LEN, GROUP, LayerCache
 from edgelm.kernels.choice import interpreting
 from edgelm.kernels.target import kwidth, num_sms
 
-VERIFY_LEN = 16  # queries of a sequence, at most, that attend_chunks takes
+VERIFY_LEN: int = FEW.value  # rows of a sequence, at most, that attend_chunks takes
 MAX_GROUPS = 4  # of 32 dimensions, whose sums fit the registers
 MAX_REGISTERS = 255  # else the assembler may spill a few to get below a number that it prefers
+CODE_REGISTERS = 240  # of attend_chunks on codes: with more, the assembler moves so many loads up that it spills
 WAVES = 4  # programs for each multiprocessor, about
+AT_MOST_TILES = 4  # of a chunk, that programs share where there are more programs than chunks
 MAX_SCRATCH = 256 << 20  # bytes, of the sums of attend_chunks: beyond, some sequences after the others
+MOST_SEQUENCES: int = MOST.value  # of a launch
+SPLIT_PROGRAMS = 256  # that the tiles of prompts become on a long context, on any GPU: rows do not depend on which
+MIN_SPLIT = 512  # positions of the table, at least, for each part
 AT_ONCE = 16  # chunks that combine_chunks loads at a time
 DTYPES = {
     torch.float16: tl.float16,
@@ -86,9 +92,42 @@ def parts_of(cache: LayerCache) -> int:
     return 2 if cache.format.key in ("int8", "fp8") else groups // 2
 
 
+def registers_of(cache: LayerCache) -> int:
+    """Return how many registers a thread of attend_chunks may have."""
+    return MAX_REGISTERS if cache.format.key is None else CODE_REGISTERS
+
+
 def words(plane: Tensor) -> Tensor:
     """Return a plane of codes as int32 [...]; 16-bit values as they are."""
     return plane.view(torch.int32) if plane.dtype == torch.uint8 else plane
+
+
+class Launch(NamedTuple):
+    """What both ways are given: some sequences of a call of `attention`, and where its rows go."""
+
+    q: Tensor
+    cache: LayerCache
+    tables: Tensor
+    starts: Tensor
+    lengths: Tensor
+    scale: float
+    window: int
+    softcap: float
+    sinks: Tensor | None
+    max_query: int
+    out: Tensor
+
+    @property
+    def sequences(self) -> int:
+        return self.tables.shape[0]
+
+    @property
+    def siblings(self) -> int:
+        return self.q.shape[1] // self.cache.kv_heads
+
+    def rows(self, of_each: int) -> int:
+        """Return how many rows there are at most, if a sequence has so many."""
+        return min(self.q.shape[0], min(self.max_query, of_each) * self.sequences)
 
 
 def run(
@@ -110,169 +149,165 @@ def run(
     """
     assert q.is_contiguous()
     assert tables.is_contiguous()
-    if q.numel() == 0 or tables.shape[0] == 0:
+    if q.numel() == 0 or tables.numel() == 0:
         return
-    args = (q, cache, tables, starts, lengths, scale, window, softcap, sinks, max_query, out)
-    _run_few(*args)
-    if max_query > VERIFY_LEN:
-        _run_many(*args)
+    chunks = num_chunks(tables.shape[1] * BLOCK_LEN)
+    bytes_of_row = q.shape[1] * chunks * (cache.width + 2) * 4
+    step = at_once(bytes_of_row, q.shape[0], min(max_query, VERIFY_LEN), tables.shape[0])
+    for begin in range(0, tables.shape[0], step):
+        end = begin + step
+        some = (tables[begin:end], starts[begin : end + 1], lengths[begin:end])
+        launch = Launch(q, cache, *some, scale, window, softcap, sinks, max_query, out)
+        _run_few(launch, chunks)
+        if min(max_query, q.shape[0]) > VERIFY_LEN:
+            _run_many(launch)
 
 
-def _run_few(
-    q: Tensor,
-    cache: LayerCache,
-    tables: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    max_query: int,
-    out: Tensor,
-) -> None:
-    """Run both kernels for as many sequences at a time as their scratch allows."""
-    rows = min(max_query, VERIFY_LEN) * (q.shape[1] // cache.kv_heads)
-    chunks = num_chunks(max(tables.shape[1], 1) * BLOCK_LEN)
-    sequences = at_once(cache.kv_heads * chunks * rows * (cache.width + 2) * 4, tables.shape[0])
-    shape = (sequences, cache.kv_heads, chunks, rows)
-    sums = torch.empty(*shape, cache.width, dtype=torch.float32, device=q.device)
-    stats = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
-    for begin in range(0, tables.shape[0], sequences):
-        end = begin + sequences
-        of_some = (tables[begin:end], starts[begin : end + 1], lengths[begin:end])
-        _run_some(q, cache, *of_some, scale, window, softcap, sinks, max_query, out, sums, stats)
+def at_once(bytes_of_row: int, tokens: int, rows_of_each: int, sequences: int) -> int:
+    """Return how many of the sequences have their scratch at the same time; MAX_SCRATCH holds it, but for one alone."""
+    most = min(sequences, MOST_SEQUENCES)
+    room = max(MAX_SCRATCH // bytes_of_row, 1)  # rows
+    if room >= min(tokens, most * rows_of_each):
+        return most
+    fit = max(room // rows_of_each, 1)
+    return fit // 4 * 4 or fit  # their lengths and tables are then aligned to 16 bytes, as in the first launch
 
 
-def at_once(bytes_each: int, sequences: int) -> int:
-    """Return how many of the sequences have their scratch at the same time."""
-    most = max(MAX_SCRATCH // max(bytes_each, 1), 1)
-    if most >= sequences:
-        return sequences
-    return most // 4 * 4 or most  # their lengths and tables are then aligned to 16 bytes, as in the first launch
+def scratch(launch: Launch, parts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return memory for the sums of parts of the context and for their stats."""
+    shape = (parts, launch.cache.kv_heads, rows * launch.siblings)
+    sums = torch.empty(*shape, launch.cache.width, dtype=torch.float32, device=launch.q.device)
+    return sums, torch.empty(*shape, 2, dtype=torch.float32, device=launch.q.device)
 
 
-def _run_some(
-    q: Tensor,
-    cache: LayerCache,
-    tables: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    max_query: int,
-    out: Tensor,
-    sums: Tensor,
-    stats: Tensor,
-) -> None:
-    sequences, table_len = tables.shape
-    heads, groups = q.shape[1], cache.width // GROUP
-    siblings = heads // cache.kv_heads
-    dtype = dot_dtype(q, cache)
-    named = constants(cache, heads, dtype)
-    rotated = cache.format.rotated
-    chunks, rows = sums.shape[2:4]
-    parts = parts_of(cache)
-    programs = min(chunks, triton.cdiv(WAVES * num_sms(q.device), sequences * cache.kv_heads))
-    attend_chunks[parts * programs, cache.kv_heads, sequences](
-        q,
+def num_splits(tiles: int, kv_heads: int, positions: int) -> int:
+    """Return into how many parts the contexts of prompts are cut: as many as make SPLIT_PROGRAMS programs."""
+    return max(min(SPLIT_PROGRAMS // (tiles * kv_heads), positions // MIN_SPLIT), 1)
+
+
+def num_tiles(launch: Launch, rows: int) -> int:
+    """Return how many tiles prompts have at most: each may end in one that is not full."""
+    tokens = launch.rows(launch.max_query)
+    return tokens * launch.siblings // rows + min(launch.sequences, tokens // (VERIFY_LEN + 1))
+
+
+def planes(cache: LayerCache, other: Tensor) -> tuple[Tensor, ...]:
+    """Return the planes of a cache in the kernels' order; `other` stands for those that it does not have."""
+    return (
         words(cache.keys),
-        stats if cache.key_high is None else cache.key_high,
+        other if cache.key_high is None else cache.key_high,
         words(cache.values),
-        stats if cache.key_scales is None else cache.key_scales,
-        stats if cache.value_scales is None else cache.value_scales,
+        other if cache.key_scales is None else cache.key_scales,
+        other if cache.value_scales is None else cache.value_scales,
+    )
+
+
+def _run_few(launch: Launch, chunks: int) -> None:
+    q, cache, tables = launch.q, launch.cache, launch.tables
+    rows = launch.rows(VERIFY_LEN)
+    sums, stats = scratch(launch, chunks, rows)
+    parts = parts_of(cache)
+    programs = triton.cdiv(WAVES * num_sms(q.device), cache.kv_heads * parts)
+    attend_chunks[parts * min(launch.sequences * chunks * AT_MOST_TILES, programs), cache.kv_heads](
+        q,
+        *planes(cache, stats),
         tables,
-        starts,
-        lengths,
+        launch.starts,
+        launch.lengths,
         sums,
         stats,
-        scale,
-        softcap,
-        window,
-        table_len,
-        chunks,
-        rows,
+        launch.scale,
+        launch.softcap,
+        launch.window,
+        q.shape[0],
+        launch.sequences,
+        tables.shape[1],
+        launch.max_query,
+        rows * launch.siblings,
         PARTS=parts,
-        ROTATED=rotated,
-        WINDOWED=window > 0,
-        CAPPED=softcap > 0,
+        ROTATED=cache.format.rotated,
+        WINDOWED=launch.window > 0,
+        CAPPED=launch.softcap > 0,
         KW=kwidth(),
-        **named,
+        **constants(cache, q.shape[1], dot_dtype(q, cache)),
         num_warps=4,
         num_stages=1,
-        maxnreg=MAX_REGISTERS,
-        enable_fp_fusion=True,
+        maxnreg=registers_of(cache),
+        enable_fp_fusion=False,
     )
-    combine_chunks[min(max_query, VERIFY_LEN), heads, sequences](
+    _combine(launch, sums, stats, rows, 0)
+
+
+def _combine(launch: Launch, sums: Tensor, stats: Tensor, rows: int, splits: int) -> None:
+    """Add up chunks, or with `splits` the parts of prompts."""
+    cache, heads = launch.cache, launch.q.shape[1]
+    combine_chunks[rows, heads](
         sums,
         stats,
-        stats if sinks is None else sinks,
-        starts,
-        lengths,
-        out,
-        window,
-        chunks,
-        rows,
+        stats if launch.sinks is None else launch.sinks,
+        launch.starts,
+        launch.lengths,
+        launch.out,
+        launch.window,
+        launch.q.shape[0],
+        launch.sequences,
+        launch.tables.shape[1],
+        launch.max_query,
+        rows * launch.siblings,
+        splits,
         KV_HEADS=cache.kv_heads,
-        SIBLINGS=siblings,
+        SIBLINGS=launch.siblings,
         HEAD_DIM=cache.head_dim,
-        GROUPS=groups,
+        GROUPS=cache.width // GROUP,
         PADDED=triton.next_power_of_2(cache.width),
-        ROTATED=rotated,
-        WINDOWED=window > 0,
-        SINKS=sinks is not None,
+        PROMPTS=splits > 0,
+        ROTATED=cache.format.rotated,
+        WINDOWED=launch.window > 0,
+        SINKS=launch.sinks is not None,
         AT_ONCE=AT_ONCE,
         num_warps=4,
         enable_fp_fusion=True,
     )
 
 
-def _run_many(
-    q: Tensor,
-    cache: LayerCache,
-    tables: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    max_query: int,
-    out: Tensor,
-) -> None:
-    sequences, table_len = tables.shape
-    siblings = q.shape[1] // cache.kv_heads
-    dtype = dot_dtype(q, cache)
+def _run_many(launch: Launch) -> None:
+    q, cache, tables = launch.q, launch.cache, launch.tables
+    rows = launch.rows(launch.max_query)
     tile = tile_of(cache.width // GROUP)
-    attend_tiles[triton.cdiv(max_query * siblings, tile.rows), cache.kv_heads, sequences](
+    tiles = num_tiles(launch, tile.rows)
+    splits = num_splits(tiles, cache.kv_heads, tables.shape[1] * BLOCK_LEN)
+    sums, stats = scratch(launch, splits, rows) if splits > 1 else (q, q)
+    attend_tiles[tiles, cache.kv_heads, splits](
         q,
-        words(cache.keys),
-        q if cache.key_high is None else cache.key_high,
-        words(cache.values),
-        q if cache.key_scales is None else cache.key_scales,
-        q if cache.value_scales is None else cache.value_scales,
-        q if sinks is None else sinks,
+        *planes(cache, q),
+        q if launch.sinks is None else launch.sinks,
         tables,
-        starts,
-        lengths,
-        out,
-        scale,
-        softcap,
-        window,
-        table_len,
+        launch.starts,
+        launch.lengths,
+        launch.out,
+        sums,
+        stats,
+        launch.scale,
+        launch.softcap,
+        launch.window,
+        q.shape[0],
+        launch.sequences,
+        tables.shape[1],
+        launch.max_query,
+        rows * launch.siblings,
         ALL=triton.next_power_of_2(cache.width // GROUP),
         ROTATED=cache.format.rotated,
-        WINDOWED=window > 0,
-        CAPPED=softcap > 0,
-        SINKS=sinks is not None,
+        WINDOWED=launch.window > 0,
+        CAPPED=launch.softcap > 0,
+        SINKS=launch.sinks is not None,
+        SPLIT=splits > 1,
         ROWS=tile.rows,
         TOKENS=tile.tokens,
-        FEWEST=VERIFY_LEN + 1,
-        **constants(cache, q.shape[1], dtype),
+        **constants(cache, q.shape[1], dot_dtype(q, cache)),
         num_warps=tile.num_warps,
         num_stages=1,
         maxnreg=MAX_REGISTERS,
         enable_fp_fusion=True,
     )
+    if splits > 1:
+        _combine(launch, sums, stats, rows, splits)

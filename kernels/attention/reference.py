@@ -63,16 +63,24 @@ def one_sequence(
         logits = logits.view(kv_heads, num_rows, siblings, high - low)
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
+        part_values, bad = values[:, low:high], None
         if num_rows > 1:
             key = torch.arange(low, high, device=q.device)
             hidden = key > position[:, None]
             if window:
                 hidden |= key <= position[:, None] - window
             logits.masked_fill_(hidden[:, None], -torch.inf)
+            known = torch.isfinite(part_values)
+            if not known.all():  # 0 * NaN is NaN: it counts only for rows that see it
+                part_values = part_values.where(known, 0.0)
+                bad = (~hidden).float() @ (~known).float() > 0  # [kv_heads, rows, head_dim]
         if sinks is not None:
             sink = sinks.float().view(kv_heads, 1, siblings, 1).expand(-1, num_rows, -1, -1)
             logits = torch.cat((logits, sink), -1)
         weights = torch.softmax(logits, -1)[..., : high - low]
-        result = weights.reshape(kv_heads, num_rows * siblings, -1) @ values[:, low:high]
-        out[row : row + num_rows] = result.view(kv_heads, num_rows, siblings, head_dim).transpose(0, 1)
+        result = weights.reshape(kv_heads, num_rows * siblings, -1) @ part_values
+        result = result.view(kv_heads, num_rows, siblings, head_dim)
+        if bad is not None:
+            result.masked_fill_(bad[:, :, None], torch.nan)
+        out[row : row + num_rows] = result.transpose(0, 1)
     return out.reshape(rows, heads, head_dim)

@@ -1,8 +1,9 @@
 """Attention in Triton for few rows a sequence: decode and verify. Two kernels, over parts of the context and over rows.
 
-Owns how a context is cut, the two kernels, and their scratch. Knows nothing of prompts (prefill/triton.py).
+Owns how a context is cut, the two kernels, and their scratch. Knows nothing of prompts (prefill/triton.py), but adds up
+the parts of their contexts too.
 
-`attend_chunks`: a program takes one head of the cache and some chunks of its sequence, and all rows that attend to it:
+`attend_chunks`: a program takes one head of the cache and some chunks of sequences, and all rows that attend to it:
 the siblings of grouped queries times the positions of a draft, 16 at a time. Its warps ("streams") take every fourth
 block each, as the batch of a 3-D dot, so no warp needs what another one has before the chunk's end. Codes go from
 memory to the tensor cores through registers only: the cache has them in the order in which a lane multiplies them.
@@ -10,7 +11,9 @@ Scales do not touch the codes: those of keys multiply the logits of their group 
 weights. `combine_chunks`: a program a row adds up the chunks, with the sink, and undoes the rotation.
 
 A row's result is a function of its own position and what it sees. Chunks begin at fixed positions and are folded in a
-fixed order; how many programs share them makes no difference; a hidden position adds exact zeros.
+fixed order; how many programs share them makes no difference; a hidden position adds exact zeros, whatever it holds.
+That costs where something is hidden from one of the rows (EDGE): at a window's begin and at the end. The loop between
+does the same arithmetic without masks; no compiler may fuse it otherwise in one of the two (enable_fp_fusion=False).
 """
 
 from __future__ import annotations
@@ -20,20 +23,23 @@ import triton.language as tl
 
 from edgelm.kernels.attention.operands.triton import (
     LOG2E,
-    Q_UP,
     ROOT,
+    SHIFT,
     STREAMS,
-    capped,
+    finite,
+    logits_of,
     products,
     row_operand,
     signs,
-    stored_only,
     token_scales,
+    unknown,
     value_operands,
     weights_operand,
 )
+from edgelm.kernels.attention.schedule.triton import MOST, SIZES, owner_of, rows_of
 
-SHIFT = tl.constexpr(4.0)  # weights are at most 2 ** SHIFT: more of the small ones are normal numbers in float16
+FEW = tl.constexpr(16)  # rows of a sequence that are not a prompt
+SPAN = tl.constexpr(128)  # positions that a program reads at a time: a block for each stream
 
 
 # -- how a context is cut ----------------------------------------------------------------------------------------------
@@ -54,10 +60,116 @@ def chunk_of(position):
     return (octave << 5) + ((position - ((1 << octave) - 1) * 8192) >> (octave + 8))
 
 
+@triton.jit
+def first_seen(position, window, WINDOWED: tl.constexpr):
+    """Return the first position that one sees."""
+    return tl.maximum(position - window + 1, 0) if WINDOWED else position * 0
+
+
 # -- the kernels -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
+def seen_of(logits):
+    """Return 1.0 for what is seen, and 0.0: in the layout of the logits, so that it need not move between lanes."""
+    return tl.where(logits == -float("inf"), 0.0, 1.0)
+
+
+@triton.jit
+def attend_span(
+    state,
+    rows,
+    position,
+    block,
+    end,
+    first_group,
+    table,
+    kv_head,
+    keys,
+    key_high,
+    values,
+    key_scales,
+    value_scales,
+    scale,
+    softcap,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OWN: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    EDGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DOT: tl.constexpr,
+    KW: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return the state (sums for each group, largest logit, sum of weights) with SPAN more positions.
+
+    EDGE: rows do not see all of them, and what they do not see may be anything.
+    """
+    acc, largest, total = state
+    mine = block + tl.arange(0, STREAMS)
+    if EDGE:  # a table may hold anything beyond the length: such blocks read block 0
+        slab = tl.load(table + mine, mask=mine * 32 < end, other=0).to(tl.int64) * KV_HEADS + kv_head
+    else:
+        slab = tl.load(table + mine).to(tl.int64) * KV_HEADS + kv_head
+    logits: tl.tuple = ()
+    for half in tl.static_range(2):
+        by_key = products(rows, keys, key_high, key_scales, slab, half, GROUPS, KEY, DOT, KW, ASM)
+        by_key = logits_of(by_key, scale, softcap, CAPPED)
+        if EDGE:
+            key_at = (mine * 32)[:, None, None] + (16 * half + tl.arange(0, 16))[None, None, :]
+            seen = key_at <= position[None, :, None]
+            if WINDOWED:
+                seen = seen & (key_at > position[None, :, None] - window)
+            logits += (tl.where(seen, by_key, -float("inf")),)
+        else:
+            logits += (by_key,)
+    new = tl.maximum(largest, tl.max(tl.maximum(logits[0], logits[1]), 2))
+    base = tl.where(new == -float("inf"), 0.0, new)
+    decay = tl.exp2(largest - base)
+    low = tl.exp2(logits[0] - (base - SHIFT)[:, :, None])
+    high = tl.exp2(logits[1] - (base - SHIFT)[:, :, None])
+    total = tl.fma(total, decay, tl.sum(low + high, 2))
+    VALUE_SCALES: tl.constexpr = 0 if VALUE == "f16" else 1 if VALUE == "fp8" else GROUPS
+    NAN_AWARE: tl.constexpr = EDGE and VALUE_SCALES == 0
+    if NAN_AWARE:
+        low_off = tl.zeros([STREAMS, 16, 32], DOT)
+        high_off = tl.zeros([STREAMS, 16, 32], DOT)
+    moved: tl.tuple = ()
+    for g in tl.static_range(OWN):
+        low_values, high_values = value_operands(values, slab, first_group + g, GROUPS, VALUE, DOT, KW, ASM)
+        part = acc[g] * decay[:, :, None]
+        if VALUE_SCALES == 0:
+            if EDGE:  # 0 * NaN is NaN
+                low_off = tl.fma(low_values, tl.zeros_like(low_values), low_off)
+                high_off = tl.fma(high_values, tl.zeros_like(high_values), high_off)
+                low_values = finite(low_values)
+                high_values = finite(high_values)
+            low_weights, high_weights = low, high
+        else:
+            scale_group = 0 if VALUE_SCALES == 1 else first_group + g
+            low_weights = low * token_scales(value_scales, slab, scale_group, 0, VALUE_SCALES)
+            high_weights = high * token_scales(value_scales, slab, scale_group, 1, VALUE_SCALES)
+            if EDGE:
+                low_weights = tl.where(logits[0] == -float("inf"), 0.0, low_weights)
+                high_weights = tl.where(logits[1] == -float("inf"), 0.0, high_weights)
+        part = tl.dot(weights_operand(low_weights, DOT, KW), low_values, part, input_precision="ieee")
+        moved += (tl.dot(weights_operand(high_weights, DOT, KW), high_values, part, input_precision="ieee"),)
+    if NAN_AWARE:
+        bad = tl.dot(weights_operand(seen_of(logits[0]), DOT, KW), unknown(low_off), input_precision="ieee")
+        bad = tl.dot(weights_operand(seen_of(logits[1]), DOT, KW), unknown(high_off), bad, input_precision="ieee")
+        poisoned_row = (tl.max(bad, 2) > 0.0)[:, :, None]
+        poisoned: tl.tuple = ()
+        for g in tl.static_range(OWN):
+            poisoned += (tl.where(poisoned_row, float("nan"), moved[g]),)
+        moved = poisoned
+    return moved, new, total
+
+
+@triton.jit(do_not_specialize=SIZES)
 def attend_chunks(
     q,
     keys,
@@ -73,8 +185,10 @@ def attend_chunks(
     scale,
     softcap,
     window,
+    tokens,
+    sequences,
     table_len,
-    max_chunks,
+    max_query,
     max_rows,
     KV_HEADS: tl.constexpr,
     SIBLINGS: tl.constexpr,
@@ -90,103 +204,102 @@ def attend_chunks(
     KW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Write for each row and chunk: sums [width] of weights times values; stats: largest logit, sum of weights.
+    """Write for each chunk and row: sums [width] of weights times values; stats: largest logit, sum of weights.
 
-    Grid: programs that share a sequence's chunks times PARTS, kv_heads, sequences. The accumulators of long heads do
-    not fit the registers: PARTS programs find the same weights, and each takes its own dimensions of the values.
+    Grid: programs that share the chunks times PARTS, kv_heads. The accumulators of long heads do not fit the
+    registers: PARTS programs find the same weights, and each takes its own dimensions of the values.
     """
     kv_head = tl.program_id(1)
-    sequence = tl.program_id(2)
-    first = tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - first
-    length = tl.load(lengths + sequence)
-    start = length - count  # the first row's position
-    num_rows = count * SIBLINGS
-    lowest = tl.maximum(start - window + 1, 0) if WINDOWED else 0
-    few = (count > 0) & (count <= 16)  # longer ones are prompts: another kernel's
-    end_chunk = tl.where(few, chunk_of(length - 1) + 1, 0)
-    table = tables + sequence.to(tl.int64) * table_len
-    stream = tl.arange(0, STREAMS)
+    program = tl.program_id(0) // PARTS
+    programs = tl.num_programs(0) // PARTS
     OWN: tl.constexpr = GROUPS // PARTS
     first_group = (tl.program_id(0) % PARTS) * OWN  # of the values
-    token = tl.arange(0, 16)
-    VALUE_SCALES: tl.constexpr = 0 if VALUE == "f16" else 1 if VALUE == "fp8" else GROUPS
-    for chunk in range(chunk_of(lowest) + tl.program_id(0) // PARTS, end_chunk, tl.num_programs(0) // PARTS):
-        for tile in range(0, num_rows, 16):
+    index = tl.arange(0, MOST)
+    _firsts, begins, few = rows_of(starts, lengths, index, sequences, tokens, table_len, max_query)
+    few = tl.where(few <= FEW, few, 0)  # longer ones are prompts: another kernel's
+    last = chunk_of(tl.maximum(begins + few - 1, 0))
+    ends = tl.cumsum(tl.where(few > 0, last - chunk_of(first_seen(begins, window, WINDOWED)) + 1, 0), 0)
+    chunks = tl.max(ends, 0)
+    share = tl.maximum(tl.minimum(programs // tl.maximum(chunks, 1), 4), 1)  # programs for the tiles of a chunk
+    for item in range(program, chunks * share, programs):
+        sequence, before = owner_of(item // share, ends)
+        slot = tl.sum(tl.where(index < sequence, few, 0), 0)  # rows of the sequences before: theirs come first
+        first, start, count = rows_of(starts, lengths, sequence, sequences, tokens, table_len, max_query)
+        chunk = chunk_of(start + count - 1) - (item // share - before)  # the last ones are the longest: they begin
+        table = tables + sequence.to(tl.int64) * table_len
+        for tile in range(item % share * 16, count * SIBLINGS, share * 16):
             row = tile + tl.arange(0, 16)
             query = tl.minimum(row // SIBLINGS, count - 1)
             position = start + query
             head = kv_head * SIBLINGS + row % SIBLINGS
             q_row = ((first + query).to(tl.int64) * (KV_HEADS * SIBLINGS) + head) * HEAD_DIM
-            q_row = tl.where(row < num_rows, q_row, -1)
+            q_row = tl.where(row < count * SIBLINGS, q_row, -1)
             rows: tl.tuple = ()
             for g in tl.static_range(GROUPS):
                 rows += (row_operand(q, q_row, g, HEAD_DIM, ROTATED, DOT, KW),)
-            acc: tl.tuple = ()
-            for _ in tl.static_range(OWN):
-                acc += (tl.zeros([STREAMS, 16, 32], tl.float32),)
-            largest = tl.full([STREAMS, 16], -float("inf"), tl.float32)
-            total = tl.zeros([STREAMS, 16], tl.float32)
-            # blocks in which this tile sees something, from a multiple of STREAMS on: chunks begin at such
-            begin = (
-                tl.maximum(chunk_start(chunk), start + tile // SIBLINGS - window + 1)
-                if WINDOWED
-                else chunk_start(chunk)
+            sums_of: tl.tuple = ()
+            for _group in tl.static_range(OWN):
+                sums_of += (tl.zeros([STREAMS, 16, 32], tl.float32),)
+            state = (
+                sums_of,
+                tl.full([STREAMS, 16], -float("inf"), tl.float32),
+                tl.zeros([STREAMS, 16], tl.float32),
             )
-            end = tl.minimum(chunk_start(chunk + 1), start + tl.minimum((tile + 15) // SIBLINGS, count - 1) + 1)
-            for block in range(begin // (32 * STREAMS) * STREAMS, (end + 31) // 32, STREAMS):
-                mine = block + stream
-                # a table may hold anything beyond the length: such blocks read block 0, and nothing of it counts
-                slab = tl.load(table + mine, mask=mine * 32 < end, other=0).to(tl.int64) * KV_HEADS + kv_head
-                logits: tl.tuple = ()
-                for half in tl.static_range(2):
-                    by_key = products(rows, keys, key_high, key_scales, slab, half, GROUPS, KEY, DOT, KW, ASM)
-                    key_at = (mine * 32)[:, None, None] + (16 * half + token)[None, None, :]
-                    seen = key_at <= position[None, :, None]
-                    if WINDOWED:
-                        seen = seen & (key_at > position[None, :, None] - window)
-                    logits += (tl.where(seen, capped(by_key * (scale * Q_UP), softcap, CAPPED), -float("inf")),)
-                new = tl.maximum(largest, tl.max(tl.maximum(logits[0], logits[1]), 2))
-                base = tl.where(new == -float("inf"), 0.0, new)
-                decay = tl.exp2(largest - base)
-                low = tl.exp2(logits[0] - (base - SHIFT)[:, :, None])
-                high = tl.exp2(logits[1] - (base - SHIFT)[:, :, None])
-                total = total * decay + tl.sum(low + high, 2)
-                largest = new
-                low_stored = ((mine * 32)[:, None] + token[None, :] < length)[:, None, :]
-                high_stored = ((mine * 32 + 16)[:, None] + token[None, :] < length)[:, None, :]
-                moved: tl.tuple = ()
-                for g in tl.static_range(OWN):
-                    low_values, high_values = value_operands(values, slab, first_group + g, GROUPS, VALUE, DOT, KW, ASM)
-                    if VALUE_SCALES == 0:
-                        low_operand = weights_operand(low, DOT, KW)
-                        high_operand = weights_operand(high, DOT, KW)
-                        # what is not stored may be anything, and 0 * NaN is NaN
-                        low_values = stored_only(low_values, mine * 32, length, KW)
-                        high_values = stored_only(high_values, mine * 32 + 16, length, KW)
-                    else:
-                        scale_group = 0 if VALUE_SCALES == 1 else first_group + g
-                        factor = token_scales(value_scales, slab, scale_group, 0, VALUE_SCALES)
-                        low_operand = weights_operand(low * tl.where(low_stored, factor, 0.0), DOT, KW)
-                        factor = token_scales(value_scales, slab, scale_group, 1, VALUE_SCALES)
-                        high_operand = weights_operand(high * tl.where(high_stored, factor, 0.0), DOT, KW)
-                    part = acc[g] * decay[:, :, None]
-                    part = tl.dot(low_operand, low_values, part, input_precision="ieee")
-                    moved += (tl.dot(high_operand, high_values, part, input_precision="ieee"),)
-                acc = moved
+            # spans of which this tile sees something: an edge, those that all of its rows see, and an edge
+            lowest = start + tile // SIBLINGS
+            highest = start + tl.minimum((tile + 15) // SIBLINGS, count - 1)
+            end = tl.minimum(chunk_start(chunk + 1), highest + 1)
+            begin = tl.maximum(chunk_start(chunk), first_seen(lowest, window, WINDOWED)) // SPAN
+            stop = tl.maximum((end + SPAN - 1) // SPAN, begin)
+            inner = tl.minimum(tl.maximum((first_seen(highest, window, WINDOWED) + SPAN - 1) // SPAN, begin), stop)
+            outer = tl.maximum(tl.minimum((lowest + 1) // SPAN, stop), inner)
+            bounds = (begin, inner, outer, stop)
+            for phase in tl.static_range(0 if WINDOWED else 1, 3):
+                for span in range(bounds[phase], bounds[phase + 1]):
+                    state = attend_span(
+                        state,
+                        rows,
+                        position,
+                        span * STREAMS,
+                        end,
+                        first_group,
+                        table,
+                        kv_head,
+                        keys,
+                        key_high,
+                        values,
+                        key_scales,
+                        value_scales,
+                        scale,
+                        softcap,
+                        window,
+                        KV_HEADS,
+                        GROUPS,
+                        OWN,
+                        KEY,
+                        VALUE,
+                        phase != 1,
+                        WINDOWED,
+                        CAPPED,
+                        DOT,
+                        KW,
+                        ASM,
+                    )
+            acc, largest, total = state
             # the streams become one
             top = tl.max(largest, 0)
             weight = tl.exp2(largest - tl.where(top == -float("inf"), 0.0, top)[None, :])
-            at = ((sequence * KV_HEADS + kv_head).to(tl.int64) * max_chunks + chunk) * max_rows + row
-            tl.store(stats + 2 * at, top, mask=row < num_rows)
-            tl.store(stats + 2 * at + 1, tl.sum(total * weight, 0), mask=row < num_rows)
+            there = row < count * SIBLINGS
+            at = (chunk * KV_HEADS + kv_head).to(tl.int64) * max_rows + slot * SIBLINGS + row
+            tl.store(stats + 2 * at, top, mask=there)
+            tl.store(stats + 2 * at + 1, tl.sum(total * weight, 0), mask=there)
             for g in tl.static_range(OWN):
                 joined = tl.sum(acc[g] * weight[:, :, None], 0)
                 column = 32 * (first_group + g) + tl.arange(0, 32)
-                tl.store(sums + at[:, None] * (32 * GROUPS) + column[None, :], joined, mask=(row < num_rows)[:, None])
+                tl.store(sums + at[:, None] * (32 * GROUPS) + column[None, :], joined, mask=there[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*SIZES, "splits"))
 def combine_chunks(
     sums,
     stats,
@@ -195,54 +308,66 @@ def combine_chunks(
     lengths,
     out,
     window,
-    max_chunks,
+    tokens,
+    sequences,
+    table_len,
+    max_query,
     max_rows,
+    splits,
     KV_HEADS: tl.constexpr,
     SIBLINGS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
+    PROMPTS: tl.constexpr,
     ROTATED: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Write the rows of `out`. Grid: queries of a sequence, heads, sequences. PADDED: a power of two >= 32 * GROUPS."""
-    query = tl.program_id(0)
+    """Write the rows of `out`. Grid: rows, at least as many as there are; heads.
+
+    PADDED: a power of two >= 32 * GROUPS. PROMPTS: the rows of longer sequences, of which all have `splits` parts.
+    """
+    slot = tl.program_id(0)
     head = tl.program_id(1)
-    sequence = tl.program_id(2)
-    first = tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - first
-    position = tl.load(lengths + sequence) - count + query
-    lowest = tl.maximum(position - window + 1, 0) if WINDOWED else 0
-    begin = chunk_of(lowest)
-    num_queries = tl.where(count <= 16, count, 0)
-    end = tl.where(query < num_queries, chunk_of(position) + 1, 0)
-    row = query * SIBLINGS + head % SIBLINGS
-    base = (sequence * KV_HEADS + head // SIBLINGS).to(tl.int64) * max_chunks
-    column = tl.arange(0, PADDED)
-    some = tl.arange(0, AT_ONCE)
-    top = -float("inf")
-    if SINKS:
-        top = tl.load(sinks + head).to(tl.float32) * LOG2E
-    for chunk in range(begin, end, AT_ONCE):
-        at = (base + chunk + some) * max_rows + row
-        top = tl.maximum(top, tl.max(tl.load(stats + 2 * at, mask=chunk + some < end, other=-float("inf")), 0))
-    total = 0.0
-    if SINKS:
-        total = tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - top + SHIFT)
-    acc = tl.zeros([PADDED], tl.float32)
-    for chunk in range(begin, end, AT_ONCE):
-        there = chunk + some < end
-        at = (base + chunk + some) * max_rows + row
-        factor = tl.exp2(tl.load(stats + 2 * at, mask=there, other=-float("inf")) - top)
-        total += tl.sum(factor * tl.load(stats + 2 * at + 1, mask=there, other=0.0), 0)
-        inside = there[:, None] & (column < 32 * GROUPS)[None, :]
-        part = tl.load(sums + at[:, None] * (32 * GROUPS) + column[None, :], mask=inside, other=0.0)
-        acc += tl.sum(part * factor[:, None], 0)
-    acc = acc / tl.where(total == 0.0, 1.0, total)  # a program without a row
-    if ROTATED:
-        turned = tl.sum(tl.reshape(acc, [PADDED // 32, 32, 1]) * signs(tl.arange(0, 32))[None, :, :], 1)
-        acc = tl.reshape(turned * ROOT, [PADDED])
-    at = ((first + query).to(tl.int64) * (KV_HEADS * SIBLINGS) + head) * HEAD_DIM + column
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=column < tl.where(query < num_queries, HEAD_DIM, 0))
+    index = tl.arange(0, MOST)
+    _firsts, _begins, rows = rows_of(starts, lengths, index, sequences, tokens, table_len, max_query)
+    ends = tl.cumsum(tl.where((rows > FEW) == PROMPTS, rows, 0), 0)
+    if slot < tl.max(ends, 0):
+        sequence, before = owner_of(slot, ends)
+        first, start, _count = rows_of(starts, lengths, sequence, sequences, tokens, table_len, max_query)
+        query = slot - before
+        if PROMPTS:
+            begin = 0
+            end = splits
+        else:
+            begin = chunk_of(first_seen(start + query, window, WINDOWED))
+            end = chunk_of(start + query) + 1
+        row = slot * SIBLINGS + head % SIBLINGS
+        column = tl.arange(0, PADDED)
+        some = tl.arange(0, AT_ONCE)
+        top = -float("inf")
+        if SINKS:
+            top = tl.load(sinks + head).to(tl.float32) * LOG2E
+        for chunk in range(begin, end, AT_ONCE):
+            at = ((chunk + some) * KV_HEADS + head // SIBLINGS).to(tl.int64) * max_rows + row
+            top = tl.maximum(top, tl.max(tl.load(stats + 2 * at, mask=chunk + some < end, other=-float("inf")), 0))
+        total = 0.0
+        if SINKS:
+            total = tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - top + SHIFT)
+        acc = tl.zeros([PADDED], tl.float32)
+        for chunk in range(begin, end, AT_ONCE):
+            there = chunk + some < end
+            at = ((chunk + some) * KV_HEADS + head // SIBLINGS).to(tl.int64) * max_rows + row
+            factor = tl.exp2(tl.load(stats + 2 * at, mask=there, other=-float("inf")) - top)
+            total += tl.sum(factor * tl.load(stats + 2 * at + 1, mask=there, other=0.0), 0)
+            inside = there[:, None] & (column < 32 * GROUPS)[None, :]
+            part = tl.load(sums + at[:, None] * (32 * GROUPS) + column[None, :], mask=inside, other=0.0)
+            acc += tl.sum(part * factor[:, None], 0)
+        acc = acc / total
+        if ROTATED:
+            turned = tl.sum(tl.reshape(acc, [PADDED // 32, 32, 1]) * signs(tl.arange(0, 32))[None, :, :], 1)
+            acc = tl.reshape(turned * ROOT, [PADDED])
+        at = ((first + query).to(tl.int64) * (KV_HEADS * SIBLINGS) + head) * HEAD_DIM + column
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=column < HEAD_DIM)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from edgelm.config import Settings
+from edgelm.executors.graphs import SIZES
 from edgelm.executors.torch_memory import (
-    ATTENTION_POOLS,
     BLOCK_LEN,
+    GRAPH_TOKENS,
     KV_BITS,
     KV_MODES,
+    MAX_ATTENTION_BYTES,
     TorchMemory,
     capacity,
     head_bytes,
     num_chunks,
+    parts_bytes,
+    prompt_bytes,
 )
 from edgelm.kernels import cache
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, planes
@@ -44,18 +48,81 @@ def test_the_names_are_the_caches() -> None:
     assert BLOCK_LEN == cache.BLOCK_LEN
 
 
-def test_the_parts_of_attention_are_the_kernels(tmp_path: Path) -> None:
-    """They grow with the context that there may be, and a long one takes hundreds of megabytes."""
+def test_the_parts_of_a_context_are_the_kernels() -> None:
     from edgelm.kernels.attention import launch
 
     for length in (1, 32, 256, 257, 8192, 8193, 24576, 24577, 131072, 10**6):
         assert num_chunks(length) == launch.num_chunks(length)
+    assert SIZES[-1] == GRAPH_TOKENS
+
+
+class _NoKernel:
+    """Takes the place of a kernel: it is launched and does nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def kept(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, sequences: int, heads: int, kv_heads: int, head_dim: int, context: int
+) -> tuple[int, int]:
+    """Return the bytes that a launch of attention allocates: for rows of decode and verify, and for prompts."""
+    from edgelm.kernels.attention import launch
+
+    sizes: list[int] = []
+    real = torch.empty
+
+    def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made = real(shape, dtype=dtype, device=device)
+        sizes.append(made.nbytes)
+        return made
+
+    def each(*counts: int) -> torch.Tensor:
+        return torch.zeros(*counts, dtype=torch.int32, device="meta")
+
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    for name in ("attend_chunks", "combine_chunks", "attend_tiles"):
+        monkeypatch.setattr(launch, name, _NoKernel())
+    there = cache.allocate(cache.FORMATS["int8"], 1, kv_heads, head_dim, "meta")
+    q = torch.zeros(tokens, heads, head_dim, device="meta")
+    tables = each(sequences, -(-context // BLOCK_LEN))
+    starts, lengths = each(sequences + 1), each(sequences)
+    found = []
+    for max_query in (min(tokens, launch.VERIFY_LEN), tokens):
+        sizes.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", empty)
+            launch.run(q, there, tables, starts, lengths, 1.0, 0, 0.0, None, max_query, q)
+        found.append((sum(sizes[:2]), sum(sizes[2:]) if max_query > launch.VERIFY_LEN and sequences == 1 else 0))
+    assert found[0][0] == found[1][0]
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "context"), [(32, 8, 128, 131072), (4, 2, 80, 2048), (16, 4, 256, 40_000)]
+)
+def test_the_scratch_of_attention_is_what_it_allocates(
+    heads: int, kv_heads: int, head_dim: int, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = heads, kv_heads, head_dim, context
+    width, positions = -(-head_dim // 32) * 32, -(-context // BLOCK_LEN) * BLOCK_LEN
+    for tokens, sequences in ((1, 1), (4, 4), (16, 1), (16, 16), (512, 1), (512, 3), (512, 16), (512, 40)):
+        few, _ = kept(monkeypatch, tokens, sequences, *shape)
+        assert few == parts_bytes(tokens, sequences, heads, width, positions), (tokens, sequences)
+        assert few <= MAX_ATTENTION_BYTES or few == parts_bytes(tokens, 1, heads, width, positions)
+    for tokens in (17, 32, 33, 64, 100, 128, 512):
+        _, prompts = kept(monkeypatch, tokens, 1, *shape)
+        assert prompts == prompt_bytes(tokens, heads, kv_heads, width, positions), tokens
+        assert prompts < 16 * 2**20
+
+
+def test_a_plan_has_room_for_attention(tmp_path: Path) -> None:
+    """The rows of a graph and of other steps have a part each, and grow with the context."""
     with open_gguf(write_tiny(tmp_path / "m.gguf", heads=4, kv_heads=2, head_dim=80, width=64)) as gguf:
         memory = TorchMemory(model_facts(gguf), sequences=8)
     grown = memory.workspace_bytes("f16", 131072) - memory.workspace_bytes("f16", 8192)
     chunks = num_chunks(131072) - num_chunks(8192)
-    shape = (8, 2, chunks, launch.VERIFY_LEN * 2)  # [sequences, kv heads, parts, rows], as launch.py has it
-    assert grown == ATTENTION_POOLS * prod(shape) * (96 + 2) * 4
+    assert grown == (16 + 8 * 16) * 4 * chunks * (96 + 2) * 4
 
 
 def nbytes(weight: Weight) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,10 +18,13 @@ from edgelm.kernels.attention.cases import (
     TRITON_CASES,
     Case,
     Inputs,
+    behind,
     inputs,
+    poison,
     stored,
 )
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, allocate
+from edgelm.kernels.cache.order import token_column
 from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.hadamard import rotate
 from edgelm.kernels.store import store
@@ -177,6 +182,8 @@ def test_a_row_is_the_same_alone_and_among_others(case, seed, monkeypatch):
     many = run(case, given, "triton", max_query=VERIFY_LEN)
     first = case.lengths[0] - case.counts[0]
     monkeypatch.setattr(launch, "num_sms", lambda _: 1)  # and with other numbers of programs
+    monkeypatch.setattr(launch, "WAVES", 1)  # one, which takes all tiles of a chunk
+    assert torch.equal(run(case, given, "triton", max_query=VERIFY_LEN), many)
     alone = of_rows(given, slice(6, 7), [first + 7], given.tables)
     assert torch.equal(run(case, alone, "triton", max_query=1)[0], many[6])
     tables = given.tables.expand(2, -1).contiguous()
@@ -196,10 +203,73 @@ def test_less_scratch_changes_nothing(monkeypatch):
     case = Case("int8", 32, 1, 1, (1, 2, 0, 1, 1), (5, 40, 0, 33, 1), dtype=torch.float16)
     given = inputs(case, generator(SEED))
     at_once = run(case, given, "triton")
-    monkeypatch.setattr(launch, "MAX_SCRATCH", 4 * 2 * 34 * 4)  # of two rows and one chunk: four sequences
-    assert [launch.at_once(2 * 34 * 4, sequences) for sequences in (3, 5)] == [3, 4]
-    assert launch.at_once(1 << 30, 5) == 1
+    bytes_of_row = 34 * 4  # of one head and one chunk
+    monkeypatch.setattr(launch, "MAX_SCRATCH", 4 * bytes_of_row)
+    assert [launch.at_once(bytes_of_row, 5, of_each, 5) for of_each in (1, 2, 5)] == [4, 2, 1]
+    assert launch.at_once(1 << 30, 16, 16, 5) == 1
     assert torch.equal(run(case, given, "triton"), at_once)
+
+
+def test_more_sequences_than_a_launch_takes():
+    num = launch.MOST_SEQUENCES + 1
+    case = Case("int8", 32, 1, 1, (*[0] * 31, 1, 1), (*[0] * 31, 9, 7))
+    assert len(case.counts) == num
+    check(case, "triton", SEED)
+
+
+def test_absent_sequences_take_no_program_from_those_that_are_there():
+    """A graph has room for many sequences; the one that is there gets as many programs as alone."""
+    case = Case("int8", 32, 1, 2, (1,), (270,), dtype=torch.float16)
+    given = inputs(case, generator(SEED))
+    padded = given._replace(
+        tables=torch.cat([given.tables, given.tables.new_full((7, given.tables.shape[1]), -77)]),
+        starts=torch.cat([given.starts, given.starts[-1:].expand(7)]),
+        lengths=torch.cat([given.lengths, given.lengths.new_zeros(7)]),
+    )
+    grids = grids_of(lambda: run(case, padded, "triton", max_query=VERIFY_LEN))
+    assert grids == {"attend_chunks": (8, 2), "combine_chunks": (2, 2)}  # num_sms is 4 where there is no GPU; rows of q
+    assert torch.equal(run(case, padded, "triton", max_query=VERIFY_LEN), run(case, given, "triton"))
+
+
+def grids_of(work: Callable[[], object]) -> dict[str, tuple[int, ...]]:
+    """Return the grid of each kernel that some work launches."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    grids = {}
+
+    def run_kernel(kernel, *_, grid, **__):
+        grids[kernel.fn.__name__] = grid
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", run_kernel)
+        work()
+    return grids
+
+
+# -- contexts of prompts in parts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("f16", 32, 1, 1, (1, 17, 0, 17), (3, 140, 0, 70), sinks=True, dtype=torch.float16),
+        Case("k6v4", 32, 1, 1, (17,), (150,), window=70, softcap=4.0),
+    ],
+    ids=lambda case: case.name,
+)
+def test_prompts_on_a_long_context_are_shared(case, monkeypatch):
+    monkeypatch.setattr(launch, "MIN_SPLIT", 64)
+    given = inputs(case, generator(SEED))
+    assert launch.num_splits(3, 1, 320) == 5
+    assert len(grids_of(lambda: run(case, given, "triton"))) == 3
+    check(case, "triton", SEED)
+
+
+def test_a_question_about_a_long_context_fills_a_gpu():
+    """32 rows of 4 siblings are two tiles for a head; 8 heads: 16 programs where 132 processors are."""
+    assert launch.num_splits(3, 8, 131072) * 3 * 8 >= 240
+    assert launch.num_splits(3, 8, 1024) == 2
+    assert launch.num_splits(32 + 1, 8, 131072) == 1  # 512 rows of 4 siblings
 
 
 @pytest.mark.parametrize("case", [Case("int8", 32), Case("k6v4", 32, 1, 1, (17,), (17,))], ids=lambda case: case.name)
@@ -256,6 +326,111 @@ def test_only_rows_of_sequences_are_written(max_query, monkeypatch):
 
 def _flat(shape):
     return tuple(shape[0]) if len(shape) == 1 else shape
+
+
+class Guarded:
+    """Takes the place of torch.empty: all it gives is NaN, with NaN around that must stay."""
+
+    MARGIN = 1 << 16
+
+    def __init__(self):
+        self.wholes = []
+
+    def empty(self, *shape, dtype=torch.float32, device="cpu"):
+        size = math.prod(_flat(shape))
+        whole = torch.full((size + 2 * self.MARGIN,), torch.nan, dtype=dtype)
+        self.wholes.append(whole)
+        return whole[self.MARGIN : self.MARGIN + size].view(_flat(shape))
+
+    def assert_unharmed(self):
+        for whole in self.wholes:
+            assert whole[: self.MARGIN].isnan().all()
+            assert whole[-self.MARGIN :].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "max_query"),
+    [
+        ((5, 1, 2), (258, 40, 33), 2),  # rows of a draft in a launch of fewer
+        ((17, 1, 2), (40, 1, 33), 1),  # a prompt in a launch without
+        ((18, 3), (40, 33), 17),  # longer prompts than there may be
+    ],
+)
+def test_rows_beyond_the_most_are_not_written(counts, lengths, max_query, monkeypatch):
+    case = Case("int8", 32, 2, 1, counts, lengths)
+    given = inputs(case, generator(SEED))
+    whole = run(case, given, "reference")
+    guarded = Guarded()
+    monkeypatch.setattr(torch, "empty", guarded.empty)
+    got = run(case, given, "triton", max_query=max_query)
+    guarded.assert_unharmed()
+    inside = torch.cat([torch.arange(count) < max_query for count in counts])
+    assert (got[inside] - whole[inside]).abs().max().item() <= bound(case, given)
+    assert got[~inside].isnan().all()
+
+
+@pytest.mark.parametrize("wrong", ["length below the rows", "length beyond the table", "starts beyond q", "negative"])
+def test_what_no_host_should_give_harms_no_other_sequence(wrong, monkeypatch):
+    case = Case("int8", 32, 1, 1, (2, 3), (33, 40))
+    given = inputs(case, generator(SEED))
+    expected = run(case, given, "triton")
+    starts, lengths = given.starts.clone(), given.lengths.clone()
+    if wrong == "length below the rows":
+        lengths[1] = 2
+    elif wrong == "length beyond the table":
+        lengths[1] = 100_000
+    elif wrong == "negative":
+        lengths[1] = -1
+    else:
+        starts[2] = 1000
+    guarded = Guarded()
+    monkeypatch.setattr(torch, "empty", guarded.empty)
+    q, cache, tables = given[:3]
+    arguments = {"scale": 32**-0.5, "max_query": 16, "implementation": "triton"}
+    got = attention(q[:-1], cache, tables, starts, lengths, **arguments)
+    guarded.assert_unharmed()
+    assert torch.equal(got[:2], expected[:2])
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("count", "length", "window", "split"),
+    [(1, 40, 0, False), (3, 130, 0, False), (3, 70, 37, False), (17, 70, 0, False), (17, 130, 40, True)],
+)
+def test_a_row_knows_nothing_of_what_it_does_not_see(name, count, length, window, split, implementation, monkeypatch):
+    """Drafts behind it, positions before its window, and what other sequences have left in its blocks are poison."""
+    if split:
+        monkeypatch.setattr(launch, "MIN_SPLIT", 64)
+    case = Case(name, 32, 1, 1, (count,), (length,), window=window, dtype=torch.float16)
+    given = inputs(case, generator(SEED))
+    clean = run(case, given, implementation)
+    row = count // 2
+    position = case.lengths[0] - count + row
+    seen = range(max(position - window + 1, 0) if window else 0, position + 1)
+    free = behind(given, 0, seen)
+    alike = torch.arange(BLOCK_LEN) % 2 == position % 2
+    poison(given.cache, free & alike, torch.inf)
+    poison(given.cache, free & ~alike, torch.nan)
+    with np.errstate(invalid="ignore"):  # where the interpreter multiplies inf by 0
+        got = run(case, given, implementation)
+    assert torch.equal(got[row], clean[row])
+    if row + 1 < count:
+        assert got[row + 1].isnan().any()  # what is seen is told
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("count", [3, 17])
+def test_an_inf_among_the_values_is_told_to_the_rows_that_see_it(count, implementation):
+    case = Case("f16", 32, 1, 1, (count,), (40,), dtype=torch.float16)
+    given = inputs(case, generator(SEED))
+    clean = run(case, given, implementation)
+    column = token_column(torch.tensor(39 % BLOCK_LEN), nibbles=False)
+    given.cache.values[given.tables[0, 39 // BLOCK_LEN].long(), :, :, column] = torch.inf
+    with np.errstate(invalid="ignore"):
+        got = run(case, given, implementation)
+    assert torch.equal(got[:-1], clean[:-1])
+    assert not got[-1].isfinite().any()
 
 
 def test_no_rows_at_all():

@@ -19,6 +19,7 @@ ROOT = tl.constexpr(0.17677669529663687)  # 32 ** -0.5
 LOG2E = tl.constexpr(1.4426950408889634)
 Q_DOWN = tl.constexpr(2.0**-6)  # q may be bfloat16 or rotated: so 4 million fit float16; what falls out is below 2**-19
 Q_UP = tl.constexpr(2.0**6)  # exact both: powers of two
+SHIFT = tl.constexpr(4.0)  # weights are at most 2 ** SHIFT: more of the small ones are normal numbers in float16
 
 
 @triton.jit
@@ -244,24 +245,27 @@ def products(
 
 
 @triton.jit
-def dimension_tokens(KW: tl.constexpr):
-    """Return which of the 16 tokens of half a block each index of a contraction is."""
-    k = tl.arange(0, 16)
-    return k if KW == 2 else (k // 2 % 2) * 8 + (k // 4) * 2 + k % 2
+def finite(values):
+    """Return values with zeros for inf and NaN."""
+    return tl.where(tl.abs(values) < float("inf"), values, 0.0)
 
 
 @triton.jit
-def stored_only(values, begin, length, KW: tl.constexpr):
-    """Return values [streams, 16 tokens, 32], zeros from `length` on; stream s has the tokens from begin[s] on."""
-    at = dimension_tokens(KW)[None, :, None] + begin[:, None, None]
-    return tl.where(at < length, values, 0.0)
+def unknown(values):
+    """Return 1.0 where values are inf or NaN, and 0.0."""
+    return tl.where(tl.abs(values) < float("inf"), 0.0, 1.0).to(values.dtype)
 
 
 @triton.jit
-def capped(logits, softcap, CAPPED: tl.constexpr):
-    """Return the logits times log2(e), with the soft cap: cap * tanh(logit / cap)."""
+def logits_of(products, scale, softcap, CAPPED: tl.constexpr):
+    """Return the logits of products of q * Q_DOWN and keys, times log2(e), with the soft cap: cap * tanh(logit / cap).
+
+    Multiplications only, and nothing to fuse them with: the same bits wherever it is compiled.
+    """
     if CAPPED:
+        logits = products * (scale * Q_UP)
         e = tl.exp2(tl.abs(logits) * (-2.0 * LOG2E / softcap))  # at most 1: nothing overflows
-        size = softcap * (1.0 - e) / (1.0 + e)
-        logits = tl.where(logits < 0.0, -size, size)
-    return logits * LOG2E
+        size = softcap * LOG2E * ((1.0 - e) / (1.0 + e))
+        return tl.where(logits < 0.0, -size, size)
+    else:
+        return products * (scale * (Q_UP * LOG2E))

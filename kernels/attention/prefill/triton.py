@@ -6,6 +6,9 @@ A program takes a tile of the rows of one head of the cache: siblings of grouped
 the cache at a time become 16-bit operands, scale and all, which so many rows share that the conversion costs little.
 Nothing is dequantized to memory: a scratch would be as long as the context. Tokens are in the order in which a block
 stores its values, so only keys are gathered.
+
+Few tiles on a long context (a question about what is in the cache already) would leave most of the GPU idle: then each
+context is cut in so many parts as fill it, and `combine_chunks` adds them up.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from edgelm.kernels.attention.operands.triton import LOG2E, Q_DOWN, Q_UP, ROOT, capped, signs
+from edgelm.kernels.attention.operands.triton import LOG2E, Q_DOWN, ROOT, SHIFT, finite, logits_of, signs, unknown
+from edgelm.kernels.attention.schedule.triton import MOST, SIZES, owner_of, rows_of
+from edgelm.kernels.attention.triton import FEW, first_seen
 from edgelm.kernels.codes.triton import byte_numbers, nibble_numbers
 
 
@@ -105,7 +110,6 @@ def value_tile(
     scales,
     slabs,
     token,
-    stored,
     GROUPS: tl.constexpr,
     ALL: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -113,14 +117,14 @@ def value_tile(
     DOT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Return the values of some blocks, [32 * ALL, tokens], the tokens as a block stores them; unstored ones are 0."""
+    """Return the values of some blocks, [32 * ALL, tokens], the tokens as a block stores them."""
     BLOCKS: tl.constexpr = TOKENS // 32
     slab = tl.max(tl.reshape(slabs, [BLOCKS, 32]), 1)  # of a block all are the same
     dim = tl.arange(0, 32 * ALL)
     if VALUE == "f16":
         at = slab[None, :, None] * (32 * 32 * GROUPS) + dim[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
         codes = tl.load(values + at, mask=(dim < 32 * GROUPS)[:, None, None], other=0.0)
-        return tl.where(stored[None, :], tl.reshape(codes, [32 * ALL, TOKENS]), 0.0).to(DOT)
+        return tl.reshape(codes, [32 * ALL, TOKENS]).to(DOT)
     else:
         if VALUE == "int4":
             line = tl.arange(0, 16 * ALL)  # i, l4
@@ -141,8 +145,7 @@ def value_tile(
         group = tl.arange(0, ALL)
         ONE: tl.constexpr = VALUE == "fp8"
         at = (group * (0 if ONE else 32))[:, None] + (slabs * (32 if ONE else 32 * GROUPS) + token)[None, :]
-        there = (group < GROUPS)[:, None] & stored[None, :]
-        factor = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
+        factor = tl.load(scales + at, mask=(group < GROUPS)[:, None], other=0.0).to(tl.float32)
         return tl.reshape((codes.to(tl.float32) * factor[:, None, :]).to(DOT), [32 * ALL, TOKENS])
 
 
@@ -155,6 +158,67 @@ def turn(rows, ROWS: tl.constexpr, ALL: tl.constexpr):
 
 
 @triton.jit
+def attend_tokens(
+    state,
+    operand,
+    position,
+    begin,
+    end,
+    table,
+    kv_head,
+    keys,
+    key_high,
+    values,
+    key_scales,
+    value_scales,
+    scale,
+    softcap,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    EDGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DOT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Return the state (sums, largest logit, sum of weights) with TOKENS more positions, from `begin` on.
+
+    EDGE: rows do not see all of them, and what they do not see may be anything.
+    """
+    acc, largest, total = state
+    i = tl.arange(0, TOKENS)
+    token = token_of(i % 32, VALUE == "int4")
+    mine = begin // 32 + i // 32
+    slabs = tl.load(table + mine, mask=mine * 32 < end, other=0).to(tl.int64) * KV_HEADS + kv_head
+    key = key_tile(keys, key_high, key_scales, slabs, token, GROUPS, ALL, TOKENS, KEY, DOT, ASM)
+    logits = logits_of(tl.dot(operand, tl.trans(key), input_precision="ieee"), scale, softcap, CAPPED)
+    if EDGE:
+        key_at = mine * 32 + token
+        seen = key_at[None, :] <= position[:, None]
+        if WINDOWED:
+            seen = seen & (key_at[None, :] > position[:, None] - window)
+        logits = tl.where(seen, logits, -float("inf"))
+    new = tl.maximum(largest, tl.max(logits, 1))
+    base = tl.where(new == -float("inf"), 0.0, new)
+    decay = tl.exp2(largest - base)
+    weights = tl.exp2(logits - (base - SHIFT)[:, None])
+    total = total * decay + tl.sum(weights, 1)
+    acc = acc * decay[:, None]
+    value = value_tile(values, value_scales, slabs, token, GROUPS, ALL, TOKENS, VALUE, DOT, ASM)
+    if EDGE:  # 0 * NaN is NaN: a dot of what is finite, and one that counts what a row sees of the others
+        bad = tl.dot(seen.to(DOT), tl.trans(unknown(value)), input_precision="ieee")
+        acc = tl.where(bad > 0.0, float("nan"), acc)
+        value = finite(value)
+    acc = tl.dot(weights.to(DOT), tl.trans(value), acc, input_precision="ieee")
+    return acc, new, total
+
+
+@triton.jit(do_not_specialize=SIZES)
 def attend_tiles(
     q,
     keys,
@@ -167,10 +231,16 @@ def attend_tiles(
     starts,
     lengths,
     out,
+    sums,
+    stats,
     scale,
     softcap,
     window,
+    tokens,
+    sequences,
     table_len,
+    max_query,
+    max_rows,
     KV_HEADS: tl.constexpr,
     SIBLINGS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -182,24 +252,29 @@ def attend_tiles(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
     DOT: tl.constexpr,
     ASM: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    FEWEST: tl.constexpr,
 ):
-    """Write the rows of `out` of the sequences with FEWEST rows or more.
+    """Write the rows of `out` of prompts, or with SPLIT the sums and stats of parts of their contexts, all as long.
 
-    Grid: tiles of ROWS rows, kv_heads, sequences. ALL: GROUPS, raised to a power of two.
+    Grid: tiles of ROWS rows, at least as many as there are; kv_heads; parts. ALL: GROUPS, raised to a power of two.
     """
+    item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence = tl.program_id(2)
-    first = tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - first
-    length = tl.load(lengths + sequence)
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last tiles see most: they begin first
-    if (count >= FEWEST) & (tile < count * SIBLINGS):
-        start = length - count
+    split = tl.program_id(2)
+    index = tl.arange(0, MOST)
+    _firsts, _begins, many = rows_of(starts, lengths, index, sequences, tokens, table_len, max_query)
+    many = tl.where(many > FEW, many, 0)
+    ends = tl.cumsum((many * SIBLINGS + ROWS - 1) // ROWS, 0)
+    if item < tl.max(ends, 0):
+        sequence, before = owner_of(item, ends)
+        slot = tl.sum(tl.where(index < sequence, many, 0), 0)  # rows of the sequences before: theirs come first
+        first, start, count = rows_of(starts, lengths, sequence, sequences, tokens, table_len, max_query)
+        # the last tiles see most: they begin first
+        tile = ((count * SIBLINGS + ROWS - 1) // ROWS - 1 - (item - before)) * ROWS
         row = tile + tl.arange(0, ROWS)
         query = tl.minimum(row // SIBLINGS, count - 1)
         inside = row < count * SIBLINGS
@@ -212,40 +287,70 @@ def attend_tiles(
         operand = (rows.to(tl.float32) * Q_DOWN).to(DOT)
         if ROTATED:
             operand = turn(operand, ROWS, ALL).to(DOT)
-        acc = tl.zeros([ROWS, 32 * ALL], tl.float32)
-        largest = tl.full([ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+        state = (
+            tl.zeros([ROWS, 32 * ALL], tl.float32),
+            tl.full([ROWS], -float("inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32),
+        )
         table = tables + sequence.to(tl.int64) * table_len
-        i = tl.arange(0, TOKENS)
-        token = token_of(i % 32, VALUE == "int4")
-        begin = tl.maximum(start + tile // SIBLINGS - window + 1, 0) // 32 if WINDOWED else 0
-        end = start + tl.minimum((tile + ROWS - 1) // SIBLINGS, count - 1) + 1
-        for block in range(begin, (end + 31) // 32, TOKENS // 32):
-            mine = block + i // 32
-            slabs = tl.load(table + mine, mask=mine * 32 < end, other=0).to(tl.int64) * KV_HEADS + kv_head
-            key_at = mine * 32 + token
-            key = key_tile(keys, key_high, key_scales, slabs, token, GROUPS, ALL, TOKENS, KEY, DOT, ASM)
-            logits = tl.dot(operand, tl.trans(key), input_precision="ieee")
-            seen = key_at[None, :] <= position[:, None]
-            if WINDOWED:
-                seen = seen & (key_at[None, :] > position[:, None] - window)
-            logits = tl.where(seen, capped(logits * (scale * Q_UP), softcap, CAPPED), -float("inf"))
-            new = tl.maximum(largest, tl.max(logits, 1))
-            base = tl.where(new == -float("inf"), 0.0, new)
-            decay = tl.exp2(largest - base)
-            weights = tl.exp2(logits - base[:, None])
-            total = total * decay + tl.sum(weights, 1)
-            largest = new
-            stored = key_at < length
-            value = value_tile(values, value_scales, slabs, token, stored, GROUPS, ALL, TOKENS, VALUE, DOT, ASM)
-            acc = tl.dot(weights.to(DOT), tl.trans(value), acc * decay[:, None], input_precision="ieee")
-        if SINKS:
-            sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-            new = tl.maximum(largest, sink)
-            decay = tl.exp2(largest - new)
-            total = total * decay + tl.exp2(sink - new)
-            acc = acc * decay[:, None]
-        acc = acc / total[:, None]
-        if ROTATED:
-            acc = turn(acc, ROWS, ALL)
-        tl.store(out + at[:, None] + column[None, :], acc.to(out.dtype.element_ty), mask=there)
+        # what this tile sees, TOKENS at a time: an edge, those that all of its rows see, and an edge
+        lowest = start + tile // SIBLINGS
+        highest = start + tl.minimum((tile + ROWS - 1) // SIBLINGS, count - 1)
+        end = highest + 1
+        begin = first_seen(lowest, window, WINDOWED) // TOKENS
+        stop = (end + TOKENS - 1) // TOKENS
+        if SPLIT:
+            each = (stop - begin + tl.num_programs(2) - 1) // tl.num_programs(2)
+            begin = begin + split * each
+            stop = tl.minimum(stop, begin + each)
+        inner = tl.maximum((first_seen(highest, window, WINDOWED) + TOKENS - 1) // TOKENS, begin)
+        outer = tl.maximum(tl.minimum((lowest + 1) // TOKENS, stop), tl.minimum(inner, stop))
+        bounds = (begin, tl.minimum(inner, stop), outer, stop)
+        for phase in tl.static_range(0 if WINDOWED else 1, 3):
+            for unit in range(bounds[phase], bounds[phase + 1]):
+                state = attend_tokens(
+                    state,
+                    operand,
+                    position,
+                    unit * TOKENS,
+                    end,
+                    table,
+                    kv_head,
+                    keys,
+                    key_high,
+                    values,
+                    key_scales,
+                    value_scales,
+                    scale,
+                    softcap,
+                    window,
+                    KV_HEADS,
+                    GROUPS,
+                    ALL,
+                    TOKENS,
+                    KEY,
+                    VALUE,
+                    phase != 1,
+                    WINDOWED,
+                    CAPPED,
+                    DOT,
+                    ASM,
+                )
+        acc, largest, total = state
+        if SPLIT:
+            part = (split * KV_HEADS + kv_head).to(tl.int64) * max_rows + slot * SIBLINGS + row
+            tl.store(stats + 2 * part, largest, mask=inside)
+            tl.store(stats + 2 * part + 1, total, mask=inside)
+            stored = inside[:, None] & (column < 32 * GROUPS)[None, :]
+            tl.store(sums + part[:, None] * (32 * GROUPS) + column[None, :], acc, mask=stored)
+        else:
+            if SINKS:
+                sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+                new = tl.maximum(largest, sink)
+                decay = tl.exp2(largest - new)
+                total = total * decay + tl.exp2(sink - new + SHIFT)
+                acc = acc * decay[:, None]
+            acc = acc / total[:, None]
+            if ROTATED:
+                acc = turn(acc, ROWS, ALL)
+            tl.store(out + at[:, None] + column[None, :], acc.to(out.dtype.element_ty), mask=there)

@@ -1,0 +1,1 @@
+"""Device functions that say which rows of which sequence a program works on; see triton.py."""
