@@ -14,6 +14,23 @@ import typer
 from typer import exceptions as usage
 
 from edgelm import __version__
+from edgelm.commands.flags import (
+    Ctx,
+    Device,
+    Draft,
+    Engine,
+    GpuLayers,
+    Graphs,
+    Json,
+    Kv,
+    Memory,
+    Model,
+    ModelDirs,
+    Quantize,
+    Spec,
+    Threads,
+    Verbose,
+)
 from edgelm.errors import EdgeLMError
 
 app = typer.Typer(
@@ -22,41 +39,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="starter, qwen3:4b, OWNER/NAME:QUANT, or a path.", show_default=False)
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show llama.cpp's log and timings.")]
-Ctx = Annotated[int | None, typer.Option(help="Tokens of context.", show_default=False)]
-Kv = Annotated[str | None, typer.Option(help="KV cache: auto, f16, k8v16, int8, fp8, k8v4, k6v4.", show_default=False)]
-Engine = Annotated[str | None, typer.Option(help="auto, torch (our kernels, for CUDA), or llama.", show_default=False)]
-Device = Annotated[
-    str | None, typer.Option(help="auto, cuda, gpu (as llama.cpp's build can), or cpu.", show_default=False)
-]
-GpuLayers = Annotated[
-    str | None,
-    typer.Option(metavar="N", help="Layers that llama.cpp computes on a GPU: auto or N.", show_default=False),
-]
-Graphs = Annotated[bool | None, typer.Option("--graphs/--no-graphs", help="CUDA graphs (torch).", show_default=False)]
-Quantize = Annotated[
-    str | None, typer.Option(metavar="int4", help="Make 16-bit weights 4-bit at load (torch).", show_default=False)
-]
-ModelDirs = Annotated[
-    list[str] | None,
-    typer.Option("--model-dirs", help="A folder with models of your own. May be repeated.", show_default=False),
-]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default=False)]
-Spec = Annotated[
-    str | None, typer.Option(help="Speculation: auto, off, or the most tokens to draft.", show_default=False)
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(metavar="MODEL", help="A smaller model of the same vocabulary that drafts.", show_default=False),
-]
-Memory = Annotated[
-    bool | None, typer.Option("--memory/--no-memory", help="Remember answers, to draft later ones from.")
-]
 
 
 def run_cli() -> int:
@@ -68,7 +50,7 @@ def run_cli() -> int:
     except usage.Abort:
         raise KeyboardInterrupt from None
     except usage.TyperException as error:
-        print(f"error: {error.format_message()}; see --help", file=sys.stderr)
+        print(f"error: {error.format_message().rstrip('.')}; see --help", file=sys.stderr)
         return error.exit_code
     except EdgeLMError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -206,7 +188,7 @@ def evaluate(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="The reference: a KV type, another .gguf of the same model; twice for both.", show_default=False
+            help="The reference: a KV type, other files of the same model; twice for both.", show_default=False
         ),
     ] = None,
     window: Annotated[

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.build import build
+import edgelm.build as build_package
+from edgelm.build import build, choose
 from edgelm.build import llama as build_module
+from edgelm.build.opened import open_model
 from edgelm.config import Settings
 from edgelm.core import ExecutorInfo
 from edgelm.errors import EdgeLMError, ModelError
+from edgelm.executors.cuda_state import CudaState
+from edgelm.executors.engine_choice import EngineChoice
+from edgelm.weights.ggml_blocks import BLOCK_TYPES
 from tests.tiny import write_tiny
 
 MIB = 2**20
@@ -79,6 +84,33 @@ def test_heads_that_cannot_be_quantized_get_less_context_instead(
     info = built(odd, monkeypatch, 600)
     assert info.kv_bytes_per_token == 8 * 16 * 80 * 2 * 2
     assert info.context == 4096
+
+
+@pytest.fixture
+def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_package, "find_cuda", lambda: CudaState("", "", "GPU X", 80 * 2**30, 80 * 2**30))
+
+
+def chosen(path: Path, **settings: object) -> EngineChoice:
+    with open_model(path) as model:
+        return choose(model, Settings(**settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("with_a_gpu")
+def test_what_the_kernels_cannot_take_is_llama_cpps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = write_tiny(tmp_path / "plain.gguf", quant="q8_0")
+    assert chosen(plain) == EngineChoice("torch", "cuda")
+    odd = write_tiny(tmp_path / "odd.gguf", head_dim=48)
+    assert chosen(odd).engine == "llama"
+    assert "its heads have 48 numbers" in chosen(odd).reasons[0]
+    assert chosen(odd, engine="torch").device == "cpu"  # by the reference ops
+    with pytest.raises(EdgeLMError, match="--device cuda: its heads have 48 numbers"):
+        chosen(odd, engine="torch", device="cuda")
+    monkeypatch.delitem(BLOCK_TYPES, "Q8_0")  # as if it were one of the formats that no kernel reads
+    assert chosen(plain).engine == "llama"
+    assert "is Q8_0, which the GPU kernels do not read" in chosen(plain).reasons[0]
+    with pytest.raises(ModelError, match=r"cannot be run with --engine torch: .*; use --engine llama"):
+        chosen(plain, engine="torch")
 
 
 @pytest.mark.parametrize("kv", ["fp8", "k6v4"])

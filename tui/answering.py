@@ -57,10 +57,10 @@ def choose_model(wanted: Sequence[str], models: Sequence[ModelEntry]) -> str:
     """Return the first wanted model that is offered, or the first offered one. Raises RequestError without any."""
     offered = [model.id for model in models]
     for name in filter(None, wanted):
-        if name in offered or ("/" in name and name.endswith(".gguf")):  # a file that was named, not listed
+        if name in offered or name.startswith("/") or ("/" in name and name.endswith(".gguf")):  # named, not listed
             return name
     if not offered:
-        raise RequestError("the endpoint offers no model", "install one, or name a .gguf file with --model")
+        raise RequestError("the endpoint offers no model", "install one, or name a .gguf file or a folder with --model")
     return offered[0]
 
 

@@ -43,8 +43,8 @@ def clean(text: str) -> str:
 
 
 def short_name(model: str) -> str:
-    """Return the name of a model as it is shown: of a file without its folder."""
-    return model.rsplit("/", 1)[-1] if model.endswith(".gguf") else model
+    """Return the name of a model as it is shown: of a path the last part."""
+    return model.rsplit("/", 1)[-1] if model.startswith("/") or model.endswith(".gguf") else model
 
 
 def wrap_words(text: Text, width: int) -> list[Line]:

@@ -76,13 +76,17 @@ def choose(model: OpenedModel, settings: Settings, *, least_context: int = 0) ->
     cuda = find_cuda() if wants_cuda else CudaState("the settings say so")
     may_be_torch = has_torch() and (asked_for_torch or not cuda.problem or model.gguf is None)
     torch_problem = model.torch_problem() if may_be_torch else ""
-    fit_problem = "" if cuda.problem or torch_problem else _fit_problem(model, settings, cuda, least_context)
+    kernel_problem = fit_problem = ""
+    if not cuda.problem and not torch_problem:
+        kernel_problem = model.torch_problem("triton")
+        fit_problem = "" if kernel_problem else _fit_problem(model, settings, cuda, least_context)
     return choose_engine(
         settings,
         Situation(
             model=model.name,
             llama_problem=model.llama_problem,
             torch_problem=torch_problem,
+            kernel_problem=kernel_problem,
             fit_problem=fit_problem,
             has_torch=has_torch(),
             has_offload=model.gguf is not None and has_offload(),

@@ -13,6 +13,7 @@ from typing import Any
 
 from edgelm.weights.checks import check_for_llama
 from edgelm.weights.facts import ModelFacts, folder_facts, model_facts
+from edgelm.weights.folder import modelopt_quantization
 from edgelm.weights.folder_config import CONFIG
 from edgelm.weights.gguf import GGUF, open_gguf
 from edgelm.weights.json_scan import read_json
@@ -42,11 +43,21 @@ class OpenedModel:
         """Why llama.cpp cannot run it at all; empty: it may."""
         return "" if self.gguf else "llama.cpp does not read safetensors"
 
-    def torch_problem(self) -> str:
-        """Why the torch engine cannot run it; empty: it can. Torch is installed."""
-        from edgelm.models.config import unsupported_reason  # it imports torch
+    def torch_problem(self, implementation: str = "reference") -> str:
+        """Why the torch engine cannot run it by these ops, "reference" or "triton"; empty: it can.
 
-        return unsupported_reason(self.gguf.metadata if self.gguf else self.config or {}) or ""
+        Torch is installed.
+        """
+        from edgelm.models.config import unsupported_reason  # these import torch
+        from edgelm.weights.sources import unreadable_reason
+
+        weights, config = self.gguf or self.folder, self.config or {}
+        assert weights is not None
+        return (
+            unsupported_reason(self.gguf.metadata if self.gguf else config, implementation)
+            or unreadable_reason(weights, config)
+            or ""
+        )
 
 
 @contextmanager
@@ -54,8 +65,10 @@ def open_model(path: Path) -> Iterator[OpenedModel]:
     """Open a GGUF, or a folder or file of safetensors. Raises ModelError."""
     if path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json")):
         with open_safetensors(path) as folder:
-            facts = folder_facts(folder)
-            yield OpenedModel(path, facts, folder=folder, config=read_json(folder.folder / CONFIG))
+            facts, config = folder_facts(folder), read_json(folder.folder / CONFIG)
+            if packed := modelopt_quantization(folder.folder):
+                config = {"quantization_config": packed} | config
+            yield OpenedModel(path, facts, folder=folder, config=config)
         return
     with open_gguf(path) as gguf:
         check_for_llama(gguf)

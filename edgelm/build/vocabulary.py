@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from edgelm.errors import ModelError
-from edgelm.text.fast_tokenizer import FastTokenizer
-from edgelm.text.gguf_tokenizer import gguf_tokenizer
+from edgelm.executors.cuda_state import INSTALL
 from edgelm.text.tokenizer import Tokenizer
 from edgelm.weights.gguf import GGUF
 from edgelm.weights.gguf_parse import Array
 from edgelm.weights.json_scan import read_json
 
 MAX_TEMPLATE_BYTES = 2**20
+OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")  # that are not read
 
 
 def tokenizer_of_gguf(gguf: GGUF) -> Tokenizer:
@@ -30,6 +30,9 @@ def tokenizer_of_gguf(gguf: GGUF) -> Tokenizer:
 
         start_backend()
         return LlamaTokenizer.from_file(gguf.path)
+    _require_tokenizers()
+    from edgelm.text.gguf_tokenizer import gguf_tokenizer
+
     fields = {key: list(value) if isinstance(value, Array) else value for key, value in gguf.metadata.items()}
     return gguf_tokenizer(fields)
 
@@ -38,7 +41,13 @@ def tokenizer_of_folder(folder: Path, model: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a folder whose config.json is `model`. Raises ModelError."""
     path = folder / "tokenizer.json"
     if not path.is_file():
+        other = next((name for name in OTHER_TOKENIZERS if (folder / name).is_file()), None)
+        if other is not None:
+            raise ModelError(f"the model's folder has {other} and no tokenizer.json", "take a GGUF of the same model")
         raise ModelError("the model's folder has no tokenizer.json", "download all files of the model into one folder")
+    _require_tokenizers()
+    from edgelm.text.fast_tokenizer import FastTokenizer
+
     config = _optional(folder / "tokenizer_config.json")
     return FastTokenizer.of_folder(
         path,
@@ -47,6 +56,12 @@ def tokenizer_of_folder(folder: Path, model: Mapping[str, Any]) -> Tokenizer:
         model=_of_text(model),
         chat_template=_chat_template(folder, config),
     )
+
+
+def _require_tokenizers() -> None:
+    """Raise ModelError where the library is not there: torch may have been installed without what is beside it."""
+    if find_spec("tokenizers") is None:
+        raise ModelError("the model's tokenizer needs the package tokenizers, which is not installed", INSTALL)
 
 
 def _of_text(model: Mapping[str, Any]) -> Mapping[str, Any]:

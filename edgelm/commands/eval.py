@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from edgelm.weights.folder_config import CONFIG
 from edgelm.weights.gguf import open_gguf
 from edgelm.weights.safetensors import open_safetensors
 
+COMPUTING = ("llama-cpp-python", "torch", "triton")
 KV_NAMES = ("f16", "k8v16", "int8", "k8v4", "fp8", "k6v4")
 
 
@@ -63,7 +64,7 @@ def eval_model(
         "stride": stride,
     }
     key = {
-        "engine": [version("llama-cpp-python"), settings.engine, settings.device, settings.quantize],
+        "engine": [_versions(), settings.engine, settings.device, settings.quantize],
         "text": _hash(text),
         "sides": [(each.kv, _identity(each.path)) for each in (side, reference) if each],
         "window": window,
@@ -90,6 +91,8 @@ def _follow(events: Iterator[dict[str, Any]], state: EvalState) -> dict[str, Any
             if event["event"] == "state":
                 state.save(event["state"])
                 done, total = event["state"]["windows"], event["total"]
+            elif event["event"] == "restarted":
+                print("note: another engine or device did the first windows, so it begins anew", file=sys.stderr)
             elif event["event"] == "result":
                 result: dict[str, Any] = event["result"]
                 return result
@@ -134,6 +137,17 @@ def _find_text(file: str) -> Path:
         raise RequestError(f"{file} cannot be read: {error}") from None
 
 
+def _versions() -> list[str]:
+    """Return what computes: another build of it rounds differently."""
+    found = []
+    for package in COMPUTING:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return found
+
+
 def _hash(path: Path) -> str:
     try:
         with path.open("rb") as file:
@@ -171,7 +185,7 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
 
 
 def _rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    yield f"{result['file']}, {result['kv']} cache", "", ""
+    yield f"{result['file']}, {result['kv']} cache, {result['engine']} on {result['device']}", "", ""
     yield "perplexity", f"{result['perplexity']:.4f}", f"± {result['stderr']:.4f}"
     yield "tokens scored", f"{result['tokens']:,}", f"in {result['windows']:,} windows of {result['window']:,}"
     if not (against := result["against"]):

@@ -48,9 +48,8 @@ def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None
     facts = _read_facts(path)
     here = read_machine(settings, config.places)
     if choice.engine == "torch":
-        here = _on_device(here, choice)
-        memory = TorchMemory(facts, sequences=settings.parallel, device=choice.device, quantize=settings.quantize)
-        found, exact = plan(facts, settings, here, memory, with_options=True), False
+        here = here if choice.cuda is None else replace(here, free_bytes=choice.cuda.free_bytes, read_bytes_per_s=0.0)
+        found, exact = _plan_for_torch(facts, settings, here, choice.device), False
     else:
         found, exact = _plan_for_llama(path, facts, config, here)
     gpus = nvidia_gpus()
@@ -70,11 +69,14 @@ def _read_facts(path: Path) -> ModelFacts:
         return model_facts(gguf)
 
 
-def _on_device(here: MachineMemory, choice: Shown) -> MachineMemory:
-    """Return what the device has to give; the speed of a GPU's memory is not measured here."""
-    if choice.cuda is None:
-        return here
-    return replace(here, free_bytes=choice.cuda.free_bytes, read_bytes_per_s=0.0)
+def _plan_for_torch(facts: ModelFacts, settings: Settings, here: MachineMemory, device: str) -> Plan:
+    """Return the plan, without a speed: the reference ops do not wait for memory, and a GPU's is not measured here.
+
+    Idle conversations stay in the KV cache itself, so they have no memory of their own.
+    """
+    memory = TorchMemory(facts, sequences=settings.parallel, device=device, quantize=settings.quantize)
+    found = plan(facts, settings, replace(here, read_bytes_per_s=0.0), memory, with_options=True)
+    return replace(found, snapshot_bytes=0)
 
 
 def _plan_for_llama(path: Path, facts: ModelFacts, config: Config, here: MachineMemory) -> tuple[Plan, bool]:
@@ -219,8 +221,9 @@ def _explained(found: Plan, chosen: Option, here: MachineMemory) -> list[str]:
         f"chosen: --ctx {chosen.context} --kv {chosen.kv} --threads {found.threads}: {found.reason}",
         f"memory: {_gib(chosen.total_bytes)} of the {_gib(found.usable_bytes)} that are free to use",
         f"        up to {_gib(peak)} while it loads, pages of the mapped file included",
-        f"        {_gib(found.snapshot_bytes)} more may hold earlier conversations",
     ]
+    if found.snapshot_bytes:
+        lines.append(f"        {_gib(found.snapshot_bytes)} more may hold earlier conversations")
     if found.tokens_per_second is not None:
         empty, full = found.tokens_per_second
         lines.append(

@@ -1,7 +1,7 @@
 """The job of the engine child behind `edgelm eval`: a text file in, progress and figures out.
 
 Owns what a person is told on the way and the result's fields. Its events are progress, status, state (a tally from
-which the same job goes on later) and result.
+which the same job goes on later), restarted (the state is of no use, since another engine made it) and result.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def _run(job: dict[str, Any], contenders: Contenders, emit: Emit) -> None:
     bos = [token for token in tokenizer.encode("", special=False, bos=True) if token == tokenizer.bos_id]
     _check_stride(cut)
     text = TextTokens(Path(job["text"]), tokenizer)
-    tally = Tally.from_json(job["state"]) if job["state"] else Tally()
-    shown = _Progress(emit, tally.windows)
+    info = contenders.model.executor.info
+    tally = _begun(job["state"], f"{info.engine} on {info.device}", emit)
+    shown = _Progress(emit, tally.windows, f"{info.engine} on {info.device}")
     windows = islice(cut.windows(iter(text), bos), tally.windows, job["limit"])
     reference = contenders.reference.executor if contenders.reference else None
     for _ in evaluate(contenders.model.executor, reference, windows, tally):
@@ -95,6 +96,16 @@ def _run(job: dict[str, Any], contenders: Contenders, emit: Emit) -> None:
     if not tally.surprise.count:
         raise _too_short(text, cut)
     emit(event="result", result=_result(job, contenders, cut, tally))
+
+
+def _begun(state: dict[str, Any] | None, maker: str, emit: Emit) -> Tally:
+    """Return the tally to go on with: that of the state, if the same engine and device made it."""
+    if not state:
+        return Tally()
+    if state["maker"] != maker:
+        emit(event="restarted")
+        return Tally()
+    return Tally.from_json({name: value for name, value in state.items() if name != "maker"})
 
 
 def _check_stride(cut: Cut) -> None:
@@ -115,8 +126,9 @@ def _too_short(text: TextTokens, cut: Cut) -> EdgeLMError:
 class _Progress:
     """Tells where the work is, not too often, and from what it can go on."""
 
-    def __init__(self, emit: Emit, done: int) -> None:
+    def __init__(self, emit: Emit, done: int, maker: str) -> None:
         self._emit = emit
+        self._maker = maker
         self._done = done
         self._began = self._status = self._state = time.monotonic()
 
@@ -129,14 +141,17 @@ class _Progress:
             self._emit(event="status", text=f"{told}, {_duration(left)} left")
             self._status = now
         if now - self._state >= STATE_EVERY_S:
-            self._emit(event="state", state=tally.to_json(), total=total)
+            self._emit(event="state", state=tally.to_json() | {"maker": self._maker}, total=total)
             self._state = now
 
 
 def _result(job: dict[str, Any], contenders: Contenders, cut: Cut, tally: Tally) -> dict[str, Any]:
     compared = _compared(tally) if contenders.reference else dict.fromkeys(_compared(Tally()))
+    info = contenders.model.executor.info
     return {
         "model": contenders.model.name,
+        "engine": info.engine,
+        "device": info.device,
         "file": Path(job["model"]).name,
         "kv": job["kv"],
         "tokens": tally.surprise.count,

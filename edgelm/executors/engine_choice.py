@@ -24,6 +24,7 @@ class Situation:
     model: str  # its name, for messages
     llama_problem: str = ""  # why llama.cpp cannot run this model, such as that it is a folder of safetensors
     torch_problem: str = ""  # why the torch engine cannot, such as an architecture that it does not know
+    kernel_problem: str = ""  # why it can on the processor alone, such as heads that its kernels do not take
     fit_problem: str = ""  # why the model does not fit in the GPU's memory
     has_torch: bool = False
     has_offload: bool = False  # this build of llama.cpp can compute on a GPU
@@ -67,7 +68,7 @@ def choose_engine(settings: Settings, found: Situation) -> EngineChoice:
         )
     if settings.device == "gpu":
         raise EdgeLMError("--device gpu is llama.cpp's own, which cannot run safetensors", "use --device auto")
-    return EngineChoice("torch", "cpu", (*reasons, f"llama.cpp is not used: {found.llama_problem}"))
+    return EngineChoice("torch", "cpu", (*reasons, found.llama_problem))
 
 
 def _torch(settings: Settings, found: Situation) -> EngineChoice:
@@ -79,13 +80,17 @@ def _torch(settings: Settings, found: Situation) -> EngineChoice:
         raise ModelError(f"{found.model} cannot be run with --engine torch: {found.torch_problem}", hint)
     if settings.device == "gpu":
         raise EdgeLMError("--device gpu is llama.cpp's own", "use --device cuda with --engine torch")
+    if settings.gpu_layers != "auto":
+        raise EdgeLMError("--gpu-layers is llama.cpp's: our kernels take a whole model", "leave it away")
     if settings.device == "cpu":
         return EngineChoice("torch", "cpu")
-    why = found.cuda.problem or found.fit_problem
+    why = found.cuda.problem or found.kernel_problem or found.fit_problem
     if not why:
         return EngineChoice("torch", "cuda")
-    if settings.device == "cuda" or found.fit_problem:
-        raise EdgeLMError(f"--engine torch on CUDA: {why}", found.cuda.hint or "lower --ctx, or use --engine llama")
+    if why == found.fit_problem:
+        raise EdgeLMError(f"--engine torch on CUDA: {why}", "lower --ctx, or use --engine llama")
+    if settings.device == "cuda":
+        raise EdgeLMError(f"--device cuda: {why}", found.cuda.hint or "use --device auto")
     return EngineChoice("torch", "cpu", (f"CUDA is not used: {why}",))
 
 
@@ -105,7 +110,7 @@ def _llama(settings: Settings, found: Situation, reasons: tuple[str, ...]) -> En
 
 
 def _cuda_problem(found: Situation) -> str:
-    return found.cuda.problem or found.torch_problem or found.fit_problem
+    return found.cuda.problem or found.torch_problem or found.kernel_problem or found.fit_problem
 
 
 def _llamas_own(settings: Settings, found: Situation) -> str:

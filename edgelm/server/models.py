@@ -45,7 +45,7 @@ class ModelNames:
         self._hub = hub
         self._given = given
         self._folders = folders
-        self._any_path = any_path  # a client may name any .gguf file: for this machine's own clients
+        self._any_path = any_path  # a client may name any .gguf file or folder: for this machine's own clients
         self._known: dict[Stamp, dict[str, Any]] = {}
         self._describing = asyncio.Lock()
 
@@ -76,7 +76,7 @@ class ModelNames:
         for model in models:
             if model.is_called(name):
                 return _existing(model)
-        by_path = self._any_path and name.endswith(".gguf")
+        by_path = self._any_path and (name.endswith(".gguf") or _is_folder(name))
         try:
             return require_runnable(find_local(name, self._hub, self._folders, paths=by_path))
         except ModelError as error:
@@ -85,6 +85,13 @@ class ModelNames:
     def _runnable(self) -> Sequence[LocalModel]:
         found = installed(self._hub, self._given, self._folders)
         return [model for model in found if runs_here(model)]
+
+
+def _is_folder(name: str) -> bool:
+    try:
+        return name.startswith("/") and Path(name).is_dir()
+    except (OSError, ValueError):  # a name that no folder can have
+        return False
 
 
 async def _describe_all(paths: list[Path]) -> list[dict[str, Any]]:

@@ -106,7 +106,9 @@ async def _serve(
 def _fits(path: Path) -> bool:
     """Guess whether a model can be loaded beside what is there; the engine process knows exactly, and says so."""
     try:
-        return available_memory_bytes() > MEMORY_FACTOR * path.stat().st_size + MEMORY_BYTES
+        files = path.glob("*.safetensors") if path.is_dir() else (path,)
+        nbytes = sum(each.stat().st_size for each in files)
+        return available_memory_bytes() > MEMORY_FACTOR * nbytes + MEMORY_BYTES
     except OSError:
         return True
 

@@ -62,6 +62,15 @@ def folder_summary(model: Safetensors) -> ModelSummary:
     )
 
 
+def modelopt_quantization(folder: Path) -> dict[str, Any]:
+    """Return how NVIDIA's ModelOpt packed the weights, which it says in a file of its own; empty: it did not."""
+    path = folder / "hf_quant_config.json"
+    value = read_json(path).get("quantization") if _is_file(path) else None
+    if not isinstance(value, dict) or value.get("quant_algo") is None:  # it may be of the KV cache alone
+        return {}
+    return {"quant_method": "modelopt"} | value
+
+
 def _name(folder: Path) -> str:
     """Return the folder's name, or that of the repository whose snapshot in the hub's cache it is."""
     for each in (folder, *folder.absolute().parents[:2]):
@@ -98,9 +107,7 @@ def _quantization_config(folder: Path, config: FolderConfig) -> dict[str, Any]:
         value = config.decoder.get(name)
         if isinstance(value, dict):
             return value
-    path = folder / "hf_quant_config.json"  # of NVIDIA's ModelOpt
-    value = read_json(path).get("quantization") if _is_file(path) else None
-    return {"quant_method": "modelopt"} | value if isinstance(value, dict) else {}
+    return modelopt_quantization(folder)
 
 
 def _label(quantization: dict[str, Any]) -> str:

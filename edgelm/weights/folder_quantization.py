@@ -47,7 +47,9 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
     name = said.get("quant_method")
     method = METHODS.get(name.lower()) if isinstance(name, str) else None
     if method is None:
-        raise _refused(f"its quantization method is {_shown(name)}")
+        algorithm = said.get("quant_algo")  # of NVIDIA's ModelOpt
+        named = _shown(name) if algorithm is None else f"{_shown(name)} {_shown(algorithm)}"
+        raise _refused(f"its quantization method is {named}")
     if method == "awq":
         return _awq(said)
     if method == "gptq":
@@ -124,7 +126,7 @@ def _block(value: Any) -> tuple[int, int] | None:
 
 
 def _refused(what: str) -> ModelError:
-    return ModelError(f"the model of this config.json cannot be read: {what}", OTHER)
+    return ModelError(f"its weights cannot be read: {what}", OTHER)
 
 
 def _shown(value: object) -> str:

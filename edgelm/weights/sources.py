@@ -18,7 +18,7 @@ from torch import Tensor
 
 from edgelm.errors import ModelError
 from edgelm.kernels.layout import PackedWeight, Weight, dequantize
-from edgelm.weights.folder_quantization import read_quantization
+from edgelm.weights.folder_quantization import OTHER, read_quantization
 from edgelm.weights.ggml_blocks import BLOCK_TYPES
 from edgelm.weights.gguf import GGUF
 from edgelm.weights.gguf_parse import Tensor as GGUFTensor
@@ -81,8 +81,19 @@ class WeightSource(Protocol):
         ...
 
 
+def unreadable_reason(model: GGUF | Safetensors, config: Mapping[str, Any]) -> str | None:
+    """Return in one line why no source can be made of a model, None where it can; `config` is that of a folder."""
+    try:
+        GGUFSource(model) if isinstance(model, GGUF) else FolderSource(model, config)
+    except ModelError as error:
+        return error.message
+    return None
+
+
 class _Source(ABC):
     """What the sources share: weights from matrices that a format offers."""
+
+    _instead: str  # what to do where this format has what no kernel reads
 
     def __init__(self, name: str, quantize: Quantize, progress: Progress | None) -> None:
         self._name = name
@@ -152,11 +163,13 @@ class _Source(ABC):
 
     def _no_matrix(self, name: str) -> ModelError:
         sizes = " x ".join(map(str, self.shape(name))) or "one number"
-        return ModelError(f"{self._name}: tensor {shown(name)} is {sizes}, and no matrix", LLAMA)
+        return ModelError(f"{self._name}: tensor {shown(name)} is {sizes}, and no matrix", self._instead)
 
 
 class GGUFSource(_Source):
     """The weights of a GGUF. `progress` is told how many bytes have been read so far."""
+
+    _instead = LLAMA
 
     def __init__(self, gguf: GGUF, quantize: Quantize = None, progress: Progress | None = None) -> None:
         """Raise ModelError where a matrix has a type that cannot be packed."""
@@ -218,6 +231,8 @@ class FolderSource(_Source):
     Of MXFP4, a tensor has the shape of the plain one: [experts, columns, rows], to be loaded `transposed`.
     """
 
+    _instead = OTHER
+
     def __init__(
         self,
         model: Safetensors,
@@ -230,7 +245,7 @@ class FolderSource(_Source):
         self._model = model
         self._quantization = read_quantization(config)
         self._main = matrix_names(model, self._quantization)
-        if self._quantization.method == "none" and any(name.endswith(".qweight") for name in model.tensors):
+        if self._quantization.method == "none" and any(is_packed(model, name) for name in model.tensors):
             raise ModelError(f"{self._name}: its config.json does not say how its weights are quantized", DOWNLOAD)
 
     @property
@@ -256,12 +271,12 @@ class FolderSource(_Source):
             raise self._no_matrix(name)
         if is_packed(self._model, main):
             if transposed != (len(sizes) == 3):
-                raise ModelError(f"{self._name}: tensor {shown(name)} is quantized along its other dimension", LLAMA)
+                raise ModelError(f"{self._name}: tensor {shown(name)} is quantized along its other dimension", OTHER)
             return packed_matrices(self._model, name, main, self._quantization)
         dtype = PLAIN_TYPES.get(self._model.tensors[main].dtype.name)
         if dtype is None:
             kind = self._model.tensors[main].dtype.name
-            raise ModelError(f"{self._name}: tensor {shown(name)} is {kind}, which cannot be multiplied", LLAMA)
+            raise ModelError(f"{self._name}: tensor {shown(name)} is {kind}, which cannot be multiplied", OTHER)
         rows, columns = sizes[-1:-3:-1] if transposed else sizes[-2:]
         pieces = _pieces(self._model.tensor_bytes(main), math.prod(sizes[:-2]))
         return [PlainMatrix(name, piece, (rows, columns), dtype, transposed=transposed) for piece in pieces]

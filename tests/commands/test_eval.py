@@ -22,6 +22,7 @@ from edgelm.commands import eval as eval_module
 from edgelm.commands.eval import KV_NAMES, eval_model
 from edgelm.errors import EdgeLMError
 from edgelm.evaluation import job as job_module
+from edgelm.evaluation import load_torch
 from edgelm.evaluation.job import evaluate_file
 from edgelm.executors import machine
 from edgelm.executors.llama_memory import KV_MODES
@@ -34,7 +35,7 @@ TEXT = "Once upon a time there was a little girl. She said hello to the big dog 
 FIELDS = {
     "model", "file", "kv", "tokens", "perplexity", "stderr", "nats_per_token", "mean_kl", "mean_kl_stderr", "p99_kl",
     "max_kl", "top1_agreement", "top1_stderr", "log_perplexity_difference", "log_perplexity_difference_stderr",
-    "against", "windows", "window", "stride",
+    "against", "windows", "window", "stride", "engine", "device",
 }  # fmt: skip
 
 
@@ -105,6 +106,7 @@ def test_json_is_one_document_as_the_design_has_it(edgelm: Edgelm, models: Path,
     assert set(result) == FIELDS
     assert result["kv"] == "f16"
     assert result["file"] == "f32.gguf"
+    assert (result["engine"], result["device"]) == ("llama", "cpu")
     assert result["against"] is result["mean_kl"] is result["p99_kl"] is result["top1_agreement"] is None
     assert (result["window"], result["stride"]) == (512, None)
     assert result["tokens"] == 255 * result["windows"] > 0
@@ -234,6 +236,18 @@ def test_what_was_interrupted_goes_on_with_the_same_figures(edgelm: Edgelm, mode
     assert json.loads(resumed.stdout) == json.loads(through.stdout)
 
 
+def test_what_another_engine_began_is_not_gone_on_with(models: Path, text: Path) -> None:
+    """The same command may choose another one later: a GPU is busy, or gone."""
+    plain: list[dict[str, Any]] = []
+    whole = job_result(models / "slow.gguf", text, plain, window=64)
+    state = next(event["state"] for event in plain if event["event"] == "state")
+    assert state["maker"] == "llama on cpu"
+    for maker, expected in {"llama on cpu": 0, "torch on GPU X": 1}.items():
+        events: list[dict[str, Any]] = []
+        assert job_result(models / "slow.gguf", text, events, window=64, state=state | {"maker": maker}) == whole
+        assert [event["event"] for event in events].count("restarted") == expected
+
+
 class Child:
     """Stands for the engine child: reports a state, then is interrupted or has a result."""
 
@@ -297,6 +311,14 @@ def test_only_the_same_evaluation_goes_on(
         child.ends = True
     assert child(model, text, restart=True) == 0
     child.ends = False
+    with pytest.raises(KeyboardInterrupt):
+        child(model, text)
+    for package in ("llama-cpp-python", "torch", "triton"):
+        with monkeypatch.context() as another:
+            another.setattr(eval_module, "version", lambda name, package=package: f"{name == package}")
+            with pytest.raises(KeyboardInterrupt):
+                child(model, text)
+            assert child.job["state"] is None
     with pytest.raises(KeyboardInterrupt):
         child(model, text)
     child.ends = True
@@ -386,6 +408,21 @@ def test_comparisons_that_cannot_be(
     assert "cut.gguf is cut short" in job_error(model, text, against={"model": str(damaged), "kv": "f16"})
     message = error_of(edgelm("eval", model, text, "--against", models / "other.gguf"))
     assert "other.gguf has another vocabulary than f32.gguf" in message
+
+
+TORCH = {"settings": {"threads": 1, "engine": "torch", "device": "cpu"}}
+
+
+def test_the_torch_engine_refuses_the_same(models: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other, small = (models / name for name in ("f32.gguf", "other.gguf", "q8_0.gguf"))
+    against = {"model": str(other), "kv": "f16"}
+    assert "other.gguf has another vocabulary than f32.gguf" in job_error(model, text, against=against, **TORCH)
+    monkeypatch.setattr(load_torch, "load_decoder", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(load_torch, "available_memory_bytes", lambda: 2**28)
+    message = job_error(model, text, against={"model": str(small), "kv": "int8"}, **TORCH)
+    assert re.fullmatch(
+        r"f32\.gguf and q8_0\.gguf need about [\d.]+ GiB with a window of 512, 0\.2 GiB are free; give a .*", message
+    )
 
 
 def test_logits_that_are_not_numbers(text: Path, tmp_path: Path) -> None:

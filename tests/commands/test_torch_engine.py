@@ -6,15 +6,18 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from openai import OpenAI
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
 from edgelm.build import Loaded, build
+from edgelm.build import torch as torch_build
 from edgelm.config import Settings
 from edgelm.core import SamplingParams
 from edgelm.errors import EdgeLMError
@@ -134,6 +137,11 @@ def test_plan_and_bench(edgelm: Edgelm, folder: Path) -> None:
     assert (found["engine"], found["device"]) == ("torch", "cpu")
     assert found["chosen"]["context"] == 512
     assert set(found["kv_bytes_per_token"]) == {"f16", "int8", "fp8", "k8v4", "k6v4"}
+    assert found["chosen"]["estimated_tokens_per_second"] is None  # the reference ops are slower than the memory
+    assert found["chosen"]["snapshot_bytes"] == 0
+    page = edgelm("plan", folder).stdout.decode()
+    assert "runs on the processor by the torch engine, slowly" in page
+    assert "earlier conversations" not in page
     measured = json.loads(edgelm("bench", folder, "-p", "32", "-n", "4", "-r", "1", "--json").stdout)
     assert (measured["engine"], measured["device"]) == ("torch", "cpu")
     assert len(measured["results"]) == 2
@@ -205,10 +213,48 @@ def test_a_damaged_folder_is_one_line(copied: Path, file: str, content: str | by
     assert said in refusal(copied)
 
 
-def test_a_quantization_that_cannot_be_read_is_one_line(copied: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "said"),
+    [
+        (GPTQ, "its weights have 3 bits"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "its quantization method is bitsandbytes"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "its quantization method is modelopt NVFP4"),
+    ],
+)
+def test_a_quantization_that_cannot_be_read_is_one_line(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, quantization: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(torch_build, "build_torch", lambda *_: pytest.fail("it is known before"))
     config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | {"quantization_config": GPTQ}))
-    assert "gptq" in refusal(copied).casefold()
+    (copied / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    assert said in refusal(copied)
+
+
+def test_what_modelopt_packed_says_so_in_a_file_of_its_own(copied: Path) -> None:
+    beside = copied / "hf_quant_config.json"
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None}}))
+    assert "modelopt NVFP4" in refusal(copied)
+    beside.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    assert len(answer(copied)) == 12, "the weights are as they were"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        (torch.float8_e4m3fn, "does not say how its weights are quantized"),
+        (torch.float64, "is F64, which cannot be multiplied; take a GGUF of the model, or"),
+        (torch.int16, "is I16, which cannot be multiplied; take a GGUF of the model, or"),
+    ],
+)
+def test_weights_of_a_type_that_is_not_read(copied: Path, dtype: torch.dtype, said: str) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    save_file({name: each.to(dtype) for name, each in tensors.items()}, copied / "model.safetensors")
+    assert said in refusal(copied)
+
+
+def test_another_tokenizer_is_named(copied: Path) -> None:
+    (copied / "tokenizer.json").rename(copied / "tokenizer.model")
+    assert "has tokenizer.model and no tokenizer.json; take a GGUF" in refusal(copied)
 
 
 def test_a_cut_weight_file_is_one_line(copied: Path) -> None:
@@ -217,23 +263,39 @@ def test_a_cut_weight_file_is_one_line(copied: Path) -> None:
     assert "model.safetensors" in refusal(copied)
 
 
-HIDE_TORCH = """
+HIDE = """
 import importlib.util, sys
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "triton"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if name.partition(".")[0] in {packages}:
+            raise ModuleNotFoundError("No module named " + repr(name), name=name)
 find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name in ("torch", "triton") else find(name, package)
+importlib.util.find_spec = lambda name, package=None: None if name in {packages} else find(name, package)
 sys.meta_path.insert(0, Hidden())
 """
 
 
+def hide(folder: Path, *packages: str) -> str:
+    """Return a PYTHONPATH with which packages cannot be found."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(HIDE.format(packages=packages))
+    return str(folder)
+
+
+def test_without_tokenizers(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
+    """As where torch was installed alone: a GGUF has its tokenizer by llama.cpp."""
+    hidden = hide(tmp_path / "hidden", "tokenizers", "tokenizers.models")
+    line = error_of(edgelm("run", folder, "x", PYTHONPATH=hidden))
+    assert "needs the package tokenizers, which is not installed; pipx install" in line
+    path = write_tiny(tmp_path / "m.gguf", context=512)
+    flags = ("--raw", "--max-tokens", "3", "--json", "--engine", "torch", "--spec", "off")
+    done = edgelm("run", path, "x", *flags, PYTHONPATH=hidden)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_without_torch(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
     """A GGUF runs and a folder says what is missing, in every process of a command."""
-    (tmp_path / "hidden").mkdir()
-    (tmp_path / "hidden" / "sitecustomize.py").write_text(HIDE_TORCH)
-    hidden = str(tmp_path / "hidden")
+    hidden = hide(tmp_path / "hidden", "torch", "triton")
     line = error_of(edgelm("run", folder, "x", PYTHONPATH=hidden))
     assert "needs torch" in line
     assert "edgelm[cuda]" in line

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from edgelm.errors import ModelError
-from edgelm.library import local
-from edgelm.library.local import LocalModel, find_local, find_model, require_gguf, scan
+from edgelm.library import scan as scan_module
+from edgelm.library.local import LocalModel, find_local, find_model, installed, require_gguf, scan
 from edgelm.library.usage import forget_use, last_use, note_use
 from tests.library.hub_folders import FIRST, SECOND, put
 
@@ -20,7 +20,7 @@ QWEN = "Qwen/Qwen3-4B-GGUF"
 
 @pytest.fixture(autouse=True)
 def no_starter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_starter", lambda: None)
+    monkeypatch.setattr(scan_module, "_starter", lambda: None)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_revisions_and_which_is_the_newest(hub: Path) -> None:
     for revision in ("v1", FIRST, FIRST[:7], FIRST[:12]):
         assert find_model(f"own/m:Q8_0@{revision}", hub) == old / "m-Q8_0.gguf"
     assert find_model(f"own/m:Q8_0@{SECOND}", hub) == new / "m-Q8_0.gguf"
-    assert [model.name for model in local.installed(hub)] == ["own/m:Q4_0", "own/m:Q8_0"]
+    assert [model.name for model in installed(hub)] == ["own/m:Q4_0", "own/m:Q8_0"]
     with pytest.raises(ModelError, match="edgelm pull own/m:Q8_0@v9"):
         find_model("own/m:Q8_0@v9", hub)
 
@@ -119,6 +119,47 @@ def test_a_folder_without_a_model_names_the_files_in_it(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").touch()
     with pytest.raises(ModelError, match=r"give the \.gguf file in it: m\.gguf"):
         find_model(str(tmp_path))
+
+
+def test_one_file_of_a_folder_says_which_folder_to_give(tmp_path: Path) -> None:
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).touch()
+        with pytest.raises(ModelError, match=r"config\.json is missing beside it; download all files"):
+            find_local(str(tmp_path / name))
+    (tmp_path / "config.json").touch()
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        with pytest.raises(ModelError) as caught:
+            find_local(str(tmp_path / name))
+        assert str(caught.value) == f"{name} is one file of a model; give its folder: {tmp_path}"
+    assert find_local(str(tmp_path)).format == "safetensors"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ((), "is a folder without config.json and safetensors; give a .gguf file"),
+        (("config.json", "pytorch_model.bin"), "holds PyTorch's own files, which are programs and not read; take"),
+        (("consolidated.00.pth",), "holds PyTorch's own files, which are programs and not read; take"),
+        (("model.safetensors", "pytorch_model.bin"), "holds safetensors without config.json; download all files"),
+        (("adapter_config.json", "adapter_model.safetensors"), "holds an adapter (LoRA)"),
+    ],
+)
+def test_a_folder_that_is_no_model_says_why(tmp_path: Path, files: tuple[str, ...], said: str) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(ModelError) as caught:
+        find_local(str(tmp_path))
+    assert said in str(caught.value)
+
+
+def test_a_given_folder_is_called_by_its_whole_name(tmp_path: Path) -> None:
+    folder = tmp_path / "Tiny2.5-0.5B"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).touch()
+    (model,) = scan(None, [folder]).models
+    assert (model.name, model.format) == ("Tiny2.5-0.5B", "safetensors")
+    assert [each.name for each in model.files] == ["config.json", "model.safetensors"]
 
 
 def test_own_folders(hub: Path, tmp_path: Path) -> None:

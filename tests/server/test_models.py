@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgelm.errors import ModelError
-from edgelm.library import local
+from edgelm.library import scan
 from edgelm.library.local import find_model, installed
 from edgelm.server import models as module
 from edgelm.server.api_error import ApiError
@@ -24,7 +24,7 @@ LIMIT_S = 60
 
 @pytest.fixture(autouse=True)
 def no_starter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_starter", lambda: None)
+    monkeypatch.setattr(scan, "_starter", lambda: None)
 
 
 def touch(path: Path) -> Path:
@@ -79,7 +79,7 @@ def test_what_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starter = touch(tmp_path / "starter.gguf")
-    monkeypatch.setattr(local, "_starter", lambda: starter)
+    monkeypatch.setattr(scan, "_starter", lambda: starter)
     assert find_model("starter") == starter
     assert [model.name for model in installed()] == ["starter"]
 
@@ -91,10 +91,15 @@ async def test_what_a_client_may_call_a_model(tmp_path: Path, hub: Path) -> None
         assert (await names.find(name)).path == given
     assert (await names.find("two/A--B:plain")).name == "Two/a--b:plain"
     assert (await names.find(str(other))).name == "other"
+    folder = touch(touch(tmp_path / "own" / "Tiny2.5-1B" / "config.json").with_name("model.safetensors")).parent
+    for names_it in (names, ModelNames(hub, [folder], any_path=False)):
+        assert (await names_it.find(str(folder))).path == folder
+        assert (await names_it.find(str(folder))).name == "Tiny2.5-1B"
     strict = ModelNames(hub, [given], any_path=False)
     assert (await strict.find(str(given))).path == given
     for each, name in (
         (strict, str(other)),
+        (strict, str(folder)),
         (names, "other"),
         (names, str(tmp_path)),
         (names, "/etc/passwd"),

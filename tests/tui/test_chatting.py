@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgelm.chats.store import Store
+from edgelm.tui.open_chat import Wishes
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER
 
@@ -235,3 +236,13 @@ async def test_a_resize_in_the_middle_of_a_stream_loses_nothing(open_chat: Open)
         await chat.answered()
         assert chat.said[1][1] == ANSWER
         await chat.sees("def quicksort", "It is not stable.")
+
+
+async def test_a_model_that_was_named_by_its_path_is_asked_for_whatever_is_listed(open_chat: Open) -> None:
+    for path in ("/own/tiny2.5-1b", "/own/other.gguf"):
+        async with open_chat(wishes=Wishes(model=path)) as chat:
+            await chat.type("hi")
+            await chat.press("enter")
+            await chat.answered()
+            assert chat.endpoint.requests[-1]["model"] == path
+            await chat.sees(path.rpartition("/")[2])

@@ -1,0 +1,176 @@
+"""Quantized folders compute what transformers computes with the weights that they stand for."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.models.test_architectures import BF16, F32, LENGTH, decoder_of
+from tests.models.tiny_models import Session, built, expected, mean_relative_error, relative_error, text
+from tests.weights.packers import awq, gptq, named, pack_quantized
+
+GROUP = 32
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # OCP microscaling formats 1.0
+Packed = tuple[dict[str, Tensor], Tensor]  # the tensors of a folder, and what they stand for
+
+
+class Codes:
+    """A matrix in groups of codes with scales and zero points; `shuffled`: the columns of a group lie apart."""
+
+    def __init__(self, weight: Tensor, bits: int = 4, *, symmetric: bool = False, shuffled: bool = False) -> None:
+        rows, columns = weight.shape
+        self.groups = np.arange(columns) // min(GROUP, columns)
+        if shuffled:
+            np.random.default_rng(rows * columns).shuffle(self.groups)
+        order = torch.from_numpy(np.argsort(self.groups, kind="stable"))
+        grouped = weight[:, order].view(rows, -1, GROUP)
+        high = 2**bits - 1
+        if symmetric:
+            self.scales = (grouped.abs().amax(-1) / (high // 2)).half()
+            zeros = torch.full_like(self.scales, (high + 1) // 2)
+        else:
+            self.scales = ((grouped.amax(-1) - grouped.amin(-1)) / high).half()
+            zeros = (-grouped.amin(-1) / self.scales).round().clamp(1, high)
+        numbers = (grouped / self.scales.float()[..., None] + zeros[..., None]).round().clamp(0, high)
+        values = self.scales.float()[..., None] * (numbers - zeros[..., None])
+        self.values = torch.empty_like(weight)
+        self.values[:, order] = values.view(rows, columns)
+        plain = torch.empty_like(weight)
+        plain[:, order] = numbers.view(rows, columns)
+        self.codes = plain.numpy().astype(np.int64)
+        self.zeros = zeros.numpy().astype(np.int64)
+
+
+def as_awq(weight: Tensor) -> Packed:
+    codes = Codes(weight)
+    return awq(codes.codes, codes.scales, codes.zeros), codes.values
+
+
+def as_gptq(weight: Tensor) -> Packed:
+    codes = Codes(weight, shuffled=True)
+    return gptq(codes.codes, codes.scales, codes.zeros, codes.groups), codes.values
+
+
+def as_gptq_of_8_bits(weight: Tensor) -> Packed:
+    codes = Codes(weight, 8, symmetric=True)
+    return gptq(codes.codes, codes.scales, codes.zeros, codes.groups, 8), codes.values
+
+
+def as_pack_quantized(weight: Tensor) -> Packed:
+    codes = Codes(weight, symmetric=True)
+    return pack_quantized(codes.codes, codes.scales), codes.values
+
+
+def as_blocks_of_fp8(weight: Tensor) -> Packed:
+    rows, columns = weight.shape
+    high, wide = -(-rows // 32), -(-columns // 64)
+    scales = 0.01 * torch.rand(high, wide, generator=torch.Generator().manual_seed(rows)) + 0.001
+    spread = scales.repeat_interleave(32, 0)[:rows].repeat_interleave(64, 1)[:, :columns]
+    stored = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": stored, "weight_scale_inv": scales}, stored.float() * spread
+
+
+def as_mxfp4(weight: Tensor) -> Packed:
+    """Experts that a model has as [columns, rows] are stored as blocks of rows."""
+    grouped = weight.mT.reshape(len(weight), weight.shape[-1], -1, GROUP)
+    exponents = grouped.abs().amax(-1).log2().floor() - 2  # the largest code is 6, so 4 and more for the largest
+    codes = (grouped[..., None] / exponents.exp2()[..., None, None] - E2M1).abs().argmin(-1)
+    values = (E2M1[codes] * exponents.exp2()[..., None]).flatten(-2).mT
+    pairs = codes.to(torch.uint8)
+    blocks = pairs[..., 0::2] | pairs[..., 1::2] << 4
+    return {"_blocks": blocks, "_scales": (exponents + 127).to(torch.uint8)}, values
+
+
+FORMATS: Mapping[str, tuple[Callable[[Tensor], Packed], dict[str, Any]]] = {
+    "awq": (as_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
+    "gptq": (as_gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
+    "gptq8": (as_gptq_of_8_bits, {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "sym": True}),
+    "compressed-tensors": (
+        as_pack_quantized,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": GROUP}}},
+            "ignore": ["lm_head"],
+        },
+    ),
+    "fp8": (as_blocks_of_fp8, {"quant_method": "fp8", "weight_block_size": [32, 64]}),
+    "mxfp4": (as_mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}),
+}
+
+
+def quantized(name: str, kind: str, folder: Path) -> Any:
+    """Write a model with its matrices packed; return transformers' model with what they stand for."""
+    model = copy.deepcopy(built(name))
+    pack, said = FORMATS[kind]
+    tensors: dict[str, Tensor] = {}
+    parameters = model.state_dict()
+    for key, values in split_experts(name, parameters).items():
+        stem = key.removesuffix(".weight")
+        if is_packed(key, kind):
+            packed, stands_for = pack(values)
+            tensors |= {stem + part: each for part, each in packed.items()} if kind == "mxfp4" else named(stem, packed)
+            values.copy_(stands_for)  # a view of the model's own
+        else:
+            tensors[key] = values.clone()
+    save_file({key: each.contiguous() for key, each in tensors.items()}, folder / "model.safetensors")
+    config = model.config.to_dict() | {"quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def split_experts(name: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as files have them: those of Qwen's experts one by one, as views."""
+    if name != "qwen3_moe":
+        return dict(parameters)
+    split: dict[str, Tensor] = {}
+    for key, values in parameters.items():
+        stem, _, last = key.rpartition(".")
+        if last == "gate_up_proj":
+            for e, each in enumerate(values):
+                gate, up = each.chunk(2)
+                split |= {f"{stem}.{e}.gate_proj.weight": gate, f"{stem}.{e}.up_proj.weight": up}
+        elif last == "down_proj":
+            split |= {f"{stem}.{e}.down_proj.weight": each for e, each in enumerate(values)}
+        else:
+            split[key] = values
+    return split
+
+
+def is_packed(key: str, kind: str) -> bool:
+    if kind == "mxfp4":
+        return key.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    return key.endswith("_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("llama3", each) for each in FORMATS if each != "mxfp4"),
+        ("phi3", "awq"),  # q, k and v in one matrix, and gate and up
+        ("phi3", "gptq"),
+        ("qwen3_moe", "awq"),
+        ("qwen3_moe", "gptq"),  # each expert has its columns in an order of its own
+        ("qwen3_moe", "fp8"),
+        ("gpt_oss", "mxfp4"),
+    ],
+)
+def test_a_quantized_folder(name: str, kind: str, tmp_path: Path) -> None:
+    model = quantized(name, kind, tmp_path)
+    ids = text(LENGTH, 1)
+    want = expected(model, ids)
+    assert mean_relative_error(want, expected(built(name), ids)) > 10 * F32, "the weights were not quantized"
+    got = Session(decoder_of(tmp_path)).run({0: ids})[0]
+    assert relative_error(got, want) < F32
+    session = Session(decoder_of(tmp_path, torch.bfloat16), cache_dtype=torch.bfloat16)
+    got = torch.cat([session.run({0: ids[:30]})[0], session.run({0: ids[30:]})[0]])
+    assert mean_relative_error(got, want) < BF16
