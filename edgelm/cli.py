@@ -31,7 +31,7 @@ from edgelm.commands.flags import (
     Threads,
     Verbose,
 )
-from edgelm.errors import EdgeLMError
+from edgelm.errors import EdgeLMError, UsageError
 
 app = typer.Typer(
     name="edgelm",
@@ -54,7 +54,7 @@ def run_cli() -> int:
         return error.exit_code
     except EdgeLMError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EIO):
             raise

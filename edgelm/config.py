@@ -17,7 +17,7 @@ from typing import Any
 
 import platformdirs
 
-from edgelm.errors import EdgeLMError
+from edgelm.errors import EdgeLMError, UsageError
 
 Parse = Callable[[object], Any]  # a value of the file, the environment or a flag; raises ValueError that says what fits
 
@@ -236,7 +236,8 @@ def _parse(name: str, value: object, source: str) -> object:
     try:
         return known[name].metadata["parse"](value)
     except ValueError as error:
-        raise EdgeLMError(f"{source}: {name} is {value!r}", f"give {error}") from None
+        kind = UsageError if source.startswith("--") else EdgeLMError
+        raise kind(f"{source}: {name} is {value!r}", f"give {error}") from None
 
 
 def _read_file(path: Path) -> dict[str, object]:

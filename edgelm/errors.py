@@ -17,6 +17,10 @@ class EdgeLMError(Exception):
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
 
+class UsageError(EdgeLMError):
+    """A flag has a value that it cannot have."""
+
+
 class ModelError(EdgeLMError):
     """A model file is missing, damaged, unsupported or does not fit."""
 

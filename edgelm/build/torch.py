@@ -27,7 +27,7 @@ from edgelm.executors.cores import usable_cores
 from edgelm.executors.file_identity import file_identity
 from edgelm.executors.memory import available_memory_bytes
 from edgelm.executors.torch import MAX_ROWS, OutOfMemoryError, TorchExecutor, TorchOptions, device_name
-from edgelm.executors.torch_memory import TorchMemory, capacity
+from edgelm.executors.torch_memory import STEP_TOKENS, TorchMemory, capacity
 from edgelm.library.plan import MachineMemory, Option, plan
 from edgelm.models.config import read_config
 from edgelm.models.decoder import Decoder
@@ -145,6 +145,7 @@ def _try_executor(
         capacity=capacity(context, settings.parallel),
         kv=kv,
         max_sequences=settings.parallel,
+        max_tokens=STEP_TOKENS[decoder.device.type],
         max_rows=max(MAX_ROWS, settings.parallel),
         graphs=settings.graphs,
         tuned=tuned,

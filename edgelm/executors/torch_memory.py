@@ -43,6 +43,7 @@ GRAPH_TOKENS = 16  # of the largest step that a graph runs: it has memory of its
 MAX_ATTENTION_BYTES = 256 * MIB  # of the parts of contexts at one time, but for one sequence alone
 SPLIT_PROGRAMS, MIN_SPLIT, MAX_GROUPS = 256, 512, 4  # as kernels/attention/launch.py has them
 ACTIVATION_ROWS = 10  # float32 rows of the model's width that live at one time, for each token of a step
+STEP_TOKENS = {"cuda": 1024, "cpu": 512}  # of a step: weights of more than a few rows are made 16 bits wide for each
 LAYER_SECONDS = {"cuda": 12e-6, "cpu": 2e-3}  # of a layer, beside reading its weights
 STEP_SECONDS = 0.2e-3
 
@@ -51,12 +52,13 @@ class TorchMemory:
     """The memory of one model in the torch executor: `library.plan.EngineMemory`."""
 
     def __init__(
-        self, model: ModelFacts, *, sequences: int, device: str = "cuda", max_tokens: int = 512, quantize: str = "off"
+        self, model: ModelFacts, *, sequences: int, device: str = "cuda", max_tokens: int = 0, quantize: str = "off"
     ) -> None:
+        """Take a model's facts, and how it is run; 0 tokens: as many in a step as there are on that device."""
         self._model = model
         self._sequences = sequences
         self._device = device
-        self._max_tokens = max_tokens
+        self._max_tokens = max_tokens or STEP_TOKENS[device]
         self._quantize = quantize
 
     @property
@@ -100,7 +102,10 @@ class TorchMemory:
         widest = max((each.shape[-1] for each in self._model.tensors if len(each.shape) == 2), default=summary.width)
         tokens = self._max_tokens * (ACTIVATION_ROWS * summary.width + 2 * min(widest, 8 * summary.width)) * 4
         logits = 64 * max(summary.vocab_size, 1) * 4 * 2
-        scratch = SCRATCH_BYTES + self._attention_bytes(context) if self._device == "cuda" else 0
+        if self._device == "cuda":
+            scratch = SCRATCH_BYTES + self._attention_bytes(context)
+        else:  # the reference makes float32 numbers of a whole matrix
+            scratch = 4 * max((prod(each.shape[-2:]) for each in self._model.tensors if len(each.shape) > 1), default=0)
         return OWN_BYTES[self._device] + tokens + logits + scratch
 
     def token_seconds(self, read_bytes_per_s: float, kv: str, context: int) -> float:

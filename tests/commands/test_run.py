@@ -291,15 +291,23 @@ def test_what_cannot_be_is_one_line(edgelm: Edgelm, model: Path) -> None:
     for arguments, expected in {
         ("run", model, ""): "empty",
         ("run", model, "hi", "--ctx", "4096"): "512",
-        ("run", model, "hi", "--top-p", "7"): "top_p",
-        ("run", model, "hi", "--kv", "q1"): "one of",
-        ("run", model, "hi", "--temperature", "nan"): "temperature",
         ("bench", model, "-p", "4000"): "context",
-        ("serve", "--port", "0", "--parallel", "0"): "parallel is 0",
         ("bench", model, "-p", "0", "-n", "0"): "nothing to measure",
     }.items():
         assert expected in error_of(edgelm(*arguments)), arguments
     assert "0xff at 2" in error_of(edgelm("run", model, stdin=b"ab\xffcd"))
+
+
+def test_a_flag_that_cannot_have_its_value_is_wrong_usage(edgelm: Edgelm, model: Path) -> None:
+    for arguments, expected in {
+        ("run", model, "hi", "--top-p", "7"): b"--top-p: top_p is 7.0; give ",
+        ("run", model, "hi", "--kv", "q1"): b"--kv: kv is 'q1'; give one of ",
+        ("run", model, "hi", "--temperature", "nan"): b"--temperature: temperature is nan; give ",
+        ("serve", "--port", "0", "--parallel", "0"): b"--parallel: parallel is 0; give ",
+    }.items():
+        done = edgelm(*arguments)
+        assert (done.returncode, done.stderr.count(b"\n")) == (2, 1), done
+        assert done.stderr.startswith(b"error: " + expected), done
 
 
 def test_more_memory_than_there_is(edgelm: Edgelm, tmp_path: Path) -> None:

@@ -179,6 +179,17 @@ def test_less_memory_gives_a_smaller_cache_and_then_less_context(tmp_path: Path)
     assert chosen(needed("k6v4") * 0.99)[1] < 8192
 
 
+def test_the_largest_matrix_as_float32_is_counted_on_the_cpu(tmp_path: Path) -> None:
+    """The reference makes it for each step, and its memory is the process's from then on."""
+    sizes = {}
+    for vocab in (512, 100_512):
+        path = write_tiny(tmp_path / f"{vocab}.gguf", vocab_size=vocab, width=64, layers=1)
+        with open_gguf(path) as gguf:
+            sizes[vocab] = TorchMemory(model_facts(gguf), sequences=1, device="cpu").workspace_bytes("f16", 512)
+    logits = 64 * 100_000 * 4 * 2
+    assert sizes[100_512] - sizes[512] - logits == 4 * 64 * (100_512 - 512)
+
+
 def test_a_mode_of_llama_cpp_is_refused(tmp_path: Path) -> None:
     with open_gguf(write_tiny(tmp_path / "m.gguf")) as gguf:
         memory = TorchMemory(model_facts(gguf), sequences=1)
