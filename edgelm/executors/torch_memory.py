@@ -177,13 +177,13 @@ def num_chunks(length: int) -> int:
 
 
 def parts_bytes(tokens: int, sequences: int, heads: int, width: int, positions: int) -> int:
-    """Return what attention keeps for each row and part of a table's positions: a sum and two numbers."""
+    """Return what attention keeps at most for the rows and parts of a table's positions: a sum and two numbers each.
+
+    As many sequences are done at once as have room for theirs, one in any case.
+    """
     of_row = heads * num_chunks(positions) * (width + 2) * 4
-    at_once = min(sequences, 32)
-    if min(tokens, at_once * VERIFY_LEN) * of_row > MAX_ATTENTION_BYTES:
-        at_once = max(MAX_ATTENTION_BYTES // of_row // VERIFY_LEN, 1)
-        at_once = at_once // 4 * 4 or at_once
-    return min(tokens, at_once * VERIFY_LEN) * of_row
+    rows = min(tokens, min(sequences, 32) * VERIFY_LEN)
+    return min(rows * of_row, max(MAX_ATTENTION_BYTES, min(tokens, VERIFY_LEN) * of_row))
 
 
 def prompt_bytes(tokens: int, heads: int, kv_heads: int, width: int, positions: int) -> int:

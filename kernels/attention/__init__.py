@@ -6,7 +6,8 @@ position (kernels/store), or of who fills the block tables.
     logit[h, j] = scale * q[h] . k[h // siblings, j],  cap * tanh(logit / cap) with a soft cap
     out[h]      = sum over j of exp(logit[h, j]) v[j]  /  (sum over j of exp(logit[h, j]) + exp(sink[h]))
 
-Keys and values are those that `cache.read` returns. Position p sees j <= p, with a window only j > p - window.
+Keys and values are those that `cache.read` returns. Position p sees j <= p, with a window only j > p - window. What it
+does not see may be anything; of what it sees, an inf or NaN makes all of a row, or a part, NaN.
 """
 
 from __future__ import annotations

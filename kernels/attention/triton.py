@@ -289,7 +289,7 @@ def attend_chunks(
             # the streams become one
             top = tl.max(largest, 0)
             weight = tl.exp2(largest - tl.where(top == -float("inf"), 0.0, top)[None, :])
-            there = row < count * SIBLINGS
+            there = (row < count * SIBLINGS) & (slot * SIBLINGS + row < max_rows)
             at = (chunk * KV_HEADS + kv_head).to(tl.int64) * max_rows + slot * SIBLINGS + row
             tl.store(stats + 2 * at, top, mask=there)
             tl.store(stats + 2 * at + 1, tl.sum(total * weight, 0), mask=there)

@@ -392,6 +392,21 @@ def test_what_no_host_should_give_harms_no_other_sequence(wrong, monkeypatch):
     assert torch.equal(got[:2], expected[:2])
 
 
+@pytest.mark.parametrize(("count", "length"), [(8, 40), (16, 300), (100, 128)])
+def test_starts_that_go_back_lead_to_no_write_outside(count, length, monkeypatch):
+    """Sequences that claim the same tokens have more rows together than there is room for."""
+    monkeypatch.setattr(launch, "MIN_SPLIT", 16)
+    given = inputs(Case("f16", 32, 1, 1, (count,), (length,)), generator(SEED))
+    starts = torch.tensor([0, count, 0, count], dtype=torch.int32)
+    lengths, tables = given.lengths.expand(3).contiguous(), given.tables.expand(3, -1).contiguous()
+    guarded = Guarded()
+    monkeypatch.setattr(torch, "empty", guarded.empty)
+    arguments = {"scale": 32**-0.5, "max_query": max(count, 16), "implementation": "triton"}
+    with np.errstate(invalid="ignore"):  # parts that nobody wrote are added up
+        attention(given.q, given.cache, tables, starts, lengths, **arguments)
+    guarded.assert_unharmed()
+
+
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(

@@ -338,10 +338,11 @@ def attend_tiles(
                 )
         acc, largest, total = state
         if SPLIT:
+            kept = inside & (slot * SIBLINGS + row < max_rows)
             part = (split * KV_HEADS + kv_head).to(tl.int64) * max_rows + slot * SIBLINGS + row
-            tl.store(stats + 2 * part, largest, mask=inside)
-            tl.store(stats + 2 * part + 1, total, mask=inside)
-            stored = inside[:, None] & (column < 32 * GROUPS)[None, :]
+            tl.store(stats + 2 * part, largest, mask=kept)
+            tl.store(stats + 2 * part + 1, total, mask=kept)
+            stored = kept[:, None] & (column < 32 * GROUPS)[None, :]
             tl.store(sums + part[:, None] * (32 * GROUPS) + column[None, :], acc, mask=stored)
         else:
             if SINKS:
