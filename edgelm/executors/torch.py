@@ -16,7 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgelm.core import LAST, NOT_A_TOKEN, ExecutorInfo, Masks, Ready, Sampled, Samples, Step
+from edgelm.core import (
+    LAST,
+    NOT_A_TOKEN,
+    Chunk,
+    ExecutorInfo,
+    Masks,
+    Ready,
+    Sampled,
+    Samples,
+    SamplingParams,
+    Sequence,
+    Step,
+)
 from edgelm.errors import EngineError
 from edgelm.executors.batch import LastTokens, StepBuffers, StepTensors, bucket_of
 from edgelm.executors.graphs import SIZES, Graphs
@@ -29,6 +41,7 @@ from edgelm.sampling.chunks import Histories, HostSampler, accepted_rows, first_
 from edgelm.sampling.device import DeviceSampler, Launch, RowRequest
 
 MAX_ROWS = 64  # sampled rows of a step
+MORE_ROWS = 24  # than decoding and verifying one sequence has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +133,23 @@ class TorchExecutor:
                     if self._device_sampler:
                         self._device_sampler.capture(logits, graphs.record)
                 self._graphs = graphs
+        if device.type == "cuda":
+            self._warm_up(options)
+
+    def _warm_up(self, options: TorchOptions) -> None:
+        """Run a step of each kind: kernels are compiled, and scratch is had, before anybody waits for an answer."""
+        everything = SamplingParams(repetition_penalty=1.1, logit_bias=((0, 0.0),), num_logprobs=1)
+        seq = Sequence(-1, [0], 1, everything)
+        most = min(options.max_tokens, options.context)
+        prompts = [(0, most), (0, min(MORE_ROWS, most)), (0, min(8 * MORE_ROWS, most))]
+        prompts.append((options.context - min(MORE_ROWS, most), min(MORE_ROWS, most)))  # behind a long context
+        steps = [Step((_dummy(seq, *prompt),)) for prompt in prompts]
+        several = min(options.max_sequences, MORE_ROWS)
+        rows = min(options.max_tokens, options.max_rows, MORE_ROWS) // several
+        steps.append(Step((_dummy(seq, 0, rows, rows),) * several))
+        for step in steps:
+            self.forward(step)
+            self.sample(step, None).read()
 
     @property
     def info(self) -> ExecutorInfo:
@@ -219,6 +249,11 @@ class _Launched:
     def read(self) -> list[list[Sampled]]:
         with _gpu_errors():
             return accepted_rows(self.step, self.launch.read())
+
+
+def _dummy(seq: Sequence, start: int, count: int, rows: int = 1) -> Chunk:
+    """Return a chunk that means nothing, over the first blocks."""
+    return Chunk(seq, start, [0] * count, rows, tuple(range(-(-(start + count) // BLOCK_LEN))))
 
 
 def _last_rows(step: Step) -> dict[int, int]:

@@ -39,10 +39,12 @@ PROMPT = 40
 def check(name: str, gpu: FakeGpu, decoder: Decoder, kv: str = "f16") -> None:
     """Run steps of each kind; print what they came to."""
     gpu.captured.clear()
+    gpu.launches.clear()
     executor = TorchExecutor(
         decoder, TorchOptions(context=CONTEXT, capacity=CONTEXT * NUM_SEQUENCES, kv=kv, max_sequences=NUM_SEQUENCES)
     )
     decoding = len([size for size in SIZES if size <= NUM_SEQUENCES])
+    compiled = set(gpu.launches)
     num_graphs = decoding + len(SIZES) - 1
     assert len(gpu.captured) == 2 * num_graphs  # of the model, of the sampler
     for kind, step, replayed in _steps():
@@ -62,6 +64,7 @@ def check(name: str, gpu: FakeGpu, decoder: Decoder, kv: str = "f16") -> None:
         assert gpu.copies["up"] == {"masked": 3, "penalized": 6}.get(kind, 2), f"{kind}: {gpu.copies}"
         samples.read()
         assert gpu.copies["down"] == 1
+        assert gpu.launches.keys() <= compiled, f"{kind}: a kernel is compiled while somebody waits"
     executor.close()
     kernels = sum(gpu.captured[num_graphs - 1].values())  # of the smallest
     sampling = sorted(gpu.captured[-1])

@@ -122,7 +122,7 @@ async def test_no_process_before_the_first_request_and_none_after_closing(start:
         (ENDLESS, RequestError, "took more than 2 s"),
         (ONE_CALL, RequestError, "took more than 2 s"),
         ("{{ 'a' * 10**10 if messages else '' }}", RequestError, "memory ran out"),
-        (DOUBLING, RequestError, "memory ran out"),
+        (DOUBLING, RequestError, "memory ran out|took more than 2 s"),  # whichever a busy machine comes to first
         ("{{ 'x'.ljust(10**10) }}", RequestError, "memory ran out"),
         ("{% for i in range(100000) %}{{ 'x' * 1000 }}{% endfor %}", TooLongError, "more than 1,000,000 bytes"),
         ("{{ ''.__class__.__mro__ }}", ModelError, "__class__"),
@@ -135,7 +135,7 @@ async def test_no_process_before_the_first_request_and_none_after_closing(start:
 async def test_a_hostile_template_is_one_failed_request(
     evil: str, kind: type[Exception], words: str, start: Any
 ) -> None:
-    if sys.platform != "linux" and words == "memory ran out":
+    if sys.platform != "linux" and words.startswith("memory ran out"):
         pytest.skip("only Linux limits the memory of a process")
     runner = start(TEMPLATE.replace("%s", evil))
     expected = await runner.render_tokens(HI, max_bytes=MANY)
