@@ -420,7 +420,25 @@ MUTATIONS = [
     Mutation("scheduler", "a step ahead of a grammar", " and chunk.seq.matcher is None", ""),
     Mutation("scheduler", "a step ahead of a penalty", " and not chunk.seq.params.penalized", ""),
     Mutation("scheduler", "a step ahead behind the end", "if not self._ends_next(chunk.seq)]", "]"),
-    Mutation("scheduler", "nobody is admitted", "self.waiting and len(staying) < self._info.max_sequences", "False"),
+    Mutation("scheduler", "nobody is admitted", "not staying or self._may_admit_after(staying)", "not staying"),
+    Mutation(
+        "scheduler", "one without memory holds all up", "self.waiting[0] is not self._refused or len", "True or len"
+    ),
+    Mutation(
+        "scheduler",
+        "one without memory waits for ever",
+        "accepted: int = 0) -> Event:\n        self._refused = None\n",
+        "accepted: int = 0) -> Event:\n",
+    ),
+    Mutation("clock", "a gap holds for ever", " or self._observed - self._gap_at > GAP_EVERY", ""),
+    Mutation("clock", "one long gap counts", "statistics.median(self._gaps)", "max(self._gaps)"),
+    Mutation(
+        "engine",
+        "a launch ahead that fails fails all",
+        "        except EdgeLMError as error:  # the step before it",
+        "        except BusyError as error:  # the step before it",
+    ),
+    Mutation("engine", "prefill without a wait is not counted", "now - began, self._unseen.tokens)", "now - began)"),
     Mutation("scheduler", "what is staked is not looked at", " > self._clock.gap(", " > 2 + self._clock.gap("),
     Mutation(
         "scheduler",

@@ -86,6 +86,22 @@ def test_who_needs_the_token_first_waits_for_it(params: dict[str, object]) -> No
         assert ahead is None
 
 
+def test_one_for_whom_there_is_no_memory_holds_nobody_up() -> None:
+    """It is asked for again once somebody has ended."""
+    loop = Loop("paged", runs_ahead=True, context=64, capacity=128)
+    first = loop.add([1] * 40, max_tokens=20)
+    loop.add([2] * 40, max_tokens=20)
+    waits = loop.add([3] * 40)
+    for _ in range(8):
+        loop.step()
+    step = loop.scheduler.plan()
+    assert step
+    assert loop.scheduler.waiting == [waits]
+    assert loop.scheduler.plan_ahead(step) is not None
+    loop.scheduler.abort(first.id)
+    assert loop.scheduler.plan_ahead(step) is None
+
+
 class Drafts(SimpleDrafter):
     """Proposes the same draft each time, or the true answer."""
 
