@@ -9,7 +9,8 @@ INPUTS := pyproject.toml edgelm/__init__.py packaging/llama_wheel.py packaging/e
 READY := .venv/ready-$(shell cat $(INPUTS) | cksum | tr ' ' '-')
 # Threads of OpenMP that wait do not spin: tests run beside each other, and beside other work.
 export OMP_WAIT_POLICY ?= passive
-# What only computes runs on all cores, a file on each; what measures patience (signals, sockets, screens) runs alone.
+# What only computes runs on all cores, a file on each; what measures patience (signals, sockets, screens) runs alone, and
+# first: what libraries print when its process ends would follow the summary.
 PATIENT := tests/commands tests/server tests/tui
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ? 4 : $$1 }')
 export OMP_NUM_THREADS ?= 1
@@ -26,8 +27,9 @@ chat: $(READY) ## Chat with the built-in model in this terminal
 
 test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report= $(addprefix --ignore=,$(PATIENT))
-	$(BIN)/python -m pytest --cov --cov-append --cov-report=term:skip-covered $(PATIENT)
+	$(BIN)/python -m pytest --cov --cov-report= $(PATIENT)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-append --cov-report=term:skip-covered \
+		$(addprefix --ignore=,$(PATIENT))
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
