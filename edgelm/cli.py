@@ -74,7 +74,7 @@ def _print_version(wanted: bool) -> None:
 def _main(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Option(help="The model to chat with: starter, or a file.", show_default=False)
+        str | None, typer.Option(help="The model: a name, a file, or a folder.", show_default=False)
     ] = None,
     endpoint: Annotated[str | None, typer.Option(help="Chat with a model of that server.", show_default=False)] = None,
     api_key: Annotated[str | None, typer.Option(help="The key for that server.", show_default=False)] = None,

@@ -77,7 +77,7 @@ def _declines_reference(q: Tensor, _: LayerCache, wanted: str | None) -> str | N
 def _run_triton(*args: object) -> Tensor:
     from edgelm.kernels.store.triton import store as run
 
-    return run(*args)  # type: ignore[arg-type]
+    return run(*args)  # type: ignore[arg-type]  # the arguments of `store`, in its order
 
 
 IMPLEMENTATIONS = (
