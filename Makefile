@@ -5,19 +5,25 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	&& { echo $$python; break; }; done)
 BIN := .venv/bin
 # The environment is made again when what it is made from changes, whatever the files' dates say.
-INPUTS := pyproject.toml edgelm/__init__.py packaging/llama_wheel.py packaging/environment.sh
+INPUTS := pyproject.toml edgelm/__init__.py packaging/llama/pyproject.toml packaging/llama_wheel.py packaging/environment.sh
 READY := .venv/ready-$(shell cat $(INPUTS) | cksum | tr ' ' '-')
 # Threads of OpenMP that wait do not spin: tests run beside each other, and beside other work.
 export OMP_WAIT_POLICY ?= passive
-# What only computes runs on all cores, a file on each; what measures patience (signals, sockets, screens) runs alone, and
-# first: what libraries print when its process ends would follow the summary.
-PATIENT := tests/commands tests/server tests/tui
+# Tests that only compute run on all cores, a file on each. Tests with time limits (signals, sockets, screens) run alone,
+# and first: the lines that libraries print at exit would follow the summary.
+TIMED := tests/commands tests/server tests/tui
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ? 4 : $$1 }')
 export OMP_NUM_THREADS ?= 1
+# The clients of `make clients`: from PyPI and npm, in the versions of tests/clients/.
+CLIENTS := build/clients
+CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/aider.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
 ARGS ?=
 MODEL ?=
+OUT ?= dist
+# The time of the last commit: two builds of one commit have the same bytes.
+EPOCH = $(shell git log -1 --format=%ct 2>/dev/null || echo 1767225600)
 
-.PHONY: help chat test soak lint format smoke bench wheel clean
+.PHONY: help chat test clients soak lint format smoke bench wheel dist clean
 
 help: ## Show what there is
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -27,12 +33,16 @@ chat: $(READY) ## Chat with the built-in model in this terminal
 
 test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest --cov --cov-report= $(PATIENT)
+	$(BIN)/python -m pytest --cov --cov-report= $(TIMED)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-append --cov-report=term:skip-covered \
-		$(addprefix --ignore=,$(PATIENT))
+		$(addprefix --ignore=,$(TIMED))
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+clients: $(READY) $(CLIENTS_READY) ## Run outside programs against the server, without the internet; ARGS="codex llm" for some
+	unshare -rnpf --mount-proc --kill-child sh -c \
+		'ip link set lo up && exec $(BIN)/python -m tests.clients.run --build $(CLIENTS) $(ARGS)'
 
 soak: $(READY) ## Run the same tests with the big counts; the output goes to docs/results/
 	packaging/soak.sh $(ARGS)
@@ -41,7 +51,7 @@ lint: $(READY) ## Check style, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p edgelm
-	$(BIN)/mypy --strict packaging/llama_wheel.py packaging/smoke.py
+	MYPYPATH=packaging/llama $(BIN)/mypy --strict packaging/llama_wheel.py packaging/llama_libraries.py packaging/dist.py packaging/smoke.py
 	$(BIN)/lint-imports
 
 format: $(READY) ## Format the code
@@ -58,9 +68,26 @@ bench: $(READY) ## Measure the sampler, and with MODEL=FILE.gguf the engine agai
 wheel: $(READY) ## Build sdist and wheel into dist/
 	$(BIN)/python -m build --outdir dist
 
+dist: ## Build what is released into dist/: edgelm, and llama.cpp for this platform (20 minutes of a core, then cached)
+	"$(PYTHON)" -m venv build/dist
+	build/dist/bin/pip install --quiet 'build>=1.3,<2'
+	SOURCE_DATE_EPOCH=$(EPOCH) build/dist/bin/python packaging/dist.py $(OUT)
+
 clean: ## Remove what was built here; the wheel of llama.cpp stays in its cache
 	rm -rf .venv build dist *.egg-info .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find edgelm kernels models tui tests packaging -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(CLIENTS_READY):
+	rm -rf $(CLIENTS)
+	mkdir -p $(CLIENTS)/node
+	$(BIN)/python -m venv $(CLIENTS)/venv
+	$(CLIENTS)/venv/bin/pip install --quiet --requirement tests/clients/requirements.txt
+	$(BIN)/python -m venv $(CLIENTS)/ollama
+	$(CLIENTS)/ollama/bin/pip install --quiet --requirement tests/clients/ollama.txt
+	-$(BIN)/python -m venv $(CLIENTS)/aider && $(CLIENTS)/aider/bin/pip install --quiet --requirement tests/clients/aider.txt
+	cp tests/clients/package.json tests/clients/package-lock.json $(CLIENTS)/node
+	cd $(CLIENTS)/node && npm install --no-audit --no-fund
+	touch $@
 
 $(READY):
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 to 3.13 with ensurepip; name one: make PYTHON=..." >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""The program `edgelm`: from a start that may be interrupted at once to an exit code."""
+"""The entry point of `edgelm`: signals, standard streams and exit codes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from types import FrameType
 
 def main() -> None:
     """Run the command line and exit: 0, 1 (failed, one line says why), 2 (wrong usage), 130 (interrupted)."""
+    if sys.platform == "win32":
+        sys.exit("error: edgelm does not run on Windows itself; install it in WSL, where it runs as on Linux")
     _repair_streams()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     try:
-        from edgelm.cli import run_cli  # Ctrl-C during this import is an interrupt like any other
+        from edgelm.cli import run_cli  # inside `try`: Ctrl-C during this import ends it too
 
         code = run_cli()
     except KeyboardInterrupt:
@@ -24,7 +26,7 @@ def main() -> None:
 
 
 def _repair_streams() -> None:
-    """Give closed standard streams a place, and let no character of a model fail an output that is not UTF-8."""
+    """Replace closed standard streams, and let an output that is not UTF-8 print every character of a model."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:
@@ -34,7 +36,7 @@ def _repair_streams() -> None:
 
 
 def _leave(number: int, _: FrameType | None) -> None:
-    """End as a signal asks, after the clean-up of what runs: no child, no temporary folder stays."""
+    """End on a signal after all clean-up: no worker and no temporary folder is left."""
     sys.exit(128 + number)
 
 
@@ -45,7 +47,7 @@ def _flush() -> int:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
         if isinstance(error, BrokenPipeError):
-            return 0  # whoever read our output has enough
+            return 0  # the reader of our output has left
         print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return 0

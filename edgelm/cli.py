@@ -1,6 +1,6 @@
-"""The commands' names and flags. Each command's work is a module of `commands`, imported when it is called.
+"""The names and flags of the commands. The work of a command is a module of `commands`, imported when it is called.
 
-Owns the turning of errors into exit codes. Knows nothing of engines, models and files.
+Owns the exit code of an error. Knows nothing of engines, models and files.
 """
 
 from __future__ import annotations
@@ -14,30 +14,15 @@ import typer
 from typer import exceptions as usage
 
 from edgelm import __version__
-from edgelm.commands.flags import (
-    Ctx,
-    Device,
-    Draft,
-    Engine,
-    GpuLayers,
-    Graphs,
-    Json,
-    Kv,
-    Memory,
-    Model,
-    ModelDirs,
-    Quantize,
-    Spec,
-    Threads,
-    Verbose,
-)
+from edgelm.commands.flags import Json, Model, Verbose, Yes, with_settings
 from edgelm.errors import EdgeLMError, UsageError
+from edgelm.jobs.embed_request import Format
+from edgelm.workers.messages import Thinking
+
+Flags = dict[str, object]  # by setting; None: not given
 
 app = typer.Typer(
-    name="edgelm",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    name="edgelm", pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
 
@@ -64,44 +49,39 @@ def run_cli() -> int:
     return code if isinstance(code, int) else 0
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"edgelm {__version__}")
         raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
+@with_settings("chat")
 def _main(
     context: typer.Context,
     model: Annotated[
         str | None, typer.Option(help="The model: a name, a file, or a folder.", show_default=False)
     ] = None,
     endpoint: Annotated[str | None, typer.Option(help="Chat with a model of that server.", show_default=False)] = None,
-    api_key: Annotated[str | None, typer.Option(help="The key for that server.", show_default=False)] = None,
-    ctx: Ctx = None,
-    kv: Kv = None,
-    threads: Threads = None,
-    spec: Spec = None,
-    draft: Draft = None,
-    engine: Engine = None,
-    device: Device = None,
-    gpu_layers: GpuLayers = None,
-    graphs: Graphs = None,
-    quantize: Quantize = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="The key for that server; others see it: EDGELM_API_KEY is better.", show_default=False),
+    ] = None,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    *,
+    flags: Flags,
 ) -> None:
     """Run a language model on your own machine. Without a command: chat with it in the terminal."""
     if context.invoked_subcommand is None:
         from edgelm.commands.chat import open_chat
 
-        flags: dict[str, object] = {"ctx": ctx, "kv": kv, "threads": threads, "spec": spec, "draft": draft}
-        flags |= {"engine": engine, "device": device, "gpu_layers": gpu_layers, "graphs": graphs, "quantize": quantize}
         open_chat(endpoint, model, flags, api_key)
 
 
 @app.command()
+@with_settings("run")
 def run(
     model: Model,
     prompt: Annotated[
@@ -109,103 +89,125 @@ def run(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without a chat template.")] = False,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text.", show_default=False)] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default=False)] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample among the K likeliest.", show_default=False)] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample among this share.", show_default=False)] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop what is this much less likely.", show_default=False)] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="For an answer that can be repeated: to the letter with --spec off.", show_default=False),
+    schema: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Answer with JSON of this JSON schema.", show_default=False)
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="End there.", show_default=False)] = None,
-    ctx: Ctx = None,
-    kv: Kv = None,
-    threads: Threads = None,
-    spec: Spec = None,
-    draft: Draft = None,
-    memory: Memory = None,
-    engine: Engine = None,
-    device: Device = None,
-    gpu_layers: GpuLayers = None,
-    graphs: Graphs = None,
-    quantize: Quantize = None,
+    json_object: Annotated[bool, typer.Option("--json-object", help="Answer with a JSON object.")] = False,
+    regex: Annotated[str | None, typer.Option(help="Answer with text that this matches.", show_default=False)] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="Answer with this text, or with another choice.", show_default=False)
+    ] = None,
+    grammar: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Answer by this grammar, in GBNF or Lark.", show_default=False)
+    ] = None,
+    think: Annotated[
+        Thinking, typer.Option(help="How long to reason before the answer, where the model can.", show_default=False)
+    ] = "auto",
     as_json: Json = False,
     verbose: Verbose = False,
-    model_dirs: ModelDirs = None,
+    *,
+    flags: Flags,
 ) -> None:
     """Print one answer. The prompt is the argument, standard input, or both in that order."""
+    from edgelm.commands.grammar import chosen_grammar
     from edgelm.commands.run import run_model
 
-    flags: dict[str, object] = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "max_tokens": max_tokens,
-        "ctx": ctx,
-        "kv": kv,
-        "threads": threads,
-        "spec": spec,
-        "draft": draft,
-        "memory": memory,
-        "model_dirs": model_dirs,
-    }
-    flags |= {"engine": engine, "device": device, "gpu_layers": gpu_layers, "graphs": graphs, "quantize": quantize}
-    run_model(model, prompt, flags, stop=stop or [], raw=raw, as_json=as_json, verbose=verbose)
+    run_model(
+        model,
+        prompt,
+        flags,
+        stop=stop or [],
+        grammar=chosen_grammar(schema=schema, json_object=json_object, regex=regex, choices=choice, grammar=grammar),
+        grammar_file=schema or grammar or "",
+        think=think,
+        raw=raw,
+        as_json=as_json,
+        verbose=verbose,
+    )
 
 
 @app.command()
+@with_settings("bench")
 def bench(
     model: Model,
     prompt: Annotated[list[int] | None, typer.Option("-p", help="Prompt tokens; 0: none. May be repeated.")] = None,
     decode: Annotated[list[int] | None, typer.Option("-n", help="Tokens to decode; 0: none. May be repeated.")] = None,
     parallel: Annotated[list[int] | None, typer.Option("-b", help="Parallel sequences. May be repeated.")] = None,
-    repetitions: Annotated[int, typer.Option("-r", min=1, max=100, help="Times each test is run.")] = 3,
-    ctx: Ctx = None,
-    kv: Kv = None,
-    threads: Threads = None,
-    engine: Engine = None,
-    device: Device = None,
-    gpu_layers: GpuLayers = None,
-    graphs: Graphs = None,
-    quantize: Quantize = None,
+    repetitions: Annotated[int, typer.Option("-r", min=1, max=100, help="Repetitions of each test.")] = 3,
     as_json: Json = False,
     verbose: Verbose = False,
+    *,
+    flags: Flags,
 ) -> None:
     """Measure prompt speed (pp512 by default) and decode speed (tg128), in tokens per second."""
     from edgelm.commands.bench import bench_model
 
-    flags: dict[str, object] = {"ctx": ctx, "kv": kv, "threads": threads}
-    flags |= {"engine": engine, "device": device, "gpu_layers": gpu_layers, "graphs": graphs, "quantize": quantize}
     bench_model(model, flags, prompt, decode, parallel, repetitions, as_json, verbose)
 
 
+@app.command()
+@with_settings("embed")
+def embed(
+    model: Model,
+    text: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TEXT]…", help="Texts; - is standard input, a text in each line.", show_default=False),
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option(help="A file with a text in each line.", metavar="FILE", show_default=False)
+    ] = None,
+    form: Annotated[
+        Format | None,
+        typer.Option("--format", help="A table, lines of JSON, or a matrix for numpy.", show_default=False),
+    ] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(metavar="N", help="Keep the first N numbers.", show_default=False)
+    ] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")] = False,
+    similarity: Annotated[
+        bool, typer.Option("--similarity", help="Print how similar the texts are to the first one.")
+    ] = False,
+    verbose: Verbose = False,
+    *,
+    flags: Flags,
+) -> None:
+    """Print the vectors (embeddings) of texts."""
+    from edgelm.commands.embed import embed_texts
+
+    embed_texts(
+        model,
+        text or [],
+        flags,
+        file=file,
+        form=form,
+        dimensions=dimensions,
+        truncate=truncate,
+        similarity=similarity,
+        verbose=verbose,
+    )
+
+
 @app.command("eval")
+@with_settings("eval")
 def evaluate(
     model: Model,
     file: Annotated[str, typer.Argument(metavar="FILE", help="A text file, of any length.", show_default=False)],
     against: Annotated[
         list[str] | None,
-        typer.Option(
-            help="The reference: a KV type, other files of the same model; twice for both.", show_default=False
-        ),
+        typer.Option(help="The reference: a KV mode, another file of the same model, or both.", show_default=False),
     ] = None,
     window: Annotated[
         int | None, typer.Option(help="Tokens that the model sees at a time (512).", show_default=False)
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(help="Overlapping windows, so many tokens apart.", show_default=False)
+        int | None, typer.Option(help="Overlapping windows, this many tokens apart.", show_default=False)
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="End after so many windows.", show_default=False)] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Do not go on where the last run stopped.")] = False,
-    kv: Kv = None,
-    threads: Threads = None,
-    engine: Engine = None,
-    device: Device = None,
-    quantize: Quantize = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="End after this many windows.", show_default=False)] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Do not continue an interrupted run.")] = False,
     as_json: Json = False,
     verbose: Verbose = False,
+    *,
+    flags: Flags,
 ) -> None:
     """Measure how well a model predicts a text, and how far it is from a reference."""
     from edgelm.commands.eval import eval_model
@@ -213,7 +215,7 @@ def evaluate(
     eval_model(
         model,
         file,
-        {"kv": kv, "threads": threads, "engine": engine, "device": device, "quantize": quantize},
+        flags,
         against or [],
         window=window,
         stride=stride,
@@ -236,12 +238,12 @@ def pull(
     ] = None,
     quant: Annotated[str | None, typer.Option(help="Quantization, such as Q4_K_M.", show_default=False)] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit (main).", show_default=False)] = None,
-    connections: Annotated[int, typer.Option(min=1, max=16, help="Files fetched at the same time.")] = 4,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would come, and whether it fits.")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Take what is here; open no connection.")] = False,
+    connections: Annotated[int, typer.Option(min=1, max=16, help="Files downloaded at the same time.")] = 4,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the files, and whether the model fits.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Use the files on this disk; open no connection.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Fetch a model from the hub. Interrupted, it continues where it was."""
+    """Download a model from the hub. An interrupted download resumes where it stopped."""
     from edgelm.commands.pull import pull_model
 
     pull_model(
@@ -256,115 +258,212 @@ def pull(
 
 
 @app.command("list")
-def list_(model_dirs: ModelDirs = None, as_json: Json = False) -> None:
-    """Show the models that are on this machine."""
+@with_settings("list")
+def list_(as_json: Json = False, *, flags: Flags) -> None:
+    """Show the models on this machine."""
     from edgelm.commands.list import list_models
 
-    list_models({"model_dirs": model_dirs}, as_json=as_json)
+    list_models(flags, as_json=as_json)
 
 
 @app.command()
+@with_settings("show")
 def show(
     model: Model,
-    template: Annotated[bool, typer.Option("--template", help="Print the chat template alone, whole.")] = False,
-    model_dirs: ModelDirs = None,
+    template: Annotated[bool, typer.Option("--template", help="Print the chat template alone.")] = False,
     as_json: Json = False,
+    *,
+    flags: Flags,
 ) -> None:
-    """Show what a model is: architecture, tokenizer, template, licence, tensors, and the memory that it takes."""
+    """Show a model's architecture, tokenizer, template, licence and tensors, and the memory that it takes."""
     from edgelm.commands.show import show_model
 
-    show_model(model, {"model_dirs": model_dirs}, template=template, as_json=as_json)
+    show_model(model, flags, template=template, as_json=as_json)
 
 
 @app.command()
 def rm(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="As `edgelm list` shows it.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Remove models from the hub's cache, and free what nothing else there uses. Your own files are never removed."""
+    """Remove models from the hub's cache, with all bytes that nothing else uses. Your own files are never removed."""
     from edgelm.commands.rm import remove_models
 
     raise typer.Exit(remove_models(models, {}, yes=yes, as_json=as_json))
 
 
 @app.command()
+@with_settings("serve")
 def serve(
     models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="More models to offer.")] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address (127.0.0.1); others need a key.", show_default=False)
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="Port (11500); 0: any free one.", show_default=False)] = None,
-    api_key: Annotated[str | None, typer.Option(help="What clients must send as a key.", show_default=False)] = None,
-    idle_timeout: Annotated[
-        float | None, typer.Option(help="Unload a model not used for so many seconds; 0: never.", show_default=False)
-    ] = None,
-    until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", help="End with the parent.")] = False,
-    parallel: Annotated[
-        int | None, typer.Option(help="Answers of a model at the same time (8).", show_default=False)
-    ] = None,
-    prefix_cache_ram: Annotated[
-        float | None, typer.Option(help="GiB of memory for idle conversations.", show_default=False)
-    ] = None,
-    prefix_cache_disk: Annotated[
-        float | None, typer.Option(help="GiB on disk for idle conversations (4); 0: none.", show_default=False)
-    ] = None,
-    prefix_cache_days: Annotated[
-        float | None, typer.Option(help="Delete those not used for so many days (30).", show_default=False)
-    ] = None,
-    ctx: Ctx = None,
-    kv: Kv = None,
-    threads: Threads = None,
-    spec: Spec = None,
-    draft: Draft = None,
-    memory: Memory = None,
-    engine: Engine = None,
-    device: Device = None,
-    gpu_layers: GpuLayers = None,
-    graphs: Graphs = None,
-    quantize: Quantize = None,
+    ask_key: Annotated[bool, typer.Option("--ask-key", help="Ask here for a key that clients must send.")] = False,
+    until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
+    until_unused: Annotated[bool, typer.Option("--until-unused", hidden=True)] = False,
     as_json: Json = False,
     verbose: Verbose = False,
-    model_dirs: ModelDirs = None,
+    *,
+    flags: Flags,
 ) -> None:
-    """Serve the models here to other programs, as OpenAI's API does."""
+    """Serve the models here to other programs, in the dialects of OpenAI and Anthropic."""
     from edgelm.commands.serve import serve_models
 
-    flags: dict[str, object] = {"host": host, "port": port, "api_key": api_key, "idle_timeout": idle_timeout}
-    flags |= {"parallel": parallel, "ctx": ctx, "kv": kv, "threads": threads, "model_dirs": model_dirs}
-    flags |= {"spec": spec, "draft": draft, "memory": memory, "prefix_cache_ram": prefix_cache_ram}
-    flags |= {"prefix_cache_disk": prefix_cache_disk, "prefix_cache_days": prefix_cache_days}
-    flags |= {"engine": engine, "device": device, "gpu_layers": gpu_layers, "graphs": graphs, "quantize": quantize}
-    serve_models(models or [], flags, until_stdin_closes=until_stdin_closes, as_json=as_json, verbose=verbose)
+    serve_models(
+        models or [],
+        flags,
+        ask_key=ask_key,
+        until_stdin_closes=until_stdin_closes,
+        until_unused=until_unused,
+        as_json=as_json,
+        verbose=verbose,
+    )
+
+
+@app.command()
+def launch(
+    agent: Annotated[
+        str | None, typer.Argument(metavar="AGENT", help="None: show which there are.", show_default=False)
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Arguments of the agent.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model: a name, a file, or a folder.", show_default=False)
+    ] = None,
+    ctx: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of context (default: as the agent needs).", show_default=False)
+    ] = None,
+    show: Annotated[bool, typer.Option("--print", help="Show the command and the environment; start nothing.")] = False,
+    write: Annotated[
+        bool, typer.Option("--config", help="Write the model into the agent's own files; start nothing.")
+    ] = False,
+    restore: Annotated[
+        bool, typer.Option("--restore", help="Put the agent's files back as they were before --config.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Start a coding agent on a model of this machine: Claude Code, Codex, OpenCode and others."""
+    from edgelm.commands.launch import Mode, launch_agent, show_agents
+
+    if agent is None:
+        show_agents(as_json=as_json)
+        return
+    modes: dict[Mode, bool] = {"print": show, "config": write, "restore": restore}
+    launch_agent(agent, arguments or [], modes, model=model, ctx=ctx, as_json=as_json)
+
+
+@app.command()
+def load(
+    model: Model,
+    keep_alive: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Unload it after so long without a request: 90, 5m, 1h; -1: never."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Load a model into a running server."""
+    from edgelm.commands.load import load_model
+
+    load_model(model, keep_alive, as_json=as_json)
+
+
+@app.command()
+def unload(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="As `edgelm ps` shows it.", show_default=False)
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Unload all models.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Unload a model of a running server."""
+    from edgelm.commands.load import unload_models
+
+    unload_models(model, every=every, as_json=as_json)
 
 
 @app.command()
 def ps(as_json: Json = False) -> None:
-    """Show what a running server holds."""
+    """Show the models that a running server has loaded."""
     from edgelm.commands.ps import show_processes
 
     show_processes(as_json=as_json)
 
 
 @app.command()
-def plan(
-    model: Model,
-    ctx: Ctx = None,
-    kv: Kv = None,
-    threads: Threads = None,
-    engine: Engine = None,
-    device: Device = None,
-    quantize: Quantize = None,
+def top(
+    endpoint: Annotated[str | None, typer.Option(help="Another edgelm server.", show_default=False)] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="The key for that server; others see it: EDGELM_API_KEY is better.", show_default=False),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, over one second.")] = False,
     as_json: Json = False,
 ) -> None:
+    """Watch a running server: requests, speed, cache hits, drafts and memory of each model. q quits.
+
+    RUN and WAIT are requests, TTFT is the time to the first token, HITS the share of prompt tokens that were cached, KV
+    the used share of the KV cache, DRAFTS the share of draft tokens that were accepted; means are of the last minute.
+    """
+    from edgelm.commands.top import show_top
+
+    show_top(endpoint, api_key, once=once, as_json=as_json)
+
+
+@app.command()
+@with_settings("plan")
+def plan(model: Model, as_json: Json = False, *, flags: Flags) -> None:
     """Show what a model takes on this machine, and which context and KV cache it will get, without loading it."""
     from edgelm.commands.plan import show_plan
 
-    flags = {"ctx": ctx, "kv": kv, "threads": threads, "engine": engine, "device": device, "quantize": quantize}
     show_plan(model, flags, as_json=as_json)
 
 
-memory_app = typer.Typer(help="What speculation remembers of past answers.", no_args_is_help=True)
+service_app = typer.Typer(help="The server as a service, which other programs find at any time.", no_args_is_help=True)
+app.add_typer(service_app, name="service")
+
+
+@service_app.command("install")
+@with_settings("service")
+def install_service(
+    linger: Annotated[bool, typer.Option("--linger", help="Keep it after log-out (systemd).")] = False,
+    show: Annotated[bool, typer.Option("--print", help="Show the files; write and start nothing.")] = False,
+    *,
+    flags: Flags,
+) -> None:
+    """Start `edgelm serve` with each log-in, or with the first request. Settings and keys are those of config.toml."""
+    from edgelm.commands.service import install_service
+
+    install_service(flags, linger=linger, show=show)
+
+
+@service_app.command("remove")
+def remove_service() -> None:
+    """End the service and remove its files."""
+    from edgelm.commands.service import remove_service
+
+    remove_service()
+
+
+@service_app.command("status")
+def show_service(as_json: Json = False) -> None:
+    """Show whether the service is installed and runs."""
+    from edgelm.commands.service import show_service
+
+    raise typer.Exit(show_service(as_json=as_json))
+
+
+@service_app.command("logs")
+def show_logs(
+    lines: Annotated[int, typer.Option("-n", "--lines", min=1, max=100_000, help="How many of the last lines.")] = 100,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with new ones.")] = False,
+) -> None:
+    """Show the service's log."""
+    from edgelm.commands.service import show_logs
+
+    show_logs(lines, follow=follow)
+
+
+memory_app = typer.Typer(help="Past answers that speculation remembers.", no_args_is_help=True)
 app.add_typer(memory_app, name="memory")
 
 
@@ -377,9 +476,7 @@ def show_memory(as_json: Json = False) -> None:
 
 
 @memory_app.command("clear")
-def clear_memory(
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False, as_json: Json = False
-) -> None:
+def clear_memory(yes: Yes = False, as_json: Json = False) -> None:
     """Forget all past answers. Chats are kept: they are elsewhere."""
     from edgelm.commands.memory import clear_answers
 

@@ -1,151 +1,289 @@
 """Settings: the defaults, then `config.toml`, then `EDGELM_…`, then flags.
 
-Owns the names, kinds and ranges of all settings and the places of our files. The only module of the package that
-reads the environment. Knows nothing of what a setting does.
+Owns every setting (its name, default, check, help, and the commands that have a flag for it) and the places of our
+files: no other module reads them from the environment. Does not know the effect of a setting.
 """
 
 from __future__ import annotations
 
 import os
-import tomllib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import platformdirs
+from typing import Any, Literal
 
 from edgelm.errors import EdgeLMError, UsageError
+from edgelm.kv_modes import KV_MODES
+from edgelm.model_tables import ModelTable, owner_of, parse_tables, table_of
+from edgelm.setting_checks import (
+    Check,
+    Kind,
+    choice,
+    number,
+    parse_device,
+    parse_folders,
+    parse_name,
+    parse_overrides,
+    parse_switch,
+    parse_text,
+    word_or_number,
+    words,
+)
 
-Parse = Callable[[object], Any]  # a value of the file, the environment or a flag; raises ValueError that says what fits
-
-
-def _number(kind: type[int | float], low: float, high: float, what: str) -> Parse:
-    def parse(value: object) -> float:
-        try:
-            number = kind(str(value))  # a flag, a variable and a key of the file are read alike
-        except ValueError:
-            raise ValueError(what) from None
-        if not low <= number <= high:
-            raise ValueError(what)
-        return number
-
-    return parse
-
-
-def _choice(*names: str) -> Parse:
-    def parse(value: object) -> str:
-        if value not in names:
-            raise ValueError("one of " + ", ".join(names))
-        return str(value)
-
-    return parse
+Command = Literal["chat", "run", "bench", "eval", "embed", "serve", "service", "plan", "list", "show"]
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value.isascii() or not value.isprintable() or not value.strip():
-        raise ValueError("printable ASCII text")
-    return value.strip()
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The definition of a setting. Values of the file, a variable and a flag go through the same check."""
+
+    parse: Callable[[object], Any]  # raises ValueError with the values that fit
+    help: str
+    commands: frozenset[Command]  # that have a flag for it
+    metavar: str
+    kind: Kind
+    sampling: bool  # a chat may have its own value
+    secret: bool
 
 
-def _spec(value: object) -> str:
-    text = str(value)
-    if text not in ("auto", "off") and not (text.isascii() and text.isdecimal() and 1 <= int(text) <= 64):
-        raise ValueError("auto, off, or 1 to 64")
-    return text
+def _setting(
+    default: object, check: Check, help_text: str, commands: str, *, sampling: bool = False, secret: bool = False
+) -> Any:
+    """Define a setting; `commands` names those that have a flag for it."""
+    names: Any = frozenset(commands.split())
+    setting = Setting(check.parse, help_text, names, check.metavar, check.kind, sampling, secret)
+    return field(default=default, metadata={"setting": setting})
 
 
-def _layers(value: object) -> str:
-    text = str(value)
-    if text != "auto" and not (text.isascii() and text.isdecimal() and int(text) <= 10_000):
-        raise ValueError("auto, or a number of layers")
-    return text
-
-
-def _switch(value: object) -> bool:
-    text = str(value).strip().casefold()
-    if text not in _SWITCH:
-        raise ValueError("1 or 0 (on or off, true or false)")
-    return _SWITCH[text]
-
-
-def _name(value: object) -> str:
-    if not isinstance(value, str) or not value.isprintable() or not value.strip():
-        raise ValueError("a name or a path")
-    return value
-
-
-def _folders(value: object) -> tuple[str, ...]:
-    found = value.split(os.pathsep) if isinstance(value, str) else value  # a variable is one text
-    if not isinstance(found, list | tuple) or not all(isinstance(each, str) and "\0" not in each for each in found):
-        raise ValueError("a list of folders")
-    return tuple(each for each in found if each.strip())
-
-
-def _setting(default: object, parse: Parse, help_text: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "help": help_text})
-
-
-_count = _number(int, 1, 2**31 - 1, "a whole number of at least 1")
-_SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
+_COUNT = number(int, 1, 2**31 - 1, "a whole number of at least 1")
+_SWITCH_CHECK = Check(parse_switch, "", "switch")
+_TEXT = Check(parse_text, "TEXT")
+_PATH = Check(parse_name, "FILE")
+_parse_origins = words(
+    r"local|(?!file:)[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", "local, or origins such as https://chat.example.org"
+)
+_parse_hosts = words(r"[a-z0-9._-]+|[0-9a-f.:]+", "host names or addresses, without a port")
+_LOADING = "chat run bench serve"  # the commands that load a model to use it
+_DRAFTING = "chat run serve"
+_ALL = f"{_LOADING} eval plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a user can choose. A flag, an environment variable and a key of the file have the same name."""
+    """The values that a user can choose. A flag, an environment variable and a key of the file have the same name."""
 
     ctx: int | None = _setting(
-        None, _count, "tokens of context (default: as many as the model has and memory allows, at most 8192)"
+        None,
+        _COUNT,
+        "tokens of context (default: as many as the model has and memory allows, at most 8192)",
+        f"{_LOADING} plan embed",
     )
     kv: str = _setting(
-        "auto", _choice("auto", "f16", "k8v16", "int8", "k8v4", "fp8", "k6v4"), "how the KV cache is stored"
+        "auto",
+        choice("auto", *KV_MODES, metavar="MODE"),
+        "how the KV cache is stored: auto; " + "; ".join(f"{mode.name}: {mode.help}" for mode in KV_MODES.values()),
+        _ALL,
     )
     engine: str = _setting(
-        "auto", _choice("auto", "torch", "llama"), "our own kernels (torch), llama.cpp (llama), or the better one here"
+        "auto",
+        choice("auto", "torch", "llama"),
+        "our own kernels (torch), llama.cpp (llama), or the better one here",
+        f"{_ALL} embed",
     )
     device: str = _setting(
-        "auto", _choice("auto", "cuda", "gpu", "cpu"), "where to compute; gpu: as far as llama.cpp's build can"
+        "auto",
+        Check(parse_device, "auto|cuda|gpu|cpu|NAME"),
+        "where to compute: cuda, by our own kernels; gpu, by llama.cpp; or names of its devices, such as Vulkan0",
+        f"{_ALL} embed",
     )
-    gpu_layers: str = _setting("auto", _layers, "layers that llama.cpp computes on a GPU, where its build can")
-    graphs: bool = _setting(True, _switch, "CUDA graphs: no gaps between the kernels of a step")
+    gpu_layers: str = _setting(
+        "auto",
+        word_or_number(("auto", "all"), 0, 10_000, "auto, all, or a number of layers"),
+        "the last N layers, counting the output as one, are llama.cpp's on the GPU; auto: as many as fit",
+        f"{_LOADING} plan embed",
+    )
+    n_cpu_moe: str = _setting(
+        "auto",
+        word_or_number(("auto", "all"), 0, 10_000, "auto, all, or a number of layers"),
+        "keep the experts of the first N layers in main memory when llama.cpp uses a GPU; auto: as many as must",
+        f"{_LOADING} plan",
+    )
+    override_tensor: tuple[str, ...] = _setting(
+        (),
+        Check(parse_overrides, "PATTERN=DEVICE", "list"),
+        "place tensors whose names match a regular expression on a device of llama.cpp, or on CPU",
+        f"{_LOADING} plan",
+    )
+    graphs: bool = _setting(True, _SWITCH_CHECK, "CUDA graphs: no gaps between the kernels of a step (torch)", _LOADING)
     quantize: str = _setting(
-        "off", _choice("off", "int4"), "make 4-bit weights from those of 16 bits while they are loaded (torch engine)"
+        "off", choice("off", "int4"), "make 4-bit weights from those of 16 bits while they are loaded (torch)", _ALL
     )
-    threads: int | None = _setting(None, _number(int, 1, 512, "1 to 512"), "CPU threads (default: physical cores)")
-    parallel: int = _setting(8, _number(int, 1, 64, "1 to 64"), "sequences that run at the same time")
-    spec: str = _setting("auto", _spec, "speculative decoding: auto, off, or the most tokens that a step may draft")
-    draft: str | None = _setting(None, _name, "a smaller model of the same vocabulary that drafts besides")
+    threads: int | None = _setting(
+        None, number(int, 1, 512, "1 to 512"), "CPU threads (default: physical cores)", f"{_ALL} embed"
+    )
+    parallel: int = _setting(
+        8, number(int, 1, 64, "1 to 64"), "sequences of a model that run at the same time", "serve"
+    )
+    spec: str = _setting(
+        "auto",
+        word_or_number(("auto", "off"), 1, 64, "auto, off, or 1 to 64"),
+        "speculative decoding: auto, off, or the most tokens that a step may draft",
+        _DRAFTING,
+    )
+    draft: str | None = _setting(
+        None, Check(parse_name, "MODEL"), "a smaller model of the same vocabulary that drafts too", f"{_DRAFTING} plan"
+    )
     memory: bool = _setting(
-        True, _switch, "remember answers, as tokens in a file of your own, to draft later ones from"
+        True, _SWITCH_CHECK, "remember answers, as tokens in a file of your own, to draft later ones from", "run serve"
     )
     prefix_cache_ram: float | None = _setting(
-        None, _number(float, 0, 1e6, "GiB"), "GiB of memory for idle conversations (default: a share of what is free)"
+        None,
+        number(float, 0, 1e6, "GiB"),
+        "GiB of memory for idle conversations (default: a share of what is free)",
+        "serve",
     )
     prefix_cache_disk: float = _setting(
-        4.0, _number(float, 0, 1e6, "0 (off) or GiB"), "GiB on disk for idle conversations, of all models; 0: none"
+        4.0,
+        number(float, 0, 1e6, "0 (off) or GiB"),
+        "GiB on disk for idle conversations, of all models; 0: none",
+        "serve",
     )
     prefix_cache_days: float = _setting(
-        30.0, _number(float, 0, 1e5, "days"), "delete what of that was not used for so many days"
+        30.0,
+        number(float, 0, 1e5, "days"),
+        "delete idle conversations on disk that were not used for this many days",
+        "serve",
     )
-    temperature: float = _setting(0.8, _number(float, 0, 100, "0 to 100"), "0 is greedy")
-    top_k: int = _setting(40, _number(int, 0, 2**31 - 1, "0 (off) or more"), "sample among the K most likely tokens")
-    top_p: float = _setting(0.95, _number(float, 1e-9, 1, "more than 0 and at most 1"), "and of those, this share")
-    min_p: float = _setting(0.05, _number(float, 0, 0.999999, "0 to less than 1"), "of the best token's probability")
-    seed: int | None = _setting(None, _number(int, 0, 2**63 - 1, "0 to 2**63 - 1"), "for answers that can be repeated")
-    max_tokens: int | None = _setting(None, _count, "end the answer there (default: where the model does)")
+    temperature: float = _setting(0.8, number(float, 0, 100, "0 to 100"), "0 is greedy", "run", sampling=True)
+    top_k: int = _setting(
+        40, number(int, 0, 2**31 - 1, "0 (off) or more"), "sample among the K most likely tokens", "run", sampling=True
+    )
+    top_p: float = _setting(
+        0.95,
+        number(float, 1e-9, 1, "more than 0 and at most 1"),
+        "sample among the most likely tokens that have this share of the probability",
+        "run",
+        sampling=True,
+    )
+    min_p: float = _setting(
+        0.05,
+        number(float, 0, 0.999999, "0 to less than 1"),
+        "drop tokens below this share of the best token's probability",
+        "run",
+        sampling=True,
+    )
+    seed: int | None = _setting(
+        None,
+        number(int, 0, 2**63 - 1, "0 to 2**63 - 1"),
+        "for answers that can be repeated: to the letter with --spec off",
+        "run",
+        sampling=True,
+    )
+    max_tokens: int | None = _setting(
+        None, _COUNT, "end the answer there (default: where the model does)", "run", sampling=True
+    )
     model_dirs: tuple[str, ...] = _setting(
-        (), _folders, f"folders with models of your own, beside the hub's cache (as a variable: A{os.pathsep}B)"
+        (),
+        Check(parse_folders, "FOLDER", "list"),
+        f"folders with models of your own, beside the hub's cache (as a variable: A{os.pathsep}B)",
+        "run serve list show",
+    )
+    template: str | None = _setting(
+        None, _PATH, "a file with a chat template (Jinja) in place of the model's own", "run serve"
+    )
+    max_models: int | None = _setting(
+        None, _COUNT, "models that are loaded at the same time (default: as many as memory allows)", "serve"
+    )
+    max_memory: float | None = _setting(
+        None,
+        number(float, 0.01, 1e6, "GiB"),
+        "GiB of memory for all loaded models together (default: what is free)",
+        "serve",
     )
     host: str = _setting(
-        "127.0.0.1", _text, "address that `edgelm serve` listens at; any but this machine's own needs a key"
+        "127.0.0.1",
+        _TEXT,
+        "address that `edgelm serve` listens at; any but this machine's own needs a key",
+        "serve service",
     )
-    port: int = _setting(11500, _number(int, 0, 65535, "0 to 65535"), "port of `edgelm serve`; 0: any free one")
-    api_key: str | None = _setting(None, _text, "what clients of `edgelm serve` must send as their key")
+    port: int = _setting(
+        11500, number(int, 0, 65535, "0 to 65535"), "port of `edgelm serve`; 0: any free one", "serve service"
+    )
+    ollama_port: int | None = _setting(
+        None,
+        number(int, 1, 65535, "1 to 65535"),
+        "a second port of `edgelm serve`, for clients that know only Ollama's: 11434",
+        "serve",
+    )
+    api_key: str | None = _setting(
+        None,
+        _TEXT,
+        "the key that clients of `edgelm serve` must send; as a flag, other users of this machine can see it",
+        "serve",
+        secret=True,
+    )
+    api_key_file: str | None = _setting(
+        None, _PATH, "a file of your own with keys, in lines of `NAME KEY`, `NAME KEY admin` or `KEY`", "serve service"
+    )
+    origin: tuple[str, ...] = _setting(
+        (),
+        Check(_parse_origins, "ORIGIN", "list"),
+        "web pages that may send requests, such as https://a.example; local: pages of this machine's servers, "
+        "web views of editors and browser extensions",
+        "serve",
+    )
+    allowed_host: tuple[str, ...] = _setting(
+        (),
+        Check(_parse_hosts, "NAME", "list"),
+        "another name of the server in the requests of a proxy or a container",
+        "serve",
+    )
+    tls_cert: str | None = _setting(
+        None, _PATH, "serve https with this certificate, a PEM file with its chain", "serve"
+    )
+    tls_key: str | None = _setting(
+        None, _PATH, "the private key of --tls-cert, a PEM file; none: the certificate's file has it", "serve"
+    )
     idle_timeout: float = _setting(
-        600.0, _number(float, 0, 1e9, "0 (never) or seconds"), "unload a model that was not used for so many seconds"
+        600.0,
+        number(float, 0, 1e9, "0 (never) or seconds"),
+        "unload a model that was not used for this many seconds",
+        "serve",
     )
+    log_format: str = _setting(
+        "text",
+        choice("text", "json"),
+        "json: a log in lines of JSON, with one for each request, without its texts",
+        "serve",
+    )
+
+    @property
+    def without_keys(self) -> Settings:
+        """The same settings without secrets, for a process that needs none."""
+        secrets: dict[str, Any] = {name: None for name, setting in SETTINGS.items() if setting.secret}
+        return replace(self, **secrets)
+
+    @property
+    def model_folders(self) -> list[Path]:
+        return [Path(folder) for folder in self.model_dirs]
+
+    @property
+    def max_memory_bytes(self) -> int | None:
+        return None if self.max_memory is None else int(self.max_memory * 2**30)
+
+
+SETTINGS: Mapping[str, Setting] = {entry.name: entry.metadata["setting"] for entry in fields(Settings)}
+# The settings that a model can have of its own, in a table [models."NAME"] of config.toml.
+MODEL_SETTINGS: Mapping[str, Setting] = {
+    name: setting
+    for name, setting in SETTINGS.items()
+    if ("run" in setting.commands and name != "model_dirs") or name in ("parallel", "prefix_cache_ram")
+}
+# Environment variables with a key: a child process starts without them, unless it needs them.
+API_KEYS = tuple(f"EDGELM_{name.upper()}" for name, setting in SETTINGS.items() if setting.secret)
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -154,31 +292,35 @@ class Places:
 
     environment: Mapping[str, str]
 
-    def _place(self, kind: str, default: str) -> Path:
-        return Path(self.environment.get(f"EDGELM_{kind}_DIR") or default)
+    def _place(self, kind: Literal["config", "data", "cache", "runtime"]) -> Path:
+        if moved := self.environment.get(f"EDGELM_{kind.upper()}_DIR"):
+            return Path(moved)
+        from platformdirs import PlatformDirs  # here, since every worker imports this module
+
+        return Path(getattr(PlatformDirs("edgelm", appauthor=False), f"user_{kind}_dir"))
 
     @cached_property
     def config(self) -> Path:
-        return self._place("CONFIG", platformdirs.user_config_dir("edgelm", appauthor=False))
+        return self._place("config")
 
     @cached_property
     def data(self) -> Path:
-        return self._place("DATA", platformdirs.user_data_dir("edgelm", appauthor=False))
+        return self._place("data")
 
     @cached_property
     def cache(self) -> Path:
-        return self._place("CACHE", platformdirs.user_cache_dir("edgelm", appauthor=False))
+        return self._place("cache")
 
     @property
     def prefixes(self) -> Path:
-        """Where idle conversations are kept for the next process: what was said is in these files."""
+        """Idle conversations for the next process. These files hold their text, as tokens."""
         return self.cache / "prefixes"
 
     @cached_property
     def runtime(self) -> Path:
-        """Sockets, and where a running `edgelm serve` is found."""
-        with warnings.catch_warnings(action="ignore"):  # no session folder: platformdirs takes a temporary one
-            return self._place("RUNTIME", platformdirs.user_runtime_dir("edgelm", appauthor=False))
+        """Sockets, and the record of a running `edgelm serve`."""
+        with warnings.catch_warnings(action="ignore"):  # without a session folder platformdirs takes a temporary one
+            return self._place("runtime")
 
     @cached_property
     def hub(self) -> Path:
@@ -189,12 +331,44 @@ class Places:
         return Path(given or home / "hub").expanduser()
 
     @property
+    def systemd_units(self) -> Path:
+        """Where the units of this user are, by systemd.unit(5)."""
+        return Path(self.environment.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
+
+    @property
+    def ollama(self) -> list[Path]:
+        """Where Ollama keeps its models, by its own variable; the folders that exist."""
+        given = self.environment.get("OLLAMA_MODELS")
+        service = Path("/usr/share/ollama/.ollama/models")  # of the service that its installer sets up
+        places = [Path(given)] if given else [Path("~/.ollama/models").expanduser(), service]
+        return [place for place in places if os.access(place / "manifests", os.R_OK | os.X_OK)]
+
+    @property
+    def wait_policy(self) -> Literal["", "sleep", "spin"]:
+        """How threads wait for each other, by the user's own variables of OpenMP; empty: there are none."""
+        given = [self.environment.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")]
+        if not any(given):
+            return ""
+        return "sleep" if any(value and value.strip().lower() in ("0", "passive") for value in given) else "spin"
+
+    @property
     def hub_endpoint(self) -> str:
         return (self.environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
+def variables_of_a_shell(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables that change what edgelm does, and that a service does not see."""
+    kept = (*HUB_TOKENS, "EDGELM_HOST", "EDGELM_PORT", "EDGELM_API_KEY_FILE")  # its files have the last three
+    return sorted(name for name in environment if name.startswith(("EDGELM_", "HF_")) and name not in kept)
+
+
+def take_variables(*names: str) -> dict[str, str]:
+    """Return variables of this process and remove them, so that no child gets them."""
+    return {name: value for name in names if (value := os.environ.pop(name, None)) is not None}
+
+
 def own_places() -> Places:
-    """Return the places as this process's own environment has them, for the children of who loaded the settings."""
+    """Return the places of this process's own environment, for workers."""
     return Places(os.environ)
 
 
@@ -205,42 +379,76 @@ class Config:
     settings: Settings
     sources: Mapping[str, str]  # setting: "default", a file, an environment variable or a flag
     places: Places
+    models: tuple[ModelTable, ...] = ()
+
+    def for_model(self, *names: str | None) -> Config:
+        """Return the settings of the model with these names: its own beat those of all models in the file."""
+        table = table_of(self.models, filter(None, names))
+        if table is None:
+            return self
+        own = {name: value for name, value in table.settings.items() if not self._is_explicit(name)}
+        sources = {**self.sources, **dict.fromkeys(own, table.source)}
+        return replace(self, settings=replace(self.settings, **own), sources=sources)
+
+    def keep_alive_of(self, *names: str | None) -> float | None:
+        """Return how many seconds the model with these names stays loaded; None: as `idle_timeout` says."""
+        table = table_of(self.models, filter(None, names))
+        return table.keep_alive_s if table else None
+
+    def model_name(self, name: str) -> str:
+        """Return the name of a model, also for one of its aliases."""
+        return owner_of(self.models, name) or name
+
+    @property
+    def model_folders(self) -> list[Path]:
+        """The user's own folders, and Ollama's store."""
+        return [*self.settings.model_folders, *self.places.ollama]
+
+    def _is_explicit(self, name: str) -> bool:
+        return self.sources[name].startswith(("--", "EDGELM_"))
 
 
 def load_config(flags: Mapping[str, object], environment: Mapping[str, str] | None = None) -> Config:
     """Return the settings; a flag that is None was not given.
 
-    Raises EdgeLMError for a file that cannot be read, a name that is no setting, or a value that does not fit.
+    Raises EdgeLMError for a file that cannot be read, an unknown setting, or a value that does not fit; UsageError for
+    the value of a flag.
     """
     environment = os.environ if environment is None else environment
     places = Places(environment)
     values: dict[str, object] = {}
-    sources = {each.name: "default" for each in fields(Settings)}
-    for source, found in (
-        (str(places.config / "config.toml"), _read_file(places.config / "config.toml")),
-        ("EDGELM_{}", {name: environment[key] for name in sources if (key := f"EDGELM_{name.upper()}") in environment}),
+    sources = dict.fromkeys(SETTINGS, "default")
+    variables = {name: environment[key] for name in SETTINGS if (key := f"EDGELM_{name.upper()}") in environment}
+    file = places.config / "config.toml"
+    document = _read_file(file)
+    parsers = {name: setting.parse for name, setting in MODEL_SETTINGS.items()}
+    models = parse_tables(document.pop("models", {}), str(file), parsers)
+    for source, level in (
+        (str(file), document),
+        ("EDGELM_{}", variables),
         ("--{}", {name: value for name, value in flags.items() if value is not None}),
     ):
-        for name, value in found.items():
-            shown = name.upper() if source.startswith("EDGELM") else name.replace("_", "-")
-            source_name = source.format(shown)
-            values[name] = _parse(name, value, source_name)
-            sources[name] = source_name
-    return Config(replace(Settings(), **values), sources, places)  # type: ignore[arg-type]
+        for name, value in level.items():
+            spelled = name.upper() if source.startswith("EDGELM") else name.replace("_", "-")
+            sources[name] = source.format(spelled)
+            values[name] = _parse(name, value, sources[name])
+    return Config(replace(Settings(), **values), sources, places, models)  # type: ignore[arg-type]
 
 
 def _parse(name: str, value: object, source: str) -> object:
-    known = {each.name: each for each in fields(Settings)}
-    if name not in known:
-        raise EdgeLMError(f"{source}: there is no setting {name}", "the settings are " + ", ".join(known))
+    if name not in SETTINGS:
+        raise EdgeLMError(f"{source}: there is no setting {name}", "the settings are " + ", ".join(SETTINGS))
     try:
-        return known[name].metadata["parse"](value)
+        return SETTINGS[name].parse(value)
     except ValueError as error:
         kind = UsageError if source.startswith("--") else EdgeLMError
-        raise kind(f"{source}: {name} is {value!r}", f"give {error}") from None
+        values = value if SETTINGS[name].kind == "list" and isinstance(value, list) else [value]
+        raise kind(f"{source}: {name} is {', '.join(map(repr, values))}", f"give {error}") from None
 
 
 def _read_file(path: Path) -> dict[str, object]:
+    import tomllib  # here, since every worker imports this module
+
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
@@ -248,5 +456,5 @@ def _read_file(path: Path) -> dict[str, object]:
         return {}
     except OSError as error:
         raise EdgeLMError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # tomllib's own, no UTF-8, a number of thousands of digits
         raise EdgeLMError(f"{path} is not valid TOML: {error}", "correct or remove it") from None

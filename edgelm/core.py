@@ -1,6 +1,6 @@
-"""The words of the engine: requests, sequences, steps, and the protocols between scheduler, cache and executor.
+"""The types of the engine: requests, sequences, steps, and the protocols between scheduler, KV cache and executor.
 
-Owns types only. Everything here is integers, strings and plain arrays: no tensor, no text, no device, no thread.
+Owns types only, made of integers, strings and plain arrays. Knows nothing of tensors, text, devices or threads.
 """
 
 from __future__ import annotations
@@ -8,25 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from edgelm.errors import EdgeLMError, RequestError
 
-FinishReason = Literal["stop", "length", "context", "abort", "error"]
-Masks = NDArray[np.int32]  # [sampled rows of the step, ceil(vocabulary / 32)]; a set bit allows its token
+if TYPE_CHECKING:  # the front reads this module, and has no arrays
+    import numpy as np
+    from numpy.typing import NDArray
 
-NOT_A_TOKEN = -1  # the id of a `Sampled` whose logits were not numbers
-LAST = -2  # in a chunk: the token that the step before sampled for its sequence, which the host has not read yet
+FinishReason = Literal["stop", "length", "context", "abort", "error"]
+Masks: TypeAlias = "NDArray[np.int32]"  # [sampled rows of the step, ceil(vocab / 32)]; a set bit allows its token
+
+NOT_A_TOKEN = -1  # the id of a `Sampled` without a token: a logit is NaN or +inf, or none is finite
+LAST = -2  # in a chunk: the token that the previous step sampled for its sequence, still unread by the host
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. The defaults change nothing about the model's own distribution.
+    """The sampling parameters of one request. The defaults leave the model's own distribution unchanged.
 
     Raises RequestError for a value outside its range.
     """
@@ -41,14 +42,15 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over the answer
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
-    choice: int = 0  # which of several answers to one prompt: a random stream of its own
+    choice: int = 0  # index among several answers to one prompt; each has its own random stream
     num_logprobs: int | None = None  # None: no log-probabilities; N: the token's own and the N most likely
     stop_ids: frozenset[int] = frozenset()  # end the sequence; the stop token is its last
+    drafts: bool = True  # False: no speculation, for exact repetition
 
     def __post_init__(self) -> None:
-        def require(ok: bool, name: str, value: object, what: str) -> None:
+        def require(ok: bool, name: str, value: object, allowed: str) -> None:
             if not ok:
-                raise RequestError(f"{name} is {value}", f"give {what}")
+                raise RequestError(f"{name} is {value}", f"give {allowed}")
 
         require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         require(0 <= self.temperature < math.inf, "temperature", self.temperature, "a number of at least 0")
@@ -63,8 +65,8 @@ class SamplingParams:
             require(not math.isnan(bias), "a value of logit_bias", bias, "a number")
         require(0 <= self.seed <= MAX_SEED, "seed", self.seed, "0 to 2**64 - 1")
         require(0 <= self.choice < 2**32, "choice", self.choice, "0 or more")
-        most = self.num_logprobs
-        require(most is None or 0 <= most <= MAX_LOGPROBS, "num_logprobs", most, f"0 to {MAX_LOGPROBS}")
+        number = self.num_logprobs
+        require(number is None or 0 <= number <= MAX_LOGPROBS, "num_logprobs", number, f"0 to {MAX_LOGPROBS}")
 
     @property
     def greedy(self) -> bool:
@@ -76,16 +78,35 @@ class SamplingParams:
 
 
 class Matcher(Protocol):
-    """The state of a grammar along one sequence."""
+    """The grammar state of one sequence. Only `accept` changes it."""
 
-    def fill(self, draft: list[int], rows: Masks) -> int:
-        """Write the masks of `len(draft) + 1` rows; return how many draft tokens the grammar allows.
+    @property
+    def done(self) -> bool:
+        """Whether the answer is complete: nothing but a stop token could follow."""
 
-        The state is the same afterwards. Rows behind the first forbidden draft token are left as they are.
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot be followed any further; the request has to end."""
+
+    @property
+    def unrestricted(self) -> bool:
+        """Whether the masks of this row and of the next allow every token, whichever token comes between."""
+
+    def allowed(self, draft: list[int]) -> int:
+        """Return how many leading draft tokens the grammar allows."""
+
+    def forced(self, most: int) -> list[int]:
+        """Return the next tokens as far as the grammar leaves no choice, at most so many."""
+
+    def fill(self, draft: list[int], rows: Masks) -> None:
+        """Write the masks of `len(draft) + 1` rows.
+
+        Rows after the first forbidden draft token are left as they are. A row whose mask cannot be computed allows no
+        token, and if it is the first, `error` has the reason.
         """
 
     def accept(self, token: int) -> None:
-        """Advance by one token that the last masks allowed."""
+        """Advance by one token, which the last masks allowed."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -98,13 +119,18 @@ class Sequence:
     params: SamplingParams
     computed: int = 0  # tokens[:computed] have valid KV
     draft: list[int] = field(default_factory=list)  # proposed, not verified
+    num_forced: int = 0  # leading tokens of the draft that the grammar forces
     matcher: Matcher | None = None
     kv: object = None  # block table or slot; only its KVCache looks inside
     cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
-    past: Seq[int] = ()  # the conversation before `tokens` that is not in the context: drafters read it
-    owner: str = ""  # whose request it is (an API key's name): what one owner wrote serves no other
-    drafted: int = 0
+    past: Seq[int] = ()  # the part of the conversation that is no longer in the context; drafters read it
+    cache_namespace: str = ""  # stands for the API key: namespaces share no cached prefixes and no learnt drafts
+    client: str = ""  # who sent it; clients take turns
+    interactive: bool = False  # somebody waits in an editor; it overtakes others, also within their prompts
+    turn: int | None = None  # number of its first admission; None: it has not run yet
+    drafted: int = 0  # without those that the grammar forced, as is the next one
     accepted: int = 0
+    forced: int = 0  # accepted draft tokens that the grammar forced
 
     @property
     def completion_len(self) -> int:
@@ -131,7 +157,7 @@ class Chunk:
 
 
 class Copy(NamedTuple):
-    """Let slot `dst`, which is empty, share the first `length` positions of slot `src`."""
+    """Share the first `length` positions of slot `src` with the empty slot `dst`."""
 
     src: int
     dst: int
@@ -146,31 +172,33 @@ class Trim(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Keep a snapshot of a slot under `key`, outside of the cache."""
+    """Keep a snapshot of a slot, or of these blocks, under `key`, outside the cache."""
 
-    slot: int
+    kv: tuple[int, ...] | int
     key: int
 
 
 class Load(NamedTuple):
-    """Bring the snapshot `key`, which stays, into an empty slot."""
+    """Load the snapshot `key` into an empty slot, or its blocks from number `first` on into these; it stays."""
 
     key: int
-    slot: int
+    kv: tuple[int, ...] | int
+    first: int = 0
 
 
 class Drop(NamedTuple):
-    """Forget the snapshot `key`, which may not exist: the step that was to save it may have failed."""
+    """Forget the snapshot `key`. It may not exist: the step that should save it may have failed."""
 
     key: int
 
 
 class Store(NamedTuple):
-    """Write the snapshot `key` to a file, in the background; it stays where it is, and may not exist."""
+    """Write the snapshot `key` to a file in the background. The snapshot stays; it may not exist."""
 
     key: int
-    tokens: NDArray[np.int32]  # what it is the KV of
-    owner: str
+    tokens: NDArray[np.int32]  # of the snapshot
+    cache_namespace: str
+    shared: bool = False  # several conversations begin with it: it is deleted last
 
 
 Op = Copy | Trim | Save | Load | Drop | Store
@@ -178,7 +206,7 @@ Op = Copy | Trim | Save | Load | Drop | Store
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass. The ops are done in order before the chunks; there may be no chunk."""
+    """One forward pass. The ops run in order, before the chunks; there may be no chunks."""
 
     chunks: tuple[Chunk, ...]
     ops: tuple[Op, ...] = ()
@@ -193,26 +221,26 @@ class Step:
 
 
 class Sampled(NamedTuple):
-    """A sampled token; the log-probabilities are those of the model's own distribution, where asked for."""
+    """A sampled token. Log-probabilities, if requested, are those of the model's own distribution."""
 
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Samples(Protocol):
-    """What a step samples, perhaps still on its way."""
+class PendingSamples(Protocol):
+    """The samples of a step, which the device may still be computing."""
 
     def read(self) -> list[list[Sampled]]:
-        """Wait for the rows of each chunk, in order. Raises EngineError.
+        """Wait for the sampled rows of each chunk, in order. Raises EngineError.
 
-        Rows behind one that differs from the draft may be left out.
+        Rows after the first that differs from the draft may be missing.
         """
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """`Samples` that are there."""
+class CompletedSamples:
+    """`PendingSamples` that are on the host."""
 
     rows: list[list[Sampled]]
 
@@ -222,13 +250,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What one request cost."""
+    """Token counts and times of one request."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    drafted: int
+    drafted: int  # without those that a grammar forced, as is the next one
     accepted: int
+    forced: int = 0  # accepted draft tokens that a grammar forced
     queue_ms: float  # from submit to the first step
     prompt_ms: float  # from the first step to the first token
     first_token_ms: float  # from submit to the first token
@@ -236,40 +265,40 @@ class Stats:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens after the first by the time they took; 0 where there are none."""
+        """The tokens after the first, divided by their time; 0: there are none."""
         return 1000 * (self.completion_tokens - 1) / self.decode_ms if self.decode_ms > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one step did for one sequence; the last event of a sequence has a finish reason."""
+    """The new tokens of one sequence after one step; the last event of a sequence has a finish reason."""
 
     seq_id: int
     sampled: tuple[Sampled, ...] = ()
     finish_reason: FinishReason | None = None
     error: EdgeLMError | None = None
     stats: Stats | None = None
-    accepted: int = 0  # how many of `sampled`, from the first on, were drafted
+    accepted: int = 0  # how many leading tokens of `sampled` were drafted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorInfo:
-    """What an executor can do. Lengths and sizes are in tokens unless they say otherwise."""
+    """Limits and abilities of an executor. Lengths and sizes are in tokens unless stated otherwise."""
 
     engine: str  # "llama" or "torch"
     device: str
     num_vocab: int
     context: int  # the longest sequence
-    capacity: int  # positions that the KV cache holds for all sequences together
-    max_tokens: int  # in the chunks of a step
+    capacity: int  # positions of the KV cache, for all sequences together
+    max_tokens: int  # of all chunks of a step
     max_rows: int  # sampled rows of a step
     max_sequences: int  # slots
     kv_bytes_per_token: int
-    can_trim: bool = True  # a cache can be cut behind any position
-    can_copy: bool = True  # a prefix of a cache can be shared by another sequence
-    block_len: int = 0  # positions of a block, where a chunk's `kv` is a block table; 0: it is a slot
-    keeps_all: bool = True  # no position of a cache is lost while it grows; False: a prefix serves whole or not at all
-    runs_ahead: bool = False  # a step may be launched before the one before it is read; its tokens are LAST then
+    can_trim: bool = True  # the KV of a sequence can be cut after any position
+    can_copy: bool = True  # another sequence can share a prefix
+    block_len: int = 0  # positions of a block, if a chunk's `kv` is a block table; 0: it is a slot
+    keeps_all: bool = True  # the KV of a sequence loses no position while it grows; False: a prefix is reused whole
+    runs_ahead: bool = False  # a step may be launched before the previous one is read; its tokens are then LAST
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -278,56 +307,67 @@ class StoredPrefix:
 
     name: str
     tokens: NDArray[np.int32]
-    owner: str
+    cache_namespace: str
+    shared: bool = False
 
 
 class Snapshots(Protocol):
-    """What a bookkeeper asks of the memory that holds snapshots. Keys are of ops, names of files."""
+    """The store of snapshots, as a `KVCache` sees it. Keys identify snapshots in memory, names those in files."""
 
     keeps_files: bool
 
     def nbytes(self, key: int) -> int | None:
-        """Return what a snapshot takes in memory; None: it was not saved."""
+        """Return the size of a snapshot in memory; None: it was not saved."""
 
     def files(self) -> tuple[StoredPrefix, ...]:
-        """Return what there is in files: the same object as the last time if it is the same."""
+        """Return the snapshots in files: the same object as last time, if nothing changed."""
 
     def fetch(self, name: str, key: int) -> bool:
-        """Bring a file into memory under a new key; False: it is damaged or gone, and none of `files` any more."""
+        """Read a file into memory under a new key; False: it is damaged or missing, and no longer one of `files`."""
 
     def flush(self) -> None:
-        """Wait until all that was to be stored is in files, within a limit."""
+        """Wait, within a time limit, until all pending snapshots are in files."""
 
 
 class KVCache(Protocol):
-    """Bookkeeping of the KV cache: who holds which positions, and what of the past can be used again."""
+    """Bookkeeping of the KV cache: which sequences hold which positions, and which prefixes can be reused."""
+
+    @property
+    def usage(self) -> float:
+        """The share of the cache that running sequences hold, 0 to 1. For any thread."""
 
     def attach(self, seq: Sequence) -> bool:
-        """Bind the longest cached prefix and set `computed` (at most `len(tokens) - 1`); False: no place now."""
+        """Bind the longest cached prefix and set `computed` (at most `len(tokens) - 1`); False: no room now."""
 
     def grow(self, seq: Sequence, length: int) -> bool:
-        """Make room for positions up to `length`, evicting idle prefixes; False: none is left to evict."""
+        """Make room for positions up to `length`, evicting idle prefixes; False: nothing is left to evict."""
 
-    def place(self, seq: Sequence) -> tuple[int, ...] | int:
-        """Return what a chunk needs to find the sequence's KV: block table, or slot."""
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """Return where a chunk that could end at `end` has to end: there, or at an earlier position worth saving."""
+
+    def kv_location(self, seq: Sequence) -> tuple[int, ...] | int:
+        """Return where the KV of a sequence is, as chunks need it: its block table, or its slot."""
 
     def commit(self, seq: Sequence) -> None:
-        """Take the positions below `computed` as final, and forget those behind."""
+        """Make the positions below `computed` final, and forget those after them."""
+
+    def keeps(self, seq: Sequence) -> bool:
+        """Tell whether a running sequence that is released now can go on later without computing its prefix again."""
 
     def release(self, seq: Sequence) -> None:
-        """Unbind a sequence that is done or preempted; its prefix stays reusable."""
+        """Unbind a sequence that is finished or preempted; its prefix stays reusable."""
 
     def reset(self) -> None:
-        """Forget everything: a step failed, and what the device holds is unknown. No sequence is bound any more."""
+        """Forget everything and unbind all sequences: a step failed, and the content of the device is unknown."""
 
-    def rest(self) -> None:
-        """Make ops that let idle prefixes outlive the process: nothing runs, and perhaps nothing will."""
+    def flush_idle(self) -> None:
+        """Make ops that store idle prefixes beyond this process. No sequence runs now."""
 
     def take_ops(self) -> tuple[Op, ...]:
         """Return the device effects since the last call, in order."""
 
     def close(self) -> None:
-        """Wait for what the ops of `rest` do in the background."""
+        """Wait for the background work of the ops that `flush_idle` made."""
 
 
 class Executor(Protocol):
@@ -337,42 +377,82 @@ class Executor(Protocol):
     def info(self) -> ExecutorInfo: ...
 
     def forward(self, step: Step) -> None:
-        """Do the ops, run the chunks. CUDA returns at once, llama.cpp when done. Raises EngineError."""
+        """Do the ops, then run the chunks. CUDA returns at once, llama.cpp when done. Raises EngineError."""
 
-    def sample(self, step: Step, masks: Masks | None) -> Samples:
+    def sample(self, step: Step, masks: Masks | None) -> PendingSamples:
         """Start to sample the rows of each chunk. CUDA returns at once, llama.cpp when done. Raises EngineError."""
 
     def logits(self, step: Step) -> NDArray[np.float32]:
-        """Return the logits of the sampled rows: [rows, vocabulary]."""
+        """Return the logits of the sampled rows: [rows, vocab]."""
 
-    def embed(self, step: Step) -> NDArray[np.float32]:
-        """Return one vector a chunk: [chunks, width]. Raises RequestError where the model has none."""
+    def close(self) -> None: ...
+
+
+Pooling = Literal["mean", "cls", "last", "rank"]  # the vector of an input: of its hidden states, or its scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedderInfo:
+    """The limits of an embedder."""
+
+    width: int  # of a vector; with the pooling "rank", the number of scores
+    context: int  # tokens of the longest input
+    max_inputs: int  # of a batch
+
+
+class EmbeddingBatch(Protocol):
+    """The vectors of some inputs while they are computed."""
+
+    def step(self, max_tokens: int) -> int:
+        """Compute the next tokens, about so many, and return how many; 0: all vectors are complete. Raises EngineError.
+
+        A model without causal attention computes an input as a whole, however long it is.
+        """
+
+    def vectors(self) -> NDArray[np.float32]:
+        """Return the vectors as the model computes them, not normalized: [inputs, width]."""
+
+
+class Embedder(Protocol):
+    """Computes vectors. For the engine's thread only: it shares the weights and the processor with the steps."""
+
+    @property
+    def info(self) -> EmbedderInfo: ...
+
+    def begin(self, inputs: Seq[Seq[int]]) -> EmbeddingBatch:
+        """Start a batch; the one before is lost. Each input has 1 to `context` tokens.
+
+        Raises EngineError if there is not enough memory for the longest input.
+        """
 
     def close(self) -> None: ...
 
 
 class Drafter(Protocol):
-    """Proposes tokens that may follow."""
+    """Proposes draft tokens."""
 
     def begin(self, seq: Sequence) -> None:
-        """Get ready for a sequence that was admitted."""
+        """Prepare for a sequence that was admitted."""
 
-    def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
-        """Return at most `len(marginal_cost)` tokens; the k-th cost is that of the k-th extra row, in steps."""
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        """Return at most `len(marginal_cost)` draft tokens; `marginal_cost[k]` is the cost of extra row k, in steps.
+
+        The draft continues the sequence's tokens and then those that its grammar forces.
+        """
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None: ...
 
-    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
-        """Return what is lost on average, in steps, where the step behind the next token has no draft.
+    def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        """Return the expected cost, in steps, of launching the step after the next token without a draft.
 
-        That token is on its way and not known; the costs are as for `propose`.
+        The device is still computing that token; `marginal_cost` is as for `propose`.
         """
 
     def end(self, seq: Sequence) -> None:
-        """Learn from a sequence that is finished, and forget what was kept for it."""
+        """Learn from a finished sequence, and free its state."""
 
     def work(self, seconds: float) -> bool:
-        """Do at most about so many seconds of indexing that waits; True: there is more."""
+        """Spend at most about `seconds` on pending background work; True: there is more."""
 
     def close(self) -> None:
-        """Save what was learnt."""
+        """Save the learnt state."""

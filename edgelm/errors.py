@@ -1,12 +1,12 @@
-"""What goes wrong in the user's world, as one line each.
+"""Errors of the user's world, each shown as one line.
 
-Owns the error type that every module raises for files, memory, requests and native code. Bugs of our own are
-`assert`s, not these. Knows nothing of where an error is shown.
+Owns the error types that all modules raise for files, memory, requests and native code. Our own bugs are `assert`s
+instead. Knows nothing of where an error is shown.
 """
 
 
 class EdgeLMError(Exception):
-    """Something outside of edgelm's control failed: what happened, and what to do about it."""
+    """Something outside edgelm's control failed: `message` says what happened, `hint` what to do."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
@@ -18,24 +18,35 @@ class EdgeLMError(Exception):
 
 
 class UsageError(EdgeLMError):
-    """A flag has a value that it cannot have."""
+    """A flag has a value that is not allowed."""
 
 
 class ModelError(EdgeLMError):
-    """A model file is missing, damaged, unsupported or does not fit."""
+    """A model file is missing, damaged or unsupported, or does not fit in memory."""
 
 
 class RequestError(EdgeLMError):
-    """A request asks for what cannot be done: its own fault, other requests are not concerned."""
+    """A request cannot be served as it is; other requests are not affected."""
 
 
 class BusyError(EdgeLMError):
-    """The queue is full: the same request may succeed later."""
+    """The queue is full; the same request may succeed later."""
 
 
 class EngineError(EdgeLMError):
-    """The engine failed in the middle of its work, or its process died."""
+    """The engine failed during its work, or its process died."""
 
 
 class SnapshotError(EngineError):
-    """A snapshot cannot be brought back: the step is lost, and what it was for can be computed."""
+    """A snapshot cannot be loaded. Its step is lost, but the KV can be computed again."""
+
+
+class StillLoadingError(EdgeLMError):
+    """The model is being loaded; the same request succeeds later, in about `retry_after_s` if that is known."""
+
+    def __init__(
+        self, message: str, hint: str = "", *, progress: float | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, hint)
+        self.progress = progress  # 0 to 1
+        self.retry_after_s = retry_after_s

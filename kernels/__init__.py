@@ -1,1 +1,1 @@
-"""Triton kernels, each beside its reference in plain torch; imported as `edgelm.kernels`."""
+"""Triton kernels, each with a reference in plain torch; imported as `edgelm.kernels`."""

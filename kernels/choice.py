@@ -1,6 +1,6 @@
-"""Which implementation of an op runs: the first that does not decline.
+"""The choice of an op's implementation: the first one that does not decline.
 
-Owns the rule and its error. Knows nothing of what any op computes.
+Owns that rule and its error. Knows nothing of what an op computes.
 """
 
 from __future__ import annotations
@@ -8,14 +8,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import torch
+from torch import Tensor
+
+T = TypeVar("T")
 
 
 class NoKernelError(Exception):
-    """No implementation of an op takes these arguments; the message lists why each declined."""
+    """No implementation of an op takes these arguments; the message lists why each one declined."""
 
 
 class Implementation(NamedTuple):
@@ -26,36 +30,61 @@ class Implementation(NamedTuple):
     run: Callable[..., object]
 
 
-def choose(op: str, implementations: Sequence[Implementation], wanted: str | None, /, *args: object) -> Implementation:
-    """Return the first implementation that takes `args`, or the one that is `wanted`.
+def choose(op: str, implementations: Sequence[Implementation], name: str | None, /, *args: object) -> Implementation:
+    """Return the first implementation that takes `args`; with a `name`, only the one of that name is tried.
 
-    Raises NoKernelError where none does: an op never falls back in silence.
+    Raises NoKernelError where all decline: an op never falls back silently.
     """
     reasons = []
-    for each in implementations:
-        if wanted not in (None, each.name):
+    for candidate in implementations:
+        if name not in (None, candidate.name):
             continue
-        reason = each.declines(*args)
+        reason = candidate.declines(*args)
         if reason is None:
-            return each
-        reasons.append(f"{each.name}: {reason}")
-    raise NoKernelError(f"no implementation of {op} takes this: {'; '.join(reasons) or f'none is named {wanted}'}")
+            return candidate
+        reasons.append(f"{candidate.name}: {reason}")
+    raise NoKernelError(f"no implementation of {op} takes this: {'; '.join(reasons) or f'none is named {name}'}")
+
+
+def dispatch(
+    op: str,
+    package: str,
+    reference: Callable[..., T],
+    name: str | None,
+    x: Tensor,
+    *args: object,
+    declined: str | None = None,
+) -> T:
+    """Run an op: the function `op` of `package`.kernel, or the reference; both take x and `args`.
+
+    `declined` is the op's own reason why its kernel cannot take these arguments; None: it takes them. The kernel's
+    module is imported here, on first use, since Triton is not installed everywhere.
+    """
+
+    def run_triton() -> T:
+        return cast(T, getattr(import_module(f"{package}.kernel"), op)(x, *args))
+
+    implementations = (
+        Implementation("triton", lambda: declines_triton(x) or declined, run_triton),
+        Implementation("reference", lambda: declines_reference(x, name), lambda: reference(x, *args)),
+    )
+    return cast(T, choose(op, implementations, name).run())
 
 
 @cache
 def interpreting() -> bool:
-    """Whether Triton runs its kernels in its interpreter, on tensors of the CPU."""
+    """Return whether Triton runs its kernels in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0").casefold() in ("1", "true", "yes", "on")
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton can be imported."""
+    """Return whether Triton can be imported."""
     return find_spec("triton") is not None
 
 
-def declines_triton(tensor: torch.Tensor) -> str | None:
-    """Return why no Triton kernel can run on this tensor: what every kernel declines first."""
+def declines_triton(tensor: Tensor) -> str | None:
+    """Return why no Triton kernel can run on this tensor; every kernel checks this first."""
     if not has_triton():
         return "triton is not installed"
     if tensor.is_cuda:
@@ -67,8 +96,8 @@ def declines_triton(tensor: torch.Tensor) -> str | None:
     return None if interpreting() else f"the tensors are on {tensor.device.type}"
 
 
-def declines_reference(tensor: torch.Tensor, wanted: str | None) -> str | None:
-    """Return why the plain torch version should not run: on a GPU it must be asked for, being many times slower."""
-    if tensor.is_cuda and wanted != "reference":
+def declines_reference(tensor: Tensor, name: str | None) -> str | None:
+    """Return why the plain torch version should not run: it is many times slower on a GPU, so it must be requested."""
+    if tensor.is_cuda and name != "reference":
         return "the tensors are on a GPU, where it runs only when it is named"
     return None

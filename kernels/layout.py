@@ -1,22 +1,23 @@
-"""How quantized weights lie in a GPU's memory: codes in the order in which tensor cores take them, and their scales.
+"""The layout of quantized weights in a GPU's memory: codes in the order of the tensor cores, and their scales.
 
-Owns the description of a layout, the planes of one weight, and the way from codes to planes and back. Knows nothing of
-files. A weight is a matrix [rows, columns] (N, K), multiplied as `x @ weight.T`, or a stack of such matrices.
+Owns the description of a layout, the planes of a weight, and the conversion of codes to planes and back. Knows nothing
+of files. A weight is a matrix [rows, columns] (N, K), multiplied as `x @ weight.T`, or a stack of such matrices.
 
     value = scale * (code - zero) + offset                       with one scale for `group` columns of a row
     value = supers * scale * (code - zero) + super_min * min     where the scales themselves are quantized
 
-Codes are stored in chunks of 16 rows by 64 columns, chunk after chunk along a row of chunks ("tile" = 16 rows). A
-chunk is what one warp multiplies: lane 4 * l4 + lm (l4 = 0..7, lm = 0..3) holds of the rows l4 and l4 + 8 (rb = 0, 1)
-the columns 32 * g + 8 * lm + 4 * p + 2 * jb + h   (g, p, jb, h = 0, 1), so that it reads 8 neighbours of x at once.
+Codes are stored in chunks of 16 rows by 64 columns, chunk after chunk along a row of chunks ("tile" = 16 rows). One
+warp multiplies a chunk: of the rows l4 and l4 + 8 (rb = 0, 1), lane 4 * l4 + lm (l4 = 0..7, lm = 0..3) holds the
+columns 32 * g + 8 * lm + 4 * p + 2 * jb + h   (g, p, jb, h = 0, 1), so it reads 8 neighbours of x at once.
 
     4 bits   [tile, chunk, lane, jb, rb]      a word: slot s = 2 * g + p, h = 0 at bit 4 * s, h = 1 at bit 16 + 4 * s
-    +1 bit   [tile, chunk, lane]              `high`: h = 0 at bit 4 * (2 * jb + rb) + s, h = 1 at 16 more
-    +2 bits  [tile, chunk, lane, jb]          `high`: h = 0 at bit 2 * (s + 4 * rb), h = 1 at 16 more
+    +1 bit   [tile, chunk, lane]              `high`: h = 0 at bit 4 * (2 * jb + rb) + s, h = 1 is 16 bits higher
+    +2 bits  [tile, chunk, lane, jb]          `high`: h = 0 at bit 2 * (s + 4 * rb), h = 1 is 16 bits higher
     8 bits   [tile, chunk, g, lane, jb, rb]   a word: byte 2 * p + h
 
-Scales are [tile, entry, row of 16, n]: of a group of up to 64 columns an entry is a chunk and n = 64 / group; of a
-longer group an entry is a group and n = 1. Rows are padded to 16 and columns to 64 (`group`, if longer), with zeros.
+Scales are [tile, entry, row of 16, n]. For groups of up to 64 columns an entry is a chunk and n = 64 / group; for
+longer groups an entry is a group and n = 1. Rows are padded to 16 and columns to 64 (or to `group`, if it is longer),
+with zeros.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CodeKind = Literal["unsigned", "signed", "codebook", "fp8"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the planes of a weight mean: all that a kernel is compiled for."""
+    """The meaning of a weight's planes: everything that a kernel is compiled for."""
 
     name: str  # such as "q4_k": for messages and benchmarks
     bits: int  # of a code: 4, 5, 6 or 8
@@ -63,12 +64,12 @@ class Layout:
 
     @property
     def per_entry(self) -> int:
-        """How many scales of a row an entry holds."""
+        """Return the number of scales that an entry holds for a row."""
         return max(CHUNK // self.group, 1)
 
     @property
     def bits_per_weight(self) -> float:
-        """What is read for each weight, padding aside."""
+        """Return the bits that are read for each weight, without padding."""
         scale = {"f16": 16, "bf16": 16, "f32": 32, "e8m0": 8, "u8": 8, "i8": 8}[self.scale]
         offset = {"none": 0, "min": scale, "zero": 8}[self.offset]
         supers = (32 if self.offset == "min" else 16) / SUPER if self.two_level else 0
@@ -77,7 +78,7 @@ class Layout:
 
 @cache
 def layout_constants(layout: Layout | None) -> dict[str, object]:
-    """Return what a kernel is compiled for, of a layout; None: dense rows. BOOK: its bytes as one number."""
+    """Return the constexprs of a layout (None: dense rows). BOOK is the codebook's bytes as one number."""
     if layout is None:
         return {"BITS": 16, "GROUP": CHUNK, "SCALE": "f32", "CODE": "", "ZERO": 0, "OFFSET": "none", "BOOK": 0}
     book = sum((value & 255) << (8 * i) for i, value in enumerate(layout.codebook))
@@ -104,7 +105,7 @@ class PackedWeight:
 
     @property
     def num_matrices(self) -> int:
-        """0: it is no stack."""
+        """Return the size of the stack; 0 for a single matrix."""
         return self.codes.shape[0] if self.codes.dim() == 4 else 0
 
     @property
@@ -137,7 +138,7 @@ class DenseWeight:
 
     @property
     def num_matrices(self) -> int:
-        """0: it is no stack."""
+        """Return the size of the stack; 0 for a single matrix."""
         return self.data.shape[0] if self.data.dim() == 3 else 0
 
     @property
@@ -157,18 +158,12 @@ PLANES = ("codes", "scales", "high", "offsets", "supers", "order")
 
 
 def planes(weight: PackedWeight) -> dict[str, Tensor]:
-    """Return the tensors that a weight consists of."""
+    """Return the tensors of a weight by name."""
     return {name: plane for name in PLANES if (plane := getattr(weight, name)) is not None}
 
 
-# -- codes -------------------------------------------------------------------------------------------------------------
-
-
 def pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """Put codes, uint8 or int8 [..., rows, columns] padded to whole chunks, in the order of the kernels.
-
-    Returns the planes `codes` and `high`.
-    """
+    """Return the planes `codes` and `high` for codes, uint8 or int8 [..., rows, columns], padded to whole chunks."""
     *stack, rows, columns = codes.shape
     assert rows % TILE == 0
     assert columns % CHUNK == 0
@@ -181,26 +176,26 @@ def pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     if bits == 8:
         # -> [.., tile, chunk, g, l4, lm, jb, rb, p, h], a word for each (p, h)
         bytes8 = parts.permute(*lead, *(n + d for d in (0, 1, 7, 2, 3, 4, 5, 8, 6)))
-        words = _joined(bytes8.flatten(-2), torch.arange(0, 32, 8))
+        words = _join(bytes8.flatten(-2), torch.arange(0, 32, 8))
         return words.reshape(*stack, rows // TILE, columns // CHUNK, 256), None
     nibbles = (parts & 15).reshape(*parts.shape[:-3], 8)
-    low = _joined(nibbles, torch.arange(0, 32, 4)).reshape(*stack, rows // TILE, columns // CHUNK, 128)
+    low = _join(nibbles, torch.arange(0, 32, 4)).reshape(*stack, rows // TILE, columns // CHUNK, 128)
     if bits == 4:
         return low, None
     top = (parts >> 4).flatten(-2)  # [.., tile, chunk, l4, lm, jb, rb, h, s]
     if bits == 5:
         # bit 4 * (2 * jb + rb) + s of the half h
         spread = top.permute(*lead, *(n + d for d in (0, 1, 2, 3, 6, 4, 5, 7))).flatten(-4)
-        high = _joined(spread, torch.arange(32))
+        high = _join(spread, torch.arange(32))
         return low, high.reshape(*stack, rows // TILE, columns // CHUNK, 32)
     # bit 2 * (s + 4 * rb) of the half h, a word for each jb
     spread = top.permute(*lead, *(n + d for d in (0, 1, 2, 3, 4, 6, 5, 7))).flatten(-3)
-    high = _joined(spread, torch.arange(0, 32, 2))
+    high = _join(spread, torch.arange(0, 32, 2))
     return low, high.reshape(*stack, rows // TILE, columns // CHUNK, 64)
 
 
 def unpack_codes(codes: Tensor, high: Tensor | None, bits: int) -> Tensor:
-    """Return the codes of planes, uint8 [..., rows, columns] with the padding: what `pack_codes` was given."""
+    """Return the codes of planes, uint8 [..., rows, columns] with the padding: the inverse of `pack_codes`."""
     *stack, tiles, chunks, _ = codes.shape
     n = len(stack)
     lead = tuple(range(n))
@@ -228,7 +223,7 @@ def unpack_codes(codes: Tensor, high: Tensor | None, bits: int) -> Tensor:
 
 
 def pack_scales(scales: Tensor, per_entry: int) -> Tensor:
-    """Put scales [..., rows, groups] padded to whole tiles and entries in the order of the kernels."""
+    """Return the plane of scales [..., rows, groups] that are padded to whole tiles and entries."""
     *stack, rows, groups = scales.shape
     assert rows % TILE == 0
     assert groups % per_entry == 0
@@ -237,30 +232,27 @@ def pack_scales(scales: Tensor, per_entry: int) -> Tensor:
 
 
 def unpack_scales(scales: Tensor) -> Tensor:
-    """Return scales as [..., rows, groups] with the padding: what `pack_scales` was given."""
+    """Return scales as [..., rows, groups] with the padding: the inverse of `pack_scales`."""
     *stack, tiles, entries, tile, per_entry = scales.shape
     return scales.transpose(-3, -2).reshape(*stack, tiles * tile, entries * per_entry)
 
 
-def _joined(parts: Tensor, shifts: Tensor) -> Tensor:
-    """Put the small numbers of the last dimension into one 32-bit word; they do not overlap."""
+def _join(parts: Tensor, shifts: Tensor) -> Tensor:
+    """Join the small numbers of the last dimension, shifted so that they do not overlap, into one int32 word."""
     wide = parts.to(torch.int64) << shifts.to(parts.device)
     total = wide.sum(-1)
     return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
 
 
 def _split(words: Tensor, shifts: Tensor, mask: int) -> Tensor:
-    """Return the small numbers of each word as a new last dimension."""
+    """Split each word into small numbers, as a new last dimension."""
     return (words.unsqueeze(-1) >> shifts.to(words.device, torch.int32)) & mask
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
 def dequantize(weight: Weight) -> Tensor:
-    """Return what a weight stands for, float32 [..., rows, columns], in the order of its own columns.
+    """Return the values of a weight, float32 [..., rows, columns], in its own column order (`order` is not applied).
 
-    The formula is computed in float32 in the order in which ggml computes it, so that the results are bit-equal.
+    The formula is computed in float32 in ggml's order of operations, so the results are equal to the last bit.
     """
     if isinstance(weight, DenseWeight):
         return weight.data.float()
@@ -288,7 +280,7 @@ def dequantize(weight: Weight) -> Tensor:
 def _scale_values(weight: PackedWeight) -> Tensor:  # [..., rows, groups]
     scales = unpack_scales(weight.scales)
     if weight.layout.scale == "e8m0":
-        byte = scales.int()  # a power of two is its exponent's bits; the two smallest are subnormal
+        byte = scales.int()  # the byte becomes the exponent; the two smallest powers are subnormal
         return torch.where(byte < 2, 0x200000 << (byte & 1), (byte - 1) << 23).view(torch.float32)
     if not weight.layout.two_level:
         return scales.float()
@@ -301,27 +293,24 @@ def _min_values(weight: PackedWeight) -> Tensor:
     return _super_values(weight, 1) * mins if weight.layout.two_level else mins
 
 
-def _super_values(weight: PackedWeight, which: int) -> Tensor:
+def _super_values(weight: PackedWeight, part: int) -> Tensor:
     assert weight.supers is not None
-    each = unpack_scales(weight.supers[..., which : which + 1].contiguous()).float()
+    supers = unpack_scales(weight.supers[..., part : part + 1].contiguous()).float()
     groups = unpack_scales(weight.scales).shape[-1]
-    return each.repeat_interleave(SUPER // weight.layout.group, -1)[..., :groups]
-
-
-# -- several weights as one --------------------------------------------------------------------------------------------
+    return supers.repeat_interleave(SUPER // weight.layout.group, -1)[..., :groups]
 
 
 def same_planes(weights: list[Weight]) -> bool:
-    """Whether weights can be fused by rows: of one layout and width, in one order, of whole tiles but the last."""
+    """Return whether weights can be fused by rows: one layout, width and order; whole tiles, except in the last."""
     first = weights[0]
-    if any(type(each) is not type(first) or each.columns != first.columns for each in weights):
+    if any(type(weight) is not type(first) or weight.columns != first.columns for weight in weights):
         return False
-    if any(each.rows % TILE for each in weights[:-1]):
+    if any(weight.rows % TILE for weight in weights[:-1]):
         return False
     if isinstance(first, DenseWeight):
-        return all(isinstance(each, DenseWeight) and each.data.dtype == first.data.dtype for each in weights)
-    packed = [each for each in weights if isinstance(each, PackedWeight)]
-    return all(each.layout == first.layout and _same_order(first.order, each.order) for each in packed)
+        return all(isinstance(weight, DenseWeight) and weight.data.dtype == first.data.dtype for weight in weights)
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    return all(weight.layout == first.layout and _same_order(first.order, weight.order) for weight in packed)
 
 
 def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
@@ -331,42 +320,37 @@ def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def fuse_rows(weights: list[Weight]) -> Weight:
-    """Return one weight with the rows of all, one weight after the other: for q, k and v."""
+    """Return one weight with the rows of all weights, one weight after the other: for q, k and v."""
     assert same_planes(weights)
     first = weights[0]
     if isinstance(first, DenseWeight):
-        return DenseWeight(torch.cat([each.data for each in weights if isinstance(each, DenseWeight)], -2))
-    return _with_planes(first, [each for each in weights if isinstance(each, PackedWeight)], _concatenated, False)
+        return DenseWeight(torch.cat([weight.data for weight in weights if isinstance(weight, DenseWeight)], -2))
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    return _fuse_planes(packed, torch.cat, gated=False)
 
 
 def fuse_gated(gate: Weight, up: Weight) -> Weight:
-    """Return one weight in which tiles of gate and up alternate, so that one program has both of an output."""
+    """Return one weight in which tiles of gate and up alternate, so that one program has both for an output."""
     assert same_planes([gate, up])
     assert gate.rows == up.rows
     if isinstance(gate, DenseWeight):
         assert isinstance(up, DenseWeight)
         assert gate.rows % TILE == 0
         stack = gate.data.shape[:-2]
-        pair = [each.data.reshape(*stack, -1, 1, TILE, each.columns) for each in (gate, up)]
-        return DenseWeight(torch.cat(pair, -3).reshape(*stack, 2 * gate.rows, gate.columns), gated=True)
+        tiles = [weight.data.reshape(*stack, -1, 1, TILE, weight.columns) for weight in (gate, up)]
+        return DenseWeight(torch.cat(tiles, -3).reshape(*stack, 2 * gate.rows, gate.columns), gated=True)
     assert isinstance(up, PackedWeight)
-    return _with_planes(gate, [gate, up], _alternating, True)
+    # stacked as [.., tiles, 2, ..]
+    return _fuse_planes([gate, up], lambda parts, dim: torch.stack(parts, dim + 1).flatten(dim, dim + 1), gated=True)
 
 
-def _concatenated(each: list[Tensor], dim: int) -> Tensor:
-    return torch.cat(each, dim)
-
-
-def _alternating(both: list[Tensor], dim: int) -> Tensor:
-    stacked = torch.stack(both, dim + 1)  # [.., tiles, 2, ..]
-    return stacked.flatten(dim, dim + 1)
-
-
-def _with_planes(
-    first: PackedWeight, weights: list[PackedWeight], join: Callable[[list[Tensor], int], Tensor], gated: bool
+def _fuse_planes(
+    weights: list[PackedWeight], join: Callable[[list[Tensor], int], Tensor], *, gated: bool
 ) -> PackedWeight:
-    dim = first.codes.dim() - 3  # of the tiles
+    """Join each plane of the weights along the dimension of the tiles."""
+    first = weights[0]
+    dim = first.codes.dim() - 3
     joined: dict[str, Any] = {
-        name: join([planes(each)[name] for each in weights], dim) for name in planes(first) if name != "order"
+        name: join([planes(weight)[name] for weight in weights], dim) for name in planes(first) if name != "order"
     }
-    return replace(first, rows=sum(each.rows for each in weights), gated=gated, **joined)
+    return replace(first, rows=sum(weight.rows for weight in weights), gated=gated, **joined)

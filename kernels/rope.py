@@ -1,11 +1,11 @@
-"""Rotary position embedding: what is rotated by how much, and the reference in plain torch.
+"""Rotary position embedding: the angles, and the rotation in plain torch.
 
-Owns the angles. Knows nothing of how a model scales its frequencies (linear, dynamic, llama3, yarn, longrope): each
-scheme gives other frequencies and perhaps a factor, which are all that a `Rope` has.
+Owns the angles. Knows nothing of how a model scales its frequencies (linear, dynamic, llama3, yarn, longrope): every
+scheme results in frequencies and one scale, which are all that a `Rope` has.
 
-Angles are not products of float32: at position 100,000 such a product is off by up to 0.004. A frequency is kept in
-turns, as a 64-bit fraction, so that the integer position * turns, overflow discarded, is the angle to 2**-40 of a turn.
-The sine and cosine are polynomials of float32, so that reference and kernel agree in every bit.
+Angles are not float32 products: at position 100,000 such a product is off by up to 0.004. A frequency is kept in turns,
+as a 64-bit fraction, so that the integer position * turns, without its overflow, is the angle to 2**-40 of a turn.
+The sine and cosine are float32 polynomials, so that reference and kernel agree in every bit.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from math import factorial, pi
 import torch
 from torch import Tensor
 
-# Taylor series at 0, used up to pi / 4 where the first term left out is 2e-9 of the sine and 1e-10 of the cosine
+# Taylor series at 0, used up to pi / 4; the first omitted term is 2e-9 of the sine and 1e-10 of the cosine there
 SINE = tuple((-1) ** n / factorial(2 * n + 1) for n in range(5))
 COSINE = tuple((-1) ** n / factorial(2 * n) for n in range(6))
-RADIANS = 2 * pi / 2**32  # in a unit of the upper half of the fraction
+RADIANS = 2 * pi / 2**32  # per unit of the upper half of the fraction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
-    """Rotates the first 2 * half dimensions of a head: pairs (i, i + half), or interleaved (2i, 2i + 1)."""
+    """The rotation of the first 2 * half dimensions of a head, in pairs (i, i + half), or interleaved (2i, 2i + 1)."""
 
     frequencies: Tensor  # float32 [half], radians per position
     scale: float = 1.0  # of the sine and the cosine
     interleaved: bool = False
-    turns: Tensor = field(init=False)  # int64 [half]: turns per position times 2**64, whole turns discarded
+    turns: Tensor = field(init=False)  # int64 [half]: turns per position times 2**64, without whole turns
 
     def __post_init__(self) -> None:
         turns = self.frequencies.double() / (2 * pi)
@@ -63,14 +63,14 @@ def sine_cosine(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rope(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
-    """Rotate x [tokens, heads, head_dim] by the angles at `positions` [tokens]; computed and returned in float32."""
+    """Rotate x [tokens, num_heads, head_dim] by the angles at `positions` [tokens]; the result is float32."""
     x = x.float()
-    sine, cosine = (each[:, None, :] for each in sine_cosine(rope, positions))
-    turned, rest = x[..., : rope.rotated_dim], x[..., rope.rotated_dim :]
+    sine, cosine = (part[:, None, :] for part in sine_cosine(rope, positions))
+    rotated, rest = x[..., : rope.rotated_dim], x[..., rope.rotated_dim :]
     if rope.interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
     else:
-        first, second = turned.chunk(2, -1)
+        first, second = rotated.chunk(2, -1)
     pair = first * cosine - second * sine, second * cosine + first * sine
-    turned = torch.stack(pair, -1).flatten(-2) if rope.interleaved else torch.cat(pair, -1)
-    return torch.cat([turned, rest], -1)
+    rotated = torch.stack(pair, -1).flatten(-2) if rope.interleaved else torch.cat(pair, -1)
+    return torch.cat([rotated, rest], -1)

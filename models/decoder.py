@@ -1,12 +1,13 @@
-"""The decoder that all families are: blocks of attention and feed-forward around one residual stream.
+"""The decoder of all families: blocks of attention and feed-forward around one residual stream.
 
-Owns the order of the ops and the type of what flows between them. Knows nothing of files, formats of weights, requests
-or who fills the cache. Nothing here reads what is on the device: with fixed sizes a CUDA graph can replay it.
+Owns the order of the ops and the types between them, and the batch that a forward pass runs on. Knows nothing of files,
+weight formats, requests or who fills the cache. Nothing here reads a tensor on the host: with fixed sizes, a CUDA graph
+can replay it.
 
-    stream -> [norm, qkv] -> [head norms, rotation, store] -> [attention] -> [out, + stream] -> feed-forward -> stream
+    stream -> [norm, qkv] -> [head norms, rope, write_kv] -> [attention] -> [out, + stream] -> feed-forward -> stream
     feed-forward: [norm, gate and up, gated] -> [down, + stream], or the experts of moe.py
 
-Each bracket is one kernel while a step has few rows: matmul computes the norm before it and the sum behind it.
+Each bracket is one kernel if a step has few rows: matmul fuses the norm before it and the sum after it.
 """
 
 from __future__ import annotations
@@ -18,24 +19,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from edgelm.kernels.activation import gated, softcap
+from edgelm.kernels.activation import Gate, gated, softcap
 from edgelm.kernels.attention import attention
 from edgelm.kernels.cache import LayerCache
 from edgelm.kernels.embedding import embedding
-from edgelm.kernels.gate import Gate
 from edgelm.kernels.layout import Weight
 from edgelm.kernels.matmul import ROWS, Norm, matmul
 from edgelm.kernels.norm import add_rms_norm, rms_norm
 from edgelm.kernels.rope import Rope
-from edgelm.kernels.store import store
-from edgelm.models.batch import Batch
+from edgelm.kernels.write_kv import write_kv
 from edgelm.models.config import ModelConfig
 from edgelm.models.moe import Experts, mixture
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The rows of a step, sequence after sequence. A CUDA graph fixes the sizes of these tensors, not their values."""
+
+    positions: Tensor  # int32 [tokens]
+    slot_mapping: Tensor  # int64 [tokens]: block * BLOCK_LEN + offset of the token's KV; below 0: not written
+    block_tables: Tensor  # int32 [sequences, max_blocks]
+    query_start_loc: Tensor  # int32 [sequences + 1]: the first row of each sequence, then the number of rows
+    seq_lens: Tensor  # int32 [sequences]: positions in the cache, with those of this step; 0: no sequence
+    max_query_len: int  # the most rows that a sequence has
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Linear:
-    """A matrix with its bias; or several matrices by rows, of `sizes`, in one."""
+    """A matrix with its bias; `sizes`: the rows of each part, if several matrices are fused."""
 
     weight: Weight
     bias: Tensor | None = None  # float32 [rows]
@@ -44,7 +59,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Attention:
-    """Self-attention of one layer. `qkv` has the rows of q, k and v in as few matrices as their formats allow."""
+    """Self-attention of one layer. `qkv` fuses q, k and v into as few matrices as their formats allow."""
 
     norm: Norm
     qkv: tuple[Linear, ...]
@@ -53,13 +68,13 @@ class Attention:
     window: int
     q_norm: Tensor | None = None  # float32 [head_dim]
     k_norm: Tensor | None = None
-    sinks: Tensor | None = None  # float32 [heads]
-    post_norm: Tensor | None = None
+    sinks: Tensor | None = None  # float32 [num_heads]
+    post_norm: Tensor | None = None  # float32 [hidden_size]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FeedForward:
-    """The gated network of one layer. `gate_up` is one matrix, of `fuse_gated`, or gate and up one after the other."""
+    """The gated feed-forward of one layer. `gate_up` is one matrix, from `fuse_gated`, or gate and up separately."""
 
     norm: Norm
     gate_up: tuple[Linear, ...]
@@ -69,7 +84,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One block of each kind."""
+    """The two blocks of a layer."""
 
     attention: Attention
     feed: FeedForward | Experts
@@ -77,7 +92,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Weights:
-    """All that a model has learned, on one device."""
+    """All weights of a model, on one device."""
 
     embedding: Weight
     layers: tuple[Layer, ...]
@@ -86,18 +101,18 @@ class Weights:
 
 
 class Stream(NamedTuple):
-    """What flows from block to block."""
+    """The residual stream between two blocks, and the input of the next one."""
 
-    residual: Tensor  # float32 [tokens, width]
-    x: Tensor  # what the next block reads
-    norm: Norm | None  # what it applies to x first; None: x has it
+    residual: Tensor  # float32 [tokens, hidden_size]
+    x: Tensor  # [tokens, hidden_size], the input of the next block
+    norm: Norm | None  # still to be applied to x; None: x is normalized
 
 
 class Decoder:
-    """One model, ready to run. Activations are of `dtype`, the residual stream is float32."""
+    """One model, ready to run. Activations have the type `dtype`; the residual stream is float32."""
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, implementation: str) -> None:
-        """Take weights that are loaded; `implementation` is that of every op: "triton" or "reference"."""
+        """Take loaded weights; `implementation` is that of every op, "triton" or "reference"."""
         self.config = config
         self.weights = weights
         self.dtype = dtype
@@ -116,21 +131,22 @@ class Decoder:
         return self.weights.embedding.device
 
     def forward(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
-        """Run tokens, int32 [tokens], storing their keys and values; return float32 [tokens, width], normed.
+        """Run token ids, int32 [tokens], and write their KV; return the last hidden states, after the final norm.
 
-        `caches` has one for each layer. Rows that belong to no sequence give anything.
+        They are float32 [tokens, hidden_size]. There is one cache per layer. Rows that belong to no sequence have
+        arbitrary values.
         """
         residual = embedding(
             ids, self.weights.embedding, scale=self.config.embedding_scale, implementation=self.implementation
         )
-        stream = self._entering(residual, self._first_norm)
+        stream = self._before_block(residual, self._first_norm)
         for layer, cache, (feed_norm, next_norm) in zip(self.weights.layers, caches, self._norms, strict=True):
             stream = self._attend(layer.attention, stream, batch, cache, feed_norm)
             stream = self._feed(layer.feed, stream, next_norm)
         return self._normed(stream, torch.float32)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [rows, vocab_size] for rows of what `forward` returned."""
+        """Return float32 [rows, vocab_size] for rows of the result of `forward`."""
         output = self.weights.output
         logits = self._linear(hidden.to(self.dtype), output, out_dtype=torch.float32)
         cap = self.config.final_softcap
@@ -138,18 +154,18 @@ class Decoder:
 
     def _attend(self, layer: Attention, stream: Stream, batch: Batch, cache: LayerCache, next_norm: Norm) -> Stream:
         config = self.config
-        fused = [self._linear(stream.x, each, norm=stream.norm) for each in layer.qkv]
+        fused = [self._linear(stream.x, linear, norm=stream.norm) for linear in layer.qkv]
         q, k, v = (
             part.view(part.shape[0], -1, config.head_dim)
-            for wide, each in zip(fused, layer.qkv, strict=True)
-            for part in torch.split(wide, list(each.sizes), 1)
+            for rows, linear in zip(fused, layer.qkv, strict=True)
+            for part in torch.split(rows, list(linear.sizes), 1)
         )
-        q = store(
+        q = write_kv(
             q,
             k,
             v,
             batch.positions,
-            batch.slots,
+            batch.slot_mapping,
             cache,
             rope=layer.rope,
             q_norm=layer.q_norm,
@@ -160,14 +176,14 @@ class Decoder:
         heads = attention(
             q,
             cache,
-            batch.tables,
-            batch.starts,
-            batch.lengths,
+            batch.block_tables,
+            batch.query_start_loc,
+            batch.seq_lens,
             scale=config.attention_scale,
             window=layer.window,
             softcap=config.attention_softcap,
             sinks=layer.sinks,
-            max_query=batch.max_query,
+            max_query_len=batch.max_query_len,
             implementation=self.implementation,
         )
         return self._joined(stream, heads.flatten(1), layer.out, layer.post_norm, next_norm)
@@ -177,19 +193,19 @@ class Decoder:
         if isinstance(layer, Experts):
             x = self._normed(stream, self.dtype)
             residual = mixture(x, layer, gate, stream.residual, self.implementation)
-            return self._entering(residual, next_norm)
+            return self._before_block(residual, next_norm)
         if len(layer.gate_up) == 1:
             inner = self._linear(stream.x, layer.gate_up[0], norm=stream.norm, gate=gate)
-        else:  # two formats: one kernel cannot read both
-            halves = [self._linear(stream.x, each, norm=stream.norm) for each in layer.gate_up]
+        else:  # a kernel cannot read two formats
+            halves = [self._linear(stream.x, linear, norm=stream.norm) for linear in layer.gate_up]
             inner = gated(torch.cat(halves, 1), gate, implementation=self.implementation)
         return self._joined(stream, inner, layer.down, layer.post_norm, next_norm)
 
     def _joined(self, stream: Stream, x: Tensor, linear: Linear, post_norm: Tensor | None, next_norm: Norm) -> Stream:
-        """Add a block's result to the stream, with the norm that follows it where the family has one."""
+        """Add a block's result to the stream, after the post-norm if the family has one."""
         if post_norm is None:
             residual = self._linear(x, linear, residual=stream.residual)
-            return self._entering(residual, next_norm)
+            return self._before_block(residual, next_norm)
         normed, residual = add_rms_norm(
             self._linear(x, linear),
             stream.residual,
@@ -201,8 +217,8 @@ class Decoder:
         )
         return Stream(residual, normed, None)
 
-    def _entering(self, residual: Tensor, norm: Norm) -> Stream:
-        """Return the stream before a block: of few rows that block's matmul computes the norm, of more a kernel."""
+    def _before_block(self, residual: Tensor, norm: Norm) -> Stream:
+        """Return the stream before a block. With few rows the block's matmul fuses the norm; else a kernel does it."""
         if residual.shape[0] <= ROWS:
             return Stream(residual, residual, norm)
         return Stream(residual, self._normed(Stream(residual, residual, norm), self.dtype), None)

@@ -1,25 +1,23 @@
-"""The families of architectures that the decoder computes: a row of flags and tensor names for each.
+"""The families of architectures that the decoder supports: a row of flags and tensor names for each.
 
-Owns what one family has and another has not, and what its tensors are called in a GGUF and in safetensors. Knows
-neither sizes nor how anything is computed. A name has `{i}` for the layer and `{e}` for the expert, and no suffix
-where its tensors have `.weight` and `.bias`.
+Owns the features in which families differ, and the names of their tensors in a GGUF and in safetensors. Knows neither
+sizes nor computation. A name has `{i}` for the layer and `{e}` for the expert. A name without a suffix stands for
+tensors that end in `.weight` and `.bias`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from edgelm.kernels.gate import GateKind
+from edgelm.kernels.activation import GateKind
 
 Routing = Literal["softmax", "topk_softmax"]
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What tensors are called. Where a family has a fused tensor and separate ones, a file has either."""
+    """The names of the tensors. Where a family has a fused tensor and separate ones, a file has either."""
 
     embedding: str
     final_norm: str
@@ -101,25 +99,24 @@ FOLDER_NAMES = Names(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a family of architectures has. `defaults`: what its config.json may leave out, as transformers has it."""
+    """The features of one family. What its config.json may omit is in `edgelm.checkpoints.config_json`."""
 
     name: str
-    gguf: str  # its `general.architecture`; "": it has no GGUF of its own
-    folder: tuple[str, ...]  # its `model_type`, in safetensors
+    gguf: str  # `general.architecture`; "": it has no GGUF of its own
+    folder: tuple[str, ...]  # `model_type` in config.json
     gate: GateKind = "silu"
     qk_norm: bool = False
-    post_norms: bool = False  # RMSNorm of what attention and feed-forward give, before it is added
+    post_norms: bool = False  # RMSNorm of the results of attention and feed-forward, before they are added
     sinks: bool = False
-    scaled_embedding: bool = False  # by sqrt(width)
-    norm_offset: float = 0.0  # added to norm weights of safetensors; a GGUF has it in the weights
+    scaled_embedding: bool = False  # by sqrt(hidden size)
+    norm_offset: float = 0.0  # added to norm weights of safetensors; in a GGUF the weights include it
     gguf_interleaved: bool = False  # the rows of q and k are permuted in a GGUF, for pairs (2i, 2i + 1)
-    window_every: int = 0  # every n-th layer has no window; 0: all layers with a window have the same
-    window_is_optional: bool = False  # `use_sliding_window` says whether there is one, and `max_window_layers` where
-    gguf_window: bool = False  # whether the window that a GGUF states is one (llama.cpp ignores it for some)
-    rope_every: int = 0  # every n-th layer does not rotate
+    window_every: int = 0  # every n-th layer has no window; 0: every layer has one
+    window_is_optional: bool = False  # by `use_sliding_window` and `max_window_layers`
+    gguf_window: bool = False  # the window in a GGUF holds; llama.cpp ignores it for some families
+    rope_every: int = 0  # every n-th layer has no rotation
     routing: Routing = "softmax"
-    normalised: bool = True  # the routes of a token sum up to 1, where its configuration does not say
-    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    normalised: bool = True  # the weights of a token's experts add up to 1, unless the configuration states otherwise
     gguf_names: Names = GGUF_NAMES
     folder_names: Names = FOLDER_NAMES
 
@@ -130,41 +127,14 @@ GEMMA_FOLDER = replace(
     feed_norm="model.layers.{i}.pre_feedforward_layernorm",
     feed_post_norm="model.layers.{i}.post_feedforward_layernorm",
 )
-GEMMA_DEFAULTS: Mapping[str, Any] = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-6,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
 
 FAMILIES = (
     Family(name="Llama", gguf="llama", folder=("llama",), gguf_interleaved=True),
-    Family(
-        name="Mistral",
-        gguf="",  # "llama" there
-        folder=("mistral",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "sliding_window": 4096,
-            "max_position_embeddings": 131_072,
-        },
-    ),
+    Family(name="Mistral", gguf="", folder=("mistral",)),  # a GGUF says "llama"
     Family(
         name="Mixtral",
-        gguf="",  # "llama" there
+        gguf="",  # a GGUF says "llama"
         folder=("mixtral",),
-        defaults={
-            "num_key_value_heads": 8,
-            "rope_theta": 1e6,
-            "rms_norm_eps": 1e-5,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "max_position_embeddings": 131_072,
-        },
         folder_names=replace(
             FOLDER_NAMES,
             router="model.layers.{i}.block_sparse_moe.gate",
@@ -180,59 +150,11 @@ FAMILIES = (
         gguf_interleaved=True,
         window_is_optional=True,
         rope_every=4,
-        defaults={
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "rope_theta": 2e6,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 32_768,
-        },
     ),
-    Family(
-        name="Qwen2",
-        gguf="qwen2",
-        folder=("qwen2",),
-        window_is_optional=True,
-        defaults={"max_position_embeddings": 32_768, "max_window_layers": 28},
-    ),
-    Family(
-        name="Qwen3",
-        gguf="qwen3",
-        folder=("qwen3",),
-        qk_norm=True,
-        window_is_optional=True,
-        defaults={"head_dim": 128, "max_position_embeddings": 32_768, "max_window_layers": 28},
-    ),
-    Family(
-        name="Qwen3-MoE",
-        gguf="qwen3moe",
-        folder=("qwen3_moe",),
-        qk_norm=True,
-        window_is_optional=True,
-        defaults={
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-            "max_position_embeddings": 32_768,
-        },
-    ),
-    Family(
-        name="Gemma",
-        gguf="gemma",
-        folder=("gemma",),
-        gate="gelu_tanh",
-        scaled_embedding=True,
-        norm_offset=1.0,
-        defaults={
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 8192,
-        },
-    ),
+    Family(name="Qwen2", gguf="qwen2", folder=("qwen2",), window_is_optional=True),
+    Family(name="Qwen3", gguf="qwen3", folder=("qwen3",), qk_norm=True, window_is_optional=True),
+    Family(name="Qwen3-MoE", gguf="qwen3moe", folder=("qwen3_moe",), qk_norm=True, window_is_optional=True),
+    Family(name="Gemma", gguf="gemma", folder=("gemma",), gate="gelu_tanh", scaled_embedding=True, norm_offset=1.0),
     Family(
         name="Gemma 2",
         gguf="gemma2",
@@ -243,12 +165,6 @@ FAMILIES = (
         norm_offset=1.0,
         window_every=2,
         gguf_window=True,
-        defaults={
-            **GEMMA_DEFAULTS,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-            "max_position_embeddings": 8192,
-        },
         folder_names=GEMMA_FOLDER,
     ),
     Family(
@@ -262,21 +178,9 @@ FAMILIES = (
         norm_offset=1.0,
         window_every=6,
         gguf_window=True,
-        defaults={
-            **GEMMA_DEFAULTS,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 10_000.0,
-            "max_position_embeddings": 131_072,
-        },
         folder_names=GEMMA_FOLDER,
     ),
-    Family(
-        name="Phi-3",
-        gguf="phi3",
-        folder=("phi3",),
-        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
-        gguf_names=replace(GGUF_NAMES, gate_up="blk.{i}.ffn_up"),
-    ),
+    Family(name="Phi-3", gguf="phi3", folder=("phi3",), gguf_names=replace(GGUF_NAMES, gate_up="blk.{i}.ffn_up")),
     Family(
         name="gpt-oss",
         gguf="gpt-oss",
@@ -286,15 +190,6 @@ FAMILIES = (
         window_every=2,
         gguf_window=True,
         routing="topk_softmax",
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "rope_theta": 150_000.0,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 128,
-            "num_experts_per_tok": 4,
-            "max_position_embeddings": 131_072,
-        },
         gguf_names=replace(GGUF_NAMES, feed_norm="blk.{i}.post_attention_norm", attention_post_norm=""),
         folder_names=replace(
             FOLDER_NAMES,
@@ -307,10 +202,10 @@ FAMILIES = (
 
 
 def family_of_gguf(architecture: str) -> Family | None:
-    """Return the family that has this `general.architecture`, None where it is unknown."""
+    """Return the family with this `general.architecture`, or None."""
     return next((family for family in FAMILIES if family.gguf and family.gguf == architecture), None)
 
 
 def family_of_folder(model_type: str) -> Family | None:
-    """Return the family that has this `model_type`, None where it is unknown."""
+    """Return the family with this `model_type`, or None."""
     return next((family for family in FAMILIES if model_type in family.folder), None)

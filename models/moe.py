@@ -1,7 +1,7 @@
-"""The mixture of experts of a sparse layer: each token goes through a few of many feed-forward networks.
+"""The mixture of experts of a sparse layer: each token runs through a few of many feed-forward networks.
 
-Owns routing and the sum over a token's experts. Knows nothing of attention. Which experts are used is known on the
-device only.
+Owns routing and the sum over a token's experts. Knows nothing of attention. The host never reads which experts a token
+uses.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgelm.kernels.activation import gated
-from edgelm.kernels.gate import Gate
+from edgelm.kernels.activation import Gate, gated
 from edgelm.kernels.grouped import grouped_matmul
 from edgelm.kernels.layout import Weight
 from edgelm.kernels.matmul import Norm, matmul
@@ -22,7 +21,7 @@ from edgelm.models.families import Routing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stack:
-    """A matrix of each expert, with their biases."""
+    """The same matrix of every expert, stacked, with the biases."""
 
     weight: Weight
     bias: Tensor | None = None  # float32 [experts, rows]
@@ -30,20 +29,23 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Experts:
-    """The experts of one layer. `gate_up` is one stack, of `fuse_gated`, or gate and up one after the other."""
+    """The experts of one layer. `gate_up` is one stack, from `fuse_gated`, or gate and up separately."""
 
     norm: Norm
-    router: Weight  # [experts, width]
+    router: Weight  # [experts, hidden_size]
     router_bias: Tensor | None
     gate_up: tuple[Stack, ...]
     down: Stack
-    used: int  # experts of each token
+    used: int  # experts per token
     routing: Routing
-    normalised: bool
+    normalised: bool  # the weights of a token add up to 1
 
 
 def mixture(x: Tensor, layer: Experts, gate: Gate, residual: Tensor, implementation: str) -> Tensor:
-    """Return residual plus what each token's experts give for x [tokens, width], float32 as the residual."""
+    """Return the residual plus the weighted outputs of each token's experts: float32 [tokens, hidden_size].
+
+    x: [tokens, hidden_size], normalized.
+    """
     logits = matmul(
         x, layer.router, bias=layer.router_bias, out_dtype=torch.float32, implementation=implementation
     )  # [tokens, experts]
@@ -53,7 +55,7 @@ def mixture(x: Tensor, layer: Experts, gate: Gate, residual: Tensor, implementat
     if len(layer.gate_up) == 1:
         stack = layer.gate_up[0]
         inner = grouped_matmul(x, stack.weight, ids, bias=stack.bias, gate=gate, implementation=implementation)
-    else:  # two formats: one kernel cannot read both
+    else:  # a kernel cannot read two formats
         halves = [
             grouped_matmul(x, stack.weight, ids, bias=stack.bias, implementation=implementation)
             for stack in layer.gate_up

@@ -1,18 +1,18 @@
-"""The rotation of a model's layers, out of a GGUF's metadata or a config.json.
+"""The rotation of a model's layers, from a GGUF's metadata or a config.json.
 
-Owns the names and defaults of its parameters. The formulas are rope.py's.
+Owns the names and defaults of its parameters. The formulas are in rope.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from edgelm.checkpoints.values import Values
 from edgelm.errors import ModelError
 from edgelm.models.families import Family
 from edgelm.models.rope import RopeConfig, RopeKind, longrope_scale, yarn_scale
-from edgelm.models.values import Values
 
-LAYER_TYPES = ("full_attention", "sliding_attention")  # of `layer_types`, and of rope parameters for each
+LAYER_TYPES = ("full_attention", "sliding_attention")  # in `layer_types`, and in rope parameters of their own
 ROPE_KINDS: Mapping[str, RopeKind] = {
     "default": "default",
     "none": "default",
@@ -25,8 +25,8 @@ ROPE_KINDS: Mapping[str, RopeKind] = {
 }
 
 
-def gguf_rope(values: Values, family: Family, dim: int) -> RopeConfig:
-    """Read the rotation of the layers without a window, of `dim` numbers of a head."""
+def gguf_rope(values: Values, family: Family, dim: int, context: int) -> RopeConfig:
+    """Read the rotation of the layers without a window. `dim` numbers of a head are rotated."""
     kind = _rope_kind(values.get("rope.scaling.type") or "linear")
     factor = values.number("rope.scaling.factor", "rope.scale_linear", default=0.0) or 1.0
     attention = values.number("rope.scaling.attn_factor", default=1.0)
@@ -38,49 +38,54 @@ def gguf_rope(values: Values, family: Family, dim: int) -> RopeConfig:
         dim=dim,
         interleaved=family.gguf_interleaved,
         factor=factor,
-        original_context=values.integer("rope.scaling.original_context_length", "context_length"),
-        beta_fast=values.number("rope.scaling.yarn_beta_fast", default=32.0),
-        beta_slow=values.number("rope.scaling.yarn_beta_slow", default=1.0),
+        original_context=values.integer("rope.scaling.original_context_length", default=context),
+        beta_fast=values.number("rope.scaling.yarn_beta_fast", default=0.0) or 32.0,
+        beta_slow=values.number("rope.scaling.yarn_beta_slow", default=0.0) or 1.0,
         scale=attention,
     )
 
 
 def gguf_local_rope(values: Values, family: Family, rope: RopeConfig) -> RopeConfig:
-    """Return the rotation of the layers with a window: Gemma 3's are not stretched, and have a base of their own."""
+    """Return the rotation of the layers with a window. Gemma 3's are not stretched and have a base of their own."""
     if family.gguf != "gemma3":
         return rope
     return RopeConfig(theta=values.number("rope.freq_base_swa", default=10_000.0), dim=rope.dim)
 
 
-def folder_rope(values: Values, head_dim: int, *, local: bool) -> RopeConfig:
-    """Read the rotation of the layers with a window (`local`) or of the others, old names and new."""
-    parameters = values.part("rope_parameters", "rope_scaling")
-    nested = any(isinstance(parameters.get(each), Mapping) for each in LAYER_TYPES)
+def folder_rope(values: Values, head_dim: int, context: int, *, local: bool) -> RopeConfig:
+    """Read the rotation of the layers with a window (`local`) or of the others, under its old or new names.
+
+    As in transformers, the old name, `rope_scaling`, has priority. An empty or null one counts as absent.
+    """
+    scaling, parameters = values.section("rope_scaling"), values.section("rope_parameters")
+    nested = any(isinstance(parameters.get(layer_type), Mapping) for layer_type in LAYER_TYPES)
     if nested:
-        parameters = Values(parameters).part(LAYER_TYPES[local])
+        own = Values(parameters, values.source).section(LAYER_TYPES[local])
+        parameters = own if local else {**own, **scaling}
+    elif scaling:
+        parameters = scaling
     local_base = values.get("rope_local_base_freq")
     theta = values.number("rope_theta", default=10_000.0)
     if local and local_base is not None and not nested:
         parameters, theta = {}, values.number("rope_local_base_freq")
-    return _stretched(Values(parameters, defaults={"rope_theta": theta}), values, head_dim)
+    rope = Values(parameters, values.source, defaults={"rope_theta": theta})
+    return _stretched(rope, values, head_dim, context)
 
 
-def _stretched(rope: Values, values: Values, head_dim: int) -> RopeConfig:
+def _stretched(rope: Values, values: Values, head_dim: int, context: int) -> RopeConfig:
     kind = _rope_kind(rope.get("rope_type", "type") or "default")
     if rope.get("mrope_section") is not None:
         raise ModelError("positions of images (mrope) are not supported")
     partial = rope.number("partial_rotary_factor", default=values.number("partial_rotary_factor", default=1.0))
-    context = values.integer("max_position_embeddings", default=2048)
-    # Phi-3 has it beside the others, and that one holds
-    original = values.integer(
-        "original_max_position_embeddings", default=rope.integer("original_max_position_embeddings", default=context)
-    )
+    # Phi-3 has the key beside the rope parameters as well, and that value applies
+    name = "original_max_position_embeddings"
+    original = values.integer(name, default=rope.integer(name, default=context))
     if original < 2:
-        raise ModelError("the model's configuration has no usable original_max_position_embeddings")
+        raise values.damaged(f"{name} is {original}, but must be 2 or more")
     factor = rope.number("factor", default=context / original if kind in ("yarn", "longrope") else 1.0)
-    short = rope.numbers("short_factor")
+    short = rope.positive_numbers("short_factor")
     if kind == "longrope" and not short:
-        raise ModelError("the model's configuration has no usable short_factor", "download the model again")
+        raise values.damaged("short_factor is missing")
     return RopeConfig(
         kind=kind,
         theta=rope.number("rope_theta"),
@@ -94,7 +99,7 @@ def _stretched(rope: Values, values: Values, head_dim: int) -> RopeConfig:
         truncate=rope.get("truncate") is not False,
         scale=_folder_scale(rope, kind, factor, original),
         divisors=short,
-        long_divisors=rope.numbers("long_factor"),
+        long_divisors=rope.positive_numbers("long_factor"),
     )
 
 
@@ -111,7 +116,7 @@ def _folder_scale(rope: Values, kind: RopeKind, factor: float, original: int) ->
     return yarn_scale(factor)
 
 
-def _rope_kind(named: object) -> RopeKind:
-    if str(named) not in ROPE_KINDS:
-        raise ModelError(f"RoPE of the kind {named!r} is not supported")
-    return ROPE_KINDS[str(named)]
+def _rope_kind(name: object) -> RopeKind:
+    if str(name) not in ROPE_KINDS:
+        raise ModelError(f"RoPE of the kind {name!r} is not supported")
+    return ROPE_KINDS[str(name)]

@@ -15,4 +15,6 @@ wheel=$("$python" packaging/llama_wheel.py)
 # pip takes an installed package of the same version for the same, and this wheel may be another build. What it needs
 # comes with the next call: with another one between, pip would complain that it is missing.
 "$python" -m pip install -qq --force-reinstall --no-deps "$wheel"
+# What edgelm requires is a wheel of libraries, or this one, which is nothing but the requirement of the wheel above.
+"$python" -m pip install -qq --force-reinstall --no-deps packaging/llama
 "$python" -m pip install -qq --editable '.[dev]'

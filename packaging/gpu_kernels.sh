@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Everything that the kernels owe to a GPU, in one call: tests, assembly against its plain twins, and the benchmark.
+# Run every check that the kernels need a GPU for: tests, assembly against its plain twins, machine code, benchmark.
 #
-#     packaging/gpu_kernels.sh FOLDER [--tiny] [STEP...]      steps: twins, tiny, bench, tune, suite, sass; all without
+#     packaging/gpu_kernels.sh FOLDER [--tiny] [STEP...]      steps: twins tiny bench tune suite sass (default: all)
 #
-# Each step writes FOLDER/STEP.txt, the benchmark bench.jsonl too. --tiny: small cases only, as a dry run without a GPU.
-# PYTHON names the interpreter (.venv/bin/python), LIMIT_S the longest time of a step (540), JOBS the compilers at once,
-# SHAPES what is tuned.
-# twins, tiny, bench, tune and sass need torch, triton and numpy alone; suite needs pytest and hypothesis too.
-# A step that fails does not stop the others; the exit code tells.
+# Each step writes FOLDER/STEP.txt; the benchmark also writes bench.jsonl. --tiny: only small cases, a dry run without a
+# GPU. PYTHON names the interpreter (.venv/bin/python), LIMIT_S the time limit of a step (540), JOBS the number of
+# compilers at once, SHAPES the shapes to tune.
+# twins, tiny, bench, tune and sass need only torch, triton and numpy; suite also needs pytest and hypothesis.
+# A failed step does not stop the others; the exit code is 1 if any step failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,11 +25,11 @@ mkdir -p "$folder"
 unset TRITON_INTERPRET
 export PYTHONUNBUFFERED=1
 
-# The tests of ops: all their tensors are made by torch, so that KERNEL_DEVICE moves them to the GPU. Our settings of
-# pytest name plugins that are of no use here, so they are not read.
+# The tests of ops create all tensors by torch, so KERNEL_DEVICE moves them to the GPU. pytest does not read our
+# settings, because they name plugins that are not needed here.
 suite() {
     local device=cuda parallel=() tests=()
-    for op in activation attention bandwidth cache dequantize embedding grouped matmul norm prefill route store; do
+    for op in activation attention bandwidth cache dequant_gemm dequantize embedding grouped matmul norm route write_kv; do
         tests+=("tests/kernels/test_$op.py")
     done
     if [ -n "$tiny" ]; then device=cpu tests+=(-k "reference or bandwidth"); fi
@@ -38,7 +38,7 @@ suite() {
         -p no:cacheprovider "${parallel[@]}" "${tests[@]}"
 }
 
-# All configurations of a matmul: compiled by many processes at once, whose times say nothing, then timed by one.
+# All configurations of a matmul: compiled by many processes at once (their times are useless), then timed by one.
 tune() {
     local shape format not_timed
     not_timed=$(mktemp -d)
@@ -47,12 +47,12 @@ tune() {
         for format in $formats; do
             echo "--shapes $shape --formats $format --tune $not_timed/$shape-$format"
         done
-    done | timeout $((limit * 3 / 5)) xargs -P "$jobs" -L 1 "$python" -m edgelm.kernels.bench $tiny --ops matmul > /dev/null
+    done | timeout $((limit * 3 / 5)) xargs -P "$jobs" -L 1 "$python" -m tests.kernels.bench $tiny --ops matmul > /dev/null
     rm -r "$not_timed"
-    LIMIT_S=$((limit * 2 / 5)) bounded -m edgelm.kernels.bench $tiny --ops matmul --shapes $shapes --formats $formats \
+    LIMIT_S=$((limit * 2 / 5)) bounded -m tests.kernels.bench $tiny --ops matmul --shapes $shapes --formats $formats \
         --tune "$folder/tuned" --out "$folder/tuned.jsonl"
 }
-first_tiny_shape='import edgelm.kernels.benchmark as b; print(b.bench_cases(["matmul"], True)[0].shape)'
+first_tiny_shape='import tests.kernels.benchmark as b; print(b.bench_cases(["matmul"], True)[0].shape)'
 
 bounded() {
     timeout "${LIMIT_S:-$limit}" "$python" "$@"
@@ -63,7 +63,7 @@ bounded() {
     echo "date: $(date -u +%Y-%m-%dT%H:%MZ)"
     echo "system: $(uname -srm), $(getconf _NPROCESSORS_ONLN) cores"
     nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem,power.limit --format=csv 2>/dev/null || echo "no GPU"
-    "$python" -c 'import edgelm.kernels.target as t, torch; print(t.target_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))'
+    "$python" -c 'import edgelm.kernels.gpu_target as t, torch; print(t.target_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))'
 } | tee "$folder/machine.txt"
 
 failed=
@@ -73,8 +73,8 @@ for step in $steps; do
         suite) suite ;;
         sass) bounded -m tests.kernels.sass ${tiny:+--main --targets 90} ;;
         twins) if [ -n "$tiny" ]; then echo "a dry run: assembly needs a GPU"; else bounded -m tests.kernels.twins; fi ;;
-        tiny) bounded -m edgelm.kernels.bench --tiny --out "$folder/tiny.jsonl" ;;
-        bench) bounded -m edgelm.kernels.bench $tiny --out "$folder/bench.jsonl" ;;
+        tiny) bounded -m tests.kernels.bench --tiny --out "$folder/tiny.jsonl" ;;
+        bench) bounded -m tests.kernels.bench $tiny --out "$folder/bench.jsonl" ;;
         tune) tune ;;
         *) echo "no such step: $step"; false ;;
     esac 2>&1 | tee "$folder/$step.txt"

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NAME = "llama-cpp-python"
-PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+PYPROJECT = Path(__file__).resolve().parent / "llama" / "pyproject.toml"
 # GCC 12 drops the tile configuration that llama.cpp's AMX code reads: the first matrix product is a SIGSEGV.
 NO_AMX = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 BUILD_VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS")

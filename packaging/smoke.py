@@ -1,4 +1,4 @@
-"""Installs what a user installs, where nothing else is, and runs it: the first thing that fails for a stranger.
+"""Installs edgelm as a user does, where nothing else of it is, and runs it.
 
 Owns the check of sdist and wheel: both import from another directory, and the wheel, installed by pipx into an empty
 home, answers a prompt. Runs in the development environment, on models that it makes itself.
@@ -96,6 +96,9 @@ def build_distributions(scratch: Path) -> tuple[Path, Path]:
     run(sys.executable, "-m", "build", "--outdir", scratch / "dist", tree, cwd=scratch, environment=os.environ)
     (sdist,) = (scratch / "dist").glob("*.tar.gz")
     (wheel,) = (scratch / "dist").glob("*.whl")
+    # The wheel of edgelm-llama that asks for llama-cpp-python: that of this machine is cached, and nothing is compiled.
+    command = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", scratch / "llama")
+    run(*command, tree / "packaging" / "llama", cwd=scratch, environment=os.environ)
     return sdist, wheel
 
 
@@ -149,7 +152,7 @@ def main() -> int:
         home = scratch / "home"
         home.mkdir()
         environment = clean_environment(home)
-        found = f"{environment.get('PIP_FIND_LINKS', '')} {llama_wheel_folder()}"
+        found = f"{environment.get('PIP_FIND_LINKS', '')} {llama_wheel_folder()} {scratch / 'llama'}"
         environment["PIP_FIND_LINKS"] = found.strip()
         try:
             sdist, wheel = build_distributions(scratch)

@@ -2,10 +2,14 @@
 # Runs the tests with the big counts, and keeps the output with what it was measured on.
 #
 #     packaging/soak.sh [PYTEST ARGUMENTS]
+#     packaging/soak.sh vulkan
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 mkdir -p docs/results
+if [ "${1:-}" = vulkan ]; then  # llama.cpp's GPU side on a software device; downloads 33 MB
+    exec .venv/bin/python packaging/vulkan_check.py --out "docs/results/vulkan-lavapipe-$(date -u +%Y-%m-%d).txt"
+fi
 result=docs/results/soak-$(date -u +%Y-%m-%d).txt
 changed=$(git status --porcelain --untracked-files=no 2>/dev/null | wc -l | tr -d ' ')
 {

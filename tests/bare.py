@@ -9,8 +9,9 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from llama_cpp import llama_cpp as L
 from numpy.typing import NDArray
+
+from edgelm.llama_binding import L
 
 KV_TYPES = {"f16": (1, 1), "k8v16": (8, 1), "int8": (8, 8)}
 

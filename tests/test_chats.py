@@ -1,4 +1,4 @@
-"""The history of chats: what is written comes back, whatever happens between."""
+"""The chat history: all that was written can be read, whatever happens between."""
 
 from __future__ import annotations
 
@@ -20,10 +20,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from edgelm.chats.export import file_name, to_json, to_markdown
-from edgelm.chats.keeper import Keeper
-from edgelm.chats.model import UNTITLED, Chat, Message, Tree, make_title, new_id, split_sent
+from edgelm.chats.history import (
+    UNTITLED,
+    Chat,
+    Message,
+    Tree,
+    file_name,
+    make_title,
+    new_id,
+    split_sent,
+    to_json,
+    to_markdown,
+)
 from edgelm.chats.store import SCHEMA_VERSION, ChatsError, Store
+from edgelm.chats.store_thread import StoreThread
 from tests.counts import Count
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40)
@@ -36,9 +46,9 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(path: Path) -> Iterator[Store]:
-    found = Store(path)
-    yield found
-    found.close()
+    opened = Store(path)
+    yield opened
+    opened.close()
 
 
 def add_chat(store: Store, *texts: str, title: str = "A chat") -> tuple[Chat, list[Message]]:
@@ -85,14 +95,16 @@ class ChatsMachine(RuleBasedStateMachine):
         chat = self.pick(data, list(self.chats))
         if chat is None:
             return
-        parent = data.draw(st.sampled_from([None, *(each.id for each in self.messages.values() if each.chat == chat)]))
+        parent = data.draw(
+            st.sampled_from([None, *(message.id for message in self.messages.values() if message.chat == chat)])
+        )
         message = Message(chat=chat, parent=parent, role=role, text=text, state="streaming")  # type: ignore[arg-type]
         self.messages[message.id] = replace(message)
         self.store.put_message(message)
 
     @rule(data=st.data(), text=TEXTS)
     def append(self, data: st.DataObject, text: str) -> None:
-        message = self.pick(data, [each.id for each in self.messages.values() if each.state == "streaming"])
+        message = self.pick(data, [message.id for message in self.messages.values() if message.state == "streaming"])
         if message is not None:
             self.messages[message].text += text
             self.store.append(message, text)
@@ -117,7 +129,7 @@ class ChatsMachine(RuleBasedStateMachine):
         chat = self.pick(data, list(self.chats))
         if chat is not None:
             del self.chats[chat]
-            self.messages = {id_: each for id_, each in self.messages.items() if each.chat != chat}
+            self.messages = {id_: message for id_, message in self.messages.items() if message.chat != chat}
             self.store.delete_chat(chat)
 
     @rule()
@@ -143,7 +155,7 @@ class ChatsMachine(RuleBasedStateMachine):
         newest_first = sorted(self.chats.values(), key=lambda chat: (chat.changed, chat.id), reverse=True)
         assert self.store.chats() == newest_first
         for chat in self.chats:
-            expected = [each for each in self.messages.values() if each.chat == chat]
+            expected = [message for message in self.messages.values() if message.chat == chat]
             assert self.store.messages(chat) == expected
         self.store._db.execute("INSERT INTO message_words (message_words) VALUES ('integrity-check')")
         self.store._db.execute("INSERT INTO title_words (title_words) VALUES ('integrity-check')")
@@ -161,16 +173,16 @@ def test_ids_grow_and_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "found"),
+    ("query", "matches"),
     [
         ("rust", True), ("RUS", True), ("unicode", True), ("borrow rust", True), ("rust python", False),
         ("--ctx", True), ("c++", True), ("本語", True), ("100%", True), ("%_%", False), ('"', False), ("*", False),
         ("NEAR(", False), ("", False), ("   ", False),
     ],
 )  # fmt: skip
-def test_search(store: Store, query: str, found: bool) -> None:
+def test_search(store: Store, query: str, matches: bool) -> None:
     add_chat(store, "The borrow checker of Rust, --ctx and C++, 100% Ünïcode, 日本語のテキスト")
-    assert bool(store.search(query)) is found
+    assert bool(store.search(query)) is matches
 
 
 def test_search_gives_one_hit_a_chat_newest_first_and_marks_what_it_found(store: Store) -> None:
@@ -214,16 +226,16 @@ def test_text_that_sqlite_cannot_hold_is_kept_as_far_as_it_goes(store: Store) ->
 WRITER = """
 import sys
 from pathlib import Path
-from edgelm.chats.keeper import Keeper
-from edgelm.chats.model import Chat, Message
-keeper = Keeper(Path(sys.argv[1]), lambda problem: None)
+from edgelm.chats.store_thread import StoreThread
+from edgelm.chats.history import Chat, Message
+thread = StoreThread(Path(sys.argv[1]), lambda problem: None)
 chat = Chat(title="t")
 message = Message(chat=chat.id, parent=None, role="assistant", state="streaming")
-keeper.write(lambda store: store.put_chat(chat), lambda store: store.put_message(message))
+thread.write(lambda store: store.put_chat(chat), lambda store: store.put_message(message))
 i = 0
 while True:
-    keeper.write(lambda store, i=i: store.append(message.id, f"{i} "))
-    keeper.read(lambda store: None).result()
+    thread.write(lambda store, i=i: store.append(message.id, f"{i} "))
+    thread.read(lambda store: None).result()
     print(i, flush=True)  # this token is saved
     i += 1
 """
@@ -235,8 +247,8 @@ def test_a_killed_process_loses_at_most_the_token_being_written(path: Path) -> N
         for _ in range(200):
             process.stdout.readline()
         os.kill(process.pid, signal.SIGKILL)
-        said = [int(line) for line in process.stdout.read().split()]
-    last = said[-1] if said else 199
+        printed = [int(line) for line in process.stdout.read().split()]
+    last = printed[-1] if printed else 199
     store = Store(path)
     (chat,) = store.chats()
     (message,) = store.messages(chat.id)
@@ -244,7 +256,7 @@ def test_a_killed_process_loses_at_most_the_token_being_written(path: Path) -> N
     assert numbers == list(range(len(numbers)))
     assert len(numbers) in (last + 1, last + 2)
     assert message.state == "streaming"
-    assert store.search(str(last)), "what was cut off can be searched"
+    assert store.search(str(last)), "the text of the killed process can be searched"
     store.close()
 
 
@@ -256,7 +268,7 @@ def test_a_file_of_the_first_version_is_taken_over(store: Store, path: Path) -> 
     for _ in range(2):
         again = Store(path)
         assert again._db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
-        assert [each.sent_from for each in again.messages(chat.id)] == [None]
+        assert [message.sent_from for message in again.messages(chat.id)] == [None]
         again.close()
 
 
@@ -268,7 +280,7 @@ def test_what_is_not_sent_any_more_is_kept(store: Store) -> None:
     assert split_sent(path) == (path[:2], path[2:])
     path[5].sent_from = path[4].id
     assert split_sent(path) == (path[:4], path[4:]), "the last one holds"
-    assert split_sent(path[:4]) == (path[:2], path[2:4]), "what is said above it is not concerned"
+    assert split_sent(path[:4]) == (path[:2], path[2:4]), "messages above it are not affected"
     for message in path:
         store.put_message(message)
     assert store.messages(chat.id) == path
@@ -289,7 +301,7 @@ def test_a_damaged_file_is_one_line(path: Path) -> None:
     path.write_bytes(b"This is no database. " * 100)
     with pytest.raises(ChatsError, match="damaged; move it away") as caught:
         Store(path)
-    assert not caught.value.passing
+    assert not caught.value.temporary
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
@@ -299,7 +311,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 
 
 class Reports:
-    """What a keeper reported, from its thread."""
+    """The reports of a store thread."""
 
     def __init__(self) -> None:
         self.all: list[ChatsError | None] = []
@@ -318,25 +330,25 @@ class Reports:
 def test_a_locked_file_is_waited_for_and_nothing_is_lost(path: Path) -> None:
     Store(path).close()
     reports = Reports()
-    keeper = Keeper(path, reports)
-    assert keeper.read(Store.chats).result(20) == []
+    thread = StoreThread(path, reports)
+    assert thread.read(Store.chats).result(20) == []
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     chats = [Chat(title=str(i)) for i in range(3)]
     for chat in chats:
-        keeper.write(lambda store, chat=chat: store.put_chat(chat))
+        thread.write(lambda store, chat=chat: store.put_chat(chat))
     reports.wait(1)
     assert "locked" in str(reports.all[0])
-    assert keeper.unsaved == 3
+    assert thread.num_unsaved == 3
     started = time.monotonic()
-    assert keeper.read(Store.chats).result(20) == []  # reads do not wait for the lock
+    assert thread.read(Store.chats).result(20) == []  # reads do not wait for the lock
     assert time.monotonic() - started < 10
     other.execute("COMMIT")
     other.close()
     reports.wait(2)
     assert reports.all[1] is None
-    assert {chat.title for chat in keeper.read(Store.chats).result(20)} == {"0", "1", "2"}
-    assert keeper.close(20) == 0
+    assert {chat.title for chat in thread.read(Store.chats).result(20)} == {"0", "1", "2"}
+    assert thread.close(20) == 0
 
 
 def test_a_file_locked_from_the_start_is_waited_for(path: Path) -> None:
@@ -345,57 +357,57 @@ def test_a_file_locked_from_the_start_is_waited_for(path: Path) -> None:
     other.execute("PRAGMA locking_mode = EXCLUSIVE")
     other.execute("BEGIN EXCLUSIVE")
     reports = Reports()
-    keeper = Keeper(path, reports)
-    keeper.write(lambda store: store.put_chat(Chat(title="waits")))
+    thread = StoreThread(path, reports)
+    thread.write(lambda store: store.put_chat(Chat(title="waits")))
     reports.wait(1)
     other.execute("COMMIT")
     other.close()
     reports.wait(2)
-    assert [chat.title for chat in keeper.read(Store.chats).result(20)] == ["waits"]
-    assert keeper.close(20) == 0
+    assert [chat.title for chat in thread.read(Store.chats).result(20)] == ["waits"]
+    assert thread.close(20) == 0
 
 
 def test_a_full_disk_is_waited_for_and_nothing_is_lost(path: Path) -> None:
     reports = Reports()
-    keeper = Keeper(path, reports)
+    thread = StoreThread(path, reports)
 
     def limit(store: Store, pages: int) -> None:
         store._db.execute(f"PRAGMA max_page_count = {pages}")
 
-    keeper.read(lambda store: limit(store, 1)).result(20)  # SQLite takes the size it has
+    thread.read(lambda store: limit(store, 1)).result(20)  # SQLite takes the size it has
     chat = Chat(title="big")
     message = Message(chat=chat.id, parent=None, role="user", text="word " * 50_000)
-    keeper.write(lambda store: store.put_chat(chat), lambda store: store.put_message(message))
+    thread.write(lambda store: store.put_chat(chat), lambda store: store.put_message(message))
     reports.wait(1)
     assert "is full; make room" in str(reports.all[0])
-    assert keeper.read(Store.chats).result(20) == []
-    keeper.read(lambda store: limit(store, 1_000_000)).result(20)
+    assert thread.read(Store.chats).result(20) == []
+    thread.read(lambda store: limit(store, 1_000_000)).result(20)
     reports.wait(2)
-    assert keeper.read(lambda store: store.messages(chat.id)).result(20) == [message]
-    assert keeper.close(20) == 0
+    assert thread.read(lambda store: store.messages(chat.id)).result(20) == [message]
+    assert thread.close(20) == 0
 
 
 def test_writes_that_cannot_be_saved_are_counted_at_the_end(path: Path) -> None:
     Store(path).close()
     other = sqlite3.connect(path, isolation_level=None)
-    keeper = Keeper(path, Reports())
-    keeper.read(Store.chats).result(20)
+    thread = StoreThread(path, Reports())
+    thread.read(Store.chats).result(20)
     other.execute("BEGIN IMMEDIATE")
-    keeper.write(lambda store: store.put_chat(Chat()))
-    assert keeper.close(0.1) == 1
+    thread.write(lambda store: store.put_chat(Chat()))
+    assert thread.close(0.1) == 1
     other.execute("COMMIT")
     other.close()
 
 
-def test_what_cannot_be_written_does_not_hold_up_the_rest(path: Path) -> None:
+def test_a_write_that_always_fails_does_not_block_the_others(path: Path) -> None:
     reports = Reports()
-    keeper = Keeper(path, reports)
+    thread = StoreThread(path, reports)
     chat = Chat(title="kept")
     lost = Message(chat=new_id(), parent=None, role="user", text="of a chat that was deleted elsewhere")
-    keeper.write(lambda store: store.put_message(lost), lambda store: store.put_chat(chat))
-    assert keeper.read(Store.chats).result(20) == [chat]
+    thread.write(lambda store: store.put_message(lost), lambda store: store.put_chat(chat))
+    assert thread.read(Store.chats).result(20) == [chat]
     assert "deleted in another window" in str(reports.all[0])
-    assert keeper.close(20) == 0
+    assert thread.close(20) == 0
 
 
 def test_writes_keep_their_order_whatever_fails(path: Path) -> None:
@@ -408,15 +420,15 @@ def test_writes_keep_their_order_whatever_fails(path: Path) -> None:
     def fail_twice(store: Store) -> None:
         done.append("tried")
         if done.count("tried") <= 2:
-            raise ChatsError("not now", passing=True)
+            raise ChatsError("not now", temporary=True)
 
-    keeper = Keeper(path, Reports())
-    keeper.read(lambda store: None).result(20)
-    reading = keeper.read(lambda store: gate.wait(20))  # so that the writes come as one batch
-    keeper.write(fail, fail_twice, lambda store: done.append("last"))
+    thread = StoreThread(path, Reports())
+    thread.read(lambda store: None).result(20)
+    reading = thread.read(lambda store: gate.wait(20))  # so that the writes come as one batch
+    thread.write(fail, fail_twice, lambda store: done.append("last"))
     gate.set()
     reading.result(20)
-    assert keeper.close(20) == 0
+    assert thread.close(20) == 0
     assert done == ["tried", "tried", "tried", "last"]
 
 
@@ -424,24 +436,24 @@ def test_a_file_that_can_never_be_read_leaves_the_chat_in_memory(path: Path) -> 
     path.parent.mkdir()
     path.write_bytes(b"no database " * 100)
     reports = Reports()
-    keeper = Keeper(path, reports)
+    thread = StoreThread(path, reports)
     chat = Chat(title="here")
-    keeper.write(lambda store: store.put_chat(chat))
-    assert keeper.read(Store.chats).result(20) == [chat]
+    thread.write(lambda store: store.put_chat(chat))
+    assert thread.read(Store.chats).result(20) == [chat]
     assert len(reports.all) == 1
     assert "damaged" in str(reports.all[0])
-    keeper.close(20)
+    thread.close(20)
     assert path.read_bytes() == b"no database " * 100
 
 
 def test_two_processes_write_at_the_same_time(path: Path) -> None:
     reports = Reports(), Reports()
-    keepers = [Keeper(path, report) for report in reports]
+    threads = [StoreThread(path, report) for report in reports]
     for i in range(100):
-        for keeper in keepers:
-            keeper.write(lambda store, i=i: store.put_chat(Chat(title=str(i))))
-    for keeper in keepers:
-        assert keeper.close(30) == 0
+        for thread in threads:
+            thread.write(lambda store, i=i: store.put_chat(Chat(title=str(i))))
+    for thread in threads:
+        assert thread.close(30) == 0
     store = Store(path)
     assert len(store.chats()) == 200
     store.close()
@@ -460,16 +472,16 @@ def tree_of(*parents: int | None) -> Tree:
 def test_branches_are_kept_and_each_leads_to_its_newest_end() -> None:
     tree = tree_of(None, 1, 2, 3, 1, 5)  # 1-2-3-4 and 1-5-6
     tree.show(6)
-    assert [each.id for each in tree.path()] == [1, 5, 6]
+    assert [message.id for message in tree.path()] == [1, 5, 6]
     assert tree.siblings(5) == [2, 5]
     assert tree.turn(5, -1)
-    assert [each.id for each in tree.path()] == [1, 2, 3, 4]
+    assert [message.id for message in tree.path()] == [1, 2, 3, 4]
     assert not tree.turn(2, -1)
     tree.add(Message(id=7, chat=0, parent=3, role="user"))
-    assert [each.id for each in tree.path()] == [1, 2, 3, 7]
+    assert [message.id for message in tree.path()] == [1, 2, 3, 7]
     tree.turn(2, 1)
     tree.turn(5, -1)
-    assert [each.id for each in tree.path()] == [1, 2, 3, 7]
+    assert [message.id for message in tree.path()] == [1, 2, 3, 7]
 
 
 @pytest.mark.parametrize(
@@ -500,7 +512,7 @@ def test_export() -> None:
         "# Sorting: a/b?\n\n> Be brief.\n> Be kind.\n\n## You\n\nSort 3 1 2\n\n## starter\n\n1 2 3\n"
     )  # the branch on screen alone
     document = json.loads(to_json(chat, tree))
-    assert [each["text"] for each in document["messages"]] == ["Sort", "Sort 3 1 2", "1 2 3\n"]
+    assert [message["text"] for message in document["messages"]] == ["Sort", "Sort 3 1 2", "1 2 3\n"]
     assert document["messages"][1]["created"] == "1970-01-01T00:00:00+00:00"
     assert document["title"] == "Sorting: a/b?"
     assert file_name(chat, "md") == "sorting-a-b.md"

@@ -1,4 +1,4 @@
-"""The client against an endpoint that answers, and against one that fails in every way."""
+"""The client with a working endpoint, and with one that fails in every way."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,14 +23,20 @@ from edgelm.client.endpoint import (
     Finished,
     ModelEntry,
     Turn,
+    _reasoning,
     _spans,
     normalize_address,
     stats_from_json,
     stats_to_json,
 )
 from edgelm.client.failures import ContextFullError, UnreachableError
-from edgelm.client.local import OwnFront, find_front
+from edgelm.client.local import OwnFront
 from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError
+from edgelm.runtime import FrontRecord, announced, find_front, find_fronts
+from edgelm.workers import parent
+from edgelm.workers.messages import Serving
+from edgelm.workers.parent import Worker
+from edgelm.workers.wire import encode
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
 REQUEST = ChatRequest("starter", (Turn("system", "Be brief."), Turn("user", "Sort")), {"temperature": 0.5, "top_k": 4})
@@ -36,16 +44,16 @@ REQUEST = ChatRequest("starter", (Turn("system", "Be brief."), Turn("user", "Sor
 
 @pytest.fixture
 async def endpoint() -> AsyncIterator[FakeEndpoint]:
-    async with FakeEndpoint().serve() as found:
-        yield found
+    async with FakeEndpoint().serve() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
 async def client(endpoint: FakeEndpoint) -> AsyncIterator[Client]:
-    found = Client(endpoint.address)
-    await found.connect()
-    yield found
-    await found.close()
+    client = Client(endpoint.address)
+    await client.connect()
+    yield client
+    await client.close()
 
 
 async def ask(client: Client, request: ChatRequest = REQUEST) -> tuple[str, Finished]:
@@ -60,7 +68,7 @@ async def ask(client: Client, request: ChatRequest = REQUEST) -> tuple[str, Fini
 
 
 async def fail(client: Client) -> tuple[str, EdgeLMError]:
-    """Return what came before the error, and the error."""
+    """Return the text before the error, and the error."""
     text = ""
     try:
         async for item in client.chat(REQUEST):
@@ -92,7 +100,7 @@ async def test_an_answer_of_edgelm(client: Client, endpoint: FakeEndpoint) -> No
     assert endpoint.headers[0]["prefer"] == "wait"
 
 
-async def test_what_was_drafted_comes_with_the_text(client: Client, endpoint: FakeEndpoint) -> None:
+async def test_drafted_spans_come_with_the_text(client: Client, endpoint: FakeEndpoint) -> None:
     endpoint.answers, endpoint.drafted = ["one two three"], "w"
     deltas = [item async for item in client.chat(REQUEST) if isinstance(item, Delta)]
     assert deltas == [Delta("one"), Delta(" two", "", ((0, 4),)), Delta(" three")]
@@ -101,7 +109,7 @@ async def test_what_was_drafted_comes_with_the_text(client: Client, endpoint: Fa
 @pytest.mark.parametrize(
     "spans", [[[0, 9]], [[-1, 2]], [[2, 2]], [[0, 2], [1, 3]], [[True, 2]], [0, 2], 7, [[0, 1, 2]]]
 )
-async def test_spans_that_make_no_sense_are_none(spans: object) -> None:
+async def test_invalid_spans_are_ignored(spans: object) -> None:
     assert _spans({"drafted": spans}, 4) == ()
 
 
@@ -116,7 +124,7 @@ async def test_the_past_goes_to_edgelm_only(client: Client, endpoint: FakeEndpoi
     assert "edgelm" not in endpoint.requests[-1]
 
 
-async def test_another_endpoint_gets_only_what_openai_knows(client: Client, endpoint: FakeEndpoint) -> None:
+async def test_another_endpoint_gets_only_openai_fields(client: Client, endpoint: FakeEndpoint) -> None:
     endpoint.is_edgelm = False
     await client.connect()
     assert not client.is_edgelm
@@ -136,7 +144,7 @@ async def test_an_endpoint_that_refuses_stream_options(client: Client, endpoint:
     endpoint.is_edgelm, endpoint.refuse_usage = False, True
     await client.connect()
     assert (await ask(client))[0] == ANSWER
-    assert [("stream_options" in each) for each in endpoint.requests] == [True, False]
+    assert [("stream_options" in body) for body in endpoint.requests] == [True, False]
     await ask(client)
     assert "stream_options" not in endpoint.requests[2], "it is remembered"
 
@@ -151,27 +159,81 @@ async def test_the_key_in_the_environment_is_not_sent(endpoint: FakeEndpoint, mo
 
 
 async def test_models(client: Client, endpoint: FakeEndpoint) -> None:
-    found = await client.models()
-    assert found[0] == ModelEntry("starter", 3_900_000, 4096, "llama", "Q8_0", True)
+    models = await client.models()
+    assert models[0] == ModelEntry("starter", 3_900_000, 4096, "llama", "Q8_0", True)
     endpoint.is_edgelm = False
     assert (await client.models())[0] == ModelEntry("starter")
 
 
 async def test_a_loading_model_is_waited_for(client: Client, endpoint: FakeEndpoint) -> None:
     endpoint.loading = [0.2, 0.6]
-    found = await client.loading("starter")
-    assert found is not None
-    assert (found.state, found.progress) == ("starting", 0.2)
+    loading = await client.loading("starter")
+    assert loading is not None
+    assert (loading.state, loading.progress) == ("starting", 0.2)
     assert (await ask(client))[0] == ANSWER
     assert len(endpoint.requests) == 3
     assert await client.loading("starter") is None
 
 
-async def test_reasoning_is_apart_from_the_text(client: Client, endpoint: FakeEndpoint) -> None:
-    endpoint.reasoning, endpoint.answers = "First think.", ["Then say."]
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_reasoning_is_separate_from_the_text(client: Client, endpoint: FakeEndpoint, name: str) -> None:
+    endpoint.reasoning, endpoint.answers, endpoint.reasoning_field = "First think.", ["Then say."], name
     items = [item async for item in client.chat(REQUEST) if isinstance(item, Delta)]
     assert "".join(item.reasoning for item in items) == "First think."
     assert "".join(item.text for item in items) == "Then say."
+
+
+@pytest.mark.parametrize(
+    ("extra", "reasoning"),
+    [
+        ({"reasoning_content": "a", "reasoning": "a"}, "a"),  # both have the same text: it is read once
+        ({"reasoning_content": None, "reasoning": "b"}, "b"),
+        ({"reasoning_content": "", "reasoning": "b"}, "b"),
+        ({"reasoning_content": ["?"], "reasoning": "b"}, "b"),
+        ({"reasoning": {"text": "?"}}, ""),
+    ],
+)
+def test_one_of_the_names_of_reasoning_is_read(extra: dict[str, object], reasoning: str) -> None:
+    assert _reasoning(extra) == reasoning
+
+
+@pytest.mark.parametrize(("told", "tokens"), [(340, 340), (None, None)])
+async def test_the_tokens_of_the_reasoning(
+    client: Client, endpoint: FakeEndpoint, told: int | None, tokens: int | None
+) -> None:
+    endpoint.reasoning, endpoint.reasoning_tokens = "First think.", told
+    _, finished = await ask(client)
+    assert finished.stats.reasoning_tokens == tokens
+
+
+THOUGHTFUL = replace(REQUEST, turns=(Turn("user", "q"), Turn("assistant", "a", "I think."), Turn("user", "r")))
+
+
+async def test_reasoning_goes_back_to_edgelm_only(client: Client, endpoint: FakeEndpoint) -> None:
+    await ask(client, replace(THOUGHTFUL, past=(Turn("user", "q0"), Turn("assistant", "a0", "Hm."))))
+    answer = {"role": "assistant", "content": "a", "reasoning_content": "I think."}
+    assert endpoint.requests[-1]["messages"] == [
+        {"role": "user", "content": "q"},
+        answer,
+        {"role": "user", "content": "r"},
+    ]
+    assert endpoint.requests[-1]["edgelm"]["past"][1] == {
+        "role": "assistant",
+        "content": "a0",
+        "reasoning_content": "Hm.",
+    }
+    endpoint.is_edgelm = False
+    await client.connect()
+    await ask(client, THOUGHTFUL)
+    assert endpoint.requests[-1]["messages"][1] == {"role": "assistant", "content": "a"}
+
+
+async def test_an_older_edgelm_that_refuses_reasoning(client: Client, endpoint: FakeEndpoint) -> None:
+    endpoint.refuse_reasoning = True
+    assert (await ask(client, THOUGHTFUL))[0] == ANSWER
+    assert [("reasoning_content" in body["messages"][1]) for body in endpoint.requests] == [True, False]
+    await ask(client, THOUGHTFUL)
+    assert "reasoning_content" not in endpoint.requests[2]["messages"][1], "it is remembered"
 
 
 async def test_the_engine_dies_in_the_middle(client: Client, endpoint: FakeEndpoint) -> None:
@@ -219,14 +281,14 @@ async def test_a_refusal_is_one_line_that_says_what_to_do(
     assert "\n" not in str(error)
 
 
-async def test_nobody_is_there() -> None:
+async def test_an_unreachable_address() -> None:
     client = Client("http://127.0.0.1:9")
     with pytest.raises(UnreachableError, match="cannot be reached"):
         await client.connect()
     await client.close()
 
 
-async def test_something_else_is_there() -> None:
+async def test_another_kind_of_server() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         body = b"<html>hello</html>"
@@ -264,7 +326,7 @@ async def test_a_cancelled_answer_ends_its_request(client: Client, endpoint: Fak
 
 
 @pytest.mark.parametrize(
-    ("given", "url"),
+    ("address", "url"),
     [
         ("http://127.0.0.1:11500", "http://127.0.0.1:11500/v1"),
         ("http://127.0.0.1:11500/", "http://127.0.0.1:11500/v1"),
@@ -274,14 +336,14 @@ async def test_a_cancelled_answer_ends_its_request(client: Client, endpoint: Fak
         ("http://[::1]:8000", "http://[::1]:8000/v1"),
     ],
 )
-def test_addresses(given: str, url: str) -> None:
-    assert normalize_address(given) == url
+def test_addresses(address: str, url: str) -> None:
+    assert normalize_address(address) == url
 
 
-@pytest.mark.parametrize("given", ["", "ftp://x", "http://", "http://x:99999", "http://x:y", "http://x/?a=b"])
-def test_what_is_no_address(given: str) -> None:
+@pytest.mark.parametrize("address", ["", "ftp://x", "http://", "http://x:99999", "http://x:y", "http://x/?a=b"])
+def test_invalid_addresses(address: str) -> None:
     with pytest.raises(RequestError, match="is not an endpoint"):
-        normalize_address(given)
+        normalize_address(address)
 
 
 def test_stats_survive_other_versions() -> None:
@@ -295,7 +357,11 @@ def test_a_running_front_is_found_and_a_stale_one_is_not(tmp_path: Path) -> None
     assert find_front(tmp_path) is None
     file = tmp_path / "front.json"
     file.write_text(json.dumps({"pid": os.getpid(), "address": "http://127.0.0.1:1"}))
-    assert find_front(tmp_path) == "http://127.0.0.1:1"
+    assert find_front(tmp_path) == FrontRecord(os.getpid(), "http://127.0.0.1:1")
+    file.write_text(json.dumps({"pid": os.getpid(), "address": "http://127.0.0.1:1", "key": "of the front"}))
+    front = find_front(tmp_path)
+    assert front
+    assert front.headers == {"authorization": "Bearer of the front"}
     process = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     file.write_text(json.dumps({"pid": int(process.stdout), "address": "http://127.0.0.1:1"}))
     assert find_front(tmp_path) is None
@@ -304,35 +370,59 @@ def test_a_running_front_is_found_and_a_stale_one_is_not(tmp_path: Path) -> None
         assert find_front(tmp_path) is None
 
 
-def front(tmp_path: Path, code: str) -> OwnFront:
-    found = OwnFront([], tmp_path / "logs" / "serve.log")
-    found._command = [sys.executable, "-c", code]
-    return found
+def test_a_front_is_found_until_it_ends_while_others_come_and_go(tmp_path: Path) -> None:
+    first, second, third = (FrontRecord(pid, f"http://127.0.0.1:{pid}") for pid in (os.getpid(), os.getppid(), 1))
+    gone = tmp_path / "front-999999999.json"
+    gone.write_text(json.dumps({"pid": 999999999, "address": "http://127.0.0.1:1"}))
+    with ExitStack() as stack:
+        with announced(tmp_path, first):
+            stack.enter_context(announced(tmp_path, second))
+            assert find_fronts(tmp_path) == [first, second]
+            assert not gone.exists()
+        assert find_fronts(tmp_path) == [second]
+        with announced(tmp_path, third):
+            assert sorted(find_fronts(tmp_path)) == sorted([second, third])
+        assert find_front(tmp_path) == second
+    assert find_front(tmp_path) is None
+    assert not list(tmp_path.iterdir())
 
 
-async def test_a_front_of_our_own_ends_when_its_input_closes(tmp_path: Path) -> None:
-    code = 'import sys; print(\'{"address": "http://127.0.0.1:5"}\', flush=True); sys.stdin.read()'
-    own = front(tmp_path, code)
-    assert await own.start() == "http://127.0.0.1:5"
-    process = own._process
-    assert process is not None
+SERVING = f"print({encode(Serving('http://127.0.0.1:5')).decode()!r}, end='', flush=True)"
+
+
+@pytest.fixture
+def front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], OwnFront]:
+    """Return a front whose process runs the given code instead of `edgelm serve`."""
+
+    def make(code: str) -> OwnFront:
+        monkeypatch.setattr(parent, "Worker", partial(Worker, command=(sys.executable, "-c", code)))
+        return OwnFront([], tmp_path / "logs" / "serve.log")
+
+    return make
+
+
+async def test_a_front_of_our_own_ends_when_its_input_closes(front: Callable[[str], OwnFront]) -> None:
+    own = front(f"import sys; {SERVING}; sys.stdin.read()")
+    assert (await own.start()).address == "http://127.0.0.1:5"
+    worker = own._worker
+    assert worker is not None
     assert not own.died
     await own.stop()
-    assert process.returncode == 0
+    assert worker.exit().code == 0
 
 
-async def test_a_front_that_does_not_start_says_why(tmp_path: Path) -> None:
-    own = front(tmp_path, "import sys; sys.exit('error: port 1 is taken; choose another')")
+async def test_a_front_that_does_not_start_says_why(front: Callable[[str], OwnFront]) -> None:
+    own = front("import sys; sys.exit('error: port 1 is taken; choose another')")
     with pytest.raises(EngineError, match="does not start: port 1 is taken; choose another") as caught:
         await own.start()
     assert "serve.log" in caught.value.hint
 
 
-async def test_a_front_that_dies_is_noticed(tmp_path: Path) -> None:
-    own = front(tmp_path, 'print(\'{"address": "http://127.0.0.1:5"}\', flush=True)')
+async def test_a_front_that_dies_is_noticed(front: Callable[[str], OwnFront]) -> None:
+    own = front(SERVING)
     await own.start()
-    assert own._process is not None
-    await own._process.wait()
+    assert own._worker is not None
+    own._worker.exit()
     assert own.died
     await own.stop()
     assert not own.died

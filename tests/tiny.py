@@ -7,11 +7,12 @@ context-dependent logits. Knows nothing of edgelm. The same options always write
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, TokenType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
@@ -51,15 +52,21 @@ class Tiny:
     quant: Quant = "f32"
     seed: int = 0
     chat_template: str | None = None
+    control: tuple[str, ...] = ()  # more control tokens, at the end of the vocabulary
+    user_defined: tuple[str, ...] = ()  # tokens of any text, behind those
     vocab_only: bool = False  # the tokenizer and no weights
     nan_logits: bool = False  # loads, and computes NaN
     endless: bool = False  # the end token's logit is 0, far below the best one's: a greedy answer does not end
+    experts: int = 0  # in each layer, two of which compute a token; 0: no mixture
+    script: tuple[int, ...] = ()  # different tokens; behind one of them, a greedy answer goes on with the next one
 
     def __post_init__(self) -> None:
         block = TYPES[self.quant][2]
         for name, cols in (("width", self.width), ("ffn", self.ffn), ("heads * head_dim", self.heads * self.head_dim)):
             if cols % block:
                 raise ValueError(f"{name} is {cols}, and {self.quant} needs a multiple of {block}")
+        if self.script and (self.quant != "f32" or len(set(self.script)) < len(self.script)):
+            raise ValueError("a script needs f32 weights, and each token at most once")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv heads")
         if self.vocab_size < FIRST_PIECE:
@@ -73,13 +80,22 @@ def write_tiny(path: str | Path, **options: Any) -> Path:
     rng = np.random.default_rng(tiny.seed)
     writer = GGUFWriter(path, tiny.arch)
     _write_shape(writer, tiny)
-    _write_tokenizer(writer, tiny, vocabulary(tiny.vocab_size, tiny.seed))
+    own = (*tiny.control, *tiny.user_defined)
+    _write_tokenizer(writer, tiny, [*vocabulary(tiny.vocab_size - len(own), tiny.seed), *own])
     if not tiny.vocab_only:
         _write_weights(writer, tiny, rng)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path
+
+
+def end_as_begin(path: Path) -> Path:
+    """Let one token end every text and be the BOS too, which begins none, as in Qwen3-Embedding; return the path."""
+    fields = GGUFReader(path, "r+").fields
+    for name, value in {"add_bos_token": False, "add_eos_token": True, "bos_token_id": EOS}.items():
+        fields[f"tokenizer.ggml.{name}"].parts[-1][0] = value
     return path
 
 
@@ -115,11 +131,15 @@ def _write_shape(writer: GGUFWriter, tiny: Tiny) -> None:
     writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(tiny.vocab_size)
+    if tiny.experts:
+        writer.add_expert_count(tiny.experts)
+        writer.add_expert_used_count(2)
 
 
 def _write_tokenizer(writer: GGUFWriter, tiny: Tiny, texts: list[str]) -> None:
     kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL] + [TokenType.BYTE] * 256
-    kinds += [TokenType.NORMAL] * (len(texts) - len(kinds))
+    own = [TokenType.CONTROL] * len(tiny.control) + [TokenType.USER_DEFINED] * len(tiny.user_defined)
+    kinds += [TokenType.NORMAL] * (len(texts) - len(kinds) - len(own)) + own
     writer.add_tokenizer_model("llama")
     writer.add_token_list(texts)
     writer.add_token_scores([0.0] * FIRST_PIECE + [-float(rank) for rank in range(len(texts) - FIRST_PIECE)])
@@ -134,15 +154,18 @@ def _write_tokenizer(writer: GGUFWriter, tiny: Tiny, texts: list[str]) -> None:
 
 
 def _write_weights(writer: GGUFWriter, tiny: Tiny, rng: np.random.Generator) -> None:
-    def linear(name: str, rows: int, cols: int, gain: float = 1.0) -> None:
+    def linear(name: str, rows: int, cols: int, gain: float = 1.0) -> NDArray[Any]:
+        if tiny.script and name.endswith(("attn_output", "ffn_down")):
+            gain = 0  # the last token alone decides
         data, kind = _random_matrix(rng, rows, cols, gain, tiny.quant)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
+        return data
 
     def norm(name: str, size: int, value: float = 1.0) -> None:
         writer.add_tensor(f"{name}.weight", np.full(size, value, np.float32))
 
     q_rows, kv_rows = tiny.heads * tiny.head_dim, tiny.kv_heads * tiny.head_dim
-    linear("token_embd", tiny.vocab_size, tiny.width)
+    embeddings = linear("token_embd", tiny.vocab_size, tiny.width)
     for layer in range(tiny.layers):
         block = f"blk.{layer}."
         norm(block + "attn_norm", tiny.width)
@@ -154,6 +177,15 @@ def _write_weights(writer: GGUFWriter, tiny: Tiny, rng: np.random.Generator) -> 
             norm(block + "attn_q_norm", tiny.head_dim, 2.0)
             norm(block + "attn_k_norm", tiny.head_dim)
         norm(block + "ffn_norm", tiny.width)
+        if tiny.experts:
+            data, _ = _random_matrix(rng, tiny.experts, tiny.width, 4.0, "f32")
+            writer.add_tensor(f"{block}ffn_gate_inp.weight", data)
+            shapes = {"gate": (tiny.ffn, tiny.width), "up": (tiny.ffn, tiny.width), "down": (tiny.width, tiny.ffn)}
+            for part, (rows, cols) in shapes.items():
+                experts = [_random_matrix(rng, rows, cols, 1.0, tiny.quant) for _ in range(tiny.experts)]
+                stack = np.stack([data for data, _ in experts])
+                writer.add_tensor(f"{block}ffn_{part}_exps.weight", stack, raw_dtype=experts[0][1])
+            continue
         linear(block + "ffn_gate", tiny.ffn, tiny.width)
         linear(block + "ffn_up", tiny.ffn, tiny.width)
         linear(block + "ffn_down", tiny.width, tiny.ffn)
@@ -161,6 +193,10 @@ def _write_weights(writer: GGUFWriter, tiny: Tiny, rng: np.random.Generator) -> 
     data, kind = _random_matrix(rng, tiny.vocab_size, tiny.width, 4.0, tiny.quant)  # logits as spread as real ones
     if tiny.endless:
         data[EOS] = 0
+    if tiny.script:
+        data[:] = 0
+        for token, following in pairwise(tiny.script):
+            data[following] = 8 * embeddings[token]
     writer.add_tensor("output.weight", data, raw_dtype=kind)
 
 

@@ -1,225 +1,434 @@
-"""What each command does.
+"""The function of each command of the table.
 
-Owns one function for each command of the table. Knows the screen; nothing of widgets' insides.
+Owns the dialogs that a command asks with and what it reports. Knows the workspace, and of the screen only `View`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol, TypeVar
 
-from edgelm.chats.export import file_name, to_json, to_markdown
-from edgelm.chats.model import Message
+from textual.app import App
+from textual.screen import ModalScreen
+
+from edgelm.chats.history import Message, file_name, to_json, to_markdown
+from edgelm.client.endpoint import ModelEntry
 from edgelm.errors import EdgeLMError, RequestError
-from edgelm.tui import conversation_actions, model_actions
+from edgelm.library.catalog import hub_reference
+from edgelm.library.progress import size_text
+from edgelm.machine.memory import available_memory_bytes
+from edgelm.tui.commands import HelpScreen
 from edgelm.tui.dialogs import Choice, ConfirmScreen, LineScreen, PickScreen, TextScreen
-from edgelm.tui.help import HelpScreen
+from edgelm.tui.lines import clean
 from edgelm.tui.markdown import code_blocks
-from edgelm.tui.params import ParamsScreen, parse_params
+from edgelm.tui.params import EFFORTS, ParamsScreen, Value, effort_name, parse_params
+from edgelm.tui.picker import Installed, PickerScreen
+from edgelm.tui.pulls import Pull, Pulls
+from edgelm.tui.shortening import ShortenScreen, plan_shortening
+from edgelm.tui.workspace import Workspace
 
-if TYPE_CHECKING:
-    from edgelm.tui.screen import ChatScreen
-
-Action = Callable[["ChatScreen", str], Awaitable[None]]
-
-
-async def _new(screen: ChatScreen, _argument: str) -> None:
-    screen.new_chat()
+T = TypeVar("T")
 
 
-async def _search(screen: ChatScreen, argument: str) -> None:
-    screen.sidebar.display = True
-    screen.sidebar.search(argument)
+class View(Protocol):
+    """The part of the chat screen that commands use."""
+
+    shows_drafts: bool
+
+    def show_chats(self) -> None: ...
+    def show_new_chat(self) -> None: ...
+    def show_model(self) -> None: ...
+    def show_drafts(self, shown: bool) -> None: ...
+    def update_chat(self) -> None: ...
+    def begin_answer(self, parent: int, sent_from: int | None = None) -> None: ...
+    def begin_edit(self, message: Message) -> None: ...
+    def search(self, words: str) -> None: ...
+    def copy(self, text: str) -> None: ...
+    def focus_prompt(self) -> None: ...
 
 
-async def _system(screen: ChatScreen, argument: str) -> None:
-    text: str | None = argument
-    if not argument:
-        help_text = "Sent before the conversation, for this chat only; empty: none."
-        text = await screen.app.push_screen_wait(TextScreen("System prompt", screen.session.chat.system, help_text))
-    if text is not None:
-        screen.session.set_system(text)
-        screen.notify("system prompt set" if text else "no system prompt")
+class Actions:
+    """Runs commands. Each method takes the command's argument, which may be empty, and may raise EdgeLMError."""
 
+    def __init__(self, app: App[Any], workspace: Workspace, pulls: Pulls, view: View) -> None:
+        self._app = app
+        self._workspace = workspace
+        self._pulls = pulls
+        self._view = view
+        self.by_name: dict[str, Callable[[str], Awaitable[None]]] = {
+            "new": self._new,
+            "search": self._search,
+            "model": self._model,
+            "system": self._system,
+            "params": self._params,
+            "think": self._think,
+            "title": self._title,
+            "pull": self._pull,
+            "regenerate": self._regenerate,
+            "edit": self._edit,
+            "shorten": self._shorten,
+            "whole": self._send_whole,
+            "drafts": self._toggle_drafts,
+            "copy": self._copy,
+            "code": self._copy_code,
+            "export": self._export,
+            "delete": self._delete,
+            "theme": self._theme,
+            "help": self._help,
+            "quit": self._quit,
+        }
 
-async def _params(screen: ChatScreen, argument: str) -> None:
-    session = screen.session
-    if argument:
-        values: dict[str, float | int] | None = parse_params(argument, session.chat.sampling)
-    else:
-        connected = screen.link.connected
-        is_edgelm = connected.is_edgelm if connected else screen.link.remote is None
-        defaults = screen.wishes.options or {}
-        values = await screen.app.push_screen_wait(ParamsScreen(session.chat.sampling, defaults, is_edgelm=is_edgelm))
-    if values is not None:
-        session.set_sampling(values)
-        shown = ", ".join(f"{name} {value}" for name, value in values.items())
-        screen.notify(f"this chat: {shown}" if shown else "this chat: as the endpoint decides", markup=False)
+    async def run(self, name: str, argument: str) -> None:
+        """Run a command by its name. Raises EdgeLMError."""
+        await self.by_name[name](argument)
 
+    async def _ask(self, dialog: ModalScreen[T]) -> T | None:
+        """Return the dialog's result; None where it was cancelled."""
+        return await self._app.push_screen_wait(dialog)
 
-async def _title(screen: ChatScreen, argument: str) -> None:
-    title: str | None = argument
-    if not title:
-        title = await screen.app.push_screen_wait(LineScreen("Title of the chat", screen.session.chat.title))
-    if title:
-        screen.session.rename(" ".join(title.split()))
-        screen.exchange()
+    def _notify(self, text: str) -> None:
+        self._app.notify(text, markup=False)
 
+    # Chats
 
-async def _regenerate(screen: ChatScreen, argument: str) -> None:
-    screen.require_no_answer()
-    message = _message(screen, argument) or _last(screen, "assistant") or _last(screen, "user")
-    if message is None:
-        raise RequestError("there is nothing to answer yet", "write a message")
-    parent = message.id if message.role == "user" else message.parent
-    assert parent is not None, "an answer has a question"
-    screen.begin_answer(parent)
-    screen.prompt.focus()
+    async def _new(self, _argument: str) -> None:
+        self._workspace.new_chat()
+        self._view.show_new_chat()
 
+    async def _search(self, argument: str) -> None:
+        self._view.search(argument)
 
-async def _edit(screen: ChatScreen, argument: str) -> None:
-    screen.require_no_answer()
-    message = _message(screen, argument) or _last(screen, "user")
-    if message is not None and message.role == "assistant":
-        assert message.parent is not None, "an answer has a question"
-        message = screen.session.tree.messages[message.parent]
-    if message is None:
-        raise RequestError("there is nothing to edit yet", "write a message")
-    screen.begin_edit(message)
+    async def _title(self, argument: str) -> None:
+        session = self._workspace.session
+        title: str | None = argument
+        if not title:
+            title = await self._ask(LineScreen("Title of the chat", session.chat.title))
+        if title:
+            session.rename(" ".join(title.split()))
+            self._view.update_chat()
 
-
-async def _copy(screen: ChatScreen, argument: str) -> None:
-    message = _message(screen, argument) or _last(screen, "assistant")
-    if message is None or not message.text:
-        raise RequestError("there is no answer to copy yet")
-    screen.copy(message.text)
-
-
-async def _code(screen: ChatScreen, argument: str) -> None:
-    chosen = _message(screen, argument)
-    messages = [chosen] if chosen else [each for each in screen.session.tree.path()[::-1] if each.role == "assistant"]
-    blocks = next((found for each in messages if (found := code_blocks(each.text))), [])
-    if not blocks:
-        raise RequestError("there is no block of code to copy")
-    index: str | None = "1"
-    if argument.isdecimal():
-        index = argument
-        if not 1 <= int(index) <= len(blocks):
-            raise RequestError(f"there is no block {index}", f"give 1 to {len(blocks)}")
-    elif len(blocks) > 1:
-        choices = [Choice(str(i), *_outline(block)) for i, block in enumerate(blocks, 1)]
-        index = await screen.app.push_screen_wait(PickScreen("Copy a block of code", choices))
-    if index:
-        screen.copy(blocks[int(index) - 1].removesuffix("\n"))
-
-
-async def _export(screen: ChatScreen, argument: str) -> None:
-    session = screen.session
-    kind, _, name = argument.partition(" ")
-    if kind not in ("md", "json"):
-        kind, name = ("json" if argument.endswith(".json") else "md"), argument
-    if not session.tree.messages:
-        raise RequestError("there is nothing to export yet", "write a message")
-    if not name.strip():
-        chosen = await screen.app.push_screen_wait(LineScreen("Export to", file_name(session.chat, kind)))
-        if chosen is None:
+    async def _export(self, argument: str) -> None:
+        session = self._workspace.session
+        kind, _, name = argument.partition(" ")
+        if kind not in ("md", "json"):
+            kind, name = ("json" if argument.endswith(".json") else "md"), argument
+        if not session.tree.messages:
+            raise RequestError("there is nothing to export yet", "write a message")
+        if not name.strip():
+            chosen = await self._ask(LineScreen("Export to", file_name(session.chat, kind)))
+            if chosen is None:
+                return
+            name = chosen
+        path = await asyncio.to_thread(Path(name.strip()).expanduser)
+        text = (to_json if kind == "json" else to_markdown)(session.chat, session.tree)
+        if await asyncio.to_thread(path.exists) and not await self._ask(ConfirmScreen(f"{path} exists.", "Replace it")):
             return
-        name = chosen
-    path = await asyncio.to_thread(Path(name.strip()).expanduser)
-    text = (to_json if kind == "json" else to_markdown)(session.chat, session.tree)
-    if await asyncio.to_thread(path.exists):
-        replace = ConfirmScreen(f"{path} exists.", "Replace it")
-        if not await screen.app.push_screen_wait(replace):
-            return
-    try:
-        await asyncio.to_thread(path.write_text, text, encoding="utf-8")
-    except OSError as error:
-        raise EdgeLMError(f"{path} cannot be written: {error.strerror}", "give another file") from error
-    screen.notify(f"written to {path.absolute()}", markup=False)
+        try:
+            await asyncio.to_thread(path.write_text, text, encoding="utf-8")
+        except OSError as error:
+            raise EdgeLMError(f"{path} cannot be written: {error.strerror}", "choose another file") from error
+        self._notify(f"written to {path.absolute()}")
 
+    async def _delete(self, argument: str) -> None:
+        workspace = self._workspace
+        chat_id = int(argument) if argument.isdecimal() else workspace.session.chat.id
+        chat = workspace.chats.get(chat_id)
+        if chat is None:
+            raise RequestError("this chat is empty")
+        question = f"Delete “{chat.title}” with all its messages? This cannot be undone."
+        if await self._ask(ConfirmScreen(question, "Delete it")):
+            await workspace.delete_chat(chat_id)
+            if chat_id == workspace.session.chat.id:
+                workspace.new_chat()
+                self._view.show_new_chat()
+            else:
+                self._view.show_chats()
 
-async def _delete(screen: ChatScreen, argument: str) -> None:
-    chat_id = int(argument) if argument.isdecimal() else screen.session.chat.id
-    chat = screen.chats.get(chat_id)
-    if chat is None:
-        raise RequestError("this chat is empty")
-    question = f"Delete “{chat.title}” with all its messages? This cannot be undone."
-    if await screen.app.push_screen_wait(ConfirmScreen(question, "Delete it")):
-        await screen.answers.end(chat_id)
-        screen.keeper.write(lambda store: store.delete_chat(chat_id))
-        screen.chats.pop(chat_id, None)
-        if chat_id == screen.session.chat.id:
-            screen.new_chat()
+    # Settings
+
+    async def _system(self, argument: str) -> None:
+        session = self._workspace.session
+        text: str | None = argument
+        if not argument:
+            help_text = "Sent before the conversation, for this chat only; empty: none."
+            text = await self._ask(TextScreen("System prompt", session.chat.system, help_text))
+        if text is not None:
+            self._workspace.session.set_system(text)
+            self._notify("system prompt set" if text else "no system prompt")
+
+    async def _params(self, argument: str) -> None:
+        session = self._workspace.session
+        if argument:
+            values: dict[str, Value] | None = parse_params(argument, session.chat.sampling)
         else:
-            screen.show_chats()
+            link = self._workspace.link
+            is_edgelm = link.connected.is_edgelm if link.connected else link.remote is None
+            defaults = self._workspace.defaults.sampling
+            values = await self._ask(ParamsScreen(session.chat.sampling, defaults, is_edgelm=is_edgelm))
+        if values is not None:
+            session.set_sampling(values)
+            shown = ", ".join(f"{name} {value}" for name, value in values.items())
+            self._notify(f"this chat: {shown}" if shown else "this chat: the endpoint's defaults")
 
+    async def _think(self, argument: str) -> None:
+        session = self._workspace.session
+        name: str | None = argument.lower()
+        if not name:
+            current = effort_name(session.chat.sampling.get("reasoning_effort"))
+            choices = [Choice(name, name, effort.help) for name, effort in EFFORTS.items()]
+            name = await self._ask(PickScreen("How much the model thinks", choices, current))
+        if name:
+            if effort_name(name) not in EFFORTS:
+                raise RequestError(f"there is no effort {name!r}", "give " + ", ".join(EFFORTS))
+            session.set_sampling(parse_params(f"reasoning_effort={name}", session.chat.sampling))
+            self._notify(f"this chat: thinking {name}")
 
-async def _theme(screen: ChatScreen, argument: str) -> None:
-    app = screen.app
-    names = sorted(app.available_themes)
-    if argument:
-        chosen: str | None = {"dark": "textual-dark", "light": "textual-light"}.get(argument, argument)
-        if chosen not in names:
-            raise RequestError(f"there is no theme {argument}", "/theme shows all; dark and light are the usual ones")
-    else:
-        choices = [Choice(each, each, "dark" if app.available_themes[each].dark else "light") for each in names]
-        chosen = await app.push_screen_wait(PickScreen("Colours", choices, app.theme))
-    if chosen:
-        app.theme = chosen
-        screen.remember("theme", chosen)
+    async def _theme(self, argument: str) -> None:
+        app = self._app
+        names = sorted(app.available_themes)
+        if argument:
+            chosen: str | None = {"dark": "textual-dark", "light": "textual-light"}.get(argument, argument)
+            if chosen not in names:
+                raise RequestError(f"there is no theme {argument}", "/theme shows all; try dark or light")
+        else:
+            choices = [Choice(name, name, "dark" if app.available_themes[name].dark else "light") for name in names]
+            chosen = await self._ask(PickScreen("Colours", choices, app.theme))
+        if chosen:
+            app.theme = chosen
+            self._workspace.remember("theme", chosen)
 
+    async def _toggle_drafts(self, _argument: str) -> None:
+        self._view.show_drafts(not self._view.shows_drafts)
+        if self._view.shows_drafts and not any(self._workspace.drafted.values()):
+            self._notify("drafted words will be tinted, in answers from now on")
+        else:
+            self._notify("drafted words are tinted" if self._view.shows_drafts else "drafted words are not tinted")
 
-async def _help(screen: ChatScreen, _argument: str) -> None:
-    screen.app.push_screen(HelpScreen())
+    async def _help(self, _argument: str) -> None:
+        self._app.push_screen(HelpScreen())
 
+    async def _quit(self, _argument: str) -> None:
+        workspace = self._workspace
+        if names := ", ".join(pull.model for pull in self._pulls.running):
+            question = f"Quitting stops the pull of {names}. Its partial files are kept; a new pull continues there."
+            if not await self._ask(ConfirmScreen(question, "Quit")):
+                return
+        await workspace.answers.end()
+        await self._pulls.end()
+        problem, num_unsaved = workspace.store.problem, workspace.store.num_unsaved
+        if problem and num_unsaved:
+            question = f"{problem.message}. The last {num_unsaved:,} changes are not saved."
+            if not await self._ask(ConfirmScreen(question, "Quit and lose them")):
+                return
+        self._app.exit()
 
-async def _quit(screen: ChatScreen, _argument: str) -> None:
-    if names := ", ".join(pull.model for pull in screen.pulls.running):
-        question = f"{names}: leaving stops the pull. What came is kept; pulling it again goes on there."
-        if not await screen.app.push_screen_wait(ConfirmScreen(question, "Leave")):
+    # Messages
+
+    async def _regenerate(self, argument: str) -> None:
+        self._workspace.require_no_answer()
+        message = self._message(argument) or self._last("assistant") or self._last("user")
+        if message is None:
+            raise RequestError("there is nothing to answer yet", "write a message")
+        self._view.begin_answer(_question_of(message))
+        self._view.focus_prompt()
+
+    async def _edit(self, argument: str) -> None:
+        self._workspace.require_no_answer()
+        message = self._message(argument) or self._last("user")
+        if message is None:
+            raise RequestError("there is nothing to edit yet", "write a message")
+        self._view.begin_edit(self._workspace.session.tree.messages[_question_of(message)])
+
+    async def _copy(self, argument: str) -> None:
+        message = self._message(argument) or self._last("assistant")
+        if message is None or not message.text:
+            raise RequestError("there is no answer to copy yet")
+        self._view.copy(message.text)
+
+    async def _copy_code(self, argument: str) -> None:
+        selected = self._message(argument)
+        path = self._workspace.session.tree.path()
+        messages = [selected] if selected else [message for message in path[::-1] if message.role == "assistant"]
+        blocks = next((blocks for message in messages if (blocks := code_blocks(message.text))), [])
+        if not blocks:
+            raise RequestError("there is no block of code to copy")
+        number: str | None = "1"
+        if argument.isdecimal():
+            number = argument
+            if not 1 <= int(number) <= len(blocks):
+                raise RequestError(f"there is no block {number}", f"give 1 to {len(blocks)}")
+        elif len(blocks) > 1:
+            choices = [Choice(str(i), *_outline(block)) for i, block in enumerate(blocks, 1)]
+            number = await self._ask(PickScreen("Copy a block of code", choices))
+        if number:
+            self._view.copy(blocks[int(number) - 1].removesuffix("\n"))
+
+    def _message(self, argument: str) -> Message | None:
+        """Return the message on which a key was pressed, as `#ID`."""
+        return self._workspace.session.tree.messages.get(int(argument[1:])) if argument.startswith("#") else None
+
+    def _last(self, role: str) -> Message | None:
+        path = self._workspace.session.tree.path()
+        return next((message for message in path[::-1] if message.role == role), None)
+
+    # The sent part of the conversation
+
+    async def _shorten(self, _argument: str) -> None:
+        """Leave out the oldest messages; where the last answer is not complete, write a new one."""
+        workspace = self._workspace
+        workspace.require_no_answer()
+        session = workspace.session
+        shortening = plan_shortening(session, await self._context_size())
+        if shortening is None:
+            raise RequestError("there is nothing to leave out", "the last message alone is shortened by editing it: F4")
+        first = await self._ask(ShortenScreen(shortening))
+        if first is None or workspace.session is not session or workspace.answer is not None:
             return
-    await screen.answers.end()
-    await screen.pulls.end()
-    problem, unsaved = screen.keeper.problem, screen.keeper.unsaved
-    if problem and unsaved:
-        question = f"{problem.message}. The last {unsaved:,} changes are not saved."
-        if not await screen.app.push_screen_wait(ConfirmScreen(question, "Leave and lose them")):
+        leaf = session.tree.path()[-1]
+        sent_from = shortening.exchanges[first].messages[0].id if first else None
+        if sent_from is None:
+            session.send_all()
+        if leaf.role == "user" or leaf.state == "failed" or leaf.note == "context":
+            self._view.begin_answer(_question_of(leaf), sent_from)
+        elif sent_from is not None:
+            session.shorten(leaf, sent_from)
+        self._view.update_chat()
+        self._view.focus_prompt()
+
+    async def _send_whole(self, _argument: str) -> None:
+        self._workspace.require_no_answer()
+        if not self._workspace.session.send_all():
+            raise RequestError("the whole conversation is sent already", "/shorten leaves out the oldest messages")
+        self._view.update_chat()
+        self._notify("the whole conversation is sent again")
+
+    async def _context_size(self) -> int | None:
+        """Return the context size of the chat's model in tokens; None where the endpoint does not tell."""
+        workspace = self._workspace
+        if workspace.link.connected is None:
+            return None
+        with suppress(EdgeLMError):
+            models = await workspace.link.models()
+            return next((model.context for model in models if model.id == workspace.model), None)
+        return None
+
+    # Models
+
+    async def _model(self, argument: str) -> None:
+        """Use a model for this chat; without a name, show the installed models and those to pull."""
+        models = await self._workspace.link.models(again=True)
+        if not argument:
+            await self._pick_model(models)
             return
-    screen.app.exit()
+        matches = [model.id for model in models if argument.lower() in model.id.lower()]
+        exact = [name for name in matches if name == argument]
+        if not matches and not self._no_pull_reason:
+            hub_reference(argument)  # raises with similar names where this one is misspelt
+            raise RequestError(f"{argument} is not on this machine", f"/pull {argument} gets it")
+        if len(exact or matches) != 1:
+            count = "no model" if not matches else f"{len(matches)} models"
+            raise RequestError(f"{count} called {argument}", "/model shows all")
+        self._set_model((exact or matches)[0])
+
+    async def _pull(self, argument: str) -> None:
+        """Pull a model, or stop a pull."""
+        verb, _, rest = argument.partition(" ")
+        if verb == "stop":
+            self._stop_pull(rest.strip())
+        elif not argument:
+            await self._pick_model(await self._workspace.link.models(again=True))
+        else:
+            if self._no_pull_reason:
+                raise RequestError(self._no_pull_reason)
+            hub_reference(argument)  # raises at once where the name is misspelt
+            self._start_pull(argument)
+
+    async def _pick_model(self, models: list[ModelEntry]) -> None:
+        reason = self._no_pull_reason
+        if reason and not models:
+            raise RequestError("the endpoint offers no model", reason)
+        details = {model.id: _describe(model) for model in models}
+        picked = await self._ask(
+            PickerScreen(
+                "Model of this chat",
+                [Installed(name, detail) for name, detail in details.items()],
+                current=self._workspace.model,
+                note=reason,
+                free_bytes=0 if reason else await asyncio.to_thread(available_memory_bytes),
+                pulls=lambda: self._pulls.running,
+            )
+        )
+        if picked is None:
+            return
+        if picked.action == "use":
+            self._set_model(picked.name)
+        elif picked.action == "stop":
+            self._stop_pull(picked.name)
+        else:
+            self._start_pull(picked.name)
+
+    def _set_model(self, model: str) -> None:
+        self._workspace.set_model(model)
+        self._view.show_model()
+
+    @property
+    def _no_pull_reason(self) -> str:
+        """Return why no model can be pulled; empty where one can."""
+        remote = self._workspace.link.remote
+        return "" if remote is None else f"these are the models of {remote}: pull more there"
+
+    def _start_pull(self, model: str) -> None:
+        self._pulls.start(model, self._workspace.session.chat.id)
+        self._notify(f"pulling {model}; you can go on chatting")
+
+    def _stop_pull(self, model: str) -> None:
+        if not self._pulls.stop(model):
+            raise RequestError(f"{model} is not being pulled" if model else "nothing is being pulled")
+
+    async def pull_ended(self, pull: Pull) -> None:
+        """Report the end of a pull; the model answers the chat that asked for it. Raises EdgeLMError if it failed."""
+        name = clean(pull.model)
+        if pull.state == "stopped":
+            size = f" at {size_text(pull.done)}" if pull.done else ""
+            self._notify(f"the pull of {name} was stopped{size}; /pull {name} continues it")
+            return
+        if pull.state == "failed":
+            raise EdgeLMError(pull.error)
+        model = find_pulled(await self._workspace.link.models(again=True), pull)
+        if model is None:
+            self._notify(f"{name} is here, but the endpoint does not list it yet; /model shows its list")
+        elif self._workspace.session.chat.id == pull.chat_id:
+            self._set_model(model)
+            self._notify(f"{model} is here, and answers this chat from now on")
+        else:
+            self._notify(f"{model} is here: Ctrl+O chooses it")
 
 
-ACTIONS: dict[str, Action] = {
-    "new": _new,
-    "search": _search,
-    "model": model_actions.choose,
-    "pull": model_actions.pull,
-    "system": _system,
-    "params": _params,
-    "title": _title,
-    "regenerate": _regenerate,
-    "edit": _edit,
-    "shorten": conversation_actions.shorten,
-    "whole": conversation_actions.send_all,
-    "drafts": conversation_actions.drafts,
-    "copy": _copy,
-    "code": _code,
-    "export": _export,
-    "delete": _delete,
-    "theme": _theme,
-    "help": _help,
-    "quit": _quit,
-}
+def find_pulled(models: list[ModelEntry], pull: Pull) -> str | None:
+    """Return the endpoint's name of a pulled model."""
+    path = os.path.realpath(pull.path)
+    return next((model.id for model in models if model.path and os.path.realpath(model.path) == path), None)
 
 
-def _message(screen: ChatScreen, argument: str) -> Message | None:
-    """Return the message that a key was pressed on: `#ID`."""
-    return screen.session.tree.messages.get(int(argument[1:])) if argument.startswith("#") else None
+def _describe(model: ModelEntry) -> str:
+    """Return architecture, quantization, size and context of a model, as far as they are known."""
+    size = ""
+    if model.bytes:
+        size = f"{model.bytes / 1e9:.1f} GB" if model.bytes >= 1e9 else f"{model.bytes / 1e6:.0f} MB"
+    context = f"{model.context:,} tokens" if model.context else ""
+    loaded = "loaded" if model.loaded else ""
+    return " · ".join(part for part in (model.architecture, model.quantization, size, context, loaded) if part)
 
 
-def _last(screen: ChatScreen, role: str) -> Message | None:
-    return next((each for each in screen.session.tree.path()[::-1] if each.role == role), None)
+def _question_of(message: Message) -> int:
+    """Return the id of a message of the user, or of the one that an answer belongs to."""
+    question = message.id if message.role == "user" else message.parent
+    assert question is not None, "an answer has a question"
+    return question
 
 
 def _outline(code: str) -> tuple[str, str]:

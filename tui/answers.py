@@ -1,67 +1,236 @@
-"""The answers that are being written: at most one for each chat, also for chats that are not on the screen.
+"""The answers being written: at most one for each chat, also for chats that are not on the screen.
 
-Owns their workers. Knows nothing of how an answer is written and shown.
+Owns one worker for each answer, the steps from the request to its end, and the state that each end leads to. Knows
+nothing of the screen: a watcher is told when text arrives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from textual.worker import Worker, WorkerError
 
-from edgelm.tui.answering import Answer, Watcher, write_answer
+from edgelm.chats.history import Message
+from edgelm.client.endpoint import AnswerStats, ChatRequest, Client, Delta, Finished, ModelEntry
+from edgelm.client.failures import ContextFullError, UnreachableError
+from edgelm.errors import EdgeLMError, RequestError
+from edgelm.tui.drafted import Spans
 from edgelm.tui.link import Link
+from edgelm.tui.session import Session
+from edgelm.tui.thought import ThoughtClock, ThoughtFigures, estimate_tokens
+from edgelm.tui.views import GO_ON, MessageView
+
+POLL_S = 0.25  # between two reports of progress
+NOTED_REASONS = ("length", "context", "content_filter")
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer that is being written."""
+
+    session: Session
+    message: Message
+    sampling: Mapping[str, float | int | str]
+    view: MessageView = field(init=False)
+    started: float = field(default_factory=time.monotonic)
+    first_token: float | None = None  # when it arrived
+    num_tokens: int = 0
+    drafted: Spans = field(default_factory=Spans)  # of the message's text
+    clock: ThoughtClock = field(default_factory=ThoughtClock)
+    num_thoughts: int = 0  # deltas of reasoning
+
+    def __post_init__(self) -> None:
+        self.view = MessageView(self.message, live=True)
+
+    @property
+    def activity(self) -> str:
+        """Return what the model does now, after its first token."""
+        return "thinking" if self.clock.running else "writing"
+
+    def show_thought(self) -> None:
+        """Show how long the model has thought."""
+        if self.message.reasoning:
+            tokens = estimate_tokens(self.num_thoughts, len(self.message.reasoning)) if self.clock.running else None
+            self.view.set_thought(ThoughtFigures(self.clock.seconds, tokens, self.clock.running))
+
+    def timed(self, stats: AnswerStats | None) -> AnswerStats | None:
+        """Return the endpoint's stats, if they came, with the time of the thought, if there was one."""
+        if not self.message.reasoning:
+            return stats
+        return replace(stats or AnswerStats(), reasoning_ms=round(1000 * self.clock.seconds))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return the speed so far; None before the second token."""
+        if self.first_token is None or self.num_tokens < 2:
+            return None
+        return (self.num_tokens - 1) / max(time.monotonic() - self.first_token, 1e-3)
+
+
+class AnswerWatcher(Protocol):
+    """An observer of answers. The chat screen is one."""
+
+    def answer_changed(self, answer: Answer) -> None:
+        """Draw the answer's view again."""
+
+    def answer_progressed(self, answer: Answer, activity: str, stats: AnswerStats | None) -> None:
+        """Show what the answer is doing and, if they are given, its figures."""
+
+    def answer_ended(self, answer: Answer) -> None:
+        """Show the chat without a running answer."""
 
 
 class Answers:
-    """Starts and stops answers. `run` makes a worker of a coroutine, `ended` hears of every end."""
+    """Starts and stops answers. `run` starts a worker for a coroutine."""
 
     def __init__(
-        self,
-        link: Link,
-        run: Callable[[Coroutine[Any, Any, None]], Worker[None]],
-        watcher: Watcher,
-        ended: Callable[[Answer], None],
+        self, link: Link, run: Callable[[Coroutine[Any, Any, None]], Worker[None]], watcher: AnswerWatcher
     ) -> None:
         self._link = link
         self._run = run
         self._watcher = watcher
-        self._ended = ended
-        self._written: dict[int, tuple[Answer, Worker[None]]] = {}  # by chat
+        self._running: dict[int, tuple[Answer, Worker[None]]] = {}  # by chat
 
     def __bool__(self) -> bool:
-        return bool(self._written)
+        return bool(self._running)
 
     def of_chat(self, chat_id: int) -> Answer | None:
         """Return the answer that is being written in a chat."""
-        found = self._written.get(chat_id)
-        return found[0] if found else None
+        entry = self._running.get(chat_id)
+        return entry[0] if entry else None
 
-    def start(self, answer: Answer, wanted: Sequence[str]) -> None:
-        """Write an answer, with the first of the wanted models that there is."""
-        assert answer.session.chat.id not in self._written
-        self._written[answer.session.chat.id] = answer, self._run(self._write(answer, wanted))
+    def start(self, answer: Answer, models: Sequence[str]) -> None:
+        """Write an answer with the first of these models that the endpoint offers."""
+        chat_id = answer.session.chat.id
+        assert chat_id not in self._running
+        self._running[chat_id] = answer, self._run(self._write(answer, models))
 
     def stop(self, chat_id: int) -> bool:
-        """Stop the answer of a chat; say whether there was one."""
-        found = self._written.get(chat_id)
-        if found is not None:
-            found[1].cancel()
-        return found is not None
+        """Stop the answer of a chat; return whether there was one."""
+        entry = self._running.get(chat_id)
+        if entry is not None:
+            entry[1].cancel()
+        return entry is not None
 
     async def end(self, chat_id: int | None = None) -> None:
-        """Stop the answer of a chat, or all, and wait until what came of it is on its way to the disk."""
-        for chat, (_, worker) in list(self._written.items()):
-            if chat_id in (None, chat):
+        """Stop the answer of a chat, or all, and wait until their text was handed to the store."""
+        for running_id, (_, worker) in list(self._running.items()):
+            if chat_id in (None, running_id):
                 worker.cancel()
                 with suppress(WorkerError):
                     await worker.wait()
 
-    async def _write(self, answer: Answer, wanted: Sequence[str]) -> None:
+    async def _write(self, answer: Answer, models: Sequence[str]) -> None:
         try:
-            await write_answer(self._link, answer, wanted, self._watcher)
+            await _write_answer(self._link, answer, models, self._watcher)
         finally:
-            del self._written[answer.session.chat.id]
-            self._ended(answer)
+            del self._running[answer.session.chat.id]
+            self._watcher.answer_ended(answer)
+
+
+def choose_model(preferred: Sequence[str], models: Sequence[ModelEntry]) -> str:
+    """Return the first preferred model that is offered, else the first offered one. Raises RequestError without any."""
+    offered = [model.id for model in models]
+    for name in filter(None, preferred):
+        # A path need not be listed: the endpoint takes any.
+        if name in offered or name.startswith("/") or ("/" in name and name.endswith(".gguf")):
+            return name
+    if not offered:
+        raise RequestError("the endpoint offers no model", "install one, or name a .gguf file or a folder with --model")
+    return offered[0]
+
+
+async def _write_answer(link: Link, answer: Answer, models: Sequence[str], watcher: AnswerWatcher) -> None:
+    """Stream an answer into its session and view. A failure becomes the final state of the message; none is raised."""
+    session, message = answer.session, answer.message
+    try:
+        finished = await _stream(link, answer, models, watcher)
+    except EdgeLMError as error:
+        if isinstance(error, ContextFullError):
+            error = ContextFullError(error.message, GO_ON)
+        session.finish(message, "failed", str(error), answer.timed(None))
+        stats = None
+    except asyncio.CancelledError:
+        session.finish(message, "stopped", stats=answer.timed(None))
+        answer.view.settle()
+        watcher.answer_changed(answer)
+        raise
+    else:
+        stats = answer.timed(finished.stats)
+        session.finish(message, "done", finished.reason if finished.reason in NOTED_REASONS else "", stats)
+    answer.view.settle()
+    watcher.answer_changed(answer)
+    watcher.answer_progressed(answer, "ready" if link.is_ready else "not connected", stats)
+
+
+async def _stream(link: Link, answer: Answer, models: Sequence[str], watcher: AnswerWatcher) -> Finished:
+    for attempt in (1, 2):
+        client: Client | None = None
+        reporting = asyncio.create_task(_report_progress(link, answer, watcher))
+        try:
+            client = await link.client()
+            model = choose_model(models, await link.models())
+            if model != answer.message.model:
+                answer.view.set_model(model)
+            past, turns = answer.session.turns(answer.message)
+            request = ChatRequest(model, turns, answer.sampling, past)
+            async for item in client.chat(request):
+                if isinstance(item, Finished):
+                    return item
+                _append(answer, item, watcher)
+        except UnreachableError:
+            await link.lost()
+            # Retry once where an existing connection was lost before the first text.
+            if attempt == 2 or client is None or answer.message.text:
+                raise
+        finally:
+            reporting.cancel()
+    raise AssertionError("an answer ends with Finished or an error")
+
+
+def _append(answer: Answer, delta: Delta, watcher: AnswerWatcher) -> None:
+    first, activity = answer.first_token is None, answer.activity
+    if first:
+        answer.first_token = time.monotonic()
+    answer.clock.take(delta.reasoning, delta.text)
+    if first or answer.activity != activity:
+        watcher.answer_progressed(answer, answer.activity, None)
+    answer.num_tokens += 1
+    answer.num_thoughts += bool(delta.reasoning)
+    if delta.drafted:
+        answer.drafted.add(delta.drafted, len(answer.message.text))
+    answer.session.append(answer.message, delta.text, delta.reasoning)
+    answer.show_thought()
+    answer.view.append(delta.text, delta.drafted)
+    watcher.answer_changed(answer)
+
+
+async def _report_progress(link: Link, answer: Answer, watcher: AnswerWatcher) -> None:
+    """Report what the answer waits for until its first token, then its speed."""
+    while True:
+        if answer.first_token is not None:
+            stats = AnswerStats(tokens_per_second=answer.tokens_per_second)
+            watcher.answer_progressed(answer, answer.activity, stats)
+            if answer.clock.running:  # its time goes on where no text comes
+                answer.show_thought()
+                watcher.answer_changed(answer)
+        else:
+            status, waited_s = "waiting", time.monotonic() - answer.started
+            if (client := link.connected) is None:
+                status = "connecting"
+            else:
+                with suppress(EdgeLMError):
+                    if (loading := await client.loading(answer.message.model)) is not None:
+                        share = f" {100 * loading.progress:.0f} %" if loading.progress is not None else ""
+                        status = f"loading the model{share}"
+            if answer.first_token is None:  # it may have come during the request
+                seconds = f", {waited_s:.0f} s" if waited_s >= 2 else ""
+                answer.view.set_status(f"{status}{seconds}")
+                watcher.answer_progressed(answer, status, None)
+                watcher.answer_changed(answer)
+        await asyncio.sleep(POLL_S)

@@ -1,7 +1,7 @@
 """The terminal chat: the application around the chat screen.
 
-Owns the theme, the command palette, the keeper of the chats and the link to the endpoint, and closes both. Knows
-nothing of what a chat is.
+Owns the theme, the command palette, the store of the chats and the link to the endpoint, and closes both. Knows
+nothing of the content of chats.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.keys import Keys
 from textual.screen import Screen
 
-from edgelm.chats.keeper import Keeper
 from edgelm.chats.store import ChatsError
+from edgelm.chats.store_thread import StoreThread
 from edgelm.tui.commands import COMMANDS
 from edgelm.tui.link import Link
-from edgelm.tui.open_chat import Wishes
 from edgelm.tui.pulls import COMMAND
 from edgelm.tui.screen import ChatScreen
+from edgelm.tui.workspace import ChatDefaults
 
 CLOSE_S = 5.0
 
-# Textual reads Alt+Enter as Enter where the terminal sends it the old way, as Escape and Return or as xterm's
-# "modified key": the message would be sent. Both break the line.
+# Some terminals send Alt+Enter as Escape and Return, or as xterm's "modified key". Textual reads both as Enter, which
+# would send the message; they must break the line.
 for _sequence in ("\x1b\r", "\x1b[27;3;13~", "\x1b[27;2;13~"):
     cast("dict[str, tuple[Keys, ...]]", _ansi_sequences.ANSI_SEQUENCES_KEYS).setdefault(_sequence, (Keys.ControlJ,))
 
 
 class ChatCommands(Provider):
-    """The commands of the prompt, in the palette."""
+    """The commands of the prompt, for the palette."""
 
     async def discover(self) -> Hits:
         for command in COMMANDS:
@@ -67,36 +67,36 @@ class ChatApp(App[None]):
     Toast { max-width: 60; }
     """
 
-    def __init__(self, chats: Path, link: Link, wishes: Wishes, pulling: Sequence[str] = COMMAND) -> None:
+    def __init__(self, chats: Path, link: Link, defaults: ChatDefaults, pull_command: Sequence[str] = COMMAND) -> None:
         super().__init__()
         self._link = link
-        self._runs_in: asyncio.AbstractEventLoop | None = None
-        self._keeper = Keeper(chats, self._store_problem)
-        self._chat = ChatScreen(self._keeper, link, wishes, pulling)
-        self.lost = 0  # changes that could not be saved, after the end
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._store = StoreThread(chats, self._report_problem)
+        self._chat = ChatScreen(self._store, link, defaults, pull_command)
+        self.num_lost = 0  # changes that were not saved when the app ended
 
     def get_default_screen(self) -> Screen[None]:
         return self._chat
 
     def on_mount(self) -> None:
-        self._runs_in = asyncio.get_running_loop()
-        # A terminal of 16 colours shows a theme of 16 million as it can, which is badly.
+        self._loop = asyncio.get_running_loop()
+        # A terminal of 16 colours shows a theme of 16 million badly.
         if not self.is_headless and self.console.color_system in (None, "standard"):
             self.theme = "ansi-dark"
 
     async def action_quit(self) -> None:
         self._chat.run_command("quit", "")
 
-    def _store_problem(self, problem: ChatsError | None) -> None:
-        """Take a report of the keeper's thread, which may come before there is a screen and when there is none left."""
-        if self._runs_in is not None and not self._runs_in.is_closed():
-            self._runs_in.call_soon_threadsafe(self._show_problem, problem)
+    def _report_problem(self, problem: ChatsError | None) -> None:
+        """Pass on a report of the store's thread, which may come before the screen exists and after it is gone."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._show_problem, problem)
 
     def _show_problem(self, problem: ChatsError | None) -> None:
         if self._chat.is_mounted:
-            self._chat.store_problem(problem)
+            self._chat.show_store_problem(problem)
 
     async def on_unmount(self) -> None:
-        self._chat.save_draft()
-        self.lost = await asyncio.to_thread(self._keeper.close, CLOSE_S)
+        self._chat.save_unsent()
+        self.num_lost = await asyncio.to_thread(self._store.close, CLOSE_S)
         await self._link.close()

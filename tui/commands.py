@@ -1,17 +1,26 @@
-"""The commands, in one table: `/name` in the prompt, the command palette and F1 show the same set.
+"""Every command and every key, in tables, and the help page (F1) that shows them.
 
-Owns names, arguments and help. Knows nothing of what they do.
+Owns names, arguments, keys and their one-line descriptions. Knows nothing of what they do.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
+
+from rich.table import Table
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Static
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command. The screen's method `do_NAME` takes its argument, which may be empty."""
+    """One command; `tui/actions.py` has the function that runs it."""
 
     name: str
     help: str
@@ -28,42 +37,186 @@ COMMANDS = (
     Command("model", "Choose the model of this chat, or pull one", "[NAME]"),
     Command("system", "Set the system prompt of this chat", "[TEXT]"),
     Command("params", "Set how this chat is sampled", "[NAME=VALUE …]"),
+    Command("think", "Set how much the model thinks", "[EFFORT]"),
     Command("title", "Rename the chat", "[TITLE]"),
-    Command("pull", "Pull a model from the hub; stop: what came is kept", "[NAME|stop]"),
+    Command("pull", "Pull a model from the hub; stop keeps partial files", "[NAME|stop]"),
     Command("regenerate", "Answer again; the old answer is kept"),
     Command("edit", "Edit your last message; the old one is kept"),
     Command("shorten", "Go on without the oldest messages"),
     Command("whole", "Send the whole conversation again"),
-    Command("drafts", "Tint the drafted words of answers since the start"),
+    Command("drafts", "Tint the drafted words in answers of this run"),
     Command("copy", "Copy the last answer"),
     Command("code", "Copy a block of code", "[NUMBER]"),
     Command("export", "Write the chat to a file", "[md|json] [FILE]"),
     Command("delete", "Delete the chat"),
     Command("theme", "Choose the colours", "[NAME]"),
     Command("help", "Show every key and command"),
-    Command("quit", "Leave"),
+    Command("quit", "Quit"),
 )
 
 _CALL = re.compile(r"/([a-z]+)(?:\s+(.*))?\s*", re.DOTALL)
 
 
 def find_command(name: str) -> Command | None:
-    """Return a command by its name, or by a beginning that only one has."""
-    starting = [command for command in COMMANDS if command.name.startswith(name)]
-    return next((each for each in starting if each.name == name), starting[0] if len(starting) == 1 else None)
+    """Return a command by its name, or by a prefix that only one command has."""
+    matches = [command for command in COMMANDS if command.name.startswith(name)]
+    exact = next((command for command in matches if command.name == name), None)
+    return exact or (matches[0] if len(matches) == 1 else None)
 
 
 def parse_call(text: str) -> tuple[str, str] | None:
     """Return the name and argument of a text that calls a command; None where it is a message.
 
-    `/etc/hosts is empty` is a message, and so is what begins with two slashes (one is dropped).
+    `/etc/hosts is empty` is a message. So is a text that begins with two slashes, one of which is dropped.
     """
     match = _CALL.fullmatch(text)
     return (match[1], (match[2] or "").strip()) if match else None
 
 
 def complete(text: str) -> list[Command]:
-    """Return the commands that a text may become."""
+    """Return the commands that a text is a prefix of."""
     if not re.fullmatch(r"/[a-z]*", text):
         return []
     return [command for command in COMMANDS if command.name.startswith(text[1:])]
+
+
+KEY_NAMES = {
+    "ctrl": "Ctrl",
+    "alt": "Alt",
+    "shift": "Shift",
+    "escape": "Esc",
+    "pageup": "PgUp",
+    "pagedown": "PgDn",
+    "up": "↑",
+    "down": "↓",
+    "left": "←",
+    "right": "→",
+    "delete": "Del",
+    "enter": "Enter",
+    "tab": "Tab",
+    "home": "Home",
+    "end": "End",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Keys with the same effect. `action` is empty where the widget reads the key itself: only the help needs it."""
+
+    keys: str  # Textual's names, separated by commas
+    action: str
+    help: str
+    priority: bool = False  # bound before the widget that has the focus
+
+    @property
+    def binding(self) -> Binding:
+        return Binding(self.keys, self.action, self.help, show=False, priority=self.priority)
+
+    @property
+    def shown(self) -> str:
+        """Return the keys as a person reads them."""
+        keys = [key.split("+") for key in self.keys.split(",")]
+        return ", ".join(
+            "+".join(KEY_NAMES.get(part, part.upper() if len(key) > 1 or len(part) > 1 else part) for part in key)
+            for key in keys
+        )
+
+
+GLOBAL_KEYS = (
+    Key("f1", "run('help')", "Show every key and command", priority=True),
+    Key("ctrl+p", "command_palette", "Find a command by name"),
+    Key("ctrl+n", "run('new')", "Start a new chat", priority=True),
+    Key("ctrl+f", "run('search')", "Search all chats", priority=True),
+    Key("ctrl+b", "toggle_sidebar", "Show or hide the list of chats", priority=True),
+    Key("escape", "stop", "Stop the answer; close what is open"),
+    Key("ctrl+r", "run('regenerate')", "Answer again; the old answer is kept", priority=True),
+    Key("f4", "run('edit')", "Edit your last message; the old one is kept", priority=True),
+    Key("ctrl+y", "run('copy')", "Copy the last answer", priority=True),
+    Key("ctrl+g", "run('code')", "Copy a block of code", priority=True),
+    Key("ctrl+o", "run('model')", "Choose the model, or pull one", priority=True),
+    Key("ctrl+t", "toggle_reasoning", "Show or hide the model's reasoning", priority=True),
+    Key("f2", "run('title')", "Rename the chat", priority=True),
+    Key("f3", "run('drafts')", "Tint the drafted words in answers of this run", priority=True),
+    Key("f5", "run('shorten')", "Go on without the oldest messages", priority=True),
+    Key("ctrl+c", "interrupt", "Copy the selection, or stop the answer; twice: quit", priority=True),
+    Key("ctrl+q", "run('quit')", "Quit", priority=True),
+)
+
+PROMPT_KEYS = (
+    Key("enter", "", "Send"),
+    Key("alt+enter,ctrl+j,shift+enter", "", "Break the line"),
+    Key("up", "", "In the first line: your earlier messages"),
+    Key("/", "", "Commands; Tab completes"),
+    Key("pageup,pagedown", "", "Scroll the conversation"),
+    Key("shift+tab", "", "Go to the messages: copy, edit, versions"),
+)
+
+TRANSCRIPT_KEYS = (
+    Key("up,k", "select(-1)", "The message above"),
+    Key("down,j", "select(1)", "The message below, then the prompt"),
+    Key("left", "act('previous')", "The previous version"),
+    Key("right", "act('next')", "The next version"),
+    Key("e", "act('edit')", "Edit it: a new branch"),
+    Key("r", "act('regenerate')", "Answer it again: a new branch"),
+    Key("enter", "fold", "Show or hide its reasoning"),
+    Key("c,y", "act('copy')", "Copy it"),
+    Key("g", "act('code')", "Copy one of its blocks of code"),
+    Key("home", "scroll_home", "Go to the beginning"),
+    Key("end", "scroll_end", "Go to the end"),
+)
+
+SIDEBAR_KEYS = (
+    Key("enter", "", "Open the chat"),
+    Key("delete", "delete_chat", "Delete the chat"),
+    Key("escape", "", "Back to the prompt"),
+)
+
+KEY_GROUPS = (
+    ("Everywhere", GLOBAL_KEYS),
+    ("In the prompt", PROMPT_KEYS),
+    ("On a message", TRANSCRIPT_KEYS),
+    ("In the list of chats", SIDEBAR_KEYS),
+)
+
+HELP_NOTES = (
+    "To select with the mouse in the terminal itself, hold Shift (Option in a Mac's Terminal).",
+    "Copying uses OSC 52, which works over SSH; in tmux it needs `set -g set-clipboard on`.",
+)
+
+
+class HelpScreen(ModalScreen[None]):
+    """The page that F1 opens: every key and command."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f1,q,enter", "dismiss(None)", "Close", show=False)]
+    DEFAULT_CSS = """
+    HelpScreen { align: center middle; }
+    HelpScreen > VerticalScroll {
+        width: 84; max-width: 100%; height: auto; max-height: 100%;
+        border: round $primary; background: $surface; padding: 0 1; scrollbar-size-vertical: 1;
+    }
+    HelpScreen Static { height: auto; }
+    """
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as box:
+            box.border_title = "Keys and commands"
+            box.border_subtitle = "Esc closes"
+            yield Static(_help_page())
+
+
+def _help_page() -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=24)
+    table.add_column()
+    for title, keys in KEY_GROUPS:
+        table.add_row(Text(title, "bold underline"), "")
+        for key in keys:
+            table.add_row(Text(key.shown, "bold"), key.help)
+        table.add_row("", "")
+    table.add_row(Text("Commands", "bold underline"), "")
+    for command in COMMANDS:
+        table.add_row(Text(command.usage, "bold"), command.help)
+    table.add_row("", "")
+    for note in HELP_NOTES:
+        table.add_row("", Text(note, "dim"))
+    return table

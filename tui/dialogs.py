@@ -1,6 +1,6 @@
-"""The small dialogs: pick one of a list, write a line or a text, confirm. Each returns a typed value; None: cancelled.
+"""The small dialogs: pick from a list, write a line or a text, confirm. Each returns a typed value; None: cancelled.
 
-Owns their look and keys. Knows nothing of what the answers are for.
+Owns their look and keys. Knows nothing of the use of their results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DIALOG_CSS = """
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One line of a list: what it returns, what it says, and what stands behind it."""
+    """One line of a list: the value it returns, its label, and a dim detail after it."""
 
     value: str
     label: str
@@ -42,7 +42,7 @@ class Choice:
 
 
 class PickScreen(ModalScreen[str | None]):
-    """Choose one of a list; typing filters it."""
+    """Pick one line of a list; typing filters it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", show=False)]
     DEFAULT_CSS = DIALOG_CSS.format(name="PickScreen")
@@ -70,14 +70,16 @@ class PickScreen(ModalScreen[str | None]):
     def _fill(self, words: str) -> None:
         options = self.query_one(OptionList)
         options.clear_options()
-        found = [each for each in self._choices if all(word in each.label.lower() for word in words.lower().split())]
-        for choice in found:
+        matches = [
+            choice for choice in self._choices if all(word in choice.label.lower() for word in words.lower().split())
+        ]
+        for choice in matches:
             text = Text(no_wrap=True, overflow="ellipsis")
             text.append(choice.label, "bold" if choice.value == self._current else "")
             text.append(f"  {choice.detail}", "dim")
             options.add_option(Option(text, id=choice.value))
-        if found:
-            options.highlighted = next((i for i, each in enumerate(found) if each.value == self._current), 0)
+        if matches:
+            options.highlighted = next((i for i, choice in enumerate(matches) if choice.value == self._current), 0)
 
     def on_key(self, event: events.Key) -> None:
         options = self.query_one(OptionList)

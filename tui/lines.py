@@ -1,12 +1,13 @@
-"""Lines of text as they stand on the screen, and how a text is broken into them.
+"""Lines of text on the screen, and rows: runs of lines that are drawn when they come into view.
 
-Owns wrapping, and what a line says about copying: which of its characters are decoration and how it joins the one
-above it. Knows nothing of Markdown and widgets.
+Owns wrapping, how lines are joined when they are copied, and the rows that are not Markdown. Knows nothing of
+Markdown and of positions on the screen.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from rich.cells import cell_len, get_character_cell_size
@@ -15,47 +16,51 @@ from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
 
-# Rich asks for one; it decides nothing here.
+from edgelm.tui.palette import Palette
+
+# Rich requires a console to wrap and render text; its settings do not change the result.
 CONSOLE = Console(force_terminal=True, color_system="truecolor", width=80, height=24, legacy_windows=False)
+SEND_ALL = "(/whole sends all) "
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 @dataclass(slots=True)
 class Line:
-    """One line of the screen. `joint` stands between it and the line above when both are copied."""
+    """One line of the screen. `joint` is put between it and the line above when both are copied."""
 
     text: Text
-    prefix: int = 0  # so many characters at its start are decoration and are not copied
+    prefix: int = 0  # number of characters at its start that are decoration and are not copied
     joint: str = "\n"
-    fill: Style | None = None  # what is behind the rest of the line
-    strip: Strip | None = None  # as it was drawn last, and for what
+    fill: Style | None = None  # background of the rest of the line
+    strip: Strip | None = None  # the last drawing, which is valid for `strip_key`
     strip_key: tuple[int, int, Style] | None = None
-
-    @property
-    def copied(self) -> str:
-        return self.text.plain[self.prefix :]
 
 
 def clean(text: str) -> str:
-    """Replace what would move the terminal's cursor or write to its clipboard; tabs become spaces."""
+    """Replace characters that move the terminal's cursor or write to its clipboard; tabs become spaces."""
     return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n").expandtabs(4))
 
 
 def short_name(model: str) -> str:
-    """Return the name of a model as it is shown: of a path the last part."""
+    """Return the displayed name of a model: the last part of a path, else the name."""
     return model.rsplit("/", 1)[-1] if model.startswith("/") or model.endswith(".gguf") else model
 
 
+def guess_height(text: str, width: int) -> int:
+    """Return about how many lines a text takes, without wrapping it."""
+    return sum(1 + len(line) // max(width, 1) for line in text.split("\n"))
+
+
 def wrap_words(text: Text, width: int) -> list[Line]:
-    """Break a text at its newlines and between words; a word that is too long is broken where it must be."""
+    """Break a text at its newlines and between words; a word wider than the line is broken inside."""
     lines: list[Line] = []
-    for hard in text.split("\n", allow_blank=True):
-        plain, at = hard.plain, 0
-        for i, piece in enumerate(hard.wrap(CONSOLE, max(width, 2), tab_size=4)):
-            found = plain.find(piece.plain, at)
-            joint = "\n" if i == 0 else plain[at:found]
-            at = found + len(piece.plain)
+    for paragraph in text.split("\n", allow_blank=True):
+        plain, end = paragraph.plain, 0
+        for i, piece in enumerate(paragraph.wrap(CONSOLE, max(width, 2), tab_size=4)):
+            start = plain.find(piece.plain, end)
+            joint = "\n" if i == 0 else plain[end:start]
+            end = start + len(piece.plain)
             lines.append(Line(piece, joint=joint))
     return lines
 
@@ -76,9 +81,151 @@ def wrap_cells(text: Text, width: int) -> list[Line]:
 
 
 def indent(lines: list[Line], first: Text, others: Text) -> list[Line]:
-    """Put decoration before lines: one text before the first, one before the others."""
+    """Prepend decoration: one text to the first line, one to each of the others."""
     for i, line in enumerate(lines):
-        before = first if i == 0 else others
-        line.text = Text.assemble(before, line.text)
-        line.prefix += len(before)
+        decoration = first if i == 0 else others
+        line.text = Text.assemble(decoration, line.text)
+        line.prefix += len(decoration)
     return lines
+
+
+@dataclass(slots=True)
+class Drawn:
+    """The lines of a row at one width and palette; only their number once the lines were released."""
+
+    width: int
+    palette: Palette
+    height: int
+    lines: list[Line] | None
+
+
+class Row(ABC):
+    """A run of lines. It is drawn for one width and one palette, and kept while it is near the screen."""
+
+    def __init__(self) -> None:
+        self._drawn: Drawn | None = None
+
+    @abstractmethod
+    def draw(self, width: int, palette: Palette) -> list[Line]:
+        """Return the lines."""
+
+    @abstractmethod
+    def guess(self, width: int) -> int:
+        """Return about how many lines there will be."""
+
+    def lines(self, width: int, palette: Palette) -> list[Line]:
+        """Return the lines; draw them now if they are not kept."""
+        drawn = self._drawn
+        if drawn is None or drawn.lines is None or drawn.width != width or drawn.palette is not palette:
+            lines = self.draw(width, palette)
+            self._drawn = Drawn(width, palette, len(lines), lines)
+            return lines
+        return drawn.lines
+
+    def release(self) -> None:
+        """Drop the lines but keep their number."""
+        if self._drawn is not None:
+            self._drawn.lines = None
+
+    def height(self, width: int, palette: Palette) -> tuple[int, bool]:
+        """Return the number of lines, and whether it is exact (False: a guess)."""
+        drawn = self._drawn
+        if drawn is not None and drawn.width == width and drawn.palette is palette:
+            return drawn.height, True
+        return self.guess(width), False
+
+    def forget(self) -> None:
+        """Drop the lines and their number: the row looks different now."""
+        self._drawn = None
+
+
+class SpaceRow(Row):
+    """An empty line."""
+
+    def draw(self, width: int, palette: Palette) -> list[Line]:
+        return [Line(Text())]
+
+    def guess(self, width: int) -> int:
+        return 1
+
+
+class HeadRow(Row):
+    """The author of a message, and which of several versions it is."""
+
+    def __init__(self, author: str, *, user: bool, version: int = 1, num_versions: int = 1) -> None:
+        super().__init__()
+        self._author, self._user = clean(author), user
+        self._version, self._num_versions = version, num_versions
+        self._selected = False
+
+    def select(self, selected: bool) -> None:
+        if selected != self._selected:
+            self._selected = selected
+            self.forget()
+
+    def draw(self, width: int, palette: Palette) -> list[Line]:
+        style = palette.user if self._user else palette.assistant
+        text = Text(
+            f" {self._author} " if self._selected else self._author, palette.selected if self._selected else style
+        )
+        if self._num_versions > 1:
+            text.append(f"  ◂ {self._version}/{self._num_versions} ▸", None if self._selected else palette.muted)
+        text.truncate(max(width, 1), overflow="ellipsis")
+        return [Line(text, prefix=len(text))]
+
+    def guess(self, width: int) -> int:
+        return 1
+
+
+class CutRow(Row):
+    """The line above the first message that is sent to the model."""
+
+    def __init__(self, num_left_out: int) -> None:
+        super().__init__()
+        messages = "message is" if num_left_out == 1 else "messages are"
+        self._text = f" {num_left_out:,} earlier {messages} not sent to the model any more "
+
+    def draw(self, width: int, palette: Palette) -> list[Line]:
+        text = self._text if len(self._text) + len(SEND_ALL) > width - 4 else self._text + SEND_ALL
+        lines = wrap_words(Text(text, palette.note), max(width - 2, 2))
+        for line in lines:
+            line.text.align("center", width, "─")
+            line.prefix = len(line.text)  # it belongs to no message: none of it is copied
+        return lines
+
+    def guess(self, width: int) -> int:
+        return 1 + len(self._text) // max(width, 1)
+
+
+class PlainRow(Row):
+    """Text without Markdown: a message of the user, or the model's reasoning."""
+
+    def __init__(self, text: str, *, muted: bool = False) -> None:
+        super().__init__()
+        self._text = clean(text)
+        self._muted = muted
+
+    def draw(self, width: int, palette: Palette) -> list[Line]:
+        if not self._muted:
+            return wrap_words(Text(self._text, palette.text), width)
+        bar = Text("┊ ", palette.muted)
+        return indent(wrap_words(Text(self._text, palette.muted), width - 2), bar, bar)
+
+    def guess(self, width: int) -> int:
+        return guess_height(self._text, width)
+
+
+class NoteRow(Row):
+    """A note of edgelm under a message: an error, or how the message ended."""
+
+    def __init__(self, text: str, *, error: bool = False) -> None:
+        super().__init__()
+        self._text, self._error = clean(text), error
+
+    def draw(self, width: int, palette: Palette) -> list[Line]:
+        style = palette.error if self._error else palette.muted
+        mark = Text("✗ " if self._error else "· ", style)
+        return indent(wrap_words(Text(self._text, style), width - 2), mark, Text("  "))
+
+    def guess(self, width: int) -> int:
+        return 1 + len(self._text) // max(width, 1)

@@ -1,6 +1,6 @@
-"""The way to an endpoint: the one that was named, a front that runs, or one that is started and ends with us.
+"""The connection to an endpoint: a named one, a running front of this machine, or one that is started and ends with us.
 
-Owns when each is looked for again. Knows nothing of chats and widgets.
+Owns when the connection is made again. Knows nothing of chats and widgets.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from pathlib import Path
 
 from edgelm.client.endpoint import Client, ModelEntry
 from edgelm.client.failures import UnreachableError
-from edgelm.client.local import OwnFront, find_front
+from edgelm.client.local import OwnFront
+from edgelm.runtime import FrontRecord, find_front
 
 
 class Link:
-    """Gives a connected client. Every method raises EdgeLMError."""
+    """Makes connected clients. `share`: use a front that is running. Every method raises EdgeLMError."""
 
     def __init__(
         self,
@@ -27,22 +28,17 @@ class Link:
         arguments: Sequence[str] = (),
         share: bool = True,
     ) -> None:
-        self._endpoint = endpoint
+        self.remote = endpoint  # the address that the user named
         self._api_key = api_key
         self._runtime = runtime
-        self._share = share  # use a front that runs already
+        self._share = share
         self._own = OwnFront(arguments, log)
         self._client: Client | None = None
         self._models: list[ModelEntry] | None = None
         self._lock = asyncio.Lock()
 
-    @property
-    def remote(self) -> str | None:
-        """Return the address that the user named."""
-        return self._endpoint
-
     async def client(self) -> Client:
-        """Return the client, connected now if it is not."""
+        """Return the client; connect first if it is not connected."""
         async with self._lock:
             if self._own.died:
                 await self._forget()
@@ -52,40 +48,47 @@ class Link:
 
     @property
     def connected(self) -> Client | None:
-        """Return the client if there is a connection already."""
+        """Return the client if it is connected already."""
         return self._client
 
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the endpoint has told its models: one that refuses the key has not."""
+        return self._client is not None and self._models is not None
+
     async def models(self, *, again: bool = False) -> list[ModelEntry]:
-        """Return the models that the endpoint offers; `again` asks anew."""
+        """Return the models that the endpoint offers; `again` requests a new list."""
         client = await self.client()
         if self._models is None or again:
             self._models = await client.models()
         return self._models
 
     async def lost(self) -> None:
-        """Say that nothing answers any more: the next call connects again."""
+        """Drop a broken connection: the next call connects again."""
         async with self._lock:
             await self._forget()
 
     async def close(self) -> None:
-        """Close the connection, and end the front that is ours."""
+        """Close the connection, and end the front that was started here."""
         async with self._lock:
             await self._forget()
             await self._own.stop()
 
     async def _connect(self) -> Client:
-        if self._endpoint is not None:
-            return await self._try(self._endpoint)
-        if self._share and (address := find_front(self._runtime)) is not None:
+        if self.remote is not None:
+            return await self._try(Client(self.remote, self._api_key))
+        if self._share and (front := find_front(self._runtime)) is not None:
             try:
-                return await self._try(address)
+                return await self._try(self._of(front))
             except UnreachableError:
-                pass  # a front that ended without removing its file
+                pass  # the front ended without removing its file
         await self._own.stop()
-        return await self._try(await self._own.start())
+        return await self._try(self._of(await self._own.start()))
 
-    async def _try(self, address: str) -> Client:
-        client = Client(address, self._api_key)
+    def _of(self, front: FrontRecord) -> Client:
+        return Client(front.address, front.key or self._api_key, verify=front.tls())
+
+    async def _try(self, client: Client) -> Client:
         try:
             await client.connect()
         except BaseException:

@@ -1,12 +1,13 @@
-"""Markdown as lines of the screen.
+"""Markdown as lines of the screen, with highlighted code.
 
-Owns the look of each element. Knows nothing of messages, streaming and widgets.
+Owns the look of each element, and how little of a growing block of code is lexed again. Knows nothing of messages,
+streaming and widgets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
 
@@ -14,21 +15,23 @@ from rich.cells import cell_len
 from rich.style import Style
 from rich.text import Text
 
-from edgelm.tui.code import Highlighter
+from edgelm.tui.drafted import Tint
 from edgelm.tui.lines import Line, clean, indent, wrap_cells, wrap_words
 from edgelm.tui.palette import Palette
-from edgelm.tui.tint import Tint
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
+    from pygments.lexer import Lexer
 
-MIN_COLUMN = 4
+MIN_COLUMN = 4  # width of a table's column
+CHUNK_LINES = 40  # a growing block of code is lexed from a multiple of this
+MAX_LEXED_CHARS = 40_000  # pygments takes about 100 ms for it
 
 
 @cache
 def parser() -> MarkdownIt:
-    """Return the parser; its import takes a tenth of a second, so it waits for the first text."""
+    """Return the parser. Its import takes 0.1 s, so it is delayed until the first text."""
     from markdown_it import MarkdownIt
 
     return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
@@ -40,7 +43,7 @@ def code_blocks(source: str) -> list[str]:
 
 
 class Renderer:
-    """Turns the tokens of one top-level block into lines."""
+    """Renders the tokens of one top-level block as lines."""
 
     def __init__(
         self,
@@ -60,11 +63,11 @@ class Renderer:
     def render(self, tokens: Sequence[Token], width: int) -> list[Line]:
         """Return the lines of a run of blocks, with an empty line between two of them."""
         lines: list[Line] = []
-        for i, run in enumerate(_split_blocks(tokens)):
-            tight = run[0].type == "paragraph_open" and run[0].hidden
-            if i and not tight and not (run[0].type.endswith("list_open") and _is_tight(run)):
+        for i, block in enumerate(_split_blocks(tokens)):
+            tight = block[0].type == "paragraph_open" and block[0].hidden
+            if i and not tight and not (block[0].type.endswith("list_open") and _is_tight(block)):
                 lines.append(Line(Text()))
-            lines += self._block(run, max(width, MIN_COLUMN))
+            lines += self._block(block, max(width, MIN_COLUMN))
         return lines
 
     def _block(self, tokens: Sequence[Token], width: int) -> list[Line]:
@@ -88,7 +91,7 @@ class Renderer:
             case "hr":
                 rule = Text("─" * width, palette.muted)
                 return [Line(rule, prefix=width)]
-            case _:  # a kind that no enabled rule makes
+            case _:  # no enabled rule of the parser makes another kind
                 return wrap_words(Text(clean(head.content), palette.text), width)
 
     def _list(self, head: Token, inside: Sequence[Token], width: int) -> list[Line]:
@@ -121,8 +124,8 @@ class Renderer:
             lines.append(Line(head, prefix=len(head), fill=palette.block))
         texts = self._highlighter.lines(code, language, palette, growing=self._growing)
         if self._tint is not None:
-            for text, written in zip(texts, code.split("\n"), strict=False):
-                self._tint.paint(text, 0, written)
+            for text, source in zip(texts, code.split("\n"), strict=False):
+                self._tint.paint(text, 0, source)
         for text in texts:
             for line in wrap_cells(text, width - 2):
                 line.fill = palette.block
@@ -132,29 +135,33 @@ class Renderer:
     def _table(self, inside: Sequence[Token], width: int) -> list[Line]:
         rows: list[list[Text]] = []
         aligns: list[str] = []
-        for token, following in pairwise(inside):
+        for token, content in pairwise(inside):
             if token.type == "tr_open":
                 rows.append([])
             elif token.type in ("th_open", "td_open"):
                 head = token.type == "th_open"
                 if head:
                     aligns.append(str(token.attrs.get("style", "")).removeprefix("text-align:") or "left")
-                rows[-1].append(self._inline(following, self._palette.strong if head else None))
+                rows[-1].append(self._inline(content, self._palette.strong if head else None))
         widths = _column_widths(rows, width)
-        if widths is None:  # too narrow for columns: each cell on a line of its own
+        if widths is None:  # too narrow for columns: one line for each cell
             return [line for row in rows for cell in row for line in wrap_words(cell, width)]
         lines: list[Line] = []
         for i, row in enumerate(rows):
             if i == 1:
-                rule = "─┼─".join("─" * each for each in widths)
+                rule = "─┼─".join("─" * column_width for column_width in widths)
                 lines.append(Line(Text(rule, self._palette.muted), prefix=len(rule)))
-            cells = [[line.text for line in wrap_words(cell, each)] for cell, each in zip(row, widths, strict=False)]
+            cells = [
+                [line.text for line in wrap_words(cell, column_width)]
+                for cell, column_width in zip(row, widths, strict=False)
+            ]
             for parts in zip_longest(*cells):
                 line = Text()
-                for column, (part, each) in enumerate(zip(parts, widths, strict=False)):
+                for column, (part, column_width) in enumerate(zip(parts, widths, strict=False)):
                     if column:
                         line.append(" │ ", self._palette.muted)
-                    line.append_text(_pad(part or Text(), each, aligns[column] if column < len(aligns) else "left"))
+                    align = aligns[column] if column < len(aligns) else "left"
+                    line.append_text(_pad(part or Text(), column_width, align))
                 line.rstrip()
                 lines.append(Line(line))
         return lines
@@ -182,26 +189,26 @@ class Renderer:
                     styles.pop()
                 case "link_close":
                     styles.pop()
-                    self._link_end(text, href, text.plain[label_at:])
+                    self._end_link(text, href, text.plain[label_at:])
                 case "code_inline":
-                    self._put(text, child.content, styles[-1] + palette.code)
+                    self._append(text, child.content, styles[-1] + palette.code)
                 case "softbreak" | "hardbreak":
                     text.append("\n")
                 case "image":
                     text.append(f"[{clean(child.content) or 'image'}]", palette.link)
                     text.append(f" ({clean(str(child.attrs.get('src', '')))})", palette.muted)
                 case _:
-                    self._put(text, child.content, styles[-1])
+                    self._append(text, child.content, styles[-1])
         return text
 
-    def _put(self, text: Text, content: str, style: Style) -> None:
-        """Add what is written as it stands."""
+    def _append(self, text: Text, content: str, style: Style) -> None:
+        """Append a piece of the source, with its tint."""
         at = len(text)
         text.append(clean(content), style)
         if self._tint is not None and content:
             self._tint.paint(text, at, content)
 
-    def _link_end(self, text: Text, href: str, label: str) -> None:
+    def _end_link(self, text: Text, href: str, label: str) -> None:
         if href and clean(href) != label:
             text.append(f" ({clean(href)})", self._palette.muted)
             if self._tint is not None:
@@ -221,13 +228,13 @@ def _split_blocks(tokens: Sequence[Token]) -> list[Sequence[Token]]:
 
 
 def _is_tight(tokens: Sequence[Token]) -> bool:
-    """Say whether a list's items stand without empty lines: markdown-it hides their paragraphs."""
+    """Tell whether a list has no empty lines between its items: markdown-it hides their paragraphs."""
     paragraph = next((token for token in tokens if token.type == "paragraph_open"), None)
     return paragraph is None or paragraph.hidden
 
 
 def _column_widths(rows: list[list[Text]], width: int) -> list[int] | None:
-    """Return the widths of a table's columns: what they need, less for the widest where there is no room."""
+    """Return the widths of a table's columns; the widest are cut where the table is too wide. None: too narrow."""
     count = max(map(len, rows), default=0)
     widths = [
         max((cell_len(line) for row in rows if i < len(row) for line in row[i].plain.split("\n")), default=1) or 1
@@ -238,11 +245,10 @@ def _column_widths(rows: list[list[Text]], width: int) -> list[int] | None:
         return widths if sum(widths) <= room else None
     while (over := sum(widths) - room) > 0:
         widest = max(widths)
-        second = max((each for each in widths if each < widest), default=MIN_COLUMN)
-        many = widths.count(widest)
-        cut = max(1, min(widest - max(second, MIN_COLUMN), -(-over // many)))
-        for i, each in enumerate(widths):
-            if each == widest and over > 0:
+        second = max((column for column in widths if column < widest), default=MIN_COLUMN)
+        cut = max(1, min(widest - max(second, MIN_COLUMN), -(-over // widths.count(widest))))
+        for i, column in enumerate(widths):
+            if column == widest and over > 0:
                 widths[i] -= min(cut, over)
                 over -= cut
     return widths
@@ -252,3 +258,65 @@ def _pad(text: Text, width: int, align: str) -> Text:
     gap = max(0, width - cell_len(text.plain))
     left = {"left": 0, "right": gap, "center": gap // 2}.get(align, 0)
     return Text.assemble(" " * left, text, " " * (gap - left))
+
+
+class Highlighter:
+    """The highlighted lines of one block of code, kept between calls while the code grows at its end."""
+
+    def __init__(self) -> None:
+        self._key: tuple[str, str] | None = None
+        self._code = ""
+        self._lines: list[Text] = []
+
+    def lines(self, code: str, language: str, palette: Palette, *, growing: bool) -> list[Text]:
+        """Return the code's lines. While it grows, text that spans two chunks (a long string) may look plain."""
+        key = (language, palette.name)
+        if not growing:
+            self._key = None
+            return highlight(code, language, palette)
+        if self._key != key or not code.startswith(self._code):
+            self._key, self._code, self._lines = key, "", []
+        rest = code[len(self._code) :].split("\n")
+        while len(rest) > CHUNK_LINES:
+            chunk, rest = "\n".join(rest[:CHUNK_LINES]), rest[CHUNK_LINES:]
+            self._code += chunk + "\n"
+            self._lines += highlight(chunk, language, palette)
+        return [line.copy() for line in self._lines] + highlight("\n".join(rest), language, palette)
+
+
+def highlight(code: str, language: str, palette: Palette) -> list[Text]:
+    """Return the highlighted lines of a text; plain where the language is unknown or the text is huge."""
+    lexer = _lexer(language.lower()) if len(code) <= MAX_LEXED_CHARS else None
+    if lexer is None:
+        return [Text(clean(line), palette.text) for line in code.split("\n")]
+    line, lines = Text(style=palette.text), []
+    for token, value in lexer.get_tokens(code):
+        style = _token_style(str(token), palette)
+        for i, part in enumerate(value.split("\n")):
+            if i:
+                lines.append(line)
+                line = Text(style=palette.text)
+            if part:
+                line.append(clean(part), style)
+    return [*lines, line]
+
+
+@lru_cache(64)
+def _lexer(language: str) -> Lexer | None:
+    from pygments.lexers import get_lexer_by_name
+    from pygments.util import ClassNotFound
+
+    try:
+        return get_lexer_by_name(language, stripnl=False, ensurenl=False) if language else None
+    except ClassNotFound:
+        return None
+
+
+def _token_style(token: str, palette: Palette) -> Style | None:
+    """Return the most specific style of a token type, such as Token.Literal.String.Doc."""
+    names = token.removeprefix("Token.").removeprefix("Literal.").split(".")
+    for end in range(len(names), 0, -1):
+        style = palette.syntax.get(".".join(names[:end]))
+        if style is not None:
+            return style
+    return None

@@ -1,6 +1,6 @@
-"""The styles of the transcript, made from the theme's colours.
+"""The styles of the transcript, derived from the theme's colours.
 
-Owns which colour means what. Knows nothing of text and widgets.
+Owns the meaning of each colour. Knows nothing of text and widgets.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from rich.style import Style
 from textual.color import Color
 from textual.theme import Theme
 
-DRAFTED_SHARES = (0.22, 0.16, 0.12, 0.08)  # of green, behind what was drafted
-MIN_CONTRAST = 4.5  # WCAG 2.2, 1.4.3: text against what is behind it
+DRAFTED_SHARES = (0.22, 0.16, 0.12, 0.08)  # of green in the background of drafted words, strongest first
+MIN_CONTRAST = 4.5  # WCAG 2.2, 1.4.3: text against its background
 
 
 @dataclass(frozen=True)
 class Palette:
-    """Every style that the transcript uses."""
+    """Every style of the transcript."""
 
     name: str
     text: Style
@@ -28,47 +28,45 @@ class Palette:
     strike: Style
     heading: Style
     code: Style
-    block: Style  # behind a block of code
+    block: Style  # background of a block of code
     link: Style
     bullet: Style
     user: Style
-    user_text: Style
     assistant: Style
     error: Style
-    note: Style  # what the user ought to know of the conversation
+    note: Style  # facts about the conversation that the user should notice
     selected: Style
-    drafted: Style | None  # behind what was drafted; None: it is not shown
-    syntax: Mapping[str, Style]  # by the first name of pygments' token type that is here
+    drafted: Style | None  # background of drafted words; None: they are not tinted
+    syntax: Mapping[str, Style]  # by a prefix of pygments' token type; the longest one applies
 
 
 def make_palette(theme: Theme, variables: Mapping[str, str], *, drafts: bool = False) -> Palette:
-    """Return the palette of a theme; `variables` are its CSS variables, `drafts`: what was drafted is tinted."""
+    """Return the palette of a theme. `variables` are its CSS variables; `drafts`: tint drafted words."""
 
     def color(name: str, default: str = "ansi_default") -> Color:
         value = variables.get(name, default)
         try:
             return Color.parse(value)
-        except ValueError:  # "auto 87%" and its like
+        except ValueError:  # such as "auto 87%"
             return Color.parse(default)
 
-    behind = color("background", "#000000")
-    front = color("foreground", "#ffffff")
+    background = color("background", "#000000")
+    foreground = color("foreground", "#ffffff")
 
     def paint(name: str, *, bold: bool = False, underline: bool = False) -> Style:
-        found = color(name) if theme.ansi else _readable(color(name), behind, front)
-        return Style(color=found.rich_color, bold=bold or None, underline=underline or None)
+        shade = color(name) if theme.ansi else _readable(color(name), background, foreground)
+        return Style(color=shade.rich_color, bold=bold or None, underline=underline or None)
 
     text = paint("foreground")
     if theme.ansi:
-        muted, block, user_text = Style(dim=True), Style(), text
+        muted, block = Style(dim=True), Style()
         selected = Style(reverse=True)
-        drafted = Style(underline=True)  # 16 colours have none that is subtle and seen on every background
+        drafted = Style(underline=True)  # none of the 16 colours is both subtle and visible on every background
     else:
-        muted = Style(color=_readable(behind.blend(front, 0.62), behind, front).rich_color)
-        block = Style(bgcolor=behind.blend(front, 0.07).rich_color)
-        user_text = text
+        muted = Style(color=_readable(background.blend(foreground, 0.62), background, foreground).rich_color)
+        block = Style(bgcolor=background.blend(foreground, 0.07).rich_color)
         selected = Style(bgcolor=color("primary", "#0178d4").rich_color, color=Color.parse("#ffffff").rich_color)
-        drafted = Style(bgcolor=_tint(behind, color("success", "#4ebf71"), color("foreground", "#ffffff")).rich_color)
+        drafted = Style(bgcolor=_tint(background, color("success", "#4ebf71"), foreground).rich_color)
     keyword = paint("accent", bold=True)
     string, number = paint("success"), paint("warning")
     syntax = {
@@ -102,7 +100,6 @@ def make_palette(theme: Theme, variables: Mapping[str, str], *, drafts: bool = F
         link=paint("secondary", underline=True),
         bullet=paint("primary"),
         user=paint("accent", bold=True),
-        user_text=user_text,
         assistant=paint("primary", bold=True),
         error=paint("error", bold=theme.ansi),
         note=paint("warning"),
@@ -112,19 +109,19 @@ def make_palette(theme: Theme, variables: Mapping[str, str], *, drafts: bool = F
     )
 
 
-def _readable(color: Color, behind: Color, front: Color) -> Color:
-    """Return a colour mixed with the text's own until it stands out from the background."""
-    for part in range(10):
-        mixed = color.blend(front, part / 10)
-        if contrast(mixed, behind) >= MIN_CONTRAST:
+def _readable(color: Color, background: Color, foreground: Color) -> Color:
+    """Return a colour, blended with the foreground until it has enough contrast."""
+    for tenths in range(10):
+        mixed = color.blend(foreground, tenths / 10)
+        if contrast(mixed, background) >= MIN_CONTRAST:
             return mixed
-    return front
+    return foreground
 
 
-def _tint(behind: Color, hue: Color, front: Color) -> Color:
-    """Return the background with as much of a hue as leaves the text readable."""
-    mixed = [behind.blend(hue, share) for share in DRAFTED_SHARES]
-    return next((each for each in mixed if contrast(front, each) >= MIN_CONTRAST), mixed[-1])
+def _tint(background: Color, hue: Color, foreground: Color) -> Color:
+    """Return the background blended with as much of a hue as keeps the text readable."""
+    shades = [background.blend(hue, share) for share in DRAFTED_SHARES]
+    return next((shade for shade in shades if contrast(foreground, shade) >= MIN_CONTRAST), shades[-1])
 
 
 def contrast(one: Color, other: Color) -> float:

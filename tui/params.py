@@ -1,14 +1,14 @@
 """The sampling parameters of a chat: their names and ranges, and the dialog that sets them.
 
-Owns what a user may type for each. Knows nothing of what they do to an answer.
+Owns the values that a user may type. Knows nothing of their effect on an answer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 from textual import on
 from textual.app import ComposeResult
@@ -17,75 +17,105 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Input, Label
 
-from edgelm.config import Parse, Settings
+from edgelm.config import SETTINGS
 from edgelm.errors import RequestError
 
-Number = float | int
+Value = float | int | str
+
+
+class Effort(NamedTuple):
+    """How much a reasoning model thinks. `value` is the API's name; None: nothing is sent."""
+
+    value: str | None
+    help: str
+
+
+EFFORTS = {
+    "auto": Effort(None, "the model's own way"),
+    "off": Effort("none", "an answer at once, where the model can do that"),
+    "low": Effort("low", ""),
+    "medium": Effort("medium", ""),
+    "high": Effort("high", "a long thought before the answer"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter: how its text is read, and what it does."""
+    """One parameter: its parser and its help."""
 
     name: str
-    parse: Parse
+    parse: Callable[[object], Any]
     help: str
-    own: bool = False  # not OpenAI's: only an edgelm endpoint gets it
+    own: bool = False  # not in OpenAI's API: sent to edgelm endpoints only
 
 
-def _number(low: float, high: float, what: str) -> Parse:
+def _number(low: float, high: float, hint: str) -> Callable[[object], Any]:
     def parse(value: object) -> float:
         try:
             number = float(str(value))
         except ValueError:
             number = math.nan
         if not low <= number <= high:
-            raise ValueError(what)
+            raise ValueError(hint)
         return number
 
     return parse
 
 
-_SETTINGS = {each.name: each.metadata["parse"] for each in fields(Settings)}
+def effort_name(value: Value | None) -> str:
+    """Return our name of the API's value."""
+    return next((name for name, effort in EFFORTS.items() if effort.value == value), str(value))
+
+
+def _effort(value: object) -> str | None:
+    name = effort_name(str(value).lower())
+    if name not in EFFORTS:
+        raise ValueError("auto, off, low, medium or high")
+    return EFFORTS[name].value
+
 
 PARAMS = (
-    Param("temperature", _SETTINGS["temperature"], "0 always takes the likeliest token"),
-    Param("top_k", _SETTINGS["top_k"], "among the K likeliest; 0 is off", own=True),
-    Param("top_p", _SETTINGS["top_p"], "among the likeliest, up to this sum"),
-    Param("min_p", _SETTINGS["min_p"], "none below this part of the best", own=True),
+    Param("temperature", SETTINGS["temperature"].parse, "0 always takes the likeliest token"),
+    Param("top_k", SETTINGS["top_k"].parse, "from the K likeliest tokens; 0 is off", own=True),
+    Param("top_p", SETTINGS["top_p"].parse, "from the likeliest, up to this sum"),
+    Param("min_p", SETTINGS["min_p"].parse, "none below this share of the best", own=True),
     Param("repetition_penalty", _number(0.01, 10, "0.01 to 10"), "1 is off; 1.1 avoids repetition", own=True),
-    Param("frequency_penalty", _number(-2, 2, "-2 to 2"), "against frequent words; 0 is off"),
-    Param("presence_penalty", _number(-2, 2, "-2 to 2"), "against words used once; 0 is off"),
-    Param("max_tokens", _SETTINGS["max_tokens"], "the answer ends there"),
-    Param("seed", _SETTINGS["seed"], "the same answer each time"),
+    Param("frequency_penalty", _number(-2, 2, "-2 to 2"), "against frequent tokens; 0 is off"),
+    Param("presence_penalty", _number(-2, 2, "-2 to 2"), "against tokens used once; 0 is off"),
+    Param("max_tokens", SETTINGS["max_tokens"].parse, "the maximum length of the answer"),
+    Param("seed", SETTINGS["seed"].parse, "the same answer each time"),
+    Param("reasoning_effort", _effort, "thought: off, low, medium or high"),
 )
 _BY_NAME = {param.name: param for param in PARAMS}
 
 
-def parse_params(text: str, current: Mapping[str, Number]) -> dict[str, Number]:
-    """Return the parameters after `NAME=VALUE …`; an empty value takes one away. Raises RequestError."""
+def parse_params(text: str, current: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the parameters after applying `NAME=VALUE …`; an empty value removes one. Raises RequestError."""
     values = dict(current)
-    for part in text.split():
+    words = text.split()
+    for part, following in zip(words, [*words[1:], "VALUE"], strict=True):
         name, equals, value = part.partition("=")
         name = name.replace("-", "_")
-        if name not in _BY_NAME or not equals:
+        if name in _BY_NAME and not equals:
+            raise RequestError(f"{part} has no value", f"write {name}={following}")
+        if name not in _BY_NAME:
             raise RequestError(f"{part!r} sets nothing", "NAME is one of " + ", ".join(_BY_NAME))
-        if value:
-            values[name] = _parse(_BY_NAME[name], value)
-        else:
-            values.pop(name, None)
+        values.pop(name, None)
+        if value and (parsed := _parse(_BY_NAME[name], value)) is not None:
+            values[name] = parsed
     return values
 
 
-def _parse(param: Param, value: str) -> Number:
+def _parse(param: Param, value: str) -> Value | None:
+    """Return a value; None: nothing is sent. Raises RequestError."""
     try:
-        number: Number = param.parse(value)
+        parsed: Value | None = param.parse(value)
     except ValueError as error:
         raise RequestError(f"{param.name} is {value}", f"give {error}") from None
-    return number
+    return parsed
 
 
-class ParamsScreen(ModalScreen[dict[str, Number] | None]):
+class ParamsScreen(ModalScreen[dict[str, Value] | None]):
     """All parameters at once; an empty field leaves the choice to the endpoint."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -109,7 +139,7 @@ class ParamsScreen(ModalScreen[dict[str, Number] | None]):
     ParamsScreen #problem { color: $error; height: auto; }
     """
 
-    def __init__(self, current: Mapping[str, Number], defaults: Mapping[str, Number], *, is_edgelm: bool) -> None:
+    def __init__(self, current: Mapping[str, Value], defaults: Mapping[str, Value], *, is_edgelm: bool) -> None:
         super().__init__()
         self._current = current
         self._defaults = defaults
@@ -135,14 +165,16 @@ class ParamsScreen(ModalScreen[dict[str, Number] | None]):
         self.action_save()
 
     def action_save(self) -> None:
-        values: dict[str, Number] = {}
+        values: dict[str, Value] = {}
         for param in PARAMS:
             field = self.query_one(f"#{param.name}", Input)
             if field.value.strip():
                 try:
-                    values[param.name] = _parse(param, field.value.strip())
+                    parsed = _parse(param, field.value.strip())
                 except RequestError as error:
                     self.query_one("#problem", Label).update(str(error))
                     field.focus()
                     return
+                if parsed is not None:
+                    values[param.name] = parsed
         self.dismiss(values)

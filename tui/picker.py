@@ -1,6 +1,6 @@
-"""The model picker: what is here, then the catalogue with a mark on what fits this machine, then any name of the hub.
+"""The model picker: installed models, then the catalogue with a mark on what fits this machine, then any hub name.
 
-Owns the list and its filter; `pick_model` is the picker as an application of its own. Pulls nothing itself.
+Owns the list and its filter; `pick_model` runs the picker as an app of its own. Pulls nothing itself.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from rich.text import Text
 from textual import events, on
@@ -21,21 +21,21 @@ from textual.widgets.option_list import Option
 
 from edgelm.errors import ModelError
 from edgelm.library.catalog import Entry, entries, hub_reference
-from edgelm.library.units import size_text
+from edgelm.library.progress import size_text
 from edgelm.tui.dialogs import DIALOG_CSS
 from edgelm.tui.lines import clean
 from edgelm.tui.pulls import Pull
 
-WORKSPACE_BYTES = 5 * 10**8  # beside the weights: a small KV cache and what computing takes
+WORKSPACE_BYTES = 5 * 10**8  # beside the weights: a small KV cache and compute buffers
 USABLE = 0.95  # of the free memory
-FRAME_S = 0.5  # between two looks at the pulls
-INTERRUPTED = 130
-PULL, STOP = "pull ", "stop "
+PULL_FRAME_S = 0.5  # between two drawings of the pulls
+INTERRUPTED = 130  # exit code at Ctrl-C
+PULL, STOP = "pull ", "stop "  # prefixes of option ids
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
-    """A model that is installed."""
+class Installed:
+    """An installed model, and its details as text."""
 
     name: str
     detail: str = ""
@@ -43,19 +43,19 @@ class Here:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """What was chosen: `use` a model that is here, `pull` one that is not, `stop` pulling it."""
+    """The chosen model, and what to do with it: `use` an installed one, `pull` another, or `stop` its pull."""
 
     name: str
-    what: str
+    action: Literal["use", "pull", "stop"]
 
 
 def needed_bytes(entry: Entry) -> int:
-    """Return the memory that a model of the catalogue takes at least, about."""
+    """Estimate the least memory that a model of the catalogue takes."""
     return entry.nbytes + WORKSPACE_BYTES
 
 
 class PickerScreen(ModalScreen[Picked | None]):
-    """Choose a model. `note` says why none can be pulled; `free_bytes` is the memory that one could take."""
+    """Choose a model. `note`: why none can be pulled; `free_bytes`: the memory that a model can take."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", show=False)]
     DEFAULT_CSS = (
@@ -70,23 +70,22 @@ class PickerScreen(ModalScreen[Picked | None]):
     def __init__(
         self,
         title: str,
-        here: Sequence[Here],
+        installed: Sequence[Installed],
         *,
         current: str = "",
         note: str = "",
         free_bytes: int = 0,
         pulls: Callable[[], Sequence[Pull]] = tuple,
-        choose_here: bool = True,
+        choose_installed: bool = True,
     ) -> None:
         super().__init__()
         self._title = title
-        self._here = here
+        self._installed = installed
         self._current = current
         self._note = note
         self._free_bytes = free_bytes
         self._pulls = pulls
-        self._choose_here = choose_here
-        self._listed: dict[str, Text] = {}
+        self._choose_installed = choose_installed
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -100,60 +99,63 @@ class PickerScreen(ModalScreen[Picked | None]):
         self.query_one(Input).compact = True
         self.query_one(Label).display = bool(self._note)
         self._fill("")
-        self.set_interval(FRAME_S, self._refresh_pulls)
+        self.set_interval(PULL_FRAME_S, self._refresh_pulls)
 
     @on(Input.Changed)
     def _filter(self, event: Input.Changed) -> None:
         self._fill(event.value)
 
     def _fill(self, typed: str) -> None:
-        """List what the words fit."""
+        """List the models that the typed words match."""
         words = typed.lower().split()
-        here = [each for each in self._here if _fits(words, each.name)]
-        lines = [_head("Installed"), *(self._line(each) for each in here)] if here else []
+        installed = [model for model in self._installed if _matches(words, model.name)]
+        lines = [_head("Installed"), *map(self._installed_line, installed)] if installed else []
         pulls = {pull.model: pull for pull in self._pulls()}
         if pulls:
-            lines += [_head("Being pulled: Enter stops, what came is kept"), *map(_pull_line, pulls.values())]
+            lines += [_head("Being pulled: Enter stops; partial files are kept"), *map(_pull_line, pulls.values())]
         if not self._note:
-            names = {each.name.casefold() for each in self._here} | {name.casefold() for name in pulls}
-            rest = [entry for entry in entries() if entry.name not in names]
-            offered = [entry for entry in rest if _fits(words, f"{entry.name} {entry.good_at}")]
+            names = {model.name.casefold() for model in self._installed} | {name.casefold() for name in pulls}
+            others = [
+                entry
+                for entry in entries()
+                if entry.name not in names and (entry.kind == "text" or not self._choose_installed)  # a chat needs text
+            ]
+            offered = [entry for entry in others if _matches(words, f"{entry.name} {entry.good_at}")]
             if typed.strip() and typed.strip().casefold() not in names:
-                lines += self._typed(typed.strip(), offered)
+                lines += self._hub_lines(typed.strip(), offered)
             if offered:
                 lines += [_head(f"To pull; ✓ fits the {size_text(self._free_bytes)} of memory that are free")]
-                lines += [self._offer(entry) for entry in offered]
-        self._show(lines or [Option(Text("no model is called so", "dim"), disabled=True)], typed)
+                lines += map(self._catalogue_line, offered)
+        self._show(lines or [Option(Text("no model has this name", "dim"), disabled=True)], typed)
 
     def _show(self, lines: Sequence[Option], typed: str) -> None:
         options = self.query_one(OptionList)
         options.clear_options()
         options.add_options(lines)
-        wanted = next((i for i, line in enumerate(lines) if line.id == self._current and not typed), None)
-        options.highlighted = next((i for i, line in enumerate(lines) if not line.disabled), None)
-        if wanted is not None:
-            options.highlighted = wanted
-        options.scroll_to(y=0 if wanted is None else max(0, wanted - 3), animate=False)
+        current = next((i for i, line in enumerate(lines) if line.id == self._current and not typed), None)
+        first = next((i for i, line in enumerate(lines) if not line.disabled), None)
+        options.highlighted = first if current is None else current
+        options.scroll_to(y=0 if current is None else max(0, current - 3), animate=False)
 
-    def _line(self, model: Here) -> Option:
+    def _installed_line(self, model: Installed) -> Option:
         text = Text(no_wrap=True, overflow="ellipsis")
         text.append(clean(model.name), "bold" if model.name == self._current else "")
         text.append(f"  {clean(model.detail)}", "dim")
-        return Option(text, id=model.name, disabled=not self._choose_here)
+        return Option(text, id=model.name, disabled=not self._choose_installed)
 
-    def _offer(self, entry: Entry) -> Option:
+    def _catalogue_line(self, entry: Entry) -> Option:
         fits = needed_bytes(entry) <= USABLE * self._free_bytes
         text = Text(no_wrap=True, overflow="ellipsis")
         text.append("✓ " if fits else "  ", "green" if fits else "")
         text.append(f"{entry.name:<22}", "" if fits else "dim")
         size = size_text(entry.nbytes)
-        why = entry.good_at if fits else f"needs about {size_text(needed_bytes(entry))} of memory"
-        why = f"wants a login of the hub; {why}" if entry.gated else why
-        text.append(f" {size:>8}  {why}", "dim")
+        detail = entry.good_at if fits else f"needs about {size_text(needed_bytes(entry))} of memory"
+        detail = f"needs a login to the hub; {detail}" if entry.gated else detail
+        text.append(f" {size:>8}  {detail}", "dim")
         return Option(text, id=PULL + entry.name)
 
-    def _typed(self, name: str, offered: Sequence[Entry]) -> Iterable[Option]:
-        """Return a line for what was typed, where it is a name that the hub may know."""
+    def _hub_lines(self, name: str, offered: Sequence[Entry]) -> Iterable[Option]:
+        """Return a line that pulls a typed name, if it can be a name of the hub and none of `offered` is the same."""
         try:
             reference = hub_reference(name)
         except ModelError as error:
@@ -163,7 +165,7 @@ class PickerScreen(ModalScreen[Picked | None]):
         return [_head("On the hub"), Option(Text(f"pull {clean(name)}"), id=PULL + name)]
 
     def _refresh_pulls(self) -> None:
-        """Show how far the pulls are, and that one has ended."""
+        """Show the progress of the pulls, and that one has ended."""
         options = self.query_one(OptionList)
         shown = {option.id for option in options.options if option.id and option.id.startswith(STOP)}
         running = {STOP + pull.model: pull for pull in self._pulls()}
@@ -199,14 +201,15 @@ class PickerScreen(ModalScreen[Picked | None]):
     def _choose(self, option_id: str | None) -> None:
         if option_id is None:
             return
-        for beginning in (PULL, STOP):
-            if option_id.startswith(beginning):
-                self.dismiss(Picked(option_id.removeprefix(beginning), beginning.strip()))
-                return
-        self.dismiss(Picked(option_id, "use"))
+        if option_id.startswith(PULL):
+            self.dismiss(Picked(option_id.removeprefix(PULL), "pull"))
+        elif option_id.startswith(STOP):
+            self.dismiss(Picked(option_id.removeprefix(STOP), "stop"))
+        else:
+            self.dismiss(Picked(option_id, "use"))
 
 
-def _fits(words: Iterable[str], text: str) -> bool:
+def _matches(words: Iterable[str], text: str) -> bool:
     return all(word in text.lower() for word in words)
 
 
@@ -230,9 +233,9 @@ class PickerApp(App[str | None]):
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "interrupt", show=False, priority=True)]
 
-    def __init__(self, here: Sequence[Here], free_bytes: int) -> None:
+    def __init__(self, installed: Sequence[Installed], free_bytes: int) -> None:
         super().__init__()
-        self._screen = PickerScreen("Pull a model", here, free_bytes=free_bytes, choose_here=False)
+        self._screen = PickerScreen("Pull a model", installed, free_bytes=free_bytes, choose_installed=False)
 
     def on_mount(self) -> None:
         if not self.is_headless and self.console.color_system in (None, "standard"):
@@ -240,22 +243,21 @@ class PickerApp(App[str | None]):
         self.push_screen(self._screen, lambda picked: self.exit(picked.name if picked else None))
 
     def action_interrupt(self) -> None:
-        """End as a command ends at Ctrl-C."""
+        """End with the exit code of a command at Ctrl-C."""
         self.exit(return_code=INTERRUPTED)
 
 
 def pick_model(hub: Path | None = None) -> str | None:
-    """Let the user choose a model to pull, on the terminal; None: none of them.
+    """Let the user choose a model to pull, on the terminal; return None where they cancel.
 
-    `hub` is the folder of the hub's cache, by default that of the settings. Raises KeyboardInterrupt at Ctrl-C.
+    `hub` is the folder of the hub's cache, by default the one of the settings. Raises KeyboardInterrupt at Ctrl-C.
     """
     from edgelm.config import load_config
-    from edgelm.executors.memory import available_memory_bytes
-    from edgelm.library.local import installed
+    from edgelm.library.scan import installed
+    from edgelm.machine.memory import available_memory_bytes
 
     folder = hub or load_config({}).places.hub
-    here = [Here(model.name) for model in installed(folder)]
-    app = PickerApp(here, available_memory_bytes())
+    app = PickerApp([Installed(model.name) for model in installed(folder)], available_memory_bytes())
     picked = app.run()
     if app.return_code == INTERRUPTED:
         raise KeyboardInterrupt

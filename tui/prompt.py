@@ -1,24 +1,69 @@
-"""The box in which a message is written.
+"""The box in which a message is written, its history, and the list of commands above it.
 
-Owns Enter, line breaks, the history and the size of the box. Knows nothing of commands and chats.
+Owns Enter, line breaks, the walk through earlier messages and the choice among commands. Knows nothing of chats,
+or of what commands do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rich.text import Text
 from textual import events
+from textual.app import RenderResult
 from textual.message import Message as Event
+from textual.widget import Widget
 from textual.widgets import TextArea
 
-from edgelm.tui.history import History
+from edgelm.tui.commands import Command, complete
 
-BREAKS = frozenset({"alt+enter", "ctrl+j", "shift+enter"})
+LINE_BREAK_KEYS = frozenset({"alt+enter", "ctrl+j", "shift+enter"})
 PLACEHOLDER = "Message: Enter sends, Ctrl+J breaks the line"
+MAX_LISTED = 8  # commands at a time
+
+
+class History:
+    """The user's earlier messages, oldest first, and the place of the Up key among them."""
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        self._texts: list[str] = []
+        self._index = 0
+        self._unsent = ""  # the text that was being written when the walk began
+        self.load(texts)
+
+    def load(self, texts: Iterable[str]) -> None:
+        """Insert older texts before those of this run."""
+        self._texts = [*texts, *self._texts]
+        self._index = len(self._texts)
+
+    def add(self, text: str) -> None:
+        """Append a text that was sent."""
+        if not self._texts or self._texts[-1] != text:
+            self._texts.append(text)
+        self._index = len(self._texts)
+        self._unsent = ""
+
+    def back(self, current: str) -> str | None:
+        """Return the previous text; None at the oldest."""
+        return self._move(current, -1)
+
+    def forward(self, current: str) -> str | None:
+        """Return the next text, the unsent one at the end; None after it."""
+        return self._move(current, 1)
+
+    def _move(self, current: str, by: int) -> str | None:
+        index = self._index + by
+        if not 0 <= index <= len(self._texts):
+            return None
+        if self._index == len(self._texts):
+            self._unsent = current
+        self._index = index
+        return self._unsent if index == len(self._texts) else self._texts[index]
 
 
 class Prompt(TextArea):
-    """A text area that sends itself."""
+    """A text area that sends its text at Enter."""
 
     DEFAULT_CSS = """
     Prompt {
@@ -34,7 +79,7 @@ class Prompt(TextArea):
 
     @dataclass
     class Sent(Event):
-        """Enter was pressed on a text."""
+        """Enter was pressed."""
 
         text: str
 
@@ -44,11 +89,8 @@ class Prompt(TextArea):
 
         text: str
 
-    @dataclass
     class TabPressed(Event):
-        """Tab was pressed; the text is a command that may be completed."""
-
-        text: str
+        """Tab was pressed on a command, which may be completed."""
 
     @dataclass
     class Moved(Event):
@@ -77,38 +119,95 @@ class Prompt(TextArea):
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":
-            self._take(event)
+            self._consume(event)
             self.post_message(self.Sent(self.text))
-        elif event.key in BREAKS:
-            self._take(event)
+        elif event.key in LINE_BREAK_KEYS:
+            self._consume(event)
             self.insert("\n")
         elif event.key in ("up", "down") and self.completing:
-            self._take(event)
+            self._consume(event)
             self.post_message(self.Moved(-1 if event.key == "up" else 1))
         elif event.key in ("pageup", "pagedown"):
-            self._take(event)
+            self._consume(event)
             self.post_message(self.Paged(-1 if event.key == "pageup" else 1))
         elif event.key in ("up", "down") and self._walk_history(event.key):
-            self._take(event)
+            self._consume(event)
         elif event.key == "tab" and self.text.startswith("/"):
-            self._take(event)
-            self.post_message(self.TabPressed(self.text))
+            self._consume(event)
+            self.post_message(self.TabPressed())
         else:
             await super()._on_key(event)
 
-    def _take(self, event: events.Key) -> None:
+    def _consume(self, event: events.Key) -> None:
         event.stop()
         event.prevent_default()
 
     def _walk_history(self, key: str) -> bool:
-        """Show an earlier or later text if the cursor is at the first or last line; say whether the key was used."""
+        """Show an earlier or later text if the cursor is in the first or last line; return whether it was used."""
         row = self.wrapped_document.location_to_offset(self.cursor_location).y
         if row != (0 if key == "up" else self.wrapped_document.height - 1):
             return False
-        found = self.sent.back(self.text) if key == "up" else self.sent.forward(self.text)
-        if found is not None:
-            self.put(found)
-        return found is not None
+        history = self.sent
+        text = history.back(self.text) if key == "up" else history.forward(self.text)
+        if text is not None:
+            self.put(text)
+        return text is not None
 
     def on_text_area_changed(self) -> None:
         self.post_message(self.Typed(self.text))
+
+
+class Completion(Widget):
+    """The commands that the typed text may become; hidden where there is none."""
+
+    DEFAULT_CSS = """
+    Completion {
+        height: auto; max-height: 8; padding: 0 2; background: $panel; display: none;
+        text-wrap: nowrap; text-overflow: ellipsis;
+    }
+    Completion.-open { display: block; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="completion")
+        self._commands: list[Command] = []
+        self._index = 0
+
+    @property
+    def chosen(self) -> Command | None:
+        return self._commands[self._index] if self._commands else None
+
+    def update(self, text: str) -> None:
+        """Show the commands that a text is a prefix of."""
+        commands = complete(text)
+        if commands != self._commands:
+            self._commands, self._index = commands, 0
+            self.set_class(bool(commands), "-open")
+            self.refresh(layout=True)
+
+    def move(self, by: int) -> None:
+        """Choose the line above (-1) or below (1)."""
+        if self._commands:
+            self._index = (self._index + by) % len(self._commands)
+            self.refresh()
+
+    def close(self) -> bool:
+        """Hide the list; return whether it was open."""
+        was_open = bool(self._commands)
+        self._commands = []
+        self.remove_class("-open")
+        return was_open
+
+    def get_content_height(self, container: object, viewport: object, width: int) -> int:
+        return min(len(self._commands), MAX_LISTED)
+
+    def render(self) -> RenderResult:
+        width = max((len(command.usage) for command in self._commands), default=0) + 2
+        first = max(0, min(self._index - MAX_LISTED // 2, len(self._commands) - MAX_LISTED))
+        text = Text(no_wrap=True, overflow="ellipsis")
+        for i, command in enumerate(self._commands[first : first + MAX_LISTED], first):
+            style = "reverse" if i == self._index else ""
+            text.append(f"{command.usage:<{width}}", f"bold {style}".strip())
+            text.append(command.help + "\n", style or "dim")
+        text.rstrip()
+        return text

@@ -1,74 +1,84 @@
-"""The pulls that the chat has asked for: each is a process of its own, so that no answer waits for one.
+"""The pulls that the chat has started: one worker process each, so that no answer waits for a pull.
 
-Owns the processes and what they tell (library/pulling.py has the protocol). Knows nothing of the hub and of widgets.
+Owns the processes and the progress that they report (library/progress.py has the messages). Knows nothing of the hub
+and of widgets.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from textual.worker import Worker, WorkerError
+from textual.worker import Worker as TextualWorker
+from textual.worker import WorkerError
 
-from edgelm.errors import RequestError
-from edgelm.library.units import size_text, time_text
+from edgelm.config import HUB_TOKENS
+from edgelm.errors import EdgeLMError, RequestError
+from edgelm.library.progress import (
+    EVENTS,
+    Checking,
+    Event,
+    Listed,
+    Progress,
+    Pulled,
+    PullJob,
+    Retrying,
+    Waiting,
+    Wrong,
+    size_text,
+    time_text,
+)
 
-COMMAND = (sys.executable, "-P", "-m", "edgelm.library.pulling")
-MAX_LINE = 2**24  # bytes; the first one names all files
-STOP_S = 3.0  # for a process to end after its standard input
+WORKER = "edgelm.library.pull_worker"
+COMMAND: tuple[str, ...] = ()  # replaces the worker in tests
+STOP_S = 3.0  # for a worker to end after its standard input was closed
 
 State = Literal["running", "done", "failed", "stopped"]
 
 
 @dataclass(eq=False)
 class Pull:
-    """One model that is being pulled, and how it ended."""
+    """One pull: its progress, and how it ended."""
 
     model: str
-    chat_id: int  # which chat wants it
+    chat_id: int  # the chat that started it
     activity: str = "asking the hub"
     done: int = 0  # bytes
     total: int = 0
     rate: float = 0.0  # bytes per second
     seconds_left: float | None = None
     state: State = "running"
-    path: str = ""  # where it is, when it is done
+    path: str = ""  # of the model, when it is done
     error: str = ""
 
-    def take(self, event: dict[str, Any]) -> None:
-        """Note what the process tells."""
-        match event.get("event"):
-            case "listed":
-                self.total = sum(file["size"] for file in event["files"])
-                self.done = sum(file["here"] for file in event["files"])
+    def take(self, event: Event) -> None:
+        """Apply an event of the worker."""
+        match event:
+            case Listed(files=files):
+                self.total = sum(file.size for file in files)
+                self.done = sum(file.here for file in files)
                 self.activity = ""
-            case "progress":
-                self.done, self.total = event["done"], event["total"]
-                self.rate, self.seconds_left = event["rate"], event["seconds_left"]
+            case Progress():
+                self.done, self.total = event.done, event.total
+                self.rate, self.seconds_left = event.rate, event.seconds_left
                 self.activity = "" if self.rate else self.activity
-            case "waiting":
+            case Waiting():
                 self.activity = "another process pulls it"
-            case "retrying":
-                self.activity = f"{event['reason']}; again in {event['wait_s']:.0f} s"
-            case "checking":
-                self.activity = "checking what came"
-            case "wrong":
-                self.activity = "a file came wrong: it comes again"
-            case "done":
-                self.state, self.path = "done", event["path"]
-            case "error":
-                self.state = "failed"
-                self.error = "; ".join(filter(None, (event["message"], event.get("hint", ""))))
+            case Retrying(_, reason, wait_s):
+                self.activity = f"{reason}; again in {wait_s:.0f} s"
+            case Checking():
+                self.activity = "verifying a file"
+            case Wrong():
+                self.activity = "a file is damaged; pulling it again"
+            case Pulled():
+                self.state, self.path = "done", str(event.path)
 
     @property
     def progress(self) -> list[str]:
-        """Return how far it is, the most important first."""
+        """Return the progress as texts, the most important first."""
         if not self.total:
             return [self.activity]
         parts = [f"{100 * self.done / self.total:.0f} %", f"{size_text(self.done)} of {size_text(self.total)}"]
@@ -82,11 +92,11 @@ class Pull:
 
 
 class Pulls:
-    """Starts and stops pulls. `run` makes a worker of a coroutine; `changed` and `ended` hear of each."""
+    """Starts and stops pulls. `run` starts a Textual worker; `changed` and `ended` are called for each pull."""
 
     def __init__(
         self,
-        run: Callable[[Coroutine[Any, Any, None]], Worker[None]],
+        run: Callable[[Coroutine[Any, Any, None]], TextualWorker[None]],
         changed: Callable[[], None],
         ended: Callable[[Pull], None],
         command: Sequence[str] = COMMAND,
@@ -94,8 +104,8 @@ class Pulls:
         self._run = run
         self._changed = changed
         self._ended = ended
-        self._command = command
-        self._running: dict[str, tuple[Pull, Worker[None]]] = {}  # by model
+        self._command = tuple(command)
+        self._running: dict[str, tuple[Pull, TextualWorker[None]]] = {}  # by model
 
     def __bool__(self) -> bool:
         return bool(self._running)
@@ -105,7 +115,7 @@ class Pulls:
         return [pull for pull, _ in self._running.values()]
 
     def start(self, model: str, chat_id: int) -> Pull:
-        """Pull a model. Raises RequestError where that is being done."""
+        """Pull a model. Raises RequestError if it is being pulled."""
         if model in self._running:
             raise RequestError(f"{model} is being pulled already", "/pull stop ends it")
         pull = Pull(model, chat_id)
@@ -114,14 +124,14 @@ class Pulls:
         return pull
 
     def stop(self, model: str = "") -> list[Pull]:
-        """Stop the pull of a model, or all; return those that ran. What came is kept."""
-        stopped = [each for each in self._running.values() if model in ("", each[0].model)]
+        """Stop the pull of a model, or all; return those that ran. Partial files are kept."""
+        stopped = [(pull, worker) for pull, worker in self._running.values() if model in ("", pull.model)]
         for _, worker in stopped:
             worker.cancel()
         return [pull for pull, _ in stopped]
 
     async def end(self) -> None:
-        """Stop all pulls, and wait until their processes are gone."""
+        """Stop all pulls and wait until their processes have ended."""
         workers = [worker for _, worker in self._running.values()]
         self.stop()
         for worker in workers:
@@ -129,50 +139,26 @@ class Pulls:
                 await worker.wait()
 
     async def _pull(self, pull: Pull) -> None:
-        process: Process | None = None
+        from edgelm.workers.parent import Worker  # after the first paint
+
+        worker: Worker | None = None
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_LINE,
-                start_new_session=True,  # the terminal's signals are for the screen
-            )  # fmt: skip
-            await self._listen(process, pull)
+            worker = Worker(WORKER, replies=EVENTS, keys=HUB_TOKENS, grace_s=STOP_S, command=self._command)
+            worker.send(PullJob(pull.model))
+            while pull.state == "running" and (event := await worker.areceive()) is not None:
+                pull.take(event)
+                self._changed()
+            if pull.state == "running":
+                pull.state = "failed"
+                pull.error = f"the pull of {pull.model} broke off; pull it again to continue"
         except asyncio.CancelledError:
             pull.state = "stopped"
             raise
-        except OSError as error:
-            pull.state, pull.error = "failed", f"no process can be started: {error.strerror}"
+        except EdgeLMError as error:
+            pull.state, pull.error = "failed", str(error)
         finally:
-            if process is not None:
-                await _end(process)
+            if worker is not None:
+                await worker.aclose()
             del self._running[pull.model]
             self._changed()
             self._ended(pull)
-
-    async def _listen(self, process: Process, pull: Pull) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps({"model": pull.model}).encode() + b"\n")
-        try:
-            while pull.state == "running" and (line := await process.stdout.readline()):
-                pull.take(json.loads(line))
-                self._changed()
-        except (ValueError, KeyError, TypeError, ConnectionError):
-            pass  # half a line of one that was killed
-        if pull.state == "running":
-            pull.state = "failed"
-            pull.error = f"the pull of {pull.model} broke off; pull it again to continue"
-
-
-async def _end(process: Process) -> None:
-    """Let a process end, which it does when its standard input closes; kill it where it does not."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        async with asyncio.timeout(STOP_S):
-            await process.wait()
-    except TimeoutError:
-        pass
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()

@@ -1,226 +1,338 @@
-"""The chat screen: what happens when something is typed, chosen or comes in.
+"""The chat screen: composes the widgets and connects their keys and messages to the workspace.
 
-Owns the way from keys and events to what they do. What of a chat is shown is in `open_chat`, what stands where in
-`layout`, the commands are in `actions`.
+Owns the layout, what each key and message does, and the status line. The state of the chats is in `workspace`, the
+open chat's widgets are in `pane`, the commands in `actions`.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
-from textual import on, work
+from textual import events, on, work
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import Horizontal
+from textual.screen import Screen
+from textual.timer import Timer
 from textual.widgets import Input
 
-from edgelm.chats.keeper import Keeper
+from edgelm.chats.history import Message
 from edgelm.chats.store import ChatsError
+from edgelm.chats.store_thread import StoreThread
+from edgelm.client.endpoint import AnswerStats, stats_from_json
 from edgelm.errors import EdgeLMError, RequestError
-from edgelm.tui import collector
-from edgelm.tui.answering import Answer, choose_model
-from edgelm.tui.commands import find_command, parse_call
-from edgelm.tui.completion import Completion
+from edgelm.tui.answers import Answer, Answers
+from edgelm.tui.commands import GLOBAL_KEYS, parse_call
+from edgelm.tui.lines import clean
 from edgelm.tui.link import Link
-from edgelm.tui.open_chat import OpenChat, Wishes
+from edgelm.tui.pane import ChatPane
 from edgelm.tui.prompt import Prompt
 from edgelm.tui.pulls import COMMAND, Pull, Pulls
 from edgelm.tui.sidebar import Sidebar
+from edgelm.tui.status import PullBar, StatusLine
 from edgelm.tui.transcript import Transcript
-from edgelm.tui.views import MessageView
+from edgelm.tui.workspace import ChatDefaults, Workspace
+
+if TYPE_CHECKING:
+    from edgelm.tui.actions import Actions
 
 TWICE_S = 2.0  # for the second Ctrl+C
+COLLECT_AFTER_S = 1.0  # from the end of the last answer to a full garbage collection
+UNSENT_S = 0.5  # between two saves of the text in the prompt
+NEVER = 1_000_000_000  # as a threshold of the garbage collector
 
 
-class ChatScreen(OpenChat):
-    """The open chat, and what the user does with it."""
+class ChatScreen(Screen[None]):
+    """List of chats, open chat, running pulls and status line."""
 
-    def __init__(self, keeper: Keeper, link: Link, wishes: Wishes, pulling: Sequence[str] = COMMAND) -> None:
-        super().__init__(keeper, link, wishes)
-        self._interrupted = -TWICE_S
+    BINDINGS: ClassVar[list[BindingType]] = [key.binding for key in GLOBAL_KEYS]
+    DEFAULT_CSS = "ChatScreen { layers: base above; }"
+
+    def __init__(
+        self, store: StoreThread, link: Link, defaults: ChatDefaults, pull_command: Sequence[str] = COMMAND
+    ) -> None:
+        super().__init__()
+        answers = Answers(link, lambda coroutine: self.run_worker(coroutine, group="answers"), self)
+        self.workspace = Workspace(store, link, defaults, answers)
         self.pulls = Pulls(
             lambda coroutine: self.run_worker(coroutine, group="pulls"),
             self._show_pulls,
             self._pull_ended,
-            pulling,
+            pull_command,
         )
+        self.shows_drafts = False
+        self._interrupted = -TWICE_S  # when Ctrl+C was pressed
+        self._unsent: str | None = None  # the text in the prompt; None until something was typed
+        self._unsent_timer: Timer | None = None
+
+    def compose(self) -> ComposeResult:
+        with Horizontal():
+            yield Sidebar()
+            yield ChatPane()
+        yield PullBar()
+        yield StatusLine()
+
+    @property
+    def pane(self) -> ChatPane:
+        return self.query_one(ChatPane)
+
+    @property
+    def sidebar(self) -> Sidebar:
+        return self.query_one(Sidebar)
+
+    @property
+    def status(self) -> StatusLine:
+        return self.query_one(StatusLine)
+
+    @property
+    def _is_composed(self) -> bool:
+        """Tell whether the widgets exist: workers outlive them for a moment when the app ends."""
+        return bool(self.query(PullBar))
+
+    # Start
 
     def on_mount(self) -> None:
-        self.adapt(self.app.size.width)
-        self.prompt.focus()
-        self.status.change(endpoint=self.link.remote or "")
-        self.show_session()
+        self.sidebar.fit(self.app.size.width)
+        self.focus_prompt()
+        self.status.change(endpoint=self.workspace.link.remote or "")
+        self.show_chat()
         self.call_after_refresh(self._begin)
 
     def _begin(self) -> None:
-        """Start what takes time, now that the first picture is there."""
-        self.store_problem(self.keeper.problem)
-        self.load_chats()
-        self.connect()
+        """Start slow work after the first paint."""
+        self.show_store_problem(self.workspace.store.problem)
+        self._load_chats()
+        self._connect()
 
-    # The endpoint
+    @work(group="load")
+    async def _load_chats(self) -> None:
+        """Show the chats and restore the last run's state."""
+        try:
+            last_run = await self.workspace.load()
+        except ChatsError as error:
+            self._complain(error)
+            return
+        settings = last_run.settings
+        prompt = self.pane.prompt
+        prompt.sent.load(last_run.sent)
+        # A terminal of 16 colours keeps its own theme unless the user chooses another now.
+        if (theme := settings.get("theme")) in self.app.available_themes and not self.app.current_theme.ansi:
+            self.app.theme = theme
+        if settings.get("drafts"):
+            self.shows_drafts = True
+            self.pane.transcript.show_drafts(True)
+        if not prompt.text and settings.get("draft"):
+            prompt.put(settings["draft"])
+        self.show_chats()
+        self.show_model()
 
     @work(group="connect", exclusive=True)
-    async def connect(self) -> None:
-        """Connect, so that the first answer need not wait for it."""
+    async def _connect(self) -> None:
+        """Connect now, so that the first answer need not wait for it."""
+        transcript = self.pane.transcript
         self.status.change(activity="connecting")
         try:
-            models = await self.link.models()
+            models = await self.workspace.link.models()
         except EdgeLMError as error:
             self.status.change(activity="not connected")
-            self.transcript.set_notice(str(error))
-            if self.session.tree.messages:
-                self.complain(error)
+            transcript.set_notice(str(error))
+            if self.workspace.session.tree.messages:  # they hide the notice
+                self._complain(error)
             return
-        self.transcript.set_notice("")
+        transcript.set_notice("")
         self.status.change(activity="ready")
-        collector.take_over()
+        _delay_full_collections()
         try:
-            self.last_model = choose_model([self.wishes.model, self.last_model], models)
+            self.workspace.choose_default(models)
         except EdgeLMError as error:
-            self.transcript.set_notice(str(error))
-        self._show_model()
+            transcript.set_notice(str(error))
+        self.show_model()
 
-    def _show_pulls(self) -> None:
-        if self.is_laid_out:
-            self.pull_bar.show_pulls(self.pulls.running)
+    # What is shown
 
-    def _pull_ended(self, pull: Pull) -> None:
-        if self.is_laid_out:
-            self._show_end(pull)
+    def show_chat(self) -> None:
+        """Show the open chat from its end."""
+        workspace = self.workspace
+        self.pane.show(workspace.session, workspace.answer, workspace.drafted)
+        self._show_around()
 
-    @work(group="pulled")
-    async def _show_end(self, pull: Pull) -> None:
-        from edgelm.tui.model_actions import pull_ended
+    def update_chat(self, selected: int | None = None) -> None:
+        """Show the open chat's branch in its present state without scrolling."""
+        workspace = self.workspace
+        self.pane.update(workspace.session, workspace.answer, workspace.drafted, selected)
+        self._show_around()
 
+    def _show_around(self) -> None:
+        workspace = self.workspace
+        self.app.sub_title = workspace.session.chat.title
+        measured = [message for message in workspace.session.tree.path() if message.stats and message.state == "done"]
+        if workspace.answer:
+            activity = workspace.answer.activity
+        else:
+            activity = "ready" if workspace.link.is_ready else self.status.status.activity
+        self.status.change(stats=stats_from_json(measured[-1].stats) if measured else None, activity=activity)
+        self.show_model()
+        self.show_chats()
+
+    def show_chats(self) -> None:
+        """Show the list of chats, newest first."""
+        chats = sorted(self.workspace.chats.values(), key=lambda chat: (chat.changed, chat.id), reverse=True)
+        self.sidebar.show_chats(chats, self.workspace.session.chat.id)
+
+    def show_model(self) -> None:
+        self.status.change(model=self.workspace.model)
+
+    def show_drafts(self, shown: bool) -> None:
+        """Tint the drafted words of answers, or stop it; the next run does the same."""
+        self.shows_drafts = shown
+        self.pane.transcript.show_drafts(shown)
+        self.workspace.remember("drafts", "shown" if shown else "")
+
+    def show_store_problem(self, problem: ChatsError | None) -> None:
+        """Show why the chats are not saved; None: they are saved again."""
+        if problem is None or problem.temporary or self.workspace.store.in_memory:
+            self.status.change(unsaved=str(problem) if problem else "")
+        else:
+            self._complain(problem)
+
+    def _complain(self, error: EdgeLMError) -> None:
+        """Show an error that belongs to no message."""
+        self.notify(clean(str(error)), severity="error", timeout=10, markup=False)
+
+    def copy(self, text: str) -> None:
+        """Put a text on the clipboard of the person at the terminal."""
+        self.app.copy_to_clipboard(text)
+        num_lines = text.count("\n") + 1
+        self.notify(f"copied {num_lines:,} lines" if num_lines > 1 else f"copied {len(text):,} characters")
+
+    def focus_prompt(self) -> None:
+        self.pane.prompt.focus()
+
+    # Chats
+
+    def show_new_chat(self) -> None:
+        """Show the chat that was opened, with the cursor in the prompt."""
+        self.pane.leave_edit()
+        self.show_chat()
+        self.focus_prompt()
+
+    @work(group="open", exclusive=True)
+    async def open_chat(self, chat_id: int, message_id: int | None = None) -> None:
+        """Show a chat, at a message if one is given."""
+        self.pane.leave_edit()
         try:
-            await pull_ended(self, pull)
-        except EdgeLMError as error:
-            self.complain(error)
-
-    # Saying something
-
-    @on(Prompt.Sent)
-    def _sent(self, event: Prompt.Sent) -> None:
-        text = event.text
-        call = parse_call(text)
-        completion = self.query_one(Completion)
-        completion.update(text)  # keys may be faster than the list
-        if call is not None:
-            command = completion.chosen if completion.chosen and not call[1] else find_command(call[0])
-            if command is None:
-                self.notify(f"there is no command /{call[0]}; / shows all", severity="warning", markup=False)
+            if not await self.workspace.open_chat(chat_id, message_id):
                 return
-            self.prompt.put("")
-            completion.close()
-            self.prompt.sent.add(text)
-            self.run_command(command.name, call[1])
-        elif text.strip():
-            try:
-                self.say(text.removeprefix("/") if text.startswith("//") else text)
-            except RequestError as error:
-                self.complain(error)
-
-    def say(self, text: str) -> None:
-        """Send a message, beside the one that is being edited if there is one. Raises RequestError."""
-        self.require_no_answer()
-        session = self.session
-        parent = session.tree.leaf
-        if self.editing is not None:
-            parent = session.tree.messages[self.editing].parent
-        self.editing = None
-        self.leave_edit()
-        self.prompt.put("")
-        self.prompt.sent.add(text)
-        self.chats[session.chat.id] = session.chat
-        message = session.say(text, parent)
-        self.begin_answer(message.id)
-
-    def begin_answer(self, parent: int, sent_from: int | None = None) -> None:
-        """Have a message answered; `sent_from` shortens the conversation from here on."""
-        session = self.session
-        model = next(filter(None, self.wanted_models()), "")
-        message = session.begin_answer(parent, model, sent_from)
-        answer = Answer(session, message, MessageView(message, live=True, thoughts=self._thoughts), self._options())
-        self.drafted[message.id] = answer.drafted
-        self.answers.start(answer, self.wanted_models())
-        self.show_session()
-
-    def _options(self) -> dict[str, float | int]:
-        return {**(self.wishes.options or {}), **self.session.chat.sampling}
-
-    # Keys and events
-
-    def action_run(self, name: str) -> None:
-        self.run_command(name, "")
-
-    @work(group="command")
-    async def run_command(self, name: str, argument: str) -> None:
-        """Do what a command says."""
-        try:
-            from edgelm.tui.actions import ACTIONS  # after the first picture
-
-            await ACTIONS[name](self, argument)
-        except EdgeLMError as error:
-            self.complain(error)
-
-    def action_stop(self) -> None:
-        """Leave the innermost thing that is open."""
-        if self.query_one(Completion).close():
-            self.prompt.completing = False
+        except ChatsError as error:
+            self._complain(error)
             return
-        if self.focused is not self.prompt:
-            self.prompt.focus()
-        elif not self.answers.stop(self.session.chat.id) and self.editing is not None:
-            self.leave_edit()
+        self.show_chat()
+        if message_id is not None:
+            self.pane.transcript.reveal(message_id)
+        else:
+            self.focus_prompt()
 
-    def action_interrupt(self) -> None:
-        """Copy, stop, or quit at the second time: what Ctrl+C means depends on what there is."""
-        selected = self.get_selected_text()
-        if isinstance(self.focused, Prompt | Input) and not selected:
-            selected = self.focused.selected_text
-        if selected:
-            self.copy(selected)
-        elif not self.answers.stop(self.session.chat.id):
-            now = time.monotonic()
-            if now - self._interrupted < TWICE_S:
-                self.run_command("quit", "")
-            else:
-                self.notify("Ctrl+C once more quits")
-            self._interrupted = now
-
-    def action_toggle_thoughts(self) -> None:
-        self._thoughts = not self._thoughts
-        for view in self.transcript.views:
-            view.show_thoughts(self._thoughts)
-        self.transcript.changed()
-
-    @on(Prompt.Typed)
-    def _typed(self, event: Prompt.Typed) -> None:
-        completion = self.query_one(Completion)
-        completion.update(event.text)
-        self.prompt.completing = completion.chosen is not None
-        self._draft_changed(event.text)
+    def search(self, words: str) -> None:
+        """Put the cursor into the search over all chats, with these words if there are any."""
+        self.sidebar.search(words)
 
     @on(Sidebar.Opened)
     def _chat_chosen(self, event: Sidebar.Opened) -> None:
-        self.leave_sidebar()
+        self._leave_sidebar()
         self.open_chat(event.chat_id, event.message_id)
 
     @on(Sidebar.Searched)
-    def _searched(self, event: Sidebar.Searched) -> None:
+    def _search_typed(self, event: Sidebar.Searched) -> None:
         self._search(event.words)
 
     @work(group="search", exclusive=True)
     async def _search(self, words: str) -> None:
         try:
-            hits = await self.read(lambda store: store.search(words))
+            hits = await self.workspace.read(lambda store: store.search(words))
         except ChatsError as error:
-            self.complain(error)
+            self._complain(error)
         else:
             self.sidebar.show_hits(words, hits)
 
     @on(Sidebar.Deleted)
-    def _delete_asked(self, event: Sidebar.Deleted) -> None:
+    def _delete_pressed(self, event: Sidebar.Deleted) -> None:
         self.run_command("delete", str(event.chat_id))
+
+    @on(Sidebar.Closed)
+    def _leave_sidebar(self) -> None:
+        self.sidebar.leave()
+        self.focus_prompt()
+
+    def action_toggle_sidebar(self) -> None:
+        self.sidebar.toggle()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.sidebar.fit(event.size.width)
+
+    # Messages and answers
+
+    @on(Prompt.Sent)
+    def _sent(self, event: Prompt.Sent) -> None:
+        text, pane = event.text, self.pane
+        if (call := parse_call(text)) is not None:
+            command = pane.find_command(text, call)
+            if command is None:
+                self.notify(f"there is no command /{call[0]}; / shows all", severity="warning", markup=False)
+                return
+            pane.clear_sent(text)
+            pane.close_commands()
+            self.run_command(command.name, call[1])
+        elif text.strip():
+            try:
+                self.send(text.removeprefix("/") if text.startswith("//") else text)
+            except RequestError as error:
+                self._complain(error)
+
+    def send(self, text: str) -> None:
+        """Send a message, as a new version of the one being edited if there is one. Raises RequestError."""
+        self.workspace.send(text, self.pane.editing)
+        self.pane.leave_edit()
+        self.pane.clear_sent(text)
+        self.show_chat()
+
+    def begin_answer(self, parent: int, sent_from: int | None = None) -> None:
+        """Answer a message; `sent_from` shortens the conversation from here on."""
+        self.workspace.begin_answer(parent, sent_from)
+        self.show_chat()
+
+    def begin_edit(self, message: Message) -> None:
+        self.pane.begin_edit(message)
+
+    def answer_changed(self, answer: Answer) -> None:
+        if answer.session is self.workspace.session:
+            self.pane.transcript.changed()
+
+    def answer_progressed(self, answer: Answer, activity: str, stats: AnswerStats | None) -> None:
+        if answer.session is not self.workspace.session:
+            return
+        if answer.message.model != self.status.status.model:
+            self.status.change(model=answer.message.model)
+        self.status.change(activity=activity)
+        if stats is not None:
+            self.status.change(stats=stats)
+
+    def answer_ended(self, answer: Answer) -> None:
+        self.workspace.chats[answer.session.chat.id] = answer.session.chat
+        if not self._is_composed:
+            return
+        if answer.session is self.workspace.session:
+            self._show_around()
+        else:
+            self.show_chats()
+        self.set_timer(COLLECT_AFTER_S, self._collect_garbage)
+
+    def _collect_garbage(self) -> None:
+        if not self.workspace.answers:
+            gc.collect()  # nothing is moving on the screen
 
     @on(Transcript.Act)
     def _act(self, event: Transcript.Act) -> None:
@@ -231,10 +343,99 @@ class ChatScreen(OpenChat):
             self.run_command(event.action, f"#{message_id}")
 
     def _turn(self, message_id: int, by: int) -> None:
-        if self.answer is not None:
+        """Show the previous (-1) or next (1) version of a message."""
+        if self.workspace.answer is not None:
             self.notify("an answer is being written; Esc stops it", severity="warning")
             return
-        if self.session.turn(message_id, by):
-            versions = self.session.tree.siblings(message_id)
-            shown = {message.id for message in self.session.tree.path()}
-            self.exchange(next(each for each in versions if each in shown))
+        session = self.workspace.session
+        if session.turn(message_id, by):
+            on_branch = {message.id for message in session.tree.path()}
+            self.update_chat(next(version for version in session.tree.siblings(message_id) if version in on_branch))
+
+    @on(Prompt.Typed)
+    def _typed(self, event: Prompt.Typed) -> None:
+        self._unsent = "" if self.pane.editing is not None else event.text
+        if self._unsent_timer is None:
+            self._unsent_timer = self.set_timer(UNSENT_S, self._save_typed)
+
+    def _save_typed(self) -> None:
+        self._unsent_timer = None
+        self.save_unsent()
+
+    def save_unsent(self) -> None:
+        """Save the text in the prompt for the next run."""
+        if self._unsent is not None:
+            self.workspace.remember("draft", self._unsent)
+
+    # Pulls
+
+    def _show_pulls(self) -> None:
+        if self._is_composed:
+            self.query_one(PullBar).show_pulls(self.pulls.running)
+
+    def _pull_ended(self, pull: Pull) -> None:
+        if self._is_composed:
+            self._show_end(pull)
+
+    @work(group="pulled")
+    async def _show_end(self, pull: Pull) -> None:
+        try:
+            await self._actions.pull_ended(pull)
+        except EdgeLMError as error:
+            self._complain(error)
+
+    # Keys and commands
+
+    @cached_property
+    def _actions(self) -> Actions:
+        from edgelm.tui.actions import Actions  # delays the dialogs' imports until after the first paint
+
+        return Actions(self.app, self.workspace, self.pulls, self)
+
+    def action_run(self, name: str) -> None:
+        self.run_command(name, "")
+
+    @work(group="command")
+    async def run_command(self, name: str, argument: str) -> None:
+        """Run a command."""
+        try:
+            await self._actions.run(name, argument)
+        except EdgeLMError as error:
+            self._complain(error)
+
+    def action_stop(self) -> None:
+        """Close or stop the innermost thing that is open."""
+        if self.pane.close_commands():
+            return
+        if self.focused is not self.pane.prompt:
+            self.focus_prompt()
+        elif not self.workspace.answers.stop(self.workspace.session.chat.id):
+            self.pane.leave_edit()
+
+    def action_interrupt(self) -> None:
+        """Copy the selection, else stop the answer, else quit at the second Ctrl+C."""
+        selected = self.get_selected_text()
+        if isinstance(self.focused, Prompt | Input) and not selected:
+            selected = self.focused.selected_text
+        if selected:
+            self.copy(selected)
+        elif not self.workspace.answers.stop(self.workspace.session.chat.id):
+            now = time.monotonic()
+            if now - self._interrupted < TWICE_S:
+                self.run_command("quit", "")
+            else:
+                self.notify("Ctrl+C once more quits")
+            self._interrupted = now
+
+    def action_toggle_reasoning(self) -> None:
+        self.pane.toggle_reasoning()
+
+
+def _delay_full_collections() -> None:
+    """Let Python's garbage collector collect only young objects; `_collect_garbage` collects the others.
+
+    With a long chat open, a full collection holds the event loop for 50 ms and more, and comes at any moment.
+    """
+    gc.freeze()  # all present objects stay: never look at them again
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, NEVER)

@@ -1,6 +1,7 @@
-"""The open chat: what is said, and that all of it is saved as it happens.
+"""One chat in this process, saved as it changes.
 
-Owns the chat, its tree, and the order in which both are written. Knows nothing of endpoints and widgets.
+Owns the chat, its tree of messages, the order in which both are written, and the turns that are sent to the model.
+Knows nothing of endpoints and widgets.
 """
 
 from __future__ import annotations
@@ -9,46 +10,47 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from edgelm.chats.keeper import Keeper
-from edgelm.chats.model import Chat, Message, State, Tree, make_title, split_sent
+from edgelm.chats.history import Chat, Message, State, Tree, make_title, split_sent
+from edgelm.chats.store_thread import StoreThread
 from edgelm.client.endpoint import AnswerStats, Turn, stats_to_json
 
 
 class Session:
-    """One chat in this process. A chat without a message is not saved."""
+    """One chat. It is not saved before its first message."""
 
-    def __init__(self, keeper: Keeper, chat: Chat, messages: list[Message]) -> None:
-        self._keeper = keeper
+    def __init__(self, store: StoreThread, chat: Chat, messages: list[Message]) -> None:
+        self._store = store
         self.chat = chat
         self.tree = Tree(messages, chat.leaf)
-        if self.tree.leaf is None and messages:  # killed between a message and its chat
+        if self.tree.leaf is None and messages:  # the process was killed between writing a message and its chat
             self.tree.show(messages[0].id)
         self._saved = bool(messages)
 
-    def say(self, text: str, parent: int | None) -> Message:
-        """Add what the user wrote below a message."""
+    def add_question(self, text: str, parent: int | None) -> Message:
+        """Add a message of the user below another."""
         if not self.tree.messages and not self.chat.renamed:
             self.chat.title = make_title(text)
         self.chat.changed = time.time()
-        message = Message(chat=self.chat.id, parent=parent, role="user", text=text, sent_from=self._inherited(parent))
+        sent_from = self._inherited_cut(parent)
+        message = Message(chat=self.chat.id, parent=parent, role="user", text=text, sent_from=sent_from)
         past, sent = split_sent(self.tree.path())
-        if past and sent[0].parent == parent:  # the first message that is sent was written anew
+        if past and sent[0].parent == parent:  # a new version of the first message that is sent
             message.sent_from = message.id
         return self._add(message)
 
     def begin_answer(self, parent: int, model: str, sent_from: int | None = None) -> Message:
         """Add the empty answer to a message; `sent_from` shortens the conversation from here on."""
         message = Message(chat=self.chat.id, parent=parent, role="assistant", state="streaming", model=model)
-        message.sent_from = self._inherited(parent) if sent_from is None else sent_from
+        message.sent_from = self._inherited_cut(parent) if sent_from is None else sent_from
         return self._add(message)
 
     def shorten(self, message: Message, sent_from: int) -> None:
-        """Shorten the conversation for what follows a message."""
+        """Shorten the conversation for the messages after one."""
         message.sent_from = sent_from
         self._write(message)
 
     def send_all(self) -> bool:
-        """Send the whole branch again; say whether it was shortened."""
+        """Send the whole branch again; return whether it was shortened."""
         cuts = [message for message in self.tree.path() if message.sent_from is not None]
         for message in cuts:
             message.sent_from = None
@@ -56,10 +58,10 @@ class Session:
         return bool(cuts)
 
     def append(self, message: Message, text: str, reasoning: str) -> None:
-        """Add what came to the answer."""
+        """Append streamed text to the answer."""
         message.text += text
         message.reasoning += reasoning
-        self._keeper.write(lambda store: store.append(message.id, text, reasoning))
+        self._store.write(lambda store: store.append(message.id, text, reasoning))
 
     def finish(self, message: Message, state: State, note: str = "", stats: AnswerStats | None = None) -> None:
         """End the answer."""
@@ -69,15 +71,15 @@ class Session:
         self._write(message)
 
     def turn(self, message_id: int, by: int) -> bool:
-        """Show the version before or after a message."""
+        """Show the previous (-1) or next (1) version of a message; return whether there is one."""
         turned = self.tree.turn(message_id, by)
         if turned:
             self._leaf_changed()
         return turned
 
     def show(self, message_id: int) -> None:
-        """Show the branch that holds a message, if the one on screen does not."""
-        if message_id in self.tree.messages and all(each.id != message_id for each in self.tree.path()):
+        """Show the branch that holds a message, unless it is on screen."""
+        if message_id in self.tree.messages and all(message.id != message_id for message in self.tree.path()):
             self.tree.show(message_id)
             self._leaf_changed()
 
@@ -93,7 +95,7 @@ class Session:
         self.chat.model = model
         self.save()
 
-    def set_sampling(self, sampling: Mapping[str, float | int]) -> None:
+    def set_sampling(self, sampling: Mapping[str, float | int | str]) -> None:
         self.chat.sampling = dict(sampling)
         self.save()
 
@@ -101,20 +103,20 @@ class Session:
         """Write the chat itself, if it has messages."""
         if self._saved:
             chat = replace(self.chat)
-            self._keeper.write(lambda store: store.put_chat(chat))
+            self._store.write(lambda store: store.put_chat(chat))
 
     def turns(self, answer: Message) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
-        """Return what is not sent to the model any more of the conversation before an answer, and what is sent."""
+        """Return the turns before an answer: those that are not sent to the model any more, and those that are."""
         past, sent = split_sent(self.tree.path_to(answer.id))
         system = [Turn("system", self.chat.system)] if self.chat.system.strip() else []
         return _turns(past), (*system, *_turns(sent[:-1]))
 
-    def _inherited(self, parent: int | None) -> int | None:
-        """Return from where the branch on screen is sent, if a new one below a message would not know it."""
+    def _inherited_cut(self, parent: int | None) -> int | None:
+        """Return the `sent_from` of the branch on screen if a new message below `parent` must repeat it."""
         past, sent = split_sent(self.tree.path())
         above = self.tree.path_to(parent)
-        known, _ = split_sent(above)
-        return sent[0].id if past and not known and sent[0] in above else None
+        past_above, _ = split_sent(above)
+        return sent[0].id if past and not past_above and sent[0] in above else None
 
     def _add(self, message: Message) -> Message:
         self.tree.add(message)
@@ -123,9 +125,9 @@ class Session:
 
     def _write(self, message: Message) -> None:
         self.chat.leaf = self.tree.leaf
-        chat, written = replace(self.chat), replace(message)
+        chat, copy = replace(self.chat), replace(message)
         self._saved = True
-        self._keeper.write(lambda store: store.put_chat(chat), lambda store: store.put_message(written))
+        self._store.write(lambda store: store.put_chat(chat), lambda store: store.put_message(copy))
 
     def _leaf_changed(self) -> None:
         self.chat.leaf = self.tree.leaf
@@ -133,15 +135,15 @@ class Session:
 
 
 def _turns(messages: Iterable[Message]) -> tuple[Turn, ...]:
-    """Return messages as they are sent: answers without text are left out, and what the user wrote before and after
-    such a one is one message, since most models' templates want turns to alternate.
+    """Return messages as turns. Answers without text are omitted, and the user's messages around one are joined:
+    most models' templates require turns to alternate.
     """
-    found: list[Turn] = []
+    turns: list[Turn] = []
     for message in messages:
         if not message.text.strip():
             continue
-        if found and found[-1].role == message.role:
-            found[-1] = Turn(message.role, f"{found[-1].text}\n\n{message.text}")
+        if turns and turns[-1].role == message.role:
+            turns[-1] = Turn(message.role, f"{turns[-1].text}\n\n{message.text}")
         else:
-            found.append(Turn(message.role, message.text))
-    return tuple(found)
+            turns.append(Turn(message.role, message.text, message.reasoning))
+    return tuple(turns)

@@ -1,7 +1,7 @@
-"""Going on without the oldest messages, when a conversation has outgrown the model's context.
+"""Shortening a conversation that has outgrown the model's context: the oldest messages are not sent any more.
 
-Owns which messages can be left out, how many tokens that frees, and the dialog that shows both. What is left out stays
-in the chat. Knows nothing of how an answer is made.
+Owns which messages can be left out, how many tokens that frees, and the dialog that shows both. Messages that are left
+out stay in the chat. Knows nothing of how answers are made.
 """
 
 from __future__ import annotations
@@ -20,76 +20,77 @@ from textual.screen import ModalScreen
 from textual.widgets import Label, OptionList
 from textual.widgets.option_list import Option
 
-from edgelm.chats.model import Message, split_sent
+from edgelm.chats.history import Message, split_sent
 from edgelm.client.endpoint import AnswerStats, stats_from_json
 from edgelm.tui.dialogs import DIALOG_CSS
 from edgelm.tui.lines import clean
 from edgelm.tui.session import Session
 
-TOKENS_PER_CHAR = 0.3  # where no answer says: of European languages and code
-KEPT_SHARE = 0.5  # of the context, at most; the rest is for what will be said
+TOKENS_PER_CHAR = 0.3  # of European languages and code, where no answer was measured
+KEPT_SHARE = 0.5  # of the context, at most; the rest is for new messages
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A question of the user's and what followed it."""
+    """A message of the user and the answers to it."""
 
     messages: tuple[Message, ...]
-    tokens: int  # about
+    tokens: int  # estimated
 
 
 @dataclass(frozen=True, slots=True)
 class Shortening:
-    """The exchanges of a branch: which is the first that is sent, and which should be."""
+    """The exchanges of a branch, the first one that is sent now, and the one that should be."""
 
     exchanges: tuple[Exchange, ...]
-    first: int
-    proposed: int
+    first: int  # index
+    proposed: int  # index
     context: int | None  # tokens
 
     def left_out(self, first: int) -> tuple[int, int]:
-        """Return how many messages are left out, and about how many tokens more that frees than now."""
-        gone = self.exchanges[:first]
-        freed = sum(each.tokens for each in gone) - sum(each.tokens for each in self.exchanges[: self.first])
-        return sum(len(each.messages) for each in gone), freed
+        """Return the number of messages that `first` leaves out, and the tokens that this frees compared to now."""
+        left_out, left_out_now = self.exchanges[:first], self.exchanges[: self.first]
+        freed = sum(exchange.tokens for exchange in left_out) - sum(exchange.tokens for exchange in left_out_now)
+        return sum(len(exchange.messages) for exchange in left_out), freed
 
 
 def plan_shortening(session: Session, context: int | None) -> Shortening | None:
-    """Return what can be left out of the branch on screen; None where only its last question is there."""
+    """Plan the shortening of the branch on screen; None where it has only one question."""
     path = session.tree.path()
     past, _ = split_sent(path)
     starts = [i for i, message in enumerate(path) if message.role == "user"]
     if len(starts) < 2:
         return None
-    stats = [(each, found) for each in path if (found := stats_from_json(each.stats)) is not None]
-    rate = _tokens_per_char(session, stats)
-    if stats and stats[-1][1].context_size:
-        context = stats[-1][1].context_size
+    done = [message for message in path if message.state == "done"]  # the stats of others have no token counts
+    measured = [(message, stats) for message in done if (stats := stats_from_json(message.stats)) is not None]
+    rate = _tokens_per_char(session, measured)
+    if measured and measured[-1][1].context_size:
+        context = measured[-1][1].context_size
     exchanges = tuple(
-        Exchange(tuple(path[i:j]), round(rate * sum(len(each.text) for each in path[i:j])))
+        Exchange(tuple(path[i:j]), round(rate * sum(len(message.text) for message in path[i:j])))
         for i, j in zip(starts, [*starts[1:], len(path)], strict=True)
     )
     first = starts.index(len(past)) if past else 0
-    # What remains when each of the exchanges is the first: the sums from the end.
-    remains = list(accumulate(each.tokens for each in reversed(exchanges)))[::-1]
-    room = KEPT_SHARE * (context or remains[first]) - rate * len(session.chat.system)
+    # kept[i]: the tokens that are sent if exchange i is the first.
+    kept = list(accumulate(exchange.tokens for exchange in reversed(exchanges)))[::-1]
+    room = KEPT_SHARE * (context or kept[first]) - rate * len(session.chat.system)
     last = len(exchanges) - 1
-    proposed = next((i for i in range(first + 1, last) if remains[i] <= room), last)
+    proposed = next((i for i in range(first + 1, last) if kept[i] <= room), last)
     return Shortening(exchanges, first, max(proposed, first), context)
 
 
-def _tokens_per_char(session: Session, stats: Sequence[tuple[Message, AnswerStats]]) -> float:
-    """Return what the last answer says about this conversation and this model."""
-    for message, each in reversed(stats):
+def _tokens_per_char(session: Session, measured: Sequence[tuple[Message, AnswerStats]]) -> float:
+    """Return the ratio of the last answer with a known prompt length, else a default."""
+    for message, stats in reversed(measured):
         _, sent = session.turns(message)
-        chars = sum(len(turn.text) for turn in sent)
-        if each.prompt_tokens and chars:
-            return each.prompt_tokens / chars
+        num_chars = sum(len(turn.text) for turn in sent)
+        if stats.prompt_tokens and num_chars:
+            return stats.prompt_tokens / num_chars
     return TOKENS_PER_CHAR
 
 
 class ShortenScreen(ModalScreen[int | None]):
-    """Choose the first exchange that is sent; those above it are left out."""
+    """Choose the first exchange that is sent; those above it are left out. Returns its index."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", show=False)]
     DEFAULT_CSS = (

@@ -1,6 +1,7 @@
 """The list of chats, newest first, and the search over all their text.
 
-Owns what the list shows. Knows nothing of how chats are stored and what opening one does.
+Owns the content of the list and its place beside or over the conversation. Knows nothing of how chats are stored and
+opened.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from textual.message import Message as Event
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
-from edgelm.chats.model import Chat, Hit
-from edgelm.tui.keys import SIDEBAR_KEYS
+from edgelm.chats.history import Chat, Hit
+from edgelm.tui.commands import SIDEBAR_KEYS
 from edgelm.tui.lines import clean
 
 MAX_SHOWN = 300
-DAY_S = 86_400
+NARROW = 80  # columns of the terminal; below, the list opens over the conversation
 
 
 class Sidebar(Vertical):
-    """Chats, or what a search found among them."""
+    """The chats, or the hits of a search among them."""
 
     BINDINGS: ClassVar[list[BindingType]] = [key.binding for key in SIDEBAR_KEYS if key.action]
     DEFAULT_CSS = """
@@ -46,63 +47,85 @@ class Sidebar(Vertical):
 
     @dataclass
     class Opened(Event):
-        """A chat was chosen, maybe at a message that a search found."""
+        """A chat was chosen, at a message if a search found it there."""
 
         chat_id: int
         message_id: int | None
 
     @dataclass
     class Searched(Event):
-        """The words of the search changed; whoever knows answers with `show_hits`."""
+        """The words of the search changed; the receiver calls `show_hits`."""
 
         words: str
 
     @dataclass
     class Deleted(Event):
-        """The chat under the cursor shall go."""
+        """Delete was pressed on a chat."""
 
         chat_id: int
 
     class Closed(Event):
-        """Escape was pressed."""
+        """The list was left for the prompt."""
 
     def __init__(self) -> None:
         super().__init__(id="sidebar")
         self._chats: Sequence[Chat] = ()
         self._hits: dict[int, Hit] = {}
-        self._open: int | None = None
+        self._open_id: int | None = None
 
     def compose(self) -> ComposeResult:
         yield Input(placeholder="Search  Ctrl+F", id="search", select_on_focus=True, compact=True)
         yield OptionList(id="chats", compact=True)
+
+    # Its place
+
+    def fit(self, terminal_width: int) -> None:
+        """Stand beside the conversation where there is room, else hide until it is opened over it."""
+        narrow = terminal_width < NARROW
+        if self.has_class("-narrow") != narrow:
+            self.set_class(narrow, "-narrow")
+            self.display = not narrow
+
+    def toggle(self) -> None:
+        """Show or hide the list."""
+        self.display = not self.display
+        if not self.display:
+            self.post_message(self.Closed())
+        elif self.has_class("-narrow"):
+            self.query_one(OptionList).focus()
+
+    def leave(self) -> None:
+        """Hide the list if it is over the conversation."""
+        if self.has_class("-narrow"):
+            self.display = False
+
+    # Its content
 
     @property
     def words(self) -> str:
         return self.query_one(Input).value.strip()
 
     def show_chats(self, chats: Sequence[Chat], open_id: int | None) -> None:
-        """Show all chats."""
-        self._chats, self._open = chats, open_id
+        """Show all chats, unless a search is shown."""
+        self._chats, self._open_id = chats, open_id
         self.set_class(bool(self.words), "-searching")
         if not self.words:
             self._fill(chats, self._chat_text)
 
     def show_hits(self, words: str, hits: Sequence[Hit]) -> None:
-        """Show what a search found, unless the words have changed since."""
+        """Show the hits of a search, unless the words have changed since."""
         if words == self.words:
             self.add_class("-searching")
             self._hits = {hit.chat.id: hit for hit in hits}
             self._fill([hit.chat for hit in hits], self._hit_text)
 
     def search(self, words: str = "") -> None:
-        """Put the cursor into the search, with these words if there are any."""
+        """Show the list with the cursor in the search, with these words if there are any."""
+        self.display = True
         field = self.query_one(Input)
         if words:
             field.value = words
         field.focus()
-
-    def clear_search(self) -> None:
-        self.query_one(Input).value = ""
 
     def _fill(self, chats: Sequence[Chat], text: Callable[[Chat], Text]) -> None:
         options = self.query_one(OptionList)
@@ -112,13 +135,13 @@ class Sidebar(Vertical):
             options.add_option(Option(Text(f"… {len(chats) - MAX_SHOWN:,} more: search", "dim"), disabled=True))
         if not chats:
             options.add_option(Option(Text("nothing found" if self.words else "no chats yet", "dim"), disabled=True))
-        here = next((i for i, chat in enumerate(chats[:MAX_SHOWN]) if chat.id == self._open), None)
-        options.highlighted = here
+        open_index = next((i for i, chat in enumerate(chats[:MAX_SHOWN]) if chat.id == self._open_id), None)
+        options.highlighted = open_index
 
     def _chat_text(self, chat: Chat) -> Text:
         text = Text(no_wrap=True, overflow="ellipsis")
-        text.append(clean(chat.title), "bold" if chat.id == self._open else "")
-        text.append(f"\n{_when(chat.changed)}", "dim")
+        text.append(clean(chat.title), "bold" if chat.id == self._open_id else "")
+        text.append(f"\n{_short_date(chat.changed)}", "dim")
         return text
 
     def _hit_text(self, chat: Chat) -> Text:
@@ -132,6 +155,8 @@ class Sidebar(Vertical):
             text.append(clean(rest), "dim" if hit.message is not None else "bold")
         return text
 
+    # Keys
+
     @on(Input.Changed, "#search")
     def _typed(self, event: Input.Changed) -> None:
         event.stop()
@@ -144,10 +169,7 @@ class Sidebar(Vertical):
     @on(Input.Submitted, "#search")
     def _submitted(self, event: Input.Submitted) -> None:
         event.stop()
-        options = self.query_one(OptionList)
-        options.focus()
-        if options.highlighted is None:
-            options.action_cursor_down()
+        self._focus_list()
 
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:
@@ -159,30 +181,34 @@ class Sidebar(Vertical):
 
     def action_delete_chat(self) -> None:
         options = self.query_one(OptionList)
-        at = options.highlighted
-        if options.has_focus and at is not None and (option_id := options.get_option_at_index(at).id) is not None:
-            self.post_message(self.Deleted(int(option_id)))
+        index = options.highlighted
+        if options.has_focus and index is not None and (chat_id := options.get_option_at_index(index).id) is not None:
+            self.post_message(self.Deleted(int(chat_id)))
 
     def on_key(self, event: events.Key) -> None:
         field, options = self.query_one(Input), self.query_one(OptionList)
         if event.key == "escape":
             event.stop()
-            self.clear_search()
+            field.value = ""
             self.post_message(self.Closed())
         elif event.key == "down" and field.has_focus:
             event.stop()
-            options.focus()
-            if options.highlighted is None:
-                options.action_cursor_down()
+            self._focus_list()
         elif event.key == "up" and options.has_focus and options.highlighted in (None, 0):
             event.stop()
             event.prevent_default()
             field.focus()
 
+    def _focus_list(self) -> None:
+        options = self.query_one(OptionList)
+        options.focus()
+        if options.highlighted is None:
+            options.action_cursor_down()
 
-def _when(moment: float) -> str:
+
+def _short_date(timestamp: float) -> str:
     """Return when a chat was last used, as short as its age allows."""
-    then, now = datetime.fromtimestamp(moment), datetime.fromtimestamp(time.time())  # noqa: DTZ006 - the reader's own time
+    then, now = datetime.fromtimestamp(timestamp), datetime.fromtimestamp(time.time())  # noqa: DTZ006 - the reader's own time
     days = (now.date() - then.date()).days
     if days <= 0:
         return f"{then:%H:%M}"

@@ -1,10 +1,11 @@
-"""The line at the bottom: model, engine, speed, context and drafts.
+"""The lines at the bottom: running pulls, then model, engine, speed, context and drafts.
 
-Owns what is left out where there is little room. Knows nothing of how the figures come about.
+Owns which parts are omitted where the terminal is narrow. Knows nothing of where the figures come from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
@@ -16,21 +17,24 @@ from textual.widget import Widget
 
 from edgelm.client.endpoint import AnswerStats
 from edgelm.tui.lines import clean, short_name
+from edgelm.tui.pulls import Pull
+
+PULL_FRAME_S = 0.25  # between two drawings of the pulls
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the line says."""
+    """The content of the status line."""
 
     model: str = ""
-    endpoint: str = ""  # where it is remote
+    endpoint: str = ""  # empty: on this machine
     activity: str = "starting"
     stats: AnswerStats | None = None
-    unsaved: str = ""
+    unsaved: str = ""  # why the chats are not saved
 
 
 class StatusLine(Widget):
-    """One line; the least important parts go first when it is too narrow."""
+    """One line; the least important parts are omitted when it is too narrow."""
 
     DEFAULT_CSS = """
     StatusLine { height: 1; padding: 0 1; color: $text-muted; }
@@ -41,21 +45,21 @@ class StatusLine(Widget):
         super().__init__(id="status")
 
     def change(self, **changes: object) -> None:
-        """Say something else."""
+        """Replace some fields of the status."""
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
 
     def on_resize(self, event: events.Resize) -> None:
         self.refresh()
 
     def render(self) -> RenderResult:
-        return lay_out(self.status, self.size.width)
+        return status_text(self.status, self.size.width)
 
 
-def lay_out(status: Status, width: int) -> Text:
-    """Return the line at a width."""
+def status_text(status: Status, width: int) -> Text:
+    """Return the status line at a width."""
     if status.unsaved:
         return Text(clean(f"✗ not saved: {status.unsaved}"), "bold red", no_wrap=True, overflow="ellipsis")
-    parts = [(rank, text) for rank, text in _parts(status) if text]
+    parts = [(rank, text) for rank, text in _ranked_parts(status) if text]
     help_text = "F1 help"
     while len(parts) > 1 and sum(cell_len(text) + 3 for _, text in parts) + len(help_text) > width:
         parts.remove(max(parts))
@@ -68,10 +72,10 @@ def lay_out(status: Status, width: int) -> Text:
     return line
 
 
-def _parts(status: Status) -> list[tuple[int, str]]:
-    """Return the parts in their order, each with its rank: the highest goes first."""
+def _ranked_parts(status: Status) -> list[tuple[int, str]]:
+    """Return the parts in their order, each with its rank: the highest is omitted first."""
     stats = status.stats or AnswerStats()
-    engine = "/".join(each for each in (stats.engine, stats.device) if each)
+    engine = "/".join(name for name in (stats.engine, stats.device) if name)
     context = ""
     if stats.context_used is not None:
         size = f"/{stats.context_size:,}" if stats.context_size else ""
@@ -89,3 +93,47 @@ def _parts(status: Status) -> list[tuple[int, str]]:
         (3, context),
         (6, drafts),
     ]
+
+
+class PullBar(Widget):
+    """One line for each pull; hidden where there is none."""
+
+    DEFAULT_CSS = """
+    PullBar { height: auto; max-height: 4; padding: 0 1; display: none; color: $text-accent; }
+    PullBar.-open { display: block; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="pulls")
+        self._pulls: Sequence[Pull] = ()
+        self._waiting = False
+
+    def show_pulls(self, pulls: Sequence[Pull]) -> None:
+        """Show these pulls at the next frame: progress events come faster than anyone can read."""
+        changed = len(pulls) != len(self._pulls)
+        self._pulls = pulls
+        if changed:
+            self.set_class(bool(pulls), "-open")
+            self.refresh(layout=True)
+        elif not self._waiting:
+            self._waiting = True
+            self.set_timer(PULL_FRAME_S, self._draw)
+
+    def _draw(self) -> None:
+        self._waiting = False
+        self.refresh()
+
+    def get_content_height(self, container: object, viewport: object, width: int) -> int:
+        return len(self._pulls)
+
+    def render(self) -> RenderResult:
+        lines = [pull_text(pull, self.size.width) for pull in self._pulls]
+        return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
+
+
+def pull_text(pull: Pull, width: int) -> Text:
+    """Return the line of a pull at a width; the least important parts are omitted first."""
+    parts = [f"↓ {clean(pull.model)}", *map(clean, pull.progress), "/pull stop pauses it"]
+    while len(parts) > 2 and sum(cell_len(part) + 3 for part in parts) - 3 > width:
+        parts.pop()
+    return Text(" · ".join(parts), no_wrap=True, overflow="ellipsis")

@@ -1,9 +1,9 @@
-"""The conversation on the screen: one widget that draws lines, however many messages there are.
+"""The conversation on the screen: one widget that draws lines, whatever the number of messages.
 
-Owns scrolling, following the end, the message that keys act on, and mouse selection. Knows nothing of how an answer
-is made and what is saved.
+Owns scrolling, following the end, the selected message, and mouse selection. Knows nothing of how answers are made
+and saved.
 
-Rows are drawn when they come into view and kept; text that streams draws its last block again and nothing else.
+Rows are drawn when they come into view, then kept; streamed text redraws only its last block.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from textual.selection import Selection
 from textual.strip import Strip
 from textual.timer import Timer
 
-from edgelm.tui.flow import Flow
-from edgelm.tui.keys import TRANSCRIPT_KEYS
-from edgelm.tui.lines import CONSOLE, Line, clean, wrap_words
+from edgelm.tui.commands import TRANSCRIPT_KEYS
+from edgelm.tui.lines import CONSOLE, Line, NoteRow, Row, clean, wrap_words
 from edgelm.tui.palette import Palette, make_palette
-from edgelm.tui.rows import NoteRow, Row
-from edgelm.tui.views import MessageView
+from edgelm.tui.views import Flow, MessageView
 
 WELCOME = """Write a message below.
 
@@ -37,15 +35,18 @@ F1 shows every key, / every command.
 Ctrl+F searches all chats, Ctrl+O chooses or pulls a model.
 Esc stops an answer; everything is saved as it is written."""
 FRAME_S = 1 / 30
-MAX_SHARE = 0.25  # of the time that drawing may take while text streams
+MAX_SHARE = 0.25  # of the time, for drawing while text streams
 MEASURE_SLICE_S = 0.004
-KEPT_SCREENS = 4  # lines that far above and below are kept
+MEASURE_DELAY_S = 0.05
+MEASURED_FRAME_S = 0.02  # from a measurement to the frame that shows it
+KEPT_SCREENS = 4  # lines are kept this many screens above and below
 
 
 class Transcript(ScrollView, can_focus=True):
     """Messages, newest at the bottom."""
 
     ALLOW_SELECT = True
+    FOCUS_ON_CLICK = False  # `on_click` does it: focusing first may scroll, and the click would hit another line
     BINDINGS: ClassVar[list[BindingType]] = [key.binding for key in TRANSCRIPT_KEYS]
     DEFAULT_CSS = """
     Transcript {
@@ -57,23 +58,29 @@ class Transcript(ScrollView, can_focus=True):
 
     @dataclass
     class Act(Event):
-        """A key was pressed on a message: edit, regenerate, copy, previous, next or leave."""
+        """A key was pressed on a message. `action`: edit, regenerate, copy, code, previous or next."""
 
         action: str
         message_id: int
 
     @dataclass
+    class Folded(Event):
+        """The thought of a message is to be shown, or hidden again."""
+
+        message_id: int
+
+    @dataclass
     class Left(Event):
-        """The cursor went below the last message."""
+        """Down was pressed on the last message."""
 
     def __init__(self) -> None:
         super().__init__(id="transcript")
         self.views: list[MessageView] = []
         self._flow = Flow()
         self._following = True
-        self._anchor: tuple[Row, int] | None = None  # what stands at the top while we do not follow the end
+        self._anchor: tuple[Row, int] | None = None  # the row and its line at the top, while not following the end
         self._arranging = False
-        self._selected: int | None = None  # message id
+        self.selected: int | None = None  # id of the message that keys act on
         self._frame: Timer | None = None
         self._frame_cost_s = 0.0
         self._measuring: Timer | None = None
@@ -81,56 +88,59 @@ class Transcript(ScrollView, can_focus=True):
         self._notice = ""
         self._drafts = False
 
-    # What is shown
+    # Content
 
     def show(self, views: list[MessageView]) -> None:
-        """Show these messages, from the end."""
+        """Show these messages from the end."""
         self.views = views
-        self._selected = None
+        self.selected = None
         self._following = True
         self._anchor = None
         self.screen.clear_selection()
         self._arrange()
 
-    def exchange(self, views: list[MessageView], keep: int | None = None) -> None:
-        """Show other messages without moving; `keep` stays or becomes the selected one."""
+    def replace(self, views: list[MessageView], selected: int | None = None) -> None:
+        """Show other messages without scrolling; `selected` becomes the selected one."""
         self.views = views
-        if keep is not None:
-            self._select(keep)
+        if selected is not None:
+            self._select(selected)
+        self._arrange()
+
+    def refold(self) -> None:
+        """Draw messages whose thought was folded or unfolded; the lines above it stay where they are."""
+        if not any(view.live for view in self.views):  # a thought that grows is followed to its end
+            self._following = False
+            self._set_anchor(round(self.scroll_y))
         self._arrange()
 
     def changed(self) -> None:
-        """Draw what has changed at the next frame: text comes faster than a screen can show it."""
+        """Draw changes at the next frame: text arrives faster than a screen can show it."""
         if self._frame is None:
             wait = max(FRAME_S, self._frame_cost_s / MAX_SHARE)
             self._frame = self.set_timer(wait, self._draw_frame)
 
     def follow(self) -> None:
-        """Go to the end and stay there."""
+        """Scroll to the end and follow it."""
         self._following = True
         self._arrange()
 
     def reveal(self, message_id: int) -> None:
-        """Go to a message and select it."""
+        """Scroll to a message and select it."""
         index = next((i for i, view in enumerate(self.views) if view.message.id == message_id), None)
         if index is not None:
             self._go_to(index)
             self.focus()
 
     def set_notice(self, notice: str) -> None:
-        """Show an error while there is no message, or no error any more."""
+        """Show an error where there is no message yet; empty: none."""
         self._notice = clean(notice)
         self.refresh()
 
     def show_drafts(self, shown: bool) -> None:
-        """Tint what was drafted, or no more."""
+        """Tint drafted words, or stop it."""
         self._drafts = shown
         self._palette = None
         self._arrange()
-
-    @property
-    def following(self) -> bool:
-        return self._following
 
     def _draw_frame(self) -> None:
         self._frame = None
@@ -157,7 +167,7 @@ class Transcript(ScrollView, can_focus=True):
         self._arrange()
 
     def _arrange(self) -> None:
-        """Stack the rows, draw those in view, and put what the user looks at where it was."""
+        """Stack the rows, draw those in view, and keep the position of the line at the top."""
         region = self.scrollable_content_region
         width, height = region.width, region.height
         if width <= 0 or height <= 0:
@@ -173,10 +183,10 @@ class Transcript(ScrollView, can_focus=True):
             self._arranging = False
         self.refresh()
         if self._measuring is None:
-            self._measuring = self.set_timer(0.05, self._measure)
+            self._measuring = self.set_timer(MEASURE_DELAY_S, self._measure)
 
     def _place(self, width: int, height: int) -> int:
-        """Return the line at the top of the screen, when all rows in view are drawn."""
+        """Draw all rows in view and return the line at the top of the screen."""
         flow = self._flow
         while True:
             flow.measure(self.views, width, self.palette)
@@ -184,25 +194,23 @@ class Transcript(ScrollView, can_focus=True):
             top = end
             if not self._following and self._anchor is not None:
                 row, line = self._anchor
-                found = flow.top_of(row)
-                top = min(end, round(self.scroll_y) if found is None else found + line)
+                row_top = flow.top_of(row)
+                top = min(end, round(self.scroll_y) if row_top is None else row_top + line)
             if not flow.draw(top, top + height):
                 return top
 
     def _measure(self) -> None:
-        """Draw rows that nobody has seen yet, a little at a time, so that the scroll bar tells the truth."""
+        """Draw a few rows that were never in view, so that the scroll bar becomes exact."""
         self._measuring = None
         until = time.perf_counter() + MEASURE_SLICE_S
-        found = False
-        while time.perf_counter() < until:
-            if not self._flow.draw_last_unknown():
-                break
-            found = True
+        drawn = False
+        while time.perf_counter() < until and self._flow.draw_last_guess():
+            drawn = True
         height = self.scrollable_content_region.height
         top = round(self.scroll_y)
         self._flow.release(top - KEPT_SCREENS * height, top + (KEPT_SCREENS + 1) * height)
-        if found and self._frame is None:
-            self._frame = self.set_timer(0.02, self._draw_frame)
+        if drawn and self._frame is None:
+            self._frame = self.set_timer(MEASURED_FRAME_S, self._draw_frame)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
@@ -210,8 +218,7 @@ class Transcript(ScrollView, can_focus=True):
             return
         top = round(new_value)
         self._following = top >= self._flow.height - self.scrollable_content_region.height
-        index, line = self._flow.locate(top)
-        self._anchor = (self._flow.rows[index], line) if index >= 0 else None
+        self._set_anchor(top)
         if self._flow.draw(top, top + self.scrollable_content_region.height):
             self.changed()
 
@@ -219,18 +226,18 @@ class Transcript(ScrollView, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         width = self.scrollable_content_region.width
-        at = round(self.scroll_y) + y
-        line = self._flow.line(at) if self.views else self._welcome_line(y, width)
+        flow_y = round(self.scroll_y) + y
+        line = self._flow.line(flow_y) if self.views else self._welcome_line(y, width)
         base = self.rich_style
         if line is None:
             return Strip.blank(width, base)
         selection = self.text_selection
-        span = selection.get_span(at) if selection is not None else None
+        span = selection.get_span(flow_y) if selection is not None else None
         if span is not None:
-            return _make_strip(line, width, base, at, span, self._selection_style)
-        key = (width, at, base)
+            return _make_strip(line, width, base, flow_y, span, self._selection_style)
+        key = (width, flow_y, base)
         if line.strip is None or line.strip_key != key:
-            line.strip, line.strip_key = _make_strip(line, width, base, at), key
+            line.strip, line.strip_key = _make_strip(line, width, base, flow_y), key
         return line.strip
 
     def _welcome_line(self, y: int, width: int) -> Line | None:
@@ -255,21 +262,16 @@ class Transcript(ScrollView, can_focus=True):
         for y in range(max(first, 0), last + 1):
             line, span = self._flow.line(y), selection.get_span(y)
             if line is None or span is None or 0 < len(line.text) <= line.prefix:
-                continue  # nothing, or nothing but decoration
+                continue  # no line here, or only decoration
             start, end = span
             text = line.text.plain[max(start, line.prefix) : None if end == -1 else max(end, line.prefix)]
             parts += [line.joint if parts else "", text]
         return "".join(parts), "\n"
 
-    # The message that keys act on
-
-    @property
-    def selected(self) -> int | None:
-        """Return the id of the selected message."""
-        return self._selected
+    # The selected message
 
     def on_focus(self) -> None:
-        if self._selected is None and self.views:
+        if self.selected is None and self.views:
             self._go_to(len(self.views) - 1)
 
     def on_blur(self) -> None:
@@ -277,29 +279,40 @@ class Transcript(ScrollView, can_focus=True):
         self.refresh()
 
     def on_click(self, event: events.Click) -> None:
-        view = self._flow.view_at(round(self.scroll_y) + event.y)
-        if view is not None and self.has_focus:
+        if self.text_selection is not None:  # the end of a selection by mouse
+            return
+        y = round(self.scroll_y) + event.y
+        view = self._flow.view_at(y)
+        if view is not None and self._flow.is_thought_line(y):
+            self.post_message(self.Folded(view.message.id))
+            return
+        if view is not None:
             self._select(view.message.id)
-            self._arrange()
+        self.focus(scroll_visible=False)
+        self._arrange()
 
     def action_select(self, by: int) -> None:
         """Select the message above (-1) or below (1)."""
-        at = next((i for i, view in enumerate(self.views) if view.message.id == self._selected), len(self.views))
-        if at + by >= len(self.views):
+        index = next((i for i, view in enumerate(self.views) if view.message.id == self.selected), len(self.views))
+        if index + by >= len(self.views):
             self.post_message(self.Left())
         elif self.views:
-            self._go_to(max(0, at + by))
+            self._go_to(max(0, index + by))
+
+    def action_fold(self) -> None:
+        if self.selected is not None:
+            self.post_message(self.Folded(self.selected))
 
     def action_act(self, action: str) -> None:
-        if self._selected is not None:
-            self.post_message(self.Act(action, self._selected))
+        if self.selected is not None:
+            self.post_message(self.Act(action, self.selected))
 
     def _go_to(self, index: int) -> None:
         view = self.views[index]
         self._select(view.message.id)
         self._arrange()
         span = self._flow.span_of(view)
-        if span is None:  # there is no room for a line
+        if span is None:  # the terminal has no room for a line
             return
         first, end = span
         height = self.scrollable_content_region.height
@@ -309,12 +322,15 @@ class Transcript(ScrollView, can_focus=True):
         elif end > top + height:
             top = end - height
         self._following = top >= self._flow.height - height
-        index, line = self._flow.locate(top)
-        self._anchor = (self._flow.rows[index], line) if index >= 0 else None
+        self._set_anchor(top)
         self._arrange()
 
+    def _set_anchor(self, top: int) -> None:
+        index, line = self._flow.locate(top)
+        self._anchor = (self._flow.rows[index], line) if index >= 0 else None
+
     def _select(self, message_id: int | None) -> None:
-        self._selected = message_id
+        self.selected = message_id
         for view in self.views:
             view.select(view.message.id == message_id)
 
@@ -322,18 +338,18 @@ class Transcript(ScrollView, can_focus=True):
 def _make_strip(
     line: Line, width: int, base: Style, y: int, span: tuple[int, int] | None = None, selection: Style | None = None
 ) -> Strip:
-    """Return a line as the screen wants it; each part knows its place in the text, for selection by mouse."""
+    """Return a line as a strip of the screen; each segment has its offset in the text, for selection by mouse."""
     text = line.text
     if span is not None and selection is not None:
         text = text.copy()
         start, end = span
         text.stylize(selection, start, None if end == -1 else end)
-    behind = base + line.fill if line.fill is not None else base
+    background = base + line.fill if line.fill is not None else base
     segments: list[Segment] = []
     x = 0
-    own = text.style if isinstance(text.style, Style) else None  # Rich leaves it out where there is no other
+    own = text.style if isinstance(text.style, Style) else None  # Rich omits it where a part has no style
     for part in text.render(CONSOLE):
-        style = behind + (part.style or own)
+        style = background + (part.style or own)
         segments.append(Segment(part.text, style + Style.from_meta({"offset": (x, y)})))
         x += len(part.text)
-    return Strip(Segment.adjust_line_length(segments, width, behind), width)
+    return Strip(Segment.adjust_line_length(segments, width, background), width)

@@ -1,33 +1,37 @@
-"""A message as rows of the transcript.
+"""The messages as rows, and the position of each row in the transcript.
 
-Owns what of a message is shown and in which order. Knows nothing of where it stands on the screen.
+Owns the rows of a message, and the heights and offsets of all rows: exact ones once drawn, guesses before. Knows
+nothing of widgets and scrolling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from rich.text import Text
 
-from edgelm.chats.model import Message
+from edgelm.chats.history import Message
+from edgelm.client.endpoint import stats_from_json
 from edgelm.tui.document import Document
-from edgelm.tui.lines import Line, short_name
+from edgelm.tui.drafted import Span, Spans
+from edgelm.tui.lines import CutRow, HeadRow, Line, NoteRow, PlainRow, Row, SpaceRow, guess_height, short_name
 from edgelm.tui.palette import Palette
-from edgelm.tui.rows import CutRow, HeadRow, NoteRow, PlainRow, Row, SpaceRow
-from edgelm.tui.spans import Span, Spans
+from edgelm.tui.thought import Thought, ThoughtFigures, ThoughtLine
 
 GO_ON = "F5 goes on from a shortened conversation"
 
 NOTES = {
     "stopped": "stopped",
-    "length": "the answer reached its longest length; /params max_tokens=… changes it",
+    "length": "the answer reached its maximum length; /params max_tokens=… changes it",
     "context": f"the context is full; {GO_ON}",
     "content_filter": "the endpoint's content filter ended the answer",
 }
 
 
 class PendingRow(Row):
-    """Stands for a text that has never been in view, and so has not been parsed."""
+    """The place of a text that was never in view and so has not been parsed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -37,13 +41,13 @@ class PendingRow(Row):
         return [Line(Text()) for _ in range(self.guess(width))]
 
     def guess(self, width: int) -> int:
-        return sum(1 + len(line) // max(width, 1) for line in self._text.split("\n"))
+        return guess_height(self._text, width)
 
 
 class MessageView:
     """The rows of one message. `live`: this process is writing it now.
 
-    A long conversation opens at once because an answer is parsed when it comes into view: until then it is `pending`.
+    An answer is parsed when it comes into view, so that a long conversation opens at once; until then it is `pending`.
     """
 
     def __init__(
@@ -51,19 +55,21 @@ class MessageView:
         message: Message,
         *,
         version: int = 1,
-        versions: int = 1,
+        num_versions: int = 1,
         live: bool = False,
-        thoughts: bool = False,
-        left_out: int = 0,  # messages above, which the model does not get
+        show_reasoning: bool = False,
+        num_left_out: int = 0,  # messages above that are not sent to the model
         drafted: Spans | None = None,  # of the text
     ) -> None:
         self.message = message
-        self._left_out = left_out
+        self._num_left_out = num_left_out
         self._drafted = drafted or Spans()
-        self._live = live
-        self._thoughts = thoughts
+        self.live = live
+        self._show_reasoning = show_reasoning
+        self._thought = Thought()
+        self._figures = self._saved_figures()
         self._status = ""
-        self._versions = (version, versions)
+        self._version, self._num_versions = version, num_versions
         self._head = self._make_head()
         self._document = Document(growing=True) if live else None
         self.pending = message.role == "assistant" and not live
@@ -73,10 +79,9 @@ class MessageView:
         self._compose()
 
     def _make_head(self) -> HeadRow:
-        version, versions = self._versions
         user = self.message.role == "user"
-        who = "You" if user else short_name(self.message.model) or "Assistant"
-        return HeadRow(who, user=user, version=version, versions=versions)
+        author = "You" if user else short_name(self.message.model) or "Assistant"
+        return HeadRow(author, user=user, version=self._version, num_versions=self._num_versions)
 
     def expand(self) -> None:
         """Parse the text: it comes into view."""
@@ -85,14 +90,14 @@ class MessageView:
         self._document = Document(self.message.text, drafted=self._drafted)
         self._compose()
 
-    def set_versions(self, version: int, versions: int) -> None:
-        """Say which of several versions this is."""
-        self._versions = (version, versions)
+    def set_versions(self, version: int, num_versions: int) -> None:
+        """Change which of several versions this is."""
+        self._version, self._num_versions = version, num_versions
         self._head = self._make_head()
         self._compose()
 
     def set_model(self, model: str) -> None:
-        """Say who answers, where that was not known at first."""
+        """Change the model that answers: it may be known only after the request."""
         self.message.model = model
         self._head = self._make_head()
         self._compose()
@@ -101,36 +106,43 @@ class MessageView:
         """Mark the message as the one that keys act on."""
         self._head.select(selected)
 
-    def show_thoughts(self, shown: bool) -> None:
-        """Show all of the model's reasoning, or one line about it."""
-        self._thoughts = shown
+    def show_reasoning(self, shown: bool) -> None:
+        """Show all of the model's reasoning below the line about it, or the line alone."""
+        if shown != self._show_reasoning:
+            self._show_reasoning = shown
+            self._compose()
+
+    def set_thought(self, figures: ThoughtFigures) -> None:
+        """Show the size of the thought so far."""
+        self._figures = figures
         self._compose()
 
     def append(self, text: str, drafted: Iterable[Span] = ()) -> None:
-        """Show text that came, parts of which were drafted; the message holds it already."""
+        """Show appended text, which the message holds already; `drafted` are spans of it."""
         assert self._document is not None
         if text:
             self._document.append(text, drafted)
         self._compose()
 
     def set_status(self, status: str) -> None:
-        """Say what is being waited for, where there is no answer yet."""
+        """Show what the answer is waiting for; hidden once it has reasoning or text."""
         self._status = status
         self._compose()
 
     def settle(self) -> None:
-        """Show the message as it ended."""
+        """Show the message in its final state."""
         assert self._document is not None
-        self._live = False
+        self.live = False
+        self._figures = self._saved_figures()
         self._document.settle()
         self._compose()
 
     def _compose(self) -> None:
         message = self.message
-        rows: list[Row] = [CutRow(self._left_out), SpaceRow()] if self._left_out else []
+        rows: list[Row] = [CutRow(self._num_left_out), SpaceRow()] if self._num_left_out else []
         rows.append(self._head)
         if message.reasoning:
-            rows += self._reasoning()
+            rows += self._thought.rows(message.reasoning, self._figures, unfolded=self._show_reasoning)
         if self.pending:
             rows.append(PendingRow(message.text))
         elif self._document is None:
@@ -140,18 +152,119 @@ class MessageView:
                 if i:
                     rows.append(SpaceRow())
                 rows.append(row)
-        if self._live and not message.text and self._status:
+        if self.live and not message.text and not message.reasoning and self._status:
             rows.append(NoteRow(self._status))
         if message.state == "failed":
             rows.append(NoteRow(message.note, error=True))
-        elif message.state == "streaming" and not self._live:
-            rows.append(NoteRow("edgelm was closed while this was written; regenerate it for a whole answer"))
+        elif message.state == "streaming" and not self.live:
+            rows.append(NoteRow("edgelm was closed while this was written; regenerate it for a complete answer"))
         elif message.note or message.state == "stopped":
             rows.append(NoteRow(NOTES.get(message.note or message.state, message.note)))
         self.rows = [*rows, SpaceRow()]
 
-    def _reasoning(self) -> list[Row]:
-        text = self.message.reasoning.strip("\n")
-        if self._thoughts or (self._live and not self.message.text):
-            return [PlainRow(text, muted=True), SpaceRow()]
-        return [NoteRow(f"thought for {len(text.split()):,} words; Ctrl+T shows them"), SpaceRow()]
+    def _saved_figures(self) -> ThoughtFigures:
+        stats = stats_from_json(self.message.stats) if self.message.reasoning else None
+        if stats is None:
+            return ThoughtFigures()
+        seconds = None if stats.reasoning_ms is None else stats.reasoning_ms / 1000
+        return ThoughtFigures(seconds, stats.reasoning_tokens)
+
+
+class Flow:
+    """The rows of all messages, stacked at one width."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._exact: list[bool] = []  # whether the height of a row is known
+        self._offsets: list[int] = [0]  # the first line of each row, and the line after the last row
+        self._owners: list[MessageView] = []
+        self._width = 0
+        self._palette: Palette | None = None
+
+    @property
+    def height(self) -> int:
+        return self._offsets[-1]
+
+    def measure(self, views: Sequence[MessageView], width: int, palette: Palette) -> None:
+        """Stack the rows in their present state."""
+        self._width, self._palette = width, palette
+        self.rows = [row for view in views for row in view.rows]
+        self._owners = [view for view in views for _ in view.rows]
+        heights = [row.height(width, palette) for row in self.rows]
+        self._exact = [exact for _, exact in heights]
+        self._offsets = [0, *accumulate(height for height, _ in heights)]
+
+    def locate(self, y: int) -> tuple[int, int]:
+        """Return the index of the row at a line, and the line within it; (-1, 0) where there is none."""
+        if not 0 <= y < self.height:
+            return -1, 0
+        index = bisect_right(self._offsets, y) - 1
+        return index, y - self._offsets[index]
+
+    def top_of(self, row: Row) -> int | None:
+        """Return the first line of a row."""
+        try:
+            return self._offsets[self.rows.index(row)]
+        except ValueError:
+            return None
+
+    def draw(self, top: int, bottom: int) -> bool:
+        """Draw the rows between two lines that were never drawn; return whether there was one."""
+        first, _ = self.locate(max(top, 0))
+        if first < 0:
+            return False
+        drawn = False
+        for index in range(first, len(self.rows)):
+            if self._offsets[index] >= bottom:
+                break
+            if not self._exact[index]:
+                self._draw_row(index)
+                drawn = True
+        return drawn
+
+    def draw_last_guess(self) -> bool:
+        """Draw the lowest row that was never drawn; return whether there was one."""
+        for index in range(len(self.rows) - 1, -1, -1):
+            if not self._exact[index]:
+                self._draw_row(index)
+                self._exact[index] = True
+                return True
+        return False
+
+    def release(self, top: int, bottom: int) -> None:
+        """Drop the lines of all rows that are not between two lines."""
+        for index, row in enumerate(self.rows):
+            if self._offsets[index + 1] <= top or self._offsets[index] >= bottom:
+                row.release()
+
+    def _draw_row(self, index: int) -> None:
+        owner = self._owners[index]
+        if owner.pending and isinstance(self.rows[index], PendingRow):
+            owner.expand()
+        else:
+            assert self._palette is not None
+            self.rows[index].lines(self._width, self._palette)
+
+    def line(self, y: int) -> Line | None:
+        """Return the line at a height; None below the end, and where a guess was too long."""
+        index, offset = self.locate(y)
+        if index < 0:
+            return None
+        assert self._palette is not None
+        lines = self.rows[index].lines(self._width, self._palette)
+        return lines[offset] if offset < len(lines) else None
+
+    def view_at(self, y: int) -> MessageView | None:
+        """Return the message that a line belongs to."""
+        index, _ = self.locate(y)
+        return self._owners[index] if index >= 0 else None
+
+    def is_thought_line(self, y: int) -> bool:
+        """Tell whether a line is the one about a thought."""
+        index, _ = self.locate(y)
+        return index >= 0 and isinstance(self.rows[index], ThoughtLine)
+
+    def span_of(self, view: MessageView) -> tuple[int, int] | None:
+        """Return the first line of a message and the line after its last; None where it is not stacked."""
+        first, last = self.top_of(view.rows[0]), self.top_of(view.rows[-1])
+        return None if first is None or last is None else (first, last + 1)

@@ -1,4 +1,4 @@
-"""The history of chats: its words, its SQLite file, the thread that writes it, and its export.
+"""The chat history: its data types and exports, its SQLite file, and the thread that writes it.
 
 Knows nothing of models, endpoints and screens.
 """

@@ -1,13 +1,13 @@
 """The file of the chats: SQLite with a full-text index.
 
-Owns the schema, what is read and written, and the translation of SQLite's errors. One thread at a time; knows
-nothing of threads, retries and screens.
+Owns the schema, all reads and writes, and the translation of SQLite's errors. Only one thread may use it at a time.
+Knows nothing of threads, retries and screens.
 
-An answer that is being written is a row of `message` and one row of `piece` for each part that came: a token costs
-one small insert, whatever the length of the answer, and nothing that was committed is lost when the process is killed.
+A streaming answer is one row of `message` and one row of `piece` for each part of its text: a token costs one small
+insert whatever the length of the answer, and no committed part is lost when the process is killed.
 """
 
-# ruff: noqa: S608 - the queries are put together from the names of our own columns, never from values
+# ruff: noqa: S608 - queries are built from the names of our own columns, never from values
 from __future__ import annotations
 
 import json
@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from edgelm.chats.model import Chat, Hit, Message
+from edgelm.chats.history import Chat, Hit, Message
 from edgelm.errors import EdgeLMError
 
 SCHEMA_VERSION = 2
-BUSY_MS = 250  # whoever calls tries again; a longer wait here would only make it deaf
+BUSY_MS = 250  # the caller retries; a longer wait here would only block it
 
 _SCHEMA = """
 CREATE TABLE chat (
@@ -63,7 +63,7 @@ CREATE TRIGGER chat_removed AFTER DELETE ON chat BEGIN
     INSERT INTO title_words (title_words, rowid, title) VALUES ('delete', old.id, old.title); END;
 """
 
-# What makes a file of the version after out of one of this version.
+# The statements that turn a file of this version into one of the next version.
 _MIGRATIONS = {1: "ALTER TABLE message ADD COLUMN sent_from INTEGER;"}
 
 _CHAT_COLUMNS = "id, title, renamed, system, model, sampling, leaf, created, changed"
@@ -72,11 +72,11 @@ _MESSAGE = "id, chat, parent, role, text, reasoning, state, note, model, stats, 
 
 
 class ChatsError(EdgeLMError):
-    """The file of the chats cannot be read or written. `passing`: the same call may succeed later."""
+    """The file of the chats cannot be read or written. `temporary`: the same call may succeed later."""
 
-    def __init__(self, message: str, hint: str = "", *, passing: bool = False) -> None:
+    def __init__(self, message: str, hint: str = "", *, temporary: bool = False) -> None:
         super().__init__(message, hint)
-        self.passing = passing
+        self.temporary = temporary
 
 
 class Store:
@@ -84,14 +84,14 @@ class Store:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        with self._explained():
+        with self._translated():
             if path is not None:
                 _make_private(path)
             self._db = sqlite3.connect(
                 path or ":memory:", timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False
             )
         try:
-            with self._explained():
+            with self._translated():
                 self._prepare()
         except ChatsError:
             self._db.close()
@@ -101,25 +101,25 @@ class Store:
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version > SCHEMA_VERSION:
             raise ChatsError(f"a newer edgelm wrote the chats in {self._path}", "update edgelm, or move the file away")
-        # NORMAL in WAL mode: a killed process loses nothing, a power cut the last moments; a commit does not wait
-        # for the disk.
+        # NORMAL in WAL mode: a commit does not wait for the disk. A killed process loses nothing; a power cut loses
+        # the last moments.
         self._write_ahead()
         for pragma in ("synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
             self._db.execute(f"PRAGMA {pragma}")
         if version < SCHEMA_VERSION:
             with self.transaction():
-                version = self._db.execute("PRAGMA user_version").fetchone()[0]  # somebody else may have been faster
+                version = self._db.execute("PRAGMA user_version").fetchone()[0]  # another process may have been faster
                 while version < SCHEMA_VERSION:
                     for statement in _statements(_MIGRATIONS[version] if version else _SCHEMA):
                         self._db.execute(statement)
                     version = version + 1 if version else SCHEMA_VERSION
                 self._db.execute(f"PRAGMA user_version = {version}")
-        # Of processes that were killed: what they wrote last becomes searchable.
+        # Pieces of a killed process become searchable as text of their message.
         if self._db.execute("SELECT EXISTS (SELECT 1 FROM piece)").fetchone()[0]:
             self._fold_pieces()
 
     def _write_ahead(self) -> None:
-        """Choose the WAL mode. SQLite does not wait for a program that does the same at this moment: we do."""
+        """Choose the WAL mode. SQLite does not wait for another process that does the same, so we do."""
         deadline = time.monotonic() + BUSY_MS / 1000
         while True:
             try:
@@ -135,19 +135,19 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Do all of it, or nothing."""
-        with self._explained():
+        """Commit all writes of the block, or none."""
+        with self._translated():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:  # SQLite has rolled some failures back by itself
+                if self._db.in_transaction:  # SQLite rolls some failures back by itself
                     self._db.execute("ROLLBACK")
                 raise
 
     def put_chat(self, chat: Chat) -> None:
-        """Add a chat, or write it as it is now."""
+        """Insert or replace a chat."""
         sampling = json.dumps(dict(chat.sampling))
         self._put("chat", _CHAT_COLUMNS, (
             chat.id, _clean(chat.title), chat.renamed, _clean(chat.system), _clean(chat.model), sampling, chat.leaf,
@@ -155,30 +155,30 @@ class Store:
         ))  # fmt: skip
 
     def put_message(self, message: Message) -> None:
-        """Add a message, or write it as it is now: its text holds what was appended to it."""
+        """Insert or replace a message. Its text must include all appended pieces."""
         self._put("message", _MESSAGE, (
             message.id, message.chat, message.parent, message.role, _clean(message.text), _clean(message.reasoning),
             message.state, _clean(message.note), _clean(message.model), message.stats, message.created,
             message.sent_from,
         ))  # fmt: skip
-        with self._explained():
+        with self._translated():
             self._db.execute("DELETE FROM piece WHERE message = ?", (message.id,))
 
     def append(self, message_id: int, text: str, reasoning: str = "") -> None:
-        """Add what came to an answer that is being written."""
-        with self._explained():
+        """Append text to a streaming answer."""
+        with self._translated():
             self._db.execute(
                 "INSERT INTO piece (message, text, reasoning) VALUES (?, ?, ?)",
                 (message_id, _clean(text), _clean(reasoning)),
             )
 
     def delete_chat(self, chat_id: int) -> None:
-        """Remove a chat and all its messages."""
-        with self._explained():
+        """Delete a chat and all its messages."""
+        with self._translated():
             self._db.execute("DELETE FROM chat WHERE id = ?", (chat_id,))
 
     def put_setting(self, name: str, value: str) -> None:
-        """Remember a choice of the screen, such as its theme."""
+        """Save a setting of the screen, such as its theme."""
         self._put("setting", "name, value", (name, value))
 
     def settings(self) -> dict[str, str]:
@@ -194,11 +194,10 @@ class Store:
 
     def messages(self, chat_id: int) -> list[Message]:
         """Return all messages of a chat, each after its parent."""
-        found = [
-            _message(row) for row in self._rows(f"SELECT {_MESSAGE} FROM message WHERE chat = ? ORDER BY id", chat_id)
-        ]
-        if any(each.state == "streaming" for each in found):
-            by_id = {each.id: each for each in found}
+        rows = self._rows(f"SELECT {_MESSAGE} FROM message WHERE chat = ? ORDER BY id", chat_id)
+        messages = [_message(row) for row in rows]
+        if any(message.state == "streaming" for message in messages):
+            by_id = {message.id: message for message in messages}
             for message_id, text, reasoning in self._rows(
                 "SELECT message, piece.text, piece.reasoning FROM piece JOIN message ON message.id = piece.message"
                 " WHERE chat = ? ORDER BY piece.id",
@@ -206,18 +205,18 @@ class Store:
             ):
                 by_id[message_id].text += text
                 by_id[message_id].reasoning += reasoning
-        return found
+        return messages
 
     def prompts(self, limit: int) -> list[str]:
-        """Return what the user wrote last, oldest first."""
+        """Return the user's last messages, oldest first."""
         rows = self._rows("SELECT text FROM message WHERE role = 'user' ORDER BY id DESC LIMIT ?", limit)
         return [row[0] for row in reversed(rows)]
 
     def search(self, query: str, limit: int = 100) -> list[Hit]:
-        """Return the chats that hold all words of a query in a message or the title, newest first.
+        """Return the chats with all words of a query in one message or in the title, newest first.
 
-        Words match by their beginnings. What is no word to the index (signs, the middle of a word, scripts without
-        spaces) is looked for as it stands.
+        Words match by prefix. Text that the index has no words for (signs, the middle of a word, scripts without
+        spaces) is searched literally.
         """
         words = re.findall(r"\w+", query)
         hits: dict[int, Hit] = {}
@@ -227,21 +226,21 @@ class Store:
                 SELECT NULL, highlight(title_words, 0, char(2), char(3)), {_CHAT} FROM title_words
                 JOIN chat ON chat.id = title_words.rowid WHERE title_words MATCH ? ORDER BY changed DESC LIMIT ?""",
                 match)  # fmt: skip
-            # One row a chat: SQLite gives the bare columns of the row that holds the maximum.
             self._collect(hits, limit, f"""
-                SELECT found.id, snippet(message_words, 0, char(2), char(3), '…', 12), {_CHAT} FROM (
+                SELECT newest.id, snippet(message_words, 0, char(2), char(3), '…', 12), {_CHAT} FROM (
                     SELECT max(message.id) AS id FROM message_words JOIN message ON message.id = message_words.rowid
-                    WHERE message_words MATCH ?1 GROUP BY message.chat ORDER BY id DESC LIMIT ?2) AS found
-                JOIN message_words ON message_words.rowid = found.id
-                JOIN message ON message.id = found.id JOIN chat ON chat.id = message.chat
+                    WHERE message_words MATCH ?1 GROUP BY message.chat ORDER BY id DESC LIMIT ?2) AS newest
+                JOIN message_words ON message_words.rowid = newest.id
+                JOIN message ON message.id = newest.id JOIN chat ON chat.id = message.chat
                 WHERE message_words MATCH ?1""", match)  # fmt: skip
         if not hits and (text := query.strip()):
+            # SQLite takes the other columns from the row with the maximum.
             for row in self._rows(
                 f"SELECT max(message.id), message.text, {_CHAT} FROM message JOIN chat ON chat.id = message.chat"
                 " WHERE message.text LIKE '%' || ? || '%' ESCAPE '\\' GROUP BY chat.id ORDER BY changed DESC LIMIT ?",
                 re.sub(r"([%_\\])", r"\\\1", text), limit,
             ):  # fmt: skip
-                hits[row[2]] = Hit(_chat(row[2:]), row[0], _cut_around(row[1], text))
+                hits[row[2]] = Hit(_chat(row[2:]), row[0], _snippet(row[1], text))
         return sorted(hits.values(), key=lambda hit: (hit.chat.changed, hit.chat.id), reverse=True)[:limit]
 
     def _collect(self, hits: dict[int, Hit], limit: int, sql: str, match: str) -> None:
@@ -249,13 +248,13 @@ class Store:
             hits.setdefault(row[2], Hit(_chat(row[2:]), row[0], row[1]))
 
     def _rows(self, sql: str, *values: object) -> list[Any]:
-        with self._explained():
+        with self._translated():
             return self._db.execute(sql, values).fetchall()
 
     def _put(self, table: str, columns: str, values: tuple[object, ...]) -> None:
         names = columns.split(", ")
         updates = ", ".join(f"{name} = excluded.{name}" for name in names[1:])
-        with self._explained():
+        with self._translated():
             self._db.execute(
                 f"INSERT INTO {table} ({columns}) VALUES ({', '.join('?' * len(names))})"
                 f" ON CONFLICT DO UPDATE SET {updates}",
@@ -273,28 +272,28 @@ class Store:
                     )
                 self._db.execute("DELETE FROM piece")
         except ChatsError as error:
-            if not error.passing:  # a locked file or a full disk: the pieces are read from where they are
+            if not error.temporary:  # a locked file or a full disk: `messages` reads the pieces
                 raise
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _translated(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            raise _explain(error, self._path) from error
+            raise _translate(error, self._path) from error
         except OSError as error:
-            raise ChatsError(f"the chats in {self._path} cannot be opened: {error.strerror}", passing=False) from error
+            raise ChatsError(f"the chats in {self._path} cannot be opened: {error.strerror}") from error
 
 
 def _make_private(path: Path) -> None:
-    """Make the file for its owner alone, before SQLite would make it for everybody."""
+    """Create the file for its owner only: SQLite would make it readable for everybody."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     os.close(descriptor)
 
 
 def _statements(script: str) -> Iterator[str]:
-    """Split a script at the ends of its statements, which may hold semicolons themselves."""
+    """Split a script into its statements, which may contain semicolons themselves."""
     statement = ""
     for line in script.splitlines(keepends=True):
         statement += line
@@ -316,33 +315,33 @@ def _message(row: Any) -> Message:
 
 
 def _clean(text: str) -> str:
-    """Replace what SQLite cannot hold as text: halves of surrogate pairs, and NUL."""
+    """Replace characters that SQLite cannot store as text: halves of surrogate pairs, and NUL."""
     return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 
-def _cut_around(text: str, found: str, context: int = 30) -> str:
-    at = text.lower().find(found.lower())
-    if at < 0:  # SQLite and Python disagree on the case of this letter
+def _snippet(text: str, match: str, context: int = 30) -> str:
+    start = text.lower().find(match.lower())
+    if start < 0:  # SQLite and Python disagree on the case of a letter
         return text[: 2 * context]
-    end = at + len(found)
-    before, after = text[max(0, at - context) : at], text[end : end + context]
-    cut = ("…" if at > context else "") + before + "\x02" + text[at:end] + "\x03" + after
-    return cut + ("…" if end + context < len(text) else "")
+    end = start + len(match)
+    before, after = text[max(0, start - context) : start], text[end : end + context]
+    snippet = ("…" if start > context else "") + before + "\x02" + text[start:end] + "\x03" + after
+    return snippet + ("…" if end + context < len(text) else "")
 
 
-def _explain(error: sqlite3.Error, path: Path | None) -> ChatsError:
-    """Say what SQLite's error means to a person."""
+def _translate(error: sqlite3.Error, path: Path | None) -> ChatsError:
+    """Translate an error of SQLite for the user."""
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        return ChatsError(f"another program has locked the chats in {path}", "close it", passing=True)
+        return ChatsError(f"another program has locked the chats in {path}", "close it", temporary=True)
     if name.startswith("SQLITE_FULL"):
-        return ChatsError(f"the disk with {path} is full", "make room on it", passing=True)
+        return ChatsError(f"the disk with {path} is full", "make room on it", temporary=True)
     if name.startswith("SQLITE_IOERR"):
-        return ChatsError(f"the chats in {path} cannot be read or written ({name})", "check the disk", passing=True)
+        return ChatsError(f"the chats in {path} cannot be read or written ({name})", "check the disk", temporary=True)
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return ChatsError(f"{path} is damaged", "move it away, or repair it with `sqlite3 FILE .recover`")
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
-        return ChatsError(f"the chats in {path} cannot be written", "check the rights of the file and its folder")
+        return ChatsError(f"the chats in {path} cannot be written", "check the permissions of the file and its folder")
     if name.startswith("SQLITE_CONSTRAINT_FOREIGNKEY"):
         return ChatsError("this chat was deleted in another window", "it is not saved any more; export it to keep it")
     return ChatsError(f"the chats in {path}: {error}")

@@ -1,4 +1,4 @@
-"""The client of an OpenAI-compatible endpoint, and the search for one on this machine.
+"""The client of an OpenAI-compatible endpoint, and a front of its own on this machine.
 
 Knows nothing of chats, screens and engines.
 """

@@ -1,7 +1,7 @@
-"""One OpenAI-compatible endpoint: its models, and answers as they stream. Over the official `openai` package.
+"""A client of one OpenAI-compatible endpoint, on the official `openai` package: its models, and streamed answers.
 
-Owns the requests, what is sent to which kind of endpoint, and the reading of answers. Knows nothing of chats and
-screens. `openai` is imported at the first call, on a thread: it takes half a second.
+Owns the requests, the differences between edgelm and other endpoints, and the reading of answers. Knows nothing of
+chats and screens. `openai` is imported at the first call, on a thread, because that takes half a second.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from edgelm.client.failures import StillLoadingError, explained, no_protocol
-from edgelm.errors import EngineError, RequestError
+from edgelm.client.failures import explained, no_protocol
+from edgelm.errors import EngineError, RequestError, StillLoadingError
 
 if TYPE_CHECKING:
+    import ssl
+
     import openai
 
-OWN_OPTIONS = frozenset({"top_k", "min_p", "repetition_penalty"})  # not OpenAI's: sent to edgelm only
+OWN_OPTIONS = frozenset({"top_k", "min_p", "repetition_penalty"})  # not in OpenAI's API: sent to edgelm only
+OPTIONAL = ("stream_options", "reasoning_content")  # fields that are omitted after an endpoint has refused them
 LOOPBACK = ("localhost", "127.", "[::1]", "::1")
 CONNECT_S, READ_S, SHORT_S = 10.0, 900.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model that the endpoint offers; what is None or empty, the endpoint does not say."""
+    """A model that the endpoint offers. A field is None or empty if the endpoint does not report it."""
 
     id: str
     bytes: int | None = None
@@ -42,37 +45,41 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of the conversation as it is sent: role `system`, `user` or `assistant`."""
+    """One message of the conversation; the role is `system`, `user` or `assistant`.
+
+    `reasoning` is the thought before an answer: sent to edgelm only, since other endpoints may refuse the field.
+    """
 
     role: str
     text: str
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What is asked for. `options` are OpenAI's names of sampling parameters, and `OWN_OPTIONS`.
+    """A request for an answer. The keys of `options` are OpenAI's sampling parameters and `OWN_OPTIONS`.
 
-    `past` is what was said before `turns` and is not for the model: an edgelm endpoint drafts from it.
+    `past` are earlier turns that the model does not see; an edgelm endpoint takes draft tokens from them.
     """
 
     model: str
     turns: tuple[Turn, ...]
-    options: Mapping[str, float | int] = field(default_factory=dict)
+    options: Mapping[str, float | int | str] = field(default_factory=dict)
     past: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next part of the answer, or of the model's reasoning before it."""
+    """The next part of the answer, or of the reasoning before it."""
 
     text: str = ""
     reasoning: str = ""
-    drafted: tuple[tuple[int, int], ...] = ()  # the parts of `text` that were drafted and accepted: begin, end
+    drafted: tuple[tuple[int, int], ...] = ()  # spans of `text` from accepted draft tokens: begin, end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerStats:
-    """What an answer cost. None: the endpoint does not say."""
+    """Statistics of an answer. None: the endpoint does not report it. `reasoning_ms` is measured by the caller."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -85,11 +92,13 @@ class AnswerStats:
     context_size: int | None = None
     engine: str = ""
     device: str = ""
+    reasoning_ms: float | None = None
+    reasoning_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of an answer. `reason`: stop, length, context, content_filter, or what the endpoint says."""
+    """The end of an answer. `reason`: stop, length, context, content_filter, or the endpoint's own."""
 
     reason: str
     stats: AnswerStats
@@ -97,7 +106,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """An engine that is not ready: `progress` is 0 to 1 where it is known."""
+    """The state of an engine that is not ready; `progress` is 0 to 1, None if unknown."""
 
     state: str
     progress: float | None
@@ -106,11 +115,11 @@ class Loading:
 
 def normalize_address(address: str) -> str:
     """Return the base URL of an endpoint: a bare host gets http, an empty path gets /v1. Raises RequestError."""
-    given = address.strip()
-    if "://" not in given:
-        given = f"http://{given}"
+    url = address.strip()
+    if "://" not in url:
+        url = f"http://{url}"
     try:
-        parts = urlsplit(given)
+        parts = urlsplit(url)
         port_ok = parts.port is None or parts.port > 0
     except ValueError:
         port_ok = False
@@ -123,59 +132,60 @@ def normalize_address(address: str) -> str:
 class Client:
     """A connection to one endpoint. Every method raises EdgeLMError; cancelling a call ends its request."""
 
-    def __init__(self, address: str, api_key: str | None = None) -> None:
+    def __init__(self, address: str, api_key: str | None = None, *, verify: ssl.SSLContext | bool = True) -> None:
         self.base_url = normalize_address(address)
-        self.is_edgelm = False  # until `connect` has asked
+        self.is_edgelm = False  # set by `connect`
         self._api_key = api_key
+        self._verify = verify  # as httpx2 has it
         self._root = self.base_url.removesuffix("/v1")
         self._opened: openai.AsyncOpenAI | None = None
-        self._wants_usage = True
+        self._refused: set[str] = set()  # those of `OPTIONAL`
 
     @property
     def address(self) -> str:
-        """Return the address as a person would write it."""
+        """The address as a person would write it."""
         return self._root
 
     async def connect(self) -> None:
-        """Find out whether the endpoint is there and is edgelm."""
+        """Find out whether the endpoint answers, and whether it is edgelm."""
         client = await self._client()
         import openai
 
         with explained(self.address):
             try:
-                found = await client.get(f"{self._root}/edgelm/ps", cast_to=object, options={"timeout": SHORT_S})
+                state = await client.get(f"{self._root}/edgelm/ps", cast_to=object, options={"timeout": SHORT_S})
             except openai.APIStatusError:
                 self.is_edgelm = False
             else:
-                self.is_edgelm = isinstance(found, dict) and "models" in found
+                self.is_edgelm = isinstance(state, dict) and "models" in state
 
     async def models(self) -> list[ModelEntry]:
         """Return the models that the endpoint offers."""
         client = await self._client()
         with explained(self.address):
-            found: Any = await client.get("/models", cast_to=object, options={"timeout": SHORT_S, "max_retries": 1})
-        # Read by hand: the package's own types fail in odd ways on what is not OpenAI's shape.
-        entries = found.get("data") if isinstance(found, dict) else None
+            body: Any = await client.get("/models", cast_to=object, options={"timeout": SHORT_S, "max_retries": 1})
+        # Parsed by hand: the package's own types fail in odd ways on answers that do not have OpenAI's shape.
+        entries = body.get("data") if isinstance(body, dict) else None
         if not isinstance(entries, list):
             raise no_protocol(self.address)
-        return [_model_entry(each) for each in entries if isinstance(each, dict) and isinstance(each.get("id"), str)]
+        return [_model_entry(item) for item in entries if isinstance(item, dict) and isinstance(item.get("id"), str)]
 
     async def loading(self, model: str) -> Loading | None:
-        """Return how far the engine of a model is; None where it is ready or the endpoint does not say."""
+        """Return the loading state of a model's engine; None if it is ready or the endpoint does not report it."""
         if not self.is_edgelm:
             return None
         client = await self._client()
         with explained(self.address):
-            found: Any = await client.get(f"{self._root}/edgelm/ps", cast_to=object, options={"timeout": SHORT_S})
-            for each in found.get("models", []) if isinstance(found, dict) else []:
-                if each.get("model") == model and each.get("state") != "ready":
-                    return Loading(str(each.get("state")), _number(each.get("progress")), str(each.get("error") or ""))
+            body: Any = await client.get(f"{self._root}/edgelm/ps", cast_to=object, options={"timeout": SHORT_S})
+            for item in body.get("models", []) if isinstance(body, dict) else []:
+                if item.get("model") == model and item.get("state") != "ready":
+                    return Loading(str(item.get("state")), _number(item.get("progress")), str(item.get("error") or ""))
         return None
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[Delta | Finished]:
         """Stream an answer; the last item is Finished.
 
-        An engine that is still starting is waited for. Raises EngineError where the answer breaks off.
+        Waits for an engine that is still starting. Raises EngineError if the answer is cut off.
         """
         started = time.perf_counter()
         while True:
@@ -185,11 +195,12 @@ class Client:
                         yield item
                 return
             except StillLoadingError as loading:
-                await asyncio.sleep(loading.retry_s)
+                await asyncio.sleep(loading.retry_after_s or 0.0)
             except RequestError as error:
-                if self.is_edgelm or not self._wants_usage or "stream_options" not in error.message:
+                refused = {name for name in OPTIONAL if name in error.message} - self._refused
+                if not refused:
                     raise
-                self._wants_usage = False  # an endpoint that does not know the field: once more without it
+                self._refused |= refused  # retry without them
 
     async def close(self) -> None:
         if self._opened is not None:
@@ -202,7 +213,7 @@ class Client:
         from openai.types.chat import ChatCompletionChunk
 
         with explained(self.address, reading):
-            # Not `chat.completions.create`: it walks through all messages in Python, 0.2 s for a conversation of 400.
+            # `chat.completions.create` walks all messages in Python: 0.2 s for a conversation of 400.
             async with await client.post(
                 "/chat/completions",
                 body=self._body(request),
@@ -218,7 +229,7 @@ class Client:
         if not reading.chunks:
             raise no_protocol(self.address)
         if reading.reason is None:
-            raise EngineError("the answer broke off: the endpoint closed the connection", "regenerate it")
+            raise EngineError(f"the connection to {self.address} broke", "regenerate the answer")
         yield reading.finish()
 
     def _body(self, request: ChatRequest) -> dict[str, Any]:
@@ -226,11 +237,12 @@ class Client:
             name: value for name, value in request.options.items() if self.is_edgelm or name not in OWN_OPTIONS
         }
         body["model"] = request.model
-        body["messages"] = _messages(request.turns)
+        with_reasoning = self.is_edgelm and "reasoning_content" not in self._refused
+        body["messages"] = _messages(request.turns, with_reasoning)
         if request.past and self.is_edgelm:
-            body["edgelm"] = {"past": _messages(request.past)}
+            body["edgelm"] = {"past": _messages(request.past, with_reasoning)}
         body["stream"] = True
-        if self._wants_usage:
+        if "stream_options" not in self._refused:
             body["stream_options"] = {"include_usage": True}
         return body
 
@@ -245,19 +257,19 @@ class Client:
         local = (urlsplit(self.base_url).hostname or "").startswith(LOOPBACK)
         client = openai.AsyncOpenAI(
             base_url=self.base_url,
-            # Never the key in OPENAI_API_KEY, which is not meant for whatever endpoint this is.
+            # Never the key in OPENAI_API_KEY: it is not meant for this endpoint.
             api_key=self._api_key or "none",
             max_retries=0,
             timeout=openai.Timeout(READ_S, connect=CONNECT_S),
-            # A proxy of the environment has no way to this machine's own ports.
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not local),
+            # A proxy from the environment cannot reach this machine's own ports.
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=not local, verify=self._verify),
         )
-        importlib.import_module("openai.types.chat")  # here, on a thread: it takes as long again
+        importlib.import_module("openai.types.chat")  # here on the thread: it takes another half second
         return client
 
 
 class _Reading:
-    """An answer as it is read: when its tokens came, and what the endpoint says about it."""
+    """An answer while it is read: the times of its tokens, and the endpoint's own statistics."""
 
     def __init__(self, started: float) -> None:
         self.reason: str | None = None
@@ -280,8 +292,7 @@ class _Reading:
         self.reason = choice.finish_reason or self.reason
         extra = choice.delta.model_extra or {} if choice.delta else {}
         text = _clean((choice.delta.content or "") if choice.delta else "")
-        reasoning = extra.get("reasoning_content") or extra.get("reasoning") or ""
-        reasoning = _clean(reasoning) if isinstance(reasoning, str) else ""
+        reasoning = _clean(_reasoning(extra))
         if not text and not reasoning:
             return None
         self._last = time.perf_counter()
@@ -300,6 +311,7 @@ class _Reading:
         if used is None and prompt is not None and completion is not None:
             used = prompt + completion
         first_token_ms = _number(timings.get("first_token_ms"))
+        details = getattr(usage, "completion_tokens_details", None)
         return Finished(
             str(own.get("finish_reason") or self.reason),
             AnswerStats(
@@ -314,6 +326,7 @@ class _Reading:
                 context_size=_whole(context.get("size")),
                 engine=str(own.get("engine") or ""),
                 device=str(own.get("device") or ""),
+                reasoning_tokens=_whole(getattr(details, "reasoning_tokens", None)) or None,
             ),
         )
 
@@ -336,16 +349,26 @@ def _model_entry(entry: Mapping[str, Any]) -> ModelEntry:
     )
 
 
-def _messages(turns: tuple[Turn, ...]) -> list[dict[str, str]]:
-    return [{"role": turn.role, "content": turn.text} for turn in turns]
+def _messages(turns: tuple[Turn, ...], with_reasoning: bool) -> list[dict[str, str]]:
+    return [
+        {"role": turn.role, "content": turn.text}
+        | ({"reasoning_content": turn.reasoning} if with_reasoning and turn.reasoning else {})
+        for turn in turns
+    ]
+
+
+def _reasoning(delta: Mapping[str, Any]) -> str:
+    """Return the reasoning of a delta: endpoints use one of two names, or both with equal text."""
+    texts = (delta.get(name) for name in ("reasoning_content", "reasoning"))
+    return next((text for text in texts if isinstance(text, str) and text), "")
 
 
 def _spans(own: Mapping[str, Any], length: int) -> tuple[tuple[int, int], ...]:
-    """Return the drafted parts of a text of this length; none where they make no sense."""
-    found = own.get("drafted")
+    """Return the drafted spans of a text of this length; none if they are not valid."""
+    items = own.get("drafted")
     spans: list[tuple[int, int]] = []
-    for each in found if isinstance(found, list) else ():
-        begin, end = each if isinstance(each, list) and len(each) == 2 else (None, None)
+    for item in items if isinstance(items, list) else ():
+        begin, end = item if isinstance(item, list) and len(item) == 2 else (None, None)
         if not (type(begin) is int and type(end) is int and (spans[-1][1] if spans else 0) <= begin < end <= length):
             return ()
         spans.append((begin, end))
@@ -366,17 +389,17 @@ def _whole(value: object) -> int | None:
 
 
 def _clean(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON can carry and nothing else can."""
+    """Replace unpaired surrogates, which JSON can carry but UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text
 
 
 def stats_to_json(stats: AnswerStats) -> str:
-    """Return the stats as JSON without what is not known."""
-    known = {name: getattr(stats, name) for name in AnswerStats.__slots__}
-    return json.dumps({name: value for name, value in known.items() if value not in (None, "")})
+    """Return the stats as JSON, without unknown values."""
+    values = {name: getattr(stats, name) for name in AnswerStats.__slots__}
+    return json.dumps({name: value for name, value in values.items() if value not in (None, "")})
 
 
 def stats_from_json(text: str) -> AnswerStats | None:
-    """Return stats that `stats_to_json` wrote, possibly of another version; None for no text."""
-    known = AnswerStats.__slots__
-    return AnswerStats(**{name: value for name, value in json.loads(text).items() if name in known}) if text else None
+    """Parse stats that `stats_to_json` wrote, possibly in another version; None for an empty text."""
+    names = AnswerStats.__slots__
+    return AnswerStats(**{name: value for name, value in json.loads(text).items() if name in names}) if text else None

@@ -1,4 +1,4 @@
-"""What goes wrong between us and an endpoint, as one line that says what to do.
+"""Failures of an endpoint as EdgeLMErrors: one line with a reason and a hint.
 
 Owns the translation of the openai package's exceptions. Knows nothing of requests and screens.
 """
@@ -10,22 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError
+from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError, StillLoadingError
 
 MAX_RETRY_S = 5.0
 CONTEXT_HINT = "send less of the conversation, or raise --ctx"
 
 
 class UnreachableError(EdgeLMError):
-    """Nothing answers at the address."""
-
-
-class StillLoadingError(EdgeLMError):
-    """The engine of the model is starting: ask again after `retry_s`."""
-
-    def __init__(self, message: str, retry_s: float) -> None:
-        super().__init__(message)
-        self.retry_s = retry_s
+    """There is no answer at the address."""
 
 
 class ContextFullError(RequestError):
@@ -33,14 +25,14 @@ class ContextFullError(RequestError):
 
 
 class Progress(Protocol):
-    """Whether part of the answer has come."""
+    """The state of an answer: `begun` after its first part."""
 
     begun: bool
 
 
 @contextmanager
 def explained(address: str, progress: Progress | None = None) -> Iterator[None]:
-    """Raise what happens inside as an EdgeLMError."""
+    """Raise the openai package's exceptions in the block as EdgeLMErrors."""
     import openai
 
     try:
@@ -62,7 +54,7 @@ def explained(address: str, progress: Progress | None = None) -> Iterator[None]:
 
 
 def no_protocol(address: str) -> EngineError:
-    """Return the error for an address where something else answers."""
+    """Return the error for an address with another kind of server."""
     return EngineError(f"{address} does not speak OpenAI's protocol", "check the address; it may need /v1")
 
 
@@ -72,7 +64,7 @@ def _explain_status(error: Any, address: str) -> EdgeLMError:
     detail = _detail(body) or f"HTTP {status}"
     code = body.get("code") if isinstance(body, Mapping) else None
     if status == 503 and code == "model_loading":
-        return StillLoadingError(detail, _retry_after(error.response.headers.get("retry-after")))
+        return StillLoadingError(detail, retry_after_s=_retry_after(error.response.headers.get("retry-after")))
     if status in (401, 403):
         return RequestError(f"{address} refuses the key: {detail}", "give the right --api-key")
     if code == "context_length_exceeded":
@@ -97,7 +89,7 @@ def _explain_body(message: str, body: object, address: str) -> EdgeLMError:
 
 
 def _detail(body: object) -> str:
-    """Return the message of an error body, in OpenAI's shape or another's."""
+    """Return the message of an error body, in OpenAI's or a similar shape."""
     if isinstance(body, Mapping):
         for name in ("message", "detail", "error"):
             value = body.get(name)

@@ -1,91 +1,63 @@
-"""The endpoint on this machine: the front that runs already, or one of our own that ends with us.
-
-Owns the search and the child process. Knows nothing of what the front serves.
-"""
+"""`edgelm serve` as a worker of this process: it ends when this process ends."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from edgelm.config import API_KEYS
 from edgelm.errors import EngineError
+from edgelm.runtime import FrontRecord
+
+if TYPE_CHECKING:
+    from edgelm.workers.parent import Worker
 
 START_S = 60.0
 STOP_S = 5.0
 
 
-def find_front(runtime: Path) -> str | None:
-    """Return the address that a running front has left in the runtime folder."""
-    try:
-        found = json.loads((runtime / "front.json").read_text(encoding="utf-8"))
-        pid, address = int(found["pid"]), str(found["address"])
-        os.kill(pid, 0)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # none, or a stale file
-    return address
-
-
 class OwnFront:
-    """`edgelm serve` as a child that ends when its standard input closes: also when we are killed."""
+    """A front that ends when its standard input closes, so it ends even if this process is killed."""
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
-        self._command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "edgelm",
-            "serve",
-            "--port",
-            "0",
-            "--until-stdin-closes",
-            *arguments,
-        ]
+        self._arguments = ("serve", "--port", "0", "--until-stdin-closes", *arguments)
         self._log = log
-        self._process: asyncio.subprocess.Process | None = None
+        self._worker: Worker | None = None
 
     @property
     def died(self) -> bool:
-        """Say whether it ended by itself."""
-        return self._process is not None and self._process.returncode is not None
+        """Return whether it ended without being stopped."""
+        return self._worker is not None and self._worker.exited
 
-    async def start(self) -> str:
-        """Start it; return its address. Raises EngineError with the reason where it does not start."""
+    async def start(self) -> FrontRecord:
+        """Start it; return how to reach it. Raises EngineError with the reason where it does not start."""
+        from edgelm.workers.messages import Serving  # the chat imports this after its first paint
+        from edgelm.workers.parent import Worker
+
         self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with os.fdopen(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,  # the terminal's signals are for the screen
+            self._worker = Worker(
+                "edgelm", *self._arguments, replies=(Serving,), keys=API_KEYS, log=log, grace_s=STOP_S
             )
-        assert self._process.stdout is not None
         try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), START_S)
-            return str(json.loads(line)["address"])
+            async with asyncio.timeout(START_S):
+                reply = await self._worker.areceive()
         except TimeoutError:
             await self.stop()
             raise EngineError("the endpoint does not start", f"see {self._log}") from None
-        except (ValueError, KeyError, TypeError):
+        if reply is None:
             await self.stop()
-            raise EngineError(f"the endpoint does not start: {self._reason()}", f"see {self._log}") from None
+            raise EngineError(f"the endpoint does not start: {self._reason()}", f"see {self._log}")
+        return FrontRecord(self._worker.pid, reply.address, reply.key, reply.certificate)
 
     async def stop(self) -> None:
-        """Let it end; kill it where it does not."""
-        process, self._process = self._process, None
-        if process is None or process.returncode is not None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), STOP_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        """End it; kill it if it does not leave within STOP_S."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.aclose()
 
     def _reason(self) -> str:
         try:

@@ -1,1 +1,1 @@
-"""The work of each command: parse, call, print."""
+"""The commands: each parses its input, calls the rest of edgelm, and prints the result."""

@@ -1,21 +1,22 @@
-"""`edgelm bench`: prompt and decode speed as a table or as JSON."""
+"""`edgelm bench`: print prompt and decode speed, as a table or as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from edgelm.commands.choice import chosen_model
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.config import load_config
 from edgelm.errors import RequestError
-from edgelm.speed import SpeedTest
+from edgelm.jobs.speed import BenchJob, SpeedTest
+from edgelm.library.local import model_config, runnable_model
+from edgelm.workers.messages import Result
 
 
 def bench_model(
@@ -28,7 +29,7 @@ def bench_model(
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Measure each combination of lengths and parallel sequences. Raises EdgeLMError."""
+    """Measure each combination of a length and a number of parallel sequences. Raises EdgeLMError."""
     defaults = not (prompts or decodes or parallels)
     prompts, decodes, parallels = prompts or [512], decodes or [128], parallels or [1]
     if min([*prompts, *decodes]) < 0 or not 1 <= min(parallels) <= max(parallels) <= 64:
@@ -38,18 +39,20 @@ def bench_model(
     if not tests:
         raise RequestError("there is nothing to measure", "give a -p or -n above 0")
     config = load_config(flags)
-    settings = replace(config.settings, parallel=max(parallels))
-    job = {
-        "job": "bench",
-        "tests": [asdict(test) for test in tests],
-        "defaults": defaults,
-        "least_context": 0 if defaults else max(test.positions for test in tests),
-        "repetitions": repetitions,
-    }
-    with reader_may_leave(), run_job(job, chosen_model(model, config).path, settings, config.places, verbose) as events:
-        for event in events:
-            if event["event"] == "result":
-                _print(event["result"], as_json)
+    local = runnable_model(model, config)
+    settings = replace(model_config(local, config).settings, parallel=max(parallels))
+    job = BenchJob(
+        model=local.path,
+        settings=settings,
+        tests=tuple(tests),
+        shorten=defaults,
+        least_context=0 if defaults else max(test.positions for test in tests),
+        repetitions=repetitions,
+    )
+    with reader_may_leave(), run_job(job, config.places, verbose) as replies:
+        for reply in replies:
+            if isinstance(reply, Result):
+                _print(reply.document, as_json)
 
 
 def _print(result: dict[str, Any], as_json: bool) -> None:
@@ -60,7 +63,7 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
     table.add_column("test")
     table.add_column("tokens/s", justify="right")
     table.add_column("least to most", justify="right")
-    for each in result["results"]:
-        runs = each["runs"]
-        table.add_row(each["test"], f"{each['tokens_per_second']:.1f}", f"{min(runs):.1f} to {max(runs):.1f}")
+    for row in result["results"]:
+        runs = row["runs"]
+        table.add_row(row["test"], f"{row['tokens_per_second']:.1f}", f"{min(runs):.1f} to {max(runs):.1f}")
     Console().print(table)

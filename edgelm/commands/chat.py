@@ -1,20 +1,17 @@
-"""`edgelm` without a command: the terminal chat."""
+"""`edgelm` without a command: open the terminal chat."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 
-from edgelm.commands.choice import chosen_model
-from edgelm.config import Config, load_config
+from edgelm.config import SETTINGS, Config, load_config
 from edgelm.errors import EdgeLMError
-
-OF_ENGINE = ("ctx", "kv", "threads", "spec", "draft", "engine", "device", "gpu_layers", "graphs", "quantize")
-OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+from edgelm.library.local import runnable_model
 
 
 def open_chat(endpoint: str | None, model: str | None, flags: Mapping[str, object], api_key: str | None = None) -> None:
-    """Show the chat until the user leaves it. Raises EdgeLMError."""
+    """Run the chat until the user leaves it. Raises EdgeLMError."""
     config = load_config(flags)
     # Textual draws on standard error.
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -22,16 +19,16 @@ def open_chat(endpoint: str | None, model: str | None, flags: Mapping[str, objec
     from edgelm.client.endpoint import normalize_address
     from edgelm.tui.app import ChatApp
     from edgelm.tui.link import Link
-    from edgelm.tui.open_chat import Wishes
+    from edgelm.tui.workspace import ChatDefaults
 
     settings, sources, places = config.settings, config.sources, config.places
     by_path = False
     if model and endpoint is None:
-        found = chosen_model(model, config)
-        by_path = found.place == "given"
-        model = str(found.path) if by_path else found.name  # a server that runs already may stand in another folder
-    # Engine flags are for an engine of our own: one that runs already has its own settings.
-    own = [_as_flag(name, flags[name]) for name in OF_ENGINE if flags.get(name) is not None]
+        local = runnable_model(model, config)
+        by_path = local.place == "given"
+        model = str(local.path) if by_path else local.name  # a running server may have another working directory
+    # Flags need a server of our own: a running server has its own settings.
+    own = [_as_flag(name, value) for name, value in flags.items() if value is not None]
     arguments = [*own, *([model] if model and by_path else [])]
     link = Link(
         endpoint=normalize_address(endpoint) if endpoint else None,
@@ -41,15 +38,21 @@ def open_chat(endpoint: str | None, model: str | None, flags: Mapping[str, objec
         arguments=arguments,
         share=not own,
     )
+    per_model = {name for table in config.models for name in table.settings} if endpoint is None else set()
+
+    def is_own(name: str) -> bool:
+        """Return whether the chat sends a setting; what config.toml has for some models, our own server knows."""
+        return sources[name] != "default" and (sources[name].startswith(("--", "EDGELM_")) or name not in per_model)
+
     options = {
         name: value
-        for name in OF_SAMPLING
-        if sources.get(name, "default") != "default" and (value := getattr(settings, name)) is not None
+        for name, setting in SETTINGS.items()
+        if setting.sampling and is_own(name) and (value := getattr(settings, name)) is not None
     }
-    app = ChatApp(places.data / "chats.db", link, Wishes(model or "", options))
+    app = ChatApp(places.data / "chats.db", link, ChatDefaults(model or "", options))
     app.run()
-    if app.lost:
-        raise EdgeLMError(f"the last {app.lost:,} changes of the chats were not saved", "see above why")
+    if app.num_lost:
+        raise EdgeLMError(f"the last {app.num_lost:,} changes of the chats were not saved", "the reason is above")
 
 
 def _as_flag(name: str, value: object) -> str:
@@ -61,6 +64,6 @@ def _as_flag(name: str, value: object) -> str:
 
 
 def _choose_key(endpoint: str | None, config: Config) -> str | None:
-    """Return the key to send. The one in config.toml is our own server's: no endpoint that was named gets it."""
-    given = config.sources["api_key"].startswith(("--", "EDGELM_"))
-    return config.settings.api_key if endpoint is None or given else None
+    """Return the key to send. The key in config.toml is for our own server: a named endpoint does not get it."""
+    explicit = config.sources["api_key"].startswith(("--", "EDGELM_"))
+    return config.settings.api_key if endpoint is None or explicit else None

@@ -1,6 +1,6 @@
-"""`edgelm doctor`: what this machine can run, and what is wrong with it, one line each.
+"""`edgelm doctor`: print what this machine can run and what is wrong with it, one line for each finding.
 
-Owns the checks and how they are shown. Each check returns findings; it never raises for what it finds.
+Owns the checks and their output. A check returns findings; it never raises for a problem that it finds.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import http.client
 import json
 import os
 import platform
+import re
+import shlex
 import shutil
-import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Literal
 
@@ -25,28 +26,32 @@ from rich.console import Console
 from rich.markup import escape
 
 from edgelm import __version__
-from edgelm.commands.choice import model_dirs
+from edgelm.backends.llama.placement import Device
+from edgelm.backends.questions import ask_cuda, ask_llama_build
 from edgelm.commands.config import settings_of
-from edgelm.commands.engine_choice import ask_cuda
 from edgelm.config import Config, Places, load_config
 from edgelm.errors import EdgeLMError
-from edgelm.executors import machine
-from edgelm.executors.cores import usable_cores
-from edgelm.executors.gpus import nvidia_gpus
-from edgelm.executors.memory import available_memory_bytes
-from edgelm.library.local import scan
+from edgelm.library.scan import scan
+from edgelm.machine import facts as machine
+from edgelm.machine.cpu import usable_cores
+from edgelm.machine.gpu import nvidia_gpus
+from edgelm.machine.memory import available_memory_bytes
 
 State = Literal["ok", "note", "problem"]
 LOW_MEMORY_BYTES = 2 * 2**30
 LOW_DISK_BYTES = 5 * 2**30
 HUB_TIMEOUT_S = 5
-MAX_SAID = 3
-PACKAGES = ("llama-cpp-python", "numpy", "textual", "openai", "torch", "triton")
+MAX_SHOWN = 3  # problems in one line
+GPU_BUILDS = (
+    "a GPU needs pipx install 'edgelm[cuda]' (NVIDIA, our own kernels), Metal (in the macOS wheel), "
+    "or a build of llama.cpp with Vulkan (AMD, Intel, NVIDIA)"
+)
+PACKAGES = ("edgelm-llama", "llama-cpp-python", "numpy", "textual", "openai", "torch", "triton")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; a problem says in `hint` what to do."""
+    """One line of the report. The hint of a problem says what to do."""
 
     topic: str
     state: State
@@ -57,22 +62,23 @@ class Finding:
 def show_health(as_json: bool) -> int:
     """Print the report; return the exit code: 1 if there is a problem."""
     console, signs = Console(), {"ok": "[green]✓[/]", "note": "[yellow]•[/]", "problem": "[red]✗[/]"}
-    found = []
+    findings = []
     for finding in examine():
-        found.append(finding)
+        findings.append(finding)
         if not as_json:
             hint = f"; {finding.hint}" if finding.hint else ""
             console.print(
                 f"{signs[finding.state]} [bold]{finding.topic}[/]: {escape(finding.text + hint)}", soft_wrap=True
             )
     if as_json:
-        print(json.dumps({"version": __version__, "findings": [asdict(finding) for finding in found]}))
-    return 1 if any(finding.state == "problem" for finding in found) else 0
+        print(json.dumps({"version": __version__, "findings": [asdict(finding) for finding in findings]}))
+    return 1 if any(finding.state == "problem" for finding in findings) else 0
 
 
 def examine() -> Iterator[Finding]:
-    """Yield all findings, the quick ones first."""
+    """Yield all findings, the quick checks first."""
     yield Finding("edgelm", "ok", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
+    yield Finding("upgrade", "ok", upgrade_command(Path(sys.prefix), _editable_folder()))
     yield Finding("packages", "ok", ", ".join(_versions()))
     config = None
     try:
@@ -84,10 +90,38 @@ def examine() -> Iterator[Finding]:
         yield _models(config)
     places = config.places if config else Places(os.environ)
     yield from _folders(places)
+    yield from wsl_findings(platform.release(), [places.hub, *(config.settings.model_folders if config else ())])
     yield from _resources()
     yield from _native(places)
     yield _gpu()
     yield _hub(places)
+
+
+def upgrade_command(prefix: Path, checkout: str | None = None) -> str:
+    """Return how this installation is brought up to date, judged by where it is. edgelm never replaces itself."""
+    parts = prefix.parts
+    if checkout is not None:
+        return f"git pull in {checkout}"
+    if "pipx" in parts:
+        return "pipx upgrade edgelm"
+    if "uv" in parts and "tools" in parts:
+        return "uv tool upgrade edgelm"
+    if "Cellar" in parts:
+        return "brew upgrade edgelm"
+    if parts[:3] == ("/", "nix", "store"):
+        return "this installation is Nix's: update its input"
+    return f"{shlex.quote(str(prefix / 'bin' / 'python'))} -m pip install --upgrade edgelm"
+
+
+def _editable_folder() -> str | None:
+    """Return the checkout that this installation runs from, by PEP 610; None: it was installed from a package."""
+    try:
+        origin = json.loads(distribution("edgelm").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, OSError, ValueError):
+        return None
+    if not origin.get("dir_info", {}).get("editable"):
+        return None
+    return urllib.request.url2pathname(origin["url"].removeprefix("file://"))
 
 
 def _versions() -> Iterator[str]:
@@ -100,15 +134,15 @@ def _versions() -> Iterator[str]:
 
 def _settings(config: Config) -> Iterator[Finding]:
     changed = [f"{name} = {value} ({source})" for name, value, source, _ in settings_of(config) if source != "default"]
-    yield Finding("settings", "ok", ", ".join(changed) or "all are the defaults")
+    yield Finding("settings", "ok", ", ".join(changed) or "all have their defaults")
 
 
 def _models(config: Config) -> Finding:
-    library = scan(config.places.hub, folders=model_dirs(config))
+    library = scan(config.places.hub, folders=config.model_folders)
     count = len(library.models)
     if library.problems:
         hint = "correct the setting, or the permissions"
-        return Finding("models", "problem", f"{count} found; {'; '.join(library.problems[:MAX_SAID])}", hint)
+        return Finding("models", "problem", f"{count} found; {'; '.join(library.problems[:MAX_SHOWN])}", hint)
     return Finding("models", "ok", f"{count} found")
 
 
@@ -128,16 +162,28 @@ def _folders(places: Places) -> Iterator[Finding]:
         existing = _nearest(folder)
         free = shutil.disk_usage(existing).free
         low = free < LOW_DISK_BYTES
-        hint = "make room before you fetch a model" if low else ""
+        hint = "free some space before you download a model" if low else ""
         yield Finding(f"disk for {name}", "note" if low else "ok", f"{_gib(free)} GiB free at {existing}", hint)
 
 
+def wsl_findings(release: str, folders: Sequence[Path]) -> Iterator[Finding]:
+    """Yield a finding in WSL, whose kernels name Microsoft. Drives of Windows are at /mnt/LETTER there."""
+    if "microsoft" not in release.lower():
+        return
+    slow = [str(path) for path in map(Path.absolute, folders) if re.match(r"/mnt/[a-z](/|$)", str(path))]
+    if slow:
+        hint = "move them into WSL's own file system, or set HF_HOME"
+        yield Finding("WSL", "problem", f"models are on a drive of Windows ({', '.join(slow)}): mapping is slow", hint)
+    else:
+        yield Finding("WSL", "ok", "its memory is half of the machine's, unless .wslconfig has `memory=` under [wsl2]")
+
+
 def _nearest(folder: Path) -> Path:
-    """Return the folder, or what there is of the way to it that can be looked at."""
-    for each in (folder, *folder.parents):
+    """Return the folder, or its nearest parent that exists and can be read."""
+    for path in (folder, *folder.parents):
         with suppress(OSError):
-            if each.exists():
-                return each
+            if path.exists():
+                return path
     return Path("/")
 
 
@@ -172,36 +218,41 @@ def _native(places: Places) -> Iterator[Finding]:
     except EdgeLMError as error:
         yield Finding("llama.cpp", "problem", error.message, error.hint)
         return
-    asked = subprocess.run(
-        [sys.executable, "-P", "-m", "edgelm.executors.build_info"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    if asked.returncode:
-        yield Finding("llama.cpp", "problem", "it works, but does not tell its features", "reinstall llama-cpp-python")
+    try:
+        build = ask_llama_build()
+    except EdgeLMError:
+        yield Finding("llama.cpp", "problem", "it works, but cannot report its features", "reinstall edgelm")
         return
-    info = json.loads(asked.stdout)
-    yield Finding("llama.cpp", "ok", f"{info['version']}, uses {' '.join(info['features'])}")
+    yield Finding(
+        "llama.cpp", "ok", f"{build.version} of {build.package}, uses {build.library} ({' '.join(build.features)})"
+    )
+    yield llama_gpus(build.devices)
     if facts.repack:
-        waits = ", ".join(f"{policy} {time:.2f} ms a token" for policy, time in facts.token_ms.items())
-        yield Finding(
-            "canary", "ok", f"fast kernels are safe here; threads wait {facts.wait_policy} ({waits or 'not measured'})"
-        )
+        yield Finding("canary", "ok", "fast kernels are safe here")
     else:
         yield Finding(
             "canary",
             "problem",
-            f"with its fast kernels llama.cpp {facts.reason}; plain ones are used",
+            f"with its fast kernels llama.cpp {facts.reason}; edgelm uses the plain ones",
             machine.REINSTALL,
         )
 
 
+def llama_gpus(devices: Sequence[Device]) -> Finding:
+    """Name the GPUs that llama.cpp can use, or say how to get a build that can."""
+    if not devices:
+        return Finding("GPUs of llama.cpp", "ok", f"none; {GPU_BUILDS}")
+    names = [
+        f"{device.name} is {device.description}, {_gib(device.free_bytes)} of {_gib(device.total_bytes)} GiB free"
+        for device in devices
+    ]
+    return Finding("GPUs of llama.cpp", "ok", f"{'; '.join(names)}; --device gpu uses them, --device NAME one")
+
+
 def _gpu() -> Finding:
-    """Tell whether our kernels run on a GPU here, and if not, why; whatever is there, models run on the processor."""
+    """Report whether our kernels run on a GPU here, and if not, why. Models run on the processor in any case."""
     if sys.platform == "darwin":
-        return Finding("GPU", "note", "llama.cpp's build decides (Metal): --device gpu asks for it")
+        return Finding("GPU", "ok", "our own kernels need CUDA; llama.cpp has Metal")
     gpus = nvidia_gpus()
     try:
         state = ask_cuda()
@@ -221,11 +272,11 @@ def _hub(places: Places) -> Finding:
         with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S):  # noqa: S310 - as above
             pass
     except urllib.error.HTTPError:
-        pass  # it answered
+        pass  # an error code is an answer
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         return Finding(
-            "model hub", "note", f"{places.hub_endpoint} cannot be reached ({reason}); models that are here work"
+            "model hub", "note", f"{places.hub_endpoint} cannot be reached ({reason}); the models on this machine work"
         )
     return Finding("model hub", "ok", f"{places.hub_endpoint} answers")
 

@@ -1,45 +1,55 @@
-"""The arguments and flags that several commands have: their types and their help.
-
-Knows no command, and not what a value means: config.py checks it.
-"""
+"""Flags shared by several commands, and the flags of the settings, made from the definitions in config.py."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import typer
+
+from edgelm.config import SETTINGS, Command
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="starter, qwen3:4b, OWNER/NAME:QUANT, or a path.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show llama.cpp's log and timings.")]
-Ctx = Annotated[int | None, typer.Option(help="Tokens of context.", show_default=False)]
-Kv = Annotated[str | None, typer.Option(help="KV cache: auto, f16, k8v16, int8, fp8, k8v4, k6v4.", show_default=False)]
-Engine = Annotated[str | None, typer.Option(help="auto, torch (our kernels, for CUDA), or llama.", show_default=False)]
-Device = Annotated[
-    str | None, typer.Option(help="auto, cuda, gpu (as llama.cpp's build can), or cpu.", show_default=False)
-]
-GpuLayers = Annotated[
-    str | None,
-    typer.Option(metavar="N", help="Layers that llama.cpp computes on a GPU: auto or N.", show_default=False),
-]
-Graphs = Annotated[bool | None, typer.Option("--graphs/--no-graphs", help="CUDA graphs (torch).", show_default=False)]
-Quantize = Annotated[
-    str | None, typer.Option(metavar="int4", help="Make 16-bit weights 4-bit at load (torch).", show_default=False)
-]
-ModelDirs = Annotated[
-    list[str] | None,
-    typer.Option("--model-dirs", help="A folder with models of your own. May be repeated.", show_default=False),
-]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default=False)]
-Spec = Annotated[
-    str | None, typer.Option(help="Speculation: auto, off, or the most tokens to draft.", show_default=False)
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(metavar="MODEL", help="A smaller model of the same vocabulary that drafts.", show_default=False),
-]
-Memory = Annotated[
-    bool | None, typer.Option("--memory/--no-memory", help="Remember answers, to draft later ones from.")
-]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def with_settings(command: Command) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function one flag for each setting of the command. It gets the values as `flags`; None: not given."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        options = {option.name: option for option in _options(command)}
+
+        def call(**arguments: Any) -> Any:
+            flags = {name: arguments.pop(name) for name in options}
+            return function(**arguments, flags=flags)
+
+        signature = inspect.signature(function, eval_str=True)
+        own = [parameter for parameter in signature.parameters.values() if parameter.name != "flags"]
+        described: Any = call  # Typer reads these attributes
+        described.__signature__ = signature.replace(parameters=[*own, *options.values()])
+        described.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options.values()]}
+        described.__name__, described.__doc__ = function.__name__, function.__doc__
+        return call
+
+    return decorate
+
+
+def _options(command: Command) -> Iterator[inspect.Parameter]:
+    """Yield a parameter for Typer for each setting of a command. Values stay strings: config.py checks them."""
+    for name, setting in SETTINGS.items():
+        if command not in setting.commands:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        text = setting.help[0].upper() + setting.help[1:] + "."
+        kind: Any = str | None
+        if setting.kind == "switch":
+            kind, option = bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=text, show_default=False)
+        else:
+            kind = list[str] | None if setting.kind == "list" else kind
+            option = typer.Option(flag, help=text, metavar=setting.metavar, show_default=False)
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])

@@ -1,4 +1,4 @@
-"""What `run`, `bench` and their like share: the machine's facts, an engine child, progress on standard error."""
+"""Shared by `run`, `bench` and `eval`: a worker that does one job with a model, and a line of progress."""
 
 from __future__ import annotations
 
@@ -6,67 +6,92 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from edgelm.commands.engine_child import EngineChild
-from edgelm.config import Places, Settings
-from edgelm.executors import machine
-from edgelm.library.usage import note_use
+from edgelm.config import Places
+from edgelm.errors import EdgeLMError
+from edgelm.jobs.embed_request import Vector
+from edgelm.library.local import find_draft_model
+from edgelm.library.scan import note_use
+from edgelm.machine import facts as machine
+from edgelm.workers.exit_reason import ModelFiles, exit_reason
+from edgelm.workers.messages import EngineJob, EvalRestarted, EvalState, Loading, Result, Status, Text, Thought
+from edgelm.workers.parent import Worker
+
+WORKER = "edgelm.jobs.worker"
+REPLIES = (Loading, Status, Text, Thought, EvalState, EvalRestarted, Vector, Result)
 
 
 @contextmanager
-def run_job(
-    job: dict[str, Any], model: Path, settings: Settings, places: Places, verbose: bool
-) -> Iterator[Iterator[dict[str, Any]]]:
-    """Give the events of a job that an engine child does; the child is gone when the block is left.
+def run_job(job: EngineJob, places: Places, verbose: bool) -> Iterator[Iterator[Any]]:
+    """Start a worker for `job` and give its replies up to the result. The worker is gone when the block ends.
 
-    Raises EdgeLMError: what the child says, how it died, or that llama.cpp cannot run on this machine.
+    Sets `repack` of the job, and removes the keys from its settings. Raises EdgeLMError: the worker's own error, how it
+    died, that a model's file changed in the meantime, that there is no such draft model, or that llama.cpp cannot run
+    on this machine.
     """
     status = _Status(sys.stderr.isatty())
     facts = machine.facts(places.cache, notify=status.show)
     facts.require_working()
-    job = job | {"model": str(model), "settings": asdict(settings), "repack": facts.repack}
-    status.show(f"loading {model.name}")
-    with EngineChild(job, machine.child_environment(facts), verbose) as child:
-        yield _watch(child.events(), status, model.name, lambda: note_use(places.data, model))
+    status.show(f"loading {job.model.name}")
+    draft = find_draft_model(job.settings, places.hub) if job.drafts else None
+    files = ModelFiles(job.model, *([draft.path] if draft else []))
+    echo = "" if verbose else None
+    flags = ["-v"] if verbose else []
+    environment = machine.child_environment(places)
+    with Worker(WORKER, *flags, replies=REPLIES, environment=environment, echo=echo) as worker:
+        worker.send(replace(job, settings=job.settings.without_keys, repack=facts.repack))
+        yield _watch(_replies(worker, files), status, job.model.name, lambda: note_use(places.data, job.model))
 
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """End the block without an error when whoever reads standard output (`head`, a pager) has enough."""
+    """End the block without an error if the reader of standard output (`head`, a pager) has left."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still buffered
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the buffered rest
 
 
-def _watch(
-    events: Iterator[dict[str, Any]], status: _Status, name: str, on_loaded: Callable[[], None]
-) -> Iterator[dict[str, Any]]:
-    """Show progress on the way; pass on all other events, the first of which says that the model is loaded."""
+def _replies(worker: Worker, files: ModelFiles) -> Iterator[Any]:
+    """Yield the replies up to the result. Raises EdgeLMError."""
+    try:
+        for reply in worker.replies():
+            if isinstance(reply, Result):
+                if files.rewritten():
+                    raise files.change()
+                yield reply
+                return
+            yield reply
+    except EdgeLMError as error:
+        raise (files.change() if files.rewritten() else error) from None
+    raise exit_reason(worker.exit(), files)
+
+
+def _watch(replies: Iterator[Any], status: _Status, name: str, on_loaded: Callable[[], None]) -> Iterator[Any]:
+    """Show progress, and yield all other replies. The first reply after `Loading` means that the model is loaded."""
     loaded = False
     try:
-        for event in events:
-            if event["event"] == "progress":
-                status.show(f"loading {name} {event['share']:.0%}")
+        for reply in replies:
+            if isinstance(reply, Loading):
+                status.show(f"loading {name} {reply.share:.0%}")
                 continue
             if not loaded:
                 on_loaded()
                 loaded = True
-            if event["event"] == "status":
-                status.show(event["text"])
+            if isinstance(reply, Status):
+                status.show(reply.text)
             else:
                 status.clear()
-                yield event
+                yield reply
     finally:
         status.clear()
 
 
 class _Status:
-    """One line on standard error that is overwritten, and only where a person sees it."""
+    """A line on standard error that overwrites itself; only on a terminal."""
 
     def __init__(self, terminal: bool) -> None:
         self._terminal = terminal

@@ -1,4 +1,4 @@
-"""`edgelm list`: the models that are on this machine, each with its size, kind and last use."""
+"""`edgelm list`: the models on this machine, each with its size, kind and last use."""
 
 from __future__ import annotations
 
@@ -13,75 +13,60 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from edgelm.commands.choice import model_dirs
 from edgelm.commands.job import reader_may_leave
 from edgelm.config import Config, load_config
-from edgelm.library.local import LocalModel, scan
+from edgelm.library.hub_cache import all_unfinished, file_size
 from edgelm.library.names import shown
-from edgelm.library.readers import DESCRIBE, read_each
-from edgelm.library.unfinished import all_unfinished
-from edgelm.library.units import size_text
-from edgelm.library.usage import last_use
+from edgelm.library.progress import size_text
+from edgelm.library.readers import Describe, read_each
+from edgelm.library.scan import LocalModel, last_use, scan
 
 DAY_S = 86_400
+KINDS = {"text": "text", "embedding": "embeddings", "rerank": "ranking"}
 PIPE_WIDTH = 400
 
 
 def list_models(flags: Mapping[str, object], *, as_json: bool) -> None:
-    """Print the models that are here; what cannot be read is a line on standard error. Raises EdgeLMError."""
+    """Print the models here, and on standard error a line for each problem. Raises EdgeLMError."""
     config = load_config(flags)
-    library = scan(config.places.hub, folders=model_dirs(config))
+    library = scan(config.places.hub, folders=config.model_folders)
     rows = describe_models(library.models, config)
     with reader_may_leave():
         if as_json:
             print(json.dumps(rows))
         else:
             _print(rows)
-    _say_unfinished(config.places.hub)
+    _print_unfinished(config.places.hub)
     for problem in library.problems:
         print(f"note: {problem}", file=sys.stderr)
 
 
-def _say_unfinished(hub: Path) -> None:
-    """Name each download that was not finished; the files of one model are one line."""
-    came: dict[str, int] = {}
-    for each in all_unfinished(hub):
-        came[each.name] = came.get(each.name, 0) + each.nbytes
-    for name, nbytes in came.items():
-        does = f"`edgelm pull {shown(name)}` continues it, `edgelm rm {shown(name)}` frees it"
-        print(f"not finished: {shown(name)}, {size_text(nbytes)} came; {does}", file=sys.stderr)
-
-
 def describe_models(models: Iterable[LocalModel], config: Config) -> list[dict[str, Any]]:
-    """Return what `list --json` shows of each model; `error` says why one cannot be read."""
-    wanted = list(models)
-    answers = read_each(DESCRIBE, [str(model.path) for model in wanted])
-    return [_row(model, known, config) for model, known in zip(wanted, answers, strict=True)]
+    """Return the rows of `list --json`; `error` says why a model cannot be read."""
+    models = list(models)
+    headers = read_each(Describe(model.path) for model in models)
+    return [_row(model, header, config) for model, header in zip(models, headers, strict=True)]
 
 
 def size_on_disk(files: Iterable[Path]) -> int:
-    """Return the bytes of all files, as far as they are there."""
-    total = 0
-    for file in files:
-        try:
-            total += file.stat().st_size
-        except OSError:
-            continue
-    return total
+    """Return the total size of the files that exist, in bytes."""
+    return sum(file_size(file) for file in files)
 
 
 def place_of(model: LocalModel) -> str:
-    """Say in a few words where a model lies."""
+    """Return in a few words where a model is."""
     if model.place == "built-in":
         return "part of edgelm"
     if model.place == "hub":
         return "hub cache"
+    if model.place == "ollama":
+        return "Ollama"
     home, folder = str(Path.home()), str(model.path.parent)
     return f"~{folder[len(home) :]}" if folder == home or folder.startswith(f"{home}/") else folder
 
 
 def age_text(seconds_ago: float | None) -> str:
-    """Return how long ago something was, roughly."""
+    """Return roughly how long ago something happened."""
     if seconds_ago is None:
         return "never"
     for limit, unit, name in ((3600, 60, "minute"), (DAY_S, 3600, "hour"), (60 * DAY_S, DAY_S, "day")):
@@ -91,52 +76,73 @@ def age_text(seconds_ago: float | None) -> str:
     return f"{int(seconds_ago // (30 * DAY_S))} months ago"
 
 
+def parameters_text(count: int | None) -> str:
+    """Return a number of parameters in the usual short form: 135M, 4.02B."""
+    if not count:
+        return "?"
+    if count < 1e6:
+        return f"{count:,}"
+    return f"{count / 1e6:.3g}M" if count < 999.5e6 else f"{count / 1e9:.3g}B"
+
+
 def plain_console() -> Console:
-    """Return standard output for tables; a file or a pipe has no width to fit into."""
+    """Return standard output for tables; a file or a pipe has no width limit."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
 
 
 def last_used_at(model: LocalModel, config: Config) -> str | None:
-    """Return when a model was used last, in ISO 8601; None: never, as far as is known."""
+    """Return when a model was last used, in ISO 8601; None if there is no record."""
     used = last_use(config.places.data, model.path)
     return None if used is None else datetime.fromtimestamp(used, UTC).isoformat(timespec="seconds")
 
 
-def _row(model: LocalModel, known: dict[str, Any], config: Config) -> dict[str, Any]:
+def _print_unfinished(hub: Path) -> None:
+    """Print the unfinished downloads, one line a model."""
+    sizes: dict[str, int] = {}
+    for download in all_unfinished(hub):
+        sizes[download.name] = sizes.get(download.name, 0) + download.nbytes
+    for name, nbytes in sizes.items():
+        hint = f"`edgelm pull {shown(name)}` resumes it, `edgelm rm {shown(name)}` removes it"
+        print(f"not finished: {shown(name)}, {size_text(nbytes)} so far; {hint}", file=sys.stderr)
+
+
+def _row(model: LocalModel, header: dict[str, Any], config: Config) -> dict[str, Any]:
     return {
         "name": model.name,
         "path": str(model.path),
         "format": model.format,
-        "architecture": known.get("architecture"),
-        "quantization": known.get("quantization") or model.quantization,
-        "parameters": known.get("parameters"),
+        "architecture": header.get("architecture"),
+        "quantization": header.get("quantization") or model.quantization,
+        "parameters": header.get("parameters"),
         "bytes": size_on_disk(model.files),
-        "context": known.get("context"),
+        "context": header.get("context"),
+        "kind": header.get("kind"),
         "last_used": last_used_at(model, config),
         "place": model.place,
         "repository": model.repository,
         "revision": model.revision,
-        "error": known.get("error"),
+        "error": header.get("error"),
     }
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
-    for title in ("NAME", "SIZE", "QUANT", "PARAMS", "CONTEXT", "LAST USED", "WHERE"):
+    kinds = any(row["kind"] not in (None, "text") for row in rows)
+    for title in ("NAME", "SIZE", "QUANT", "PARAMS", "CONTEXT", *(["USE"] if kinds else []), "LAST USED", "WHERE"):
         right = title in ("SIZE", "PARAMS", "CONTEXT")
         table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=title != "WHERE")
     for row in rows:
-        table.add_row(*_cells(row))
+        table.add_row(*_cells(row, with_kind=kinds))
     plain_console().print(table)
     for row in rows:
         if row["error"]:
             print(f"{row['name']}: {row['error']}", file=sys.stderr)
     if all(row["place"] == "built-in" for row in rows):
-        print("no model was pulled yet; `edgelm pull` shows what there is", file=sys.stderr)
+        print("no model has been pulled yet; `edgelm pull` shows the catalogue", file=sys.stderr)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], *, with_kind: bool) -> list[str]:
     used = None if row["last_used"] is None else time.time() - datetime.fromisoformat(row["last_used"]).timestamp()
     model = LocalModel(row["name"], Path(row["path"]), row["place"])
     return [
@@ -145,15 +151,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["quantization"] or "?",
         "cannot be read" if row["error"] else parameters_text(row["parameters"]),
         f"{row['context']:,}" if row["context"] else "?",
+        *([KINDS.get(row["kind"], "?")] if with_kind else []),
         age_text(used),
         place_of(model),
     ]
-
-
-def parameters_text(count: int | None) -> str:
-    """Return a number of parameters as models are called: 135M, 4.02B."""
-    if not count:
-        return "?"
-    if count < 1e6:
-        return f"{count:,}"
-    return f"{count / 1e6:.3g}M" if count < 999.5e6 else f"{count / 1e9:.3g}B"

@@ -1,13 +1,13 @@
-"""`edgelm plan`: what a model will take on this machine, before anything is loaded: a table, a picture, or JSON.
+"""`edgelm plan`: print the memory that a model needs on this machine, without loading it: a table, a bar, or JSON.
 
-Owns how a plan is shown, and the gathering of what it is made from. The choices are library/plan.py's.
+Owns the input of a plan and its output. backends/plan.py makes the choices.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,48 +17,68 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from edgelm.commands.choice import chosen_model
-from edgelm.commands.engine_choice import Shown, ask_choice
+from edgelm.backends.llama.memory import LlamaMemory, repacked_types
+from edgelm.backends.llama.offload import OffloadedMemory
+from edgelm.backends.llama.placement import ON_CPU, Device, Placement, Wish
+from edgelm.backends.plan import DraftModel, MachineMemory, Option, Plan, plan
+from edgelm.backends.questions import BufferProbe, ChosenEngine, ask_choice
+from edgelm.backends.torch.memory import TorchMemory
+from edgelm.checkpoints.folder import folder_facts
+from edgelm.checkpoints.gguf import open_gguf
+from edgelm.checkpoints.safetensors import open_safetensors
+from edgelm.checkpoints.summary import ModelFacts, ModelSummary, model_facts
 from edgelm.commands.job import reader_may_leave
+from edgelm.commands.plan_devices import device_documents, device_table, placement_line
+from edgelm.commands.plan_loaded import loaded_beside
 from edgelm.config import Config, Places, Settings, load_config
-from edgelm.executors import machine
-from edgelm.executors.bandwidth import read_bandwidth
-from edgelm.executors.buffer_probe import BufferProbe
-from edgelm.executors.cores import usable_cores
-from edgelm.executors.gpus import Gpu, nvidia_gpus
-from edgelm.executors.llama_memory import LlamaMemory, repacked_types
-from edgelm.executors.memory import available_memory_bytes
-from edgelm.executors.torch_memory import TorchMemory
-from edgelm.library.plan import MachineMemory, Option, Plan, plan
-from edgelm.weights.facts import ModelFacts, folder_facts, model_facts
-from edgelm.weights.gguf import open_gguf
-from edgelm.weights.safetensors import open_safetensors
-from edgelm.weights.summary import ModelSummary
+from edgelm.library.local import find_draft_model, model_config, require_gguf, runnable_model
+from edgelm.machine import facts as machine
+from edgelm.machine.bandwidth import read_bandwidth
+from edgelm.machine.cpu import usable_cores
+from edgelm.machine.gpu import Gpu, nvidia_gpus
+from edgelm.machine.memory import available_memory_bytes
 
 BAR_LEN = 60  # characters
-PARTS = (("weights", "█", "blue"), ("KV cache", "▓", "magenta"), ("workspace", "▒", "yellow"), ("free", "░", "dim"))
+PARTS = (
+    ("weights", "█", "blue"),
+    ("KV cache", "▓", "magenta"),
+    ("workspace", "▒", "yellow"),
+    ("draft model", "▚", "cyan"),
+    ("free", "░", "dim"),
+)
 
 
 def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None:
-    """Print the plan for a model. Raises EdgeLMError, after the plan, where nothing fits."""
+    """Print the plan for a model. Raises EdgeLMError, after printing the plan if nothing fits."""
     config = load_config(flags)
-    settings = config.settings
-    path = chosen_model(model, config).path
-    choice = ask_choice(path, settings)
+    local = runnable_model(model, config)
+    config = model_config(local, config)
+    settings, path = config.settings, local.path
+    draft = find_draft_model(settings, config.places.hub)
+    choice = ask_choice(path, settings, draft.path if draft else None)
     facts = _read_facts(path)
-    here = read_machine(settings, config.places)
+    if draft and choice.engine == "llama":
+        require_gguf(draft)
+    draft_facts = _read_facts(draft.path) if draft else None
+    beside = loaded_beside(config.places.runtime)
+    memory = read_machine(settings, config.places)
+    memory = replace(memory, free_bytes=max(0, memory.free_bytes - beside.outstanding_bytes))
     if choice.engine == "torch":
-        here = here if choice.cuda is None else replace(here, free_bytes=choice.cuda.free_bytes, read_bytes_per_s=0.0)
-        found, exact = _plan_for_torch(facts, settings, here, choice.device), False
+        if choice.cuda is not None:
+            memory = replace(memory, free_bytes=choice.cuda.free_bytes, read_bytes_per_s=0.0)
+        result, exact, placement = _plan_for_torch(facts, draft_facts, settings, memory, choice.device), False, ON_CPU
     else:
-        found, exact = _plan_for_llama(path, facts, config, here)
+        result, exact, placement = _plan_for_llama(path, facts, draft_facts, config, memory, choice.devices)
     gpus = nvidia_gpus()
     with reader_may_leave():
         if as_json:
-            print(json.dumps(as_document(found, facts, here, gpus, choice, exact=exact), ensure_ascii=False))
+            document = as_document(result, facts, memory, gpus, choice, placement, exact=exact)
+            print(json.dumps(document | {"beside": beside.document()}, ensure_ascii=False))
         else:
-            _print(found, facts, here, gpus, choice)
-    found.require()
+            _print(result, facts, memory, gpus, choice, placement)
+            for line in beside.lines(result.chosen.total_bytes if result.chosen else 0, result.usable_bytes):
+                print(line)
+    result.require()
 
 
 def _read_facts(path: Path) -> ModelFacts:
@@ -69,166 +89,220 @@ def _read_facts(path: Path) -> ModelFacts:
         return model_facts(gguf)
 
 
-def _plan_for_torch(facts: ModelFacts, settings: Settings, here: MachineMemory, device: str) -> Plan:
-    """Return the plan, without a speed: the reference ops do not wait for memory, and a GPU's is not measured here.
+def _plan_for_torch(
+    facts: ModelFacts, draft_facts: ModelFacts | None, settings: Settings, memory: MachineMemory, device: str
+) -> Plan:
+    """Return the plan. It has no speed: memory does not limit the reference ops, and a GPU's memory is not measured.
 
-    Idle conversations stay in the KV cache itself, so they have no memory of their own.
+    Idle conversations stay in the KV cache itself, so they need no extra memory.
     """
-    memory = TorchMemory(facts, sequences=settings.parallel, device=device, quantize=settings.quantize)
-    found = plan(facts, settings, replace(here, read_bytes_per_s=0.0), memory, with_options=True)
-    return replace(found, snapshot_bytes=0)
+
+    def layout(model: ModelFacts) -> TorchMemory:
+        return TorchMemory(model, sequences=settings.parallel, device=device, quantize=settings.quantize)
+
+    draft = DraftModel.of(draft_facts, layout(draft_facts)) if draft_facts else None
+    machine = replace(memory, read_bytes_per_s=0.0)
+    result = plan(facts, settings, machine, layout(facts), draft=draft, with_options=True)
+    return replace(result, snapshot_bytes=0)
 
 
-def _plan_for_llama(path: Path, facts: ModelFacts, config: Config, here: MachineMemory) -> tuple[Plan, bool]:
-    """Return the plan, and whether its sizes are llama.cpp's own."""
+def _plan_for_llama(
+    path: Path,
+    facts: ModelFacts,
+    draft_facts: ModelFacts | None,
+    config: Config,
+    memory: MachineMemory,
+    devices: Sequence[Device],
+) -> tuple[Plan, bool, Placement]:
+    """Return the plan, whether llama.cpp itself gave its sizes, and the placement of the choice.
+
+    The sizes of a draft model are always estimated, and with a GPU all are.
+    """
     settings = config.settings
     repack = _may_repack(config.places)
-    memory = LlamaMemory(facts, sequences=settings.parallel, copied_types=repacked_types() if repack else frozenset())
-    with BufferProbe(path, memory.estimated_buffers, sequences=settings.parallel, repack=repack) as probe:
-        found = plan(facts, settings, here, memory.measured_by(probe), with_options=True)
-        return found, probe.exact
+    types = repacked_types() if repack else frozenset()
+
+    def layout(model: ModelFacts) -> LlamaMemory:
+        return LlamaMemory(model, sequences=settings.parallel, copied_types=types)
+
+    draft = DraftModel.of(draft_facts, layout(draft_facts)) if draft_facts else None
+    wish = Wish.of(settings, devices)
+    if wish.devices:
+        offloaded = OffloadedMemory(facts, wish, sequences=settings.parallel)
+        result = plan(facts, settings, memory, offloaded, draft=draft, with_options=True)
+        chosen = result.chosen
+        return result, False, offloaded.placement(chosen.kv, chosen.context) if chosen else ON_CPU
+    own = layout(facts)
+    with BufferProbe(path, own.estimated_buffers, sequences=settings.parallel, repack=repack) as probe:
+        result = plan(facts, settings, memory, own.measured_by(probe), draft=draft, with_options=True)
+        return result, probe.exact, ON_CPU
 
 
 def read_machine(settings: Settings, places: Places) -> MachineMemory:
-    """Return what this machine has to give. The speed of its memory is measured once, in half a second."""
+    """Return the memory and cores of this machine. Measure the memory bandwidth once, in half a second."""
     cores = usable_cores()
     threads = settings.threads or cores.physical
     path = places.cache / "machine" / f"{machine.machine_key(cores)}-bandwidth.json"
     return MachineMemory(
-        free_bytes=available_memory_bytes(),
-        cores=cores.physical,
-        read_bytes_per_s=read_bandwidth(path, threads),
+        free_bytes=available_memory_bytes(), cores=cores.physical, read_bytes_per_s=read_bandwidth(path, threads)
     )
 
 
 def as_document(
-    found: Plan, facts: ModelFacts, here: MachineMemory, gpus: list[Gpu], choice: Shown, *, exact: bool
+    result: Plan,
+    facts: ModelFacts,
+    memory: MachineMemory,
+    gpus: list[Gpu],
+    choice: ChosenEngine,
+    placement: Placement = ON_CPU,
+    *,
+    exact: bool,
 ) -> dict[str, Any]:
     """Return a plan as the JSON document that scripts read."""
-    chosen = found.chosen
+    chosen = result.chosen
     return {
-        "model": found.name,
+        "model": result.name,
+        "draft": result.draft or None,
         "engine": choice.engine,
         "device": choice.device,
         "engine_reasons": list(choice.reasons),
         "file_bytes": facts.summary.nbytes,
-        "weights_bytes": found.weights.resident,
-        "kv_bytes_per_token": found.kv_bytes_per_token,
-        "workspace_bytes": (chosen or min(found.options, key=lambda option: option.total_bytes)).workspace_bytes,
+        "weights_bytes": result.weights.resident,
+        "kv_bytes_per_token": result.kv_bytes_per_token,
+        "workspace_bytes": (chosen or min(result.options, key=lambda option: option.total_bytes)).workspace_bytes,
         "options": [
-            {"kv": each.kv, "context": each.context, "total_bytes": each.total_bytes, "fits": each.fits}
-            for each in found.options
+            {"kv": option.kv, "context": option.context, "total_bytes": option.total_bytes, "fits": option.fits}
+            for option in result.options
         ],
-        "chosen": None if chosen is None else _chosen_document(found, chosen),
+        "chosen": None if chosen is None else _chosen_document(result, chosen),
+        "devices": device_documents(chosen, choice.devices) if chosen else [],
+        "gpu_layers": placement.gpu_layers,
+        "cpu_expert_layers": placement.expert_layers,
         "machine": {
-            "free_bytes": here.free_bytes,
-            "usable_bytes": found.usable_bytes,
-            "cores": here.cores,
-            "read_bytes_per_second": round(here.read_bytes_per_s),
+            "free_bytes": memory.free_bytes,
+            "usable_bytes": result.usable_bytes,
+            "cores": memory.cores,
+            "read_bytes_per_second": round(memory.read_bytes_per_s),
             "gpus": [gpu._asdict() for gpu in gpus],
         },
         "sizes": "llama.cpp" if exact else "formulas",
-        "error": None if found.refusal is None else str(found.refusal),
+        "error": None if result.refusal is None else str(result.refusal),
     }
 
 
-def _chosen_document(found: Plan, chosen: Option) -> dict[str, Any]:
+def _chosen_document(result: Plan, chosen: Option) -> dict[str, Any]:
     speed = None
-    if found.tokens_per_second:
-        speed = {name: round(each, 2) for name, each in zip(("empty", "full"), found.tokens_per_second, strict=True)}
+    if result.tokens_per_second:
+        empty, full = result.tokens_per_second
+        speed = {"empty": round(empty, 2), "full": round(full, 2)}
     return {
         "kv": chosen.kv,
         "context": chosen.context,
-        "threads": found.threads,
-        "weights_bytes": found.weights.resident,
+        "threads": result.threads,
+        "weights_bytes": chosen.weights_bytes,
         "kv_bytes": chosen.kv_bytes,
         "workspace_bytes": chosen.workspace_bytes,
+        "draft_bytes": chosen.draft_bytes,
         "total_bytes": chosen.total_bytes,
-        "load_peak_bytes": max(found.weights.load_peak, chosen.total_bytes),
-        "snapshot_bytes": found.snapshot_bytes,
+        "load_peak_bytes": result.load_peak_bytes,
+        "snapshot_bytes": result.snapshot_bytes,
         "estimated_tokens_per_second": speed,
-        "reason": found.reason,
+        "reason": result.reason,
     }
 
 
 def _may_repack(places: Places) -> bool:
-    """Return what the engine does: the canary's answer, which is asked for once on a machine."""
+    """Return whether the engine will repack weights: the canary's result, measured once on a machine."""
     return machine.facts(places.cache, notify=lambda line: print(line, file=sys.stderr)).repack
 
 
-def _print(found: Plan, facts: ModelFacts, here: MachineMemory, gpus: list[Gpu], choice: Shown) -> None:
+def _print(
+    result: Plan, facts: ModelFacts, memory: MachineMemory, gpus: list[Gpu], choice: ChosenEngine, placement: Placement
+) -> None:
     console = Console(highlight=False)
-    console.print(f"[bold]{escape(found.name)}[/]: {escape(_described(facts.summary))}", soft_wrap=True)
-    console.print("GiB in a full context, by context and KV cache (x: does not fit)")
-    console.print(_table(found))
-    if found.chosen is not None:
-        for line in (_bar(found, found.chosen), *_explained(found, found.chosen, here)):
+    console.print(f"[bold]{escape(result.name)}[/]: {escape(_model_line(facts.summary))}", soft_wrap=True)
+    of_main_memory = " of main memory" if choice.devices else ""
+    console.print(f"GiB{of_main_memory} in a full context, by context and KV cache (x: does not fit)")
+    console.print(_table(result))
+    if result.chosen is not None:
+        for line in (_bar(result, result.chosen), *_choice_lines(result, result.chosen, memory)):
             console.print(line, soft_wrap=True)
+        if placement.devices:
+            layers = facts.summary.layers
+            console.print(device_table(result, result.chosen, layers), placement_line(placement, layers, facts.experts))
     else:
-        console.print(f"weights {_gib(found.weights.resident)}, memory free to use {_gib(found.usable_bytes)}")
-    for gpu in gpus:
+        console.print(f"weights {_gib(result.weights.resident)}, memory free to use {_gib(result.usable_bytes)}")
+    for device in choice.devices:
+        unused = "" if device.name in placement.devices else "; not used"
+        room = f"{_gib(device.free_bytes)} of {_gib(device.total_bytes)} free"
+        console.print(escape(f"{device.name}, {device.description}: {room}{unused}"), soft_wrap=True)
+    for gpu in () if choice.devices else gpus:
         room = f"{_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free"
         used = "" if choice.device != "cpu" else "; not used"
         console.print(escape(f"{gpu.name}: {room}{used}"), soft_wrap=True)
-    where = {"cuda": "CUDA by our own kernels", "gpu": "the GPU, by llama.cpp", "cpu": "the processor"}[choice.device]
+    kind = "gpu" if placement.devices else "cpu" if choice.device == "gpu" else choice.device
+    where = {"cuda": "CUDA by our own kernels", "gpu": "the GPU, by llama.cpp", "cpu": "the processor"}[kind]
     by = " by the torch engine, slowly" if (choice.engine, choice.device) == ("torch", "cpu") else ""
     console.print(escape(f"runs on {where}{by}" + "".join(f"; {reason}" for reason in choice.reasons)), soft_wrap=True)
 
 
-def _described(summary: ModelSummary) -> str:
+def _model_line(summary: ModelSummary) -> str:
     size = f"{summary.parameters / 1e9:.2f} B" if summary.parameters >= 1e9 else f"{summary.parameters / 1e6:.0f} M"
     context = f", made for {summary.context:,} tokens" if summary.context else ""
     return f"{summary.architecture}, {summary.quantization}, {size} parameters{context}"
 
 
-def _table(found: Plan) -> Table:
-    """Return the memory of each context and KV mode; what does not fit is marked."""
-    modes = list(dict.fromkeys(each.kv for each in found.options))
+def _table(result: Plan) -> Table:
+    """Return the memory of each context and KV mode, with a mark if it does not fit."""
+    modes = list(dict.fromkeys(option.kv for option in result.options))
     table = Table(box=None, pad_edge=False)
     table.add_column("context", justify="right")
     for kv in modes:
         table.add_column(kv, justify="right")
     rows: dict[int, list[Text]] = {}
-    for each in found.options:
-        is_chosen = found.chosen is not None and (each.kv, each.context) == (found.chosen.kv, found.chosen.context)
-        mark = "" if each.fits else " x"
-        style = "bold green" if is_chosen else "" if each.fits else "red"
-        text = f"{'> ' if is_chosen else ''}{each.total_bytes / 2**30:.2f}{mark}"
-        rows.setdefault(each.context, []).append(Text(text, style=style))
+    chosen = (result.chosen.kv, result.chosen.context) if result.chosen else None
+    for option in result.options:
+        is_chosen = (option.kv, option.context) == chosen
+        mark = "" if option.fits else " x"
+        style = "bold green" if is_chosen else "" if option.fits else "red"
+        text = f"{'> ' if is_chosen else ''}{option.total_bytes / 2**30:.2f}{mark}"
+        rows.setdefault(option.context, []).append(Text(text, style=style))
     for context, cells in rows.items():
         table.add_row(f"{context:,}", *cells)
     return table
 
 
-def _bar(found: Plan, chosen: Option) -> Text:
-    """Return the free memory as a bar of what will be in it, with its legend."""
-    free = max(found.usable_bytes - chosen.total_bytes, 0)
-    sizes = (found.weights.resident, chosen.kv_bytes, chosen.workspace_bytes, free)
+def _bar(result: Plan, chosen: Option) -> Text:
+    """Return a bar of the free memory and its future contents, with a legend."""
+    free = max(result.usable_bytes - chosen.total_bytes, 0)
+    sizes = (chosen.weights_bytes, chosen.kv_bytes, chosen.workspace_bytes, chosen.draft_bytes, free)
     bar, ends = Text(), [round(BAR_LEN * sum(sizes[: i + 1]) / sum(sizes)) for i in range(len(sizes))]
     for (_, sign, style), start, end in zip(PARTS, [0, *ends], ends, strict=False):
         bar.append(sign * (end - start), style)
     bar.append("\n")
     for (name, sign, style), size in zip(PARTS, sizes, strict=True):
+        if name == "draft model" and not size:
+            continue
         bar.append(f"{sign} ", style).append(f"{name} {_gib(size)}  ")
     return bar
 
 
-def _explained(found: Plan, chosen: Option, here: MachineMemory) -> list[str]:
-    """Return the lines that say what was chosen, and why."""
-    weights = found.weights
-    peak = max(weights.load_peak, chosen.total_bytes)
+def _choice_lines(result: Plan, chosen: Option, memory: MachineMemory) -> list[str]:
+    """Return the lines about the choice and its reason."""
     lines = [
-        f"chosen: --ctx {chosen.context} --kv {chosen.kv} --threads {found.threads}: {found.reason}",
-        f"memory: {_gib(chosen.total_bytes)} of the {_gib(found.usable_bytes)} that are free to use",
-        f"        up to {_gib(peak)} while it loads, pages of the mapped file included",
+        f"chosen: --ctx {chosen.context} --kv {chosen.kv} --threads {result.threads}: {result.reason}",
+        f"memory: {_gib(chosen.total_bytes)} of the {_gib(result.usable_bytes)} that are free to use",
+        f"        up to {_gib(result.load_peak_bytes)} while it loads, including pages of the mapped file",
     ]
-    if found.snapshot_bytes:
-        lines.append(f"        {_gib(found.snapshot_bytes)} more may hold earlier conversations")
-    if found.tokens_per_second is not None:
-        empty, full = found.tokens_per_second
+    if result.draft:
+        lines.append(f"        {_gib(chosen.draft_bytes)} of it for {result.draft}, which drafts")
+    if result.snapshot_bytes:
+        lines.append(f"        {_gib(result.snapshot_bytes)} more for earlier conversations")
+    if result.tokens_per_second is not None:
+        empty, full = result.tokens_per_second
         lines.append(
             f"speed: about {empty:.3g} tokens/s at first, {full:.3g} in a full context;"
-            f" an estimate from {here.read_bytes_per_s / 1e9:.0f} GB/s of memory, `edgelm bench` measures it"
+            f" an estimate from {memory.read_bytes_per_s / 1e9:.0f} GB/s of memory, `edgelm bench` measures it"
         )
     return lines
 

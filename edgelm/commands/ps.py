@@ -1,68 +1,93 @@
-"""`edgelm ps`: what a running server holds."""
+"""`edgelm ps`: the models that a running server has loaded, and their memory: predicted and measured."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import httpx2
-from rich.console import Console
 from rich.table import Table
 
+from edgelm.commands.list import plain_console
+from edgelm.commands.running import get_state
 from edgelm.config import load_config
 from edgelm.errors import EdgeLMError
-from edgelm.server.runtime import find_front
+from edgelm.library.progress import size_text
+from edgelm.runtime import find_fronts
 
-ASK_LIMIT_S = 5.0
+TITLES = ("MODEL", "STATE", "PID", "MEMORY", "PREDICTED", "CONTEXT", "ENGINE", "REQUESTS", "ENDS IN")
+LEFT = ("MODEL", "STATE", "ENGINE")
 
 
 def show_processes(*, as_json: bool) -> None:
-    """Print the engine processes of the running server. Raises EdgeLMError where there is none."""
+    """Print the engine processes of the running server, and the addresses of others.
+
+    Raises EdgeLMError if no server runs.
+    """
     config = load_config({})
-    front = find_front(config.places.runtime)
-    if front is None:
-        raise EdgeLMError("no edgelm server runs", "start one with `edgelm serve`")
-    state = _ask(front.address, config.settings.api_key)
+    fronts = find_fronts(config.places.runtime)
+    if not fronts:
+        raise EdgeLMError("no edgelm server is running", "start one with `edgelm serve`")
+    front, *others = fronts
+    state = get_state(front)
     if as_json:
-        print(json.dumps(state, ensure_ascii=False))
+        more = [{"pid": other.pid, "address": other.address} for other in others]
+        print(json.dumps(state | {"other_servers": more}, ensure_ascii=False))
         return
+    _show(state)
+    for other in others:
+        print(f"another edgelm is at {other.address} (pid {other.pid})")
+
+
+def _show(state: dict[str, Any]) -> None:
     print(f"edgelm {state['version']} at {state['address']} (pid {state['pid']})")
     if not state["models"]:
         print("no model is loaded")
         return
     table = Table(box=None, pad_edge=False)
-    for title in ("MODEL", "STATE", "PID", "MEMORY", "CONTEXT", "ENGINE", "REQUESTS", "IDLE"):
-        table.add_column(title, justify="left" if title in ("MODEL", "STATE", "ENGINE") else "right")
+    for title in TITLES:
+        table.add_column(title, justify="left" if title in LEFT else "right")
     for model in state["models"]:
         table.add_row(*_row(model))
-    Console(highlight=False, markup=False).print(table)
+    plain_console().print(table)
+    print(_memory_line(state))
     for model in state["models"]:
+        if model["waits_for"] is not None:
+            print(f"{model['model']} waits for memory: {model['waits_for']}")
         if model["error"] is not None:
             print(f"{model['model']}: {model['error']}")
 
 
-def _ask(address: str, api_key: str | None) -> dict[str, Any]:
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    try:
-        with httpx2.Client(timeout=ASK_LIMIT_S, trust_env=False, headers=headers) as client:
-            answer = client.get(f"{address}/edgelm/ps")
-    except httpx2.HTTPError as error:
-        raise EdgeLMError(f"the edgelm server at {address} does not answer: {error}", "see its output") from None
-    if answer.status_code == 401:
-        raise EdgeLMError(f"the edgelm server at {address} wants a key", "set EDGELM_API_KEY to it")
-    if answer.status_code != 200:
-        raise EdgeLMError(f"{address} answers {answer.status_code}: is it an edgelm server?")
-    found: dict[str, Any] = answer.json()
-    return found
+def _memory_line(state: dict[str, Any]) -> str:
+    """Return the sums: what is measured, what was predicted, and what is left for another model."""
+    measured = sum(model["memory_bytes"] or 0 for model in state["models"])
+    predicted = sum(model["predicted_bytes"] or 0 for model in state["models"])
+    line = f"memory: {size_text(measured)} in use, {size_text(predicted)} predicted with full contexts"
+    if limit := state["memory"]["limit_bytes"]:
+        line += f", --max-memory {size_text(limit)}"
+    return f"{line}; {size_text(state['memory']['free_bytes'])} are free"
 
 
 def _row(model: dict[str, Any]) -> list[str]:
     state = model["state"]
     if state == "starting" and model["progress"] is not None:
         state = f"{state} {model['progress']:.0%}"
-    memory = "" if model["rss_bytes"] is None else f"{model['rss_bytes'] / 2**20:,.0f} MiB"
+    memory, predicted = (
+        "" if model[key] is None else size_text(model[key]) for key in ("memory_bytes", "predicted_bytes")
+    )
     engine = "" if model["engine"] is None else f"{model['engine']} on {model['device']}"
     context = "" if model["context"] is None else f"{model['context']:,}"
     pid = "" if model["pid"] is None else str(model["pid"])
-    idle = "" if model["requests"] else f"{model['idle_s']:.0f} s"
-    return [model["model"], state, pid, memory, context, engine, str(model["requests"]), idle]
+    requests = str(model["requests"])
+    return [model["model"], state, pid, memory, predicted, context, engine, requests, _end_text(model)]
+
+
+def _end_text(model: dict[str, Any]) -> str:
+    if model["pinned"]:
+        return "never"
+    if model["expires_in_s"] is None:
+        return ""
+    seconds = model["expires_in_s"]
+    for unit, unit_s in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds:.0f} s"

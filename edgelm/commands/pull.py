@@ -1,26 +1,51 @@
-"""`edgelm pull`: a model from the hub to this machine.
+"""`edgelm pull`: download a model from the hub; with --dry-run, show its files and whether it fits.
 
-Owns what is shown: a moving display on a terminal, plain lines elsewhere, on standard error; the path or one JSON
-document on standard output. The work is library/pull.py's.
+Owns the output: a progress line on a terminal, plain lines elsewhere, both on standard error; the path or one JSON
+document on standard output. library/pull.py does the work.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
+import time
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from edgelm.commands.choice import model_dirs
-from edgelm.commands.pull_display import display_for
+from rich import progress as rich_progress
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from edgelm.config import Config, load_config
 from edgelm.errors import EdgeLMError
 from edgelm.library.catalog import hub_reference
-from edgelm.library.events import Pulled
+from edgelm.library.http_range import fetch_headers
 from edgelm.library.hub import Hub
 from edgelm.library.local import find_local, require_whole
 from edgelm.library.names import HubReference, shown
-from edgelm.library.pull import prepare, pull
-from edgelm.library.units import size_text, time_text
+from edgelm.library.progress import (
+    Checking,
+    Event,
+    Listed,
+    ListedFile,
+    Progress,
+    Pulled,
+    Retrying,
+    Waiting,
+    Wrong,
+    size_text,
+    time_text,
+)
+from edgelm.library.pull import PreparedPull, free_bytes, has_room, prepare, pull
+
+if TYPE_CHECKING:
+    from edgelm.backends.plan import Plan
+
+GIB = 2**30
+LINE_INTERVAL_S = 5.0  # between two plain lines
 
 
 def pull_model(
@@ -33,11 +58,11 @@ def pull_model(
     offline: bool,
     as_json: bool,
 ) -> None:
-    """Pull a model, or say what that would be; without a name, one is chosen from a list.
+    """Pull a model, or show what a pull would do; without a name, let the user choose from a list.
 
-    Raises EdgeLMError where it fails: what came is kept.
+    Raises EdgeLMError on failure; the bytes downloaded so far are kept.
     """
-    if model is None and (model := _picked()) is None:
+    if model is None and (model := _pick()) is None:
         return
     config = load_config({})
     reference = _reference(model, quantization, revision)
@@ -46,16 +71,14 @@ def pull_model(
         return
     hub = Hub(config.places.hub_endpoint, config.places.hub)
     if dry_run:
-        from edgelm.commands.pull_preview import show_preview
-
-        show_preview(prepare(reference, hub), hub, config, as_json=as_json)
+        _print_preview(prepare(reference, hub), hub, config, as_json=as_json)
         return
-    with display_for(sys.stderr) as display:
+    with (TerminalDisplay if sys.stderr.isatty() else Display)(sys.stderr) as display:
         try:
             pulled = pull(reference, hub, display.show, connections=connections)
         except KeyboardInterrupt:
             display.close()
-            print(f"interrupted: {display.kept()}", file=sys.stderr)
+            print(f"interrupted: {display.kept_text()}", file=sys.stderr)
             raise
     if as_json:
         files = [{"path": file.path, "bytes": file.size} for file in display.files]
@@ -67,8 +90,8 @@ def pull_model(
     print(pulled.path)
 
 
-def _picked() -> str | None:
-    """Return the model that the user chooses on the terminal, None for none."""
+def _pick() -> str | None:
+    """Return the model that the user chooses on the terminal, None if the choice is cancelled."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise EdgeLMError("no model is named, and there is no terminal to choose one", "name it: edgelm pull qwen3:4b")
     from edgelm.tui.picker import pick_model
@@ -86,7 +109,7 @@ def _reference(model: str, quantization: str | None, revision: str | None) -> Hu
 
 
 def _is_set_offline() -> bool:
-    """Tell whether HF_HUB_OFFLINE is set, as the hub client reads it."""
+    """Return whether HF_HUB_OFFLINE is set, as the hub client reads it."""
     from huggingface_hub import constants
 
     return bool(constants.is_offline_mode())
@@ -95,22 +118,213 @@ def _is_set_offline() -> bool:
 def _print_local(reference: HubReference, model: str, config: Config, *, as_json: bool) -> None:
     """Print where the model is on this machine. Opens no connection."""
     try:
-        found = find_local(str(reference), config.places.hub, model_dirs(config), paths=False)
-        require_whole(found)
+        local = find_local(str(reference), config.places.hub, config.settings.model_folders, paths=False)
+        require_whole(local)
     except EdgeLMError:
-        raise EdgeLMError(f"{shown(model)} is not here, or not whole", "pull it without --offline") from None
-    nbytes = sum(file.stat().st_size for file in found.files)
+        message = f"{shown(model)} is not on this machine, or not complete"
+        raise EdgeLMError(message, "pull it without --offline") from None
+    nbytes = sum(file.stat().st_size for file in local.files)
     if as_json:
-        files = [{"path": file.name, "bytes": file.stat().st_size} for file in found.files]
-        document = {"model": str(reference), "path": str(found.path), "bytes": nbytes}
+        files = [{"path": file.name, "bytes": file.stat().st_size} for file in local.files]
+        document = {"model": str(reference), "path": str(local.path), "bytes": nbytes}
         print(json.dumps({**document, "fetched_bytes": 0, "seconds": 0.0, "files": files}, ensure_ascii=False))
         return
     print(f"{size_text(nbytes)} here", file=sys.stderr)
-    print(found.path)
+    print(local.path)
 
 
 def _summary(pulled: Pulled) -> str:
     if not pulled.fetched:
-        return f"all of it is here: {size_text(pulled.nbytes)}"
+        return f"already complete: {size_text(pulled.nbytes)}"
     rate = f" ({size_text(pulled.fetched / pulled.seconds)}/s)" if pulled.seconds > 0 else ""
     return f"pulled {size_text(pulled.fetched)} in {time_text(pulled.seconds)}{rate}"
+
+
+class Display:
+    """Shows the events of one pull as plain lines, which a log can hold."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.files: tuple[ListedFile, ...] = ()
+        self._stream = stream
+        self._progress: Progress | None = None
+        self._next_line = 0.0
+
+    def show(self, event: Event) -> None:
+        """Show an event, or skip it."""
+        if isinstance(event, Listed):
+            self.files = event.files
+            self._print(listed_text(event))
+            self._next_line = time.monotonic() + LINE_INTERVAL_S
+        elif isinstance(event, Progress):
+            self._progress = event
+            self._show_progress(event)
+        elif (note := note_text(event)) is not None:
+            self._print(note)
+
+    def kept_text(self) -> str:
+        """Return the note of an interrupted pull: the bytes kept on the disk, and the command that resumes it."""
+        if self._progress is None:
+            return "nothing was downloaded"
+        done, total = size_text(self._progress.done), size_text(self._progress.total)
+        return f"{done} of {total} are here, run it again to resume"
+
+    def close(self) -> None:
+        """Remove the progress line, if there is one."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _show_progress(self, event: Progress) -> None:
+        if time.monotonic() >= self._next_line and event.done < event.total:
+            self._print(", ".join(progress_texts(event)))
+            self._next_line = time.monotonic() + LINE_INTERVAL_S
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+class TerminalDisplay(Display):
+    """Shows a progress line, and notes above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._bar = rich_progress.Progress(
+            rich_progress.BarColumn(bar_width=None),
+            rich_progress.TextColumn("{task.percentage:>3.0f} %"),
+            rich_progress.TextColumn("{task.fields[text]}"),
+            console=Console(file=stream, highlight=False),
+            transient=True,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=None, text="asking the hub", start=True)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def _show_progress(self, event: Progress) -> None:
+        text = escape("  ".join(progress_texts(event)))
+        self._bar.update(self._task, completed=event.done, total=max(event.total, 1), text=text)
+
+    def _print(self, line: str) -> None:
+        self._bar.console.print(escape(line), soft_wrap=True)
+
+
+def listed_text(event: Listed) -> str:
+    """Return the model's files and size in one line."""
+    total, here = sum(file.size for file in event.files), sum(file.here for file in event.files)
+    name = event.files[0].path if len(event.files) == 1 else f"{len(event.files)} files"
+    partly = f", {size_text(here)} of it here" if 0 < here < total else ""
+    return f"{event.repository}: {name}, {size_text(total)}{partly}"
+
+
+def progress_texts(event: Progress) -> list[str]:
+    """Return bytes, rate, time left and files."""
+    texts = [f"{size_text(event.done)} of {size_text(event.total)}", f"{size_text(event.rate)}/s"]
+    texts.append(f"{time_text(event.seconds_left)} left" if event.seconds_left is not None else "")
+    texts.append(f"{event.files_done} of {event.files} files" if event.files > 1 else "")
+    return [text for text in texts if text]
+
+
+def note_text(event: Event) -> str | None:
+    """Return the line for an event, None if it needs none."""
+    match event:
+        case Waiting(path):
+            return f"{path}: another process downloads it; waiting"
+        case Retrying(path, reason, wait_s):
+            return f"{path}: {reason}; retrying{f' in {time_text(wait_s)}' if wait_s >= 1 else ''}"
+        case Checking(path):
+            return f"{path}: checking"
+        case Wrong(path):
+            return f"{path}: wrong checksum; downloading it again"
+    return None
+
+
+def _print_preview(prepared: PreparedPull, hub: Hub, config: Config, *, as_json: bool) -> None:
+    """Print the files of a model, the room on the disk, and the memory plan of a GGUF. Keeps nothing."""
+    free = free_bytes(hub.cache)
+    memory, problem = _plan(prepared, hub, config)
+    if as_json:
+        print(json.dumps(_preview_document(prepared, free, memory, problem), ensure_ascii=False))
+        return
+    listing = prepared.listing
+    licence = f", licence {listing.licence}" if listing.licence else ""
+    print(f"{listing.repository} at {listing.commit[:12]}{licence}")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("FILE")
+    table.add_column("SIZE", justify="right")
+    table.add_column("HERE", justify="right")
+    for file in prepared.files:
+        here = prepared.here(file)
+        table.add_row(file.path, size_text(file.size), "all" if here == file.size else size_text(here) if here else "")
+    Console(highlight=False, markup=False).print(table)
+    missing = prepared.missing()
+    room = "enough" if has_room(missing, free) else "not enough"
+    need = f"to download: {size_text(missing)} of {size_text(prepared.nbytes)}"
+    print(f"{need}; {size_text(free)} free on the disk: {room}")
+    print(_memory_line(memory, problem))
+
+
+def _plan(prepared: PreparedPull, hub: Hub, config: Config) -> tuple[Plan | None, str]:
+    """Return the memory plan from the header of the remote GGUF, or the reason why there is none."""
+    from edgelm.backends.llama.memory import LlamaMemory, repacked_types  # a pull needs neither these nor numpy
+    from edgelm.backends.plan import plan
+    from edgelm.checkpoints.gguf import open_gguf
+    from edgelm.checkpoints.summary import model_facts
+    from edgelm.commands.plan import read_machine
+
+    if not prepared.selection.main.casefold().endswith(".gguf"):
+        return None, "only GGUFs are planned"
+    try:
+        by_path = {file.path: file for file in prepared.files}
+        shards = [by_path[path] for path in prepared.selection.files]
+        with (
+            tempfile.TemporaryDirectory(prefix="edgelm-") as folder,
+            open_gguf(fetch_headers(hub, prepared.listing, shards, Path(folder))) as gguf,
+        ):
+            facts = model_facts(gguf)
+        memory = LlamaMemory(facts, sequences=config.settings.parallel, copied_types=repacked_types())
+        return plan(facts, config.settings, read_machine(config.settings, config.places), memory), ""
+    except EdgeLMError as error:
+        return None, str(error)
+    except OSError as error:  # of the temporary folder
+        return None, f"the header cannot be stored in {tempfile.gettempdir()}: {error.strerror}"
+
+
+def _memory_line(memory: Plan | None, problem: str) -> str:
+    if memory is None:
+        return f"memory: not known: {problem}"
+    if memory.chosen is None:
+        return f"memory: does not fit: {memory.refusal}"
+    need = f"{memory.chosen.total_bytes / GIB:.2f} of {memory.usable_bytes / GIB:.2f} GiB"
+    return f"memory: fits: {need} with --ctx {memory.chosen.context} --kv {memory.chosen.kv}"
+
+
+def _preview_document(prepared: PreparedPull, free: int, memory: Plan | None, problem: str) -> dict[str, Any]:
+    chosen = memory.chosen if memory is not None else None
+    return {
+        "repository": prepared.listing.repository,
+        "commit": prepared.listing.commit,
+        "licence": prepared.listing.licence or None,
+        "files": [{"path": file.path, "bytes": file.size, "here": prepared.here(file)} for file in prepared.files],
+        "bytes": prepared.nbytes,
+        "missing_bytes": prepared.missing(),
+        "disk_free_bytes": free,
+        "plan": None
+        if memory is None
+        else {
+            "fits": chosen is not None,
+            "usable_bytes": memory.usable_bytes,
+            "total_bytes": chosen.total_bytes if chosen else None,
+            "context": chosen.context if chosen else None,
+            "kv": chosen.kv if chosen else None,
+            "error": str(memory.refusal) if memory.refusal else None,
+        },
+        "plan_error": problem or None,
+    }

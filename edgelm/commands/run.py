@@ -1,18 +1,19 @@
-"""`edgelm run`: one answer on standard output, everything else on standard error."""
+"""`edgelm run`: print one answer on standard output, and everything else on standard error."""
 
 from __future__ import annotations
 
 import json
-import secrets
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TextIO
 
-from edgelm.commands.choice import chosen_model
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.config import load_config
-from edgelm.errors import RequestError
+from edgelm.errors import EdgeLMError, RequestError, UsageError
+from edgelm.library.local import model_config, runnable_model
+from edgelm.workers.grammars import GrammarSpec
+from edgelm.workers.messages import Result, RunJob, Text, Thinking, Thought
 
 MAX_INPUT_BYTES = 64 * 2**20
 
@@ -23,35 +24,53 @@ def run_model(
     flags: Mapping[str, object],
     *,
     stop: list[str],
+    grammar: GrammarSpec | None,
+    grammar_file: str,
+    think: Thinking,
     raw: bool,
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Print the completion of a prompt as it is decoded. Raises EdgeLMError."""
+    """Print the answer to a prompt as it is decoded. `grammar_file` is for errors. Raises EdgeLMError."""
+    if raw and think != "auto":
+        raise UsageError("--raw and --think cannot be used together", "a model reasons with its chat template only")
     config = load_config(flags)
-    path = chosen_model(model, config).path
-    text = _read_prompt(prompt)
-    settings = config.settings
-    if settings.seed is None:
-        settings = replace(settings, seed=secrets.randbits(32))
-    job = {"job": "run", "prompt": text, "stop": stop, "raw": raw}
-    job |= {"prefixes": str(config.places.prefixes), "drafts": True}
-    show = _Output(sys.stdout.isatty())
-    with reader_may_leave(), run_job(job, path, settings, config.places, verbose) as events:
-        for event in events:
-            if event["event"] == "text" and not as_json:
-                show.write(event["text"])
-            elif event["event"] == "result":
-                _finish(event["result"], show, as_json, verbose)
+    local = runnable_model(model, config)
+    config = model_config(local, config)
+    job = RunJob(
+        model=local.path,
+        settings=config.settings,
+        prompt=_read_prompt(prompt),
+        stop=tuple(stop),
+        grammar=grammar,
+        grammar_file=grammar_file,
+        think=think,
+        raw=raw,
+        prefixes=config.places.prefixes,
+        drafts=True,
+    )
+    output = _Output(sys.stdout)
+    thoughts = _Output(sys.stderr, dim=True)
+    with reader_may_leave(), _ended_line(output, thoughts), run_job(job, config.places, verbose) as replies:
+        for reply in replies:
+            if isinstance(reply, Thought) and thoughts.terminal and not as_json:
+                thoughts.write(reply.text)
+            elif isinstance(reply, Text) and not as_json:
+                thoughts.end()
+                output.write(reply.text)
+            elif isinstance(reply, Result):
+                thoughts.end()
+                _finish(reply.document, output, as_json, verbose)
+                _note_end(reply.document)
 
 
 def _read_prompt(prompt: str | None) -> str:
-    """Return the argument, standard input where it is piped in, or both with an empty line between."""
+    """Return the argument, piped standard input, or both with an empty line between them."""
     parts = [prompt] if prompt else []
     if not sys.stdin.isatty():
         raw = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
         if len(raw) > MAX_INPUT_BYTES:
-            raise RequestError(f"standard input is longer than {MAX_INPUT_BYTES // 2**20} MiB", "no context holds that")
+            raise RequestError(f"standard input is longer than {MAX_INPUT_BYTES // 2**20} MiB", "shorten it")
         try:
             piped = raw.decode()
         except UnicodeDecodeError as error:
@@ -66,16 +85,13 @@ def _read_prompt(prompt: str | None) -> str:
     return "\n\n".join(parts)
 
 
-def _finish(result: dict[str, Any], show: _Output, as_json: bool, verbose: bool) -> None:
+def _finish(result: dict[str, Any], output: _Output, as_json: bool, verbose: bool) -> None:
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:
-        show.end()
-    usage, timings = result["usage"], result["timings"]
-    if result["finish_reason"] == "context":
-        total = usage["prompt_tokens"] + usage["completion_tokens"]
-        print(f"note: the answer ends because the context of {total:,} tokens is full; raise --ctx", file=sys.stderr)
+        output.end()
     if verbose:
+        usage, timings = result["usage"], result["timings"]
         print(
             f"prompt {usage['prompt_tokens']} tokens in {timings['prompt_ms']:.0f} ms, answer "
             f"{usage['completion_tokens']} tokens at {timings['decode_tokens_per_second']:.1f} tokens/s",
@@ -83,20 +99,47 @@ def _finish(result: dict[str, Any], show: _Output, as_json: bool, verbose: bool)
         )
 
 
-class _Output:
-    """Standard output for text of a model, which must not move a terminal's cursor or write to its clipboard."""
+def _note_end(result: dict[str, Any]) -> None:
+    """Say on standard error that the answer is incomplete."""
+    usage = result["usage"]
+    if result["finish_reason"] == "context":
+        total = usage["prompt_tokens"] + usage["completion_tokens"]
+        cause = f"the context of {total:,} tokens is full; raise --ctx"
+    elif result["finish_reason"] == "length":
+        cause = f"{usage['completion_tokens']:,} tokens are the limit; raise --max-tokens"
+    else:
+        return
+    print(f"note: the answer is incomplete: {cause}", file=sys.stderr)
 
-    def __init__(self, terminal: bool) -> None:
-        self._terminal = terminal
+
+class _Output:
+    """A stream for the text of a model. It must not move a terminal's cursor or write to its clipboard."""
+
+    def __init__(self, stream: TextIO, *, dim: bool = False) -> None:
+        self.terminal = stream.isatty()
+        self._stream = stream
+        self._dim = dim and self.terminal
         self._ended = True
 
     def write(self, text: str) -> None:
-        if self._terminal:
-            text = "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        if self.terminal:
+            text = "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+        self._stream.write(f"\x1b[2m{text}\x1b[22m" if self._dim else text)
+        self._stream.flush()
         self._ended = text.endswith("\n")
 
     def end(self) -> None:
         if not self._ended:
             self.write("\n")
+
+
+@contextmanager
+def _ended_line(*outputs: _Output) -> Iterator[None]:
+    """End the line of a terminal if the user or an error ends the block: a prompt or a message comes next."""
+    try:
+        yield
+    except (KeyboardInterrupt, EdgeLMError):
+        for output in outputs:
+            if output.terminal:
+                output.end()
+        raise

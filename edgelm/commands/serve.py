@@ -1,31 +1,87 @@
-"""`edgelm serve`: the endpoint for other programs and for the chat."""
+"""`edgelm serve`: run the endpoint for other programs and for the chat."""
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
 import sys
 from collections.abc import Mapping
 
-from edgelm.commands.choice import chosen_model
 from edgelm.config import load_config
+from edgelm.errors import EdgeLMError, ModelError
+from edgelm.library.local import runnable_model
+from edgelm.library.readers import Describe, read_each
+from edgelm.runtime import FrontRecord
+from edgelm.server import request_log
+from edgelm.server.keys import check_secret
+from edgelm.server.listener import inherited_listener
 from edgelm.server.serving import ServeOptions, serve
+from edgelm.workers.messages import Serving
+from edgelm.workers.wire import encode
+
+log = logging.getLogger(__name__)
 
 
 def serve_models(
-    models: list[str], flags: Mapping[str, object], *, until_stdin_closes: bool, as_json: bool, verbose: bool
+    models: list[str],
+    flags: Mapping[str, object],
+    *,
+    ask_key: bool,
+    until_stdin_closes: bool,
+    until_unused: bool = False,
+    as_json: bool,
+    verbose: bool,
 ) -> None:
-    """Serve until interrupted. Raises EdgeLMError."""
+    """Serve until interrupted. Raises EdgeLMError, also for a given file that is no whole model."""
+    listener = inherited_listener()  # first: no child may take its variables
     config = load_config(flags)
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # one line for each request to an engine says nothing
-    paths = [chosen_model(model, config).path for model in models]
+    _log_to_stderr(config.settings.log_format, verbose=verbose)
+    if config.sources["api_key"].startswith("--"):
+        message = "other users of this machine can see the key of --api-key in the list of processes"
+        log.warning("warning: %s; give --api-key-file, --ask-key or EDGELM_API_KEY", message)
+    typed_key = _ask_key() if ask_key else None
+    paths = [runnable_model(model, config).path for model in models]
+    for document in read_each(Describe(path) for path in paths):
+        if "error" in document:
+            raise ModelError(document["error"])
 
-    def announce(address: str) -> None:
-        if as_json or until_stdin_closes:
-            print(json.dumps({"address": address}), flush=True)
+    def announce(front: FrontRecord) -> None:
+        if until_stdin_closes:  # our parent reads it, and needs the key
+            print(encode(Serving(front.address, front.key, front.certificate)).decode(), end="", flush=True)
+        elif as_json:
+            print(json.dumps({"event": "serving", "address": front.address}), flush=True)
         else:
-            print(f"edgelm listens at {address}/v1 (Ctrl-C ends it)", flush=True)
+            print(f"edgelm listens at {front.address}/v1 (Ctrl-C ends it)", flush=True)
 
-    options = ServeOptions(paths, until_stdin_closes=until_stdin_closes, verbose=verbose)
-    serve(config.settings, config.places, options, announce)
+    options = ServeOptions(
+        paths,
+        typed_key,
+        until_stdin_closes=until_stdin_closes,
+        until_unused=until_unused,
+        verbose=verbose,
+        listener=listener,
+    )
+    serve(config, options, announce)
+
+
+def _log_to_stderr(log_format: str, *, verbose: bool) -> None:
+    """Set up the log; in JSON it has a line for each request."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # one line for each request to an engine is noise
+    if log_format == "json":
+        request_log.log.setLevel(logging.INFO)
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(request_log.JsonLines())
+
+
+def _ask_key() -> str:
+    """Return a key that the user types. Raises EdgeLMError without a terminal."""
+    if not sys.stdin.isatty():
+        raise EdgeLMError("--ask-key asks at a terminal, and there is none", "give --api-key-file")
+    try:
+        key = getpass.getpass("Key that clients must send: ", stream=sys.stderr)
+    except EOFError:
+        raise EdgeLMError("no key was typed", "start again, or give --api-key-file") from None
+    check_secret(key, "the key")
+    return key

@@ -1,38 +1,40 @@
-"""`edgelm show`: all that the files of one model say of it, and what it will take on this machine."""
+"""`edgelm show`: what the files of one model say about it, and the memory that it takes on this machine."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
-from edgelm.commands.choice import any_model
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.list import age_text, last_used_at, parameters_text, place_of, plain_console, size_on_disk
 from edgelm.config import Config, load_config
 from edgelm.errors import ModelError
 from edgelm.library.catalog import Entry, entry_of
-from edgelm.library.local import LocalModel
+from edgelm.library.local import installed_model, model_config
 from edgelm.library.names import shown
-from edgelm.library.readers import read_each
-from edgelm.library.units import size_text
+from edgelm.library.progress import size_text
+from edgelm.library.readers import Detail, read_each
+from edgelm.library.scan import LocalModel
+from edgelm.text.template_file import read_template_file
 
-READER = "edgelm.commands.details_child"
+KIND_TEXTS = {"embedding": "embeddings; it writes no text", "rerank": "ranks documents; it writes no text"}
 TEMPLATE_LINES = 6
 MAX_LINE = 100
 
 
 def show_model(name: str, flags: Mapping[str, object], *, template: bool, as_json: bool) -> None:
-    """Print what a model is; with `template` its chat template alone. Raises EdgeLMError, also where it is damaged."""
+    """Print a model's details, or with `template` its chat template only. Raises EdgeLMError, also if it is damaged."""
     config = load_config(flags)
-    model = any_model(name, config)
-    job = {"path": str(model.path), "settings": asdict(config.settings)}
-    (details,) = read_each(READER, [job])
+    model = installed_model(name, config)
+    config = model_config(model, config)
+    (details,) = read_each([Detail(model.path, config.settings.without_keys)])
     if "error" in details:
         raise ModelError(f"{shown(model.name)} cannot be read: {details['error']}")
+    if config.settings.template is not None:
+        details["template"] = read_template_file(config.settings.template)
     entry = entry_of(model.repository) if model.repository else None
     document = _document(model, details, entry, config)
     with reader_may_leave():
@@ -45,7 +47,6 @@ def show_model(name: str, flags: Mapping[str, object], *, template: bool, as_jso
 
 
 def _document(model: LocalModel, details: dict[str, Any], entry: Entry | None, config: Config) -> dict[str, Any]:
-    known = {key: value for key, value in details.items() if key != "licence"}
     return {
         "name": model.name,
         "path": str(model.path),
@@ -53,7 +54,7 @@ def _document(model: LocalModel, details: dict[str, Any], entry: Entry | None, c
         "repository": model.repository,
         "revision": model.revision,
         "files": len(model.files),
-        **known,
+        **{key: value for key, value in details.items() if key != "licence"},
         "bytes": size_on_disk(model.files) or details["bytes"],
         "licence": details["licence"] or (entry.licence if entry else None),
         "good_at": entry.good_at if entry else None,
@@ -65,7 +66,7 @@ def _print_template(model: LocalModel, template: str | None, as_json: bool) -> N
     if as_json:
         print(json.dumps({"name": model.name, "template": template}))
     elif template is None:
-        raise ModelError(f"{shown(model.name)} has no chat template", "a generic one is used in chats")
+        raise ModelError(f"{shown(model.name)} has no chat template", "chats use a generic one")
     else:
         print(_safe(template))
 
@@ -81,10 +82,8 @@ def _print(document: dict[str, Any]) -> None:
     types = Table(box=None, pad_edge=False)
     for title in ("TENSORS", "COUNT", "PARAMS", "SIZE"):
         types.add_column(title, justify="left" if title == "TENSORS" else "right")
-    for each in document["tensor_types"]:
-        types.add_row(
-            each["type"], f"{each['tensors']:,}", parameters_text(each["parameters"]), size_text(each["bytes"])
-        )
+    for row in document["tensor_types"]:
+        types.add_row(row["type"], f"{row['tensors']:,}", parameters_text(row["parameters"]), size_text(row["bytes"]))
     console.print()
     console.print(types)
 
@@ -99,15 +98,15 @@ def _lines(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "architecture", f"{document['architecture']}, {document['layers']} layers of width {document['width']:,}"
     yield "parameters", parameters_text(document["parameters"])
     yield "quantization", document["quantization"]
-    yield "context", f"{document['context']:,} tokens" if document["context"] else "not said"
+    if document["kind"] != "text":
+        yield "use", KIND_TEXTS[document["kind"]]
+    yield "context", f"{document['context']:,} tokens" if document["context"] else "unknown"
     yield "tokenizer", _tokenizer_text(document["tokenizer"])
     if special := document["tokenizer"]["special"]:
         yield "special tokens", ", ".join(f"{name} {text}" for name, text in special.items())
-    yield "licence", document["licence"] or "not said: look at where it comes from"
-    yield (
-        "size",
-        f"{size_text(document['bytes'])} in {document['files'] or 1} file{'s' if document['files'] > 1 else ''}",
-    )
+    yield "licence", document["licence"] or "unknown: see the page of the model"
+    count = document["files"] or 1
+    yield "size", f"{size_text(document['bytes'])} in {count} file{'s' if count > 1 else ''}"
     yield "memory", _memory_text(document)
     if document["problem"]:
         yield "cannot be run", document["problem"]
@@ -135,7 +134,7 @@ def _memory_text(document: dict[str, Any]) -> str:
 
 def _template_text(template: str | None) -> str:
     if template is None:
-        return "none: a generic one is used in chats"
+        return "none: chats use a generic one"
     lines = template.splitlines()
     head = [shown(line, MAX_LINE) if line else "" for line in lines[:TEMPLATE_LINES]]
     more = len(lines) - len(head)
@@ -143,5 +142,5 @@ def _template_text(template: str | None) -> str:
 
 
 def _safe(text: str) -> str:
-    """Return a text of a file without what moves a terminal's cursor."""
-    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
+    """Replace characters of a file's text that could move a terminal's cursor."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)

@@ -1,1 +1,1 @@
-"""The engine: scheduler, KV bookkeeping and the step loop. Knows integers only."""
+"""The engine: scheduler, KV cache bookkeeping and the step loop. Knows integers only."""

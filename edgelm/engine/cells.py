@@ -1,7 +1,7 @@
-"""Counts the cells of a KV cache in which slots share prefixes, as llama.cpp's unified cache does.
+"""Cells: counts the cells of a KV cache in which slots share prefixes, as llama.cpp's unified cache does.
 
-Owns arithmetic only: a cell is used while any slot holds it, and no call of llama.cpp tells how many are free.
-Knows nothing of tokens, sequences or what is worth keeping.
+Owns arithmetic only: a cell is used while any slot holds it, and llama.cpp has no call that tells how many are free.
+Knows nothing of tokens, sequences or the value of a prefix.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ class _Span:
     """Consecutive positions whose cells are held by the same slots."""
 
     length: int
-    holders: int = 1
+    num_holders: int = 1
 
 
 class Cells:
-    """Which slot holds how many positions, and how many cells that takes."""
+    """The number of positions of each slot, and of the used cells of all slots."""
 
     def __init__(self, num_slots: int, capacity: int) -> None:
         self._spans: list[list[_Span]] = [[] for _ in range(num_slots)]
@@ -35,10 +35,10 @@ class Cells:
         return self._lengths[slot]
 
     def extend(self, slot: int, count: int) -> None:
-        """Give a slot `count` cells of its own behind those it has."""
+        """Append `count` new cells to a slot."""
         assert 0 <= count <= self.free
         spans = self._spans[slot]
-        if spans and spans[-1].holders == 1:
+        if spans and spans[-1].num_holders == 1:
             spans[-1].length += count
         elif count:
             spans.append(_Span(count))
@@ -46,16 +46,16 @@ class Cells:
         self._used += count
 
     def trim(self, slot: int, length: int) -> None:
-        """Take from a slot all positions from `length` on; cells that nobody else holds become free."""
+        """Cut a slot to `length` positions; cells that no other slot holds become free."""
         assert 0 <= length <= self._lengths[slot]
-        self._cut(slot, length)
+        self._split(slot, length)
         spans = self._spans[slot]
         excess = self._lengths[slot] - length
         while excess:
             span = spans.pop()
             excess -= span.length
-            span.holders -= 1
-            if span.holders == 0:
+            span.num_holders -= 1
+            if span.num_holders == 0:
                 self._used -= span.length
         self._lengths[slot] = length
 
@@ -64,32 +64,33 @@ class Cells:
         assert self._lengths[dst] == 0
         assert 0 <= length <= self._lengths[src]
         self._merge(src)
-        self._cut(src, length)
-        rest = length
+        self._split(src, length)
+        remaining = length
         for span in self._spans[src]:
-            if rest == 0:
+            if remaining == 0:
                 break
-            span.holders += 1
+            span.num_holders += 1
             self._spans[dst].append(span)
-            rest -= span.length
+            remaining -= span.length
         self._lengths[dst] = length
 
     def _merge(self, slot: int) -> None:
-        """Join neighbours that only this slot holds any more, so that borders of old forks do not pile up."""
+        """Join neighbouring spans that only this slot holds: otherwise the borders of old forks pile up."""
         merged: list[_Span] = []
         for span in self._spans[slot]:
-            if merged and merged[-1].holders == span.holders == 1:
+            if merged and merged[-1].num_holders == span.num_holders == 1:
                 merged[-1].length += span.length
             else:
                 merged.append(span)
         self._spans[slot] = merged
 
-    def _cut(self, slot: int, length: int) -> None:
-        """Make `length` a border between spans, for every slot that holds the span across it."""
+    def _split(self, slot: int, length: int) -> None:
+        """Make `length` a border between spans, in every slot that holds the span across it."""
         start = 0
         for span in self._spans[slot]:
             if start < length < start + span.length:
-                head, tail = _Span(length - start, span.holders), _Span(start + span.length - length, span.holders)
+                head = _Span(length - start, span.num_holders)
+                tail = _Span(start + span.length - length, span.num_holders)
                 for spans in self._spans:
                     if span in spans:
                         at = spans.index(span)

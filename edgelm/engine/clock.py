@@ -1,70 +1,160 @@
 """StepClock: what steps cost on this machine, learnt from the steps themselves.
 
-Owns the estimates by which the scheduler bounds a step in time and prices the rows of drafts. Knows nothing of what
-a step computes.
+Owns the estimates by which the scheduler bounds a step in time and prices the rows of drafts. A plain step is a decode
+step without drafts. Knows nothing of what a step computes.
 """
 
 from __future__ import annotations
 
+import bisect
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from edgelm.core import Step
-from edgelm.engine.costs import StepCosts
 
-MAX_STEP_S = 0.2  # that a decoding sequence waits for the prefill of another: the longest of 100 then takes 0.3
-MIN_PREFILL = 8  # tokens: below that, a step is mostly overhead; 32 of a 1B model take 0.4 s on two cores
-_SLOWER_WEIGHT = 0.7  # of a measurement that is higher than expected: an answer stalls at once, and
-_FASTER_WEIGHT = 0.1  # of one that is lower: a prompt only takes a little longer
-_DEPTH_BLOCK = 256  # positions over which a curve is taken as the same
-_CURVE_STEPS = 32  # steps for which one holds
-_GAPS = 5  # of late; their median counts: one in which a kernel was compiled says nothing of the others
-GAP_EVERY = 64  # steps for which they hold: while all is launched ahead, none is seen
-_MIN_MEASURED = MIN_PREFILL  # tokens of prefill from which a step tells their cost
-PLAIN_EVERY = 64  # steps with drafts in a row, after which one without keeps the comparison true
-FIRST_PLAIN = 4  # the same at first: after each of them the next one may wait for so many more
-FRESH = 32  # steps for which others are compared with those without drafts before them
+MAX_STEP_S = 0.2  # limit of a step that decodes: of 100 steps with prefill, the slowest then takes 0.3 s
+MIN_PREFILL = 8  # tokens; shorter chunks are mostly overhead, and 32 tokens of a 1B model take 0.4 s on two cores
+PLAIN_EVERY = 64  # the most steps with drafts in a row; a plain step then updates the comparison
+FIRST_PLAIN = 4  # the same at the start; each plain step adds this number to it
+FRESH = 32  # steps: an older plain step is not compared with steps that have drafts
+GAP_EVERY = 64  # steps after which measured gaps expire: no gap is seen while every step is launched ahead
+_GAPS = 5  # their median counts: a gap in which a kernel was compiled says nothing about the others
+_MIN_MEASURED = MIN_PREFILL  # tokens of prefill; a step with fewer does not tell what a token costs
+_SLOWER_WEIGHT = 0.7  # of a measurement above the estimate: a wrong one stalls answers at once
+_FASTER_WEIGHT = 0.1  # of a measurement below the estimate: a wrong one only makes a prompt a little slower
+_DEPTH_BLOCK = 256  # cached positions; within a block of them, one cost curve is used
+_CURVE_STEPS = 32  # steps after which the cost curves are computed again
+
+_SCALE_WEIGHT = 0.3  # of the newest step
+_RATIO_WEIGHT = 0.05
+_SHORTEST_S = 1e-6  # shorter times are below the resolution of the clock
+_OUTLIER = 4.0  # a step so many times longer or shorter than expected says something about the machine, not about rows
+
+
+class Measured(NamedTuple):
+    """One measured point of the cost surface."""
+
+    rows: int
+    depth: int  # cached positions of all sequences together
+    seconds: float
+
+
+class StepCosts:
+    """The time of a decode step by its rows and by the cached positions that it reads.
+
+        time = scale · ratio[rows] · (base[rows] + slope[rows] · depth)
+
+    `base` and `slope` come from measurements, with interpolation between them: over rows the time is a staircase (on a
+    CPU four rows may cost less than three), over depth a line. `scale` follows the present speed of the machine,
+    `ratio` the cost of a row count relative to the others. Without a measurement or a real step, nothing is known.
+    """
+
+    def __init__(self, points: Iterable[Measured] = ()) -> None:
+        self._base: dict[int, float] = {}  # seconds, by rows
+        self._slope: dict[int, float] = {}  # seconds for each cached position, by rows
+        self._ratio: dict[int, float] = {}
+        self._scale = 1.0
+        by_rows: dict[int, list[Measured]] = {}
+        for point in points:
+            by_rows.setdefault(point.rows, []).append(point)
+        for rows, same_rows in by_rows.items():
+            low, high = min(same_rows, key=lambda point: point.depth), max(same_rows, key=lambda point: point.depth)
+            slope = (high.seconds - low.seconds) / (high.depth - low.depth) if high.depth > low.depth else None
+            if slope is not None:
+                self._slope[rows] = max(slope, 0.0)
+            self._base[rows] = max(low.seconds - low.depth * (slope or 0.0), low.seconds / 2, _SHORTEST_S)
+        self._rows = sorted(self._base)
+
+    @property
+    def prices_rows(self) -> bool:
+        """Whether the cost of an additional row is known."""
+        return len(self._rows) > 1
+
+    def observe(self, rows: int, depth: int, seconds: float) -> None:
+        """Learn from a step without prefill."""
+        seconds = max(seconds, _SHORTEST_S)
+        if rows not in self._base and not self._is_between(rows):
+            bisect.insort(self._rows, rows)
+            self._base[rows] = max(seconds / self._scale - self._slope_of(rows) * depth, seconds / self._scale / 2)
+            return
+        error = seconds / self.time(rows, depth)
+        if 1 / _OUTLIER < error < _OUTLIER:
+            self._ratio[rows] = self._ratio.get(rows, 1.0) * error**_RATIO_WEIGHT
+        self._scale *= min(max(error, 1 / _OUTLIER), _OUTLIER) ** _SCALE_WEIGHT
+
+    def time(self, rows: int, depth: int) -> float:
+        """Return the seconds of a step; 0: not known."""
+        if not self._base:
+            return 0.0
+        ratio = self._ratio.get(rows, 1.0)
+        return self._scale * ratio * (self._base_of(rows) + self._slope_of(rows) * depth)
+
+    def _is_between(self, rows: int) -> bool:
+        return bool(self._rows) and self._rows[0] <= rows <= self._rows[-1] and len(self._rows) > 2
+
+    def _base_of(self, rows: int) -> float:
+        return _interpolated(self._rows, self._base, rows)
+
+    def _slope_of(self, rows: int) -> float:
+        return _interpolated(sorted(self._slope), self._slope, rows) if self._slope else 0.0
+
+
+def _interpolated(points: list[int], values: dict[int, float], rows: int) -> float:
+    """Return the value at `rows`: on the line between its neighbours, in proportion beyond the last point."""
+    if rows in values:
+        return values[rows]
+    at = bisect.bisect(points, rows)
+    if at == 0:
+        return values[points[0]]
+    low = points[at - 1]
+    if at == len(points):
+        first = points[0]
+        slope = (values[low] - values[first]) / (low - first) if low > first else 0.0
+        return values[low] + max(slope, 0.0) * (rows - low)
+    high = points[at]
+    return values[low] + (values[high] - values[low]) * (rows - low) / (high - low)
 
 
 class DecodeStep(NamedTuple):
-    """A step without prefill, as it was."""
+    """A step without prefill, as measured."""
 
     sequences: int
     rows: int
     seconds: float
-    plain_s: float  # what steps without drafts took of late; 0: there was none
+    plain_s: float  # recent time of a plain step of so many sequences; 0: there was none
 
 
 @dataclass(slots=True)
-class _Plain:
-    """The last steps without drafts, of one number of sequences."""
+class _PlainSteps:
+    """The last plain steps of one number of sequences."""
 
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=3))  # seconds, depth
-    seen: int = 0
-    at: int = 0  # number of the last
-    drafted: int = 0  # steps with drafts since
+    count: int = 0  # of all plain steps so far
+    last: int = 0  # number of the last plain step
+    drafted: int = 0  # steps with drafts since then
 
 
 class StepClock:
-    """The times of decode steps by rows and depth, and of one prefill token."""
+    """The times of decode steps by rows and depth, and the time of one prefill token."""
 
     def __init__(self, costs: StepCosts | None = None) -> None:
         self._costs = costs or StepCosts()
-        self._prefill_s: float | None = None  # one token's, at the depth of late
-        self._curves: dict[tuple[int, int, int], list[float]] = {}  # of late: to price 64 rows takes 100 us
-        self._observed = 0
+        self._prefill_s: float | None = None  # for one token, at the present depth
+        self._curves: dict[tuple[int, int, int], list[float]] = {}  # recent ones: pricing 64 rows takes 100 us
+        self._observed = 0  # steps
         self._depth = 0
-        self._plain: dict[int, _Plain] = {}  # by the number of sequences
+        self._plain: dict[int, _PlainSteps] = {}  # by the number of sequences
         self._gaps: deque[float] = deque(maxlen=_GAPS)
-        self._gap_at = 0  # number of the step before which the last one was
+        self._gap_at = 0  # number of the step before the last gap
         self.last: DecodeStep | None = None  # None: the last step had prefill
-        self.plain_due = False  # whether the next step should be one without drafts
+        self.plain_due = False  # whether the next step should have no drafts
 
-    def observe(self, step: Step, seconds: float, unseen: int = 0) -> None:
-        """Learn from a step that took `seconds`; in them are `unseen` tokens of prefill of steps before it."""
-        rows, prefill = step.num_rows, step.num_tokens - step.num_rows + unseen
+    def observe(self, step: Step, seconds: float, unread_prefill: int = 0) -> None:
+        """Learn from a step; `seconds` include `unread_prefill` prefill tokens of earlier steps."""
+        rows, prefill = step.num_rows, step.num_tokens - step.num_rows + unread_prefill
         self.last, self.plain_due = None, False
         self._observed += 1
         if self._observed % _CURVE_STEPS == 0 or self._observed < _CURVE_STEPS:
@@ -76,50 +166,50 @@ class StepClock:
             self._compare(len(step.chunks), rows, depth, seconds)
             self._costs.observe(rows, depth, seconds)
         elif prefill >= _MIN_MEASURED:
-            cost = max(seconds - (self._costs.time(rows, depth) if rows else 0.0), 0.0) / prefill
-            self._prefill_s = cost if self._prefill_s is None else _mix(self._prefill_s, cost)
+            token_s = max(seconds - (self._costs.time(rows, depth) if rows else 0.0), 0.0) / prefill
+            self._prefill_s = token_s if self._prefill_s is None else _mix(self._prefill_s, token_s)
 
     def _compare(self, sequences: int, rows: int, depth: int, seconds: float) -> None:
-        """Set a decode step against those without drafts, by the clock alone: the surface may be wrong."""
-        plain = self._plain.setdefault(sequences, _Plain())
-        fresh = plain.seen and self._observed - plain.at <= FRESH
+        """Compare a decode step with recent plain steps, by measured times alone: the cost surface may be wrong."""
+        plain = self._plain.setdefault(sequences, _PlainSteps())
+        fresh = plain.count and self._observed - plain.last <= FRESH
         now = self._costs.time(sequences, depth)
-        times = [each * now / self._costs.time(sequences, then) for each, then in plain.recent] if fresh else [0.0]
+        times = [took * now / self._costs.time(sequences, then) for took, then in plain.recent] if fresh else [0.0]
         self.last = DecodeStep(sequences, rows, seconds, statistics.median(times))
         if rows == sequences:
             plain.recent.append((seconds, depth))
-            plain.seen, plain.at, plain.drafted = plain.seen + 1, self._observed, 0
+            plain.count, plain.last, plain.drafted = plain.count + 1, self._observed, 0
         else:
             plain.drafted += 1
-        self.plain_due = plain.drafted >= min(FIRST_PLAIN * plain.seen, PLAIN_EVERY)
+        self.plain_due = plain.drafted >= min(FIRST_PLAIN * plain.count, PLAIN_EVERY)
 
     def observe_gap(self, seconds: float) -> None:
-        """Learn how long the device had nothing to do between two steps."""
+        """Learn how long the device was idle between two steps."""
         self._gaps.append(seconds)
         self._gap_at = self._observed
 
     def gap(self, rows: int, depth: int) -> float:
-        """Return how long the device waits for the host before a step of `rows` rows, in such steps; 0: not known."""
+        """Return how long the device waits for the host, in steps of `rows` rows; 0: not known."""
         step_s = self._costs.time(rows, depth)
         if not step_s or not self._gaps or self._observed - self._gap_at > GAP_EVERY:
             return 0.0
         return statistics.median(self._gaps) / step_s
 
     def plain_s(self) -> float:
-        """Return what a step of one row takes now, in seconds; 0: not known."""
+        """Return the present time of a step of one row, in seconds; 0: not known."""
         return self._costs.time(1, self._depth)
 
     def prefill_tokens(self, rows: int, depth: int = 0) -> int:
-        """Return how many tokens of prefill fit in a step that decodes `rows` rows besides."""
+        """Return how many prefill tokens fit in a step that also decodes `rows` rows."""
         if not self._prefill_s:
             return MIN_PREFILL
         return max(int((MAX_STEP_S - self._costs.time(rows, depth)) / self._prefill_s), MIN_PREFILL)
 
     def marginal_cost(self, rows: int, depth: int, sequences: int, room: int) -> list[float]:
-        """Return the cost of each of `room` rows more than `rows`, in steps of this many rows.
+        """Return the cost of each of `room` rows added to `rows`, in steps of `rows` rows.
 
-        A longer step holds up every sequence in it, so the cost is that of all: a draft of one sequence has to bring
-        what the others lose besides. While nothing is known, a row costs what a token of prefill does, or a step.
+        A longer step delays every sequence in it, so the cost is for all sequences: a draft of one sequence has to
+        win back what the others lose. Before the first measurement, a row costs as much as a prefill token, or a step.
         """
         key = rows, depth // _DEPTH_BLOCK, sequences
         curve = self._curves.get(key, [])

@@ -1,6 +1,6 @@
-"""The engine: one thread that steps the scheduler and the executor, and the way in and out of it.
+"""The engine: one thread that runs steps, and the way for requests in and out of it.
 
-Owns the thread, the open requests and their timings. Knows nothing of text or of a device.
+Owns the thread, the open requests and their timings. Knows nothing of text or devices.
 """
 
 from __future__ import annotations
@@ -15,26 +15,44 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
-from edgelm.core import Event, Executor, ExecutorInfo, Matcher, Samples, SamplingParams, Sequence, Stats, Step
+import numpy as np
+from numpy.typing import NDArray
+
+from edgelm.core import (
+    Embedder,
+    Event,
+    Executor,
+    ExecutorInfo,
+    FinishReason,
+    Matcher,
+    SamplingParams,
+    Sequence,
+    Stats,
+    Step,
+)
 from edgelm.engine.clock import StepClock
-from edgelm.engine.masks import grammar_masks
+from edgelm.engine.counters import Counters
+from edgelm.engine.embedding import EmbeddingJob, EmbeddingQueue
+from edgelm.engine.pipeline import StepPipeline
 from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.stream import Mailbox, Stream
-from edgelm.errors import BusyError, EdgeLMError, EngineError, SnapshotError
+from edgelm.engine.usage import Usage
+from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError, SnapshotError
 
-MAX_REQUESTS = 256  # open at one time, running and waiting
-WORK_SHARE = 0.02  # of a step's time goes to what the drafter put off
-MAX_WORK_S = 0.005
-REST_AFTER_S = 30.0  # without a request, before idle prefixes are stored
+MAX_REQUESTS = 512  # open at the same time, running and waiting; a client alone may have half of them
+WORK_SHARE = 0.02  # of a step's time, for the background work of the drafter
+MAX_WORK_S = 0.005  # of that work after one step
+FLUSH_IDLE_AFTER_S = 30.0  # without a request: then idle prefixes are stored
+
+_CLOSED = EngineError("the engine was closed")
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Request:
-    """An open request; times are of `perf_counter`, 0 until they come."""
+    """An open request; times are of `perf_counter`, 0 until they are known."""
 
     seq: Sequence
     mailbox: Mailbox
@@ -42,6 +60,14 @@ class _Request:
     started: float = 0.0
     first: float = 0.0
     last: float = 0.0
+    request_id: str = ""  # for logs
+    limit_s: float | None = None  # for the answer, from its first token on
+    drafted: int = 0  # of `seq`, as counted
+    accepted: int = 0
+
+    def is_late(self, now: float) -> bool:
+        """Tell whether the time for the answer is over."""
+        return self.limit_s is not None and self.first > 0 and now - self.first >= self.limit_s
 
     def stats(self) -> Stats:
         seq, first, last = self.seq, self.first or time.perf_counter(), self.last or self.first
@@ -52,6 +78,7 @@ class _Request:
             completion_tokens=seq.completion_len,
             drafted=seq.drafted,
             accepted=seq.accepted,
+            forced=seq.forced,
             queue_ms=1000 * (started - self.submitted),
             prompt_ms=1000 * (first - started),
             first_token_ms=1000 * (first - self.submitted),
@@ -59,43 +86,34 @@ class _Request:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step that the device works on."""
-
-    step: Step
-    samples: Samples
-    launched: float  # of perf_counter, as all times here
-    running: float  # from then on the device has work
-
-
-class _Unseen(NamedTuple):
-    """Prefill that was launched and not waited for."""
-
-    since: float = 0.0
-    tokens: int = 0
-
-
 class Engine:
-    """Runs requests on one executor. Start it, submit to it, close it."""
+    """Runs requests on one executor. Start it, submit to it, close it.
+
+    `make_embedder` is called on the engine's thread when the first vectors are to be computed.
+    """
 
     def __init__(
-        self, executor: Executor, scheduler: Scheduler, clock: StepClock, max_requests: int = MAX_REQUESTS
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        clock: StepClock,
+        max_requests: int = MAX_REQUESTS,
+        make_embedder: Callable[[], Embedder] | None = None,
     ) -> None:
+        self.counters = Counters()
         self._executor = executor
         self._scheduler = scheduler
-        self._clock = clock
+        self._pipeline = StepPipeline(executor, scheduler, clock)
+        self._embeddings = EmbeddingQueue(make_embedder, self.counters.embedded)
         self._max_requests = max_requests
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # of the three below
+        self._lock = threading.Lock()  # for the next four
         self._open: dict[int, _Request] = {}
+        self._jobs: set[EmbeddingJob] = set()  # open requests for vectors
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._closing = False
-        self._end_lock = threading.Lock()  # of the next
+        self._end_lock = threading.Lock()  # for the next one
         self._ended = False
-        self._ahead: _Flight | None = None  # launched before the step before it was read
-        self._read_at = 0.0  # when the last step was read; 0: nothing ran before the next
-        self._unseen = _Unseen()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -104,8 +122,18 @@ class Engine:
 
     @property
     def num_requests(self) -> int:
-        """Requests that are open, running and waiting."""
-        return len(self._open)
+        """The number of open requests, running and waiting."""
+        return len(self._open) + len(self._jobs)
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests that are computed now."""
+        return len(self._scheduler.running) + self._embeddings.num_running
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of the KV cache that running sequences hold, 0 to 1."""
+        return self._scheduler.kv_usage
 
     # -- for any thread --------------------------------------------------------------------------------------------
 
@@ -120,34 +148,77 @@ class Engine:
         matcher: Matcher | None = None,
         *,
         past: Seq[int] = (),
-        owner: str = "",
+        cache_namespace: str = "",
+        client: str = "",
+        interactive: bool = False,
+        limit_s: float | None = None,
+        usage: Usage | None = None,
     ) -> Stream:
-        """Queue a prompt; iterate over the stream, in the running event loop, for its events.
+        """Queue a prompt; iterate over the returned stream, in the running event loop, for its events.
 
-        `past` is what of the conversation is no longer in the prompt, `owner` whose it is: nothing that one owner
-        wrote serves another.
-        Raises RequestError for a prompt that can never run, BusyError when too many requests are open, EngineError
-        when the engine is closed.
+        `past` is the part of the conversation that is no longer in the prompt. Namespaces share no cached prefixes and
+        no learnt drafts. Clients take turns, and an `interactive` request overtakes others (`AdmissionQueue`). An
+        answer ends with the reason "length" `limit_s` after its first token. `usage` is told of the begin and the end.
+        Raises RequestError for a prompt that can never run, BusyError when too many requests are open, of this client
+        or of all, EngineError when the engine is closed.
         """
         self._scheduler.check(tokens, params)
-        mailbox = Mailbox(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
         with self._lock:
             if self._closing:
                 raise EngineError("the engine is closed")
-            if len(self._open) >= self._max_requests:
-                raise BusyError(f"{len(self._open)} requests are open already", "try again later")
-            seq = Sequence(next(self._ids), list(tokens), len(tokens), params, matcher=matcher, past=past, owner=owner)
-            self._open[seq.id] = _Request(seq, mailbox)
+            self._check_room(client, [request.seq.client for request in self._open.values()])
+            seq = Sequence(next(self._ids), list(tokens), len(tokens), params, matcher=matcher, past=past)
+            seq.cache_namespace, seq.client, seq.interactive = cache_namespace, client, interactive
+            mailbox = Mailbox(loop, usage.begin(counts_prompt=params.choice == 0) if usage else None)
+            self._open[seq.id] = _Request(seq, mailbox, request_id=usage.request_id if usage else "", limit_s=limit_s)
             self._inbox.put(lambda: self._scheduler.add(seq))
-        return Stream(mailbox, lambda: self._inbox.put(lambda: self._cancel(seq.id)))
+        return Stream(mailbox, lambda reason: self._inbox.put(lambda: self._cancel(seq.id, reason)))
+
+    async def embed(self, inputs: Seq[Seq[int]], client: str = "") -> NDArray[np.float32]:
+        """Compute the vectors of some inputs, behind the answers: [inputs, width]. To cancel the call ends the work.
+
+        Raises BusyError when too many requests are open, EngineError when the engine fails or has not enough memory,
+        RequestError when it has no embedder.
+        """
+        if not self._embeddings.available:
+            raise RequestError("this engine computes no embeddings", "use --engine llama")
+        loop = asyncio.get_running_loop()
+        job = EmbeddingJob(inputs, client, loop, loop.create_future())
+        with self._lock:
+            if self._closing:
+                raise EngineError("the engine is closed")
+            self._check_room(client, [job.client for job in self._jobs])
+            self._jobs.add(job)
+            self._inbox.put(lambda: self._embeddings.add(job))
+        try:
+            return await job.done
+        finally:
+            with self._lock:
+                self._jobs.discard(job)
+            self._inbox.put(lambda: self._embeddings.cancel(job))
+
+    def _check_room(self, client: str, clients: Seq[str]) -> None:
+        """Raise BusyError unless there is room for one more request of a client, besides those of `clients`.
+
+        No client may have more requests than there are free places: so many clients as may flood the queue, there is
+        room for another one.
+        """
+        free = self._max_requests - len(clients)
+        if free <= 0:
+            raise BusyError(f"{len(clients)} requests are open already", "try again later")
+        num_own = clients.count(client)
+        if num_own >= free:
+            raise BusyError(f"{num_own} requests of this client are open already", "wait until some are answered")
 
     def close(self) -> None:
-        """End as `stop` does, and free the executor's memory."""
+        """Stop, and free the executor's memory."""
         self.stop()
+        self._embeddings.close()
         self._executor.close()
 
     def stop(self) -> None:
-        """End the thread after its step, fail what is open, and save what outlives the process. May be called twice."""
+        """End the thread after its step, fail open requests, and save state for the next process. Idempotent."""
         with self._lock:
             self._closing = True
         self._inbox.put(lambda: None)
@@ -162,24 +233,19 @@ class Engine:
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
     def step(self) -> list[Event] | None:
-        """Run one step, and launch the next where that is allowed; return the events. None: there was nothing to do."""
-        flight, self._ahead = self._ahead, None
-        step = flight.step if flight else None
+        """Run one step and return its events; None: there is nothing to do."""
+        step = self._pipeline.launched
         try:
-            if flight is None:
-                step = self._plan()
-                if step is None:
-                    self._read_at, self._unseen = 0.0, _Unseen()
-                    return None
-                flight = self._launch(step)
-                if self._read_at and step.num_tokens == step.num_rows:
-                    self._clock.observe_gap(flight.running - self._read_at)
-            return self._finish(flight)
+            step = step or self._plan()
+            if step is None:
+                self._pipeline.reset()
+                return None
+            sampled = self._pipeline.run(step)
+            events = self._scheduler.commit(step, sampled)
+            self._scheduler.work(min(WORK_SHARE * self._pipeline.step_s, MAX_WORK_S))
+            return events
         except SnapshotError as error:
-            log.warning("%s; it is computed again", error)
-            self._read_at = 0.0
-            self._scheduler.recompute()
-            return []
+            return self._recompute(error)
         except EdgeLMError as error:
             return self._fail(step, error)
         except Exception as error:  # the one boundary: a failed step is the failure of its requests
@@ -191,83 +257,58 @@ class Engine:
         step = self._scheduler.plan()
         for chunk in step.chunks if step else ():
             request = self._open[chunk.seq.id]
-            request.started = request.started or began
+            if not request.started:
+                request.started = began
+                self.counters.admitted(chunk.seq)
         return step
 
-    def _launch(self, step: Step) -> _Flight:
-        launched = time.perf_counter()  # drafting came before: it is no part of what a row costs
-        self._executor.forward(step)
-        running = time.perf_counter()
-        masks = grammar_masks(step, self.info.num_vocab)
-        return _Flight(step, self._executor.sample(step, masks), launched, running)
-
-    def _finish(self, flight: _Flight) -> list[Event]:
-        """Launch what can follow a step already, then take what the step sampled."""
-        ahead = self._scheduler.plan_ahead(flight.step)
-        launched = self._launch_ahead(ahead) if ahead else None
-        sampled = flight.samples.read()
-        seconds = self._time(flight)
-        events = self._scheduler.commit(flight.step, sampled)
-        self._ahead = launched
-        self._scheduler.work(min(WORK_SHARE * seconds, MAX_WORK_S))
-        return events
-
-    def _launch_ahead(self, step: Step) -> _Flight | None:
-        try:
-            return self._launch(step)
-        except EdgeLMError as error:  # the step before it is not concerned; if the reason stays, the next says so
-            log.warning("a step could not be launched ahead: %s", error)
-            return None
-
-    def _time(self, flight: _Flight) -> float:
-        """Return the seconds of a step that was read, and let the clock learn from them.
-
-        Where the device runs by itself, nobody waited for a step that samples nothing: its time is in that of the next.
-        """
-        began = self._unseen.since or max(flight.launched, self._read_at)
-        now = time.perf_counter()
-        if self.info.runs_ahead and not flight.step.num_rows:
-            self._unseen = _Unseen(began, self._unseen.tokens + flight.step.num_tokens)
-        else:
-            self._clock.observe(flight.step, now - began, self._unseen.tokens)
-            self._read_at, self._unseen = now, _Unseen()
-        return now - began
+    def _recompute(self, error: SnapshotError) -> list[Event]:
+        log.warning("%s; it is computed again", error)
+        self._pipeline.reset()
+        self._scheduler.recompute()
+        return []
 
     def _fail(self, step: Step | None, error: EdgeLMError) -> list[Event]:
-        """End what a failed step concerns; a request that ended while the step was on its way has its event."""
-        self._read_at, self._unseen = 0.0, _Unseen()
-        return [event for event in self._scheduler.fail(step, error) if event.seq_id in self._open]
+        """Return the events that end the sequences of a failed step, but for requests that are closed already."""
+        self._pipeline.reset()
+        events = [event for event in self._scheduler.fail(step, error) if event.seq_id in self._open]
+        ids = dict.fromkeys(self._open[event.seq_id].request_id for event in events)
+        log.warning("requests %s failed: %s", ", ".join(ids), error)
+        return events
 
     def _run(self) -> None:
-        idle, rested = False, True
+        idle, flushed = False, True
         try:
             while not self._closing:
-                if not self._take_commands(wait=idle, limit_s=None if rested else REST_AFTER_S) and idle:
-                    self._rest()
-                    rested = True
+                if not self._take_commands(wait=idle, limit_s=None if flushed else FLUSH_IDLE_AFTER_S) and idle:
+                    self._flush_idle()
+                    self._embeddings.free()
+                    flushed = True
                 events = self.step()
-                rested = rested and events is None
-                idle = events is None and not self._scheduler.work(MAX_WORK_S)
+                embeds = self._embeddings.work(None if events is None else self._pipeline.step_s)
+                flushed = flushed and events is None and not embeds
+                idle = events is None and not embeds and not self._scheduler.work(MAX_WORK_S)
                 if events:
                     self._deliver(events)
             for seq in [*self._scheduler.running, *self._scheduler.waiting]:
                 self._scheduler.abort(seq.id)
-            self._ahead = None
-            self._rest()
-        finally:  # a bug of ours may end the thread: nobody is to wait for it then
+            self._pipeline.reset()
+            self._flush_idle()
+        finally:  # even if a bug ends the thread, no client may wait for it
             self._fail_open()
 
     def _fail_open(self) -> None:
-        """Close the door and end all requests that are inside."""
+        """Accept no more requests, and fail the open ones."""
         with self._lock:
             self._closing = True
-        error = EngineError("the engine was closed")
-        self._deliver([Event(seq_id, finish_reason="error", error=error) for seq_id in list(self._open)])
+        self._deliver([Event(seq_id, finish_reason="error", error=_CLOSED) for seq_id in list(self._open)])
+        for job in list(self._jobs):
+            job.finish(_CLOSED)
 
-    def _rest(self) -> None:
-        """Let idle prefixes outlive the process; what goes wrong then costs them and nothing else."""
+    def _flush_idle(self) -> None:
+        """Store idle prefixes, so that they outlive the process; an error costs these prefixes and nothing else."""
         try:
-            step = self._scheduler.rest()
+            step = self._scheduler.flush_idle()
             if step:
                 self._executor.forward(step)
         except EdgeLMError as error:
@@ -275,7 +316,7 @@ class Engine:
             self._scheduler.recompute()
 
     def _take_commands(self, wait: bool, limit_s: float | None = None) -> bool:
-        """Do what other threads ask for; False: there was nothing, within the limit if it waits."""
+        """Run the commands of other threads; False: there was none, or none within the limit."""
         taken = False
         try:
             self._inbox.get(block=wait, timeout=limit_s)()
@@ -285,31 +326,47 @@ class Engine:
         except Empty:
             return taken
 
-    def _cancel(self, seq_id: int) -> None:
+    def _cancel(self, seq_id: int, reason: FinishReason) -> None:
         event = self._scheduler.abort(seq_id)
         if event:
-            self._deliver([event])
+            self._deliver([replace(event, finish_reason=reason)])
 
     def _deliver(self, events: list[Event]) -> None:
-        """Post events to their loops, waking each loop once."""
+        """Post events to their event loops, and wake each loop once."""
         now = time.perf_counter()
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Event]]] = {}
         for event in events:
             request = self._open[event.seq_id]
             if event.sampled:
-                request.first = request.first or now
-                request.last = now
+                self._count_tokens(request, len(event.sampled), now)
+            if request.is_late(now) and not event.finish_reason and self._scheduler.abort(event.seq_id):
+                event = replace(event, finish_reason="length")
             if event.finish_reason:
-                event = replace(event, stats=request.stats())
+                stats = request.stats()
+                self.counters.ended(event.finish_reason, stats)
+                event = replace(event, stats=stats)
                 with self._lock:
                     del self._open[event.seq_id]
             posts.setdefault(request.mailbox.loop, []).append((request.mailbox, event))
         for loop, mail in posts.items():
             try:
                 loop.call_soon_threadsafe(_post_all, mail)
-            except RuntimeError:  # the loop was closed and its requests with it
+            except RuntimeError:  # the loop is closed, and with it the clients of its requests
                 for _, event in mail:
-                    self._inbox.put(functools.partial(self._cancel, event.seq_id))
+                    self._inbox.put(functools.partial(self._cancel, event.seq_id, "abort"))
+
+    def _count_tokens(self, request: _Request, num_tokens: int, now: float) -> None:
+        """Note the time of new tokens, and count them with the draft that they come from."""
+        seq = request.seq
+        if request.first:
+            self.counters.more_tokens(num_tokens, now - request.last)
+        else:
+            request.first = now
+            self.counters.first_tokens(seq, num_tokens, now - request.submitted)
+        request.last = now
+        if seq.drafted > request.drafted:
+            self.counters.draft(seq.drafted - request.drafted, seq.accepted - request.accepted)
+            request.drafted, request.accepted = seq.drafted, seq.accepted
 
 
 def _post_all(mail: list[tuple[Mailbox, Event]]) -> None:

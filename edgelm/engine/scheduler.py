@@ -1,13 +1,13 @@
-"""The scheduler: which tokens of which sequences the next step runs, and what its samples mean.
+"""The scheduler: which tokens of which sequences the next step runs, and how its samples change them.
 
-Owns the queue of waiting and the list of running sequences, both by age. There is no prefill and no decode: a
-sequence has `tokens`, a `draft` and `computed`, and each step lets `computed` catch up within the step's budget.
-Knows nothing of devices, text, threads or time.
+Owns the list of running sequences, in the order of their admission, and asks the queue who is admitted next. There is
+no prefill phase and no decode phase: a sequence has `tokens`, a `draft` and `computed`, and each step lets `computed`
+catch up within the step's budget. Knows nothing of devices, text, threads or time.
 """
 
 from __future__ import annotations
 
-import bisect
+import math
 from dataclasses import dataclass
 
 from edgelm.core import (
@@ -24,41 +24,42 @@ from edgelm.core import (
     Sequence,
     Step,
 )
+from edgelm.engine.admission import AdmissionQueue, is_interactive
 from edgelm.engine.clock import StepClock
 from edgelm.errors import EdgeLMError, EngineError, RequestError
+
+MANY_SLOTS = 4  # of so many or more, long answers leave one to short ones while others wait
 
 
 @dataclass(slots=True)
 class _Room:
-    """What is left of a step's budget."""
+    """The unused part of a step's budget."""
 
     tokens: int
     rows: int
-    prefill: int  # tokens of sequences that miss more than one
-    reserved: int  # running sequences that have not had their turn: each is left a token and a row
-    decoding: int  # sequences that miss one token
+    prefill: int  # tokens of sequences that lack more than one
+    reserved: int  # running sequences not planned yet: a token and a row are kept for each
+    decoding: int  # sequences that lack one token
     depth: int  # cached positions of the running sequences
+
+    @property
+    def admits(self) -> bool:
+        return min(self.tokens - self.reserved, self.rows - self.reserved, self.prefill) > 0
 
 
 class Scheduler:
-    """Plans steps and commits their results, in turn; a step ahead is planned before the one before it is committed."""
+    """Plans a step and commits its results, in turn; a step ahead is planned before the last one is committed."""
 
-    def __init__(
-        self,
-        info: ExecutorInfo,
-        kv: KVCache,
-        clock: StepClock,
-        drafter: Drafter | None = None,
-    ) -> None:
+    def __init__(self, info: ExecutorInfo, kv: KVCache, clock: StepClock, drafter: Drafter | None = None) -> None:
         assert info.max_sequences <= min(info.max_tokens, info.max_rows)
         assert info.context <= info.capacity
         self._info = info
         self._kv = kv
         self._clock = clock
         self._drafter = drafter if info.can_trim else None  # a rejected draft must be cut off
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self._refused: Sequence | None = None  # for whom there was no memory, and none was given back since
+        self.waiting = AdmissionQueue()
+        self.running: list[Sequence] = []  # the first one was admitted before the others
+        self._blocked: Sequence | None = None  # on memory; cleared when blocks are freed
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -78,14 +79,13 @@ class Scheduler:
             raise RequestError(f"logit_bias has a token id outside of the vocabulary of {info.num_vocab:,}")
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence that passed `check`. Ids grow with age."""
-        self._enqueue(self.waiting, seq)
+        """Queue a sequence that passed `check`. A later sequence has a greater id."""
+        self.waiting.add(seq)
 
     def abort(self, seq_id: int) -> Event | None:
-        """End a sequence between steps; its memory is free at once. None: there is no such sequence."""
+        """End a sequence between steps and free its memory at once. None: there is no such sequence."""
         for seq in self.waiting:
             if seq.id == seq_id:
-                self.waiting.remove(seq)
                 self._forget(seq)
                 return Event(seq_id, finish_reason="abort")
         for seq in self.running:
@@ -94,20 +94,25 @@ class Scheduler:
         return None
 
     def work(self, seconds: float) -> bool:
-        """Spend at most about so many seconds on what the drafter put off; True: there is more."""
+        """Spend about `seconds` on the background work of the drafter; True: there is more."""
         return self._drafter.work(seconds) if self._drafter else False
 
-    def rest(self) -> Step | None:
-        """Return a step of ops alone that lets idle prefixes outlive the process, if there is something to do."""
-        self._kv.rest()
+    def flush_idle(self) -> Step | None:
+        """Return a step of ops alone that stores idle prefixes beyond this process; None: there is nothing to store."""
+        self._kv.flush_idle()
         ops = self._kv.take_ops()
         return Step((), ops) if ops else None
 
     def close(self) -> None:
-        """Save what the drafter learnt, and wait for prefixes that are being stored."""
+        """Save what the drafter learnt, and wait until prefixes are stored."""
         self._kv.close()
         if self._drafter:
             self._drafter.close()
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of the KV cache that running sequences hold, 0 to 1."""
+        return self._kv.usage
 
     @property
     def num_unfinished(self) -> int:
@@ -117,6 +122,8 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """Choose the chunks of the next step. None: there is nothing to do."""
+        if self._is_full and self._overtaking(self.running) and (youngest := self._displaceable(self.running)):
+            self._preempt(youngest)
         ready = sum(_missing(seq) == 1 for seq in self.running)
         depth = self._depth
         room = _Room(
@@ -128,55 +135,59 @@ class Scheduler:
             depth=depth,
         )
         chunks: list[Chunk] = []
-        preempted = False
-        for seq in list(self.running):  # none is admitted behind an unfinished prompt, so only the last may have one
-            room.reserved -= 1
-            if seq.kv is not None:  # it was not preempted for one before it
-                preempted |= not self._schedule(seq, chunks, room)
-        while not preempted and self.waiting and self._may_admit(room):
-            seq = self.waiting[0]
-            if not self._kv.attach(seq):
-                self._refused = seq
+        fits = True
+        prompts = [seq for seq in self.running if _missing(seq) > 1]  # none is admitted after an unfinished one, …
+        editors = [seq for seq in prompts if seq.interactive]  # … except those of editors, which overtake it
+        for seq in [seq for seq in self.running if seq not in prompts] + editors:
+            fits = self._schedule_running(seq, chunks, room) and fits
+        while fits and room.admits and not self._is_full and (head := self._overtaking(self.running)):
+            if not self._kv.attach(head):
+                self._blocked = head
                 break
-            del self.waiting[0]
-            self._enqueue(self.running, seq)
-            if seq.cached is None:
-                seq.cached = seq.computed
-                if self._drafter:
-                    self._drafter.begin(seq)
-            preempted = not self._schedule(seq, chunks, room)
+            fits = self._admit(head, chunks, room)
+        for seq in [seq for seq in prompts if seq not in editors]:
+            fits = self._schedule_running(seq, chunks, room) and fits
+        while fits and room.admits and (head := self.next_up(self.running)):
+            if not self._kv.attach(head):
+                self._blocked = head
+                break
+            fits = self._admit(head, chunks, room)
         assert chunks or not self.num_unfinished
         return Step(tuple(chunks), self._kv.take_ops()) if chunks else None  # ops alone wait for a request
 
     def plan_ahead(self, step: Step) -> Step | None:
-        """Choose what follows a step whose samples are not known. None: they have to be, first.
+        """Choose the step after one whose samples are not known; None: it depends on them.
 
-        Each sequence then has one token more, which the device knows: LAST. What ends with that token is found out
-        later, and what the step ahead samples behind it is dropped.
+        Each sequence then has one more token, which only the device knows: LAST. If a sequence ends with that token,
+        the sample of the step ahead is dropped.
         """
         if not self._info.runs_ahead:
             return None
-        chunks = [chunk for chunk in step.chunks if chunk.seq.kv is not None]  # not aborted since
+        chunks = [chunk for chunk in step.chunks if chunk.seq.kv is not None]  # None: aborted
         if not all(map(_is_foreseeable, chunks)):
             return None
         staying = [chunk for chunk in chunks if not self._ends_next(chunk.seq)]
         if not staying or self._may_admit_after(staying):
             return None
-        if self._drafter and self._stake(staying, self._drafter) > self._clock.gap(len(staying), self._depth):
+        if self._drafter and self._missed_draft_cost(staying, self._drafter) > self._clock.gap(
+            len(staying), self._depth
+        ):
             return None
         if not all(self._kv.grow(chunk.seq, chunk.end + 1) for chunk in staying):
-            return None  # somebody has to go
-        ahead = [Chunk(chunk.seq, chunk.end, [LAST], 1, self._kv.place(chunk.seq)) for chunk in staying]
+            return None  # a sequence has to be preempted
+        ahead = [Chunk(chunk.seq, chunk.end, [LAST], 1, self._kv.kv_location(chunk.seq)) for chunk in staying]
         ops = self._kv.take_ops()
         assert not ops
         return Step(tuple(ahead))
 
     def commit(self, step: Step, sampled: list[list[Sampled]]) -> list[Event]:
-        """Take what a step sampled; return an event for each sequence that has new tokens."""
+        """Take the samples of a step; return an event for each sequence that has new tokens."""
         events = []
+        if step.num_tokens > step.num_rows:
+            self._blocked = None  # it may have waited for this part of a prompt
         for chunk, rows in zip(step.chunks, sampled, strict=True):
             if chunk.seq.kv is None:
-                assert chunk.tokens == [LAST]  # it ended while this step was on its way
+                assert chunk.tokens == [LAST]  # it ended after this step was launched
             elif chunk.rows:
                 events.append(self._advance(chunk, rows))
             else:
@@ -185,122 +196,175 @@ class Scheduler:
         return events
 
     def fail(self, step: Step | None, error: EdgeLMError) -> list[Event]:
-        """End the sequences of a failed step (all, if none was planned); the others compute theirs again."""
-        concerned = [chunk.seq for chunk in step.chunks] if step else self.running or self.waiting[:1]
-        self._restart(concerned)
-        return [Event(seq.id, finish_reason="error", error=error) for seq in concerned]
+        """End the sequences of a failed step, and compute all others again.
+
+        If planning failed, there is no step: then all running sequences end, or else the next one in the queue.
+        """
+        if step:
+            failed = [chunk.seq for chunk in step.chunks]
+        else:
+            failed = self.running or [head for head in [self.waiting.head()] if head]
+        self._restart(failed)
+        return [Event(seq.id, finish_reason="error", error=error) for seq in failed]
 
     def recompute(self) -> None:
-        """Give up a step whose prefixes could not be brought back: no sequence ends, all are computed again."""
+        """Give up a step whose snapshots could not be loaded: no sequence ends, all are computed again."""
         self._restart([])
 
-    def _restart(self, concerned: list[Sequence]) -> None:
-        """Forget the cache and queue all sequences again, but for those that the failure concerns."""
+    def _restart(self, failed: list[Sequence]) -> None:
+        """Forget the cache, and queue all sequences again except the failed ones."""
         self._kv.reset()
-        self._refused = None
-        unfinished, self.waiting, self.running = [*self.running, *self.waiting], [], []
-        for seq in unfinished:
-            seq.kv, seq.computed, seq.draft = None, 0, []
-            if seq in concerned:
+        self._blocked = None
+        for seq in self.running:
+            self.waiting.put_back(seq)
+        self.running = []
+        for seq in self.waiting:
+            seq.kv, seq.computed, seq.draft, seq.num_forced = None, 0, [], 0
+            if seq in failed:
                 self._forget(seq)
-            else:
-                self._enqueue(self.waiting, seq)
 
     # -- planning --------------------------------------------------------------------------------------------------
+
+    def next_up(self, running: list[Sequence]) -> Sequence | None:
+        """Return the sequence to admit beside these; None: there is none, or no slot for it.
+
+        While several wait, long answers leave one of MANY_SLOTS free: a short one need not wait until one of them ends.
+        """
+        if len(running) == self._info.max_sequences:
+            return None
+        slots = self._info.max_sequences - (self._info.max_sequences >= MANY_SLOTS and len(self.waiting) > 1)
+        return self.waiting.head(no_long=sum(not is_interactive(seq) for seq in running) >= slots)
+
+    def _overtaking(self, running: list[Sequence]) -> Sequence | None:
+        """Return an editor's request to admit beside these, or in place of one that can make way; None: none waits."""
+        head = self.waiting.editor_head()
+        if len(running) < self._info.max_sequences:
+            return head
+        return None if head is self._blocked or not self._displaceable(running) else head
+
+    def _displaceable(self, running: list[Sequence]) -> Sequence | None:
+        """Return the youngest sequence that can make way for an editor's and go on later; None: there is none."""
+        return next((seq for seq in reversed(running) if not seq.interactive and self._kv.keeps(seq)), None)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.running) == self._info.max_sequences
 
     @property
     def _depth(self) -> int:
         """Cached positions of the running sequences."""
         return sum(seq.computed for seq in self.running)
 
-    def _may_admit(self, room: _Room) -> bool:
-        return min(room.tokens, room.rows, room.prefill) > 0 and len(self.running) < self._info.max_sequences
-
     def _may_admit_after(self, staying: list[Chunk]) -> bool:
-        """Whether one that waits may be admitted once it is known what a step samples."""
-        if not self.waiting or len(staying) == self._info.max_sequences:
-            return False
-        return self.waiting[0] is not self._refused or len(staying) < len(self.running)
+        """Tell whether a waiting sequence may be admitted once the samples of a step are known."""
+        running = [chunk.seq for chunk in staying]
+        head = self._overtaking(running) or self.next_up(running)
+        return head is not None and (head is not self._blocked or len(staying) < len(self.running))
+
+    def _admit(self, seq: Sequence, chunks: list[Chunk], room: _Room) -> bool:
+        """Start or resume a sequence that the KV cache has room for; return as `_schedule` does."""
+        is_new = seq.cached is None
+        if is_new:
+            seq.cached = seq.computed
+        self.waiting.admit(seq)
+        self.running.append(seq)
+        if is_new and self._drafter:
+            self._drafter.begin(seq)
+        return self._schedule(seq, chunks, room)
+
+    def _schedule_running(self, seq: Sequence, chunks: list[Chunk], room: _Room) -> bool:
+        """Plan a chunk of a sequence that ran before, unless an older one has preempted it."""
+        room.reserved -= 1
+        return seq.kv is None or self._schedule(seq, chunks, room)
 
     def _schedule(self, seq: Sequence, chunks: list[Chunk], room: _Room) -> bool:
-        """Plan a chunk of one sequence, preempting the youngest if memory is short; False: it did."""
+        """Plan a chunk of one sequence; False: memory was short, and the youngest sequences were preempted."""
         missing = _missing(seq)
-        length = 1 if missing == 1 else min(missing, room.prefill, room.tokens - room.reserved)
+        length = 1 if missing == 1 else min(missing, max(room.prefill, 1), room.tokens - room.reserved)
         assert length > 0
-        if missing == 1 and self._drafter:
+        length = self._kv.chunk_end(seq, seq.computed + length) - seq.computed
+        if missing == 1 and self._drafter and seq.params.drafts:
             seq.draft = self._propose(seq, self._drafter, room)
-        untouched = True
+        fits = True
         while not self._kv.grow(seq, seq.computed + length + len(seq.draft)):
             if seq.draft:
-                seq.draft = []
+                seq.draft, seq.num_forced = [], 0
                 continue
-            untouched = False
+            fits = False
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is seq:
                 return False
+            chunks[:] = [chunk for chunk in chunks if chunk.seq is not youngest]  # an editor's may be planned already
         first, last = seq.computed, seq.computed + length
         rows = 1 + len(seq.draft) if length == missing else 0
         tokens = seq.tokens[first:last] + seq.draft
-        chunks.append(Chunk(seq, first, tokens, rows, self._kv.place(seq)))
+        chunks.append(Chunk(seq, first, tokens, rows, self._kv.kv_location(seq)))
         room.tokens -= len(tokens)
         room.rows -= rows
-        room.prefill -= length if missing > 1 else 0
-        return untouched
+        if missing > 1:
+            room.prefill = room.prefill - length if length == missing else 0  # none is admitted after an unfinished one
+        return fits
 
     def _propose(self, seq: Sequence, drafter: Drafter, room: _Room) -> list[int]:
-        """Ask for a draft that fits the step, the context and what the request may still generate."""
-        next_in_line = min(len(self.waiting), self._info.max_sequences - len(self.running))  # drafts let them in
-        most = min(room.tokens, room.rows) - room.reserved - next_in_line - 1
-        most = min(most, self._most_useful(seq))
-        if most <= 0:
+        """Return a draft that fits the step, the context and the rest of the answer.
+
+        First come the tokens that the grammar forces: they are accepted for certain, so they need no drafter's consent.
+        """
+        admissible = min(len(self.waiting), self._info.max_sequences - len(self.running))  # drafts leave them room
+        max_len = min(room.tokens, room.rows) - room.reserved - admissible - 1
+        max_len = min(max_len, self._max_draft_len(seq))
+        if max_len <= 0:
             return []
         rows = self._info.max_rows - room.rows + room.reserved + 1
-        costs = self._clock.marginal_cost(rows, room.depth, max(room.decoding, 1), most)
-        return drafter.propose(seq, costs)[:most]
+        costs = self._clock.marginal_cost(rows, room.depth, max(room.decoding, 1), max_len)
+        draft = forced = seq.matcher.forced(max_len) if seq.matcher else []
+        seq.num_forced = len(forced)
+        if len(forced) < max_len:
+            draft = (forced + drafter.propose(seq, costs[len(forced) :], forced))[:max_len]
+        return draft[: seq.matcher.allowed(draft)] if seq.matcher else draft
 
-    def _most_useful(self, seq: Sequence) -> int:
-        """Return the longest draft that fits in the context and in what the request may still generate."""
-        most = self._info.context - len(seq.tokens) - 1
+    def _max_draft_len(self, seq: Sequence) -> int:
+        """Return the length of the longest draft that fits in the context and in the rest of the answer."""
+        max_len = self._info.context - len(seq.tokens) - 1
         if seq.params.max_tokens is not None:
-            most = min(most, seq.params.max_tokens - seq.completion_len - 1)
-        return most
+            max_len = min(max_len, seq.params.max_tokens - seq.completion_len - 1)
+        return max_len
 
-    def _stake(self, chunks: list[Chunk], drafter: Drafter) -> float:
-        """Return what the sequences lose on average, in steps, where the step after a plain one has no drafts."""
+    def _missed_draft_cost(self, chunks: list[Chunk], drafter: Drafter) -> float:
+        """Return the expected cost, in steps, of launching the next step without drafts: the mean of all sequences."""
         rows, total = len(chunks), 0.0
         room = min(self._info.max_tokens, self._info.max_rows) - rows
         for chunk in chunks:
-            most = min(room, self._most_useful(chunk.seq))
-            if most > 0:
-                total += drafter.stake(chunk.seq, self._clock.marginal_cost(rows, self._depth, rows, most))
+            max_len = min(room, self._max_draft_len(chunk.seq))
+            if max_len > 0 and chunk.seq.params.drafts:
+                costs = self._clock.marginal_cost(rows, self._depth, rows, max_len)
+                total += drafter.missed_draft_cost(chunk.seq, costs)
         return total / rows
 
     def _ends_next(self, seq: Sequence) -> bool:
-        """Whether the next token is the last, whatever it is."""
-        return self._most_useful(seq) <= 0
+        """Tell whether the next token is certainly the last."""
+        return self._max_draft_len(seq) <= 0
 
     def _preempt(self, seq: Sequence) -> None:
-        self._refused = None
+        self._blocked = None
+        seq.draft, seq.num_forced = [], 0
         self.running.remove(seq)
         self._kv.release(seq)
-        self._enqueue(self.waiting, seq)
-
-    @staticmethod
-    def _enqueue(queue: list[Sequence], seq: Sequence) -> None:
-        bisect.insort(queue, seq, key=lambda each: each.id)  # the oldest is served first
+        self.waiting.put_back(seq)
 
     # -- results ---------------------------------------------------------------------------------------------------
 
     def _advance(self, chunk: Chunk, rows: list[Sampled]) -> Event:
-        """Keep the samples up to the first that differs from the draft, or that ends the sequence."""
+        """Append the samples up to the first one that differs from the draft or ends the sequence."""
         seq, draft = chunk.seq, chunk.draft
         taken: list[Sampled] = []
         reason: FinishReason | None = None
         for row, sample in enumerate(rows):
             if sample.id == NOT_A_TOKEN:
-                reason = "error"
-                break
+                if row == 0 or seq.matcher is None:
+                    reason = "error"
+                break  # behind a draft token, the mask could not be computed: the next step tells why
             taken.append(sample)
             seq.tokens.append(sample.id)
             if seq.matcher:
@@ -309,47 +373,66 @@ class Scheduler:
             if reason or row == len(draft) or sample.id != draft[row]:
                 break
         accepted = sum(sample.id == token for sample, token in zip(taken, draft, strict=False))
-        seq.drafted += len(draft)
-        seq.accepted += accepted
-        if draft and self._drafter:
-            self._drafter.observe(seq, len(draft), accepted)
-        seq.draft = []
+        self._count(seq, len(draft), accepted)
         if reason == "error":
-            seq.computed = 0  # what made no sense is not used again
+            seq.computed = 0  # its KV is invalid and must not be reused
             return self._finish(seq, tuple(taken), reason)
         seq.computed = len(seq.tokens) - 1
+        self.waiting.charge(seq)
         if reason:
             return self._finish(seq, tuple(taken), reason, accepted)
         self._kv.commit(seq)
         return Event(seq.id, tuple(taken), accepted=accepted)
 
+    def _count(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        """Count a verified draft. Its forced tokens say nothing about the drafter."""
+        forced = min(seq.num_forced, drafted)
+        seq.forced += min(forced, accepted)
+        drafted, accepted = drafted - forced, max(accepted - forced, 0)
+        seq.drafted += drafted
+        seq.accepted += accepted
+        if drafted and self._drafter:
+            self._drafter.observe(seq, drafted, accepted)
+        seq.draft, seq.num_forced = [], 0
+
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
-        if seq.tokens[-1] in seq.params.stop_ids:
+        if seq.matcher and seq.matcher.error:
+            return "error"
+        if seq.tokens[-1] in seq.params.stop_ids or (seq.matcher and seq.matcher.done):
             return "stop"
         if seq.completion_len == seq.params.max_tokens:
             return "length"
         return "context" if len(seq.tokens) >= self._info.context else None
 
     def _finish(self, seq: Sequence, taken: tuple[Sampled, ...], reason: FinishReason, accepted: int = 0) -> Event:
-        self._refused = None
+        self._blocked = None
         self.running.remove(seq)
         self._kv.release(seq)
         self._forget(seq)
-        error = None
-        if reason == "error":
-            error = EngineError("the model computed values that are not numbers", "its file may be damaged")
+        error = _why_it_failed(seq) if reason == "error" else None
         return Event(seq.id, taken, reason, error, accepted=accepted)
 
     def _forget(self, seq: Sequence) -> None:
+        self.waiting.end(seq)
         if self._drafter and seq.cached is not None:
             self._drafter.end(seq)
 
 
 def _is_foreseeable(chunk: Chunk) -> bool:
-    """Whether all that the next step needs of this one's samples is the token itself."""
-    return chunk.rows == 1 and chunk.seq.matcher is None and not chunk.seq.params.penalized
+    """Tell whether the next step needs only the token that this chunk samples, which the device has."""
+    matcher = chunk.seq.matcher
+    return chunk.rows == 1 and not chunk.seq.params.penalized and (matcher is None or matcher.unrestricted)
+
+
+def _why_it_failed(seq: Sequence) -> EdgeLMError:
+    """Return the error of a sequence for whose next position there is no token."""
+    if seq.matcher and seq.matcher.error:
+        return RequestError(f"the answer cannot follow the grammar any further: {seq.matcher.error}", "simplify it")
+    if seq.matcher and any(bias == -math.inf for _, bias in seq.params.logit_bias):
+        return RequestError("logit_bias forbids every token that the grammar allows here", "allow one of them")
+    return EngineError("the model computed values that are not numbers", "its file may be damaged")
 
 
 def _missing(seq: Sequence) -> int:
-    """Return how many tokens of a sequence have no KV yet; with one, the next step samples."""
+    """Return how many tokens of a sequence have no KV yet; if it is one, the next step samples."""
     return len(seq.tokens) - seq.computed

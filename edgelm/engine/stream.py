@@ -1,7 +1,7 @@
-"""Streams: how an asyncio task waits for the events of its request.
+"""Stream: how an asyncio task waits for the events of its request.
 
-Owns the way from the engine's thread into an event loop. The engine keeps only the mailbox, so that a stream which
-nobody holds any more is collected, and cancels its request. Knows nothing of scheduling.
+Owns the way from the engine's thread into an event loop. The engine keeps only the mailbox: a stream without a
+reference is therefore collected, and cancels its request. Knows nothing of scheduling.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from edgelm.core import Event, Stats
+from edgelm.core import Event, FinishReason, Stats
 
 
 class Mailbox:
-    """Where the engine leaves events; everything here runs in the thread of `loop`."""
+    """A queue of events for one request; every method runs in the thread of `loop`, and so does `on_end`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Event], None] | None = None) -> None:
         self.loop = loop
+        self._on_end = on_end
         self._events: deque[Event] = deque()
         self._arrived = asyncio.Event()
 
     def post(self, event: Event) -> None:
         self._events.append(event)
         self._arrived.set()
+        if event.finish_reason and self._on_end:
+            self._on_end(event)
 
     async def take(self) -> Event:
         while not self._events:
@@ -35,11 +38,11 @@ class Mailbox:
 class Stream:
     """An async iterator over the events of one request. Closing it, or dropping its last reference, cancels it."""
 
-    def __init__(self, mailbox: Mailbox, cancel: Callable[[], None]) -> None:
+    def __init__(self, mailbox: Mailbox, cancel: Callable[[FinishReason], None]) -> None:
         self._mailbox = mailbox
         self._cancel = cancel
         self._done = False
-        self._stats: Stats | None = None  # known at the end
+        self._stats: Stats | None = None  # set by the last event
 
     def __aiter__(self) -> Stream:
         return self
@@ -57,21 +60,24 @@ class Stream:
         return event
 
     def close(self) -> None:
-        """Cancel the request if it is not finished; from any thread, as often as you like."""
-        if not self._done:
-            self._done = True
-            self._cancel()
+        """Cancel the request if it is not finished. May be called from any thread, and repeatedly."""
+        self._end("abort")
 
     async def stop(self) -> Stats:
-        """End the request, drop what it still sends, and return what it cost."""
-        self.close()
+        """End the request, whose answer is complete; drop its remaining events, and return what it cost."""
+        self._end("stop")
         while self._stats is None:
             self._stats = (await self._mailbox.take()).stats
         return self._stats
 
     async def aclose(self) -> None:
-        """Do as `close` does, for `contextlib.aclosing`."""
+        """Do the same as `close`, for `contextlib.aclosing`."""
         self.close()
+
+    def _end(self, reason: FinishReason) -> None:
+        if not self._done:
+            self._done = True
+            self._cancel(reason)
 
     def __del__(self) -> None:
         self.close()

@@ -1,1 +1,1 @@
-"""How well a model predicts a text, and how far a smaller version of it is from a larger one."""
+"""Evaluation: how well a model predicts a text, and how far its predictions are from a reference."""

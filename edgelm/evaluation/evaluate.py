@@ -1,55 +1,124 @@
-"""Runs windows through a model, and a reference beside it, and keeps the tally.
+"""Runs the windows of a text through a model, and through a reference beside it.
 
-Owns the order of the work: both see the same step at a time, so that the logits of one step are all that is held.
-Knows executors by their protocol alone.
+Owns the loaded sides of an evaluation and the order of the work: both sides run the same step at a time, so that only
+the logits of one step are in memory. Knows executors by their protocol; each backend loads its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
 import numpy as np
 
+from edgelm.checkpoints.summary import ModelSummary
 from edgelm.core import Chunk, Executor, ExecutorInfo, SamplingParams, Sequence, Step, Trim
-from edgelm.evaluation.scores import Scores, join, score
-from edgelm.evaluation.tally import Tally
-from edgelm.evaluation.windows import Window, steps
+from edgelm.errors import EdgeLMError, ModelError
+from edgelm.evaluation.scores import Scores, Tally, join, score
+from edgelm.evaluation.text import MIN_WINDOW, Window, steps
+from edgelm.text.tokenizer import Tokenizer
+from edgelm.workers.messages import EvalSide
 
-LOGITS_BYTES = 64 * 2**20  # of the rows that a step may return
+DEFAULT_WINDOW = 512  # tokens
+LOGITS_BYTES = 64 * 2**20  # bound on the logits of a step
 _SLOT = 0
 
 
-def most_rows(num_vocab: int, window: int) -> int:
-    """Return how many rows a step of an executor made for evaluation has at most."""
-    return max(1, min(window, LOGITS_BYTES // (4 * num_vocab)))
+@dataclass(frozen=True, slots=True)
+class LoadedSide:
+    """The model of an evaluation, or its reference."""
+
+    name: str
+    executor: Executor
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The loaded sides of an evaluation. A context manager: leaving it frees everything."""
+
+    model: LoadedSide
+    reference: LoadedSide | None
+    tokenizer: Tokenizer
+    window: int  # tokens
+    _resources: ExitStack
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
 
 
 def evaluate(model: Executor, reference: Executor | None, windows: Iterable[Window], tally: Tally) -> Iterator[Tally]:
     """Add each window to the tally, and yield it. Raises EngineError."""
+    executors = [model, *([reference] if reference else [])]
     for window in windows:
-        tally.add(_score_window(model, reference, window))
+        tally.add(_score_window(executors, window))
         yield tally
 
 
-def _score_window(model: Executor, reference: Executor | None, window: Window) -> Scores:
+def choose_window(requested: int | None, summaries: Iterable[ModelSummary]) -> int:
+    """Return the window: the requested one, or 512 tokens if the models have them. Raises EdgeLMError."""
+    limit = min([summary.context for summary in summaries if summary.context], default=DEFAULT_WINDOW)
+    if requested is None:
+        return min(DEFAULT_WINDOW, limit)
+    if not MIN_WINDOW <= requested <= limit:
+        raise EdgeLMError(f"--window is {requested:,}", f"give {MIN_WINDOW} to {limit}: the model's context length")
+    return requested
+
+
+def max_rows(num_vocab: int, window: int) -> int:
+    """Return how many rows a step may sample: an executor for evaluation is made with this bound."""
+    return max(1, min(window, LOGITS_BYTES // (4 * num_vocab)))
+
+
+def require_kv(sides: Iterable[EvalSide], modes: Collection[str], engine: str) -> None:
+    """Raise ModelError for a KV mode that an engine does not have."""
+    for side in sides:
+        if side.kv not in modes:
+            message = f"{side.kv} is not among the KV caches of {engine} ({', '.join(modes)})"
+            raise ModelError(message, "choose one of them")
+
+
+def vocabulary_error(model: Path, reference: Path) -> ModelError:
+    """Return the error for two files whose tokens differ."""
+    return ModelError(
+        f"{reference.name} has another vocabulary than {model.name}", "compare files that were made from the same model"
+    )
+
+
+def require_memory(needed_bytes: float, free_bytes: int, models: Iterable[Path], window: int) -> None:
+    """Raise ModelError where all models and their contexts do not fit at the same time."""
+    if needed_bytes > free_bytes:
+        names = " and ".join(path.name for path in models)
+        raise ModelError(
+            f"{names} need about {needed_bytes / 2**30:.1f} GiB with a window of {window:,}, "
+            f"{free_bytes / 2**30:.1f} GiB are free",
+            "give a smaller --window, or smaller models",
+        )
+
+
+def _score_window(executors: list[Executor], window: Window) -> Scores:
     seq = Sequence(_SLOT, window.tokens, len(window.tokens), SamplingParams())
-    both = [model, *([reference] if reference else [])]
-    max_tokens = min(each.info.max_tokens for each in both)
-    max_rows = min(each.info.max_rows for each in both)
-    scored = []
-    for start, end, rows in steps(window, max_tokens, max_rows):
+    step_tokens = min(executor.info.max_tokens for executor in executors)
+    step_rows = min(executor.info.max_rows for executor in executors)
+    parts = []
+    for start, end, rows in steps(window, step_tokens, step_rows):
         targets = np.array(window.tokens[end - rows + 1 : end + 1], np.int64)
-        ran = [(each, _step(each.info, seq, start, end, rows)) for each in both]
-        for each, step in ran:
-            each.forward(step)
+        runs = [(executor, _step(executor.info, seq, start, end, rows)) for executor in executors]
+        for executor, step in runs:
+            executor.forward(step)
         if rows:
-            logits = [each.logits(step) for each, step in ran]
-            scored.append(score(logits[0], targets, logits[1] if reference else None))
-    return join(scored)
+            logits, *reference = (executor.logits(step) for executor, step in runs)
+            parts.append(score(logits, targets, reference[0] if reference else None))
+    return join(parts)
 
 
 def _step(info: ExecutorInfo, seq: Sequence, start: int, end: int, rows: int) -> Step:
-    """Return the step of the only sequence of an executor, which begins in an empty cache."""
+    """Return a step over `tokens[start:end]` of an executor's only sequence; the first one empties the cache."""
     tokens = seq.tokens[start:end]
     if info.block_len:
         return Step((Chunk(seq, start, tokens, rows, tuple(range(-(-end // info.block_len)))),))

@@ -1,1 +1,1 @@
-"""The model library: names, files on this disk, what fits this machine."""
+"""The model library: names, the catalogue, pulls from the hub, and the models on this disk."""

@@ -1,6 +1,6 @@
-"""The catalogue: short names of models that people run, each with its repository, size, licence and purpose.
+"""The catalogue: short names of popular models, each with its repository, size, licence and purpose.
 
-Owns `catalog.toml` and what a misspelt name is answered with. Knows neither the network nor what is on this disk.
+Owns `catalog.toml`, and the suggestions for misspelt names. Knows neither the network nor the disk.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 from edgelm.errors import ModelError
 from edgelm.library.names import CatalogName, HubReference, LocalPath, StarterName, is_quantization, parse_name
 
 FILE = "catalog.toml"
-SMALLEST, LARGEST = 5 * 10**7, 10**12  # parameters
-LEAST_CONTEXT = 2048
+EntryKind = Literal["text", "embedding", "rerank"]
+
+MIN_PARAMETERS, MAX_PARAMETERS = 2 * 10**7, 10**12
+MIN_CONTEXT = {"text": 2048, "embedding": 512, "rerank": 512}
 MAX_NEAR = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A model of the catalogue. Numbers are those of the default quantization, `nbytes` approximately."""
+    """A model of the catalogue. The numbers hold for the default quantization; `nbytes` is approximate."""
 
     family: str
     size: str
@@ -35,65 +37,67 @@ class Entry:
     context: int
     licence: str  # an SPDX id, or a name
     gated: bool
-    architecture: str  # as llama.cpp calls it
+    architecture: str  # llama.cpp's name
     good_at: str
-    is_default: bool  # what the family's name alone means
+    is_default: bool  # the family's name alone means this size
+    kind: EntryKind = "text"  # it writes text, or computes vectors only, or ranks documents only
+    unverified: bool = False  # no file was opened: the facts come from pages about the model
 
     @property
     def name(self) -> str:
         return f"{self.family}:{self.size}"
 
     def reference(self, quantization: str | None = None) -> HubReference:
-        """Return where the model is: the default quantization, or another one."""
+        """Return the model's place on the hub, in the default quantization or another one."""
         return HubReference(self.repository, quantization or self.quantization)
 
 
 def find_entry(name: CatalogName) -> Entry:
-    """Return the entry that a name means. Raises ModelError that lists the family's sizes, or names near to it."""
+    """Return the entry with this name. Raises ModelError, which lists the family's sizes or similar names."""
     family = [entry for entry in entries() if entry.family == name.family]
     for entry in family:
         if entry.size == name.size or (name.size is None and entry.is_default):
             return entry
     if family:
         sizes = ", ".join(entry.name for entry in family)
-        raise ModelError(f"the catalogue has no {name.family} of size {name.size}", f"there is {sizes}")
+        raise ModelError(f"the catalogue has no {name.family} of size {name.size}", f"it has {sizes}")
     near = near_names(str(name))
     hint = f"did you mean {' or '.join(near)}?" if near else "`edgelm pull` shows all names"
     raise ModelError(f"there is no model {name}", hint)
 
 
 def near_names(text: str, more: Iterable[str] = ()) -> list[str]:
-    """Return names that resemble a text, the nearest first: of the catalogue, and `more`."""
-    written = text.casefold()
-    known = {entry.family: entry.name for entry in entries() if entry.is_default}
-    known |= {entry.name: entry.name for entry in entries()} | {name.casefold(): name for name in more}
-    begins = [name for key, name in known.items() if len(written) > 2 and key.startswith(written)]
-    close = [known[key] for key in difflib.get_close_matches(written, known, MAX_NEAR, cutoff=0.65)]
-    return [*dict.fromkeys(close + begins)][:MAX_NEAR]
+    """Return the names of the catalogue, and of `more`, that resemble a text; the most similar first."""
+    typed = text.casefold()
+    names = {entry.family: entry.name for entry in entries() if entry.is_default}
+    names |= {entry.name: entry.name for entry in entries()} | {name.casefold(): name for name in more}
+    longer = [name for key, name in names.items() if len(typed) > 2 and key.startswith(typed)]
+    similar = [names[key] for key in difflib.get_close_matches(typed, names, MAX_NEAR, cutoff=0.65)]
+    return [*dict.fromkeys(similar + longer)][:MAX_NEAR]
 
 
 def hub_reference(text: str) -> HubReference:
-    """Return what a person wants from the hub: a name of the catalogue, or a repository.
+    """Parse a name of the catalogue or of a hub repository.
 
-    Raises ModelError for what is no name, is not in the catalogue, or is the starter or a path of this machine.
+    Raises ModelError for an invalid name, a name that the catalogue lacks, the starter, and a path on this machine.
     """
     reference = parse_name(text)
     if isinstance(reference, StarterName):
         raise ModelError("the starter comes with edgelm", "`edgelm run starter` runs it")
     if isinstance(reference, LocalPath):
-        raise ModelError(f"{reference} is a path of this machine", "name a model of the catalogue, or OWNER/NAME")
+        raise ModelError(f"{reference} is a path on this machine", "name a model of the catalogue, or OWNER/NAME")
     if isinstance(reference, CatalogName):
         return find_entry(reference).reference(reference.quantization)
     return reference
 
 
 def entry_of(repository: str) -> Entry | None:
-    """Return the entry whose files are in a repository of the hub."""
+    """Return the entry of a hub repository."""
     return _by_repository().get(repository.casefold())
 
 
 def name_of(repository: str, quantization: str | None) -> str | None:
-    """Return the shortest catalogue name of a quantization of a repository, None where the catalogue has it not."""
+    """Return the shortest catalogue name for a quantization of a repository, None if the catalogue lacks it."""
     entry = entry_of(repository)
     if entry is None or quantization is None:
         return None
@@ -104,9 +108,10 @@ def name_of(repository: str, quantization: str | None) -> str | None:
 def entries() -> tuple[Entry, ...]:
     """Return all entries, in the order of the file."""
     text = files("edgelm.library").joinpath(FILE).read_text(encoding="utf-8")
-    found = [entry for family, given in tomllib.loads(text).items() for entry in _family(family, given)]
-    assert len({entry.name for entry in found}) == len({entry.repository for entry in found}) == len(found)
-    return tuple(found)
+    all_entries = [entry for family, fields in tomllib.loads(text).items() for entry in _family(family, fields)]
+    assert len({entry.name for entry in all_entries}) == len(all_entries), "names must be unique"
+    assert len({entry.repository for entry in all_entries}) == len(all_entries), "repositories must be unique"
+    return tuple(all_entries)
 
 
 @cache
@@ -114,28 +119,28 @@ def _by_repository() -> dict[str, Entry]:
     return {entry.repository.casefold(): entry for entry in entries()}
 
 
-def _family(family: str, given: dict[str, Any]) -> list[Entry]:
-    sizes, default = given.pop("sizes"), given.pop("default")
-    found = [_entry(family, default, given | size) for size in sizes]
-    assert sum(entry.is_default for entry in found) == 1, f"{family}: the default is one of the sizes"
-    return found
+def _family(family: str, fields: dict[str, Any]) -> list[Entry]:
+    sizes, default = fields.pop("sizes"), fields.pop("default")
+    members = [_entry(family, default, fields | size) for size in sizes]
+    assert sum(entry.is_default for entry in members) == 1, f"{family}: the default must be one of the sizes"
+    return members
 
 
-def _entry(family: str, default: str, given: dict[str, Any]) -> Entry:
-    billions, gigabytes = given.pop("parameters"), given.pop("gb")
+def _entry(family: str, default: str, fields: dict[str, Any]) -> Entry:
+    billions, gigabytes = fields.pop("parameters"), fields.pop("gb")
     entry = Entry(
         family=family,
         parameters=round(billions * 1e9),
         nbytes=round(gigabytes * 1e9),
-        is_default=given["size"] == default,
-        gated=given.pop("gated", False),
-        **given,
+        is_default=fields["size"] == default,
+        gated=fields.pop("gated", False),
+        **fields,
     )
     assert parse_name(entry.name) == CatalogName(family, entry.size), entry.name
     assert parse_name(str(entry.reference())) == entry.reference(), entry.name
     assert is_quantization(entry.quantization), entry.name
-    assert SMALLEST < entry.parameters < LARGEST, entry.name
+    assert MIN_PARAMETERS < entry.parameters < MAX_PARAMETERS, entry.name
     assert 0.3 < entry.nbytes / entry.parameters < 4.3, f"{entry.name}: bytes for each parameter"
-    assert entry.context >= LEAST_CONTEXT, entry.name
+    assert entry.context >= MIN_CONTEXT[entry.kind], entry.name
     assert all((entry.licence, entry.architecture, entry.good_at)), entry.name
     return entry

@@ -1,16 +1,19 @@
-"""The hub, as seen by a pull: what a repository holds, and where its bytes are.
+"""The hub as a pull sees it: the files of a repository, their addresses, refusals, and the waits between retries.
 
-Owns the one metadata request of a model, and the hub's refusals as lines that say what to do. Names, login, endpoint,
-offline mode and the request itself are the hub client's; moving the bytes is transfer.py's.
+Owns the one metadata request of a model, and the error lines for the hub's refusals. The hub client owns names, login,
+endpoint, offline mode and the request itself; http_range.py moves the bytes.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -21,7 +24,6 @@ from socksio import SOCKSError
 from edgelm import __version__
 from edgelm.errors import EdgeLMError
 from edgelm.library.names import shown
-from edgelm.library.patience import Backoff, Patience, retry_after_s
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
@@ -29,15 +31,60 @@ if TYPE_CHECKING:
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-MAX_BYTES = 2**50  # of one file: more is no size
-MAX_SAID = 300  # characters of what the hub says itself
+MAX_BYTES = 2**50  # of one file; a larger size is an error of the hub
+MAX_MESSAGE_LEN = 300  # of the hub's own message
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 
-OnWait = Callable[[str, float], None]  # the reason, and for how many seconds
+OnWait = Callable[[str, float], None]  # the reason, and the wait in seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Timeouts and waits in seconds, and the number of consecutive failures after which a request is given up."""
+
+    connect_s: float = 10.0
+    metadata_s: float = 30.0
+    stall_s: float = 30.0  # a transfer with less than `min_bytes` in this time is broken off and resumed
+    min_bytes: int = 4096
+    max_failures: int = 8  # without progress between them
+    max_metadata_failures: int = 4
+    first_wait_s: float = 0.5
+    max_wait_s: float = 20.0
+    max_retry_after_s: float = 300.0  # the longest wait that a server may ask for
+
+
+class Backoff:
+    """The waits between retries: each about twice as long as the one before, with jitter."""
+
+    def __init__(self, policy: RetryPolicy, cancelled: threading.Event, max_failures: int | None = None) -> None:
+        self.failures = 0
+        self._policy = policy
+        self._cancelled = cancelled
+        self._max_failures = policy.max_failures if max_failures is None else max_failures
+
+    def reset(self) -> None:
+        """Forget the failures after progress."""
+        self.failures = 0
+
+    def next_wait_s(self, retry_after_s: float | None = None) -> float | None:
+        """Return the wait before the next try; None: too many failures, or the server asks for too long a wait."""
+        self.failures += 1
+        if self.failures >= self._max_failures:
+            return None
+        wait_s = min(self._policy.first_wait_s * 2.0 ** (self.failures - 1), self._policy.max_wait_s)
+        wait_s *= random.uniform(0.5, 1.0)
+        if retry_after_s is None:
+            return wait_s
+        return max(retry_after_s, wait_s) if retry_after_s <= self._policy.max_retry_after_s else None
+
+    def wait(self, retry_after_s: float | None = None) -> bool:
+        """Wait before the next try; return False if there must be none."""
+        wait_s = self.next_wait_s(retry_after_s)
+        return wait_s is not None and not self._cancelled.wait(wait_s)
 
 
 class RefusedError(EdgeLMError):
-    """The hub does not give what was asked for, and asking again would not help."""
+    """The hub refuses the request, and a retry would not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,64 +98,65 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a repository holds at one commit."""
+    """The files of a repository at one commit."""
 
     repository: str  # as the hub spells it
-    revision: str  # what was asked for: a branch, a tag or the commit
+    revision: str  # as requested: a branch, a tag or the commit
     commit: str
     files: tuple[HubFile, ...]
-    licence: str = ""  # as the model card has it
+    licence: str = ""  # from the model card
 
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """One hub and the cache folder on this disk that goes with it."""
+    """One hub and its cache folder on this disk."""
 
     endpoint: str
     cache: Path
-    patience: Patience = field(default_factory=Patience)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
 
     def list_files(
         self, repository: str, revision: str | None, cancelled: threading.Event, on_wait: OnWait | None = None
     ) -> Listing:
-        """Ask for the files of a repository with sizes and hashes: one request. `on_wait` hears why it is tried again.
+        """List a repository's files with sizes and hashes, in one request. `on_wait` is called before each retry.
 
-        Raises EdgeLMError where the hub refuses, cannot be reached, or answers what cannot be true.
+        Raises EdgeLMError if the hub refuses, cannot be reached, or sends an impossible answer.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings would break the moving display
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings would break the progress line
         _require_session()
         api = HfApi(endpoint=self.endpoint, library_name="edgelm", library_version=__version__)
-        backoff = Backoff(self.patience, cancelled, self.patience.metadata_failures)
+        backoff = Backoff(self.retry, cancelled, self.retry.max_metadata_failures)
         while True:
-            asked_s = None
+            retry_after_s = None
             try:
-                limit_s = self.patience.metadata_s
+                limit_s = self.retry.metadata_s
                 info = api.model_info(repository, revision=revision, files_metadata=True, timeout=limit_s)
                 return _listing(info, repository, revision or "main")
             except HFValidationError:
-                raise RefusedError(f"{repository} is no name of a repository", "give OWNER/NAME") from None
+                raise RefusedError(f"{repository} is not a repository name", "give OWNER/NAME") from None
             except OfflineModeIsEnabled:
-                raise RefusedError("HF_HUB_OFFLINE is set", "unset it, or take what is here with --offline") from None
+                hint = "unset it, or use the files on this disk with --offline"
+                raise RefusedError("HF_HUB_OFFLINE is set", hint) from None
             except HfHubHTTPError as error:
                 status, headers = error.response.status_code, error.response.headers
                 failure: EdgeLMError = self.refusal(status, headers, repository, revision)
                 if status not in RETRIED:
                     raise failure from None
-                why, asked_s = f"HTTP {status}", retry_after_s(headers)
+                reason, retry_after_s = f"HTTP {status}", parse_retry_after(headers)
             except httpx2.UnsupportedProtocol:
-                raise EdgeLMError(f"{self.endpoint} is no address of a hub", "correct HF_ENDPOINT") from None
+                raise EdgeLMError(f"{self.endpoint} is not the address of a hub", "correct HF_ENDPOINT") from None
             except (httpx2.HTTPError, SOCKSError) as error:
-                failure, why = self.unreachable(error), reason(error)
+                failure, reason = self.unreachable(error), failure_reason(error)
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise self._useless(error) from None
-            wait_s = backoff.next_wait_s(asked_s)
+                raise self._unusable(error) from None
+            wait_s = backoff.next_wait_s(retry_after_s)
             if wait_s is None:
                 raise failure
             if on_wait is not None:
-                on_wait(why, wait_s)
+                on_wait(reason, wait_s)
             if cancelled.wait(wait_s):
                 raise failure
 
@@ -117,11 +165,11 @@ class Hub:
         return httpx2.URL(self.endpoint).netloc.decode() or self.endpoint
 
     def url(self, listing: Listing, path: str) -> str:
-        """Return where a file of a listing is fetched from."""
+        """Return the address of a file of a listing."""
         return f"{self.endpoint}/{listing.repository}/resolve/{listing.commit}/{quote(path)}"
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of a request to the hub itself, the login included: never for another host."""
+        """Return the headers of a request to the hub, login included: never send them to another host."""
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         return dict(build_hf_headers(library_name="edgelm", library_version=__version__))
@@ -129,9 +177,9 @@ class Hub:
     def refusal(
         self, status: int, headers: Mapping[str, str], repository: str, revision: str | None = None
     ) -> RefusedError:
-        """Return the hub's answer as an error: what happened, and what to do."""
+        """Return the error for a refusal of the hub: what happened, and what to do."""
         code = headers.get("x-error-code", "")
-        said = shown(headers["x-error-message"], MAX_SAID) if headers.get("x-error-message") else ""
+        message = shown(headers["x-error-message"], MAX_MESSAGE_LEN) if headers.get("x-error-message") else ""
         page = f"{self.endpoint}/{repository}"
         if code == "GatedRepo":
             return RefusedError(f"{repository} is gated", f"accept its licence at {page}, then {LOG_IN}")
@@ -140,57 +188,79 @@ class Hub:
                 f"{repository} has no revision {revision}", f"its branches and tags are at {page}/tree/main"
             )
         if code == "EntryNotFound":
-            return RefusedError(f"a file of {repository} is no longer there", "run it again")
-        if "disabled" in said:
-            return RefusedError(f"{repository} is disabled by the hub", "take another repository")
-        if status == 401 and "credentials" in said:
+            return RefusedError(f"a file of {repository} no longer exists", "run it again")
+        if "disabled" in message:
+            return RefusedError(f"the hub has disabled {repository}", "choose another repository")
+        if status == 401 and "credentials" in message:
             return RefusedError(f"{self.host} does not accept your token", LOG_IN.replace("log in", "log in again"))
         if status in (401, 404):
             hint = f"check the name; if it is private or gated, {LOG_IN}"
-            return RefusedError(f"{self.host} shows no {repository} (HTTP {status})", hint)
+            return RefusedError(f"{self.host} does not show {repository} (HTTP {status})", hint)
         if status == 403:
             hint = f"accept its licence at {page} if it has one, and {LOG_IN}"
             return RefusedError(f"{self.host} forbids access to {repository} (HTTP 403)", hint)
         if status == 429:
-            return RefusedError(f"{self.host} asks to slow down (HTTP 429)", "wait some minutes and run it again")
+            return RefusedError(f"{self.host} limits the request rate (HTTP 429)", "wait some minutes and run it again")
         if status >= 500:
-            return RefusedError(f"{self.host} fails (HTTP {status})", "run it again later")
-        return RefusedError(f"{self.host} answers HTTP {status} for {repository}", said or "run it again later")
+            return RefusedError(f"{self.host} failed (HTTP {status})", "run it again later")
+        return RefusedError(f"{self.host} answers HTTP {status} for {repository}", message or "run it again later")
 
-    def _useless(self, error: Exception) -> EdgeLMError:
-        """Return why no request could be made, or why its answer is none of a hub."""
+    def _unusable(self, error: Exception) -> EdgeLMError:
+        """Return the error for a request that could not be made, or an answer that a hub would not send."""
         if isinstance(error, OSError):
             message = f"{error.filename or 'the login'} cannot be read: {error.strerror or error}"
             return EdgeLMError(message, "correct its permissions, or set HF_TOKEN")
-        if isinstance(error, UnicodeEncodeError):  # of a header: nothing else in them is the user's
-            return EdgeLMError("the token has characters that no token of the hub has", LOG_IN)
-        return EdgeLMError(f"{self.host} does not answer as a hub does: {error}", "check HF_ENDPOINT")
+        if isinstance(error, UnicodeEncodeError):  # in a header: only the token comes from the user
+            return EdgeLMError("the token has characters that a hub token cannot have", LOG_IN)
+        return EdgeLMError(f"{self.host} does not answer like a hub: {error}", "check HF_ENDPOINT")
 
     def unreachable(self, error: httpx2.HTTPError | SOCKSError) -> EdgeLMError:
-        """Return a connection that did not come about as an error."""
-        hint = "check the network and the proxy; --offline takes what is here"
-        return EdgeLMError(f"{self.host} cannot be reached: {reason(error)}", hint)
+        """Return the error for a connection that failed."""
+        hint = "check the network and the proxy; --offline uses the files on this disk"
+        return EdgeLMError(f"{self.host} cannot be reached: {failure_reason(error)}", hint)
 
 
-def reason(error: Exception) -> str:
+def parse_retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the wait that a server asks for: `Retry-After` in seconds or as a date, or the hub's `ratelimit`."""
+    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+
+    value = headers.get("retry-after", "").strip()
+    try:
+        if value.isascii() and value.isdigit():
+            return float(value)
+        if value:
+            return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        limit = parse_ratelimit_headers(headers)
+    except (ValueError, OverflowError):  # neither a number nor a possible date
+        return None
+    return float(limit.reset_in_seconds) if limit is not None and limit.remaining == 0 else None
+
+
+def failure_reason(error: Exception) -> str:
     """Return why a request failed, in a few words."""
     if isinstance(error, httpx2.ConnectTimeout):
-        return "no connection in time"
+        return "the connection timed out"
     if isinstance(error, httpx2.TimeoutException):
-        return "no answer in time"
-    if isinstance(error, SOCKSError):  # as the package below httpx2 raises it: of a reply that is cut off or is none
-        return "the SOCKS proxy does not answer as one"
+        return "the answer timed out"
+    if isinstance(error, SOCKSError):  # from the package below httpx2, for a reply that is cut off or is not SOCKS
+        return "the SOCKS proxy does not answer like one"
     text = re.sub(r"\[Errno -?\d+\] ?", "", " ".join(str(error).split()))
     return text[:200] or "the connection broke"
+
+
+def is_inside(path: str) -> bool:
+    """Return whether an untrusted path stays inside the folder that it is joined to."""
+    parts = PurePosixPath(path).parts
+    return bool(parts) and not path.startswith("/") and ".." not in parts
 
 
 def _listing(info: ModelInfo, repository: str, revision: str) -> Listing:
     if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
         raise ValueError(f"the commit of {repository} is missing")
-    files = tuple(_file(sibling) for sibling in info.siblings or () if _can_be_named(sibling.rfilename))
+    files = tuple(_file(sibling) for sibling in info.siblings or () if _is_printable(sibling.rfilename))
     card: Any = info.card_data
     licence = card.get("license") if card is not None else None
-    # Under another name it was renamed: the cache has it as it was asked for, which is how others will ask too.
+    # A renamed repository is cached under the requested name, which other tools will ask for too.
     name = info.id if info.id.lower() == repository.lower() else repository
     return Listing(name, revision, info.sha, files, licence if isinstance(licence, str) else "")
 
@@ -206,23 +276,17 @@ def _file(sibling: RepoSibling) -> HubFile:
     return HubFile(path, size, blob)
 
 
-def is_inside(path: str) -> bool:
-    """Return whether a path of someone else's making stays inside the folder that it is joined to."""
-    parts = PurePosixPath(path).parts
-    return bool(parts) and not path.startswith("/") and ".." not in parts
-
-
-def _can_be_named(path: str) -> bool:
-    """Tell whether a file may be shown and asked for; a picture with an odd name is no reason to refuse the model."""
+def _is_printable(path: str) -> bool:
+    """Return whether a file can be shown and requested; a picture with an odd name must not block the model."""
     return path.isprintable() and "\\" not in path
 
 
 def _require_session() -> None:
-    """Let the hub client make its connections as the environment has it. Raises EdgeLMError where that is wrong."""
+    """Let the hub client apply the environment's proxy and certificates. Raises EdgeLMError if they are wrong."""
     from huggingface_hub import get_session
 
     try:
         get_session()
     except (OSError, ValueError, httpx2.InvalidURL) as error:
-        message = f"no connection can be made as the environment has it: {reason(error)}"
+        message = f"the proxy or certificate settings are wrong: {failure_reason(error)}"
         raise EdgeLMError(message, "correct HTTPS_PROXY and the like, or SSL_CERT_FILE") from None

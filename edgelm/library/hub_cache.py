@@ -1,27 +1,49 @@
-"""The layout of the hub client's cache, read without it: repositories, snapshots, links to blobs.
+"""The hub client's cache on this disk, in the client's layout, so that every other tool finds what was pulled.
 
-    models--OWNER--NAME/blobs/ETAG                      the bytes, each once
-                       /snapshots/COMMIT/FILE           a link to a blob, or the file itself where links do not work
-                       /refs/main                       the commit of a branch
+    .locks/models--OWNER--NAME/<hash>.lock      held while a file is downloaded, by us and by the client
+    models--OWNER--NAME/blobs/<hash>            the bytes, each once; <hash>.part* while incomplete (download.py)
+                       /snapshots/<commit>/FILE a link to a blob, or the file itself where links do not work
+                       /refs/<revision>         the commit of a branch or tag, written when all files are there
 
-Owns what is there, whatever state it is in: what cannot be read is told in a line and skipped. Changes nothing.
+Owns that layout, its locks, and unfinished downloads. Reads the cache in whatever state it is: a folder that cannot be
+read is reported in a line and skipped. Downloads nothing.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgelm.atomic import atomic_write
+from edgelm.errors import EdgeLMError
+from edgelm.library.catalog import find_entry, name_of
+from edgelm.library.names import CatalogName, HubReference, Reference
+from edgelm.library.selection import quantization_of
+
+if TYPE_CHECKING:
+    from edgelm.library.hub import HubFile, Listing
 
 PREFIX = "models--"
+LOCKS = ".locks"
 MAX_REF_BYTES = 200
+LOCK_S = 0.05
+CACHE_TAG = "CACHEDIR.TAG"
+CACHE_TAG_TEXT = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n# Files of the Hugging Face Hub: see bford.info/cachedir\n"
+)
+PART = ".part"
+PART_NOTES = (".path", ".etag")  # suffixes of the files beside a part
+MAX_PATH_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A revision. `files` are paths inside of it that can be opened; `broken` those whose bytes are gone."""
+    """A revision. `files` are paths inside it that can be opened; `broken` are those whose bytes are gone."""
 
     revision: str
     path: Path
@@ -29,45 +51,65 @@ class Snapshot:
     broken: tuple[str, ...] = ()
 
     def blob(self, file: str) -> Path:
-        """Return where the file's link leads, one step: a blob, or the file itself."""
-        return first_hop(self.path / file)
+        """Return the target of the file's link, one step: a blob, or the file itself."""
+        return link_target(self.path / file)
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A repository's snapshots, that of its branch main first, then the newest first."""
+    """A repository's snapshots: that of branch main first, then the newest first."""
 
     name: str  # OWNER/NAME
     path: Path
     snapshots: tuple[Snapshot, ...]
     refs: dict[str, str]  # branch or tag: commit
 
-    def has_revision(self, snapshot: Snapshot, wanted: str | None) -> bool:
-        """Tell whether a snapshot is of a branch, tag or commit (or its beginning)."""
-        if wanted is None:
+    def has_revision(self, snapshot: Snapshot, revision: str | None) -> bool:
+        """Return whether a snapshot belongs to a branch, a tag or a commit (or the beginning of one)."""
+        if revision is None:
             return True
-        begins = len(wanted) >= 7 and snapshot.revision.startswith(wanted.lower())
-        return begins or self.refs.get(wanted) == snapshot.revision
+        is_commit = len(revision) >= 7 and snapshot.revision.startswith(revision.lower())
+        return is_commit or self.refs.get(revision) == snapshot.revision
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """An unfinished download. `file` is its path inside the repository, None if unknown."""
+
+    repository: str  # OWNER/NAME
+    part: Path
+    file: str | None
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """The name by which `edgelm pull` resumes it, as far as it is known."""
+        if self.file is None or not self.file.casefold().endswith(".gguf"):
+            return self.repository
+        label = quantization_of(self.file)
+        if label is None:
+            return str(HubReference(self.repository, file=self.file))
+        return name_of(self.repository, label) or str(HubReference(self.repository, label))
 
 
 def repositories(hub: Path, problems: list[str] | None = None) -> Iterator[Repository]:
-    """Yield the model repositories of a cache by name; a line for each that cannot be read goes to `problems`."""
-    told = [] if problems is None else problems
-    for name in sorted(names_in(hub, told)):
+    """Yield the model repositories of a cache by name; a line for each unreadable one goes to `problems`."""
+    problems = [] if problems is None else problems
+    for name in sorted(names_in(hub, problems)):
         if name.startswith(PREFIX):
-            yield read_repository(hub / name, told)
+            yield read_repository(hub / name, problems)
 
 
 def read_repository(path: Path, problems: list[str] | None = None) -> Repository:
-    """Read one repository's folder; what is missing is empty."""
-    told = [] if problems is None else problems
-    refs = _refs(path / "refs")
-    snapshots = path / "snapshots"
-    found = [_snapshot(snapshots / name, told) for name in names_in(snapshots, told)]
-    times = {each.revision: _changed(each.path) for each in found}
-    found.sort(key=lambda each: (each.revision == refs.get("main"), times[each.revision]), reverse=True)
+    """Read one repository's folder; missing parts are empty."""
+    problems = [] if problems is None else problems
+    refs = _read_refs(path / "refs")
+    folder = path / "snapshots"
+    snapshots = [_read_snapshot(folder / name, problems) for name in names_in(folder, problems)]
+    times = {snapshot.revision: _modified_at(snapshot.path) for snapshot in snapshots}
+    snapshots.sort(key=lambda snapshot: (snapshot.revision == refs.get("main"), times[snapshot.revision]), reverse=True)
     owner, _, name = path.name.removeprefix(PREFIX).partition("--")
-    return Repository(f"{owner}/{name}" if name else owner, path, tuple(found), refs)
+    return Repository(f"{owner}/{name}" if name else owner, path, tuple(snapshots), refs)
 
 
 def folder_name(repository: str) -> str:
@@ -75,8 +117,8 @@ def folder_name(repository: str) -> str:
     return PREFIX + repository.replace("/", "--")
 
 
-def first_hop(path: Path) -> Path:
-    """Return where a link leads, without following what is there."""
+def link_target(path: Path) -> Path:
+    """Return the target of a link, one step; the path itself if it is no link."""
     try:
         target = os.readlink(path)  # noqa: PTH115 - relative to the link
     except OSError:
@@ -85,7 +127,7 @@ def first_hop(path: Path) -> Path:
 
 
 def names_in(folder: Path, problems: list[str]) -> list[str]:
-    """Return the names in a folder; none where there is no folder, and a line where it cannot be read."""
+    """Return the names in a folder: none if it does not exist; if it cannot be read, a line goes to `problems`."""
     try:
         return os.listdir(folder)  # noqa: PTH208 - names alone, of thousands
     except (FileNotFoundError, NotADirectoryError):
@@ -95,14 +137,22 @@ def names_in(folder: Path, problems: list[str]) -> list[str]:
         return []
 
 
-def _snapshot(path: Path, problems: list[str]) -> Snapshot:
+def file_size(path: Path, missing: int = 0) -> int:
+    """Return the size of a file in bytes, or `missing` if it cannot be read."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return missing
+
+
+def _read_snapshot(path: Path, problems: list[str]) -> Snapshot:
     files: list[str] = []
     broken: list[str] = []
 
-    def tell(error: OSError) -> None:
+    def report(error: OSError) -> None:
         problems.append(f"{error.filename} cannot be read: {error.strerror}")
 
-    for folder, _, names in os.walk(path, onerror=tell):
+    for folder, _, names in os.walk(path, onerror=report):
         inside = os.path.relpath(folder, path)
         for name in names:
             file = name if inside == os.curdir else f"{inside}/{name}"
@@ -110,18 +160,165 @@ def _snapshot(path: Path, problems: list[str]) -> Snapshot:
     return Snapshot(path.name, path, tuple(sorted(files)), tuple(sorted(broken)))
 
 
-def _refs(folder: Path) -> dict[str, str]:
-    found = {}
+def _read_refs(folder: Path) -> dict[str, str]:
+    refs = {}
     for parent, _, names in os.walk(folder):
         for name in names:
             path = Path(parent, name)
             with suppress(OSError), path.open("rb") as file:
-                found[path.relative_to(folder).as_posix()] = file.read(MAX_REF_BYTES).decode("ascii", "replace").strip()
-    return found
+                refs[path.relative_to(folder).as_posix()] = file.read(MAX_REF_BYTES).decode("ascii", "replace").strip()
+    return refs
 
 
-def _changed(path: Path) -> float:
+def _modified_at(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+@contextmanager
+def blob_lock(hub: Path, repository_folder: str, blob: str, timeout_s: float = LOCK_S) -> Iterator[None]:
+    """Hold the hub client's lock of a blob. Raises filelock.Timeout if another process or thread has it."""
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+    folder = hub / LOCKS / repository_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(folder / f"{blob}.lock", timeout=timeout_s):
+        yield
+
+
+class CachedRepository:
+    """The folder of one listing in a cache, as a pull writes it."""
+
+    def __init__(self, cache: Path, listing: Listing) -> None:
+        self.folder = cache / folder_name(listing.repository)
+        self.blobs = self.folder / "blobs"
+        self.snapshot = self.folder / "snapshots" / listing.commit
+        self._cache = cache
+        self._listing = listing
+
+    def make_folders(self) -> None:
+        """Create the folders, and the tag by which backup programs skip a cache."""
+        for folder in (self.blobs, self.snapshot, self._cache / LOCKS / self.folder.name):
+            folder.mkdir(parents=True, exist_ok=True)
+        tag = self._cache / CACHE_TAG
+        if not tag.exists():
+            with suppress(OSError):
+                tag.write_text(CACHE_TAG_TEXT)
+
+    def path(self, file: HubFile) -> Path:
+        """Return the path of a file in the snapshot."""
+        return self.snapshot / file.path
+
+    def is_here(self, file: HubFile) -> bool:
+        """Return whether a file is complete and linked."""
+        return file_size(self.path(file), -1) == file.size
+
+    def has_blob(self, file: HubFile) -> bool:
+        """Return whether all bytes are here; after a power cut, a file may be shorter than what was written."""
+        return file_size(self.blobs / file.blob, -1) == file.size
+
+    def partial_len(self, file: HubFile) -> int:
+        """Return how many bytes of a file were downloaded so far."""
+        return min(file_size(self.blobs / f"{file.blob}{PART}"), file.size)
+
+    @contextmanager
+    def lock(self, file: HubFile) -> Iterator[bool]:
+        """Try to hold the hub's lock of a file; yield False if another process or thread has it."""
+        from filelock import Timeout
+
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(blob_lock(self._cache, self.folder.name, file.blob))
+            except Timeout:
+                yield False
+                return
+            yield True
+
+    def link(self, file: HubFile) -> None:
+        """Link the blob into the snapshot. The caller holds the lock."""
+        path = self.path(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        blob = self.blobs / file.blob
+        new = path.with_name(f".{uuid.uuid4().hex}.link")
+        try:
+            new.symlink_to(os.path.relpath(blob, path.parent))
+        except OSError:  # a file system without links: move the file itself, as the client does
+            blob.replace(path)
+            return
+        new.replace(path)
+
+    def set_ref(self) -> None:
+        """Point the requested revision at this commit, now that the model is complete."""
+        if self._listing.revision == self._listing.commit:
+            return
+        ref = self.folder / "refs" / self._listing.revision
+        with suppress(OSError):
+            if ref.read_text() == self._listing.commit:
+                return
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(ref, self._listing.commit.encode(), mode=0o666)  # users may share a cache
+
+
+def all_unfinished(hub: Path) -> list[Unfinished]:
+    """Return the unfinished downloads of a cache, by repository."""
+    return [download for repository in repositories(hub) for download in unfinished_in(repository)]
+
+
+def unfinished_in(repository: Repository) -> tuple[Unfinished, ...]:
+    """Return the unfinished downloads of one repository, by file name."""
+    blobs = repository.path / "blobs"
+    parts = [blobs / name for name in names_in(blobs, []) if name.endswith(PART)]
+    downloads = [Unfinished(repository.name, part, _path_of(part), file_size(part)) for part in parts]
+    return tuple(sorted(downloads, key=lambda download: (download.file or "", download.part)))
+
+
+def unfinished_of(reference: Reference, hub: Path) -> list[Unfinished]:
+    """Return the unfinished downloads that a name refers to: one quantization, or the whole repository."""
+    if isinstance(reference, CatalogName):
+        reference = find_entry(reference).reference(reference.quantization)
+    if not isinstance(reference, HubReference) or reference.revision is not None:
+        return []  # the revision of partial bytes is not known
+    return [download for download in all_unfinished(hub) if _is_of(download, reference)]
+
+
+def free_unfinished(downloads: Iterable[Unfinished], hub: Path) -> list[Unfinished]:
+    """Delete unfinished downloads under the hub's locks; return those deleted: all but the ones a pull holds.
+
+    Raises EdgeLMError if a file cannot be deleted.
+    """
+    return [download for download in downloads if _free(download, hub)]
+
+
+def _free(download: Unfinished, hub: Path) -> bool:
+    from filelock import Timeout
+
+    part = download.part
+    try:
+        with blob_lock(hub, part.parents[1].name, part.name.removesuffix(PART)):
+            for path in (*(part.with_name(part.name + suffix) for suffix in PART_NOTES), part):
+                path.unlink(missing_ok=True)
+    except Timeout:
+        return False
+    except OSError as error:
+        message = f"{error.filename or part} cannot be removed: {error.strerror}"
+        raise EdgeLMError(message, "change the permissions and try again") from None
+    return True
+
+
+def _is_of(download: Unfinished, reference: HubReference) -> bool:
+    if download.repository.casefold() != reference.repository.casefold():
+        return False
+    if reference.file is not None:
+        return download.file is not None and reference.file in (download.file, download.file.rpartition("/")[2])
+    if reference.quantization is None or download.file is None:
+        return True
+    return quantization_of(download.file) in (reference.quantization, f"UD-{reference.quantization}")
+
+
+def _path_of(part: Path) -> str | None:
+    with suppress(OSError, ValueError), part.with_name(part.name + ".path").open("rb") as file:
+        text = file.read(MAX_PATH_BYTES).decode()
+        return text if text and text.isprintable() else None
+    return None

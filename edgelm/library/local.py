@@ -1,7 +1,7 @@
-"""From what a person typed to a model on this machine, and whether it can run here.
+"""From a model name as typed to a model on this machine, and whether it can run here.
 
-Owns the meaning of names, and what is said where a name means nothing. Which models there are is scan.py's. Opens no
-model, changes nothing, and knows nothing of the network.
+Owns the meaning of names, and the error lines for names without a model. scan.py finds the models. Opens no model,
+changes nothing, and knows nothing of the network.
 """
 
 from __future__ import annotations
@@ -11,54 +11,35 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+from edgelm.config import Config, Settings
 from edgelm.errors import ModelError
 from edgelm.library.catalog import entries, find_entry, near_names
-from edgelm.library.files import CONFIG, group_ggufs, is_safetensors_folder
 from edgelm.library.hub_cache import Snapshot, folder_name, names_in, read_repository
-from edgelm.library.local_model import LocalModel, printable
 from edgelm.library.names import CatalogName, HubReference, LocalPath, Reference, StarterName, parse_name, shown
 from edgelm.library.scan import (
     Library,
+    LocalModel,
     gguf_at,
-    installed,
+    printable,
     repository_models,
     safetensors_at,
     scan,
     starter_model,
 )
-from edgelm.library.selection import select_files
+from edgelm.library.selection import CONFIG, group_ggufs, is_safetensors_folder, select_files
 
-__all__ = [
-    "Library",
-    "LocalModel",
-    "find_local",
-    "find_model",
-    "installed",
-    "printable",
-    "require_gguf",
-    "require_runnable",
-    "require_whole",
-    "runs_here",
-    "scan",
-]
-
-MAX_SAID = 6
+MAX_LISTED = 6
 SAFETENSORS = (".safetensors", ".safetensors.index.json")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 ADAPTER = "adapter_config.json"
 WHOLE_FOLDER = "download all files of the model into one folder"
 
 
-def find_model(name: str, hub: Path | None = None, folders: Iterable[Path] = ()) -> Path:
-    """Return the file or folder that a name stands for. Raises ModelError where there is none."""
-    return find_local(name, hub, folders).path
-
-
 def find_local(name: str, hub: Path | None = None, folders: Iterable[Path] = (), *, paths: bool = True) -> LocalModel:
-    """Return the model that a name stands for: the starter, a path, or one of the library.
+    """Return the model with this name: the starter, a path, or a model of the library.
 
-    Without `paths` no file is looked at outside of the library. Raises ModelError where there is none: with `edgelm
-    pull` if the name is good, with near names if it is not.
+    `paths=False` looks at no file outside of the library. Raises ModelError if there is no such model; its hint is
+    `edgelm pull` for a valid name, and similar names for others.
     """
     reference: Reference | None = None
     try:
@@ -68,23 +49,49 @@ def find_local(name: str, hub: Path | None = None, folders: Iterable[Path] = (),
     if isinstance(reference, StarterName):
         return _require_starter()
     if isinstance(reference, LocalPath):
-        return _at_path(reference.path) if paths else _no_path(name)
+        if not paths:
+            raise ModelError(f"there is no model {shown(name)}")
+        return _at_path(reference.path)
     library = scan(hub, folders=folders)
-    called = [model for model in library.models if model.is_called(name.strip())]
-    if called:
-        return next((model for model in called if name.strip() in (model.name, model.hub_name)), called[0])
+    matches = [model for model in library.models if model.is_called(name.strip())]
+    if matches:
+        return next((model for model in matches if name.strip() in (model.name, model.hub_name)), matches[0])
     if reference is None:
-        raise refusal  # no name that anybody gives, and no file here is called so
-    if paths and os.path.exists(name):  # noqa: PTH110 - a name that no file can have is False
+        raise refusal  # not a valid name, and no file here has it
+    if paths and os.path.exists(name):  # noqa: PTH110 - False for a name that no file can have
         return _at_path(name)
     if isinstance(reference, CatalogName):
         return _of_catalog(reference, hub, library)
-    found = _in_cache(reference, hub)
-    return found if found is not None else _raise_not_here(reference, str(reference), library)
+    model = _in_cache(reference, hub)
+    if model is None:
+        raise _not_here(reference, str(reference), library)
+    return model
+
+
+def installed_model(name: str, config: Config) -> LocalModel:
+    """Return the model with this name on this machine, of any format. Raises ModelError."""
+    return find_local(config.model_name(name), config.places.hub, config.model_folders)
+
+
+def runnable_model(name: str, config: Config) -> LocalModel:
+    """Return the model with this name, if an engine for it is installed. Raises ModelError."""
+    return require_runnable(installed_model(name, config))
+
+
+def model_config(model: LocalModel, config: Config) -> Config:
+    """Return the settings for a model: its table in config.toml beats the settings for all."""
+    return config.for_model(*model.names)
+
+
+def find_draft_model(settings: Settings, hub: Path) -> LocalModel | None:
+    """Return the model of --draft; None: no model drafts. Raises ModelError if it is not on this machine."""
+    if settings.draft is None or settings.spec == "off":
+        return None
+    return find_local(settings.draft, hub, settings.model_folders)
 
 
 def runs_here(model: LocalModel) -> bool:
-    """Whether an engine for this format is installed: a GGUF always runs, safetensors need torch."""
+    """Return whether an engine for this format is installed: a GGUF always runs, safetensors need torch."""
     return model.format == "gguf" or find_spec("torch") is not None
 
 
@@ -92,8 +99,8 @@ def require_runnable(model: LocalModel) -> LocalModel:
     """Return the model if an engine for it is installed. Raises ModelError."""
     if runs_here(model):
         return model
-    near = _same_as_gguf(model)
-    other = f"edgelm pull {near}, the same model as a GGUF" if near else "take a GGUF of the same model"
+    twin = _gguf_twin(model)
+    other = f"edgelm pull {twin}, the same model as a GGUF" if twin else "use a GGUF of the same model"
     raise ModelError(
         f"{shown(model.name)} is a folder of safetensors, which needs torch", f"pipx install 'edgelm[cuda]', or {other}"
     )
@@ -103,31 +110,28 @@ def require_gguf(model: LocalModel) -> LocalModel:
     """Return the model if llama.cpp can read it. Raises ModelError for a folder of safetensors."""
     if model.format == "gguf":
         return model
-    near = _same_as_gguf(model)
-    hint = f"edgelm pull {near} is the same model as a GGUF" if near else "take a GGUF of the same model"
+    twin = _gguf_twin(model)
+    hint = f"edgelm pull {twin} is the same model as a GGUF" if twin else "use a GGUF of the same model"
     raise ModelError(f"{shown(model.name)} is a folder of safetensors, and this needs a GGUF", hint)
 
 
 def require_whole(model: LocalModel) -> None:
-    """Raise ModelError for a model of which files are missing, as far as their names tell."""
-    named = {each.relative_to(_root(model)).as_posix(): 0 for each in model.files}
-    if not named:
+    """Raise ModelError for a model with missing files, as far as the file names show it."""
+    root = model.path if model.format == "safetensors" else model.path.parent
+    sizes = {file.relative_to(root).as_posix(): 0 for file in model.files}
+    if not sizes:
         raise ModelError(f"{shown(model.name)} has no files")
     file = model.path.name if model.format == "gguf" else None
-    select_files(HubReference(shown(model.name), file=file), named)
+    select_files(HubReference(shown(model.name), file=file), sizes)
 
 
-def _same_as_gguf(model: LocalModel) -> str:
-    """Return the catalogue's name of the same model as a GGUF; empty: it has none."""
-    near = (entry.name for entry in entries() if model.repository and _is_made_from(entry.repository, model.repository))
-    return next(near, "")
-
-
-def _is_made_from(converted: str, original: str) -> bool:
-    return converted.rpartition("/")[2].casefold() == f"{original.rpartition('/')[2]}-GGUF".casefold()
-
-
-# -- what a name means -----------------------------------------------------------------------------------------------
+def _gguf_twin(model: LocalModel) -> str:
+    """Return the catalogue's name of the same model as a GGUF, "" if it has none."""
+    if not model.repository:
+        return ""
+    converted = f"{model.repository.rpartition('/')[2]}-GGUF".casefold()
+    twins = (entry.name for entry in entries() if entry.repository.rpartition("/")[2].casefold() == converted)
+    return next(twins, "")
 
 
 def _require_starter() -> LocalModel:
@@ -138,18 +142,14 @@ def _require_starter() -> LocalModel:
 
 def _at_path(text: str) -> LocalModel:
     try:
-        path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - parts of a split lie beside the link
+        path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - shards lie beside the link
         if path.is_dir():
             return _folder_at(path, text)
         if path.exists():
             return _file_at(path)
-    except (OSError, ValueError, RuntimeError):  # a name that no file can have; RuntimeError: ~ of nobody
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have; RuntimeError: ~ of an unknown user
         pass
-    raise ModelError(f"{shown(text)} is not there", "give the path of a .gguf file or of a folder of safetensors")
-
-
-def _no_path(text: str) -> LocalModel:
-    raise ModelError(f"there is no model {shown(text)}")
+    raise ModelError(f"{shown(text)} does not exist", "give the path of a .gguf file or of a folder of safetensors")
 
 
 def _file_at(path: Path) -> LocalModel:
@@ -169,18 +169,18 @@ def _folder_at(path: Path, text: str) -> LocalModel:
 
 
 def _no_model_in(folder: str, names: list[str]) -> ModelError:
-    """Return what is in a folder instead of a configuration with its safetensors, and what to do about it."""
-    if here := [group.first for group in group_ggufs(names)]:
-        hint = f"give the .gguf file in it: {', '.join(here[:MAX_SAID])}"
+    """Return the error for a folder without config and safetensors: what it holds instead, and what to do."""
+    if ggufs := [group.first for group in group_ggufs(names)]:
+        hint = f"give the .gguf file in it: {', '.join(ggufs[:MAX_LISTED])}"
         return ModelError(f"{folder} is a folder without {CONFIG} and safetensors", printable(hint))
     if ADAPTER in names:
-        hint = "merge the two, and give the folder of the result"
+        hint = "merge the adapter into its model, and give the folder of the result"
         return ModelError(f"{folder} holds an adapter (LoRA), not the model that it was made for", hint)
     if any(name.endswith(SAFETENSORS) for name in names):
         return ModelError(f"{folder} holds safetensors without {CONFIG}", WHOLE_FOLDER)
     if any(name.endswith(PICKLED) for name in names):
-        hint = "take the model's safetensors, or a GGUF of it"
-        return ModelError(f"{folder} holds PyTorch's own files, which are programs and not read", hint)
+        hint = "use the model's safetensors, or a GGUF of it"
+        return ModelError(f"{folder} holds pickled PyTorch files, which can run code and are not read", hint)
     return ModelError(f"{folder} is a folder without {CONFIG} and safetensors", "give a .gguf file")
 
 
@@ -189,22 +189,26 @@ def _of_catalog(name: CatalogName, hub: Path | None, library: Library) -> LocalM
         entry = find_entry(name)
     except ModelError as error:
         own = [model.name for model in library.models]
-        if near := [each for each in near_names(str(name), own) if each in own]:
-            raise ModelError(error.message, f"did you mean {' or '.join(near)}?") from None
+        near = near_names(str(name), own)
+        if here := [similar for similar in near if similar in own]:
+            raise ModelError(error.message, f"did you mean {' or '.join(here)}?") from None
+        if near and not any(entry.family == name.family for entry in entries()):  # or else the error lists its sizes
+            hint = f"did you mean {' or '.join(near)}? It is not on this machine: edgelm pull {near[0]}"
+            raise ModelError(error.message, hint) from None
         raise
-    found = _in_cache(entry.reference(name.quantization), hub)
-    if found is not None:
-        return found
-    wanted = f"{entry.name}:{name.quantization}" if name.quantization else entry.name
-    return _raise_not_here(HubReference(entry.repository), wanted, library)
+    model = _in_cache(entry.reference(name.quantization), hub)
+    if model is not None:
+        return model
+    full_name = f"{entry.name}:{name.quantization}" if name.quantization else entry.name
+    raise _not_here(HubReference(entry.repository), full_name, library)
 
 
 def _in_cache(reference: HubReference, hub: Path | None) -> LocalModel | None:
-    """Return what a reference means among the files that are here, as `edgelm pull` would choose them."""
+    """Return the cached model that a reference selects, by the same choice as `edgelm pull`."""
     if hub is None:
         return None
-    wanted = folder_name(reference.repository).casefold()
-    for repository in (read_repository(hub / name) for name in names_in(hub, []) if name.casefold() == wanted):
+    folder = folder_name(reference.repository).casefold()
+    for repository in (read_repository(hub / name) for name in names_in(hub, []) if name.casefold() == folder):
         models = list(repository_models(repository))
         for snapshot in repository.snapshots:
             if not repository.has_revision(snapshot, reference.revision):
@@ -220,20 +224,11 @@ def _in_cache(reference: HubReference, hub: Path | None) -> LocalModel | None:
     return None
 
 
-def _raise_not_here(reference: HubReference, name: str, library: Library) -> LocalModel:
-    others = [model.name for model in library.models if model.repository and _same(model.repository, reference)]
-    if others:
-        also = f", or use {' or '.join(others[:MAX_SAID])}, which is here" if len(others) <= MAX_SAID else ""
-        raise ModelError(f"{shown(name)} is not on this machine", f"edgelm pull {shown(name)}{also}")
-    raise ModelError(f"{shown(name)} is not on this machine", f"edgelm pull {shown(name)}")
-
-
-def _root(model: LocalModel) -> Path:
-    return model.path if model.format == "safetensors" else model.path.parent
-
-
-def _same(repository: str, reference: HubReference) -> bool:
-    return repository.casefold() == reference.repository.casefold()
+def _not_here(reference: HubReference, name: str, library: Library) -> ModelError:
+    repository = reference.repository.casefold()
+    others = [model.name for model in library.models if model.repository and model.repository.casefold() == repository]
+    also = f", or use {' or '.join(others)}, which is here" if 0 < len(others) <= MAX_LISTED else ""
+    return ModelError(f"{shown(name)} is not on this machine", f"edgelm pull {shown(name)}{also}")
 
 
 def _sizes(snapshot: Snapshot) -> dict[str, int]:
@@ -242,5 +237,5 @@ def _sizes(snapshot: Snapshot) -> dict[str, int]:
         try:
             sizes[file] = (snapshot.path / file).stat().st_size
         except OSError:
-            continue  # it went meanwhile
+            continue  # deleted in the meantime
     return sizes

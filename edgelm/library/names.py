@@ -1,12 +1,13 @@
-"""What a person may type for a model, as data: the starter, a path, a name of the catalogue, a repository of the hub.
+"""Model names as a person types them, parsed: the starter, a path, a catalogue name, a repository of the hub.
 
     starter                                     the model that comes with edgelm
-    ./model.gguf  ~/models/qwen  a/b/c          a path: it begins with / ./ ../ ~, ends with .gguf, or has many slashes
+    ./model.gguf  ~/models/qwen  a/b/c          a path: starts with / ./ ../ ~, ends with .gguf, or has many slashes
     FAMILY[:SIZE][:QUANT]                       qwen3   qwen3:4b   qwen3:4b:Q8_0   qwen3:Q8_0
-    OWNER/NAME[:QUANT or FILE][@REVISION]       Qwen/Qwen3-4B-GGUF:Q8_0@main; before it hf.co/ or https://huggingface.co/
+    OWNER/NAME[:QUANT or FILE][@REVISION]       Qwen/Qwen3-4B-GGUF:Q8_0@main; hf.co/ or https://huggingface.co/ may
+                                                precede it
 
-The quantization always stands behind the last colon. Knows neither the network nor this disk nor the catalogue:
-whether there is such a model is for others to say.
+The quantization always comes after the last colon. Knows neither the network nor the disk nor the catalogue: whether
+a model exists is for the callers to find out.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from urllib.parse import quote, unquote
 from edgelm.errors import ModelError
 
 STARTER = "starter"
-QUANTIZATION = r"(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|NVFP4|BF16|F16|F32|FP16|FP8)"  # as file names of GGUFs have it
+QUANTIZATION = r"(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|NVFP4|BF16|F16|F32|FP16|FP8)"  # as GGUF file names have it
 HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 MAX_LEN = 4096
 FORMS = "a name is starter, a path, FAMILY:SIZE[:QUANT] or OWNER/NAME[:QUANT][@REVISION]"
 
 _URL = re.compile(r"https?://([^/]*)/?(.*)", re.DOTALL | re.IGNORECASE)
-_PAGE = re.compile(
+_PAGE = re.compile(  # an address copied from a browser
     r"([^/:@]+/[^/:@]+)/(tree|blob|resolve|raw)/([^/]+)/?(.*)", re.DOTALL
-)  # an address copied from a browser
+)
 _SEGMENT = re.compile(r"(?!.*(?:--|\.\.))\w(?:[\w.-]{0,94}\w)?", re.ASCII)
 _WORD = re.compile(r"[a-z0-9](?:[a-z0-9._-]*[a-z0-9])?")
 _LABEL = re.compile(r"[A-Z0-9](?:[A-Z0-9._-]*[A-Z0-9])?")
@@ -44,7 +45,7 @@ class StarterName:
 
 @dataclass(frozen=True, slots=True)
 class LocalPath:
-    """A file or folder of this machine, as it was written."""
+    """A file or folder on this machine, as typed."""
 
     path: str
 
@@ -54,7 +55,7 @@ class LocalPath:
 
 @dataclass(frozen=True, slots=True)
 class CatalogName:
-    """A name of the catalogue: all lower case, the quantization upper case."""
+    """A catalogue name: lower case, but the quantization upper case."""
 
     family: str
     size: str | None = None  # None: the family's default
@@ -66,7 +67,7 @@ class CatalogName:
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """A model in a repository of the hub: all of it, one quantization, or one file."""
+    """A model in a repository of the hub: the whole repository, one quantization, or one file."""
 
     repository: str  # OWNER/NAME
     quantization: str | None = None  # Q4_K_M
@@ -82,9 +83,9 @@ Reference = StarterName | LocalPath | CatalogName | HubReference
 
 
 def parse_name(text: str) -> Reference:
-    """Return what a name means; `str()` of that is a name for it. Raises ModelError for what is no name."""
+    """Parse a model name; `str()` of the result is again a name for it. Raises ModelError for any other text."""
     if "\0" in text or len(text) > MAX_LEN:
-        raise ModelError(f"{shown(text)} is no name of a model", FORMS)
+        raise _not_a_name(text, FORMS)
     hub = _without_host(text.strip())
     if hub is not None:
         return _parse_hub(hub, text)
@@ -97,23 +98,23 @@ def parse_name(text: str) -> Reference:
 
 
 def is_quantization(text: str) -> bool:
-    """Tell whether a text looks like the label of a quantization: Q4_K_M, BF16, UD-IQ2_XXS."""
+    """Return whether a text looks like a quantization label: Q4_K_M, BF16, UD-IQ2_XXS."""
     return _IS_QUANTIZATION.fullmatch(text) is not None
 
 
 def is_revision(text: str) -> bool:
-    """Tell whether a text may be a branch, a tag or a commit of the hub; never a path out of a folder."""
+    """Return whether a text can be a branch, tag or commit of the hub; a path that leaves its folder cannot."""
     return _REVISION.fullmatch(text) is not None
 
 
 def is_label(text: str) -> bool:
-    """Tell whether a text may stand for a quantization behind the colon, where its case does not matter."""
+    """Return whether a text can follow the colon in place of a quantization, where case does not matter."""
     return text.isascii() and _LABEL.fullmatch(text.upper()) is not None
 
 
 def shown(text: str, limit: int = 80) -> str:
-    """Return a name in a form that is safe in a line on a terminal."""
-    clean = "".join(each if each.isprintable() else "?" for each in text[: limit + 1])
+    """Return a name in a form that is safe in one line on a terminal."""
+    clean = "".join(char if char.isprintable() else "?" for char in text[: limit + 1])
     return (clean if len(clean) <= limit else clean[:limit] + "...") or "an empty text"
 
 
@@ -121,17 +122,17 @@ def _is_path(text: str) -> bool:
     if text in (".", "..") or text.startswith(("/", "./", "../", "~")) or text.endswith("/"):
         return True
     if ":" in text or "@" in text:
-        return False  # a path with these needs ./ before it
+        return False  # a path with these characters needs ./ in front
     return text.casefold().endswith((".gguf", ".safetensors")) or text.count("/") > 1
 
 
 def _without_host(text: str) -> str | None:
-    """Return what follows the hub's address, None where the text has none. Raises ModelError for another address."""
+    """Return the part after the hub's address, None if the text has no address. Raises ModelError for another host."""
     if match := _URL.fullmatch(text):
         host, rest = match[1].casefold(), match[2]
         if host not in HOSTS:
             raise ModelError(
-                f"{shown(text)} is no address of the hub", "write OWNER/NAME; HF_ENDPOINT says which server is asked"
+                f"{shown(text)} is not an address of the hub", "write OWNER/NAME; HF_ENDPOINT sets the hub"
             )
         return re.sub(r"[?#].*", "", rest, flags=re.DOTALL).rstrip("/")
     host, slash, rest = text.partition("/")
@@ -144,33 +145,33 @@ def _parse_hub(text: str, typed: str) -> HubReference:
         return _hub_reference(page[1], file, revision, typed)
     repository, colon, choice = text.partition(":")
     if colon and "@" in repository:
-        raise _no_name(typed, "the order is OWNER/NAME:QUANT@REVISION")
+        raise _not_a_name(typed, "the order is OWNER/NAME:QUANT@REVISION")
     if colon:
         choice, at, revision = choice.rpartition("@") if "@" in choice else (choice, "", "")
     else:
         repository, at, revision = text.partition("@")
     if (colon and not choice) or (at and not revision):
-        raise _no_name(typed, "something is missing behind : or @")
+        raise _not_a_name(typed, "something is missing after : or @")
     return _hub_reference(repository, unquote(choice), revision, typed)
 
 
 def _hub_reference(repository: str, choice: str, revision: str, typed: str) -> HubReference:
-    """Check the parts; an empty one is not there."""
+    """Check the parts; an empty part was not typed."""
     segments = repository.split("/")
     if len(segments) != 2 or not all(_SEGMENT.fullmatch(segment) for segment in segments):
-        raise _no_name(typed, "a repository of the hub is OWNER/NAME, and a path begins with ./ or /")
+        raise _not_a_name(typed, "a repository of the hub is OWNER/NAME, and a path begins with ./ or /")
     if revision and not is_revision(revision):
-        raise _no_name(typed, "the order is OWNER/NAME:QUANT@REVISION")
+        raise _not_a_name(typed, "the order is OWNER/NAME:QUANT@REVISION")
     checked = None if revision in ("", "main") else revision
     if not choice:
         return HubReference(repository, revision=checked)
     if "/" in choice or choice.casefold().endswith((".gguf", ".safetensors")):
         parts = choice.split("/")
         if not choice.isprintable() or "\\" in choice or any(part.strip() in ("", ".", "..") for part in parts):
-            raise _no_name(typed, "the file is a path inside the repository")
+            raise _not_a_name(typed, "the file is a path inside the repository")
         return HubReference(repository, file=choice, revision=checked)
     if not is_label(choice):
-        raise _no_name(typed, "behind the colon stands a quantization such as Q4_K_M, or a file")
+        raise _not_a_name(typed, "a quantization such as Q4_K_M, or a file, comes after the colon")
     return HubReference(repository, choice.upper(), revision=checked)
 
 
@@ -179,11 +180,11 @@ def _parse_catalog(text: str) -> CatalogName:
     family = family.lower()
     quantization = rest.pop().upper() if rest and (len(rest) > 1 or is_quantization(rest[-1])) else None
     size = rest.pop().lower() if rest else None
-    fine = text.isascii() and not rest and _WORD.fullmatch(family) and (size is None or _WORD.fullmatch(size))
-    if not fine or (quantization is not None and not _LABEL.fullmatch(quantization)):
-        raise _no_name(text, FORMS)
+    is_valid = text.isascii() and not rest and _WORD.fullmatch(family) and (size is None or _WORD.fullmatch(size))
+    if not is_valid or (quantization is not None and not _LABEL.fullmatch(quantization)):
+        raise _not_a_name(text, FORMS)
     return CatalogName(family, size, quantization)
 
 
-def _no_name(text: str, hint: str) -> ModelError:
-    return ModelError(f"{shown(text)} is no name of a model", hint)
+def _not_a_name(text: str, hint: str) -> ModelError:
+    return ModelError(f"{shown(text)} is not a model name", hint)

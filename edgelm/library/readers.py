@@ -1,90 +1,84 @@
-"""Reading files in child processes, one answer a file: a file that kills its reader costs its own answer and no other.
+"""Model files are read by a worker: a file that crashes it costs only its own answer.
 
-Owns the children, their limits, and what is said of one that died. Knows nothing of what is read.
+Owns the requests, and the error for a file that crashed the worker. The worker is jobs/reader.py.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-DESCRIBE = "edgelm.library.describe"
-FILE_LIMIT_S = 60.0  # for one file: a header on a network drive that went away
+from edgelm.config import Settings
+from edgelm.errors import EdgeLMError
+from edgelm.workers.parent import Exit, Worker
+
+READER = "edgelm.jobs.reader"
+FILE_LIMIT_S = 60.0  # for one file: its network drive may be gone
 
 
-def read_each(module: str, wanted: Sequence[Any], limit_s: float = FILE_LIMIT_S) -> Iterator[dict[str, Any]]:
-    """Yield what a module's child process says of each thing wanted, in order; `{"error": …}` where it died of it.
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Read what `edgelm list` and `/v1/models` show of a model."""
 
-    The module reads a JSON list from standard input and writes one line of JSON for each entry.
-    """
-    done = 0
-    while done < len(wanted):
-        child = _Child(module, wanted[done:], limit_s)
-        for answer in child.answers():
-            yield answer
-            done += 1
-        if done < len(wanted):
-            yield {"error": f"it cannot be read: {child.end()}"}
-            done += 1
+    path: Path
 
 
-class _Child:
-    """One process; it is killed when no answer comes within the limit."""
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """Read all of a model's header, and plan its memory with these settings."""
 
-    def __init__(self, module: str, wanted: Sequence[Any], limit_s: float) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],  # -P: nothing of the current folder
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        self._limit_s = limit_s
-        self._late = False
-        self._job = json.dumps(list(wanted)).encode()
+    path: Path
+    settings: Settings
 
-    def answers(self) -> Iterator[dict[str, Any]]:
-        assert self._process.stdin
-        assert self._process.stdout
-        try:
-            with self._process.stdin as stdin:
-                stdin.write(self._job)
-        except BrokenPipeError:
-            pass  # it is dead: the missing answers say so
-        try:
-            while line := self._line():
-                yield json.loads(line)
-        finally:
-            self._process.kill()  # nothing to end, or nobody wants the rest
-            self._process.wait()
-            self._process.stdout.close()
 
-    def end(self) -> str:
-        """Say how it ended before its work was done."""
-        code = self._process.returncode
-        if self._late:
-            return f"nothing came within {self._limit_s:.0f} s"
-        if code == -getattr(signal, "SIGBUS", 0):
-            return "it is cut, or was changed while it was read"
-        return f"reading it failed ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Read what Ollama's `/api/show` and llama-server's `/props` show of a model."""
 
-    def _line(self) -> bytes:
-        assert self._process.stdout
-        timer = threading.Timer(self._limit_s, self._give_up)
-        timer.daemon = True
-        timer.start()
-        try:
-            line: bytes = self._process.stdout.readline()
-        finally:
-            timer.cancel()
-        return line if line.endswith(b"\n") else b""
+    path: Path
 
-    def _give_up(self) -> None:
-        self._late = True
-        self._process.kill()
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The content of a file, as the document of `--json`."""
+
+    document: dict[str, Any]
+
+
+def read_each(
+    requests: Iterable[Describe | Detail | Card], limit_s: float = FILE_LIMIT_S, module: str = READER
+) -> Iterator[dict[str, Any]]:
+    """Yield the document of each request, in order; `{"error": …}` for a file that cannot be read."""
+    worker: Worker | None = None
+    try:
+        for request in requests:
+            worker = worker or Worker(module, replies=(Answer,), defaults={"OMP_NUM_THREADS": "1"})
+            worker.send(request)
+            try:
+                reply = worker.receive(limit_s)
+                if reply is not None:
+                    yield reply.document
+                    continue
+                reason = _reason(worker.exit())
+            except EdgeLMError as error:
+                yield {"error": str(error)}
+                continue
+            except TimeoutError:
+                worker.kill()
+                reason = f"nothing came within {limit_s:.0f} s"
+            worker.close()
+            worker = None
+            yield {"error": f"it cannot be read: {reason}"}
+    finally:
+        if worker is not None:
+            worker.kill()  # it holds nothing that must be saved
+            worker.close()
+
+
+def _reason(end: Exit) -> str:
+    if end.code == -signal.SIGBUS:
+        return "it is cut short, or was changed while it was read"
+    return f"reading it failed ({end.signal_name or f'exit code {end.code}'})"

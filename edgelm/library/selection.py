@@ -1,10 +1,11 @@
-"""Which files of a repository a name means: one model, whole, and nothing twice.
+"""The files of a model, by their names: GGUFs and their shards, safetensors folders, and which files a name selects.
 
-    a quantization      its GGUF, or all parts of a split one
-    a file              that file; of a split GGUF, or of sharded safetensors, all of them and what belongs to them
+    a quantization      its GGUF, or all shards of a split one
+    a file              that file; for a shard, all shards and the files that belong to them
     nothing             the usual quantization of a GGUF repository, or the safetensors folder with tokenizer and config
 
-Owns that choice, and the lines that say what there is instead. Works on names and sizes: the hub's, or those on disk.
+Owns that choice, and the error lines that list the alternatives. Works on names and sizes, of the hub or of the disk.
+Opens no file.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from edgelm.errors import ModelError
-from edgelm.library.files import CONFIG, PART, GGUFFiles, group_ggufs
-from edgelm.library.names import HubReference
-from edgelm.library.units import size_text
+from edgelm.library.names import QUANTIZATION, HubReference
+from edgelm.library.progress import size_text
 
-# As good as Q4_K_M or nearly so, then what is still small, then what is larger than needed.
+GGUF_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL | re.IGNORECASE)
+AUXILIARY = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.IGNORECASE)  # read with a model, not alone
+_LABEL = re.compile(rf"(?:^|[-._])({QUANTIZATION})(?=[-.]|$)", re.IGNORECASE | re.ASCII)
+
+# The labels about as good as Q4_K_M come first, then the smaller ones, then those larger than needed.
 PREFERRED = (
     "Q4_K_M UD-Q4_K_XL Q4_K_L Q4_K_S MXFP4_MOE MXFP4 Q4_1 Q4_0 IQ4_NL IQ4_XS Q5_K_M UD-Q5_K_XL Q5_K_S Q6_K UD-Q6_K_XL "
     "Q8_0 UD-Q8_K_XL Q3_K_L Q3_K_M UD-Q3_K_XL Q3_K_S IQ3_M IQ3_S Q2_K TQ2_0 BF16 F16 F32"
 ).split()
 SHARD = re.compile(r"(?P<stem>model(?:\.\w+)?)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
-WHOLE = "model.safetensors"
+CONFIG = "config.json"
+SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-BESIDE = re.compile(  # what transformers and our reader take from such a folder, and what says whose it is
+BESIDE = re.compile(  # files that transformers and our reader use beside the weights, and the licence
     r"(?:config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
     r"|tokenizer\.model|[\w.-]*\.tiktoken|[\w-]*\.spm|merges\.txt|vocab\.txt|chat_template\.jinja"
     r"|additional_chat_templates/[\w.-]+\.jinja|README\.md|(?:LICEN[CS]E|NOTICE|USE_POLICY)(?:\.\w+)?",
@@ -35,19 +41,59 @@ BESIDE = re.compile(  # what transformers and our reader take from such a folder
 MAX_NAMED = 12
 
 
+class GGUFFiles(NamedTuple):
+    """A GGUF model: its first file and all its files, as named by the caller."""
+
+    first: str
+    files: tuple[str, ...]
+
+    @property
+    def quantization(self) -> str | None:
+        """The label in the file name, upper case."""
+        return quantization_of(self.first)
+
+    @property
+    def stem(self) -> str:
+        """The file name without folder, shard number and suffix."""
+        return _stem(self.first)
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The files of one model; `main` is what is run: the first GGUF, or a folder, which is the empty text."""
+    """The files of one model; `main` is the one to run: the first GGUF, or "" for the folder itself."""
 
     files: tuple[str, ...]
     main: str
     quantization: str | None = None
 
 
-def select_files(reference: HubReference, sizes: Mapping[str, int]) -> Selection:
-    """Return the files that a reference means among those of its repository, whose sizes are in bytes.
+def group_ggufs(names: Iterable[str]) -> list[GGUFFiles]:
+    """Group paths (with slashes) into models, all shards of one together; skip projectors and the like."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(names):
+        if not name.casefold().endswith(".gguf") or AUXILIARY.search(name.rpartition("/")[2]):
+            continue
+        shard = GGUF_SHARD.fullmatch(name)
+        groups.setdefault((shard["stem"], shard["count"]) if shard else (name, ""), []).append(name)
+    return [GGUFFiles(group[0], tuple(group)) for group in groups.values()]
 
-    Raises ModelError where there is none, where a part is missing, or where it could be several.
+
+def quantization_of(name: str) -> str | None:
+    """Return the last quantization label in a file name, upper case."""
+    labels = _LABEL.findall(_stem(name))
+    return str(labels[-1]).upper() if labels else None
+
+
+def is_safetensors_folder(names: Iterable[str]) -> bool:
+    """Return whether a folder with these files is a model that transformers would load."""
+    names = set(names)
+    return CONFIG in names and any(name.endswith(".safetensors") for name in names)
+
+
+def select_files(reference: HubReference, sizes: Mapping[str, int]) -> Selection:
+    """Return the files that a reference selects in its repository, whose file sizes are in bytes.
+
+    Raises ModelError if no model matches, a shard is missing, or several models match.
     """
     groups = group_ggufs(sizes)
     if reference.file is not None:
@@ -58,41 +104,47 @@ def select_files(reference: HubReference, sizes: Mapping[str, int]) -> Selection
         return _gguf(reference, _preferred(reference, groups, sizes))
     if _weights(sizes):
         return _folder(reference, sizes)
-    raise ModelError(f"{reference.repository} holds no model that edgelm reads", _what_there_is(sizes))
+    raise ModelError(f"{reference.repository} has no model that edgelm can read", _contents(sizes))
+
+
+def _stem(name: str) -> str:
+    last = name.rpartition("/")[2]
+    shard = GGUF_SHARD.fullmatch(last)
+    return shard["stem"] if shard else last[: -len(".gguf")] if last.casefold().endswith(".gguf") else last
 
 
 def _by_file(reference: HubReference, groups: list[GGUFFiles], sizes: Mapping[str, int]) -> Selection:
-    wanted = reference.file or ""
-    found = [path for path in sizes if path == wanted] or [path for path in sizes if path.rpartition("/")[2] == wanted]
-    if len(found) != 1:
-        what = "several files named" if found else "no file"
-        raise ModelError(f"{reference.repository} has {what} {wanted}", _what_there_is(sizes))
+    name = reference.file or ""
+    paths = [path for path in sizes if path == name] or [path for path in sizes if path.rpartition("/")[2] == name]
+    if len(paths) != 1:
+        count = "several files named" if paths else "no file"
+        raise ModelError(f"{reference.repository} has {count} {name}", _contents(sizes))
     for group in groups:
-        if found[0] in group.files:
+        if paths[0] in group.files:
             return _gguf(reference, group)
-    if found[0] in (*_weights(sizes), INDEX):
+    if paths[0] in (*_weights(sizes), INDEX):
         return _folder(reference, sizes)
-    return Selection((found[0],), found[0])
+    return Selection((paths[0],), paths[0])
 
 
 def _by_quantization(reference: HubReference, groups: list[GGUFFiles], sizes: Mapping[str, int]) -> Selection:
-    wanted = (reference.quantization or "").upper()
+    label = (reference.quantization or "").upper()
     if not groups:
-        raise ModelError(f"{reference.repository} has no GGUF, so no {wanted}", _what_there_is(sizes))
-    for label in (wanted, f"UD-{wanted}"):
-        matching = [group for group in groups if (group.quantization or "") == label]
-        if matching:
-            return _gguf(reference, _only(reference, matching))
-    there = [group for group in groups if wanted.casefold() in (group.stem.casefold(), group.first.casefold())]
-    if there:
-        return _gguf(reference, _only(reference, there))
+        raise ModelError(f"{reference.repository} has no GGUF, so no {label}", _contents(sizes))
+    for spelling in (label, f"UD-{label}"):
+        matches = [group for group in groups if (group.quantization or "") == spelling]
+        if matches:
+            return _gguf(reference, _only(reference, matches))
+    matches = [group for group in groups if label.casefold() in (group.stem.casefold(), group.first.casefold())]
+    if matches:
+        return _gguf(reference, _only(reference, matches))
     labels = sorted({group.quantization or group.first for group in groups}, key=_rank)
-    raise ModelError(f"{reference.repository} has no {wanted}", f"it has {_several(labels)}")
+    raise ModelError(f"{reference.repository} has no {label}", f"it has {_joined(labels)}")
 
 
 def _preferred(reference: HubReference, groups: list[GGUFFiles], sizes: Mapping[str, int]) -> GGUFFiles:
     best = min(_rank(group.quantization or "") for group in groups)
-    if best == len(PREFERRED):  # labels that nobody ranks: the largest is the closest to the original
+    if best == len(PREFERRED):  # no known label: the largest is the closest to the original
         return max(groups, key=lambda group: sum(sizes[file] for file in group.files))
     return _only(reference, [group for group in groups if _rank(group.quantization or "") == best])
 
@@ -102,27 +154,29 @@ def _rank(label: str) -> int:
 
 
 def _only(reference: HubReference, groups: list[GGUFFiles]) -> GGUFFiles:
-    """Return the one group, the one nearest to the root; never guess between models."""
+    """Return the one group, or the one nearest to the root; never guess between models."""
     depth = min(group.first.count("/") for group in groups)
     nearest = [group for group in groups if group.first.count("/") == depth]
     if len(nearest) > 1:
-        files = _several([group.first for group in nearest])
-        message = f"{reference.repository} has {len(nearest)} models that this could mean"
+        files = _joined([group.first for group in nearest])
+        message = f"{reference.repository} has {len(nearest)} models that match"
         raise ModelError(message, f"name one of its files, {reference.repository}:FILE, of {files}")
     return nearest[0]
 
 
 def _gguf(reference: HubReference, group: GGUFFiles) -> Selection:
-    if part := PART.fullmatch(group.first):
-        _require_all(reference, group.files, part["stem"], int(part["count"]), "gguf")
+    if shard := GGUF_SHARD.fullmatch(group.first):
+        _require_all(reference, group.files, shard["stem"], int(shard["count"]), "gguf")
     return Selection(group.files, group.first, group.quantization)
 
 
 def _folder(reference: HubReference, sizes: Mapping[str, int]) -> Selection:
     weights = _weights(sizes)
     if CONFIG not in sizes:
-        message = f"{reference.repository} has {weights[0]}, but no {CONFIG}: perhaps an adapter, or no language model"
-        raise ModelError(message, "take the repository of a whole model")
+        message = (
+            f"{reference.repository} has {weights[0]}, but no {CONFIG}: perhaps an adapter, or not a language model"
+        )
+        raise ModelError(message, "choose the repository of a whole model")
     if shard := SHARD.fullmatch(weights[0]):
         _require_all(reference, weights, shard["stem"], int(shard["count"]), "safetensors")
         if INDEX in sizes:
@@ -132,35 +186,35 @@ def _folder(reference: HubReference, sizes: Mapping[str, int]) -> Selection:
 
 
 def _weights(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the safetensors at the root: the shards, or the one file; never both, never another format's copy."""
+    """Return the safetensors at the root: the shards or the single file, never both, never another format's copy."""
     shards: dict[tuple[str, str], list[str]] = {}
     for path in sorted(sizes):
         if match := SHARD.fullmatch(path):
             shards.setdefault((match["stem"], match["count"]), []).append(path)
     plain = [files for (stem, _), files in shards.items() if stem == "model"]
-    if plain and (INDEX in sizes or WHOLE not in sizes):
+    if plain and (INDEX in sizes or SINGLE_FILE not in sizes):
         return tuple(plain[0])
-    if WHOLE in sizes:
-        return (WHOLE,)
-    alone = [path for path in sorted(sizes) if path.endswith(".safetensors") and "/" not in path]
-    return tuple(alone) if len(alone) == 1 else ()
+    if SINGLE_FILE in sizes:
+        return (SINGLE_FILE,)
+    others = [path for path in sorted(sizes) if path.endswith(".safetensors") and "/" not in path]
+    return tuple(others) if len(others) == 1 else ()
 
 
-def _require_all(reference: HubReference, files: Iterable[str], stem: str, count: int, ending: str) -> None:
-    wanted = [f"{stem}-{number:05d}-of-{count:05d}.{ending}" for number in range(1, count + 1)]
-    missing = sorted(set(wanted) - set(files))
-    if missing or not wanted:
-        message = f"{reference.repository} lacks {_several(missing)} of {count} parts"
-        raise ModelError(message, "its author has not put all of them there: take another repository")
+def _require_all(reference: HubReference, files: Iterable[str], stem: str, count: int, suffix: str) -> None:
+    shards = [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
+    missing = sorted(set(shards) - set(files))
+    if missing or not shards:
+        message = f"{reference.repository} lacks {_joined(missing)} of {count} shards"
+        raise ModelError(message, "its author has not uploaded all of them: choose another repository")
 
 
-def _what_there_is(sizes: Mapping[str, int]) -> str:
+def _contents(sizes: Mapping[str, int]) -> str:
     if not sizes:
         return "it is empty"
     largest = sorted(sizes, key=lambda path: (-sizes[path], path))
-    return "it has " + _several([f"{path} ({size_text(sizes[path])})" for path in largest])
+    return "it has " + _joined([f"{path} ({size_text(sizes[path])})" for path in largest])
 
 
-def _several(names: list[str]) -> str:
+def _joined(names: list[str]) -> str:
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more

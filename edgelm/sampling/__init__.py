@@ -1,1 +1,1 @@
-"""How a token is chosen from logits."""
+"""Sampling: the choice of a token from logits, on the host and on the device."""

@@ -1,7 +1,7 @@
-"""Sample rows of logits where they are, on a GPU: parameters go there, tokens come back, and no logits.
+"""DeviceSampler: samples rows of logits on the GPU: parameters go there, tokens come back, logits stay.
 
-Owns the buffers between host and device, and their reuse. What a parameter means is in `edgelm.sampling.reference`;
-what computes it is `edgelm.kernels.sampling`. Knows nothing of steps and sequences.
+Owns the buffers between host and device, and their reuse. `edgelm.sampling.reference` defines the parameters, and
+`edgelm.kernels.sampling` computes the result. Knows nothing of steps and sequences.
 """
 
 from __future__ import annotations
@@ -24,57 +24,56 @@ from edgelm.sampling.history import History
 from edgelm.sampling.reference import COLDEST, HOTTEST, SLACK
 
 assert sampling.MAX_TOP == MAX_LOGPROBS
-assert NOT_A_TOKEN == -1  # what the kernels answer
+assert NOT_A_TOKEN == -1  # the kernels have it as a constant
 
-IN_FLIGHT = 2  # launches at most whose answers are not read: an engine may run one step ahead
-_INACTIVE: NDArray[np.int64] = np.zeros(len(Word), np.int64)  # a row that is not sampled
-_FIRST_CAPACITY = 4096  # entries of bias, or of histories, of all rows
-
+IN_FLIGHT = 2  # at most so many launches are unread: an engine may run one step ahead
+_INACTIVE: NDArray[np.int64] = np.zeros(len(Word), np.int64)  # parameters of a row that is not sampled
+_INITIAL_CAPACITY = 4096  # entries of the biases, or of the histories, of all rows
 
 Record = Callable[[Callable[[], Tensor]], tuple["Replayable", Tensor]]
 
 
 class Replayable(Protocol):
-    """Work on a device that can be done again: a CUDA graph."""
+    """Recorded work on a device: a CUDA graph."""
 
     def replay(self) -> None: ...
 
 
 class _Captured(NamedTuple):
-    """How all rows of some logits are sampled."""
+    """The recorded sampling of all rows of one logits buffer."""
 
-    logits: Tensor  # held, so that no others are at its address
+    logits: Tensor  # held, so that its address stays in use
     graph: Replayable
     words: Tensor  # the answers
 
 
 class RowRequest(NamedTuple):
-    """How one row is sampled; `extra` are the draft tokens between what the history holds and this row."""
+    """The parameters of one row; `extra` are the draft tokens between the end of the history and this row."""
 
     params: SamplingParams
-    position: int  # in its sequence, of the token to be sampled
-    history: History | None = None  # needed where the parameters penalize
+    position: int  # of the token to be sampled, in its sequence
+    history: History | None = None  # required if the parameters have penalties
     extra: Sequence[int] = ()
 
 
 class Launch:
-    """Rows that are being sampled: there on the device for what it does next, on their way to the host."""
+    """Sampled rows: `tokens` are on the device for its next work, and on their way to the host."""
 
-    def __init__(self, tokens: Tensor, answers: _Answers, wanted: list[int], num_vocab: int) -> None:
+    def __init__(self, tokens: Tensor, answers: _Answers, num_tops: list[int], num_vocab: int) -> None:
         self.tokens = tokens  # int64 [rows]; NOT_A_TOKEN where the logits were not numbers
         self._answers = answers
         self._number = answers.number
-        self._wanted = wanted
+        self._num_tops = num_tops
         self._num_vocab = num_vocab
 
     def read(self) -> list[Sampled]:
-        """Wait for the tokens: before so many more launches as may be in flight."""
+        """Wait for the tokens. Has to be called before IN_FLIGHT more launches."""
         assert self._number == self._answers.number, "too many launches are not read"
-        return self._answers.read(self._wanted, self._num_vocab)
+        return self._answers.read(self._num_tops, self._num_vocab)
 
 
 class DeviceSampler:
-    """Samples up to `max_rows` rows at once, one launch after the other on one stream of the device."""
+    """Samples up to `max_rows` rows at once, in launches on one stream of the device."""
 
     def __init__(
         self, num_vocab: int, max_rows: int, device: torch.device | str, implementation: str | None = None
@@ -88,10 +87,10 @@ class DeviceSampler:
         num_masks = max_rows * self._num_words
         with torch.inference_mode():
             self._rows = _Column(torch.int64, max_rows * len(Word), self._device)
-            self._bias_ids = _Column(torch.int32, _FIRST_CAPACITY, self._device)
-            self._bias = _Column(torch.float64, _FIRST_CAPACITY, self._device)
-            self._history_ids = _Column(torch.int32, _FIRST_CAPACITY, self._device)
-            self._history_counts = _Column(torch.int32, _FIRST_CAPACITY, self._device)
+            self._bias_ids = _Column(torch.int32, _INITIAL_CAPACITY, self._device)
+            self._bias = _Column(torch.float64, _INITIAL_CAPACITY, self._device)
+            self._history_ids = _Column(torch.int32, _INITIAL_CAPACITY, self._device)
+            self._history_counts = _Column(torch.int32, _INITIAL_CAPACITY, self._device)
             self._masks = _Column(torch.int32, num_masks, self._device)
             self._answers = deque(_Answers(max_rows, self._device) for _ in range(IN_FLIGHT))
 
@@ -100,9 +99,9 @@ class DeviceSampler:
         return self.launch(logits, rows, masks).read()
 
     def capture(self, logits: Tensor, record: Record) -> None:
-        """Let rows of these logits, whose memory stays where it is, be sampled by what `record` captures.
+        """Sample rows of these logits by a graph that `record` captures; their memory must not move.
 
-        That is for rows without biases and penalties; the others are launched kernel by kernel.
+        The graph serves rows without biases and penalties; other rows are launched kernel by kernel.
         """
         assert len(logits) <= self._max_rows
         self._rows.clear()
@@ -121,27 +120,27 @@ class DeviceSampler:
         self._captured[logits.data_ptr()] = _Captured(logits, graph, words)
 
     def launch(self, logits: Tensor, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> Launch:
-        """Start to sample, without waiting for the device. What is never read is forgotten."""
+        """Start to sample, without waiting for the device. A launch may stay unread."""
         assert logits.shape[1] == self._num_vocab, logits.shape
         with torch.inference_mode():
             captured = self._captured.get(logits.data_ptr())
-            batch, wanted = self._stage(rows, masks, len(captured.words) if captured else 0)
-            assert len(logits) == len(wanted) <= self._max_rows, (logits.shape, len(wanted))
+            batch, num_tops = self._stage(rows, masks, len(captured.words) if captured else 0)
+            assert len(logits) == len(num_tops) <= self._max_rows, (logits.shape, len(num_tops))
             if captured and not len(batch.bias_ids) and not len(batch.history_ids):
                 captured.graph.replay()
-                words = captured.words[: len(wanted)]
+                words = captured.words[: len(num_tops)]
             else:
                 words = sampling.sample(logits, batch, implementation=self._implementation)
             self._answers.rotate()
             self._answers[0].fetch(words)
-        return Launch(words[:, Answer.TOKEN], self._answers[0], wanted, self._num_vocab)
+        return Launch(words[:, Answer.TOKEN], self._answers[0], num_tops, self._num_vocab)
 
     def _stage(
         self, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None, num_padded: int
     ) -> tuple[Batch, list[int]]:
-        """Send the parameters, padded to so many rows; return them without the padding.
+        """Send the parameters, padded to `num_padded` rows; return them without the padding.
 
-        Returned besides: how many likely tokens each row wants (below 0: no logprobs).
+        The second result is the number of likely tokens that each row requests (below 0: no log-probabilities).
         """
         columns = self._rows, self._bias_ids, self._bias, self._history_ids, self._history_counts, self._masks
         for column in columns:
@@ -153,29 +152,29 @@ class DeviceSampler:
             if any(masked):
                 self._masks.append(masks.reshape(-1))
         table_words: list[NDArray[np.int64]] = []
-        wanted: list[int] = []
+        num_tops: list[int] = []
         for i, row in enumerate(rows):
             table_words.append(self._words(row, masks is not None and masked[i]))
-            wanted.append(-1 if row.params.num_logprobs is None else row.params.num_logprobs)
-        table_words += [_INACTIVE] * (num_padded - len(wanted))
+            num_tops.append(-1 if row.params.num_logprobs is None else row.params.num_logprobs)
+        table_words += [_INACTIVE] * (num_padded - len(num_tops))
         self._rows.append(np.concatenate(table_words))
-        assert masks is None or len(masks) == len(wanted), (masks.shape, len(wanted))
+        assert masks is None or len(masks) == len(num_tops), (masks.shape, len(num_tops))
         table, bias_ids, bias, history_ids, history_counts, packed = (column.send() for column in columns)
         num_biased, num_counted = self._bias.used, self._history_ids.used
         return (
             Batch(
-                table[: len(wanted) * len(Word)].view(-1, len(Word)),
+                table[: len(num_tops) * len(Word)].view(-1, len(Word)),
                 bias_ids[:num_biased],
                 bias[:num_biased],
                 history_ids[:num_counted],
                 history_counts[:num_counted],
                 packed.view(-1, self._num_words),
             ),
-            wanted,
+            num_tops,
         )
 
     def _words(self, row: RowRequest, masked: bool) -> NDArray[np.int64]:
-        """Return a row's parameters, having staged its bias and its history."""
+        """Stage the bias and the history of a row, and return its other parameters."""
         params = row.params
         bias_start, history_start = self._bias.used, self._history_ids.used
         if params.logit_bias:
@@ -199,9 +198,9 @@ class DeviceSampler:
 
 
 class _Column:
-    """An array that is filled on the host, in memory that a GPU can read by itself, and its copy on the device.
+    """An array that is filled on the host, in pinned memory, and its copy on the device.
 
-    As many host buffers as there may be launches in flight take turns, so that filling one waits for no launch.
+    There is a host buffer for each launch in flight, used in turn: so filling one never waits for a launch.
     """
 
     def __init__(self, dtype: torch.dtype, capacity: int, device: torch.device) -> None:
@@ -214,7 +213,7 @@ class _Column:
         self.used = 0
 
     def clear(self) -> None:
-        """Turn to the next host buffer: the device has what was sent from it, as its launch has been answered."""
+        """Switch to the next host buffer: the device has its content, because its launch has been read."""
         self._hosts.rotate()
         if self._sent:
             self._sent.rotate()
@@ -231,7 +230,7 @@ class _Column:
         self.used = end
 
     def send(self) -> Tensor:
-        """Copy what was appended to the device, behind what it does now; return the whole array there."""
+        """Copy the appended values to the device, after its present work; return the whole array there."""
         host = self._hosts[0]
         if not self._sent:
             self._device = host
@@ -244,7 +243,7 @@ class _Column:
 
 
 class _Answers:
-    """What a launch answers, on its way to the host; each has a number."""
+    """The answers of a launch on their way to the host; `number` tells of which launch."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -253,38 +252,38 @@ class _Answers:
         self.number = 0
 
     def fetch(self, words: Tensor) -> None:
-        """Start to copy the answers: behind those of the launch before, as all is on one stream."""
+        """Start to copy the answers; on one stream, they follow those of the launch before."""
         self._host[: len(words)].copy_(words, non_blocking=True)
         self.number += 1
         if self._fetched:
             self._fetched.record()
 
-    def read(self, wanted: list[int], num_vocab: int) -> list[Sampled]:
-        """Wait for the copy, and return what it says; `wanted` is how many likely tokens each row asked for."""
+    def read(self, num_tops: list[int], num_vocab: int) -> list[Sampled]:
+        """Wait for the copy and return its rows; `num_tops` is the number of likely tokens that each row requested."""
         if self._fetched:
             self._fetched.synchronize()
-        words: NDArray[np.int64] = self._host.numpy()[: len(wanted)]
+        words: NDArray[np.int64] = self._host.numpy()[: len(num_tops)]
         tokens = words[:, Answer.TOKEN].tolist()
         return [
-            Sampled(token) if most < 0 or token == NOT_A_TOKEN else _with_logprobs(words[i], min(most, num_vocab))
-            for i, (token, most) in enumerate(zip(tokens, wanted, strict=True))
+            Sampled(token) if num_top < 0 or token == NOT_A_TOKEN else _with_logprobs(words[i], min(num_top, num_vocab))
+            for i, (token, num_top) in enumerate(zip(tokens, num_tops, strict=True))
         ]
 
 
 def _with_logprobs(words: NDArray[np.int64], num_top: int) -> Sampled:
-    most, own, *top = _logits(words[Answer.MOST : Answer.TOP + num_top])
+    highest, own, *top = _logits(words[Answer.MOST : Answer.TOP + num_top])
     log_sum = math.log(int(words[Answer.SUM])) - sampling.WEIGHT_BITS * math.log(2)
     ids = sampling.ID_BITS - (words[Answer.TOP : Answer.TOP + num_top] & 0xFFFFFFFF)
     likely = zip(ids.tolist(), top, strict=True)
     return Sampled(
         int(words[Answer.TOKEN]),
-        own - most - log_sum,
-        tuple((token, logit - most - log_sum) for token, logit in likely if logit > -math.inf),
+        own - highest - log_sum,
+        tuple((token, logit - highest - log_sum) for token, logit in likely if logit > -math.inf),
     )
 
 
 def _logits(composites: NDArray[np.int64]) -> list[float]:
-    """Return the float32 of each composite: their order's inverse."""
+    """Return the float32 logit of each composite: the inverse of the order-preserving map."""
     bits = (composites >> 32).astype(np.int32)
     logits: list[float] = np.where(bits < 0, bits ^ sampling.ID_BITS, bits).astype(np.int32).view(np.float32).tolist()
     return logits
@@ -292,7 +291,7 @@ def _logits(composites: NDArray[np.int64]) -> list[float]:
 
 @lru_cache(maxsize=256)
 def _words_of(params: SamplingParams, num_vocab: int) -> NDArray[np.int64]:
-    """Return what the rows of one request have in common."""
+    """Return the parameters that all rows of one request share."""
     words = np.zeros(len(Word), dtype=np.int64)
     floats = words.view(np.float64)
     words[Word.FLAGS] = Flag.ACTIVE | (Flag.GREEDY if params.greedy else 0)

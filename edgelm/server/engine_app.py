@@ -1,6 +1,6 @@
-"""What an engine process serves on its private socket: one model's answers.
+"""The routes of an engine process on its private socket: the answers of one model, in every dialect.
 
-Owns the way from a request to the engine and back. The front has checked who asks, and parsed the body once already.
+Owns the path of a request to the engine and back. The front has checked access and parsed the body already.
 """
 
 from __future__ import annotations
@@ -9,224 +9,240 @@ import asyncio
 import hmac
 import os
 import resource
-import secrets
 import sys
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgelm.build import Loaded
-from edgelm.completion import Delta, complete
-from edgelm.config import Settings
-from edgelm.core import MAX_SEED, SamplingParams
+from edgelm.backends.model import LoadedModel
+from edgelm.engine.usage import Usage
 from edgelm.errors import EdgeLMError
-from edgelm.server.api_error import EXCEPTION_HANDLERS, ApiError, as_api_error
-from edgelm.server.chat_reply import ChatReply, event
-from edgelm.server.chat_request import ChatRequest, parse_chat
-from edgelm.server.guard import read_body
-from edgelm.server.past import PastTokens
-from edgelm.server.sse import DONE, ClientLeftError, EventStream, unless_client_leaves
-from edgelm.text.known_chats import Prompt
+from edgelm.jobs.answer import Answerer, Prepared, merged
+from edgelm.jobs.embed import Embeddings
+from edgelm.jobs.request import AnswerDelta, ContextError
+from edgelm.server.api.dialect import AnswerContext, ApiRequest, Reply
+from edgelm.server.api.dialects import COUNTS, DIALECTS, dialect_of, parse_request
+from edgelm.server.api.errors import ApiError, as_api_error
+from edgelm.server.api.handlers import EXCEPTION_HANDLERS, error_response
+from edgelm.server.api.json_body import read_json
+from edgelm.server.bodies import Bodies
+from edgelm.server.engine_pooled import pooled_routes
+from edgelm.server.engine_texts import text_routes
+from edgelm.server.keys import CLIENT, NAMESPACE, USAGE
+from edgelm.server.open_answers import OpenAnswers, counted
+from edgelm.server.request_id import REQUEST_ID, set_request_id
+from edgelm.server.sse import EventStream, cancel, unless_client_leaves
+from edgelm.text.encoding import TextEncoder
 from edgelm.text.template import TooLongError
-from edgelm.text.template_worker import TemplateRunner
 
-TOKEN_BYTES = 128  # more than a token of any vocabulary stands for, on average
-LEAST_BYTES = 2**20  # below, an exact count costs next to nothing
-PATIENCE_S = 5.0  # for the first token, before the stream is opened without it
-PING_S = 15.0  # between signs of life while nothing comes
-PING = b": still at work\n\n"
+PATIENCE_S = 5.0  # for the first token; then the stream is opened without it
+PING_S = 10.0  # without any event, before a ping
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What the routes use."""
+    """The parts that the routes use."""
 
-    loaded: Loaded
-    templates: TemplateRunner
-    settings: Settings  # of sampling, where a request does not say
-    owner: str = ""  # whose requests these are
+    loaded: LoadedModel
+    answerer: Answerer
+    open_answers: OpenAnswers = field(default_factory=OpenAnswers)
 
 
 def engine_app(parts: EngineParts, key: str) -> Starlette:
-    """Return the ASGI application of an engine process; only who has the key is answered."""
-    past = PastTokens(parts.loaded.tokenizer)
+    """Return the ASGI application of an engine process; requests need the key."""
+    bodies = Bodies()
+    usages: dict[str, Usage] = {}  # of requests for whose usage the front will ask
 
-    async def chat(request: Request) -> Response:
-        return await _chat(parts, past, request)
+    async def read(request: Request) -> ApiRequest:
+        path = request.url.path
+        async with bodies.read(request) as body:
+            return await bodies.parse(body, lambda body: parse_request(path, read_json(body)))
+
+    async def answer(request: Request) -> Response:
+        asked = Usage(request.headers.get(REQUEST_ID, ""))
+        if name := request.headers.get(USAGE):
+            usages[name] = asked
+        return await _answer(parts, request, await read(request), asked)
+
+    async def count_tokens(request: Request) -> Response:
+        api_request = await read(request)
+        (prepared,) = await unless_client_leaves(request, _prepare(parts, request, api_request))
+        kind = {} if request.url.path.startswith("/v1/messages") else {"object": "response.input_tokens"}
+        return JSONResponse(kind | {"input_tokens": len(prepared.ids)})
 
     async def stats(_: Request) -> Response:
-        return JSONResponse({"requests": parts.loaded.engine.num_requests, "rss_bytes": _rss_bytes()})
+        engine = parts.loaded.engine
+        running, requests = engine.num_running, engine.num_requests
+        numbers = {
+            "requests": requests,
+            "running": running,
+            "waiting": max(requests - running, 0),
+            "kv_usage": engine.kv_usage,
+            "rss_bytes": _rss_bytes(),
+            "counters": engine.counters.copy(),
+        }
+        return JSONResponse(numbers)
+
+    async def usage(request: Request) -> Response:
+        """Answer once for each name, when the request has ended."""
+        asked = usages.pop(request.path_params["name"], None)
+        if asked is None:
+            raise ApiError(404, "not_found", "there was no such request")
+        return JSONResponse(await asked.report())
 
     return Starlette(
-        routes=[Route("/v1/chat/completions", chat, methods=["POST"]), Route("/stats", stats)],
+        routes=[
+            *(Route(path, answer, methods=["POST"]) for path in DIALECTS),
+            *(Route(path, count_tokens, methods=["POST"]) for path in COUNTS),
+            *text_routes(parts.answerer, TextEncoder(parts.loaded.tokenizer), parts.open_answers, read),
+            *pooled_routes(Embeddings(parts.loaded), bodies),
+            Route("/stats", stats),
+            Route("/usage/{name}", usage),
+        ],
         middleware=[Middleware(_KeyGuard, key=key)],
-        exception_handlers={**EXCEPTION_HANDLERS, ClientLeftError: _on_client_left},
+        exception_handlers=EXCEPTION_HANDLERS,
     )
 
 
-def sampling_params(wanted: ChatRequest, settings: Settings, stop_ids: frozenset[int]) -> SamplingParams:
-    """Return how a request is sampled. Raises ApiError, RequestError."""
-
-    def given(value: Any, default: Any) -> Any:
-        return default if value is None else value
-
-    seed = given(wanted.seed, given(settings.seed, secrets.randbits(32)))
-    limit = wanted.max_tokens if wanted.max_completion_tokens is None else wanted.max_completion_tokens
-    return SamplingParams(
-        max_tokens=given(limit, settings.max_tokens),
-        temperature=given(wanted.temperature, settings.temperature),
-        top_k=given(wanted.top_k, settings.top_k),
-        top_p=given(wanted.top_p, settings.top_p),
-        min_p=given(wanted.min_p, settings.min_p),
-        repetition_penalty=given(wanted.repetition_penalty, 1.0),
-        frequency_penalty=given(wanted.frequency_penalty, 0.0),
-        presence_penalty=given(wanted.presence_penalty, 0.0),
-        logit_bias=tuple(_token_bias(*each) for each in (wanted.logit_bias or {}).items()),
-        seed=seed & MAX_SEED,  # OpenAI's may be negative
-        num_logprobs=(wanted.top_logprobs or 0) if wanted.logprobs else None,
-        stop_ids=stop_ids,
-    )
-
-
-def _token_bias(token: str, bias: float) -> tuple[int, float]:
-    if not (token.isascii() and token.isdecimal() and len(token) < 10):
-        raise ApiError(400, "invalid_value", f"logit_bias: {token[:40]} is no token id", param="logit_bias")
-    if not -100 <= bias <= 100:
-        raise ApiError(400, "invalid_value", f"logit_bias: {bias} is not within -100 to 100", param="logit_bias")
-    return int(token), bias
-
-
-async def _chat(parts: EngineParts, past: PastTokens, request: Request) -> Response:
-    wanted = parse_chat(await read_body(request))
+async def _answer(parts: EngineParts, request: Request, api_request: ApiRequest, usage: Usage) -> Response:
+    prepared = [
+        replace(one, usage=usage) for one in await unless_client_leaves(request, _prepare(parts, request, api_request))
+    ]
     loaded = parts.loaded
-    info = loaded.engine.info
-    params = sampling_params(wanted, parts.settings, loaded.tokenizer.stop_ids)
-    prompt = await unless_client_leaves(request, _prompt(parts, wanted))
-    past_tokens = await past.tokens(wanted.past)
-    stops = [*wanted.stops, *(await parts.templates.template()).stop_strings]
-    reply = ChatReply(wanted.model, loaded.tokenizer, info, logprobs=bool(wanted.logprobs))
+    name = api_request.model or loaded.name
+    reply = api_request.reply(AnswerContext(name, loaded.tokenizer, loaded.engine.info, prepared[0].ids))
     async with AsyncExitStack() as stack:
-        answer = complete(
-            loaded.engine, loaded.tokenizer, prompt.ids, params, stops, past=past_tokens, owner=parts.owner
-        )
-        deltas = _learning(parts, prompt, answer)
+        entry = stack.enter_context(parts.open_answers.entry(prepared, loaded.engine.info.context))
+        deltas = counted(_deltas(parts.answerer, prepared), entry)
         stack.push_async_callback(deltas.aclose)
-        if not wanted.streamed:
-            every = await unless_client_leaves(request, _all(deltas))
-            return JSONResponse(reply.whole(every))
-        # The first token is waited for: what makes the request fail by then is a status, not an event.
-        first = asyncio.ensure_future(anext(deltas))
-        stack.push_async_callback(_cancel, first)
-        await unless_client_leaves(request, asyncio.wait({first}, timeout=PATIENCE_S))
-        if first.done():
-            first.result()
-        events = _events(reply, first, deltas, wanted.streams_usage)
-        return EventStream(events, stack.pop_all())
+        if not api_request.streamed:
+            all_deltas = await unless_client_leaves(request, _all(deltas))
+            return JSONResponse(reply.whole(all_deltas))
+        # Wait for the first token: a failure until then is an HTTP status and not an event.
+        coming = _Coming(deltas)
+        stack.push_async_callback(coming.cancel)
+        await unless_client_leaves(request, coming.arrived(PATIENCE_S))
+        coming.check()
+        media_type = dialect_of(request.url.path).media_type
+        return EventStream(_events(reply, coming), stack.pop_all(), media_type=media_type)
 
 
-async def _learning(
-    parts: EngineParts, prompt: Prompt, deltas: AsyncGenerator[Delta, None]
-) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas; then, or when left, keep the answer's tokens for the next turn."""
-    answer: list[int] = []
+async def _prepare(parts: EngineParts, request: Request, api_request: ApiRequest) -> list[Prepared]:
+    """Return the request, ready to run, for each of its prompts. Raises ApiError if one is too long."""
+    namespace, client = (request.headers.get(name, "") for name in (NAMESPACE, CLIENT))
     try:
-        async with aclosing(deltas):
+        return [
+            await parts.answerer.prepare(answer_request, namespace, client)
+            for answer_request in api_request.answer_requests()
+        ]
+    except (ContextError, TooLongError) as error:
+        raise ApiError(
+            400, "context_length_exceeded", str(error), param=dialect_of(request.url.path).prompt_field
+        ) from error
+
+
+def _deltas(answerer: Answerer, prepared: list[Prepared]) -> AsyncGenerator[AnswerDelta, None]:
+    """Return the deltas of all prompts; their choices are numbered through."""
+
+    async def numbered(one: Prepared, first: int) -> AsyncGenerator[AnswerDelta, None]:
+        async with aclosing(answerer.answer(one)) as deltas:
             async for delta in deltas:
-                answer += [sample.id for sample in delta.sampled]
-                yield delta
-    finally:
-        if answer:
-            await parts.templates.learn(prompt, answer)
+                yield replace(delta, choice=first + delta.choice)
+
+    if len(prepared) == 1:
+        return answerer.answer(prepared[0])
+    return merged([numbered(one, index * one.request.num_choices) for index, one in enumerate(prepared)])
 
 
-async def _prompt(parts: EngineParts, wanted: ChatRequest) -> Prompt:
-    """Return the tokens of the messages. Raises ApiError where they and an answer are more than the context."""
-    context = parts.loaded.engine.info.context
-    messages = [each.for_template() for each in wanted.messages]
-    try:
-        prompt = await parts.templates.render_prompt(messages, max_bytes=max(context * TOKEN_BYTES, LEAST_BYTES))
-    except TooLongError as error:
-        raise _too_long(error.message, context) from error
-    if len(prompt.ids) >= context:
-        raise _too_long(f"the messages have {len(prompt.ids):,} tokens", context)
-    return prompt
-
-
-def _too_long(what: str, context: int) -> ApiError:
-    message = (
-        f"{what}, the context holds {context:,} tokens with the answer: "
-        "shorten them, or start edgelm with a larger --ctx"
-    )
-    return ApiError(400, "context_length_exceeded", message, param="messages")
-
-
-async def _all(deltas: AsyncIterator[Delta]) -> list[Delta]:
+async def _all(deltas: AsyncIterator[AnswerDelta]) -> list[AnswerDelta]:
     return [delta async for delta in deltas]
 
 
-async def _events(
-    reply: ChatReply, first: asyncio.Future[Delta], deltas: AsyncIterator[Delta], usage: bool
-) -> AsyncIterator[bytes]:
-    """Yield the events of a stream; a failure on the way is the last of them."""
-    yield event(reply.opening())
-    while not first.done():
-        await asyncio.wait({first}, timeout=PING_S)
-        if not first.done():
-            yield PING
+class _Coming:
+    """The deltas of an answer. A wait for the next one that ends early ends no work."""
+
+    def __init__(self, deltas: AsyncGenerator[AnswerDelta, None]) -> None:
+        self._deltas = deltas
+        self._next: asyncio.Future[AnswerDelta | None] | None = None
+
+    async def arrived(self, limit_s: float) -> bool:
+        """Return whether the next delta, the end or a failure comes within so many seconds."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._deltas, None))
+        await asyncio.wait({self._next}, timeout=limit_s)
+        return self._next.done()
+
+    def take(self) -> AnswerDelta | None:
+        """Return the delta that arrived; None: the end. Raises the answer's failure."""
+        assert self._next is not None
+        arrived, self._next = self._next, None
+        return arrived.result()
+
+    def check(self) -> None:
+        """Raise the answer's failure, if it arrived."""
+        if self._next is not None and self._next.done():
+            self._next.result()
+
+    async def cancel(self) -> None:
+        """End the wait for the next delta."""
+        if self._next is not None:
+            await cancel(self._next)
+
+
+async def _events(reply: Reply, coming: _Coming) -> AsyncIterator[bytes]:
+    """Yield the events of a stream, and pings while there are none; a failure is the last event."""
+    if opening := reply.opening():
+        yield opening
+    written = time.monotonic()
     try:
-        last = first.result()
         while True:
-            if (chunk := reply.chunk(last)) is not None:
-                yield event(chunk)
-            if last.finish_reason:
-                break
-            last = await anext(deltas)
+            events = b""
+            if await coming.arrived(written + PING_S - time.monotonic()):
+                delta = coming.take()
+                if delta is None:
+                    break
+                events = reply.delta(delta)
+            if not events and time.monotonic() >= written + PING_S:
+                events = reply.ping()
+            if events:
+                yield events
+                written = time.monotonic()
     except EdgeLMError as error:
-        yield as_api_error(error).event()
+        yield reply.error(as_api_error(error))
         return
-    if usage:
-        yield event(reply.usage_chunk(last))
-    yield DONE
-
-
-async def _cancel(task: asyncio.Future[Any]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()  # seen, or asyncio would complain
-
-
-async def _on_client_left(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    if closing := reply.closing():
+        yield closing
 
 
 class _KeyGuard:
-    """ASGI middleware: only the front, which made the key, is answered."""
+    """ASGI middleware: only the front, which made the key, gets an answer."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
         self._expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if hmac.compare_digest(given, self._expected):
+        sent = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if hmac.compare_digest(sent, self._expected):
+            set_request_id(Headers(scope=scope).get(REQUEST_ID, ""))
             await self._app(scope, receive, send)
         else:
             error = ApiError(401, "invalid_api_key", "this socket is for edgelm's own front")
-            await error.response()(scope, receive, send)
+            await error_response(scope["path"], error)(scope, receive, send)
 
 
 def _rss_bytes() -> int:
-    """Return the memory this process holds; on macOS, the most that it ever held."""
+    """Return the resident memory of this process; on macOS, its peak."""
     if sys.platform == "linux":
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     else:

@@ -1,129 +1,139 @@
-"""One engine process as the front sees it: start it, follow its events, speak HTTP to it, end it for certain.
+"""The front's side of one engine process: start it, follow its loading, speak HTTP to it, end it.
 
-Owns the process and its socket. Knows nothing of why it is started, of restarts, and of what is asked.
+Owns the process and its socket. Knows nothing of restarts and requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import os
 import secrets
-import sys
-import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import httpx2
 
-from edgelm.config import Places, Settings
+from edgelm.config import Config, Settings
 from edgelm.errors import EdgeLMError, EngineError
-from edgelm.executors import machine
-from edgelm.library.usage import note_use
-from edgelm.server.death import engine_death
+from edgelm.library.local import find_draft_model, model_config
+from edgelm.library.scan import LocalModel, note_use
+from edgelm.machine import facts as machine
 from edgelm.server.listener import private_folder
-from edgelm.server.model_files import ModelFiles
+from edgelm.workers.exit_reason import ModelFiles, exit_reason
+from edgelm.workers.messages import Footprint, Loading, Predict, Ready, ServeJob
+from edgelm.workers.parent import Worker, in_daemon_thread
 
-GRACE_S = 2.0  # between the closing of its standard input and SIGKILL
+WORKER = "edgelm.server.engine_process"
 CONNECT_LIMIT_S = 10.0
-LAST_LINES = 20
-LONGEST_LINE = 65_536  # of which more is kept
-
-T = TypeVar("T")
+KEPT_CONNECTIONS = 32  # without a request, to one engine
+KEPT_S = 5.0  # far below KEEP_ALIVE_S, after which the engine closes them
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What an engine says of itself when it is ready."""
-
-    name: str
-    engine: str
-    device: str
-    context: int
+Change = Literal["rewritten", "replaced"]
 
 
 class EngineLink(Protocol):
-    """What the table needs of an engine process."""
+    """An engine process, for the supervisor."""
 
     pid: int
     progress: float | None  # of loading, 0 to 1
-    info: EngineInfo | None  # once it is ready
+    info: Ready | None  # once it is ready
     client: httpx2.AsyncClient
 
     @property
     def exited(self) -> bool: ...
 
-    async def outdated(self) -> bool:
-        """Tell whether somebody wrote into the model's file: what it computes now is nonsense."""
+    async def file_change(self) -> Change | None:
+        """Return how the model's files changed since it loaded them.
+
+        Rewritten: its answers would be wrong from now on. Replaced: they are right, of the old model.
+        """
 
     async def ready(self) -> None:
-        """Wait until it answers. Raises EdgeLMError with what it says, or how it died."""
+        """Wait until it answers. Raises EdgeLMError with its own error, or with how it died."""
 
     async def ended(self) -> EngineError:
-        """Wait for its end, and return how it came."""
+        """Wait for its end and return the reason."""
 
     async def close(self) -> None:
         """End it, and wait until it is gone."""
 
 
-def owner_of(api_key: str | None) -> str:
-    """Return what stands for those who have a key: what they wrote serves nobody else. Empty: this machine's user."""
-    return hashlib.sha256(api_key.encode()).hexdigest()[:32] if api_key else ""
-
-
 class Launcher:
-    """Starts engine processes, all with the same settings."""
+    """Starts engine processes, with the settings of their models."""
 
-    def __init__(self, settings: Settings, places: Places, sockets: Path | None, *, verbose: bool = False) -> None:
-        self._settings = replace(settings, api_key=None)
-        self._owner = owner_of(settings.api_key)
-        self._places = places
+    def __init__(self, config: Config, sockets: Path | None, *, verbose: bool = False) -> None:
+        self._config = config
+        self._places = config.places
         self._sockets = sockets
         self._verbose = verbose
         self._started = 0
         self._facts: asyncio.Future[machine.MachineFacts] | None = None
 
-    async def __call__(self, path: Path) -> EngineLink:
-        """Start a process that loads a model. Raises EdgeLMError where llama.cpp does not work here."""
+    async def __call__(self, model: LocalModel, footprint: Footprint | None) -> EngineLink:
+        """Start a process that loads a model, in the memory of its prediction.
+
+        Raises EdgeLMError if llama.cpp does not work here, or if there is no such draft model.
+        """
+        path, settings = model.path, self._settings_of(model)
         facts = await self._machine_facts()
         facts.require_working()
+        draft = await self._draft_of(settings)
         self._started += 1
-        where = {"key": secrets.token_urlsafe(32)}
+        socket = None
         if self._sockets is not None:
-            private_folder(self._sockets)  # a cleaner of temporary folders may have taken it
-            where["socket"] = str(self._sockets / f"{self._started}.sock")
-        job = {
-            "job": "serve",
-            "model": str(path),
-            "settings": asdict(self._settings),
-            "repack": facts.repack,
-            "prefixes": str(self._places.prefixes),
-            "drafts": True,
-            "owner": self._owner,
-            "verbose": self._verbose,
-            **where,
-        }
-        link = EngineProcess(job, verbose=self._verbose, note_use=lambda: note_use(self._places.data, path))
-        try:
-            await asyncio.get_running_loop().subprocess_exec(
-                lambda: link,
-                *(sys.executable, "-P", "-m", "edgelm.server.engine_process"),  # -P: nothing of the current folder
-                env=os.environ | machine.child_environment(facts),
-                start_new_session=True,  # Ctrl-C in the terminal reaches the front alone, which then ends the engines
-            )
-        except OSError as error:
-            raise EngineError(f"the engine process cannot be started: {error.strerror}") from None
-        return link
+            private_folder(self._sockets)  # a cleaner of temporary folders may have removed it
+            socket = self._sockets / f"{self._started}.sock"
+        job = ServeJob(
+            model=path,
+            settings=settings,
+            repack=facts.repack,
+            memory_bytes=self._memory_of(footprint),
+            prefixes=self._places.prefixes,
+            drafts=True,
+            key=secrets.token_urlsafe(32),
+            socket=socket,
+        )
+        environment = await asyncio.to_thread(machine.child_environment, self._places)
+        flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
+        worker = Worker(WORKER, *flags, replies=(Loading, Ready), environment=environment, echo=echo)
+        return EngineProcess(worker, job, draft, note_use=lambda: note_use(self._places.data, path))
+
+    async def question(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int) -> Predict:
+        """Return the question for the memory of a model's process. Raises EdgeLMError, as a start would."""
+        facts = await self._machine_facts()
+        facts.require_working()
+        settings = self._settings_of(model)
+        return Predict(
+            model.path,
+            settings,
+            await self._draft_of(settings),
+            facts.repack,
+            usable_bytes,
+            self._config.settings.max_memory is not None,
+            freed_gpu_bytes,
+        )
+
+    def _settings_of(self, model: LocalModel) -> Settings:
+        return model_config(model, self._config).settings.without_keys
+
+    async def _draft_of(self, settings: Settings) -> Path | None:
+        """Return the model that drafts beside another; None: there is none. Raises ModelError."""
+        draft = await asyncio.to_thread(find_draft_model, settings, self._places.hub)
+        return draft.path if draft else None
+
+    def _memory_of(self, footprint: Footprint | None) -> int | None:
+        """Return the memory that a process may take; None: as much as it finds free."""
+        if footprint is None or (self._config.settings.max_memory is None and footprint.is_preferred):
+            return None
+        return footprint.promise_bytes
 
     async def _machine_facts(self) -> machine.MachineFacts:
-        """Measure the machine once; the first time ever this takes seconds."""
+        """Measure the machine once; the first time on a machine takes seconds."""
         if self._facts is None:
-            self._facts = _in_daemon_thread(lambda: machine.facts(self._places.cache, notify=lambda _: None))
+            self._facts = in_daemon_thread(lambda: machine.facts(self._places.cache, notify=lambda _: None))
         try:
             return await asyncio.shield(self._facts)
         except EdgeLMError:
@@ -131,148 +141,80 @@ class Launcher:
             raise
 
 
-class EngineProcess(asyncio.SubprocessProtocol):
-    """An engine process. The loop that starts it calls back with what it prints and when it ends."""
+class EngineProcess:
+    """The worker that serves one model. Made inside the event loop."""
 
-    def __init__(self, job: dict[str, Any], *, verbose: bool, note_use: Callable[[], None] = lambda: None) -> None:
-        self.pid = 0
+    def __init__(
+        self, worker: Worker, job: ServeJob, draft: Path | None = None, *, note_use: Callable[[], None] = lambda: None
+    ) -> None:
+        self.pid = worker.pid
         self.progress: float | None = None
-        self.info: EngineInfo | None = None
+        self.info: Ready | None = None
+        self._worker = worker
         self._job = job
-        self._files = ModelFiles(Path(job["model"]))
-        self._verbose = verbose
+        self._files = ModelFiles(job.model, *([draft] if draft else []))
         self._note_use = note_use
-        self._transport: asyncio.SubprocessTransport
-        self._lines = {1: b"", 2: b""}  # begun on standard output and standard error
-        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._errors: list[EdgeLMError] = []  # what it says that hinders it
-        self._settled = asyncio.Event()  # it is ready, or says why not, or has ended
-        self._exited = asyncio.Event()
-        self._silent = asyncio.Event()  # both its outputs are closed
+        self._transport: httpx2.AsyncHTTPTransport | None = None  # once it is ready
+        worker.send(job)
+        self._starting = asyncio.create_task(self._start())
+        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may never be awaited
 
     @property
     def exited(self) -> bool:
-        return self._exited.is_set()
+        return self._worker.exited
 
-    async def outdated(self) -> bool:
-        return await asyncio.to_thread(self._files.rewritten)
+    async def file_change(self) -> Change | None:
+        return await asyncio.to_thread(self._file_change)
+
+    def _file_change(self) -> Change | None:
+        if self._files.rewritten():
+            return "rewritten"
+        return "replaced" if self._files.replaced() else None
 
     async def ready(self) -> None:
-        await self._settled.wait()
-        if self.info is None and not self._errors:
-            self._errors.append(await self.ended())  # behind what it said last
-        if self._errors:
-            raise self._errors[0]
+        await asyncio.shield(self._starting)
 
     async def ended(self) -> EngineError:
-        await self._exited.wait()
-        with contextlib.suppress(TimeoutError):  # a process of its own may still hold the pipes
-            await asyncio.wait_for(self._silent.wait(), GRACE_S)
-        code = self._transport.get_returncode()
-        assert code is not None
-        return await asyncio.to_thread(engine_death, code, self._last_lines, self._files)
+        end = await self._worker.aexit()
+        return await asyncio.to_thread(exit_reason, end, self._files)
 
     async def close(self) -> None:
         if self.info is not None:
             self._note_use()
-        self._stdin().close()
-        try:
-            await asyncio.wait_for(self._exited.wait(), GRACE_S)
-        except TimeoutError:
-            self._transport.kill()
-            with contextlib.suppress(TimeoutError):  # the kernel may hold it: we do not
-                await asyncio.wait_for(self._exited.wait(), GRACE_S)
-        self._transport.close()
-        if (path := self._job.get("socket")) is not None:
+        await self._worker.aclose()
+        self._starting.cancel()
+        if self._transport is not None:  # not the client: a late request shall fail as a broken connection
+            await self._transport.aclose()
+        if self._job.socket is not None:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # noqa: PTH108 - no path object is needed, and none is wanted in the loop
+                os.unlink(self._job.socket)  # noqa: PTH108 - the event loop must not wait for pathlib's checks
 
-    # -- called by the loop ----------------------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.SubprocessTransport)
-        self._transport = transport
-        self.pid = transport.get_pid()
-        self._stdin().write(json.dumps(self._job).encode() + b"\n")
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        *lines, rest = (self._lines[fd] + data).split(b"\n")
-        self._lines[fd] = rest[-LONGEST_LINE:]
-        for line in lines:
-            self._take_event(line) if fd == 1 else self._take_log(line)
-
-    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        self._take_log(self._lines.pop(fd, b""))
-        if not self._lines:
-            self._silent.set()
-
-    def process_exited(self) -> None:
-        self._exited.set()
-        self._settled.set()
-
-    # --------------------------------------------------------------------------------------------------------------
-
-    def _stdin(self) -> asyncio.WriteTransport:
-        pipe = self._transport.get_pipe_transport(0)
-        assert isinstance(pipe, asyncio.WriteTransport)
-        return pipe
-
-    def _take_event(self, line: bytes) -> None:
-        event = json.loads(line)
-        if event["event"] == "progress":
-            self.progress = event["share"]
-            return
-        if event["event"] == "error":
-            self._errors.append(EdgeLMError(event["message"], event["hint"]))
-        elif event["event"] == "ready":
-            self.info = EngineInfo(event["name"], event["engine"], event["device"], event["context"])
-            self.progress = 1.0
-            self.client = self._connect(event["port"])
-            self._note_use()
-        self._settled.set()
-
-    def _take_log(self, raw: bytes) -> None:
-        line = raw.decode("utf-8", "replace").rstrip()
-        if line:
-            self._last_lines.append(line)
-            if self._verbose:
-                print(f"{self.pid}: {line}", file=sys.stderr)  # noqa: T201 - the log that -v asks for
+    async def _start(self) -> None:
+        """Follow the loading. Raises EdgeLMError with the worker's own error, or with how it died."""
+        while isinstance(reply := await self._worker.areceive(), Loading):
+            self.progress = reply.share
+        if reply is None:
+            raise await self.ended()
+        assert isinstance(reply, Ready)
+        self.info = reply
+        self.progress = 1.0
+        self.client = self._connect(reply.port)
+        self._note_use()
 
     def _connect(self, port: int | None) -> httpx2.AsyncClient:
-        """Return a client without a pool: a connection ends with its request, and there is nothing to close.
+        """Return a client that keeps some connections for later requests.
 
         A request that comes just as the engine ends fails like any other whose engine died.
         """
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-        transport = httpx2.AsyncHTTPTransport(verify=False, trust_env=False, limits=limits, uds=self._job.get("socket"))
+        limits = httpx2.Limits(
+            max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S
+        )
+        uds = None if self._job.socket is None else str(self._job.socket)
+        self._transport = httpx2.AsyncHTTPTransport(verify=False, trust_env=False, limits=limits, uds=uds)
         return httpx2.AsyncClient(
-            transport=transport,
+            transport=self._transport,
             base_url=f"http://127.0.0.1:{port}" if port else "http://localhost",
-            headers={"authorization": f"Bearer {self._job['key']}"},
+            headers={"authorization": f"Bearer {self._job.key}"},
             timeout=httpx2.Timeout(None, connect=CONNECT_LIMIT_S),
             trust_env=False,
         )
-
-
-def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work`, which may raise EdgeLMError, in a thread that does not hold up the end of this process."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def tell(deliver: Callable[[Any], None], what: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(lambda: None if done.done() else deliver(what))
-
-    def run() -> None:
-        try:
-            result = work()
-        except EdgeLMError as error:
-            tell(done.set_exception, error)
-        except BaseException as error:  # a bug: its trace is shown here, and who waits does not wait for ever
-            tell(done.set_exception, error)
-            raise
-        else:
-            tell(done.set_result, result)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done

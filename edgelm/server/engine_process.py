@@ -1,7 +1,4 @@
-"""An engine process of a front: loads one model and serves it on a socket of its own (its protocol: process.py).
-
-Its events are progress, then ready or error. Ends when the front closes its standard input or dies.
-"""
+"""The worker of a front: loads one model and serves it over HTTP on a socket of its own, until its front is gone."""
 
 from __future__ import annotations
 
@@ -9,51 +6,54 @@ import asyncio
 import contextlib
 import os
 import sys
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-from edgelm.build import Loaded
-from edgelm.config import Settings
+from edgelm.backends.model import LoadedModel
 from edgelm.errors import EdgeLMError
-from edgelm.process import Emit, run_process
-from edgelm.server.engine_app import LEAST_BYTES, EngineParts, engine_app
+from edgelm.jobs.answer import Answerer
+from edgelm.jobs.request import AnswerRequest
+from edgelm.jobs.worker import work_with_engine
+from edgelm.sampling.grammar import GrammarCompiler
+from edgelm.server.engine_app import EngineParts, engine_app
 from edgelm.server.listener import Server, bind_tcp, bind_unix
+from edgelm.server.protocol import raise_file_limit
 from edgelm.text.template_worker import TemplateRunner
+from edgelm.workers.child import Child, run_job
+from edgelm.workers.messages import Ready, ServeJob
 
 
-def main() -> int:
-    """Serve the model of the job that standard input names, until standard input closes."""
-    os.umask(0o077)
-    return run_process(_serve)
-
-
-async def _serve(loaded: Loaded, job: dict[str, Any], emit: Emit) -> None:
-    socket_path: str | None = job.get("socket")
-    listener = bind_tcp("127.0.0.1", 0) if socket_path is None else bind_unix(Path(socket_path))
+async def _serve(loaded: LoadedModel, job: ServeJob, child: Child) -> None:
+    listener = bind_tcp("127.0.0.1", 0) if job.socket is None else bind_unix(job.socket)
     info = loaded.engine.info
-    emit(
-        event="ready",
-        name=loaded.name,
-        engine=info.engine,
-        device=info.device,
-        context=info.context,
-        port=listener.getsockname()[1] if socket_path is None else None,
-    )
-    templates = TemplateRunner(loaded.tokenizer, loaded.chats)
-    warming = asyncio.create_task(_warm_up(templates))
-    parts = EngineParts(loaded, templates, Settings(**job["settings"]), job.get("owner", ""))
+    port = listener.getsockname()[1] if job.socket is None else None
+    grammars = None
+    if loaded.kind == "text":
+        grammars = await asyncio.to_thread(GrammarCompiler, loaded.tokenizer, info.num_vocab)  # nothing is decoded yet
+    child.send(Ready(loaded.name, info.engine, info.device, info.context, port, loaded.footprint))
+    templates = TemplateRunner(loaded.tokenizer, loaded.prompt_tokens)
+    if loaded.kind != "text":
+        await templates.close()
+    answerer = Answerer(loaded, templates, grammars, job.settings)
+    warming = asyncio.create_task(_warm_up(answerer))
     try:
-        await Server(engine_app(parts, job["key"])).serve(sockets=[listener])
+        await Server(engine_app(EngineParts(loaded, answerer), job.key)).serve(sockets=[listener])
     finally:
         warming.cancel()
         await templates.close()
+        if grammars:
+            await grammars.close()
 
 
-async def _warm_up(templates: TemplateRunner) -> None:
-    """Start the template's process before the first request waits for it, which then meets what is wrong with it."""
+async def _warm_up(answerer: Answerer) -> None:
+    """Start the template's worker and probe the template before the first request needs them.
+
+    A broken template is reported by that request.
+    """
     with contextlib.suppress(EdgeLMError):
-        await templates.render_tokens([{"role": "user", "content": "Hello"}], max_bytes=LEAST_BYTES)
+        await answerer.prepare(AnswerRequest(messages=[{"role": "user", "content": "Hello"}]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os.umask(0o077)
+    raise_file_limit()
+    sys.exit(run_job({ServeJob: partial(work_with_engine, _serve)}))

@@ -1,28 +1,30 @@
-"""The models that clients may ask for: from a name to a file, and the list with what each is.
+"""The models that clients can use: a name leads to a file, and the list describes each model.
 
-Owns names as HTTP clients write them. Opens no model itself: a child process reads the headers.
+Owns names as HTTP clients write them. A worker opens the models.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgelm.errors import ModelError
-from edgelm.library.local import LocalModel, find_local, installed, require_runnable, runs_here
-from edgelm.server.api_error import ApiError
+from edgelm.library.local import find_local, require_runnable, runs_here
+from edgelm.library.readers import Card, Describe, read_each
+from edgelm.library.scan import LocalModel, installed
+from edgelm.model_tables import ModelTable, owner_of, table_of
+from edgelm.server.api.errors import ApiError
+from edgelm.workers.parent import in_daemon_thread
 
-DESCRIBE = ("-P", "-m", "edgelm.library.describe")  # -P: nothing of the current folder
 DESCRIBE_LIMIT_S = 60.0
+LATEST = ":latest"  # Ollama's tag of a name without one
 
 
 class Stamp(NamedTuple):
-    """A file as it was."""
+    """The version of a file: a new size or time means new content."""
 
     path: Path
     nbytes: int
@@ -30,61 +32,125 @@ class Stamp(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """A model of the list."""
+    """An entry of the list."""
 
     name: str
     path: Path
     created: int  # seconds since 1970
-    known: dict[str, Any]  # bytes, context, architecture, quantization, parameters; or error
+    known: dict[str, Any]  # the description: bytes, context, architecture, quantization, parameters; or error
+    names: tuple[str, ...] = ()  # by which config.toml may have settings for it
 
 
 class ModelNames:
-    """What is installed, and the files named on the command line."""
+    """The installed models, and the files named on the command line."""
 
-    def __init__(self, hub: Path | None, given: list[Path], *, any_path: bool, folders: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        hub: Path | None,
+        given: list[Path],
+        *,
+        any_path: bool,
+        folders: Sequence[Path] = (),
+        tables: Sequence[ModelTable] = (),
+    ) -> None:
         self._hub = hub
         self._given = given
         self._folders = folders
-        self._any_path = any_path  # a client may name any .gguf file or folder: for this machine's own clients
+        self._tables = tables  # of config.toml, with aliases
+        self._any_path = any_path  # clients may name any .gguf file or folder; only those on this machine
         self._known: dict[Stamp, dict[str, Any]] = {}
+        self._cards: dict[Stamp, dict[str, Any]] = {}
         self._describing = asyncio.Lock()
 
     async def find(self, name: str) -> LocalModel:
-        """Return the model that a client means. Raises ApiError where there is none."""
+        """Return the model of that name. Raises ApiError if there is none."""
         return await asyncio.to_thread(self._find, name)
 
-    async def list(self) -> list[Listed]:
-        """Return the models that are there now."""
+    async def has(self, name: str) -> bool:
+        """Return whether there is a model of that name."""
+        try:
+            await self.find(name)
+        except ApiError:
+            return False
+        return True
+
+    async def first_given(self) -> LocalModel | None:
+        """Return the first model named on the command line; None: there is none."""
         models = await asyncio.to_thread(self._runnable)
+        return next((model for path in self._given[:1] for model in models if model.is_at(path)), None)
+
+    async def only(self) -> LocalModel | None:
+        """Return the only model here; None: there are several."""
+        models = await asyncio.to_thread(self._runnable)
+        return models[0] if len(models) == 1 else None
+
+    async def card(self, model: LocalModel) -> dict[str, Any]:
+        """Return the card of a model (library/card.py), or its error. Raises ApiError if its file is gone."""
+        stamp = _stamp(model.path)
+        if stamp is None:
+            raise _gone(model)
+        async with self._describing:
+            if stamp not in self._cards:
+                cards = await in_daemon_thread(lambda: list(read_each([Card(model.path)])))
+                self._cards[stamp] = cards[0]
+        return self._cards[stamp]
+
+    async def list(self) -> Sequence[Listed]:
+        """Return the models that exist now."""
+        listed = await self.described(await asyncio.to_thread(self._runnable))
+        entries = {model.name: model for model in listed}
+        return [*(entries | {alias.name: alias for model in listed for alias in self._aliases(model)}).values()]
+
+    async def describe(self, name: str) -> Listed:
+        """Return the entry of the model with that name, as `find` understands it. Raises ApiError if there is none."""
+        model = await self.find(name)
+        for listed in await self.described([model]):
+            return listed
+        raise _gone(model)
+
+    async def described(self, models: Sequence[LocalModel]) -> Sequence[Listed]:
+        """Return the entries of models, without those whose file is gone."""
         async with self._describing:
             stamps = {model.path: stamp for model in models if (stamp := _stamp(model.path)) is not None}
             unknown = [path for path, stamp in stamps.items() if stamp not in self._known]
             if unknown:
-                for path, each in zip(unknown, await _describe_all(unknown), strict=False):
-                    self._known[stamps[path]] = each
+                described = await in_daemon_thread(lambda: _describe_all(unknown))
+                for path, description in zip(unknown, described, strict=False):
+                    self._known[stamps[path]] = description
         return [
-            Listed(model.name, model.path, stamp.mtime_ns // 10**9, self._known.get(stamp, {}))
+            Listed(model.name, model.path, stamp.mtime_ns // 10**9, self._known.get(stamp, {}), model.names)
             for model in models
             if (stamp := stamps.get(model.path)) is not None
         ]
 
-    def _find(self, name: str) -> LocalModel:
-        models = self._runnable()
-        for path in self._given:
-            if name in (path.stem, path.name, str(path)):
-                return _existing(next(model for model in models if model.is_at(path)))
-        for model in models:
-            if model.is_called(name):
-                return _existing(model)
+    def _find(self, alias_or_name: str) -> LocalModel:
+        models, plain = self._runnable(), alias_or_name.removesuffix(LATEST)
+        owners = (owner_of(self._tables, name) for name in (alias_or_name, plain))
+        name = next(filter(None, owners), alias_or_name)
+        for called in (name, name.removesuffix(LATEST)):
+            for path in self._given:
+                if called in (path.stem, path.name, str(path)):
+                    return _existing(next(model for model in models if model.is_at(path)))
+            for model in models:
+                if model.is_called(called):
+                    return _existing(model)
+        name = name.removesuffix(LATEST)
         by_path = self._any_path and (name.endswith(".gguf") or _is_folder(name))
         try:
             return require_runnable(find_local(name, self._hub, self._folders, paths=by_path))
         except ModelError as error:
-            raise _not_found(f"{error}; GET /v1/models lists the models that are here") from None
+            reason = str(error)
+            join = " " if reason.endswith("?") else "; "
+            raise _not_found(f"{reason}{join}GET /v1/models lists the models that are here") from None
+
+    def _aliases(self, model: Listed) -> Iterator[Listed]:
+        """Yield the entries of a model's aliases."""
+        table = table_of(self._tables, model.names)
+        for alias in table.aliases if table else ():
+            yield model._replace(name=alias, known={**model.known, "alias_of": model.name})
 
     def _runnable(self) -> Sequence[LocalModel]:
-        found = installed(self._hub, self._given, self._folders)
-        return [model for model in found if runs_here(model)]
+        return [model for model in installed(self._hub, self._given, self._folders) if runs_here(model)]
 
 
 def _is_folder(name: str) -> bool:
@@ -94,45 +160,28 @@ def _is_folder(name: str) -> bool:
         return False
 
 
-async def _describe_all(paths: list[Path]) -> list[dict[str, Any]]:
-    """Return what the models are, in order; one whose reading kills the process hides no other.
+def _describe_all(paths: list[Path]) -> list[dict[str, Any]]:
+    """Return the description of each model, in order.
 
-    They are fewer where the time is over; the rest is read when the list is asked for again.
+    There are fewer when the time is over; the rest is read when the list is requested again.
     """
     described: list[dict[str, Any]] = []
     deadline = time.monotonic() + DESCRIBE_LIMIT_S
-    while len(described) < len(paths) and time.monotonic() < deadline:
-        described += await _describe(paths[len(described) :])
-        if len(described) < len(paths):
-            described.append({"error": f"{paths[len(described)].name} cannot be read; it may be changing just now"})
+    for answer in read_each(Describe(path) for path in paths):
+        described.append(answer)
+        if time.monotonic() > deadline:
+            break
     return described
-
-
-async def _describe(paths: list[Path]) -> list[dict[str, Any]]:
-    """Read headers in a child process; a file that kills it (SIGBUS: cut while it is read) ends the list."""
-    child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *DESCRIBE,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        async with asyncio.timeout(DESCRIBE_LIMIT_S):
-            out, _ = await child.communicate(json.dumps([str(path) for path in paths]).encode())
-    except TimeoutError:
-        return []
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
-    return [json.loads(line) for line in out.splitlines()]
 
 
 def _existing(model: LocalModel) -> LocalModel:
     if not model.path.exists():
-        raise _not_found(f"the file of {model.name} is gone: {model.path}")
+        raise _gone(model)
     return model
+
+
+def _gone(model: LocalModel) -> ApiError:
+    return _not_found(f"the file of {model.name} is gone: {model.path}")
 
 
 def _not_found(message: str) -> ApiError:
@@ -141,7 +190,7 @@ def _not_found(message: str) -> ApiError:
 
 def _stamp(path: Path) -> Stamp | None:
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return Stamp(path, found.st_size, found.st_mtime_ns)
+    return Stamp(path, stat.st_size, stat.st_mtime_ns)

@@ -1,116 +1,212 @@
-"""A front from its start to its end: socket, runtime folder, signals, and the engines that end with it."""
+"""The life of a front: its socket, its runtime folder, signals, and the engines that end with it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import secrets
 import signal
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
-from edgelm.config import Places, Settings
+from edgelm.config import Config, Places, Settings
 from edgelm.errors import EdgeLMError
-from edgelm.executors.memory import available_memory_bytes
+from edgelm.runtime import FrontRecord, agents_run, announced, find_front
+from edgelm.server.access import Rules, is_loopback
 from edgelm.server.engine_link import Launcher
-from edgelm.server.engine_table import EngineTable
 from edgelm.server.front import Front, front_app
-from edgelm.server.guard import Rules, is_loopback
+from edgelm.server.half_close import HalfCloseProtocol
+from edgelm.server.host import Machine
+from edgelm.server.keys import Key, Keys, check_secret, read_key_file
 from edgelm.server.listener import PortTakenError, Server, address_of, bind_tcp, private_folder, socket_folder
 from edgelm.server.models import ModelNames
-from edgelm.server.runtime import FrontRecord, announced
+from edgelm.server.protocol import LimitedProtocol, raise_file_limit
+from edgelm.server.stored import ResponseStore
+from edgelm.server.supervisor import EngineTable
+from edgelm.server.tls import Tls, read_tls
+from edgelm.server.unused import wait_unused
 
-MEMORY_FACTOR = 1.1  # of a model's file
-MEMORY_BYTES = 2**30  # KV cache, buffers
-GRACE_S = 3  # for the answers that are on their way when the front ends
+RESPONSES_FILE = "responses.sqlite"
+GRACE_S = 3  # for open responses when the front ends
 ASK_LIMIT_S = 2.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How `edgelm serve` was called."""
+    """The arguments of `edgelm serve`."""
 
     models: list[Path]
+    typed_key: str | None = None  # from the terminal
     until_stdin_closes: bool = False
+    until_unused: bool = False  # end when neither an agent nor a request used it for a while
     verbose: bool = False
+    listener: socket.socket | None = None  # of a service manager, which has bound it
 
 
-def serve(settings: Settings, places: Places, options: ServeOptions, announce: Callable[[str], None]) -> None:
-    """Serve until a signal, or the end of standard input; `announce` gets the address once it can be called.
+def serve(config: Config, options: ServeOptions, announce: Callable[[FrontRecord], None]) -> None:
+    """Serve until a signal or the end of standard input; `announce` is called when the socket listens.
 
-    Raises EdgeLMError where it cannot begin, KeyboardInterrupt after SIGINT.
+    Raises EdgeLMError if it cannot start, KeyboardInterrupt after SIGINT.
     """
+    settings, places = config.settings, config.places
+    if options.listener is not None:
+        host, port = options.listener.getsockname()[:2]
+        settings = replace(settings, host=host, port=port)
     local = is_loopback(settings.host)
-    if not local and settings.api_key is None:
+    keys = _keys(settings, options)
+    if not local and not keys:
         message = f"--host {settings.host} lets other machines in, and there is no key"
-        raise EdgeLMError(message, "add --api-key, or leave --host out")
+        raise EdgeLMError(message, "add --api-key-file or --ask-key, or omit --host")
+    tls = _tls(settings)
+    raise_file_limit()
     private_folder(places.runtime)
     try:
-        listener = bind_tcp(settings.host, settings.port)
+        listener = options.listener or bind_tcp(settings.host, settings.port)
     except PortTakenError as error:
-        raise _who_has_it(settings, error) from None
+        raise _who_has_it(settings, places, error) from None
     with ExitStack() as stack:
         stack.callback(listener.close)
+        listeners = [listener, *_ollama_listener(settings, stack)]
         sockets = stack.enter_context(socket_folder(places.runtime))
-        address = address_of(listener)
-        stack.enter_context(announced(places.runtime, FrontRecord(os.getpid(), address)))
-        launcher = Launcher(settings, places, sockets, verbose=options.verbose)
-        rules = Rules(local, settings.api_key)
-        folders = [Path(each) for each in settings.model_dirs]
-        names = ModelNames(places.hub, options.models, any_path=local, folders=folders)
-        ended_by = asyncio.run(_serve(settings, launcher, rules, names, listener, options, lambda: announce(address)))
+        address = address_of(listener, "https" if tls else "http")
+        of_user = Key("this user", secrets.token_urlsafe(32), admin=True, of_user=True)
+        certificate = str(tls.certificate) if tls else ""
+        of = "chat" if options.until_stdin_closes else "launch" if options.until_unused else ""
+        record = FrontRecord(os.getpid(), address, of_user.secret if keys else "", certificate, of)
+        stack.enter_context(announced(places.runtime, record))
+        launcher = Launcher(config, sockets, verbose=options.verbose)
+        rules = _rules(settings, Keys([*keys, of_user]) if keys else Keys(), tls)
+        # Behind a proxy, a request from this machine may be another machine's.
+        any_path = local and not settings.allowed_host
+        names = ModelNames(
+            places.hub, options.models, any_path=any_path, folders=config.model_folders, tables=config.models
+        )
+        responses = stack.enter_context(closing(ResponseStore(places.data / RESPONSES_FILE)))
+        front = partial(
+            Front,
+            address,
+            models=names,
+            responses=responses,
+            num_slots=settings.parallel,
+            logs_requests=settings.log_format == "json",
+        )
+        agents = partial(agents_run, places.runtime)
+        running = _serve(config, launcher, front, rules, listeners, tls, options, agents, lambda: announce(record))
+        ended_by = asyncio.run(running)
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
 
 
 async def _serve(
-    settings: Settings,
+    config: Config,
     launcher: Launcher,
+    front: Callable[[EngineTable], Front],
     rules: Rules,
-    names: ModelNames,
-    listener: socket.socket,
+    listeners: list[socket.socket],
+    tls: Tls | None,
     options: ServeOptions,
+    agents: Callable[[], bool],
     announce: Callable[[], None],
 ) -> int | None:
-    """Serve; return the number of the signal that ended it."""
+    """Serve; return the signal that ended it."""
     loop = asyncio.get_running_loop()
     ended_by: list[int] = []
-    closing: list[asyncio.Task[None]] = []
-    async with EngineTable(launcher, idle_timeout_s=settings.idle_timeout, fits=_fits) as table:
-        server = Server(front_app(Front(address_of(listener), table, names), rules), grace_s=GRACE_S)
+    endings: list[asyncio.Task[None]] = []
+    settings = config.settings
+    async with EngineTable(
+        launcher,
+        Machine(launcher),
+        idle_timeout_s=settings.idle_timeout,
+        keep_alive=lambda model: config.keep_alive_of(*model.names),
+        max_models=settings.max_models,
+        limit_bytes=settings.max_memory_bytes,
+    ) as table:
+        # In TLS both sides of a connection are closed at once.
+        protocol = LimitedProtocol if tls else HalfCloseProtocol
+        server = Server(
+            front_app(front(table), rules), grace_s=GRACE_S, protocol=protocol, tls=tls.context if tls else None
+        )
 
         def stop(number: int | None) -> None:
             if number is not None:
                 ended_by.append(number)
-            if not closing:  # the engines end first: what they were streaming ends with an error event
-                closing.append(loop.create_task(table.close()))
+            if not endings:  # the engines end first, so that open streams end with an error event
+                endings.append(loop.create_task(table.close()))
             server.should_exit = True
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop, number)
         if options.until_stdin_closes:
             _watch_stdin(lambda: loop.call_soon_threadsafe(stop, None))
+        if options.until_unused:
+            watch = loop.create_task(wait_unused(table, agents, settings.idle_timeout))
+            watch.add_done_callback(lambda done: None if done.cancelled() else stop(None))
         announce()
-        await server.serve(sockets=[listener])
-        for task in closing:
+        await server.serve(sockets=listeners)
+        for task in endings:
             await task
     return ended_by[0] if ended_by else None
 
 
-def _fits(path: Path) -> bool:
-    """Guess whether a model can be loaded beside what is there; the engine process knows exactly, and says so."""
+def _ollama_listener(settings: Settings, stack: ExitStack) -> list[socket.socket]:
+    """Return the second listener, for clients that know only Ollama's port. Raises EdgeLMError."""
+    if settings.ollama_port is None:
+        return []
     try:
-        files = path.glob("*.safetensors") if path.is_dir() else (path,)
-        nbytes = sum(each.stat().st_size for each in files)
-        return available_memory_bytes() > MEMORY_FACTOR * nbytes + MEMORY_BYTES
-    except OSError:
-        return True
+        listener = bind_tcp(settings.host, settings.ollama_port)
+    except PortTakenError as error:
+        raise EdgeLMError(error.message, "end the program there, perhaps Ollama, or omit --ollama-port") from None
+    stack.callback(listener.close)
+    return [listener]
+
+
+def _keys(settings: Settings, options: ServeOptions) -> list[Key]:
+    """Return the keys that clients may have. Raises EdgeLMError for a key file that is not right."""
+    given = {"api-key": settings.api_key, "typed": options.typed_key}
+    keys = [Key(name, secret) for name, secret in given.items() if secret is not None]
+    if settings.api_key is not None:
+        try:
+            check_secret(settings.api_key, "the key of --api-key or EDGELM_API_KEY")
+        except EdgeLMError as error:  # it worked before there was a least length
+            log.warning("warning: %s", error)
+    if settings.api_key_file is not None:
+        keys += read_key_file(Path(settings.api_key_file).expanduser())
+    if keys:
+        log.info("keys: %s", ", ".join(key.label for key in keys))
+    return keys
+
+
+def _tls(settings: Settings) -> Tls | None:
+    """Return the certificate of the settings; None: they have none. Raises EdgeLMError."""
+    if settings.tls_cert is None:
+        if settings.tls_key is not None:
+            raise EdgeLMError("there is a --tls-key, and no certificate", "add --tls-cert")
+        return None
+    tls = read_tls(Path(settings.tls_cert), Path(settings.tls_key) if settings.tls_key else None)
+    if tls.warning:
+        log.warning("warning: %s", tls.warning)
+    return tls
+
+
+def _rules(settings: Settings, keys: Keys, tls: Tls | None) -> Rules:
+    """Return the rules of access."""
+    local = is_loopback(settings.host)
+    hosts = frozenset(settings.allowed_host) | (tls.names if tls else frozenset())
+    if not local:  # the names by which other machines know this one, as far as it knows them itself
+        short, _, _ = socket.gethostname().lower().partition(".")
+        hosts |= {settings.host.lower(), socket.gethostname().lower(), short, f"{short}.local"}
+    return Rules(local, keys, frozenset(settings.origin), hosts)
 
 
 def _watch_stdin(on_end: Callable[[], Any]) -> None:
@@ -122,15 +218,16 @@ def _watch_stdin(on_end: Callable[[], Any]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _who_has_it(settings: Settings, error: PortTakenError) -> EdgeLMError:
-    """Return the error with the process that listens there, where it is one of ours."""
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    headers = {} if settings.api_key is None else {"authorization": f"Bearer {settings.api_key}"}
+def _who_has_it(settings: Settings, places: Places, error: PortTakenError) -> EdgeLMError:
+    """Return the error, with the process that listens there if it is the front that our commands find."""
+    front = find_front(places.runtime)
     try:
-        with httpx2.Client(timeout=ASK_LIMIT_S, trust_env=False, headers=headers) as client:
-            pid = client.get(f"http://{host}:{settings.port}/edgelm/ps").json()["pid"]
-    except (httpx2.HTTPError, ValueError, KeyError, TypeError):
+        if front is None or not front.address.endswith(f":{settings.port}"):
+            raise error
+        with httpx2.Client(timeout=ASK_LIMIT_S, trust_env=False, headers=front.headers, verify=front.tls()) as client:
+            pid = client.get(f"{front.address}/edgelm/ps").json()["pid"]
+    except (httpx2.HTTPError, ValueError, KeyError, TypeError, EdgeLMError):
         return EdgeLMError(f"{error.message} by another program", error.hint)
     return EdgeLMError(
-        f"{error.message} by edgelm serve (pid {pid})", "use that one, end it, or choose another with --port"
+        f"{error.message} by edgelm serve (pid {pid})", "use it, end it, or choose another port with --port"
     )

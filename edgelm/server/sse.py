@@ -1,6 +1,6 @@
-"""Server-sent events on their way out: a response that cleans up however it ends, and signs of life.
+"""Streams of events: a response that always cleans up, and work that stops when the client leaves.
 
-Knows nothing of what the events say.
+Events are server-sent ones, or lines of JSON. Knows nothing of their content.
 """
 
 from __future__ import annotations
@@ -8,39 +8,53 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 MEDIA_TYPE = "text/event-stream"
+NDJSON = "application/x-ndjson"
+EVENT_ENDS = {MEDIA_TYPE: b"\n\n", NDJSON: b"\n"}  # of an event, by media type
+STREAMS_EVENTS = "streams_events"  # in the state of a request: its answer is made of events, in whole ones
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
 
 
 class ClientLeftError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client closed the connection before its answer."""
 
 
 class EventStream(StreamingResponse):
-    """Streams events until they end or the client leaves; then `cleanup` is closed, in either case."""
+    """Streams events until they end or the client leaves, then closes `cleanup`."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], cleanup: AsyncExitStack, headers: Mapping[str, str] = HEADERS
+        self,
+        events: AsyncIterator[bytes],
+        cleanup: AsyncExitStack,
+        headers: Mapping[str, str] = HEADERS,
+        media_type: str = MEDIA_TYPE,
     ) -> None:
-        super().__init__(events, headers=headers, media_type=MEDIA_TYPE)
+        super().__init__(_in_turns(events), headers=headers, media_type=media_type)
         self._cleanup = cleanup
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._cleanup:
+            scope.setdefault("state", {})[STREAMS_EVENTS] = True
             await super().__call__(scope, receive, send)
 
 
+async def _in_turns(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Let the event loop run between two events that are ready: it notices that the client has left."""
+    async for event in events:
+        yield event
+        await asyncio.sleep(0)
+
+
 async def unless_client_leaves(request: Request, work: Awaitable[T]) -> T:
-    """Return what `work` does; cancel it when the client goes. The body must have been read. Raises ClientLeftError."""
+    """Return the result of `work`; cancel it when the client leaves. Read the body first. Raises ClientLeftError."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_until_left(request))
     try:
@@ -52,6 +66,14 @@ async def unless_client_leaves(request: Request, work: Awaitable[T]) -> T:
         for task in (working, leaving):
             task.cancel()
         await asyncio.wait({working, leaving})
+
+
+async def cancel(task: asyncio.Future[Any]) -> None:
+    """Cancel a task, and wait until it has ended."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # retrieve it, or asyncio logs it
 
 
 async def _until_left(request: Request) -> None:

@@ -1,11 +1,11 @@
-"""From messages to the tokens of a prompt, so that only the template writes special tokens.
+"""Turns messages into the tokens of a prompt, so that only the template can write special tokens.
 
-Where a message holds the string of a special token, one character that the chat does not hold stands for it while the
-template runs. Afterwards the text around it, up to the template's own special tokens, is encoded as plain text; all
-else is encoded exactly as the rendered text.
+If a message contains the string of a special token, a placeholder replaces it while the template runs: one character
+that the chat does not contain. Then the text around it, up to the template's own special tokens, is encoded as plain
+text. All other text is encoded exactly as rendered.
 
-Owns the form of messages that templates read, these placeholders, and BOS. Knows nothing of processes: what is called
-here may run as long as the template likes.
+Owns the placeholders, BOS, and the places of messages in the text; history.py has the form of messages that templates
+read. Knows nothing of processes and sets no time limit: a template may run for ever (see template_worker.py).
 """
 
 from __future__ import annotations
@@ -14,53 +14,46 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgelm.errors import RequestError
+from edgelm.text.encoding import chunks
+from edgelm.text.history import normalized, shaped
+from edgelm.text.message_forms import REASONING, argument_strings
 from edgelm.text.template import ChatTemplate, Message, TemplateFailedError, too_long
 
 if TYPE_CHECKING:
     from edgelm.text.tokenizer import Tokenizer
 
-# Printable letters without case that next to nobody writes (CJK extension B): no filter of a template changes them.
+# Printable letters without case that almost nobody writes (CJK extension B). No template filter changes them.
 _PLACEHOLDERS = range(0x20000, 0x2A6E0)
+_MARKS = range(0x2A700, 0x2EBE0)  # as rare: extensions C to F
 _MAX_DEPTH = 64
-_SPACES = " \t\n\v\f\r"  # what some special tokens swallow behind them
-_CHUNK = 64  # special tokens
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+_SPACES = " \t\n\v\f\r"  # some special tokens swallow them
+
+
+class Span(NamedTuple):
+    """Where a message lies in a rendered chat: its first and last marked characters."""
+
+    message: int  # its number in the request
+    first: int
+    last: int
+    shows_reasoning: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text of a chat, and what some of its characters stand for."""
+    """The text of a chat, its placeholders, and the places of its messages."""
 
     text: str
-    plain: dict[str, str] = field(default_factory=dict)  # placeholder: what a user wrote
+    plain: dict[str, str] = field(default_factory=dict)  # placeholder: the string that it stands for
+    spans: list[Span] = field(default_factory=list, compare=False)
 
-
-def encode_chat(
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    max_bytes: int | None = None,
-    **kwargs: Any,
-) -> list[int]:
-    """Return the tokens of a conversation, with one BOS where the model wants it.
-
-    Raises what `render_chat` and `encode_rendered` do.
-    """
-    rendered = render_chat(
-        template,
-        messages,
-        tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        max_bytes=max_bytes,
-        **kwargs,
-    )
-    return encode_rendered(tokenizer, template, rendered)
+    @property
+    def restored(self) -> str:
+        """The text with the strings that its placeholders stand for."""
+        return _restored(self.text, self.plain)
 
 
 def render_chat(
@@ -69,29 +62,38 @@ def render_chat(
     *,
     tools: Sequence[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     max_bytes: int | None = None,
+    with_spans: bool = False,
     **kwargs: Any,
 ) -> Rendered:
-    """Render a conversation in OpenAI's form; see ChatTemplate.render for the rest.
+    """Render a conversation in OpenAI's form; see ChatTemplate.render for the other arguments.
 
-    Raises RequestError for messages that are none, and what the template raises.
+    With `continue_final_message`, the text ends with that of the last message, which is an assistant's. `with_spans`
+    adds the places of the messages. Raises RequestError for invalid messages, and the errors of the template.
     """
-    messages = [_as_templates_read(message, template) for message in messages]
+    messages = normalized(messages, template)
     chat = {"messages": messages, "tools": tools, **kwargs}
     hidden = _Placeholders(chat, template)
     chat = hidden.hide_markers(chat)
+    if continue_final_message:
+        add_generation_prompt, end = False, hidden.unused()
+        chat["messages"] = _with_end(chat["messages"], end)
     text = _render_forms(template, chat, add_generation_prompt=add_generation_prompt, max_bytes=max_bytes)
     _check_controls(template, chat, hidden, text, add_generation_prompt)
-    text, plain = hidden.unescaped(text)
-    if plain and max_bytes is not None and len(_restored(text, plain).encode("utf-8", "surrogatepass")) > max_bytes:
+    spans = _spans(template, chat, text, add_generation_prompt=add_generation_prompt) if with_spans else []
+    if continue_final_message:
+        text, spans = _continued(text, end), []
+    rendered, plain = hidden.unescaped(text)
+    if plain and max_bytes is not None and len(_restored(rendered, plain).encode("utf-8", "surrogatepass")) > max_bytes:
         raise too_long(max_bytes)
-    return Rendered(text, plain)
+    return Rendered(rendered, plain, spans if rendered == text else [])
 
 
 def encode_rendered(tokenizer: Tokenizer, template: ChatTemplate, rendered: Rendered) -> list[int]:
-    """Return the tokens of a rendered chat. Raises RequestError for what the vocabulary cannot write."""
+    """Return the tokens of a rendered chat. Raises RequestError for characters that the vocabulary cannot write."""
     ids = encode_part(tokenizer, template, rendered)
-    # Not `bos=True` above: it would add the EOS that some models want behind a text, here behind an open turn.
+    # `bos=True` above would also add the EOS that some models want after a text. The last turn here is still open.
     bos = tokenizer.bos_id
     if bos is not None and bos in (*ids[:1], *tokenizer.encode("", special=False, bos=True)[:1]):
         others = (index for index, token in enumerate(ids) if token != bos)
@@ -100,77 +102,29 @@ def encode_rendered(tokenizer: Tokenizer, template: ChatTemplate, rendered: Rend
 
 
 def encode_part(tokenizer: Tokenizer, template: ChatTemplate, rendered: Rendered) -> list[int]:
-    """Return the tokens of a part of a rendered chat that begins with a special token, or of a chat without its BOS.
+    """Return the tokens of a chat without its BOS, or of a part of one that begins with a special token.
 
-    Raises RequestError for what the vocabulary cannot write.
+    Raises RequestError for characters that the vocabulary cannot write.
     """
     ids: list[int] = []
     for text, is_plain in _segments(rendered, template, tokenizer):
         if is_plain:
             ids += _encode_plain(text, rendered.plain, template, tokenizer)
         else:
-            for chunk in _chunks(text, template):
+            for chunk in chunks(text, template.specials):
                 ids += tokenizer.encode(chunk, special=True, bos=False)
     return ids
 
 
-def _as_templates_read(message: Message, template: ChatTemplate) -> Message:
-    """Return a message in the form that templates are written for.
-
-    That is what transformers gives them: text content, arguments as objects, no empty fields, reasoning by all names.
-    """
-    if not isinstance(message.get("role"), str):
-        raise RequestError("a message has no role", "give each message a role and content")
-    read = {name: value for name, value in message.items() if value is not None}
-    read["content"] = _text_of(message.get("content"))
-    if read["role"] == "developer" and "developer" not in template.source:
-        read["role"] = "system"
-    reasoning = next((read[name] for name in _REASONING if name in read), None)
-    if reasoning is not None:
-        read = {"thinking": reasoning, **read, "reasoning_content": reasoning}
-    if "tool_calls" in read:
-        read["tool_calls"] = [_as_object(call) for call in read["tool_calls"]]
-    return read
-
-
-def _text_of(content: object) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError("the content of a message is neither text nor a list of parts", "send it as text")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f"a message holds a part of type {str(kind)[:40]!r}", "send text: the model reads no other"
-            )
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _as_object(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, where they are one."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-
-
 def _render_forms(template: ChatTemplate, chat: dict[str, Any], **options: Any) -> str:
-    """Render a chat, in forms that fewer templates are written for where one cannot read the first."""
+    """Render a chat in the form that the template wants. If it still fails, try other forms."""
+    chat = {**chat, "messages": shaped(chat["messages"], template)}
     try:
         return template.render(**chat, **options)
     except TemplateFailedError as error:
         first = error
-    texts = [_with_text(message) for message in chat["messages"]]
-    strings = [_with_argument_strings(message) for message in texts]
-    forms = [{**chat, "messages": each, "tools": chat["tools"] or []} for each in (chat["messages"], texts, strings)]
-    for form in forms:
+    strings = argument_strings(chat["messages"])
+    for form in ({**chat, "tools": chat["tools"] or []}, {**chat, "messages": strings, "tools": chat["tools"] or []}):
         if form != chat:
             try:
                 return template.render(**form, **options)
@@ -179,67 +133,142 @@ def _render_forms(template: ChatTemplate, chat: dict[str, Any], **options: Any) 
     raise first
 
 
-def _with_text(message: Message) -> Message:
-    return message if message["content"] is not None else {**message, "content": ""}
+def _continued(text: str, end: str) -> str:
+    """Return a rendered text up to the mark at the end of its last message."""
+    at = text.rfind(end)
+    if at < 0:
+        raise RequestError(
+            "the model's chat template does not show the last message, so it cannot be continued", "end with a user's"
+        )
+    return text[:at]
 
 
-def _with_argument_strings(message: Message) -> Message:
-    def written(call: Any) -> Any:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
-            return call
-        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+def _with_end(messages: list[Message], end: str) -> list[Message]:
+    """Return messages with a mark behind the text of the last one. Raises RequestError if it cannot be continued."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or not last["content"] or "tool_calls" in last:
+        raise RequestError(
+            "continue_final_message: the last message is not an assistant's message of text", "end with one"
+        )
+    return [*messages[:-1], {**last, "content": last["content"] + end}]
 
-    return {**message, "tool_calls": list(map(written, message["tool_calls"]))} if "tool_calls" in message else message
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _spans(template: ChatTemplate, chat: dict[str, Any], text: str, **options: Any) -> list[Span]:
+    """Return where the text of each message lies in the rendered text.
+
+    The chat is rendered again with a mark in each message. Return nothing if the marks change the text around them,
+    or if the chat contains characters that could be marks.
+    """
+    marks: list[tuple[int, bool]] = []  # the message of each mark, and whether its reasoning is marked
+
+    def marked(value: object, *, message: int, is_reasoning: bool = False) -> Any:
+        """Return a text with a mark before its last character that is no white space."""
+        core = value.rstrip() if isinstance(value, str) else ""
+        if not isinstance(value, str) or not core or len(marks) == len(_MARKS):
+            return value
+        marks.append((message, is_reasoning))
+        at = len(core) - 1
+        return value[:at] + chr(_MARKS[len(marks) - 1]) + value[at:]
+
+    messages = []
+    for number, message in enumerate(chat["messages"]):
+        mark = partial(marked, message=number)
+        changed = {name: mark(message[name], is_reasoning=True) for name in REASONING if name in message}
+        changed["content"] = mark(message["content"])
+        if calls := message.get("tool_calls"):
+            changed["tool_calls"] = [_with_name(call, mark) for call in calls]
+        messages.append({**message, **changed})
+    pattern = re.compile(f"[{chr(_MARKS[0])}-{chr(_MARKS[-1])}]")
+    if pattern.search(text):
+        return []
+    try:
+        other = _render_forms(template, {**chat, "messages": messages}, **options)
+    except RequestError:
+        return []
+    if pattern.sub("", other) != text:
+        return []
+    places: dict[int, list[int]] = {}
+    thoughts: set[int] = set()
+    seen: set[str] = set()
+    for count, match in enumerate(pattern.finditer(other)):
+        if match[0] in seen:  # the name of a call again, with its result
+            continue
+        seen.add(match[0])
+        number, is_reasoning = marks[ord(match[0]) - _MARKS[0]]
+        places.setdefault(number, []).append(match.start() - count)
+        if is_reasoning:
+            thoughts.add(number)
+    return [Span(number, min(at), max(at), number in thoughts) for number, at in places.items()]
+
+
+def _with_name(call: Any, change: Callable[[object], object]) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    return {**call, "function": {**function, "name": change(function.get("name"))}}
 
 
 class _Placeholders:
-    """Gives strings of one chat a character that stands for them, each character for one string."""
+    """The placeholders of one chat: one rare character for each hidden string."""
 
     def __init__(self, chat: dict[str, Any], template: ChatTemplate) -> None:
         self._template = template
         self._chat = chat
         self._free: Iterator[str] | None = None
-        self._of: dict[str, str] = {}  # string: its placeholder
+        self._placeholders: dict[str, str] = {}  # by the string
 
     def hide_markers(self, chat: dict[str, Any]) -> dict[str, Any]:
         """Return the chat with placeholders for markers.
 
-        What a model wrote keeps its user-defined ones, such as `<think>`: templates look for them, and the prefix
-        cache holds their tokens.
+        The model's own messages keep user-defined markers such as `<think>`: templates search for them, and the prefix
+        cache has their tokens.
         """
         control, markers = self._hider(self._template.control), self._hider(self._template.markers)
-        messages = [_mapped(each, control if each["role"] == "assistant" else markers) for each in chat["messages"]]
+        messages = [
+            _mapped(message, control if message["role"] == "assistant" else markers) for message in chat["messages"]
+        ]
         rest = {name: _mapped(value, markers) for name, value in chat.items() if name != "messages"}
         return {"messages": messages, **rest}
 
     def disarm(self, chat: dict[str, Any]) -> dict[str, Any]:
-        """Return the chat with placeholders for characters without which there is no control string."""
+        """Return the chat with placeholders for the characters that every control string needs."""
         strings = self._template.control_strings
         signs = {next((char for char in text if not (char.isalnum() or char in " _")), "") for text in strings} - {""}
         pattern = re.compile(f"[{re.escape(''.join(sorted(signs)))}]" if signs else "(?!)")
         return {name: _mapped(value, self._hider(pattern)) for name, value in chat.items()}
 
     def unescaped(self, text: str) -> tuple[str, dict[str, str]]:
-        """Return a rendered text and what its placeholders stand for, also of those that a filter escaped."""
-        for string, char in list(self._of.items()):
+        """Return a rendered text and its placeholders, including those that a filter wrote as JSON escapes."""
+        for string, char in list(self._placeholders.items()):
             escape = _escape(char)
             if escape in text:
                 text = text.replace(escape, self._placeholder(_escape(string)))
-        return text, {char: string for string, char in self._of.items() if char in text}
+        return text, {char: string for string, char in self._placeholders.items() if char in text}
+
+    def unused(self) -> str:
+        """Return a rare character that neither the chat nor the template contains."""
+        return self._next()
 
     def _hider(self, pattern: re.Pattern[str]) -> Callable[[str], str]:
         return lambda text: pattern.sub(lambda match: self._placeholder(match[0]), text)
 
     def _placeholder(self, string: str) -> str:
-        if string not in self._of:
-            if self._free is None:
-                self._free = self._free_characters()
-            char = next(self._free, None)
-            if char is None:
-                raise RequestError("the messages hold every rare character there is", "leave some out")
-            self._of[string] = char
-        return self._of[string]
+        if string not in self._placeholders:
+            self._placeholders[string] = self._next()
+        return self._placeholders[string]
+
+    def _next(self) -> str:
+        if self._free is None:
+            self._free = self._free_characters()
+        char = next(self._free, None)
+        if char is None:
+            raise RequestError(
+                "the messages contain every rare character that can stand for a special token", "remove some of them"
+            )
+        return char
 
     def _free_characters(self) -> Iterator[str]:
         strings: list[str] = [self._template.source]
@@ -258,30 +287,30 @@ class _Placeholders:
 
 
 def _mapped(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """Return a value of JSON with all its strings changed, keys included."""
+    """Return a JSON value with `change` applied to all its strings, including the keys."""
     if isinstance(value, str):
         return change(value)
     if depth > _MAX_DEPTH:
-        raise RequestError(f"the messages are nested more than {_MAX_DEPTH} deep", "send them flatter")
+        raise RequestError(f"the messages are nested more than {_MAX_DEPTH} deep", "send messages with less nesting")
     if isinstance(value, dict):
-        return {change(str(key)): _mapped(each, change, depth + 1) for key, each in value.items()}
+        return {change(str(key)): _mapped(item, change, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_mapped(each, change, depth + 1) for each in value]
+        return [_mapped(item, change, depth + 1) for item in value]
     return value
 
 
 def _escape(text: str) -> str:
-    """Return a text as JSON in ASCII writes it, without quotes."""
+    """Return a text as ASCII JSON writes it, without the quotes."""
     return json.dumps(text)[1:-1]
 
 
 def _check_controls(
     template: ChatTemplate, chat: dict[str, Any], hidden: _Placeholders, text: str, add_generation_prompt: bool
 ) -> None:
-    """Raise RequestError if a control string of the text is the user's: a template may build one by leaving out.
+    """Raise RequestError if the template made a control string from a user's text.
 
-    One that replaces `/think` by nothing turns `<|im_/thinkend|>` into `<|im_end|>`. So it renders a second time what
-    has none of the characters that this takes: the control strings must be the same.
+    A template that deletes `/think` turns `<|im_/thinkend|>` into `<|im_end|>`. So the chat is rendered again with
+    placeholders for the characters that a control string needs: the control strings must be the same.
     """
     disarmed = hidden.disarm(chat)
     if disarmed == chat:
@@ -289,12 +318,13 @@ def _check_controls(
     own = template.control.findall(
         _render_forms(template, disarmed, add_generation_prompt=add_generation_prompt, max_bytes=None)
     )
-    found = template.control.findall(text)
-    if found != own:
-        strange = next((each for each in found if found.count(each) != own.count(each)), found[0] if found else "")
+    rendered = template.control.findall(text)
+    if rendered != own:
+        forged = (string for string in rendered if rendered.count(string) != own.count(string))
+        strange = next(forged, rendered[0] if rendered else "")
         raise RequestError(
-            f"the model's chat template would make the special token {strange!r} of what a message says",
-            "write the message otherwise",
+            f"the model's chat template would turn text of a message into the special token {strange!r}",
+            "change the message",
         )
 
 
@@ -303,9 +333,9 @@ def _restored(text: str, plain: dict[str, str]) -> str:
 
 
 def _segments(rendered: Rendered, template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Yield the text in pieces, and whether a piece is plain.
+    """Yield the pieces of the text, each with whether it is plain.
 
-    A plain piece reaches from one special token of the template to the next, as llama.cpp divides a text.
+    A plain piece extends from one special token of the template to the next: llama.cpp splits a text there.
     """
     text, plain = rendered.text, rendered.plain
     if not plain:
@@ -327,18 +357,8 @@ def _segments(rendered: Rendered, template: ChatTemplate, tokenizer: Tokenizer) 
         yield text[done:], False
 
 
-def _chunks(text: str, template: ChatTemplate) -> Iterator[str]:
-    """Yield a text in pieces of some special tokens: llama.cpp takes quadratic time for them, minutes for 100,000."""
-    done = 0
-    for count, match in enumerate(template.specials.finditer(text)):
-        if count % _CHUNK == _CHUNK - 1:  # no token of a model that chats depends on what stands before it
-            yield text[done : match.start()]
-            done = match.start()
-    yield text[done:]
-
-
 def _stripped(run: str, before: str, plain: dict[str, str], tokenizer: Tokenizer) -> str:
-    """Return a run without its first white space, where the special token before it swallows that."""
+    """Return a run without its leading white space if the special token before it swallows that."""
     core = run.lstrip(_SPACES)
     spaces, first = run[: len(run) - len(core)], plain.get(core[0], core)[0]
     if not spaces or not before:
@@ -351,20 +371,20 @@ def _stripped(run: str, before: str, plain: dict[str, str], tokenizer: Tokenizer
 
 def _encode_plain(run: str, plain: dict[str, str], template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of a text with placeholders, none of them special."""
-    written = frozenset(plain[char] for char in set(run) & plain.keys())
+    hidden = frozenset(plain[char] for char in set(run) & plain.keys())
     ids = tokenizer.encode(_restored(run, plain), special=False, bos=False)
-    if _holds(ids, written, tokenizer):
+    if _token_among(ids, hidden, tokenizer):
         first, *others = _cut(run, plain, template.user_defined)
         ids = tokenizer.encode(first, special=False, bos=False)
         for part in others:
             ids += _continuation(part, tokenizer)
-    if strange := _holds(ids, template.control_strings | written, tokenizer):
-        raise RequestError(f"the model's vocabulary cannot write {strange!r} as text", "leave it out")
+    if strange := _token_among(ids, template.control_strings | hidden, tokenizer):
+        raise RequestError(f"the model's vocabulary cannot write {strange!r} as text", "remove it")
     return ids
 
 
 def _cut(run: str, plain: dict[str, str], user_defined: frozenset[str]) -> list[str]:
-    """Return what a run says, cut behind the first character of what llama.cpp takes for a token in any text."""
+    """Return the text of a run, cut after the first character of each string that is a token in any text."""
     parts = [""]
     for char in run:
         text = plain.get(char, char)
@@ -376,15 +396,16 @@ def _cut(run: str, plain: dict[str, str], user_defined: frozenset[str]) -> list[
     return parts
 
 
-def _holds(ids: list[int], strings: frozenset[str], tokenizer: Tokenizer) -> str:
+def _token_among(ids: list[int], strings: frozenset[str], tokenizer: Tokenizer) -> str:
+    """Return the first string that is one of the tokens; empty: none is."""
     return next((text for text in map(tokenizer.text_of, set(ids)) if text in strings), "")
 
 
 def _continuation(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a text that follows another: without the space that some vocabularies put first."""
+    """Return the tokens of a text that follows another, without the space that some vocabularies put first."""
     for guard in ("\n", "\t", ".", "a"):
         head = tokenizer.encode(guard, special=False, bos=False)
         whole = tokenizer.encode(guard + text, special=False, bos=False)
         if whole[: len(head)] == head:
             return whole[len(head) :]
-    raise RequestError(f"the model's vocabulary cannot write {text[:40]!r} in pieces", "leave it out")
+    raise RequestError(f"the model's vocabulary cannot write {text[:40]!r} in pieces", "remove it")

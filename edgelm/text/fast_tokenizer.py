@@ -1,8 +1,8 @@
-"""A tokenizer over the `tokenizers` library: for models whose vocabulary llama.cpp does not hold.
+"""A tokenizer on the `tokenizers` library, for models whose vocabulary llama.cpp does not have.
 
-Owns what that library does not say: the bytes of a token, which ids end an answer, and a text in which no special token
-is recognized. Reads no file of a model but tokenizer.json: its caller brings what the others say. Where the parts of a
-GGUF become one of these: gguf_tokenizer.py.
+Owns what that library lacks: the bytes of a token, the ids that end an answer, and encoding without special tokens.
+Reads only tokenizer.json; the caller passes the contents of the model's other files. gguf_tokenizer.py builds one from
+a GGUF.
 """
 
 from __future__ import annotations
@@ -16,62 +16,55 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Self, TypeVar
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as RustTokenizer
 
 from edgelm.errors import ModelError, RequestError
+from edgelm.text.byte_letters import BYTE_LETTERS, missing_bytes, unwritable, without
 
-MAX_FILE_BYTES = 2**27  # of tokenizer.json: the largest known have 35 MB
+MAX_FILE_BYTES = 2**27  # of tokenizer.json; real ones have up to 35 MB
 SPACE = "\u2581"  # how a SentencePiece vocabulary writes a space
 DOWNLOAD = "download the model's files again"
-MAX_TOKENS = 2**24  # of a vocabulary, that a configuration may claim
+MAX_TOKENS = 2**24  # that config.json may claim for a vocabulary
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how a SentencePiece vocabulary writes a byte
-Answer = TypeVar("Answer")
-# What ends an answer by its text alone, where the files forget to say so: the list is llama.cpp's.
+T = TypeVar("T")
+# Tokens with this text end an answer even if the files do not say so. The list is llama.cpp's.
 STOP_STRINGS = frozenset(
     "<|eot_id|>,<|im_end|>,<|end|>,<|return|>,<|call|>,<|calls|>,<end_of_turn>,<|endoftext|>,<|end_of_text|>,<|eom_id|>,"
     "< EOT >,_<EOT>,<EOT>,[EOT],[EOS],<end_of_utterance>,<|end_of_turn|>,</s>".split(",")
 )
 
 
-def _byte_letters() -> dict[str, int]:
-    """Return the byte that each letter of a byte-level vocabulary stands for, as GPT-2 has them."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_LETTERS = _byte_letters()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyFacts:
-    """What belongs to a vocabulary beside its tokens."""
+    """The facts of a vocabulary besides its tokens."""
 
     bos_id: int | None = None
     eos_id: int | None = None
     stop_ids: frozenset[int] = frozenset()
-    prefix: tuple[int, ...] = ()  # the ids before and behind a text that the model wants
+    prefix: tuple[int, ...] = ()  # the ids that the model wants before and after a text
     suffix: tuple[int, ...] = ()
     chat_template: str | None = None
-    byte_level: bool = False  # letters stand for bytes; otherwise as SentencePiece writes them
+    byte_level: bool = False  # letters stand for bytes, as in GPT-2; otherwise the spelling is SentencePiece's
     control_ids: frozenset[int] = field(default=frozenset())  # tokens that add no text
-    num_rows: int = 0  # of the model's embedding, which may have more than there are tokens: the rest adds no text
+    num_rows: int = 0  # of the model's embedding; it may have more rows than there are tokens, which add no text
 
 
 class FastTokenizer:
-    """The `Tokenizer` of text/tokenizer.py over one of the library. Raises ModelError for what has no tokens."""
+    """A `Tokenizer` (text/tokenizer.py) on one of the library. Raises ModelError if it has no tokens."""
 
     def __init__(self, rust: RustTokenizer, facts: VocabularyFacts) -> None:
         self._rust = rust
-        self._lock = Lock()  # of whether special tokens are recognized, which is a state of the library's object
+        self._lock = Lock()  # encode_special_tokens is a state of the library's object
         self._facts = facts
         self._added = {token: entry.content for token, entry in rust.get_added_tokens_decoder().items()}
-        known = max(rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if not known:
+        num_tokens = max(rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not num_tokens:
             raise ModelError("the model has no vocabulary", "take one with a tokenizer in its folder")
-        self.num_tokens = max(known, facts.num_rows)
+        self.num_tokens = max(num_tokens, facts.num_rows)
         self.bos_id = facts.bos_id
         self.eos_id = facts.eos_id
+        self.num_before = len(facts.prefix)
         self.chat_template = facts.chat_template
 
     @classmethod
@@ -84,9 +77,10 @@ class FastTokenizer:
         model: Mapping[str, Any],
         chat_template: str | None,
     ) -> Self:
-        """Read tokenizer.json; the rest is tokenizer_config.json, generation_config.json and config.json.
+        """Read the tokenizer.json at `path`.
 
-        Raises ModelError for a file that is missing, too large or none of a tokenizer.
+        `config`, `generation` and `model` are the contents of tokenizer_config.json, generation_config.json and
+        config.json. Raises ModelError for a file that is missing, too large, or no tokenizer.
         """
         try:
             if path.stat().st_size > MAX_FILE_BYTES:
@@ -96,21 +90,21 @@ class FastTokenizer:
             reason = f"{path.name} cannot be read: {error.strerror}"
             raise ModelError(reason, "the model's folder needs its tokenizer.json") from None
         except UnicodeDecodeError:
-            raise ModelError(f"{path.name} is damaged: it is no UTF-8", DOWNLOAD) from None
+            raise ModelError(f"{path.name} is damaged: it is not UTF-8", DOWNLOAD) from None
         rust = _parsed(source)
         ids = rust.get_vocab(with_added_tokens=True)
         bos = _id_of(config.get("bos_token"), ids)
         eos = _id_of(config.get("eos_token"), ids)
-        said = [*_ids(generation.get("eos_token_id")), *_ids(model.get("eos_token_id"))]
-        stops = {eos, *said, *(ids[text] for text in STOP_STRINGS if text in ids)} - {None}
-        prefix, suffix = _around(rust)
+        ends = [*_ids(generation.get("eos_token_id")), *_ids(model.get("eos_token_id"))]
+        stops = {eos, *ends, *(ids[text] for text in STOP_STRINGS if text in ids)} - {None}
+        prefix, suffix = _prefix_and_suffix(rust)
         if not prefix and config.get("add_bos_token") is True and bos is not None:
             prefix = (bos,)
         special = {token for token, entry in rust.get_added_tokens_decoder().items() if entry.special}
         rows = _ids(model.get("vocab_size"))
         facts = VocabularyFacts(
             bos_id=bos if bos is not None else next(iter(prefix), None),
-            eos_id=eos if eos is not None else next(iter(said), None),
+            eos_id=eos if eos is not None else next(iter(ends), None),
             stop_ids=frozenset(token for token in stops if token is not None),
             prefix=prefix,
             suffix=suffix,
@@ -134,7 +128,7 @@ class FastTokenizer:
     def special_strings(self) -> frozenset[str]:
         return frozenset(self._added.values()) | frozenset(map(self.text_of, self._facts.control_ids))
 
-    def encode(self, text: str, *, special: bool, bos: bool) -> list[int]:
+    def encode(self, text: str, *, special: bool, bos: bool, unknown: bool = False) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -142,9 +136,12 @@ class FastTokenizer:
         try:
             with self._lock:
                 self._rust.encode_special_tokens = not special
-                tokens: list[int] = _called(lambda: self._rust.encode(text, add_special_tokens=False).ids)
+                encoding: Encoding = _call(lambda: self._rust.encode(text, add_special_tokens=False))
         except _LibraryError as error:
-            raise RequestError(f"the model's vocabulary cannot write the text: {error}", "send another") from None
+            raise RequestError(f"the model's vocabulary cannot write the text: {error}", "send another text") from None
+        if not unknown and (unspelled := self._unspelled(text, encoding, special)):
+            raise RequestError(f"the model's vocabulary cannot write {unspelled!r}", "remove it")
+        tokens: list[int] = encoding.ids
         if not bos:
             return tokens
         prefix = list(self._facts.prefix)
@@ -159,8 +156,8 @@ class FastTokenizer:
         text = self.text_of(token)
         if self._facts.byte_level:
             letters = [BYTE_LETTERS.get(letter) for letter in text]
-            known = bytes(letter for letter in letters if letter is not None)
-            return known if len(known) == len(text) else text.encode()
+            data = bytes(byte for byte in letters if byte is not None)
+            return data if len(data) == len(text) else text.encode()
         if match := BYTE.fullmatch(text):
             return bytes([int(match[1], 16)])
         return text.replace(SPACE, " ").encode()
@@ -169,7 +166,7 @@ class FastTokenizer:
         if not 0 <= token < self.num_tokens:
             raise IndexError(f"token {token} of a vocabulary of {self.num_tokens}")
         text: str | None = self._rust.id_to_token(token)
-        return text or ""  # an id between others that has no token
+        return text or ""  # an id without a token
 
     def decode(self, tokens: Iterable[int], *, strip_prefix_space: bool = False) -> str:
         data = b"".join(map(self.piece, tokens))
@@ -177,17 +174,53 @@ class FastTokenizer:
             data = data[1:]
         return data.decode("utf-8", "replace")
 
+    def _unspelled(self, text: str, encoding: Encoding, special: bool) -> str:
+        """Return the characters that the library wrote as the unknown token, or left out."""
+        if self._missing_bytes:
+            control = self._facts.control_ids
+            own = [string for token, string in self._added.items() if special or token not in control]
+            return unwritable(without(text, own), self._missing_bytes)
+        unknown, string = self._unknown
+        if unknown is None and not self._facts.byte_level:
+            spelled = {place for start, end in encoding.offsets for place in range(start, end)}
+            left_out = {char for place, char in enumerate(text) if place not in spelled and not char.isspace()}
+            return "".join(sorted(left_out))
+        if unknown is None or unknown not in encoding.ids:
+            return ""
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        runs = [text[start:end] for token, (start, end) in pairs if token == unknown]
+        # The string of the unknown token, written as itself.
+        return "".join(sorted({char for run in runs if not (special and run == string) for char in run or SPACE}))
+
+    @cached_property
+    def _unknown(self) -> tuple[int | None, str]:
+        model = self._rust.model
+        string = getattr(model, "unk_token", None)
+        if string is None and (token := getattr(model, "unk_id", None)) is not None:
+            string = self._rust.id_to_token(token)
+        return (None, "") if string is None else (self._rust.token_to_id(string), string)
+
+    @cached_property
+    def _missing_bytes(self) -> frozenset[int]:
+        return missing_bytes(map(self.text_of, range(self.num_tokens))) if self._facts.byte_level else frozenset()
+
     @cached_property
     def _adds_space(self) -> bool:
-        return self.decode(self.encode("a", special=False, bos=False)).startswith(" ")
+        try:
+            return self.decode(self.encode("a", special=False, bos=False)).startswith(" ")
+        except RequestError:  # a vocabulary without this letter
+            return False
 
 
 class _LibraryError(Exception):
-    """What the library raised, in one line."""
+    """An error of the library, in one line."""
 
 
-def _called(work: Callable[[], Answer]) -> Answer:
-    """Do what the library may fail at: it raises no narrower type than Exception, and a bug of its own as less."""
+def _call(work: Callable[[], T]) -> T:
+    """Call the library. It raises plain Exception, and for its own bugs a PanicException, which is none.
+
+    Raises _LibraryError for both.
+    """
     try:
         return work()
     except BaseException as error:
@@ -198,19 +231,19 @@ def _called(work: Callable[[], Answer]) -> Answer:
 
 def _parsed(source: str) -> RustTokenizer:
     try:
-        rust = _called(lambda: RustTokenizer.from_str(source))
+        rust = _call(lambda: RustTokenizer.from_str(source))
     except _LibraryError as error:
-        raise ModelError(f"tokenizer.json is none of a tokenizer: {error}", DOWNLOAD) from None
+        raise ModelError(f"tokenizer.json is not a tokenizer: {error}", DOWNLOAD) from None
     rust.no_truncation()
     rust.no_padding()
     return rust
 
 
-def _around(rust: RustTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that the model wants before and behind a text. Raises ModelError."""
+def _prefix_and_suffix(rust: RustTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that the model wants before and after a text. Raises ModelError."""
     try:
-        plain = _called(lambda: rust.encode("a", add_special_tokens=False).ids)
-        full = _called(lambda: rust.encode("a", add_special_tokens=True).ids)
+        plain = _call(lambda: rust.encode("a", add_special_tokens=False).ids)
+        full = _call(lambda: rust.encode("a", add_special_tokens=True).ids)
     except _LibraryError as error:
         raise ModelError(f"tokenizer.json is damaged: {error}", DOWNLOAD) from None
     for start in range(len(full) - len(plain) + 1):
@@ -220,18 +253,18 @@ def _around(rust: RustTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _is_byte_level(rust: RustTokenizer) -> bool:
-    """Whether the vocabulary's letters stand for bytes: what its decoder undoes."""
+    """Return whether the letters of the vocabulary stand for bytes: its decoder tells."""
     decoder = json.loads(rust.decoder.__getstate__()) if rust.decoder else {}
-    kinds = [decoder.get("type"), *(each.get("type") for each in decoder.get("decoders", []))]
+    kinds = [decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", []))]
     return "ByteLevel" in kinds
 
 
 def _id_of(token: object, ids: Mapping[str, int]) -> int | None:
-    """Return the id of a token as tokenizer_config.json names it: a string, or an object with its content."""
+    """Return the id of a token of tokenizer_config.json: a string, or an object with `content`."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return ids.get(text) if isinstance(text, str) else None
 
 
 def _ids(value: object) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return [each for each in values if isinstance(each, int) and not isinstance(each, bool)]
+    return [token for token in values if isinstance(token, int) and not isinstance(token, bool)]

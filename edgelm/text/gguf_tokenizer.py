@@ -1,7 +1,7 @@
-"""A GGUF's own vocabulary as one of the `tokenizers` library: where llama.cpp is not installed.
+"""Builds a tokenizer of the `tokenizers` library from a GGUF's vocabulary, for machines without llama.cpp.
 
-Owns the way from the fields `tokenizer.ggml.*` to a tokenizer: the two kinds of vocabulary that nearly all models have,
-and the ways of splitting a text that their files name. Knows nothing of files: the fields come as a mapping.
+Owns the meaning of the fields `tokenizer.ggml.*`: the two kinds of vocabulary that nearly all models have, and the
+named patterns that split a text. Knows nothing of files: the fields come as a mapping.
 """
 
 from __future__ import annotations
@@ -54,41 +54,47 @@ SPLITS = {
     "llama4": [_O200K],
     "tekken": [_TEKKEN],
 }
-WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})  # a word that is a token is not merged
-COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})  # the text is brought to NFC
+# A word that is itself a token is not built by merges.
+WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+# The special tokens of models with these names take the white space behind them, but for those of KEEPS_SPACE. A GGUF
+# does not say so; llama.cpp has the same list.
+STRIPS = ("phi-3", "phi3")
+KEEPS_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})  # the text is normalized to NFC
 
 
 def gguf_tokenizer(fields: Mapping[str, Any]) -> FastTokenizer:
-    """Build the tokenizer of a GGUF from its metadata, whose arrays are sequences.
+    """Build the tokenizer of a GGUF from its metadata, with arrays as sequences.
 
-    Raises ModelError for a vocabulary of another kind, or one that cannot be true.
+    Raises ModelError for a damaged vocabulary, or one of another kind.
     """
-    kind = fields.get(FIELD + "model")
+    family = fields.get(FIELD + "model")
     tokens, types = _strings(fields, "tokens"), list(fields.get(FIELD + "token_type") or [])
     types += [1] * (len(tokens) - len(types))
-    types = [CONTROL if token in STOP_STRINGS else of for token, of in zip(tokens, types, strict=False)]
+    types = [CONTROL if token in STOP_STRINGS else kind for token, kind in zip(tokens, types, strict=False)]
     if not tokens:
         raise ModelError("the model has no vocabulary", "take one with a tokenizer in its file")
-    if kind == "gpt2":
+    if family == "gpt2":
         rust = _byte_level(fields, tokens)
-    elif kind == "llama":
+    elif family == "llama":
         rust = _sentence_piece(fields, tokens, types)
     else:
-        raise ModelError(f"a vocabulary of the kind {str(kind)[:20]!r} needs llama.cpp", INSTALL)
-    for special, wanted in ((True, CONTROL), (False, USER_DEFINED)):
+        raise ModelError(f"a vocabulary of the kind {str(family)[:20]!r} needs llama.cpp", INSTALL)
+    strips = any(name in str(fields.get("general.name", "")).lower() for name in STRIPS)
+    for special, added_type in ((True, CONTROL), (False, USER_DEFINED)):
         added = [
-            AddedToken(token, special=special, normalized=False)
-            for token, of in zip(tokens, types, strict=False)
-            if of == wanted
+            AddedToken(token, special=special, normalized=False, rstrip=strips and token not in KEEPS_SPACE)
+            for token, kind in zip(tokens, types, strict=False)
+            if kind == added_type
         ]
         (rust.add_special_tokens if special else rust.add_tokens)(added)
-    return FastTokenizer(rust, _facts(fields, tokens, types, byte_level=kind == "gpt2"))
+    return FastTokenizer(rust, _facts(fields, tokens, types, byte_level=family == "gpt2"))
 
 
 def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
     pre = str(fields.get(FIELD + "pre") or "default")
     if pre not in SPLITS:
-        raise ModelError(f"a text is split as {pre[:30]!r} says, which only llama.cpp knows", INSTALL)
+        raise ModelError(f"the vocabulary splits text by the rule {pre[:30]!r}, which only llama.cpp has", INSTALL)
     merges = [_pair(merge) for merge in _strings(fields, "merges")]
     rust = _tokenizer(tokens, merges, ignore_merges=pre in WHOLE_WORDS_FIRST)
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
@@ -100,10 +106,10 @@ def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
 
 
 def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> RustTokenizer:
-    """Build a vocabulary of SentencePiece's BPE: of two neighbours the pair with the best score is merged first."""
+    """Build a BPE vocabulary of SentencePiece, which merges the adjacent pair with the best score first."""
     scores = list(fields.get(FIELD + "scores") or [])
     if len(scores) != len(tokens):
-        raise ModelError("the vocabulary is damaged: it has not one score for each token", "download it again")
+        raise ModelError("the vocabulary is damaged: it does not have one score for each token", "download it again")
     ids = {token: index for index, token in enumerate(tokens)}
     merges = []
     for token, index in ids.items():
@@ -114,7 +120,7 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[in
             if left in ids and right in ids:
                 merges.append((-scores[index], ids[left], ids[right], left, right))
     merges.sort()
-    unknown = next((token for token, of in zip(tokens, types, strict=False) if of == UNKNOWN), None)
+    unknown = next((token for token, kind in zip(tokens, types, strict=False) if kind == UNKNOWN), None)
     rust = _tokenizer(
         tokens, [(left, right) for *_, left, right in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
@@ -152,7 +158,7 @@ def _facts(fields: Mapping[str, Any], tokens: list[str], types: list[int], *, by
         suffix=(eos,) if add_eos and eos is not None else (),
         chat_template=template if isinstance(template, str) else None,
         byte_level=byte_level,
-        control_ids=frozenset(index for index, of in enumerate(types) if of in (CONTROL, UNKNOWN)),
+        control_ids=frozenset(index for index, kind in enumerate(types) if kind in (CONTROL, UNKNOWN)),
     )
 
 
@@ -163,7 +169,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 def _strings(fields: Mapping[str, Any], name: str) -> list[str]:
     value = fields.get(FIELD + name)
-    found = list(value) if isinstance(value, Sequence) else []
-    if not all(isinstance(each, str) for each in found):
-        raise ModelError(f"the vocabulary is damaged: {name} are no strings", "download it again")
-    return found
+    strings = list(value) if isinstance(value, Sequence) else []
+    if not all(isinstance(string, str) for string in strings):
+        raise ModelError(f"the vocabulary is damaged: {name} are not strings", "download it again")
+    return strings

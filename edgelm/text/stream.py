@@ -1,6 +1,6 @@
-"""From pieces of bytes, as they are decoded, to text that may be shown at once.
+"""Turns the bytes of decoded tokens into text that can be shown at once.
 
-Owns half characters and stop strings. Knows nothing of tokens, tokenizers or the engine.
+Owns incomplete characters and stop strings. Knows nothing of tokens, tokenizers or the engine.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ MAX_STOPS = 64
 class TextStream:
     """Decodes UTF-8 piece by piece, and ends the text before a stop string.
 
-    The stop string that is complete first wins, and of those that end at the same character the longest. So the text
-    does not depend on how it was cut into pieces. Invalid bytes become U+FFFD. Raises RequestError for an empty stop
-    string and for more than 64.
+    The first complete stop string wins; among those that end at the same character, the longest. So the text does not
+    depend on how it is cut into pieces. Invalid bytes become U+FFFD. Raises RequestError for an empty stop string and
+    for more than 64.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
-        assert not isinstance(stop, str), "one stop string is a sequence of one"
+        assert not isinstance(stop, str), "pass a sequence, even for one stop string"
         if len(stop) > MAX_STOPS:
             raise RequestError(f"there are {len(stop)} stop strings", f"give at most {MAX_STOPS}")
         if not all(stop):
-            raise RequestError("a stop string is empty", "leave it out, or give at least one character")
+            raise RequestError("a stop string is empty", "remove it, or give at least one character")
         self.matched: str | None = None  # the stop string that ended the text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._matches = [_PartialMatch(each) for each in stop]
-        self._held = ""  # the longest end of the text so far that begins a stop string
+        self._matches = [_PartialMatch(string) for string in stop]
+        self._held = ""  # the longest end of the text that may be the beginning of a stop string
         self._flushed = False
 
     @property
@@ -39,16 +39,16 @@ class TextStream:
 
     @property
     def held_len(self) -> int:
-        """Characters that are decoded and held back, since a stop string may begin with them."""
+        """The number of characters held back because a stop string may begin with them."""
         return len(self._held)
 
     def push(self, piece: bytes) -> str:
-        """Return the text that may be shown now; nothing once a stop string was found."""
+        """Return the text that can be shown now; nothing after a stop string."""
         assert not self._flushed, "the text has ended"
         return "" if self.stopped else self._advance(self._decoder.decode(piece))
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the text. An incomplete character becomes U+FFFD."""
+        """End the text; return the rest that was held back. An incomplete character becomes U+FFFD."""
         if self._flushed or self.stopped:
             return ""
         self._flushed = True
@@ -72,17 +72,17 @@ class TextStream:
 
 
 class _PartialMatch:
-    """How much of the beginning of `stop` the text ends with (Knuth, Morris, Pratt 1977)."""
+    """The length of the beginning of `stop` that the text ends with (Knuth, Morris, Pratt 1977)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.length = 0
-        self._borders = [0]  # of stop[:1], stop[:2]..: the length of the longest shorter beginning that each ends with
+        self._borders = [0]  # for stop[:1], stop[:2]..: the length of its longest proper prefix that is also its suffix
         for char in stop[1:]:
             self._borders.append(self._extend(self._borders[-1], char))
 
     def advance(self, char: str) -> bool:
-        """Take the next character of the text; return whether `stop` is complete. The text must end there."""
+        """Take the next character of the text; return whether `stop` is complete, which ends the text."""
         self.length = self._extend(self.length, char)
         return self.length == len(self.stop)
 

@@ -1,20 +1,21 @@
-"""Chat templates: a conversation becomes the text that a model was trained on.
+"""Chat templates: render a conversation as the text that a model was trained on.
 
-Owns the jinja2 sandbox with what the templates of models expect of it, the generic template, and the errors of both.
-Knows nothing of tokens. Whatever a model's file brings is run here: outside of tests, in a process that can be killed
-(template_worker.py), compiling included.
+Owns the jinja2 sandbox and the functions that templates expect in it, the generic templates, and their errors. Knows
+nothing of tokens. A template is a program from a model's file: except in tests, compile and run it only in a process
+that can be killed (template_worker.py).
 
-A model whose file has no template gets a generic one. Where its vocabulary has `<|im_start|>` and `<|im_end|>`, that
-is ChatML, as most chat models write it:
+A model without a template gets a generic one. If its vocabulary has `<|im_start|>` and `<|im_end|>`, that is ChatML,
+the format of most chat models:
 
     <|im_start|>user⏎Hi<|im_end|>⏎<|im_start|>assistant⏎
 
-Any other is taken for a model that continues text, and gets what such a model can continue:
+Otherwise the model is assumed to continue text, and gets a text that it can continue:
 
     User: Hi⏎⏎Assistant: Hello.⏎⏎User: How are you?⏎⏎Assistant:
 
-A system message stands first, as a ChatML turn or as a paragraph of its own. The generic templates know no tools. As
-the second kind of model does not end its turn by itself, `stop_strings` holds what ends it.
+A system message comes first, as a ChatML turn or as a paragraph. The generic templates have no tools. The second kind
+of model does not end its turn by itself, so `stop_strings` ends it. A vocabulary that cannot write a newline gets a
+space there.
 """
 
 from __future__ import annotations
@@ -31,32 +32,34 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 
 from edgelm.errors import ModelError, RequestError
+from edgelm.text.patterns import any_of
 
 if TYPE_CHECKING:
     from edgelm.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 
-_CHECKS = """{%- if tools %}{{ raise_exception("the model has no chat template, and the generic one knows no tools") }}
+_NEWLINE = "\n"
+_CHECKS = """{%- if tools %}{{ raise_exception("the model has no chat template, and the generic one has no tools") }}
 {%- endif %}
 {%- for message in messages %}
     {%- if message.role not in ("system", "user", "assistant") %}
         {{- raise_exception("the generic chat template has no role " ~ message.role|tojson) }}
     {%- elif message.tool_calls %}
-        {{- raise_exception("the generic chat template knows no tool calls") }}
+        {{- raise_exception("the generic chat template has no tool calls") }}
     {%- endif %}
 {%- endfor %}"""
 CHATML = (
     _CHECKS
     + """
 {%- for message in messages %}
-    {{- "<|im_start|>" ~ message.role ~ "\n" ~ (message.content or "") ~ "<|im_end|>\n" }}
+    {{- "<|im_start|>" ~ message.role ~ newline ~ (message.content or "") ~ "<|im_end|>" ~ newline }}
 {%- endfor %}
 {%- if add_generation_prompt %}
-    {{- "<|im_start|>assistant\n" }}
+    {{- "<|im_start|>assistant" ~ newline }}
 {%- endif %}"""
 )
 PLAIN = (
@@ -65,7 +68,7 @@ PLAIN = (
 {{- bos_token }}
 {%- for message in messages %}
     {{- "" if message.role == "system" else message.role|capitalize ~ ": " }}
-    {{- (message.content or "")|trim ~ ("" if loop.last and not add_generation_prompt else "\n\n") }}
+    {{- (message.content or "")|trim ~ ("" if loop.last and not add_generation_prompt else newline ~ newline) }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- "Assistant:" }}
@@ -73,7 +76,7 @@ PLAIN = (
 )
 
 _MARKUP = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
-# What the code of a template may raise, jinja2 being a small Python; what else it raises ends the worker's process.
+# Errors that the code of a template can raise: jinja2 is a small Python. Others end the worker.
 _FAILURES = (
     ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, SyntaxError, TemplateError,
     TypeError, ValueError,
@@ -81,15 +84,15 @@ _FAILURES = (
 
 
 class RefusedError(RequestError):
-    """The template itself refuses these messages; the message is in its own words."""
+    """The template itself refuses the conversation; the message is the template's own."""
 
 
 class TemplateFailedError(RequestError):
-    """The template could not read these messages; in another form it may."""
+    """The template failed with these messages; it may accept another form of them."""
 
 
 class TooLongError(RequestError):
-    """The rendered chat is longer than anything that fits the context."""
+    """The rendered chat is too long to fit the context."""
 
 
 def too_long(max_bytes: int) -> TooLongError:
@@ -101,13 +104,14 @@ def too_long(max_bytes: int) -> TooLongError:
 
 
 class _RefusalError(TemplateError):
-    """What `raise_exception` of a template raises."""
+    """Raised by `raise_exception` of a template."""
 
 
 class ChatTemplate:
     """The template of one model, compiled at its first use.
 
-    `special_strings` are those of its vocabulary; `user_defined` those of them that llama.cpp takes in any text.
+    `special_strings` are those of the vocabulary; `user_defined` is the part of them that llama.cpp turns into tokens
+    in any text. `newline` ends a line of the generic templates.
     """
 
     def __init__(
@@ -118,10 +122,12 @@ class ChatTemplate:
         eos: str = "",
         special_strings: frozenset[str] = frozenset(),
         user_defined: frozenset[str] = frozenset(),
+        newline: str = _NEWLINE,
     ) -> None:
         chatml = special_strings >= {"<|im_start|>", "<|im_end|>"}
-        self.source = source or (CHATML if chatml else PLAIN)
-        self.stop_strings: tuple[str, ...] = () if source or chatml else ("\nUser:",)
+        generic = f"{{%- set newline = {newline!r} %}}{CHATML if chatml else PLAIN}"
+        self.source = source or generic
+        self.stop_strings: tuple[str, ...] = () if source or chatml else (f"{newline}User:",)
         self.bos = bos
         self.eos = eos
         self.special_strings = special_strings - {""}
@@ -130,32 +136,33 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
-        """Return the template that a tokenizer brings, or the generic one for its vocabulary."""
+        """Return the tokenizer's template, or the generic one for its vocabulary."""
         specials = tokenizer.special_strings
         return cls(
             tokenizer.chat_template,
             bos="" if tokenizer.bos_id is None else tokenizer.text_of(tokenizer.bos_id),
             eos="" if tokenizer.eos_id is None else tokenizer.text_of(tokenizer.eos_id),
             special_strings=specials,
-            user_defined=frozenset(text for text in specials if _is_user_defined(text, tokenizer)),
+            user_defined=frozenset(text for text in specials if is_user_defined(text, tokenizer)),
+            newline=_NEWLINE if _can_write(_NEWLINE, tokenizer) else " ",
         )
 
     @cached_property
     def control(self) -> re.Pattern[str]:
-        """Finds what only a template writes."""
+        """Matches the strings that only a template may write."""
         return any_of(self._spellings(self.control_strings))
 
     @cached_property
     def markers(self) -> re.Pattern[str]:
-        """Finds what gives a chat its structure: `control`, and user-defined tokens such as `<tool_call>`.
+        """Matches the strings that structure a chat: `control`, and user-defined tokens such as `<tool_call>`.
 
-        Runs of spaces, digits and the like, which some vocabularies define this way, are text.
+        Some vocabularies also define runs of spaces or digits this way; these are text.
         """
         return any_of(self._spellings({*self.control_strings, *filter(_MARKUP.fullmatch, self.user_defined)}))
 
     @cached_property
     def specials(self) -> re.Pattern[str]:
-        """Finds every special string, as llama.cpp does."""
+        """Matches every special string, as llama.cpp does."""
         return any_of(self.special_strings)
 
     def render(
@@ -167,16 +174,16 @@ class ChatTemplate:
         max_bytes: int | None = None,
         **kwargs: Any,
     ) -> str:
-        """Return the text of a conversation. The other keywords, such as `enable_thinking`, are the template's.
+        """Return the text of a conversation. Other keywords, such as `enable_thinking`, go to the template.
 
-        Raises RefusedError with the template's own words, TemplateFailedError, TooLongError; ModelError for a
-        template that is broken or does what templates may not.
+        Raises RefusedError with the template's own message, TemplateFailedError, TooLongError; ModelError for a
+        template that is broken or does something forbidden.
         """
         names = {
             "documents": None,
-            **kwargs,
-            "messages": messages,
-            "tools": tools,
+            **_copied(kwargs),
+            "messages": _copied(messages),
+            "tools": _copied(tools),
             "add_generation_prompt": add_generation_prompt,
             "bos_token": self.bos,
             "eos_token": self.eos,
@@ -184,18 +191,18 @@ class ChatTemplate:
         try:
             return "".join(_bounded(self._compiled.generate(names), max_bytes))
         except _RefusalError as error:
-            raise RefusedError(_words(error), "the model's chat template wants the messages otherwise") from None
+            raise RefusedError(_message(error), "change the messages as the model's chat template requires") from None
         except SecurityError as error:
             raise ModelError(
-                f"the model's chat template does what templates may not: {_words(error)}", "take the model elsewhere"
+                f"the model's chat template does something forbidden: {_message(error)}", "get the model elsewhere"
             ) from error
         except MemoryError as error:
             raise RequestError(
-                "memory ran out in the model's chat template", "shorten the messages, or take the model elsewhere"
+                "memory ran out in the model's chat template", "shorten the messages, or get the model elsewhere"
             ) from error
         except _FAILURES as error:
             raise TemplateFailedError(
-                f"the model's chat template failed: {_words(error)}", "send the messages in another form"
+                f"the model's chat template failed: {_message(error)}", "send the messages in another form"
             ) from error
 
     @cached_property
@@ -205,45 +212,28 @@ class ChatTemplate:
         except _FAILURES as error:
             line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
             raise ModelError(
-                f"the model's chat template is broken: {line}{_words(error)}", "take the model elsewhere, or use --raw"
+                f"the model's chat template is broken: {line}{_message(error)}",
+                "give another with --template, or use --raw",
             ) from error
 
     @staticmethod
     def _spellings(strings: Iterable[str]) -> set[str]:
-        """Return strings with those that become the same token: SPM vocabularies write a space as U+2581."""
-        return {each for text in strings for each in (text, text.replace("\u2581", " "))}
+        """Return the strings in all spellings of the same token: SPM vocabularies write a space as U+2581."""
+        return {spelling for text in strings for spelling in (text, text.replace("\u2581", " "))}
 
 
-def any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of the longest of the strings that starts at a place, in time that does not grow with them."""
-    found = {text for text in strings if text}
-    return re.compile(_trie(sorted(found)) if found else r"(?!)")
+def _can_write(text: str, tokenizer: Tokenizer) -> bool:
+    try:
+        return bool(tokenizer.encode(text, special=False, bos=False))
+    except RequestError:
+        return False
 
 
-def _trie(strings: list[str]) -> str:
-    """Return the pattern of sorted, different strings, of which the first may be empty."""
-    optional = strings[0] == ""
-    groups: dict[str, list[str]] = {}
-    for text in strings[optional:]:
-        groups.setdefault(text[0], []).append(text)
-    branches = []
-    for group in groups.values():
-        prefix = _common_prefix(group[0], group[-1])
-        branches.append(re.escape(prefix) + _trie([text[len(prefix) :] for text in group]))
-    if len(branches) == 1 and not optional:
-        return branches[0]
-    return f"(?:{'|'.join(branches)}){'?' if optional else ''}" if branches else ""
-
-
-def _common_prefix(one: str, other: str) -> str:
-    pairs = zip(one, other, strict=False)
-    return one[: next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
-
-
-def _is_user_defined(text: str, tokenizer: Tokenizer) -> bool:
+def is_user_defined(text: str, tokenizer: Tokenizer) -> bool:
+    """Return whether a special string is a token in any text."""
     try:
         ids = tokenizer.encode(text, special=False, bos=False)
-    except RequestError:  # a vocabulary that cannot spell its own control token
+    except RequestError:  # the vocabulary cannot spell its own control token
         return False
     return len(ids) == 1 and tokenizer.text_of(ids[0]) == text
 
@@ -257,13 +247,20 @@ def _bounded(pieces: Iterator[str], max_bytes: int | None) -> Iterator[str]:
         yield piece
 
 
-def _words(error: BaseException) -> str:
+def _copied(value: Any) -> Any:
+    """Return a JSON value in new lists and dictionaries: a template may change those that it gets."""
+    if isinstance(value, dict):
+        return {name: _copied(item) for name, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _message(error: BaseException) -> str:
     kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
     return (kind + str(error))[:1000]
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks what a training run learns from: here its body, in a scope of its own."""
+    """`{% generation %}`, which marks the text that training learns from: rendered as its body, in its own scope."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -278,8 +275,11 @@ class _Generation(Extension):
         return caller()
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The environment that templates are written for: that of transformers' `apply_chat_template`."""
+class _Sandbox(SandboxedEnvironment):
+    """The environment that templates expect: that of `apply_chat_template` of transformers.
+
+    But a template may change lists, as those of Kimi K2 do with their own: `render` gives it copies.
+    """
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
@@ -295,8 +295,16 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON without the escapes for HTML that jinja2's own filter makes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """Write JSON, with what a filter such as `map` returns as a list. The filter of jinja2 would also escape HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_as_list
+    )
+
+
+def _as_list(value: object) -> list[Any]:
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _raise_exception(message: object) -> NoReturn:

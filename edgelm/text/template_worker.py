@@ -1,61 +1,109 @@
-"""The process that runs a model's chat template, and the parent's side of it.
+"""The worker that runs a model's chat template, and the parent's side of it.
 
-A template is a program from a model's file. It runs in a child process with limited time and memory, so that one that
-never ends, or wants all memory, is one failed request:
+A template is a program from a model's file. It runs in a worker with limited time and memory, so that a template that
+never ends or takes all memory fails one request only. Memory is limited on Linux alone; other systems have the time
+limit.
 
-    standard input    frames: first the template, then one a request; when it closes, the process ends
-    standard output   frames: one when it is ready, then one an answer
-
-A frame is its length in 4 bytes and JSON. Memory is limited on Linux only; elsewhere the limit of time must do.
-
-Owns the process and its protocol. The child imports neither llama.cpp nor torch; tokens are made in the parent.
+Owns the worker and its messages. The worker imports neither llama.cpp nor torch; the parent encodes the text.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
-import queue
 import resource
 import signal
 import sys
-import threading
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from edgelm.errors import EdgeLMError, EngineError, ModelError, RequestError
-from edgelm.text.chat import Rendered, encode_rendered, render_chat
-from edgelm.text.known_chats import KnownChats, Prompt
+from edgelm.text.chat import Rendered, Span, encode_rendered, render_chat
+from edgelm.text.prompt_token_cache import Prompt, PromptTokenCache
 from edgelm.text.template import ChatTemplate, Message, RefusedError, TemplateFailedError, TooLongError
+from edgelm.workers.child import Child, answer_requests
+from edgelm.workers.parent import Worker, in_daemon_thread
+from edgelm.workers.wire import encode
 
 if TYPE_CHECKING:
     from edgelm.text.tokenizer import Tokenizer
 
-LIMIT_S = 5.0  # for one chat, from the request to its text
-START_LIMIT_S = 60.0  # Python's own start, on a machine that is busy loading a model
-MEMORY_BYTES = 2**30  # of the child's address space
-_ERRORS: dict[str, type[EdgeLMError]] = {
-    kind.__name__: kind for kind in (ModelError, RequestError, RefusedError, TemplateFailedError, TooLongError)
-}
+LIMIT_S = 5.0  # to render one chat
+START_LIMIT_S = 60.0  # Python starts slowly on a machine that is busy loading a model
+MEMORY_BYTES = 2**30  # of the worker's address space
+WORKER = "edgelm.text.template_worker"
+# The names that a request's options for the template must not have.
+RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "max_bytes", "with_spans"}
+    | {"template", "bos_token", "eos_token"}
+)
+ERRORS = (ModelError, RequestError, RefusedError, TemplateFailedError, TooLongError)
+
+
+@dataclass(frozen=True, slots=True)
+class UseTemplate:
+    """Use this template for the requests that follow. The fields are those of ChatTemplate."""
+
+    source: str
+    bos: str
+    eos: str
+    special_strings: tuple[str, ...]
+    user_defined: tuple[str, ...]
+    limit_s: float  # for one rendering
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateReady:
+    """The worker has started and has the template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Render:
+    """Render a conversation, with the options of `render_chat`."""
+
+    messages: list[Any]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedText:
+    """The fields of Rendered."""
+
+    text: str
+    plain: dict[str, str]
+    spans: list[Any]
+
+
+def start_template_worker() -> Worker:
+    """Start a worker for a TemplateRunner. It waits for a template, so that it can start while a model is loaded."""
+    return Worker(WORKER, replies=(TemplateReady, RenderedText), errors=ERRORS, echo="")
 
 
 class TemplateRunner:
-    """Renders chats with a model's template, one at a time, off the event loop. Close it with the application."""
+    """Renders chats with a model's template, one at a time, off the event loop. Close it with the application.
 
-    def __init__(self, tokenizer: Tokenizer, known: KnownChats | None = None, *, limit_s: float = LIMIT_S) -> None:
+    `worker` is the first worker, if it has been started already.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_tokens: PromptTokenCache | None = None,
+        *,
+        worker: Worker | None = None,
+        limit_s: float = LIMIT_S,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._known = known or KnownChats()
+        self._prompt_tokens = prompt_tokens or PromptTokenCache()
         self._limit_s = limit_s
         self._template: ChatTemplate | None = None
-        self._process: Process | None = None
+        self._worker: Worker | None = None
+        self._started_worker = worker
         self._lock = asyncio.Lock()
         self._closed = False
 
     async def template(self) -> ChatTemplate:
-        """Return the template, which is never compiled in this process."""
+        """Return the template. It is never compiled in this process."""
         if self._template is None:  # reading the special strings of a large vocabulary takes 0.1 s
             self._template = await asyncio.to_thread(ChatTemplate.of, self._tokenizer)
         return self._template
@@ -69,22 +117,59 @@ class TemplateRunner:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
-        """Return the tokens of a conversation, as `encode_chat` does; for the rest see `render`."""
+        """Return the tokens of a conversation, with one BOS if the model wants it. For the rest see `render`."""
         rendered = await self.render(
             messages, max_bytes=max_bytes, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
         )
         template = await self.template()
         return await asyncio.to_thread(encode_rendered, self._tokenizer, template, rendered)
 
-    async def render_prompt(self, messages: Sequence[Message], *, max_bytes: int, owner: str = "") -> Prompt:
-        """Return a conversation's prompt, with the tokens that were generated where its owner's answers are in it."""
-        rendered = await self.render(messages, max_bytes=max_bytes)
-        template = await self.template()
-        return await asyncio.to_thread(self._known.encode, self._tokenizer, template, rendered, owner)
+    async def render_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_bytes: int,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        cache_namespace: str = "",
+    ) -> Prompt:
+        """Return the prompt of a conversation, with the generated text and tokens of the answers that are cached.
 
-    async def learn(self, prompt: Prompt, answer: Sequence[int]) -> None:
-        """Keep the tokens of an answer for the prompts that go on from it."""
-        await asyncio.to_thread(self._known.add, self._tokenizer, await self.template(), prompt, answer)
+        `template_kwargs` go to the template, such as `enable_thinking`. With `continue_final_message`, the answer
+        continues the last message. For the errors see `render`.
+        """
+        kwargs = dict(template_kwargs or {})
+        if reserved := sorted(RESERVED & kwargs.keys()):
+            raise RequestError(f"{reserved[0]!r} is no option of a chat template", "remove it")
+        new_turn = add_generation_prompt and not continue_final_message
+        rendered = await self.render(
+            messages,
+            max_bytes=max_bytes,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            with_spans=new_turn and any(message.get("role") == "assistant" for message in messages),
+            **kwargs,
+        )
+        template = await self.template()
+        return await asyncio.to_thread(
+            self._prompt_tokens.encode,
+            self._tokenizer,
+            template,
+            rendered,
+            cache_namespace,
+            list(messages) if new_turn else None,
+        )
+
+    async def cache_answer(self, prompt: Prompt, answer: Sequence[int], message: Message | None = None) -> None:
+        """Keep the tokens of an answer for prompts that continue the conversation.
+
+        `message` is what the client gets: with it, the answer is found again even if its text is spelled differently.
+        """
+        template = await self.template()
+        await asyncio.to_thread(self._prompt_tokens.add, self._tokenizer, template, prompt, answer, message)
 
     async def render(
         self,
@@ -97,156 +182,112 @@ class TemplateRunner:
     ) -> Rendered:
         """Return the text of a conversation, as `render_chat` does.
 
-        `max_bytes` bounds the rendered text. Raises RequestError, ModelError for a template that is broken, and
-        EngineError where no process can be started. Cancelling it ends the process; the next call starts another.
+        `max_bytes` limits the rendered text. Raises RequestError, ModelError for a broken template, and EngineError if
+        no process can be started. Cancelling it ends the process; the next call starts another one.
         """
         template = await self.template()
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "max_bytes": max_bytes, **kwargs}
         try:
-            job = await asyncio.to_thread(_frame, {"messages": list(messages), "options": options})
+            request = await asyncio.to_thread(encode, Render(list(messages), options))
         except RecursionError as error:
-            raise RequestError("the messages are nested too deep", "send them flatter") from error
+            raise RequestError("the messages are nested too deep", "send messages with less nesting") from error
         async with self._lock:
-            data = await self._ask(template, job)
-
-        return await asyncio.to_thread(lambda: _rendered(json.loads(data)))
+            return await self._ask(template, request)
 
     async def close(self) -> None:
-        """End the process; a rendering that runs fails."""
+        """End the worker. A render in progress fails."""
         self._closed = True
+        self._worker = self._worker or self._started_worker
         await self._stop()
 
-    async def _ask(self, template: ChatTemplate, job: bytes) -> bytes:
-        """Return the answer to a request. Whatever goes wrong, the process is gone afterwards."""
-        done = False
+    async def _ask(self, template: ChatTemplate, request: bytes) -> Rendered:
+        """Return the result of an encoded `Render`. End a worker that gives none."""
+        healthy = False
         try:
-            process = await self._started(template)
+            worker = await self._started(template)
             try:
                 async with asyncio.timeout(self._limit_s):
-                    answer = await _exchange(process, job)
+                    await in_daemon_thread(lambda: worker.send_line(request))
+                    reply = await worker.areceive()
+                healthy = reply is not None
             except TimeoutError as error:
                 raise RequestError(
                     f"the model's chat template took more than {self._limit_s:g} s", "shorten the messages"
                 ) from error
-            except (asyncio.IncompleteReadError, ConnectionError) as error:
+            except EdgeLMError:  # the worker's answer: it cannot render this conversation
+                healthy = True
+                raise
+            if reply is None:
+                end = await worker.aexit()
                 raise ModelError(
-                    f"the process that runs the model's chat template died: {await _ending(process)}",
-                    "try again; if it stays so, take the model elsewhere",
-                ) from error
-            done = True
-            return answer
+                    f"the process that runs the model's chat template {end.how}",
+                    "try again; if it happens again, use another model",
+                )
+            return Rendered(reply.text, reply.plain, [Span(*span) for span in reply.spans])
         finally:
-            if not done:
+            if not healthy:
                 await self._stop()
 
-    async def _started(self, template: ChatTemplate) -> Process:
+    async def _started(self, template: ChatTemplate) -> Worker:
         if self._closed:
             raise EngineError("the model is being unloaded", "try again")
-        if self._process is not None and not _is_dead(self._process):
-            return self._process
+        if self._worker is not None and not self._worker.exited:
+            return self._worker
         await self._stop()
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "edgelm.text.template_worker", str(self._limit_s), stdin=PIPE, stdout=PIPE
+        self._worker = worker = self._started_worker or start_template_worker()
+        self._started_worker = None
+        request = UseTemplate(
+            template.source,
+            template.bos,
+            template.eos,
+            tuple(sorted(template.special_strings)),
+            tuple(sorted(template.user_defined)),
+            self._limit_s,
         )
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                await _exchange(self._process, _frame(_description(template)))
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EngineError("the process that runs chat templates does not start", "look at the log") from error
-        return self._process
+                await in_daemon_thread(lambda: worker.send(request))  # it may be more than a pipe holds
+                ready = await worker.areceive()
+        except TimeoutError:
+            ready = None
+        if ready is None:
+            raise EngineError("the process that runs chat templates does not start", "see the log")
+        return worker
 
     async def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        assert process.stdin is not None
-        process.stdin.close()
-        await process.wait()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.kill()
+            await worker.aclose()
 
 
-async def _exchange(process: Process, frame: bytes) -> bytes:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(frame)
-    await process.stdin.drain()
-    length = int.from_bytes(await process.stdout.readexactly(4))
-    return await process.stdout.readexactly(length)
+class _Renderer:
+    """The state of the worker: the template and the time limit."""
 
+    def __init__(self) -> None:
+        self._template: ChatTemplate | None = None
+        self._limit_s = LIMIT_S
 
-def _is_dead(process: Process) -> bool:
-    assert process.stdout is not None
-    return process.returncode is not None or process.stdout.at_eof()
+    def use(self, request: UseTemplate, child: Child) -> None:
+        self._template = ChatTemplate(
+            source=request.source,
+            bos=request.bos,
+            eos=request.eos,
+            special_strings=frozenset(request.special_strings),
+            user_defined=frozenset(request.user_defined),
+        )
+        self._limit_s = request.limit_s
+        child.send(TemplateReady())
 
-
-async def _ending(process: Process) -> str:
-    """Return how a process ended whose output is closed."""
-    try:
-        code = await asyncio.wait_for(process.wait(), timeout=1)
-    except TimeoutError:
-        return "it closed its output"
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-def _frame(value: Any) -> bytes:
-    data = json.dumps(value).encode()
-    return len(data).to_bytes(4) + data
-
-
-def _description(template: ChatTemplate) -> dict[str, Any]:
-    return {
-        "source": template.source,
-        "bos": template.bos,
-        "eos": template.eos,
-        "special_strings": sorted(template.special_strings),
-        "user_defined": sorted(template.user_defined),
-    }
-
-
-def _rendered(answer: dict[str, Any]) -> Rendered:
-    if kind := answer.get("error"):
-        raise _ERRORS[kind](answer["message"], answer["hint"])
-    return Rendered(answer["text"], answer["plain"])
-
-
-def main() -> int:
-    """Render the chats that standard input brings, until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the parent's to handle
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    _limit_resources()
-    # A template that never returns does not keep the process alive when the parent is gone, nor does one C call.
-    limit_s = float(sys.argv[1]) + 1
-    frames: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read_frames, args=(sys.stdin.buffer, frames), daemon=True).start()
-    described = frames.get()
-    template = ChatTemplate(
-        **{**described, **{name: frozenset(described[name]) for name in ("special_strings", "user_defined")}}
-    )
-    answer: dict[str, Any] = {}
-    while True:
-        output.write(_frame(answer))
-        output.flush()
-        job = frames.get()
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
-        answer = _answer(template, job)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _answer(template: ChatTemplate, job: dict[str, Any]) -> dict[str, Any]:
-    try:
-        rendered = render_chat(template, job["messages"], **job["options"])
-    except EdgeLMError as error:
-        return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-    return {"text": rendered.text, "plain": rendered.plain}
-
-
-def _read_frames(source: BinaryIO, frames: queue.SimpleQueue[dict[str, Any]]) -> None:
-    while len(head := source.read(4)) == 4:
-        frames.put(json.loads(source.read(int.from_bytes(head))))
-    os._exit(0)
+    def render(self, request: Render, child: Child) -> None:
+        assert self._template
+        # SIGALRM kills this process even inside one long C call, and also after the parent is gone.
+        signal.setitimer(signal.ITIMER_REAL, self._limit_s + 1)
+        try:
+            rendered = render_chat(self._template, request.messages, **request.options)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        child.send(RenderedText(rendered.text, rendered.plain, rendered.spans))
 
 
 def _limit_resources() -> None:
@@ -258,4 +299,7 @@ def _limit_resources() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    _limit_resources()
+    renderer = _Renderer()
+    answer_requests({UseTemplate: renderer.use, Render: renderer.render})

@@ -1,7 +1,7 @@
-"""Tokenizers: from text to token ids and back, and which ids end an answer.
+"""Tokenizers: text to token ids and back, and the ids that end an answer.
 
-Owns the seam `Tokenizer` and its implementation over llama.cpp's vocabularies, which guards what would kill the
-process. Loads no weights. Knows nothing of chat templates but their text, and nothing of the engine.
+Owns the protocol `Tokenizer` and its implementation on llama.cpp's vocabularies, which checks every call that could
+abort the process. Loads no weights. Knows only the source text of chat templates, and nothing of the engine.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from itertools import compress, repeat
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from llama_cpp import llama_cpp as L
-
 from edgelm.errors import ModelError, RequestError
+from edgelm.llama_binding import L
+from edgelm.text.byte_letters import missing_bytes, unwritable, without
 
 _MAX_BYTES = 2**31 - 32  # llama.cpp counts bytes and tokens in 32 bits
 _NOT_TEXT = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
-_SPACE = "\u2581"  # how an SPM vocabulary writes a space
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # and a byte
+_SPACE = "\u2581"  # a space in an SPM vocabulary
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in an SPM vocabulary
 
 
 class Tokenizer(Protocol):
-    """What turns text into token ids and back. Safe to call from several threads."""
+    """Turns text into token ids and back. Safe to call from several threads."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -40,25 +40,32 @@ class Tokenizer(Protocol):
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Every token that ends an answer."""
+        """The tokens that end an answer."""
 
     @property
     def special_strings(self) -> frozenset[str]:
-        """The strings that become one token wherever `special` holds; user-defined ones do in any text."""
+        """The strings that become one token with `special`; user-defined ones become a token in any text."""
 
     @property
-    def chat_template(self) -> str | None: ...
+    def num_before(self) -> int:
+        """How many of the tokens that the model wants around a text are before it."""
 
-    def encode(self, text: str, *, special: bool, bos: bool) -> list[int]:
+    chat_template: str | None
+
+    def encode(self, text: str, *, special: bool, bos: bool, unknown: bool = False) -> list[int]:
         """Return the ids of a text.
 
-        `special` lets the strings of control tokens become these tokens: for a template's own output, never for what
-        a user wrote. `bos` adds the tokens that the model wants around a text, but no second BOS. Raises RequestError
-        for a text that is not valid Unicode or that the vocabulary cannot spell.
+        With `special`, strings of control tokens become these tokens: for a template's output, never for text of a
+        user. `bos` adds the tokens that the model wants around a text, but no second BOS.
+
+        Raises RequestError for a text that is not valid Unicode, or with a character that the vocabulary cannot spell:
+        one with neither a token nor tokens for its bytes. There transformers writes `<unk>`, and llama.cpp leaves the
+        character out or aborts; with either the model would answer another text than the one that was sent.
+        `unknown` allows the `<unk>`: for a vector it is good enough.
         """
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text, none for a control token. Raises IndexError."""
+        """Return the bytes that a token adds to the text; a control token adds none. Raises IndexError."""
 
     def text_of(self, token: int) -> str:
         """Return a token's string as the vocabulary spells it. Raises IndexError."""
@@ -66,13 +73,16 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Iterable[int], *, strip_prefix_space: bool = False) -> str:
         """Return the text of tokens, U+FFFD for invalid bytes.
 
-        `strip_prefix_space` takes away the space that some vocabularies put before an encoded text. The first space of
-        an answer, which continues a prompt, is its own.
+        `strip_prefix_space` removes the space that some vocabularies put before an encoded text. Do not use it for an
+        answer: that continues a prompt, and its first space is its own.
         """
 
 
 class LlamaTokenizer:
-    """A tokenizer over a vocabulary of llama.cpp, which lives as long as `owner`. Raises ModelError if it is empty."""
+    """A tokenizer on a vocabulary of llama.cpp. Raises ModelError if that is empty.
+
+    `owner` keeps the memory of the vocabulary alive.
+    """
 
     def __init__(self, vocab: Any, owner: object, chat_template: str | None = None) -> None:
         if L.llama_vocab_type(vocab) == L.LLAMA_VOCAB_TYPE_NONE:
@@ -80,11 +90,13 @@ class LlamaTokenizer:
         self._vocab = vocab
         self._owner = owner
         self._spm = L.llama_vocab_type(vocab) == L.LLAMA_VOCAB_TYPE_SPM
-        self._pieces: dict[int, bytes] = {}  # read on first use: all of a large vocabulary would take 0.2 s
+        self._bpe = L.llama_vocab_type(vocab) == L.LLAMA_VOCAB_TYPE_BPE
+        self._pieces: dict[int, bytes] = {}  # read on first use: a whole large vocabulary takes 0.2 s
         self.chat_template = chat_template
         self.num_tokens: int = L.llama_vocab_n_tokens(vocab)
-        self.bos_id = self._known_id(L.llama_vocab_bos(vocab))
-        self.eos_id = self._known_id(L.llama_vocab_eos(vocab))
+        self.bos_id = self._id_or_none(L.llama_vocab_bos(vocab))
+        self.eos_id = self._id_or_none(L.llama_vocab_eos(vocab))
+        self.num_before = int(L.llama_vocab_get_add_bos(vocab))
 
     @classmethod
     def of_model(cls, model: Any, owner: object) -> Self:
@@ -104,27 +116,37 @@ class LlamaTokenizer:
         return cls.of_model(model, _OwnedModel(model))
 
     @cached_property
+    def pair_separator(self) -> tuple[int, ...]:
+        """The tokens between two encoded texts of a pair, each with the tokens around it."""
+        joined = L.llama_vocab_type(self._vocab) == L.LLAMA_VOCAB_TYPE_WPM or not L.llama_vocab_get_add_sep(self._vocab)
+        separator = self._id_or_none(L.llama_vocab_sep(self._vocab))
+        return () if joined or separator is None else (separator,)
+
+    @cached_property
     def stop_ids(self) -> frozenset[int]:
         ids = range(self.num_tokens)
         return frozenset(compress(ids, map(L.llama_vocab_is_eog, repeat(self._vocab), ids)))
 
     @cached_property
     def special_strings(self) -> frozenset[str]:
-        wanted = _NOT_TEXT | L.LLAMA_TOKEN_ATTR_USER_DEFINED
+        special = _NOT_TEXT | L.LLAMA_TOKEN_ATTR_USER_DEFINED
         ids = range(self.num_tokens)
         attrs = map(L.llama_vocab_get_attr, repeat(self._vocab), ids)
-        return frozenset(self.text_of(token) for token, attr in zip(ids, attrs, strict=True) if attr & wanted)
+        return frozenset(self.text_of(token) for token, attr in zip(ids, attrs, strict=True) if attr & special)
 
-    def encode(self, text: str, *, special: bool, bos: bool) -> list[int]:
+    def encode(self, text: str, *, special: bool, bos: bool, unknown: bool = False) -> list[int]:
         try:
             data = text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"character {error.start} of the text is half a character", "send UTF-8") from error
         if len(data) > _MAX_BYTES:
             raise RequestError(f"the text has {len(data):,} bytes", f"send at most {_MAX_BYTES:,}")
-        if self._spm and (unspelled := self._unspelled(text)):
-            raise RequestError(f"the model's vocabulary cannot write {unspelled!r}", "leave it out")
+        if unspelled := self._unspelled(text, special):
+            raise RequestError(f"the model's vocabulary cannot write {unspelled!r}", "remove it")
         tokens = self._tokenize(data, special, bos)
+        checked = not (unknown or self._spm or self._bpe)
+        if checked and any(self._is_unknown(token, text) for token in set(tokens)):
+            raise RequestError("the model's vocabulary cannot write a character of the text", "send another text")
         if not special:
             return self._as_text(tokens, bos) if self._spm else tokens
         doubled = bos and self.bos_id is not None and tokens[:2] == [self.bos_id] * 2
@@ -147,7 +169,7 @@ class LlamaTokenizer:
         return data.decode("utf-8", "replace")
 
     def _tokenize(self, data: bytes, special: bool, bos: bool) -> list[int]:
-        size = len(data) + 16  # enough but for vocabularies that spell a space in several tokens
+        size = len(data) + 16  # too small only for vocabularies that spell a space in several tokens
         for _ in range(2):
             buffer = (ctypes.c_int32 * size)()
             count: int = L.llama_tokenize(self._vocab, data, len(data), buffer, size, bos, special)
@@ -157,7 +179,7 @@ class LlamaTokenizer:
         raise AssertionError(f"llama_tokenize asked twice for more room: {count}")
 
     def _as_text(self, tokens: list[int], bos: bool) -> list[int]:
-        """Spell control tokens in bytes: an SPM vocabulary may merge `<s` and `>` of a user's text to the real BOS."""
+        """Spell control tokens in bytes: SPM may merge `<s` and `>` of a user's text into the real BOS."""
         first = int(bos and L.llama_vocab_get_add_bos(self._vocab))
         last = len(tokens) - int(bos and L.llama_vocab_get_add_eos(self._vocab))
         merged = {token for token in set(tokens[first:last]) if self._attr(token) & _NOT_TEXT}
@@ -173,24 +195,39 @@ class LlamaTokenizer:
         try:
             return [self._byte_ids[byte] for byte in text.encode()]
         except KeyError as error:
-            raise RequestError(f"the model's vocabulary cannot write {text!r} as text", "leave it out") from error
+            raise RequestError(f"the model's vocabulary cannot write {text!r} as text", "remove it") from error
 
-    def _unspelled(self, text: str) -> str:
-        """Return the characters that are no token and have no byte tokens: llama.cpp would abort on them."""
-        if not text or len(self._byte_ids) == 256:
+    def _unspelled(self, text: str, special: bool) -> str:
+        """Return the characters without a token and without byte tokens: llama.cpp aborts on them, or omits them."""
+        if self._bpe and self._missing_bytes:
+            return unwritable(without(text, self._own_tokens(special)), self._missing_bytes)
+        if not self._spm or not text or len(self._byte_ids) == 256:
             return ""
-        chars = sorted({_SPACE, *text.replace(" ", _SPACE)} - self._letters)
+        spelled = without(text, self._own_tokens(special)).replace(" ", _SPACE)
+        chars = sorted({_SPACE, *spelled} - self._letters)
         return "".join(char for char in chars if not self._byte_ids.keys() >= set(char.encode()))
+
+    def _own_tokens(self, special: bool) -> list[str]:
+        """Return the strings that llama.cpp cuts out of a text before it spells the rest."""
+        attr = L.LLAMA_TOKEN_ATTR_USER_DEFINED | (_NOT_TEXT if special else 0)
+        return [self.text_of(token) for token in range(self.num_tokens) if self._attr(token) & attr]
+
+    def _is_unknown(self, token: int, text: str) -> bool:
+        return bool(self._attr(token) & L.LLAMA_TOKEN_ATTR_UNKNOWN) and self.text_of(token) not in text
+
+    @cached_property
+    def _missing_bytes(self) -> frozenset[int]:
+        return missing_bytes(map(self.text_of, range(self.num_tokens)))
 
     @cached_property
     def _byte_ids(self) -> dict[int, int]:
-        found: dict[int, int] = {}
+        ids: dict[int, int] = {}  # by byte
         for token in range(self.num_tokens):
             if match := _BYTE.fullmatch(self.text_of(token)):
-                found[int(match[1], 16)] = token
-                if len(found) == 256:
+                ids[int(match[1], 16)] = token
+                if len(ids) == 256:
                     break
-        return found
+        return ids
 
     @cached_property
     def _letters(self) -> frozenset[str]:
@@ -200,7 +237,10 @@ class LlamaTokenizer:
     @cached_property
     def _adds_space(self) -> bool:
         probe = "a" if not self._spm or len(self._byte_ids) == 256 else min(self._letters - {_SPACE}, default="")
-        return self.decode(self.encode(probe, special=False, bos=False)).startswith(" ")
+        try:
+            return self.decode(self.encode(probe, special=False, bos=False)).startswith(" ")
+        except RequestError:  # a vocabulary without this letter
+            return False
 
     def _read_piece(self, token: int) -> bytes:
         size = 128
@@ -216,18 +256,18 @@ class LlamaTokenizer:
         attr: int = L.llama_vocab_get_attr(self._vocab, self._checked(token))
         return attr
 
-    def _known_id(self, token: int) -> int | None:
+    def _id_or_none(self, token: int) -> int | None:
         return token if 0 <= token < self.num_tokens else None
 
     def _checked(self, token: int) -> int:
-        """Return a valid token; another one would end the process, so this is no assert."""
+        """Return a valid token. llama.cpp aborts on an invalid one, so this is no assert."""
         if not 0 <= token < self.num_tokens:
             raise IndexError(f"token {token} of a vocabulary of {self.num_tokens}")
         return token
 
 
 class _OwnedModel:
-    """Frees a model of llama.cpp when the last reference is gone."""
+    """Frees a model of llama.cpp when its last reference is gone."""
 
     def __init__(self, model: Any) -> None:
         weakref.finalize(self, L.llama_model_free, model)

@@ -1,21 +1,42 @@
-"""The activations in plain torch: the specification of the kernels."""
+"""Gates and the soft cap in plain torch: the specification of the kernels, of those that fuse a gate too."""
 
 from __future__ import annotations
+
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from edgelm.kernels.gate import Gate, gated_values
-
-_TILE = 16
+GateKind = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
 
 
-def gated(x: Tensor, gate: Gate, alternating: bool) -> Tensor:
+class Gate(NamedTuple):
+    """The gate of a feed-forward block: a nonlinearity of the gate columns times the up columns."""
+
+    kind: GateKind
+    limit: float = 7.0  # of swiglu_oai only, as is alpha
+    alpha: float = 1.702
+
+
+def gated_values(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
+    """Return the gated values in float32, for inputs of any type; NaN stays NaN."""
+    gate, up = gate.float(), up.float()
+    match kind.kind:
+        case "silu":
+            return gate * torch.sigmoid(gate) * up
+        case "gelu":
+            return torch.nn.functional.gelu(gate) * up
+        case "gelu_tanh":
+            return torch.nn.functional.gelu(gate, approximate="tanh") * up
+        case "swiglu_oai":
+            gate = gate.clamp(max=kind.limit)
+            return gate * torch.sigmoid(kind.alpha * gate) * (up.clamp(-kind.limit, kind.limit) + 1.0)
+
+
+def gated(x: Tensor, gate: Gate) -> Tensor:
     """See the package's function of this name."""
-    rows = len(x)
-    pairs = x.reshape(rows, -1, 2, _TILE) if alternating else x.reshape(rows, 1, 2, x.shape[1] // 2)
-    values = gated_values(pairs[:, :, 0], pairs[:, :, 1], gate)  # [rows, tiles, tile]
-    return values.reshape(rows, x.shape[1] // 2).to(x.dtype)
+    first, second = x.chunk(2, 1)
+    return gated_values(first, second, gate).to(x.dtype)
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

@@ -1,6 +1,6 @@
-"""How attention is launched: the constants of its kernels, their scratch and their grids.
+"""The launch of attention: the constants of its kernels, their scratch and their grids.
 
-Owns these choices, none of which reads the device. Knows nothing of what the kernels do with them.
+Owns these choices; none of them reads the device. Knows nothing of the arithmetic.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edgelm.kernels.attention.prefill.triton import attend_tiles
-from edgelm.kernels.attention.schedule.triton import MOST
-from edgelm.kernels.attention.triton import FEW, attend_chunks, combine_chunks
+from edgelm.kernels.attention import decode_kernel, operands
+from edgelm.kernels.attention.decode_kernel import attend_chunks, combine_chunks
+from edgelm.kernels.attention.prefill_kernel import attend_tiles
 from edgelm.kernels.cache import BLOCK_LEN, GROUP, LayerCache
 from edgelm.kernels.choice import interpreting
-from edgelm.kernels.target import kwidth, num_sms
+from edgelm.kernels.gpu_target import kwidth, num_sms
 
-VERIFY_LEN: int = FEW.value  # rows of a sequence, at most, that attend_chunks takes
+VERIFY_LEN: int = decode_kernel.VERIFY_LEN.value  # rows of a sequence, at most, that attend_chunks takes
+MAX_SEQS: int = operands.MAX_SEQS.value  # of a launch
 MAX_GROUPS = 4  # of 32 dimensions, whose sums fit the registers
-MAX_REGISTERS = 255  # else the assembler may spill a few to get below a number that it prefers
+MAX_REGISTERS = 255  # with a lower limit, the assembler may spill a few registers to reach it
 CODE_REGISTERS = 240  # of attend_chunks on codes: with more, the assembler moves so many loads up that it spills
-WAVES = 4  # programs for each multiprocessor, about
-AT_MOST_TILES = 4  # of a chunk, that programs share where there are more programs than chunks
-MAX_SCRATCH = 256 << 20  # bytes, of the sums of attend_chunks: beyond, some sequences after the others
-MOST_SEQUENCES: int = MOST.value  # of a launch
-SPLIT_PROGRAMS = 256  # that the tiles of prompts become on a long context, on any GPU: rows do not depend on which
-MIN_SPLIT = 512  # positions of the table, at least, for each part
+WAVES = 4  # programs per multiprocessor, about
+MAX_TILE_PROGRAMS = 4  # that share the tiles of a chunk, if there are more programs than chunks
+MAX_SCRATCH = 256 << 20  # bytes, of the sums of attend_chunks: beyond it, groups of sequences run one after another
+SPLIT_PROGRAMS = 256  # target for prompts on a long context; the same on every GPU, so that the results are too
+MIN_SPLIT = 512  # positions of the block table, at least, for each part
 AT_ONCE = 16  # chunks that combine_chunks loads at a time
 DTYPES = {
     torch.float16: tl.float16,
@@ -38,7 +38,7 @@ DTYPES = {
 
 
 class Tile(NamedTuple):
-    """What a program of attend_tiles holds at a time."""
+    """The work of a program of attend_tiles: its rows, and the tokens that it reads at a time."""
 
     rows: int
     tokens: int
@@ -55,7 +55,7 @@ def tile_of(groups: int) -> Tile:
 
 
 def num_chunks(length: int) -> int:
-    """Return how many chunks the first `length` positions have: chunk_of(length - 1) + 1 of triton.py."""
+    """Return the number of chunks of the first `length` positions: decode_kernel.chunk_of(length - 1) + 1."""
     octave, start = 0, 0
     while length - 1 >= start + (8192 << octave):
         start += 8192 << octave
@@ -64,17 +64,20 @@ def num_chunks(length: int) -> int:
 
 
 def dot_dtype(q: Tensor, cache: LayerCache) -> torch.dtype:
-    """Return what is multiplied: q's float32, else what a cache of 16 bits stores; codes are exact in float16."""
+    """Return the type of dot operands: float32 with a float32 input, else that of a 16-bit cache; float16 for codes.
+
+    All codes are exact in float16.
+    """
     if q.dtype == torch.float32 or cache.keys.dtype == torch.float32:
         return torch.float32
     return torch.float16 if cache.format.key else cache.keys.dtype
 
 
-def constants(cache: LayerCache, heads: int, dtype: torch.dtype) -> dict[str, object]:
-    """Return the constexprs that name a cache and what is made of it."""
+def constants(cache: LayerCache, num_heads: int, dtype: torch.dtype) -> dict[str, object]:
+    """Return the constexprs that describe the cache, the heads and the dot operands."""
     return {
-        "KV_HEADS": cache.kv_heads,
-        "SIBLINGS": heads // cache.kv_heads,
+        "KV_HEADS": cache.num_kv_heads,
+        "QUERIES_PER_KV": num_heads // cache.num_kv_heads,
         "HEAD_DIM": cache.head_dim,
         "GROUPS": cache.width // GROUP,
         "KEY": cache.format.key or "f16",
@@ -85,7 +88,7 @@ def constants(cache: LayerCache, heads: int, dtype: torch.dtype) -> dict[str, ob
 
 
 def parts_of(cache: LayerCache) -> int:
-    """Return how many programs of attend_chunks share a head's values; keys of 16 and 6 bits take most registers."""
+    """Return how many programs of attend_chunks share a head's values; 16-bit and 6-bit keys take most registers."""
     groups = cache.width // GROUP
     if groups <= MAX_GROUPS:
         return 2 if groups == MAX_GROUPS and cache.format.key is None else 1
@@ -93,137 +96,137 @@ def parts_of(cache: LayerCache) -> int:
 
 
 def registers_of(cache: LayerCache) -> int:
-    """Return how many registers a thread of attend_chunks may have."""
+    """Return the maximum of registers per thread of attend_chunks."""
     return MAX_REGISTERS if cache.format.key is None else CODE_REGISTERS
 
 
-def words(plane: Tensor) -> Tensor:
-    """Return a plane of codes as int32 [...]; 16-bit values as they are."""
-    return plane.view(torch.int32) if plane.dtype == torch.uint8 else plane
-
-
 class Launch(NamedTuple):
-    """What both ways are given: some sequences of a call of `attention`, and where its rows go."""
+    """The arguments of `attention` for some of its sequences; `out` has the rows of all."""
 
     q: Tensor
     cache: LayerCache
-    tables: Tensor
-    starts: Tensor
-    lengths: Tensor
+    block_tables: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
     scale: float
     window: int
     softcap: float
     sinks: Tensor | None
-    max_query: int
+    max_query_len: int
     out: Tensor
 
     @property
-    def sequences(self) -> int:
-        return self.tables.shape[0]
+    def num_seqs(self) -> int:
+        return self.block_tables.shape[0]
 
     @property
-    def siblings(self) -> int:
-        return self.q.shape[1] // self.cache.kv_heads
+    def queries_per_kv(self) -> int:
+        return self.q.shape[1] // self.cache.num_kv_heads
 
-    def rows(self, of_each: int) -> int:
-        """Return how many rows there are at most, if a sequence has so many."""
-        return min(self.q.shape[0], min(self.max_query, of_each) * self.sequences)
+    def max_rows(self, query_len: int) -> int:
+        """Return the largest possible number of rows, if every sequence has at most `query_len`."""
+        return min(self.q.shape[0], min(self.max_query_len, query_len) * self.num_seqs)
 
 
 def run(
     q: Tensor,
     cache: LayerCache,
-    tables: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     scale: float,
     window: int,
     softcap: float,
     sinks: Tensor | None,
-    max_query: int,
+    max_query_len: int,
     out: Tensor,
 ) -> None:
-    """Write the attention of each row into `out`, [tokens, heads, head_dim].
+    """Write the attention of each row into `out`, [tokens, num_heads, head_dim].
 
-    Sequences with up to VERIFY_LEN rows go one way and longer ones the other, in whatever step they are.
+    Sequences with up to VERIFY_LEN rows always use the decode kernel, longer ones the prefill kernel, in any step.
     """
     assert q.is_contiguous()
-    assert tables.is_contiguous()
-    if q.numel() == 0 or tables.numel() == 0:
+    assert block_tables.is_contiguous()
+    if q.numel() == 0 or block_tables.numel() == 0:
         return
-    chunks = num_chunks(tables.shape[1] * BLOCK_LEN)
-    bytes_of_row = q.shape[1] * chunks * (cache.width + 2) * 4
-    step = at_once(bytes_of_row, q.shape[0], min(max_query, VERIFY_LEN), tables.shape[0])
-    for begin in range(0, tables.shape[0], step):
+    chunks = num_chunks(block_tables.shape[1] * BLOCK_LEN)
+    row_bytes = q.shape[1] * chunks * (cache.width + 2) * 4
+    step = seqs_per_launch(row_bytes, q.shape[0], min(max_query_len, VERIFY_LEN), block_tables.shape[0])
+    for begin in range(0, block_tables.shape[0], step):
         end = begin + step
-        some = (tables[begin:end], starts[begin : end + 1], lengths[begin:end])
-        launch = Launch(q, cache, *some, scale, window, softcap, sinks, max_query, out)
-        _run_few(launch, chunks)
-        if min(max_query, q.shape[0]) > VERIFY_LEN:
-            _run_many(launch)
+        some = (block_tables[begin:end], query_start_loc[begin : end + 1], seq_lens[begin:end])
+        launch = Launch(q, cache, *some, scale, window, softcap, sinks, max_query_len, out)
+        _run_decode(launch, chunks)
+        if min(max_query_len, q.shape[0]) > VERIFY_LEN:
+            _run_prefill(launch)
 
 
-def at_once(bytes_of_row: int, tokens: int, rows_of_each: int, sequences: int) -> int:
-    """Return how many of the sequences have their scratch at the same time; MAX_SCRATCH holds it, but for one alone."""
-    most = min(sequences, MOST_SEQUENCES)
-    room = max(MAX_SCRATCH // bytes_of_row, 1)  # rows
-    if room >= min(tokens, most * rows_of_each):
+def seqs_per_launch(row_bytes: int, num_tokens: int, query_len: int, num_seqs: int) -> int:
+    """Return how many sequences a launch takes: their scratch fits MAX_SCRATCH, unless it is a single sequence."""
+    most = min(num_seqs, MAX_SEQS)
+    max_rows = max(MAX_SCRATCH // row_bytes, 1)
+    if max_rows >= min(num_tokens, most * query_len):
         return most
-    fit = max(room // rows_of_each, 1)
-    return fit // 4 * 4 or fit  # their lengths and tables are then aligned to 16 bytes, as in the first launch
+    fit = max(max_rows // query_len, 1)
+    return fit // 4 * 4 or fit  # so that seq_lens and block_tables stay aligned to 16 bytes in later launches
 
 
-def scratch(launch: Launch, parts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return memory for the sums of parts of the context and for their stats."""
-    shape = (parts, launch.cache.kv_heads, rows * launch.siblings)
+def num_splits(tiles: int, num_kv_heads: int, positions: int) -> int:
+    """Return the number of parts of each prompt's context: about SPLIT_PROGRAMS programs in all."""
+    return max(min(SPLIT_PROGRAMS // (tiles * num_kv_heads), positions // MIN_SPLIT), 1)
+
+
+def num_tiles(launch: Launch, tile_rows: int) -> int:
+    """Return the largest possible number of tiles of prompts: the last tile of each may not be full."""
+    tokens = launch.max_rows(launch.max_query_len)
+    return tokens * launch.queries_per_kv // tile_rows + min(launch.num_seqs, tokens // (VERIFY_LEN + 1))
+
+
+def _scratch(launch: Launch, parts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return memory for the sums and the stats of parts of contexts."""
+    shape = (parts, launch.cache.num_kv_heads, rows * launch.queries_per_kv)
     sums = torch.empty(*shape, launch.cache.width, dtype=torch.float32, device=launch.q.device)
     return sums, torch.empty(*shape, 2, dtype=torch.float32, device=launch.q.device)
 
 
-def num_splits(tiles: int, kv_heads: int, positions: int) -> int:
-    """Return into how many parts the contexts of prompts are cut: as many as make SPLIT_PROGRAMS programs."""
-    return max(min(SPLIT_PROGRAMS // (tiles * kv_heads), positions // MIN_SPLIT), 1)
-
-
-def num_tiles(launch: Launch, rows: int) -> int:
-    """Return how many tiles prompts have at most: each may end in one that is not full."""
-    tokens = launch.rows(launch.max_query)
-    return tokens * launch.siblings // rows + min(launch.sequences, tokens // (VERIFY_LEN + 1))
-
-
-def planes(cache: LayerCache, other: Tensor) -> tuple[Tensor, ...]:
-    """Return the planes of a cache in the kernels' order; `other` stands for those that it does not have."""
+def _planes(cache: LayerCache, placeholder: Tensor) -> tuple[Tensor, ...]:
+    """Return the planes of a cache in the kernels' order, with `placeholder` for those that it does not have."""
     return (
-        words(cache.keys),
-        other if cache.key_high is None else cache.key_high,
-        words(cache.values),
-        other if cache.key_scales is None else cache.key_scales,
-        other if cache.value_scales is None else cache.value_scales,
+        _words(cache.keys),
+        placeholder if cache.key_high is None else cache.key_high,
+        _words(cache.values),
+        placeholder if cache.key_scales is None else cache.key_scales,
+        placeholder if cache.value_scales is None else cache.value_scales,
     )
 
 
-def _run_few(launch: Launch, chunks: int) -> None:
-    q, cache, tables = launch.q, launch.cache, launch.tables
-    rows = launch.rows(VERIFY_LEN)
-    sums, stats = scratch(launch, chunks, rows)
+def _words(plane: Tensor) -> Tensor:
+    """Return a plane of codes as int32; a plane of 16-bit values stays as it is."""
+    return plane.view(torch.int32) if plane.dtype == torch.uint8 else plane
+
+
+def _run_decode(launch: Launch, chunks: int) -> None:
+    q, cache, block_tables = launch.q, launch.cache, launch.block_tables
+    rows = launch.max_rows(VERIFY_LEN)
+    sums, stats = _scratch(launch, chunks, rows)
     parts = parts_of(cache)
-    programs = triton.cdiv(WAVES * num_sms(q.device), cache.kv_heads * parts)
-    attend_chunks[parts * min(launch.sequences * chunks * AT_MOST_TILES, programs), cache.kv_heads](
+    programs = triton.cdiv(WAVES * num_sms(q.device), cache.num_kv_heads * parts)
+    attend_chunks[parts * min(launch.num_seqs * chunks * MAX_TILE_PROGRAMS, programs), cache.num_kv_heads](
         q,
-        *planes(cache, stats),
-        tables,
-        launch.starts,
-        launch.lengths,
+        *_planes(cache, stats),
+        block_tables,
+        launch.query_start_loc,
+        launch.seq_lens,
         sums,
         stats,
         launch.scale,
         launch.softcap,
         launch.window,
         q.shape[0],
-        launch.sequences,
-        tables.shape[1],
-        launch.max_query,
-        rows * launch.siblings,
+        launch.num_seqs,
+        block_tables.shape[1],
+        launch.max_query_len,
+        rows * launch.queries_per_kv,
         PARTS=parts,
         ROTATED=cache.format.rotated,
         WINDOWED=launch.window > 0,
@@ -239,24 +242,24 @@ def _run_few(launch: Launch, chunks: int) -> None:
 
 
 def _combine(launch: Launch, sums: Tensor, stats: Tensor, rows: int, splits: int) -> None:
-    """Add up chunks, or with `splits` the parts of prompts."""
-    cache, heads = launch.cache, launch.q.shape[1]
-    combine_chunks[rows, heads](
+    """Add up the chunks of contexts, or with `splits` the parts of prompts' contexts."""
+    cache, num_heads = launch.cache, launch.q.shape[1]
+    combine_chunks[rows, num_heads](
         sums,
         stats,
         stats if launch.sinks is None else launch.sinks,
-        launch.starts,
-        launch.lengths,
+        launch.query_start_loc,
+        launch.seq_lens,
         launch.out,
         launch.window,
         launch.q.shape[0],
-        launch.sequences,
-        launch.tables.shape[1],
-        launch.max_query,
-        rows * launch.siblings,
+        launch.num_seqs,
+        launch.block_tables.shape[1],
+        launch.max_query_len,
+        rows * launch.queries_per_kv,
         splits,
-        KV_HEADS=cache.kv_heads,
-        SIBLINGS=launch.siblings,
+        KV_HEADS=cache.num_kv_heads,
+        QUERIES_PER_KV=launch.queries_per_kv,
         HEAD_DIM=cache.head_dim,
         GROUPS=cache.width // GROUP,
         PADDED=triton.next_power_of_2(cache.width),
@@ -270,20 +273,20 @@ def _combine(launch: Launch, sums: Tensor, stats: Tensor, rows: int, splits: int
     )
 
 
-def _run_many(launch: Launch) -> None:
-    q, cache, tables = launch.q, launch.cache, launch.tables
-    rows = launch.rows(launch.max_query)
+def _run_prefill(launch: Launch) -> None:
+    q, cache, block_tables = launch.q, launch.cache, launch.block_tables
+    rows = launch.max_rows(launch.max_query_len)
     tile = tile_of(cache.width // GROUP)
     tiles = num_tiles(launch, tile.rows)
-    splits = num_splits(tiles, cache.kv_heads, tables.shape[1] * BLOCK_LEN)
-    sums, stats = scratch(launch, splits, rows) if splits > 1 else (q, q)
-    attend_tiles[tiles, cache.kv_heads, splits](
+    splits = num_splits(tiles, cache.num_kv_heads, block_tables.shape[1] * BLOCK_LEN)
+    sums, stats = _scratch(launch, splits, rows) if splits > 1 else (q, q)
+    attend_tiles[tiles, cache.num_kv_heads, splits](
         q,
-        *planes(cache, q),
+        *_planes(cache, q),
         q if launch.sinks is None else launch.sinks,
-        tables,
-        launch.starts,
-        launch.lengths,
+        block_tables,
+        launch.query_start_loc,
+        launch.seq_lens,
         launch.out,
         sums,
         stats,
@@ -291,10 +294,10 @@ def _run_many(launch: Launch) -> None:
         launch.softcap,
         launch.window,
         q.shape[0],
-        launch.sequences,
-        tables.shape[1],
-        launch.max_query,
-        rows * launch.siblings,
+        launch.num_seqs,
+        block_tables.shape[1],
+        launch.max_query_len,
+        rows * launch.queries_per_kv,
         ALL=triton.next_power_of_2(cache.width // GROUP),
         ROTATED=cache.format.rotated,
         WINDOWED=launch.window > 0,

@@ -1,16 +1,19 @@
-"""How cached values are rounded to codes: the specification to the last bit, in plain torch.
+"""Rounding of cached values to codes, and the rotation before it: the specification to the last bit, in plain torch.
 
-Owns the arithmetic of every format of codes. Knows nothing of where codes are stored. All in float32, each operation
-rounded to nearest even, and no multiplication fused with an addition:
+Owns the arithmetic of every code format. Knows nothing of where codes are stored. All arithmetic is float32, each
+operation is rounded to nearest even, and no multiplication is fused with an addition:
 
     int8   scale = f16(largest * f32(1/127))     code = round(x * (1 / scale)), -127 to 127      scale * code
     fp8    scale = f16(largest * f32(1/448))     code = e4m3(x * (1 / scale)), at most 448       scale * code
     int6   scale = f16(extreme * -1/32)          code = round(x * (1 / scale)) + 32, 0 to 63     scale * (code - 32)
     int4   scale = f16(extreme * -1/8)           code = round(x * (1 / scale)) + 8, 0 to 15      scale * (code - 8)
 
-`largest` is the largest magnitude of the group, `extreme` the value that has it (the positive one of two): it gets code
-0, so all 16 or 64 codes are of use. A group is 32 dimensions, of fp8 the head: a float's own exponent does the rest.
-A group whose scale rounds to 0 has codes of 0.
+`largest` is the largest magnitude of the group; `extreme` is the value with that magnitude (the positive one of two).
+The extreme gets code 0, so that all 16 or 64 codes are used. A group is 32 dimensions, of fp8 the whole head: a float's
+own exponent does the rest. If the scale of a group rounds to 0, its codes stand for 0.
+
+The Hadamard rotation spreads an outlier over its whole group of 32. The matrix is orthonormal and symmetric, so the
+rotation is its own inverse: 32 ** -0.5 at (i, j), negative where i & j has an odd number of ones.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ from torch import Tensor
 GROUP = 32
 CodeKind = Literal["int8", "fp8", "int6", "int4"]
 ZERO = {"int6": 32, "int4": 8}
+ROTATION_FACTOR = 32**-0.5  # multiplied last, as a float32
 FP8_MAX = 448.0
 
 
 def num_groups(width: int, kind: CodeKind) -> int:
-    """Return how many scales one head of one token has."""
+    """Return the number of scales of one head of one token."""
     return 1 if kind == "fp8" else width // GROUP
 
 
@@ -52,7 +56,7 @@ def encode(x: Tensor, kind: CodeKind) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, kind: CodeKind) -> Tensor:
-    """Return the values, float32 [..., width], of what `encode` made."""
+    """Return the values, float32 [..., width], of codes and scales that `encode` returned."""
     if kind == "int8":
         plain = codes.view(torch.int8).float()
     elif kind == "fp8":
@@ -61,6 +65,16 @@ def decode(codes: Tensor, scales: Tensor, kind: CodeKind) -> Tensor:
         plain = codes.float() - ZERO[kind]
     grouped = plain.reshape(*scales.shape, plain.shape[-1] // scales.shape[-1])
     return (grouped * scales.float().unsqueeze(-1)).flatten(-2)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotate the groups of the last dimension, float32 [..., 32 * n]: sums and differences 16, 8, 4, 2 and 1 apart."""
+    shape = x.shape
+    for stride in (16, 8, 4, 2, 1):
+        pairs = x.reshape(*shape[:-1], shape[-1] // (2 * stride), 2, stride)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack([first + second, first - second], -2)
+    return x.reshape(shape) * ROTATION_FACTOR
 
 
 def _inverse(scale: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Dequantize: a weight as a matrix of numbers, for products that read it many times and for checks of packing.
+"""Dequantize: a weight as a matrix of floats, for matmuls that read it many times and for checks of packing.
 
-Owns the signature and the choice of implementation. Knows nothing of products. The values are exactly those of
-`layout.dequantize`, computed in float32 and rounded once to the wanted type.
+Owns the signature and the choice of implementation. Knows nothing of matmuls. The values are exactly those of
+`layout.dequantize`, computed in float32 and rounded once to the result's type.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def dequantize(
     weight: Weight, dtype: torch.dtype, *, out: Tensor | None = None, implementation: str | None = None
 ) -> Tensor:
-    """Return a weight as `dtype` [.., rows, columns], in the order of its own columns (`order` is not applied).
+    """Return a weight as `dtype` [.., rows, columns], in the weight's own column order (`order` is not applied).
 
-    `out`, contiguous and of that type and shape, is written where it is given. Raises NoKernelError.
+    The values are written to `out` if it is given: contiguous, of that type and shape. Raises NoKernelError.
     """
     stack = (weight.num_matrices,) if weight.num_matrices else ()
     shape = (*stack, weight.rows, weight.columns)
@@ -43,13 +43,13 @@ def _declines_triton(weight: Weight, dtype: torch.dtype, *_: object) -> str | No
 def _run_triton(weight: Weight, *_: object, out: Tensor) -> Tensor:
     if isinstance(weight, DenseWeight):
         return out.copy_(weight.data)
-    from edgelm.kernels.dequantize import triton
+    from edgelm.kernels.dequantize import kernel
 
-    return triton.dequantize(weight, out)
+    return kernel.dequantize(weight, out)
 
 
-def _declines_reference(weight: Weight, _: torch.dtype, wanted: str | None) -> str | None:
-    return declines_reference(weight.codes if isinstance(weight, PackedWeight) else weight.data, wanted)
+def _declines_reference(weight: Weight, _: torch.dtype, implementation: str | None) -> str | None:
+    return declines_reference(weight.codes if isinstance(weight, PackedWeight) else weight.data, implementation)
 
 
 _IMPLEMENTATIONS = (

@@ -10,6 +10,6 @@ from edgelm.kernels.layout import Weight
 
 
 def dequantize(weight: Weight, dtype: torch.dtype, *, out: Tensor) -> Tensor:
-    """Write the float32 values of a weight, rounded to `dtype`, into `out`."""
+    """Write the float32 values of a weight, rounded to `dtype`, to `out`."""
     assert out.dtype == dtype
     return out.copy_(layout.dequantize(weight))

@@ -12,8 +12,8 @@ from edgelm.kernels import layout
 from edgelm.kernels.layout import TILE, DenseWeight, PackedWeight, Weight, planes
 
 
-def embedding(ids: Tensor, weight: Weight, *, scale: float, out_dtype: torch.dtype) -> Tensor:
-    """Return rows of a weight; zeros for ids outside of it."""
+def embedding(ids: Tensor, weight: Weight, scale: float, out_dtype: torch.dtype) -> Tensor:
+    """Return rows of a weight; an id outside of it gives zeros."""
     inside = (ids >= 0) & (ids < weight.rows)
     rows = torch.where(inside, ids, 0).long()
     values = torch.where(inside[:, None], _rows(rows, weight) * scale, 0.0)  # [tokens, columns]
@@ -25,7 +25,7 @@ def embedding(ids: Tensor, weight: Weight, *, scale: float, out_dtype: torch.dty
 def _rows(rows: Tensor, weight: Weight) -> Tensor:
     if isinstance(weight, DenseWeight):
         return weight.data[rows].float()
-    # The tile of each token alone: dequantizing a vocabulary for one token would take seconds.
+    # Dequantize only the tile of each token: the whole vocabulary would take seconds.
     tiles: dict[str, Any] = {name: plane[rows // TILE] for name, plane in planes(weight).items() if name != "order"}
-    each = layout.dequantize(replace(weight, rows=len(rows) * TILE, order=None, **tiles))
-    return each[torch.arange(len(rows), device=rows.device) * TILE + rows % TILE]
+    values = layout.dequantize(replace(weight, rows=len(rows) * TILE, order=None, **tiles))
+    return values[torch.arange(len(rows), device=rows.device) * TILE + rows % TILE]

@@ -1,12 +1,12 @@
 """Grouped matmul: each row times the matrices of its own experts, for mixtures of experts.
 
-Owns the signature and the choice of implementation. Knows nothing of routing. Which experts are active is known on the
-device only: nothing here waits for it, and shapes do not depend on it, so a CUDA graph serves every routing.
+Owns the signature. Knows nothing of routing. Only the device knows which experts are active: nothing here waits for it,
+and no shape depends on it, so one CUDA graph serves every routing.
 
-A pair is (token, one of its k experts), numbered token * k + j. An expert id outside of the stack (-1 for a row that
+A pair is (token, one of its k experts), numbered token * k + j. An expert id outside of the stack (-1 in a row that
 pads a batch) has no weights to read: the result of its pair is zero.
 
-Up to 16 tokens are one numerics class: a token's result does not depend on the others in the batch, to the last bit.
+Up to 16 tokens are one numerics class: a token's result does not depend, to the last bit, on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edgelm.kernels.choice import Implementation, choose, declines_reference
-from edgelm.kernels.gate import Gate
+from edgelm.kernels.activation import Gate
+from edgelm.kernels.choice import dispatch
 from edgelm.kernels.grouped import reference
 from edgelm.kernels.layout import TILE, Weight
-from edgelm.kernels.prefill import declines_product
+from edgelm.kernels.matmul import declines_weight
 
 
 def grouped_matmul(
@@ -35,11 +35,11 @@ def grouped_matmul(
 ) -> Tensor:
     """Multiply rows by the matrices of their experts, int32 [tokens, k]; with `route`, sum over each token's experts.
 
-    `x` is [tokens, K], each row for all its experts, or [tokens * k, K], a row for each pair; `weight` a stack of E
-    matrices [N, K]; `bias` [E, N] in the order of the rows. With `gate` the weight's tiles of gate and up alternate,
-    and N_out = N / 2. Returns a row for each pair, [tokens * k, N_out]; with `route`, float32 [tokens, k], the sum of
-    route * row over k, in order of k, [tokens, N_out], plus `residual`. The dtype is `out_dtype`, else the
-    residual's, else that of x. Raises NoKernelError.
+    `x` is [tokens, K], a row for all experts of its token, or [tokens * k, K], a row for each pair; `weight` is a stack
+    of E matrices [N, K]; `bias` is [E, N] in the weight's row order. With `gate`, tiles of gate and up alternate in the
+    weight, and N_out = N / 2. Returns a row for each pair, [tokens * k, N_out]. With `route`, float32 [tokens, k], it
+    returns the sum of route * row over k, in order of k, plus `residual`: [tokens, N_out]. The dtype is `out_dtype`,
+    else the residual's, else x's. Raises NoKernelError.
     """
     tokens, k = experts.shape
     assert experts.dtype == torch.int32
@@ -53,39 +53,6 @@ def grouped_matmul(
     assert residual is None or (route is not None and residual.shape == (tokens, width))
     if out_dtype is None:
         out_dtype = x.dtype if residual is None else residual.dtype
-    kernel = choose("grouped_matmul", _IMPLEMENTATIONS, implementation, x, weight, implementation)
-    y = kernel.run(x, weight, experts, bias=bias, gate=gate, route=route, residual=residual, out_dtype=out_dtype)
-    assert isinstance(y, Tensor)
-    return y
-
-
-def _declines_triton(x: Tensor, weight: Weight, *_: object) -> str | None:
-    return declines_product(x, weight)
-
-
-def _run_triton(
-    x: Tensor,
-    weight: Weight,
-    experts: Tensor,
-    *,
-    bias: Tensor | None,
-    gate: Gate | None,
-    route: Tensor | None,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    from edgelm.kernels.grouped import triton
-
-    return triton.grouped_matmul(
-        x, weight, experts, bias=bias, gate=gate, route=route, residual=residual, out_dtype=out_dtype
-    )
-
-
-def _declines_reference(x: Tensor, _: Weight, wanted: str | None) -> str | None:
-    return declines_reference(x, wanted)
-
-
-_IMPLEMENTATIONS = (
-    Implementation("triton", _declines_triton, _run_triton),
-    Implementation("reference", _declines_reference, reference.grouped_matmul),
-)
+    args = (weight, experts, bias, gate, route, residual, out_dtype)
+    declined = declines_weight(x, weight)
+    return dispatch("grouped_matmul", __name__, reference.grouped_matmul, implementation, x, *args, declined=declined)

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from edgelm.kernels import layout
-from edgelm.kernels.gate import Gate, gated_values
-from edgelm.kernels.layout import TILE, DenseWeight, Weight, planes
+from edgelm.kernels.activation import Gate, gated_values
+from edgelm.kernels.layout import DenseWeight, Weight, planes
+from edgelm.kernels.matmul.reference import gate_and_up
 
 
 def grouped_matmul(
     x: Tensor,
     weight: Weight,
     experts: Tensor,
-    *,
     bias: Tensor | None,
     gate: Gate | None,
     route: Tensor | None,
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply rows by the matrices of their experts, one expert after the other."""
+    """Multiply rows by the matrices of their experts, expert by expert."""
     tokens, k = experts.shape
     pairs = experts.flatten()
     rows = (x if len(x) == len(pairs) else x.repeat_interleave(k, 0)).float()
@@ -37,7 +37,7 @@ def grouped_matmul(
         if bias is not None:
             y[members] += bias[expert].float()
     if gate is not None:
-        y = gated_values(*halves(y), gate)
+        y = gated_values(*gate_and_up(y), gate)
     if gate is not None or bias is not None:
         inside = (pairs >= 0) & (pairs < weight.num_matrices)
         y = torch.where(inside[:, None], y, 0.0)
@@ -53,24 +53,18 @@ def grouped_matmul(
 
 
 def matrix(weight: Weight, index: int) -> Weight:
-    """Return one matrix of a stack; without its order of columns."""
+    """Return one matrix of a stack, without its order of columns."""
     if isinstance(weight, DenseWeight):
         return DenseWeight(weight.data[index], gated=weight.gated)
-    each: dict[str, Any] = {name: plane[index] for name, plane in planes(weight).items() if name != "order"}
-    return replace(weight, order=None, **each)
-
-
-def halves(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Part columns [rows, N] of alternating tiles into those of gate and those of up."""
-    tiles = y.reshape(len(y), -1, 2, TILE)
-    return tiles[:, :, 0].flatten(1), tiles[:, :, 1].flatten(1)
+    single: dict[str, Any] = {name: plane[index] for name, plane in planes(weight).items() if name != "order"}
+    return replace(weight, order=None, **single)
 
 
 class Plan(NamedTuple):
-    """Which pairs are multiplied together: blocks of up to `block` pairs of one expert.
+    """Blocks of up to `block` pairs of one expert, which are multiplied together.
 
-    There are as many blocks as any routing can need; those that this one does not need have expert -1. Pairs of ids
-    outside of the stack have blocks of expert E, which write zeros.
+    There are as many blocks as any routing can need; unused ones have expert -1. Pairs whose ids are outside of the
+    stack have blocks of expert E, which write zeros.
     """
 
     order: Tensor  # int32 [pairs]: the pairs, sorted by expert, then by number
@@ -78,13 +72,13 @@ class Plan(NamedTuple):
 
 
 def max_blocks(pairs: int, num_experts: int, block: int) -> int:
-    """Return how many blocks any routing of so many pairs needs at most."""
+    """Return the maximum number of blocks that any routing of this many pairs needs."""
     used = min(pairs, num_experts + 1)
     return used + (pairs - used) // block
 
 
-def plan(experts: Tensor, num_experts: int, block: int) -> Plan:
-    """Sort pairs by expert and cut them into blocks; nothing here waits for the device."""
+def make_plan(experts: Tensor, num_experts: int, block: int) -> Plan:
+    """Sort pairs by expert and cut them into blocks, without waiting for the device."""
     pairs = experts.flatten().long()
     pairs = torch.where((pairs >= 0) & (pairs < num_experts), pairs, num_experts)
     order = pairs.argsort(stable=True)

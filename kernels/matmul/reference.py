@@ -1,4 +1,4 @@
-"""The specification of `matmul`: plain torch, in float32."""
+"""Matmul in plain torch and float32: the specification."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from edgelm.kernels.gate import Gate, gated_values
+from edgelm.kernels.activation import Gate, gated_values
 from edgelm.kernels.layout import TILE, PackedWeight, Weight, dequantize
 
 
@@ -18,7 +18,7 @@ class Norm(NamedTuple):
     eps: float
 
 
-def reference(
+def matmul(
     x: Tensor,
     weight: Weight,
     bias: Tensor | None,
@@ -27,30 +27,29 @@ def reference(
     norm: Norm | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Compute what `matmul` promises."""
-    wide = x.float()
+    """Return gate(norm(x) @ weight.T + bias) + residual."""
+    x = x.float()
     if norm is not None:
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
-    return finish(product(wide, weight), bias, residual, gate, out_dtype)
-
-
-def product(x: Tensor, weight: Weight) -> Tensor:
-    """Return x [rows, K] @ weight.T, float32 [rows, N]."""
-    matrix = dequantize(weight)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
     if isinstance(weight, PackedWeight) and weight.order is not None:
         x = x[:, weight.order]
-    return x.float() @ matrix.T
+    return finish(x @ dequantize(weight).T, bias, residual, gate, out_dtype)
 
 
 def finish(
     y: Tensor, bias: Tensor | None, residual: Tensor | None, gate: Gate | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return what follows the product y, float32 [rows, N]: bias, gate, residual, in this order."""
+    """Apply bias, gate and residual, in this order, to a product y, float32 [rows, N]."""
     if bias is not None:
         y = y + bias.float()
     if gate is not None:
-        pairs = y.reshape(y.shape[0], -1, 2, TILE)
-        y = gated_values(pairs[:, :, 0], pairs[:, :, 1], gate).flatten(1)
+        y = gated_values(*gate_and_up(y), gate)
     if residual is not None:
         y = y + residual.float()
     return y.to(out_dtype)
+
+
+def gate_and_up(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Split columns [rows, N] of alternating tiles into those of gate and those of up, [rows, N / 2] each."""
+    tiles = y.reshape(len(y), -1, 2, TILE)
+    return tiles[:, :, 0].flatten(1), tiles[:, :, 1].flatten(1)

@@ -1,100 +1,51 @@
-"""Normalisation of rows: RMSNorm, RMSNorm of a residual sum, LayerNorm.
+"""Normalization of rows: RMSNorm, and RMSNorm of a residual sum.
 
-Owns the signatures and the choice of implementation. Arithmetic is in float32 whatever the types; a row's result
-depends on that row alone, so it is the same among any number of rows. Knows nothing of models: an offset of a weight
-(Gemma's 1 + w) is in the weight.
+Owns the signatures and the choice of implementation. The arithmetic is float32 for all types; a row's result depends
+on that row alone, so it is the same in any batch. Knows nothing of models: an offset of the weight (Gemma's 1 + w) is
+part of the weight.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 
-from edgelm.kernels.choice import Implementation, choose, declines_reference, declines_triton
+from edgelm.kernels.choice import dispatch
 from edgelm.kernels.norm import reference
 
 
 def rms_norm(
-    x: Tensor,  # [..., width], the last dimension contiguous
-    weight: Tensor,  # float32 [width]
+    x: Tensor,  # [..., hidden_size], the last dimension contiguous
+    weight: Tensor,  # float32 [hidden_size]
     eps: float,
     *,
-    out_dtype: torch.dtype | None = None,  # default: that of x
+    out_dtype: torch.dtype | None = None,  # default: the type of x
     implementation: str | None = None,
 ) -> Tensor:
-    """Return x / sqrt(mean(x**2) + eps) * weight, row by row."""
+    """Return x / sqrt(mean(x**2) + eps) * weight for each row."""
     _check(x, weight)
-    arguments = x, weight, eps, out_dtype or x.dtype
-
-    def run_triton(*arguments: Any) -> object:
-        from edgelm.kernels.norm import triton
-
-        return triton.rms_norm(*arguments)
-
-    implementations = (
-        Implementation("triton", lambda x, *_: declines_triton(x), run_triton),
-        Implementation("reference", lambda x, *_: declines_reference(x, implementation), reference.rms_norm),
-    )
-    return cast(Tensor, choose("rms_norm", implementations, implementation, *arguments).run(*arguments))
+    return dispatch("rms_norm", __name__, reference.rms_norm, implementation, x, weight, eps, out_dtype or x.dtype)
 
 
 def add_rms_norm(
-    x: Tensor,  # [..., width], the last dimension contiguous
+    x: Tensor,  # [..., hidden_size], the last dimension contiguous
     residual: Tensor,  # float32, the shape of x
-    weight: Tensor,  # float32 [width]
+    weight: Tensor,  # float32 [hidden_size]
     eps: float,
     *,
-    post_weight: Tensor | None = None,  # float32 [width]
-    out_dtype: torch.dtype | None = None,  # default: that of x
+    post_weight: Tensor | None = None,  # float32 [hidden_size]
+    out_dtype: torch.dtype | None = None,  # default: the type of x
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(sum, weight), sum), where sum = residual + x, in float32 and a new tensor.
+    """Return (rms_norm(total, weight), total), where total = residual + x is a new float32 tensor.
 
-    With `post_weight` what is added is rms_norm(x, post_weight), not rounded in between.
+    With `post_weight`, rms_norm(x, post_weight) is added instead of x; it is not rounded in between.
     """
     _check(x, weight, post_weight)
     assert residual.shape == x.shape, (residual.shape, x.shape)
     assert residual.dtype == torch.float32, residual.dtype
-    arguments = x, residual, weight, eps, post_weight, out_dtype or x.dtype
-
-    def run_triton(*arguments: Any) -> object:
-        from edgelm.kernels.norm import triton
-
-        return triton.add_rms_norm(*arguments)
-
-    implementations = (
-        Implementation("triton", lambda x, *_: declines_triton(x), run_triton),
-        Implementation("reference", lambda x, *_: declines_reference(x, implementation), reference.add_rms_norm),
-    )
-    chosen = choose("add_rms_norm", implementations, implementation, *arguments)
-    return cast(tuple[Tensor, Tensor], chosen.run(*arguments))
-
-
-def layer_norm(
-    x: Tensor,  # [..., width], the last dimension contiguous
-    weight: Tensor,  # float32 [width]
-    bias: Tensor | None,  # float32 [width]
-    eps: float,
-    *,
-    out_dtype: torch.dtype | None = None,  # default: that of x
-    implementation: str | None = None,
-) -> Tensor:
-    """Return (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, row by row."""
-    _check(x, weight, bias)
-    arguments = x, weight, bias, eps, out_dtype or x.dtype
-
-    def run_triton(*arguments: Any) -> object:
-        from edgelm.kernels.norm import triton
-
-        return triton.layer_norm(*arguments)
-
-    implementations = (
-        Implementation("triton", lambda x, *_: declines_triton(x), run_triton),
-        Implementation("reference", lambda x, *_: declines_reference(x, implementation), reference.layer_norm),
-    )
-    return cast(Tensor, choose("layer_norm", implementations, implementation, *arguments).run(*arguments))
+    args = residual, weight, eps, post_weight, out_dtype or x.dtype
+    return dispatch("add_rms_norm", __name__, reference.add_rms_norm, implementation, x, *args)
 
 
 def _check(x: Tensor, *weights: Tensor | None) -> None:

@@ -15,17 +15,9 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """See the package's function of this name."""
-    added = x.float() if post_weight is None else _normed(x.float(), post_weight, eps)
-    total = residual + added
+    addend = x.float() if post_weight is None else _normed(x.float(), post_weight, eps)
+    total = residual + addend
     return _normed(total, weight, eps).to(out_dtype), total
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype) -> Tensor:
-    """See the package's function of this name."""
-    x = x.float()
-    centred = x - x.mean(-1, keepdim=True)
-    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight
-    return (normed if bias is None else normed + bias).to(out_dtype)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

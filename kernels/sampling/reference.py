@@ -1,6 +1,6 @@
-"""Sampling in plain torch, all rows at once: what the kernels must equal up to the last bits of exp.
+"""Sampling in plain torch, all rows at once; the kernels must equal it except in the last bits of exp.
 
-Owns nothing of the meaning (see `edgelm.sampling.reference`); sorts whole rows, which the kernels never do.
+`edgelm.sampling.reference` owns the meaning of each step. This module sorts whole rows, which the kernels never do.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ def sample(logits: Tensor, batch: Batch) -> Tensor:
     row = _processed(raw, batch)
     composite = composites(row)
     best = composite.amax(1)
-    possible = active & raw.amax(1).isfinite() & (row.amax(1) > -math.inf)  # a NaN is the greatest
+    possible = active & raw.amax(1).isfinite() & (row.amax(1) > -math.inf)  # amax returns NaN if there is one
     greedy = batch.rows[:, Word.FLAGS] & Flag.GREEDY != 0
     token = ID_BITS - (best & _LOW)
     drawn = possible & ~greedy
     if drawn.any():
         token[drawn] = _draw(row[drawn], composite[drawn], batch.rows[drawn])
     answer[:, Answer.TOKEN] = torch.where(possible, token, -1)
-    told = possible & (batch.rows[:, Word.NUM_TOP] >= 0)
-    if told.any():
-        raw, composite = raw[told], composites(raw[told])
+    with_logprobs = possible & (batch.rows[:, Word.NUM_TOP] >= 0)
+    if with_logprobs.any():
+        raw, composite = raw[with_logprobs], composites(raw[with_logprobs])
         top = composite.sort(1, descending=True).values[:, :MAX_TOP]
-        answer[told, Answer.SUM] = weights(raw - raw.amax(1, keepdim=True)).sum(1)
-        answer[told, Answer.MOST] = top[:, 0]
-        answer[told, Answer.OWN] = composite.gather(1, token[told][:, None])[:, 0]
-        answer[told, Answer.TOP : Answer.TOP + top.shape[1]] = top
+        answer[with_logprobs, Answer.SUM] = weights(raw - raw.amax(1, keepdim=True)).sum(1)
+        answer[with_logprobs, Answer.MOST] = top[:, 0]
+        answer[with_logprobs, Answer.OWN] = composite.gather(1, token[with_logprobs][:, None])[:, 0]
+        answer[with_logprobs, Answer.TOP : Answer.TOP + top.shape[1]] = top
     return answer
 
 
 def composites(values: Tensor) -> Tensor:  # float32 [rows, vocab] -> int64
-    """Return integers in the order of likelihood: the float's bits in order above, the lower id's greater below."""
-    bits = torch.where(values == 0, 0.0, values).view(torch.int32)  # of -0 and 0 neither is likelier
+    """Return integers in the order of likelihood; of equal values, the lower id has the greater one.
+
+    The upper half is the float's bits, in order; the lower half is ID_BITS - id.
+    """
+    bits = torch.where(values == 0, 0.0, values).view(torch.int32)  # -0 and 0 are equally likely
     ordered = torch.where(bits < 0, bits ^ ID_BITS, bits).to(torch.int64)
     ids = torch.arange(values.shape[1], device=values.device)
     return (ordered << 32) | (ID_BITS - ids)
@@ -69,14 +72,14 @@ def uniform(seed: Tensor, position: Tensor, choice: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and the lower 32 bits of a product of 32-bit numbers, in 64-bit integers with a sign."""
+    """Return the upper and the lower 32 bits of a product of unsigned 32-bit numbers, as int64."""
     low = a * (b & 0xFFFF)  # below 2**48
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def share(total: Tensor, uniform: Tensor) -> Tensor:
-    """Return floor(total * uniform / 2**24) of a total below 2**62."""
+    """Return floor(total * uniform / 2**24); the total is below 2**62."""
     return uniform * (total >> 24) + (uniform * (total & 0xFFFFFF) >> 24)
 
 
@@ -108,7 +111,7 @@ def _processed(raw: Tensor, batch: Batch) -> Tensor:
 
 
 def _entries(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each entry of each row's range, the row and the entry."""
+    """Return the row and the index of every entry in the ranges starts[row] .. ends[row]."""
     lengths = ends - starts
     rows = torch.repeat_interleave(lengths)
     firsts = lengths.cumsum(0) - lengths
@@ -116,7 +119,7 @@ def _entries(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _draw(row: Tensor, composite: Tensor, words: Tensor) -> Tensor:
-    """Do steps 8 to 12 on rows whose greatest value is finite."""
+    """Do steps 8 to 12 of the specification on rows whose greatest value is finite."""
     floats = words.view(torch.float64)
     z = (row - row.amax(1, keepdim=True)) / floats[:, Word.TEMPERATURE, None].float()
     left = weights(z).masked_fill_(z < floats[:, Word.CUT, None].float(), 0)
@@ -128,7 +131,9 @@ def _draw(row: Tensor, composite: Tensor, words: Tensor) -> Tensor:
         in_order.masked_fill_((top_k[:, None] > 0) & (places >= top_k[:, None]), 0)
         sums = in_order.cumsum(1)
         bound = (top_p * sums[:, -1]).to(torch.int64).clamp(min=0)[:, None]
-        in_order.masked_fill_((top_p < 1)[:, None] & (sums - in_order > bound), 0)  # what came before is enough
+        in_order.masked_fill_(
+            (top_p < 1)[:, None] & (sums - in_order > bound), 0
+        )  # the likelier tokens reach the bound already
         left = torch.zeros_like(left).scatter_(1, order, in_order)
     sums = left.cumsum(1)
     u = uniform(words[:, Word.SEED], words[:, Word.POSITION], words[:, Word.CHOICE])

@@ -24,8 +24,7 @@ from edgelm.core import SamplingParams
 from edgelm.kernels.choice import interpreting
 from edgelm.sampling.device import DeviceSampler, RowRequest
 from edgelm.sampling.history import History
-from edgelm.sampling.philox import uniform
-from edgelm.sampling.reference import Workspace, sample
+from edgelm.sampling.reference import Workspace, sample, uniform
 from tests.sampling.slow import exact
 
 VOCABULARIES = {200: 0.66, 1_000: 0.336, 32_000: 0.0035, 128_256: 0.0005}  # with its share of the draws
@@ -70,10 +69,7 @@ def batches(rng: np.random.Generator, num_vocab: int) -> Iterator[tuple[NDArray[
             history.extend(history.ids[:9].tolist())
         for _ in range(TURNS):
             position = int(rng.integers(2**31))
-            yield (
-                logits,
-                [RowRequest(each, position + i, histories[i]) for i, each in enumerate(params)],
-            )
+            yield (logits, [RowRequest(each, position + i, histories[i]) for i, each in enumerate(params)])
 
 
 def distance(logits: NDArray[np.float32], request: RowRequest) -> float:

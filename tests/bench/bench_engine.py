@@ -18,14 +18,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
+from edgelm.backends.llama.model import LlamaModel
 from edgelm.core import SamplingParams
 from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
+from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.engine.slots import SlotKV
-from edgelm.executors.cores import usable_cores
-from edgelm.executors.llama import LlamaExecutor, LlamaOptions
-from edgelm.executors.llama_model import LlamaModel
+from edgelm.machine.cpu import usable_cores
 from tests.bare import BareLoop
 
 PROMPT_LEN = 16

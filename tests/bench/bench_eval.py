@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llama_cpp import llama_cpp as L
 
-from edgelm.executors.llama_memory import KV_MODES
-from edgelm.executors.llama_model import LlamaModel
-from edgelm.library.local import find_model
+from edgelm.backends.llama.model import LlamaModel
+from edgelm.kv_modes import LLAMA_KV
+from edgelm.library.local import find_local
+from edgelm.llama_binding import L
 from edgelm.text.tokenizer import LlamaTokenizer
 from tests.bare import BareLoop
 
@@ -42,7 +42,6 @@ STORIES = 150
 MOST_TOKENS = 20_000  # that are scored in one case
 TRIES = 8  # on a busy machine the tool may end with code 0 before its logger has written the figures
 FTYPES = {"Q8_0": 7, "Q4_0": 2}
-TYPE_NAMES = {1: "f16", 2: "q4_0", 8: "q8_0"}
 Draw = Callable[[list[int], int], list[int]]
 
 
@@ -83,7 +82,7 @@ def cases(models: Path, work: Path) -> Iterator[Case]:
     baby, small, starter = (
         models / "BabyLlama-tok361-f32.gguf",
         models / "stories260K-v3-f32.gguf",
-        find_model("starter"),
+        find_local("starter").path,
     )
     texts = {
         baby: write(work / "babyllama.txt", stories, baby, 250),
@@ -197,9 +196,9 @@ def run_tool(tool: Path, case: Case, work: Path) -> str:
     """Return the figures of llama.cpp's tool for the same."""
 
     def run(path: Path, kv: str, *more: str) -> str:
-        mode = KV_MODES[kv]
+        mode = LLAMA_KV[kv]
         words = ["-m", str(path), "-f", str(case.text), "-c", str(case.window), "-b", str(case.window), "--no-escape"]
-        words += ["-ctk", TYPE_NAMES[mode.type_k], "-ctv", TYPE_NAMES[mode.type_v], "-t", "1", *more]
+        words += ["-ctk", mode.key_type.lower(), "-ctv", mode.value_type.lower(), "-t", "1", *more]
         words += ["--chunks", str(most_windows(case))]
         words += ["-fa", "on" if mode.flash else "off"]
         for _ in range(TRIES):

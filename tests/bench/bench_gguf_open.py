@@ -26,10 +26,10 @@ import numpy as np
 from gguf import GGUFWriter
 from gguf.constants import GGUFValueType
 
-from edgelm.weights.checks import check_for_llama
-from edgelm.weights.gguf import open_gguf
-from edgelm.weights.gguf_parse import Array
-from edgelm.weights.summary import model_summary
+from edgelm.checkpoints.gguf import open_gguf
+from edgelm.checkpoints.gguf_parse import Array
+from edgelm.checkpoints.llama_checks import check_for_llama
+from edgelm.checkpoints.summary import model_summary
 
 NUM_TOKENS = 151_936
 NUM_TENSORS = 1_001

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 
 import torch
 
+from edgelm.backends.torch.batch import LastTokens, StepBuffers, bucket_of
 from edgelm.core import ExecutorInfo, Sampled, SamplingParams, Sequence, Step
 from edgelm.engine.clock import StepClock
-from edgelm.engine.paged import PagedKV
+from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.executors.batch import LastTokens, StepBuffers, bucket_of
 from edgelm.kernels.cache import BLOCK_LEN
-from edgelm.sampling.chunks import first_position
 from edgelm.sampling.device import DeviceSampler, RowRequest
+from edgelm.sampling.host import first_position
 
 VOCABULARY = 128_256
 PROMPT = 500

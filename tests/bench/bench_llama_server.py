@@ -19,11 +19,11 @@ from pathlib import Path
 
 import httpx2
 
-from edgelm.engine.costs import StepCosts
-from edgelm.engine.drafter import NgramDrafter
-from edgelm.engine.memory import Memory
-from edgelm.executors.cores import usable_cores
-from edgelm.executors.llama_model import LlamaModel
+from edgelm.backends.llama.model import LlamaModel
+from edgelm.engine.clock import StepCosts
+from edgelm.machine.cpu import usable_cores
+from edgelm.speculation.ngram_drafter import NgramDrafter
+from edgelm.speculation.past_answers import PastAnswers
 from edgelm.text.tokenizer import LlamaTokenizer
 from tests.bench.bench_speculation import Request, make_side, measured_surface
 
@@ -79,7 +79,7 @@ def main() -> None:
     model = LlamaModel(args.model)
     tokenizer = LlamaTokenizer.of_model(model.native, model)
     surface = measured_surface(model, args)
-    on = make_side(model, args, StepCosts(surface), NgramDrafter(Memory()))
+    on = make_side(model, args, StepCosts(surface), NgramDrafter(PastAnswers()))
     off = make_side(model, args, None, None)
     servers = {
         "llama-server off": Server(args.server, args.model, FIRST_PORT, args),

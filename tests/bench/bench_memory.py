@@ -29,8 +29,7 @@ KEYS = {"peak": "VmHWM", "after": "VmRSS", "anonymous": "RssAnon"}
 
 
 def run_bare(path: Path, ctx: int) -> None:
-    from llama_cpp import llama_cpp as L
-
+    from edgelm.llama_binding import L
     from tests.bare import BareLoop
 
     L.llama_backend_init()
@@ -41,7 +40,7 @@ def run_bare(path: Path, ctx: int) -> None:
 
 
 def run_engine(path: Path, ctx: int) -> None:
-    from edgelm.build import build
+    from edgelm.backends.build import build
     from edgelm.config import Settings
     from edgelm.core import SamplingParams
 

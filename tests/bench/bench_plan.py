@@ -37,16 +37,16 @@ def forget_peak() -> None:
 
 def measure(path: Path, ctx: int, kv: str) -> dict[str, float]:
     """Run one engine in this process; return predicted and measured MiB."""
-    from edgelm.build import build
-    from edgelm.build.llama import choose
+    from edgelm.backends.build import build
+    from edgelm.backends.llama.build import plan_context
+    from edgelm.checkpoints.gguf import open_gguf
+    from edgelm.checkpoints.summary import model_facts
     from edgelm.config import Settings
     from edgelm.core import SamplingParams
-    from edgelm.weights.facts import model_facts
-    from edgelm.weights.gguf import open_gguf
 
     settings = Settings(ctx=ctx, kv=kv, threads=2, parallel=max(8, ctx // 512))
     with open_gguf(path) as gguf:
-        plan = choose(path, model_facts(gguf), settings)
+        plan = plan_context(path, model_facts(gguf), settings)
     option = plan.require()
     loaded = build(path, settings)
     engine = loaded.engine

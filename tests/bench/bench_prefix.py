@@ -2,8 +2,9 @@
 
     python -m tests.bench.bench_prefix MODEL.gguf [--rounds 3] [--kv int8] [--system 1500] [--answer 64]
 
-Three cases, in rounds that alternate with and without: the second turn of a chat; eight requests that come together
-with a system prompt in common (median and last of the eight); a chat that another process held, reopened in a new one.
+Five cases, in rounds that alternate with and without: the second turn of a chat; the last turn of a tool loop, then a
+question after it whose template omits the loop's thoughts; eight requests that come together with a system prompt in
+common (median and last of the eight); a chat that another process held, reopened in a new one.
 Each answer is compared with the one without a cache. With int8 (flash attention on, q8_0) logits do not depend on the
 shape of batches, and where only one request runs at a time not on the order of cells either (docs/experiments.md).
 """
@@ -22,19 +23,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgelm.backends.llama.build import snapshot_folder
+from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
+from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.snapshot_files import Bounds
+from edgelm.backends.snapshots import SnapshotStore
 from edgelm.core import SamplingParams
 from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
+from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.engine.slots import SlotKV
-from edgelm.executors.cores import usable_cores
-from edgelm.executors.llama import LlamaExecutor, LlamaOptions
-from edgelm.executors.llama_model import LlamaModel
-from edgelm.executors.snapshot_files import Bounds
-from edgelm.executors.snapshots import SnapshotStore
-from edgelm.executors.state_identity import snapshot_folder
+from edgelm.machine.cpu import usable_cores
 
 TOGETHER = 8
+LOOP_TURNS = 5
 QUESTION_LEN = 20
 GIB = 2**30
 
@@ -63,18 +65,18 @@ class Side:
         kv = (SlotKV if cached else Forgetful)(executor.info, 2 * GIB, store)
         self.engine = Engine(executor, Scheduler(executor.info, kv, clock), clock).start()
 
-    async def ask(self, prompt: list[int], max_tokens: int, owner: str = "") -> Reply:
+    async def ask(self, prompt: list[int], max_tokens: int, cache_namespace: str = "") -> Reply:
         began, first, tokens, cached = time.perf_counter(), 0.0, list[int](), 0
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
-        async for event in self.engine.submit(prompt, params, owner=owner):
+        async for event in self.engine.submit(prompt, params, cache_namespace=cache_namespace):
             first = first or time.perf_counter() - began
             tokens += [sample.id for sample in event.sampled]
             cached = event.stats.cached_tokens if event.stats else cached
         return Reply(first, cached, tokens)
 
-    def ask_all(self, prompts: list[list[int]], max_tokens: int, owners: list[str] | None = None) -> list[Reply]:
+    def ask_all(self, prompts: list[list[int]], max_tokens: int, namespaces: list[str] | None = None) -> list[Reply]:
         async def together() -> list[Reply]:
-            names = owners or [""] * len(prompts)
+            names = namespaces or [""] * len(prompts)
             return list(
                 await asyncio.gather(*(self.ask(p, max_tokens, n) for p, n in zip(prompts, names, strict=True)))
             )
@@ -86,7 +88,7 @@ class Forgetful(SlotKV):
     """Keeps nothing of a sequence that ends, and matches nothing."""
 
     def _best_match(self, seq: object, tokens: object) -> object:  # type: ignore[override]
-        from edgelm.engine.slots import _Match
+        from edgelm.engine.kv_slots import _Match
 
         return _Match(0)
 
@@ -100,6 +102,17 @@ def second_turn(side: Side, args: argparse.Namespace, seed: int) -> Reply:
     (first,) = side.ask_all([prompt], args.answer)
     (second,) = side.ask_all([[*prompt, *first.tokens, *rng.choices(range(side.num_vocab), k=QUESTION_LEN)]], 8)
     return second
+
+
+def tool_loop(side: Side, args: argparse.Namespace, seed: int) -> list[Reply]:
+    """Return the last turn of a loop, and the question after it: its prompt has nothing of the loop's answers."""
+    rng = random.Random(seed)
+    prompt = question = rng.choices(range(side.num_vocab), k=args.system)
+    for _ in range(LOOP_TURNS):
+        (reply,) = side.ask_all([prompt], args.answer)
+        last, prompt = reply, [*prompt, *reply.tokens, *rng.choices(range(side.num_vocab), k=QUESTION_LEN)]
+    (after,) = side.ask_all([[*question[:-3], *rng.choices(range(side.num_vocab), k=QUESTION_LEN)]], 8)
+    return [last, after]
 
 
 def shared_prompt(side: Side, args: argparse.Namespace, seed: int) -> list[Reply]:
@@ -175,6 +188,22 @@ def main() -> None:
         all(a.tokens == b.tokens for a, b in turns),
         f"; {turns[0][1].cached} tokens cached",
     )
+    loops: list[tuple[list[Reply], list[Reply]]] = []
+    for round_ in range(args.rounds):
+        seed = random.SystemRandom().randrange(2**32)
+        sides = (without, with_cache) if round_ % 2 else (with_cache, without)
+        many = {side: tool_loop(side, args, seed) for side in sides}
+        loops.append((many[without], many[with_cache]))
+    for number, name in enumerate(
+        (f"turn {LOOP_TURNS} of a tool loop", "a question after the loop, its answers omitted")
+    ):
+        report(
+            name,
+            [a[number].first_s for a, _ in loops],
+            [b[number].first_s for _, b in loops],
+            all(a[number].tokens == b[number].tokens for a, b in loops),
+            f"; {loops[0][1][number].cached} tokens cached",
+        )
     shared: list[tuple[list[Reply], list[Reply]]] = []
     for round_ in range(args.rounds):
         seed = random.SystemRandom().randrange(2**32)

@@ -24,22 +24,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llama_cpp import llama_cpp as L
 from numpy.typing import NDArray
 
-from edgelm.core import Drafter, Masks, Ready, Sampled, SamplingParams, Sequence, Step
-from edgelm.engine.clock import StepClock
-from edgelm.engine.costs import Measured, StepCosts
-from edgelm.engine.drafter import NgramDrafter
+from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
+from edgelm.backends.llama.model import LlamaModel
+from edgelm.core import CompletedSamples, Drafter, Masks, Sampled, SamplingParams, Sequence, Step
+from edgelm.engine.clock import Measured, StepClock, StepCosts
 from edgelm.engine.engine import Engine
-from edgelm.engine.guard import GuardedDrafter
-from edgelm.engine.memory import Memory
+from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.engine.slots import SlotKV
-from edgelm.executors.cores import usable_cores
-from edgelm.executors.llama import LlamaExecutor, LlamaOptions
-from edgelm.executors.llama_model import LlamaModel
-from edgelm.executors.step_times import DEEP_ROWS, DEPTH, ROWS, SHALLOW_LEN, measure_steps
+from edgelm.llama_binding import L
+from edgelm.machine.cpu import usable_cores
+from edgelm.machine.step_times import DEEP_ROWS, DEPTH, ROWS, SHALLOW_LEN, measure_steps
+from edgelm.speculation.ngram_drafter import NgramDrafter
+from edgelm.speculation.past_answers import PastAnswers
+from edgelm.speculation.throttle import ThrottledDrafter
 
 BOOTSTRAP = 2000
 
@@ -65,7 +64,7 @@ class Forced:
             self.steps.append((step.num_rows, sum(chunk.start for chunk in step.chunks)))
         self._inner.forward(step)
 
-    def sample(self, step: Step, masks: Masks | None) -> Ready:
+    def sample(self, step: Step, masks: Masks | None) -> CompletedSamples:
         if self.answer is None:
             return self._inner.sample(step, masks)
         logits = self._inner.logits(step)
@@ -77,13 +76,10 @@ class Forced:
             taken.append(Sampled(self.answer[first + row]))
             if row == len(chunk.draft) or taken[-1].id != chunk.draft[row]:
                 break
-        return Ready([taken])
+        return CompletedSamples([taken])
 
     def logits(self, step: Step) -> NDArray[np.float32]:
         return self._inner.logits(step)
-
-    def embed(self, step: Step) -> NDArray[np.float32]:
-        return self._inner.embed(step)
 
     def close(self) -> None:
         free_context(self._inner)
@@ -130,7 +126,7 @@ def make_side(model: LlamaModel, args: argparse.Namespace, costs: StepCosts | No
     )
     executor = Forced(LlamaExecutor(model, options))
     clock = StepClock(costs)
-    guarded = GuardedDrafter(drafter, clock) if drafter else None
+    guarded = ThrottledDrafter(drafter, clock) if drafter else None
     engine = Engine(executor, Scheduler(executor.info, SlotKV(executor.info, 2**28), clock, guarded), clock)
     return Side(executor, engine.start())
 
@@ -164,7 +160,7 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def run_file(path: Path, model: LlamaModel, args: argparse.Namespace, surface: list[Measured], say: Any) -> None:
-    drafter = NgramDrafter(Memory())
+    drafter = NgramDrafter(PastAnswers())
     on, off = make_side(model, args, StepCosts(surface), drafter), make_side(model, args, None, None)
     predicting = StepCosts(surface)
     ratios, seconds_on, seconds_off, tokens, steps = [], 0.0, 0.0, 0, 0

@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from edgelm.chats.model import Chat, Message
+from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import Store
 from tests.tui.fake_endpoint import ANSWER
 
@@ -162,8 +162,8 @@ def _child(address: str, chat_id: int, result: Path) -> None:
     from edgelm.config import load_config
     from edgelm.tui.app import ChatApp
     from edgelm.tui.link import Link
-    from edgelm.tui.open_chat import Wishes
     from edgelm.tui.screen import ChatScreen
+    from edgelm.tui.workspace import ChatDefaults
 
     places = load_config({}).places
     link = Link(endpoint=address, api_key=None, runtime=places.runtime, log=places.cache / "log")
@@ -180,24 +180,24 @@ def _child(address: str, chat_id: int, result: Path) -> None:
         open_ms = 1000 * (time.perf_counter() - started)
         await asyncio.sleep(2)
         gaps: list[float] = []
-        screen.say("Go on")
-        answer = screen.answer
+        screen.send("Go on")
+        answer = screen.workspace.answer
         assert answer is not None
         started, cpu = time.perf_counter(), time.process_time()
-        while screen.answer is not None:
+        while screen.workspace.answer is not None:
             before = time.perf_counter()
             await asyncio.sleep(0.001)
             gaps.append(1000 * (time.perf_counter() - before) - 1)
         seconds = time.perf_counter() - started
         cpu = (time.process_time() - cpu) / seconds
-        found.update(gaps_ms=gaps, tokens=answer.tokens, seconds=seconds, open_ms=open_ms, cpu=cpu)
+        found.update(gaps_ms=gaps, tokens=answer.num_tokens, seconds=seconds, open_ms=open_ms, cpu=cpu)
         app.exit()
 
     class Driven(ChatApp):
         def on_ready(self) -> None:
             self._driving = asyncio.create_task(drive(self))
 
-    Driven(places.data / "chats.db", link, Wishes()).run()
+    Driven(places.data / "chats.db", link, ChatDefaults()).run()
     result.write_text(json.dumps(found))
 
 

@@ -1,18 +1,18 @@
 """Replay recorded answers against the n-gram drafter: `python -m tests.bench.drafter FILE.npz … --cost C`.
 
-Greedy verification depends only on the text, the draft and what really followed, so a recorded stream gives exact
-counts without a model. The requests of a file come in order; the first token of each answer is given; the drafter
-remembers the earlier requests of the same file (not with --no-memory). It is told one thing: a row more costs C steps.
+Greedy verification depends only on the text and the draft, so a recorded stream gives exact counts without a model. The
+requests of a file run in order, and the first token of each answer is given. The drafter remembers the earlier answers
+of the same file (not with --no-memory). It is told that each extra row costs C steps.
 
-Printed for each file, and with --tasks for each of its tasks: tokens a step, drafted tokens a step, the speed-up
-S(C) = tokens / sum over steps of (1 + C x drafted), and microseconds a step (`propose` and `observe`, wall clock).
-With --repeat N all is done N times and each step counts with its least time: steps are the same each time, so that is
-what they take on a machine that does nothing else. What is done before the first step of an answer and after the last
-(`begin`, `work`, `end`) is not in them; --json has it as microseconds for a thousand tokens of prompt and answer.
+The output for each file, and with --tasks for each of its tasks: tokens per step, draft tokens per step, the speed-up
+S(C) = tokens / sum over steps of (1 + C x drafted), and microseconds per step (`propose` and `observe`, wall clock).
+With --repeat N everything runs N times, and each step counts with its least time: the steps are the same in each run,
+so this is their time on an idle machine. The time before the first step of an answer and after its last one (`begin`,
+`work`, `end`) is not included; --json gives it in microseconds per thousand tokens of prompt and answer.
 
-With --gap G each step that has to wait for the one before it takes G steps more: what the host does between two of
-them. Then those that can be launched one step ahead are, by the drafter's own stake, as the engine does it; `ahead` is
-their share, and S without that is printed beside it.
+With --gap G each step that waits for the result of the previous one takes G steps more: the host's work between them.
+Steps are then launched ahead where the drafter's `missed_draft_cost` allows it, as the engine does. `ahead` is their
+share; S without launching ahead is printed beside it.
 
 File format: arrays `tokens` (all requests, prompt then answer), `offsets` (requests + 1), `prompt_len`, `task` (index
 into `task_names`), `session`.
@@ -31,8 +31,8 @@ from pathlib import Path
 import numpy as np
 
 from edgelm.core import SamplingParams, Sequence
-from edgelm.engine.drafter import NgramDrafter
-from edgelm.engine.memory import Memory
+from edgelm.speculation.ngram_drafter import NgramDrafter
+from edgelm.speculation.past_answers import PastAnswers
 
 MAX_DRAFT = 64  # rows whose cost the drafter is told
 WORK_S = 1.0
@@ -40,12 +40,12 @@ WORK_S = 1.0
 
 @dataclass
 class Tally:
-    """What the steps of some requests came to."""
+    """Totals over the steps of some requests."""
 
     tokens: int = 0
     steps: int = 0
     drafted: int = 0
-    ahead: int = 0  # steps that were launched before the one before them was read
+    ahead: int = 0  # steps that were launched before the previous one was read
     step_ns: list[int] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
@@ -56,7 +56,7 @@ class Tally:
         self.step_ns += other.step_ns
 
     def speedup(self, cost: float, gap: float) -> float:
-        """Return tokens over time, in steps."""
+        """Return tokens per time, in steps."""
         time = self.steps + cost * self.drafted + gap * (self.steps - self.ahead)
         return round(self.tokens * (1 + gap) / max(time, 1e-9), 4)
 
@@ -85,14 +85,14 @@ class Request:
 
 @dataclass
 class Replay:
-    """What a file came to: by task, and what lay outside of the steps."""
+    """The totals of a file: by task, and the time outside of the steps."""
 
     tasks: dict[str, Tally] = field(default_factory=dict)
     beside_ns: int = 0
     beside_tokens: int = 0
 
     def take_least(self, other: Replay) -> None:
-        """Keep the lesser of two times of each step."""
+        """Keep the lesser of two times of each step and of the time outside."""
         self.beside_ns = min(self.beside_ns, other.beside_ns)
         for task, tally in self.tasks.items():
             again = other.tasks[task]
@@ -101,10 +101,10 @@ class Replay:
 
     @property
     def whole(self) -> Tally:
-        """All tasks together."""
+        """The totals of all tasks."""
         tally = Tally()
-        for each in self.tasks.values():
-            tally.add(each)
+        for task in self.tasks.values():
+            tally.add(task)
         return tally
 
 
@@ -122,9 +122,9 @@ def read_requests(path: Path) -> list[Request]:
 
 
 def replay(requests: Iterable[Request], cost: float, *, memory: bool = True, gap: float | None = None) -> Replay:
-    """Run requests, in order, through one drafter that is new; with a gap, one step ahead where that pays."""
+    """Run requests in order through a new drafter; with a gap, launch steps ahead where that pays."""
     clock = time.perf_counter_ns
-    drafter = NgramDrafter(Memory() if memory else None)
+    drafter = NgramDrafter(PastAnswers() if memory else None)
     costs = [cost] * MAX_DRAFT
     result = Replay()
     for number, request in enumerate(requests):
@@ -156,7 +156,7 @@ def _decode(drafter: NgramDrafter, seq: Sequence, tokens: list[int], costs: list
         start = clock()
         tally.ahead += ahead
         draft = [] if ahead else drafter.propose(seq, costs)
-        ahead = gap is not None and not draft and drafter.stake(seq, costs) <= gap
+        ahead = gap is not None and not draft and drafter.missed_draft_cost(seq, costs) <= gap
         proposed = clock()
         known = len(seq.tokens)
         accepted = 0

@@ -26,18 +26,18 @@ from typing import Any
 import torch
 from gguf import GGMLQuantizationType as Quant
 
+from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
+from edgelm.checkpoints.gguf import open_gguf
 from edgelm.core import Chunk, SamplingParams, Sequence, Stats, Step
 from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
-from edgelm.engine.paged import PagedKV
+from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.executors.torch import TorchExecutor, TorchOptions
 from edgelm.kernels.cache import BLOCK_LEN
-from edgelm.kernels.target import target_of
+from edgelm.kernels.gpu_target import target_of
 from edgelm.models.config import read_config
-from edgelm.models.load import load
-from edgelm.weights.gguf import open_gguf
-from edgelm.weights.sources import GGUFSource
+from edgelm.models.loading.decoder import load
+from edgelm.models.loading.sources import GGUFSource
 from tests.bench.random_models import SHAPES, Shape, write_model
 
 CONTEXT = 16_384
@@ -294,7 +294,7 @@ def main() -> None:
     device = "cpu" if options.tiny else "cuda"
     gbps = None
     if device == "cuda":
-        from edgelm.kernels.benchmark.timing import read_gbps
+        from tests.kernels.benchmark.timing import read_gbps
 
         gbps = read_gbps(torch.device(device))
     target = target_of(torch.device(device, 0) if device == "cuda" else torch.device(device))

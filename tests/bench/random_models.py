@@ -1,18 +1,18 @@
 """GGUFs of random weights in the shapes of real models, for speed: weights cost the same whatever they are.
 
-Owns the shapes. Weights are made by edgelm/executors/random_gguf.py.
+Owns the shapes. Weights are made by edgelm/backends/llama/random_gguf.py.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
 from gguf import GGUFWriter, TokenType
 
-from edgelm.executors.random_gguf import random_matrix
+from edgelm.backends.llama.random_gguf import random_matrix
 
 
 class Shape(NamedTuple):
@@ -37,12 +37,19 @@ class Shape(NamedTuple):
 SHAPES = {
     "llama-8b": Shape(32, 4096, 14336, 32, 8, 128, 128_256),
     "llama-1b": Shape(16, 2048, 8192, 32, 8, 64, 128_256),
+    "smol-135m": Shape(30, 576, 1536, 9, 3, 64, 49_152, 8192),
+    "llama-4m": Shape(4, 256, 768, 4, 2, 64, 1024),
     "tiny": Shape(2, 256, 512, 4, 2, 64, 320, 1024),
 }
 
 
-def write_model(path: Path, shape: Shape, quant: Quant) -> None:
-    """Write a model whose matrices are all of one type, the output matrix of its own."""
+def write_model(
+    path: Path, shape: Shape, quant: Quant, tokenizer: dict[str, Any] | None = None, template: str = ""
+) -> None:
+    """Write a model whose matrices are all of one type, the output matrix of its own.
+
+    `tokenizer` are the keys `tokenizer.ggml.…` of another model; they are filled up to the shape's vocabulary.
+    """
     rng = np.random.default_rng(0)
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(shape.layers)
@@ -56,7 +63,12 @@ def write_model(path: Path, shape: Shape, quant: Quant) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(500_000.0)
-    _add_vocabulary(writer, shape.vocab)
+    if tokenizer:
+        _add_tokenizer(writer, tokenizer, shape.vocab)
+    else:
+        _add_vocabulary(writer, shape.vocab)
+    if template:
+        writer.add_chat_template(template)
 
     def matrix(name: str, rows: int, columns: int) -> None:
         writer.add_tensor(f"{name}.weight", random_matrix(rng, quant, rows, columns), raw_dtype=quant)
@@ -81,6 +93,18 @@ def write_model(path: Path, shape: Shape, quant: Quant) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], count: int) -> None:
+    tokens = [*tokenizer["tokens"], *(f"<{number}>" for number in range(len(tokenizer["tokens"]), count))]
+    writer.add_tokenizer_model(tokenizer["model"])
+    writer.add_tokenizer_pre(tokenizer["pre"])
+    writer.add_token_list(tokens)
+    writer.add_token_types([*tokenizer["token_type"], *[TokenType.NORMAL] * (count - len(tokenizer["tokens"]))])
+    writer.add_token_merges(tokenizer["merges"])
+    writer.add_bos_token_id(tokenizer["bos_token_id"])
+    writer.add_eos_token_id(tokenizer["eos_token_id"])
+    writer.add_add_bos_token(False)
 
 
 def _add_vocabulary(writer: GGUFWriter, count: int) -> None:

@@ -1,4 +1,4 @@
-"""An environment with places of its own for the tests that start programs."""
+"""An environment with its own folders, for tests that start programs."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.executors import machine
+from edgelm.machine import facts as machine
 from tests.server.conftest import CANARY
 
 
 @pytest.fixture(scope="session")
 def measured_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder in which the machine's facts are found already."""
+    """A cache folder with the measured facts of the machine."""
     folder = tmp_path_factory.mktemp("measured-cache")
-    machine.facts(folder, notify=print, command=[sys.executable, "-c", CANARY])
+    machine.facts(folder, notify=print, command=(sys.executable, "-c", CANARY))
     return folder
 
 
 @pytest.fixture
 def server_environment(measured_cache: Path, tmp_path: Path) -> dict[str, str]:
-    """An environment of one test, without a model hub."""
+    """The environment of one test, without a model hub."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("EDGELM_", "HF_"))}
     places = {f"EDGELM_{kind}_DIR": str(tmp_path / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME", "CACHE")}
     (tmp_path / "cache").mkdir()

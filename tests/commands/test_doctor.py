@@ -1,4 +1,4 @@
-"""`edgelm doctor` and `edgelm config`: what they say of a healthy machine, and of what is wrong with one."""
+"""`edgelm doctor` and `edgelm config`: their reports on a healthy machine, and on one with problems."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.backends.llama.placement import Device
 from edgelm.commands import doctor
 from edgelm.errors import EngineError
-from edgelm.executors.machine import MachineFacts
+from edgelm.machine.facts import MachineFacts
 
 
 @pytest.fixture
@@ -24,15 +25,15 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def report(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, doctor.Finding]]:
     code = doctor.show_health(as_json=True)
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    return code, {each["topic"]: doctor.Finding(**each) for each in findings}
+    rows = json.loads(capsys.readouterr().out)["findings"]
+    return code, {row["topic"]: doctor.Finding(**row) for row in rows}
 
 
 def test_a_healthy_machine_has_no_problem(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = report(capsys)
+    code, findings = report(capsys)
     assert code == 0
-    assert {each.state for each in found.values()} <= {"ok", "note"}
-    assert set(found) >= {
+    assert {finding.state for finding in findings.values()} <= {"ok", "note"}
+    assert set(findings) >= {
         "edgelm",
         "packages",
         "settings",
@@ -43,9 +44,15 @@ def test_a_healthy_machine_has_no_problem(places: Path, capsys: pytest.CaptureFi
         "GPU",
         "model hub",
     }
-    assert "llama-cpp-python" in found["packages"].text
-    assert "physical cores" in found["processor"].text
-    assert found["model hub"].state == "note"
+    assert "llama-cpp-python" in findings["packages"].text
+    assert "physical cores" in findings["processor"].text
+    assert findings["model hub"].state == "note"
+
+
+def test_the_gpus_of_llama_cpp_are_named_or_how_to_get_one() -> None:
+    assert all(name in doctor.llama_gpus([]).text for name in ("none", "edgelm[cuda]", "Metal", "Vulkan"))
+    card = Device("Vulkan0", "AMD Radeon", 8 * 2**30, 6 * 2**30)
+    assert doctor.llama_gpus([card]).text.startswith("Vulkan0 is AMD Radeon, 6.0 of 8.0 GiB free; --device gpu")
 
 
 def test_each_problem_says_what_to_do(
@@ -61,20 +68,20 @@ def test_each_problem_says_what_to_do(
         raise EngineError("llama.cpp crashes here", "reinstall it")
 
     monkeypatch.setattr(doctor.machine, "facts", fail)
-    code, found = report(capsys)
+    code, findings = report(capsys)
     assert code == 1
-    problems = {topic: each for topic, each in found.items() if each.state == "problem"}
+    problems = {topic: finding for topic, finding in findings.items() if finding.state == "problem"}
     assert set(problems) == {"settings", "data folder", "memory", "llama.cpp"}
-    assert all(each.hint for each in problems.values())
+    assert all(finding.hint for finding in problems.values())
 
 
 def test_unsafe_kernels_are_a_problem_with_a_remedy(
     places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor.machine, "facts", lambda *_, **__: MachineFacts(canary="no_repack", reason="crashes"))
-    _, found = report(capsys)
-    assert found["canary"].state == "problem"
-    assert "reinstall" in found["canary"].hint
+    _, findings = report(capsys)
+    assert findings["canary"].state == "problem"
+    assert "reinstall" in findings["canary"].hint
 
 
 def test_the_report_for_people_has_one_line_each(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,3 +105,31 @@ def test_settings_are_shown_with_their_source_and_secrets_are_not(
     assert rows["top_k"] == {"value": 7, "source": "EDGELM_TOP_K"}
     assert rows["api_key"] == {"value": "hidden", "source": "EDGELM_API_KEY"}
     assert rows["ctx"]["source"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "checkout", "command"),
+    [
+        ("/home/a/.local/share/pipx/venvs/edgelm", None, "pipx upgrade edgelm"),
+        ("/home/a/.local/share/uv/tools/edgelm", None, "uv tool upgrade edgelm"),
+        ("/opt/homebrew/Cellar/edgelm/0.4/libexec", None, "brew upgrade edgelm"),
+        ("/nix/store/abc-edgelm", None, "Nix"),
+        ("/home/a/venv", None, "/home/a/venv/bin/python -m pip install --upgrade edgelm"),
+        ("/home/a/venv", "/home/a/edgelm", "git pull in /home/a/edgelm"),
+    ],
+)
+def test_how_to_upgrade_is_judged_by_the_installation(prefix: str, checkout: str | None, command: str) -> None:
+    assert command in doctor.upgrade_command(Path(prefix), checkout)
+
+
+@pytest.mark.parametrize(
+    ("release", "folder", "state"),
+    [
+        ("6.6.87.2-microsoft-standard-WSL2", "/mnt/c/Users/a/models", "problem"),
+        ("6.6.87.2-microsoft-standard-WSL2", "/mnt/models", "ok"),
+        ("6.6.87.2-microsoft-standard-WSL2", "/home/a/models", "ok"),
+        ("6.1.0-amd64", "/mnt/c/models", None),
+    ],
+)
+def test_models_on_a_drive_of_windows(release: str, folder: str, state: str | None) -> None:
+    assert [finding.state for finding in doctor.wsl_findings(release, [Path(folder)])] == ([state] if state else [])

@@ -1,4 +1,4 @@
-"""`edgelm eval` as a person meets it: figures, comparisons, going on after an interruption, one line for each error."""
+"""`edgelm eval` as a user sees it: figures, comparisons, an interrupted run that continues, one line for each error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,17 +17,18 @@ from typing import Any
 
 import pytest
 
+from edgelm.backends.torch import evaluation as load_torch
 from edgelm.commands import eval as eval_module
-from edgelm.commands.eval import KV_NAMES, eval_model
+from edgelm.commands.eval import MAX_AGE_S, StateFile, eval_model
+from edgelm.commands.job import REPLIES
+from edgelm.config import Settings
 from edgelm.errors import EdgeLMError
-from edgelm.evaluation import job as job_module
-from edgelm.evaluation import load_torch
-from edgelm.evaluation.job import evaluate_file
-from edgelm.executors import machine
-from edgelm.executors.llama_memory import KV_MODES
+from edgelm.jobs import evaluate as job_module
+from edgelm.jobs.evaluate import evaluate_file
 from edgelm.text.tokenizer import LlamaTokenizer
+from edgelm.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
+from edgelm.workers.wire import decode, encode
 from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, error_of, gone
-from tests.server.conftest import CANARY
 from tests.tiny import write_tiny
 
 TEXT = "Once upon a time there was a little girl. She said hello to the big dog and her friend.\n"
@@ -39,22 +39,9 @@ FIELDS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder in which the machine's facts are found already."""
-    folder = tmp_path_factory.mktemp("cache")
-    machine.facts(folder, notify=print, command=[sys.executable, "-c", CANARY])
-    return folder
-
-
 @pytest.fixture
-def edgelm(cache: Path, tmp_path: Path) -> Edgelm:
-    """The command with places of its own and no state."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("EDGELM_", "HF_"))}
-    places = {f"EDGELM_{kind}_DIR": str(tmp_path / kind.lower()) for kind in ("CONFIG", "DATA", "CACHE")}
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "machine").symlink_to(cache / "machine")
-    return Edgelm(clean | places)
+def edgelm(server_environment: dict[str, str]) -> Edgelm:
+    return Edgelm(server_environment)
 
 
 @pytest.fixture(scope="module")
@@ -89,19 +76,30 @@ def evaluate(edgelm: Edgelm, *arguments: str | Path) -> dict[str, Any]:
     return result
 
 
-def job_result(
-    model: Path, text: Path, events: list[dict[str, Any]] | None = None, **options: object
-) -> dict[str, Any]:
-    """Do the child's job in this process."""
-    job = {"job": "eval", "model": str(model), "text": str(text), "kv": "f16", "against": None, "window": None}
-    job |= {"stride": None, "limit": None, "state": None, "settings": {"threads": 1}, "repack": True} | options
-    events = [] if events is None else events
-    evaluate_file(job, lambda **event: events.append(event))
-    result: dict[str, Any] = events[-1]["result"]
-    return result
+class FakeChild:
+    """Keeps the replies of a job as its parent would receive them."""
+
+    def __init__(self) -> None:
+        self.replies: list[Any] = []
+
+    def send(self, reply: object) -> None:
+        self.replies.append(decode(encode(reply), REPLIES))
+
+    def states(self) -> list[dict[str, Any]]:
+        return [reply.state for reply in self.replies if isinstance(reply, EvalState)]
 
 
-def test_json_is_one_document_as_the_design_has_it(edgelm: Edgelm, models: Path, text: Path) -> None:
+def job_result(model: Path, text: Path, child: FakeChild | None = None, **options: Any) -> dict[str, Any]:
+    """Do the worker's job in this process; the job and its replies pass through the protocol."""
+    job = EvalJob(**{"model": model, "text": text, "kv": "f16", "settings": Settings(threads=1)} | options)
+    child = child or FakeChild()
+    evaluate_file(decode(encode(job), [EvalJob]), child)
+    result = child.replies[-1]
+    assert isinstance(result, Result)
+    return result.document
+
+
+def test_json_is_one_document_with_all_fields(edgelm: Edgelm, models: Path, text: Path) -> None:
     result = evaluate(edgelm, models / "f32.gguf", text)
     assert set(result) == FIELDS
     assert result["kv"] == "f16"
@@ -112,7 +110,7 @@ def test_json_is_one_document_as_the_design_has_it(edgelm: Edgelm, models: Path,
     assert result["tokens"] == 255 * result["windows"] > 0
     assert result["perplexity"] == pytest.approx(math.exp(result["nats_per_token"]))
     assert 0 < result["stderr"] < result["perplexity"]
-    assert not list((Path(edgelm.environment["EDGELM_CACHE_DIR"]) / "eval").glob("*"))  # nothing to go on with
+    assert not list((Path(edgelm.environment["EDGELM_CACHE_DIR"]) / "eval").glob("*"))  # no state is left
 
 
 def test_a_stride_scores_every_token(models: Path, text: Path) -> None:
@@ -125,21 +123,20 @@ def test_a_stride_scores_every_token(models: Path, text: Path) -> None:
     assert first["perplexity"] != second["perplexity"]
 
 
-def test_a_job_goes_on_from_any_of_its_states(models: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_continues_from_any_of_its_states(models: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_module, "STATE_EVERY_S", 0)
-    events: list[dict[str, Any]] = []
-    against = {"model": str(models / "q8_0.gguf"), "kv": "f16"}
-    through = job_result(models / "f32.gguf", text, events, against=against, window=128)
-    states = [json.loads(json.dumps(event["state"])) for event in events if event["event"] == "state"]
-    assert [state["windows"] for state in states] == list(range(1, through["windows"] + 1))
+    child, against = FakeChild(), EvalSide(models / "q8_0.gguf", "f16")
+    whole = job_result(models / "f32.gguf", text, child, against=against, window=128)
+    states = child.states()
+    assert [state["windows"] for state in states] == list(range(1, whole["windows"] + 1))
     for state in (states[0], states[len(states) // 2], states[-1]):
-        assert job_result(models / "f32.gguf", text, against=against, window=128, state=state) == through
+        assert job_result(models / "f32.gguf", text, against=against, window=128, state=state) == whole
 
 
 @pytest.mark.parametrize("kv", ["k8v16", "int8", "k8v4"])
 def test_another_cache_is_compared(models: Path, text: Path, kv: str) -> None:
     model = models / "f32.gguf"
-    result = job_result(model, text, kv=kv, against={"model": str(model), "kv": "f16"}, window=128)
+    result = job_result(model, text, kv=kv, against=EvalSide(model, "f16"), window=128)
     assert result["kv"] == kv
     assert result["against"]["kv"] == "f16"
     assert result["against"]["file"] == "f32.gguf"
@@ -162,7 +159,7 @@ def test_weights_are_compared_and_the_cache_stays_or_both_change(edgelm: Edgelm,
     assert both["perplexity"] == weights["perplexity"]  # of the model alone
 
 
-def test_a_person_sees_a_table(edgelm: Edgelm, models: Path, text: Path) -> None:
+def test_the_output_is_a_table(edgelm: Edgelm, models: Path, text: Path) -> None:
     done = edgelm("eval", models / "q8_0.gguf", text, "--against", models / "f32.gguf", "--limit", "1")
     assert done.returncode == 0
     assert done.stderr == b""
@@ -173,28 +170,24 @@ def test_a_person_sees_a_table(edgelm: Edgelm, models: Path, text: Path) -> None
         assert word in shown
 
 
-def test_every_kv_mode_can_be_named() -> None:
-    assert set(KV_NAMES) >= set(KV_MODES)
-
-
 def test_a_cache_that_only_another_engine_has_is_refused_with_the_reason(models: Path, text: Path) -> None:
     expected = "is not among the KV caches of llama.cpp (f16, k8v16, int8, k8v4)"
     model = models / "f32.gguf"
     assert f"k6v4 {expected}" in job_error(model, text, kv="k6v4")
-    assert f"fp8 {expected}" in job_error(model, text, against={"model": str(model), "kv": "fp8"})
+    assert f"fp8 {expected}" in job_error(model, text, against=EvalSide(model, "fp8"))
 
 
 # -- interruptions -------------------------------------------------------------------------------------------------
 
 
 def windows_of(edgelm: Edgelm) -> int:
-    """Return after how many windows an interrupted evaluation would go on."""
-    found = list((Path(edgelm.environment["EDGELM_CACHE_DIR"]) / "eval").glob("*.json"))
-    return json.loads(found[0].read_bytes())["state"]["windows"] if found else 0
+    """Return the number of windows that an interrupted evaluation has done."""
+    files = list((Path(edgelm.environment["EDGELM_CACHE_DIR"]) / "eval").glob("*.json"))
+    return json.loads(files[0].read_bytes())["state"]["windows"] if files else 0
 
 
 def interrupt(edgelm: Edgelm, how: str, *arguments: str | Path) -> tuple[int, bytes]:
-    """Start an evaluation, interrupt it when it has come further, and return its exit code and its errors."""
+    """Start an evaluation, interrupt it when it has done more windows; return its exit code and standard error."""
     before = windows_of(edgelm)
     with edgelm.start("eval", *arguments) as process:
         deadline = time.monotonic() + TIMEOUT_S
@@ -213,15 +206,15 @@ def interrupt(edgelm: Edgelm, how: str, *arguments: str | Path) -> tuple[int, by
         return process.returncode, errors
 
 
-def test_what_was_interrupted_goes_on_with_the_same_figures(edgelm: Edgelm, models: Path, long_text: Path) -> None:
+def test_an_interrupted_run_continues_with_the_same_figures(edgelm: Edgelm, models: Path, long_text: Path) -> None:
     arguments = (models / "slow.gguf", long_text, "--window", "64", "--kv", "int8", "--against", "f16")
-    stopped = rb"note: stopped after window [\d,]+ of about [\d,]+; the same command goes on there\n"
+    stopped = rb"note: stopped after window [\d,]+ of about [\d,]+; the same command continues from there\n"
     code, errors = interrupt(edgelm, "ctrl-c", *arguments)
     assert code == 130
     assert re.fullmatch(stopped, errors)
-    going_on = b"note: going on after window %s; --restart begins anew\n"
+    continuing = b"note: continuing after window %s; --restart starts over\n"
     for how, last in {"engine killed": rb"error: [^\n]*SIGKILL[^\n]*\n", "command killed": b""}.items():
-        begin = going_on % f"{windows_of(edgelm):,}".encode()
+        begin = continuing % f"{windows_of(edgelm):,}".encode()
         code, errors = interrupt(edgelm, how, *arguments)
         assert code == (1 if how == "engine killed" else -signal.SIGKILL)
         assert re.fullmatch(re.escape(begin) + last, errors)
@@ -229,104 +222,106 @@ def test_what_was_interrupted_goes_on_with_the_same_figures(edgelm: Edgelm, mode
     limit = ("--limit", str(windows + 3), "--json")
     resumed = edgelm("eval", *arguments, *limit)
     assert resumed.returncode == 0
-    assert resumed.stderr == going_on % f"{windows:,}".encode()
+    assert resumed.stderr == continuing % f"{windows:,}".encode()
     assert windows_of(edgelm) == 0
-    through = edgelm("eval", *arguments, *limit)
-    assert through.stderr == b""
-    assert json.loads(resumed.stdout) == json.loads(through.stdout)
+    whole = edgelm("eval", *arguments, *limit)
+    assert whole.stderr == b""
+    assert json.loads(resumed.stdout) == json.loads(whole.stdout)
 
 
-def test_what_another_engine_began_is_not_gone_on_with(models: Path, text: Path) -> None:
-    """The same command may choose another one later: a GPU is busy, or gone."""
-    plain: list[dict[str, Any]] = []
-    whole = job_result(models / "slow.gguf", text, plain, window=64)
-    state = next(event["state"] for event in plain if event["event"] == "state")
+def test_the_state_of_another_engine_is_not_continued(models: Path, text: Path) -> None:
+    """The same command may choose another engine later: a GPU is busy, or gone."""
+    first = FakeChild()
+    whole = job_result(models / "slow.gguf", text, first, window=64)
+    state = first.states()[0]
     assert state["maker"] == "llama on cpu"
     for maker, expected in {"llama on cpu": 0, "torch on GPU X": 1}.items():
-        events: list[dict[str, Any]] = []
-        assert job_result(models / "slow.gguf", text, events, window=64, state=state | {"maker": maker}) == whole
-        assert [event["event"] for event in events].count("restarted") == expected
+        child = FakeChild()
+        assert job_result(models / "slow.gguf", text, child, window=64, state=state | {"maker": maker}) == whole
+        assert sum(isinstance(reply, EvalRestarted) for reply in child.replies) == expected
 
 
-class Child:
-    """Stands for the engine child: reports a state, then is interrupted or has a result."""
+class Command:
+    """The command with a fake worker, which reports a state and then is interrupted or has a result."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.ends = True
-        self.job: dict[str, Any] = {}
+        self.job: EvalJob | None = None
         monkeypatch.setattr(eval_module, "run_job", self.run_job)
         monkeypatch.setattr(eval_module, "_print", lambda *_: None)
         monkeypatch.setenv("EDGELM_CACHE_DIR", str(folder))
         monkeypatch.setenv("EDGELM_CONFIG_DIR", str(folder))
 
     @contextmanager
-    def run_job(self, job: dict[str, Any], *_: object) -> Iterator[Iterator[dict[str, Any]]]:
+    def run_job(self, job: EvalJob, *_: object) -> Iterator[Iterator[Any]]:
         self.job = job
-        yield self.events()
+        yield self.replies()
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        yield {"event": "state", "state": {"windows": 7}, "total": 20}
+    def replies(self) -> Iterator[Any]:
+        yield EvalState({"windows": 7}, 20)
         if not self.ends:
             raise KeyboardInterrupt
-        yield {"event": "result", "result": {}}
+        yield Result({})
 
     def __call__(self, model: Path, text: Path, *against: str | Path, **options: Any) -> int:
-        """Run the command up to the child; return after how many windows the child is to begin."""
+        """Run the command; return the number of windows that its job skips."""
         flags = {"kv": options.pop("kv", None)}
         options = {"window": None, "stride": None, "limit": None, "restart": False} | options
         words = list(map(str, against))
         eval_model(str(model), str(text), flags, words, as_json=True, verbose=False, **options)
-        return self.job["state"]["windows"] if self.job["state"] else 0
+        assert self.job
+        return self.job.state["windows"] if self.job.state else 0
 
 
-def test_only_the_same_evaluation_goes_on(
+def test_only_the_same_evaluation_continues(
     monkeypatch: pytest.MonkeyPatch, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    child = Child(monkeypatch, tmp_path)
+    command = Command(monkeypatch, tmp_path)
     text, model, other = tmp_path / "a.txt", tmp_path / "m.gguf", models / "q8_0.gguf"
     text.write_text(TEXT)
     model.write_bytes((models / "f32.gguf").read_bytes())
-    child.ends = False
+    command.ends = False
     with pytest.raises(KeyboardInterrupt):
-        child(model, text)
+        command(model, text)
     assert "stopped after window 7 of about 20" in capsys.readouterr().err
-    child.ends = True
+    command.ends = True
     for changed in ({"window": 64}, {"stride": 64}, {"kv": "int8"}, {"limit": 6}):
-        assert child(model, text, **changed) == 0
-        child.ends = False
-        with pytest.raises(KeyboardInterrupt):  # `limit` forgot it
-            child(model, text)
-        child.ends = True
+        assert command(model, text, **changed) == 0
+        command.ends = False
+        with pytest.raises(KeyboardInterrupt):  # `limit` deleted it
+            command(model, text)
+        command.ends = True
     for against in ([other], ["int8"], [other, "int8"]):
-        assert child(model, text, *against) == 0
+        assert command(model, text, *against) == 0
     for touched in (text, model):
         whole = touched.read_bytes()
         touched.write_bytes(whole + b" ")
-        assert child(model, text) == 0
+        assert command(model, text) == 0
         touched.write_bytes(whole)
         os.utime(model, ns=(0, 0))
-        child.ends = False
+        command.ends = False
         with pytest.raises(KeyboardInterrupt):
-            child(model, text)
-        child.ends = True
-    assert child(model, text, restart=True) == 0
-    child.ends = False
+            command(model, text)
+        command.ends = True
+    assert command(model, text, restart=True) == 0
+    command.ends = False
     with pytest.raises(KeyboardInterrupt):
-        child(model, text)
+        command(model, text)
     for package in ("llama-cpp-python", "torch", "triton"):
         with monkeypatch.context() as another:
             another.setattr(eval_module, "version", lambda name, package=package: f"{name == package}")
             with pytest.raises(KeyboardInterrupt):
-                child(model, text)
-            assert child.job["state"] is None
+                command(model, text)
+            assert command.job
+            assert command.job.state is None
     with pytest.raises(KeyboardInterrupt):
-        child(model, text)
-    child.ends = True
-    assert child(model, text, limit=7) == 7
-    assert child(model, text) == 0  # it had ended
+        command(model, text)
+    command.ends = True
+    assert command(model, text, limit=7) == 7
+    assert command(model, text) == 0  # the last one has ended
 
 
-def test_a_terminal_shows_how_far_it_is(edgelm: Edgelm, models: Path, long_text: Path) -> None:
+def test_a_terminal_shows_the_progress(edgelm: Edgelm, models: Path, long_text: Path) -> None:
     parent, child = pty.openpty()
     with subprocess.Popen(
         [*edgelm.command, "eval", str(models / "slow.gguf"), str(long_text), "--window", "64"],
@@ -348,22 +343,22 @@ def test_a_terminal_shows_how_far_it_is(edgelm: Edgelm, models: Path, long_text:
 
 
 def job_error(model: Path, text: Path, **options: object) -> str:
-    """Return with what line the child's job fails."""
+    """Return the error line of a job."""
     with pytest.raises(EdgeLMError) as failure:
         job_result(model, text, **options)
     return str(failure.value)
 
 
-def test_texts_that_are_none(edgelm: Edgelm, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_texts(edgelm: Edgelm, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_bytes(name: str, data: bytes) -> Path:
         (tmp_path / name).write_bytes(data)
         return tmp_path / name
 
     model = models / "f32.gguf"
     os.mkfifo(tmp_path / "pipe")
-    child = Child(monkeypatch, tmp_path)
+    command = Command(monkeypatch, tmp_path)
     for file, expected in {
-        tmp_path / "missing.txt": "is not there",
+        tmp_path / "missing.txt": "missing.txt does not exist",
         tmp_path: "is not a regular file",
         tmp_path / "pipe": "is not a regular file",
         with_bytes("empty.txt", b""): "is empty",
@@ -372,7 +367,7 @@ def test_texts_that_are_none(edgelm: Edgelm, models: Path, tmp_path: Path, monke
         Path("x" * 5000): "cannot be read",
     }.items():
         with pytest.raises(EdgeLMError, match=expected):
-            child(model, file)
+            command(model, file)
     for file, expected in {
         with_bytes("zeros.bin", bytes(5000)): "is not a text",
         model: "f32.gguf is not",
@@ -384,20 +379,20 @@ def test_texts_that_are_none(edgelm: Edgelm, models: Path, tmp_path: Path, monke
     assert "latin.txt is not valid UTF-8 (byte 0xe9 at 3)" in error_of(edgelm("eval", model, latin))
 
 
-def test_comparisons_that_cannot_be(
+def test_impossible_comparisons(
     edgelm: Edgelm, models: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models / "f32.gguf"
-    child = Child(monkeypatch, tmp_path)
+    command = Command(monkeypatch, tmp_path)
     for against, expected in {
         ("f16",): "the model itself with the same KV cache",
         (model,): "the model itself with the same KV cache",
         ("int8", "k8v4"): "two references",
         (model, models / "q8_0.gguf"): "two references",
-        ("missing.gguf",): "is not there",
+        ("missing.gguf",): "missing.gguf does not exist",
     }.items():
         with pytest.raises(EdgeLMError, match=expected):
-            child(model, text, *against)
+            command(model, text, *against)
     assert "--window is 1,000; give 4 to 512" in job_error(model, text, window=1000)
     assert "--stride is 512; give 1 to 511" in job_error(model, text, stride=512)
     assert "--stride is 0; give 1 to 511" in job_error(model, text, stride=0)
@@ -405,21 +400,21 @@ def test_comparisons_that_cannot_be(
     assert "multiple of 32" in job_error(narrow, text, kv="int8")
     damaged = tmp_path / "cut.gguf"
     damaged.write_bytes(model.read_bytes()[:200_000])
-    assert "cut.gguf is cut short" in job_error(model, text, against={"model": str(damaged), "kv": "f16"})
+    assert "cut.gguf is cut short" in job_error(model, text, against=EvalSide(damaged, "f16"))
     message = error_of(edgelm("eval", model, text, "--against", models / "other.gguf"))
     assert "other.gguf has another vocabulary than f32.gguf" in message
 
 
-TORCH = {"settings": {"threads": 1, "engine": "torch", "device": "cpu"}}
+TORCH = {"settings": Settings(threads=1, engine="torch", device="cpu")}
 
 
 def test_the_torch_engine_refuses_the_same(models: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, other, small = (models / name for name in ("f32.gguf", "other.gguf", "q8_0.gguf"))
-    against = {"model": str(other), "kv": "f16"}
+    against = EvalSide(other, "f16")
     assert "other.gguf has another vocabulary than f32.gguf" in job_error(model, text, against=against, **TORCH)
     monkeypatch.setattr(load_torch, "load_decoder", lambda *_: pytest.fail("it was loaded"))
     monkeypatch.setattr(load_torch, "available_memory_bytes", lambda: 2**28)
-    message = job_error(model, text, against={"model": str(small), "kv": "int8"}, **TORCH)
+    message = job_error(model, text, against=EvalSide(small, "int8"), **TORCH)
     assert re.fullmatch(
         r"f32\.gguf and q8_0\.gguf need about [\d.]+ GiB with a window of 512, 0\.2 GiB are free; give a .*", message
     )
@@ -427,3 +422,37 @@ def test_the_torch_engine_refuses_the_same(models: Path, text: Path, monkeypatch
 
 def test_logits_that_are_not_numbers(text: Path, tmp_path: Path) -> None:
     assert "not numbers" in job_error(write_tiny(tmp_path / "nan.gguf", nan_logits=True), text)
+
+
+# -- the state on disk ----------------------------------------------------------------------------------------------
+
+
+def test_a_state_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
+    key = {"text": "a"}
+    saved = {"windows": 3, "bins": {"1": 2}, "mean": 0.1 + 0.2}
+    StateFile(tmp_path, key).save(saved)
+    assert StateFile(tmp_path, key).load() == saved
+    assert StateFile(tmp_path, {"text": "b"}).load() is None
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:-9], whole.replace(b'"windows": 3', b'"windows": 4'), b"[]", b'{"key": 1}', b"\xff"):
+        file.write_bytes(damaged)
+        assert StateFile(tmp_path, key).load() is None
+    file.write_bytes(whole)
+    StateFile(tmp_path, key).delete()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_old_state_is_deleted(tmp_path: Path) -> None:
+    StateFile(tmp_path, {"text": "a"}).save({"windows": 3})
+    (file,) = tmp_path.iterdir()
+    os.utime(file, (0, time.time() - MAX_AGE_S - 60))
+    StateFile(tmp_path, {"text": "b"})
+    assert not file.exists()
+
+
+def test_a_folder_that_cannot_be_written_fails_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    state = StateFile(tmp_path / "file" / "eval", {})
+    state.save({"windows": 1})
+    assert state.load() is None

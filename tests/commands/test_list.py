@@ -1,4 +1,4 @@
-"""`edgelm list`: a row for each model that is here, whatever state its file is in."""
+"""`edgelm list`: a row for each model, in whatever state its file is."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from edgelm.commands.list import age_text, list_models, parameters_text
-from edgelm.library.readers import DESCRIBE, read_each
-from edgelm.library.usage import note_use
+from edgelm.library.readers import Describe, read_each
+from edgelm.library.scan import note_use
+from tests.checkpoints.safetensors_bytes import folder_files
 from tests.library.hub_folders import FIRST, put, put_part
 from tests.tiny import write_tiny
-from tests.weights.safetensors_bytes import folder_files
 
 QWEN = "Qwen/Qwen3-4B-GGUF"
 LIMIT_S = 60
@@ -36,13 +36,13 @@ def rows(capsys: pytest.CaptureFixture[str], **flags: object) -> dict[str, dict[
     return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
 
 
-def test_json_is_as_the_design_has_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_documented_fields(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_tiny(home / "tiny.gguf", quant="q8_0", context=777).read_bytes()
     snapshot = put(home / "hub", QWEN, {"Qwen3-4B-Q4_K_M.gguf": data})
     note_use(home / "data", snapshot / "Qwen3-4B-Q4_K_M.gguf")
-    found = rows(capsys)
-    assert set(found) == {"starter", "qwen3:4b"}
-    row = found["qwen3:4b"]
+    by_name = rows(capsys)
+    assert set(by_name) == {"starter", "qwen3:4b"}
+    row = by_name["qwen3:4b"]
     assert (
         row.items()
         >= {
@@ -61,7 +61,7 @@ def test_json_is_as_the_design_has_it(home: Path, capsys: pytest.CaptureFixture[
     )
     assert row["parameters"] > 100_000
     assert row["last_used"].endswith("+00:00")
-    assert found["starter"]["last_used"] is None
+    assert by_name["starter"]["last_used"] is None
 
 
 def test_folders_of_safetensors_and_of_the_settings(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,37 +69,36 @@ def test_folders_of_safetensors_and_of_the_settings(home: Path, capsys: pytest.C
     mine = home / "mine"
     mine.mkdir()
     write_tiny(mine / "own-Q8_0.gguf")
-    found = rows(capsys, model_dirs=[str(mine)])
-    assert found["own/s"]["format"] == "safetensors"
-    assert found["own/s"]["architecture"] == "llama"
-    assert found["own/s"]["bytes"] == sum(map(len, folder_files().values()))
-    assert found["own-Q8_0"]["place"] == "folder"
+    by_name = rows(capsys, model_dirs=[str(mine)])
+    assert by_name["own/s"]["format"] == "safetensors"
+    assert by_name["own/s"]["architecture"] == "llama"
+    assert by_name["own/s"]["bytes"] == sum(map(len, folder_files().values()))
+    assert by_name["own-Q8_0"]["place"] == "folder"
     assert rows(capsys).keys() == {"starter", "own/s"}
 
 
-def test_what_cannot_be_read_has_a_row_with_the_reason(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_model_has_a_row_with_the_reason(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_tiny(home / "tiny.gguf").read_bytes()
     whole = {"good-Q4_0.gguf": data, "z-last-Q2_K.gguf": write_tiny(home / "2.gguf", seed=2).read_bytes()}
     snapshot = put(
         home / "hub", "own/m", whole | {"cut-Q5_0.gguf": data[:9000], "empty-F16.gguf": b"", "web-F32.gguf": b"<html>"}
     )
     (snapshot / "broken-BF16.gguf").symlink_to("gone")
-    found = rows(capsys)
-    assert {name for name, row in found.items() if row["error"]} == {"own/m:Q5_0", "own/m:F16", "own/m:F32"}
-    assert "cut short" in found["own/m:Q5_0"]["error"]
-    assert found["own/m:Q5_0"]["bytes"] == 9000
-    assert found["own/m:Q2_K"]["architecture"] == "llama"
+    by_name = rows(capsys)
+    assert {name for name, row in by_name.items() if row["error"]} == {"own/m:Q5_0", "own/m:F16", "own/m:F32"}
+    assert "cut short" in by_name["own/m:Q5_0"]["error"]
+    assert by_name["own/m:Q5_0"]["bytes"] == 9000
+    assert by_name["own/m:Q2_K"]["architecture"] == "llama"
     list_models({}, as_json=False)
     out = capsys.readouterr()
-    assert len(out.out.splitlines()) == 1 + len(found)
+    assert len(out.out.splitlines()) == 1 + len(by_name)
     assert "own/m:F32: web-F32.gguf is not a GGUF file: it is a web page" in out.err
 
 
 CUT_WHILE_READ = """
 import mmap, os
-from pathlib import Path
-from edgelm.library import describe
-true = describe.summarize
+from edgelm.jobs import reader
+true = reader.summarize
 def cut(path):
     if path.name == "cut.gguf":
         with path.open("rb") as file:
@@ -110,8 +109,8 @@ def cut(path):
         import time
         time.sleep(600)
     return true(path)
-describe.summarize = cut
-describe.main()
+reader.summarize = cut
+reader.main()
 """
 
 
@@ -119,13 +118,13 @@ describe.main()
 def test_a_file_that_kills_its_reader_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cutting.py").write_text(CUT_WHILE_READ)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    files = [str(write_tiny(tmp_path / f"{name}.gguf")) for name in ("first", "cut", "slow", "last")]
-    answers = list(read_each("cutting", files, limit_s=5))
+    files = [Describe(write_tiny(tmp_path / f"{name}.gguf")) for name in ("first", "cut", "slow", "last")]
+    answers = list(read_each(files, limit_s=5, module="cutting"))
     assert answers[0]["architecture"] == answers[3]["architecture"] == "llama"
-    assert answers[1] == {"error": "it cannot be read: it is cut, or was changed while it was read"}
+    assert answers[1] == {"error": "it cannot be read: it is cut short, or was changed while it was read"}
     assert answers[2] == {"error": "it cannot be read: nothing came within 5 s"}
-    assert list(read_each(DESCRIBE, [])) == []
-    assert "failed" in next(iter(read_each("no.such.module", ["x"])))["error"]
+    assert list(read_each([])) == []
+    assert "failed" in next(read_each([Describe(Path("x"))], module="no.such.module"))["error"]
 
 
 def test_the_table_for_people(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,11 +153,11 @@ def test_with_nothing_pulled_it_says_what_to_do(home: Path, capsys: pytest.Captu
     assert "edgelm pull" in out.err
 
 
-def test_a_folder_that_is_not_there_is_a_note(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_is_a_note(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     list_models({"model_dirs": [str(home / "absent")]}, as_json=True)
     out = capsys.readouterr()
     assert json.loads(out.out)
-    assert out.err == f"note: {home / 'absent'} of the setting model_dirs is not there\n"
+    assert out.err == f"note: {home / 'absent'} of the setting model_dirs does not exist\n"
 
 
 def test_as_a_command_with_the_setting_from_the_file_and_the_environment(home: Path) -> None:
@@ -193,9 +192,7 @@ def test_texts() -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_download_that_was_not_finished_is_named(
-    home: Path, capsys: pytest.CaptureFixture[str], as_json: bool
-) -> None:
+def test_an_unfinished_download_is_listed(home: Path, capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
     put(home / "hub", QWEN, {"Qwen3-4B-Q8_0.gguf": b"x"})
     put_part(home / "hub", QWEN, b"a" * 3000, "Qwen3-4B-Q4_K_M.gguf")
     for i in (1, 2):
@@ -203,11 +200,11 @@ def test_a_download_that_was_not_finished_is_named(
     put_part(home / "hub", "o/s", b"s" * 5)
     list_models({}, as_json=as_json)
     out, err = capsys.readouterr()
-    said = [line for line in err.splitlines() if line.startswith("not finished")]
-    assert said == [
-        "not finished: qwen3:4b, 3.00 kB came; `edgelm pull qwen3:4b` continues it, `edgelm rm qwen3:4b` frees it",
-        "not finished: o/b:Q8_0, 2.00 kB came; `edgelm pull o/b:Q8_0` continues it, `edgelm rm o/b:Q8_0` frees it",
-        "not finished: o/s, 5 B came; `edgelm pull o/s` continues it, `edgelm rm o/s` frees it",
+    lines = [line for line in err.splitlines() if line.startswith("not finished")]
+    assert lines == [
+        "not finished: qwen3:4b, 3.00 kB so far; `edgelm pull qwen3:4b` resumes it, `edgelm rm qwen3:4b` removes it",
+        "not finished: o/b:Q8_0, 2.00 kB so far; `edgelm pull o/b:Q8_0` resumes it, `edgelm rm o/b:Q8_0` removes it",
+        "not finished: o/s, 5 B so far; `edgelm pull o/s` resumes it, `edgelm rm o/s` removes it",
     ]
     if as_json:
-        assert {row["name"] for row in json.loads(out)} == {"starter", "qwen3:4b:Q8_0"}, "models alone"
+        assert {row["name"] for row in json.loads(out)} == {"starter", "qwen3:4b:Q8_0"}, "only models"

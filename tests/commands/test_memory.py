@@ -1,4 +1,4 @@
-"""`edgelm memory`: it shows what is kept, forgets it on request, and asks first."""
+"""`edgelm memory`: it shows the kept answers, and deletes them after a question."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from edgelm.cli import run_cli
-from edgelm.engine import answers
-from edgelm.engine.answers import AnswersFile
+from edgelm.speculation import past_answers as answers
+from edgelm.speculation.past_answers import AnswersFile
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def test_an_empty_memory_is_shown_and_cleared(
     assert call(monkeypatch, "show") == 0
     assert "no answers are remembered" in capsys.readouterr().out
     assert call(monkeypatch, "clear") == 0
-    assert capsys.readouterr().out == "0 answers are forgotten\n"
-    assert not folder.exists()  # looking leaves nothing behind
+    assert capsys.readouterr().out == "0 answers are deleted\n"
+    assert not folder.exists()  # `show` creates nothing
 
 
-def test_show_counts_what_is_kept_for_each_tokenizer(
+def test_show_counts_the_answers_of_each_tokenizer(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(folder)
@@ -51,7 +51,7 @@ def test_show_counts_what_is_kept_for_each_tokenizer(
     shown = json.loads(capsys.readouterr().out)
     assert shown["on"] is True
     assert shown["folder"] == str(folder)
-    rows = {each["tokenizer"]: each for each in shown["tokenizers"]}
+    rows = {row["tokenizer"]: row for row in shown["tokenizers"]}
     assert {name: (row["answers"], row["tokens"]) for name, row in rows.items()} == {"0123": (2, 4), "4567": (1, 10)}
     assert rows["4567"]["bytes"] == (folder / "4567.answers").stat().st_size
     assert rows["4567"]["since"].startswith("20")
@@ -77,7 +77,7 @@ def test_clear_asks_first(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert list(folder.iterdir()) == []
 
 
-def test_clear_can_be_told_not_to_ask(
+def test_clear_does_not_ask_with_yes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(folder)
@@ -87,7 +87,7 @@ def test_clear_can_be_told_not_to_ask(
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_that_is_none_is_one_clear_line(
+def test_an_invalid_folder_is_one_clear_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "x.answers").mkdir(parents=True)

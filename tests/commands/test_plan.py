@@ -1,4 +1,4 @@
-"""`edgelm plan` as a person and a script meet it: one document or a page, and one line for what goes wrong."""
+"""`edgelm plan` as a user and a script see it: a page or one document, and one line for each error."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from edgelm.cli import run_cli
 from edgelm.commands import plan as plan_module
-from edgelm.executors.gpus import Gpu
-from edgelm.executors.machine import MachineFacts
+from edgelm.machine.facts import MachineFacts
+from edgelm.machine.gpu import Gpu
 from tests.tiny import write_tiny
 
 GIB = 2**30
@@ -26,7 +26,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with 1 GiB of free memory, that has passed its check before."""
+    """A machine with 1 GiB of free memory that has passed its check."""
     monkeypatch.setenv("EDGELM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("EDGELM_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.setattr(plan_module.machine, "facts", lambda *_, **__: MachineFacts(canary="ok"))
@@ -48,8 +48,8 @@ class Edgelm:
     def document(self, *arguments: str | Path) -> dict[str, Any]:
         code, out, errors = self("plan", *arguments, "--json")
         assert (code, errors) == (0, "")
-        said: dict[str, Any] = json.loads(out)
-        return said
+        document: dict[str, Any] = json.loads(out)
+        return document
 
 
 @pytest.fixture
@@ -57,27 +57,27 @@ def edgelm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return Edgelm(capsys, monkeypatch)
 
 
-def test_json_is_one_document_as_the_design_has_it(edgelm: Edgelm, model: Path) -> None:
-    said = edgelm.document(model)
-    assert set(said) >= {"model", "weights_bytes", "kv_bytes_per_token", "workspace_bytes", "options", "chosen"}
-    assert list(said["kv_bytes_per_token"]) == KV_MODES
-    assert all(set(option) >= {"kv", "context", "total_bytes", "fits"} for option in said["options"])
-    assert {option["kv"] for option in said["options"]} == set(KV_MODES)
-    chosen = said["chosen"]
+def test_json_is_one_document_with_all_fields(edgelm: Edgelm, model: Path) -> None:
+    document = edgelm.document(model)
+    assert set(document) >= {"model", "weights_bytes", "kv_bytes_per_token", "workspace_bytes", "options", "chosen"}
+    assert list(document["kv_bytes_per_token"]) == KV_MODES
+    assert all(set(option) >= {"kv", "context", "total_bytes", "fits"} for option in document["options"])
+    assert {option["kv"] for option in document["options"]} == set(KV_MODES)
+    chosen = document["chosen"]
     parts = chosen["weights_bytes"] + chosen["kv_bytes"] + chosen["workspace_bytes"]
     assert (chosen["kv"], chosen["context"], chosen["total_bytes"]) == ("f16", 4096, parts)
-    assert {"kv": "f16", "context": 4096, "total_bytes": parts, "fits": True} in said["options"]
-    assert said["sizes"] == "llama.cpp"
-    assert said["machine"]["free_bytes"] == GIB
-    assert said["error"] is None
+    assert {"kv": "f16", "context": 4096, "total_bytes": parts, "fits": True} in document["options"]
+    assert document["sizes"] == "llama.cpp"
+    assert document["machine"]["free_bytes"] == GIB
+    assert document["error"] is None
 
 
-def test_flags_change_what_is_chosen_and_not_what_is_possible(edgelm: Edgelm, model: Path) -> None:
-    plain, asked = edgelm.document(model), edgelm.document(model, "--ctx", "1000", "--kv", "k8v4", "--threads", "3")
-    assert (asked["chosen"]["context"], asked["chosen"]["kv"], asked["chosen"]["threads"]) == (1000, "k8v4", 3)
-    assert asked["machine"]["read_bytes_per_second"] == 30e9
-    assert asked["kv_bytes_per_token"] == plain["kv_bytes_per_token"]
-    assert asked["weights_bytes"] == plain["weights_bytes"]
+def test_flags_change_the_choice_and_not_the_options(edgelm: Edgelm, model: Path) -> None:
+    plain, flagged = edgelm.document(model), edgelm.document(model, "--ctx", "1000", "--kv", "k8v4", "--threads", "3")
+    assert (flagged["chosen"]["context"], flagged["chosen"]["kv"], flagged["chosen"]["threads"]) == (1000, "k8v4", 3)
+    assert flagged["machine"]["read_bytes_per_second"] == 30e9
+    assert flagged["kv_bytes_per_token"] == plain["kv_bytes_per_token"]
+    assert flagged["weights_bytes"] == plain["weights_bytes"]
 
 
 def test_a_page_shows_the_sizes_a_bar_and_the_choice(
@@ -94,15 +94,15 @@ def test_a_page_shows_the_sizes_a_bar_and_the_choice(
     assert "NVIDIA H100: 79.00 GiB of 80.00 GiB free; not used" in out
 
 
-def test_what_does_not_fit_is_shown_and_is_an_error(
+def test_a_model_that_does_not_fit_is_shown_and_is_an_error(
     edgelm: Edgelm, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_module, "available_memory_bytes", lambda: GIB // 64)
     code, out, errors = edgelm("plan", model, "--json")
-    said = json.loads(out)
-    assert (code, said["chosen"]) == (1, None)
-    assert not any(option["fits"] for option in said["options"])
-    assert errors == f"error: {said['error']}\n"
+    document = json.loads(out)
+    assert (code, document["chosen"]) == (1, None)
+    assert not any(option["fits"] for option in document["options"])
+    assert errors == f"error: {document['error']}\n"
     assert "take a smaller model" in errors
     code, out, errors = edgelm("plan", model)
     assert code == 1
@@ -112,12 +112,9 @@ def test_what_does_not_fit_is_shown_and_is_an_error(
 
 @pytest.mark.parametrize(
     ("arguments", "expected", "message"),
-    [
-        (["--ctx", "5000"], 1, "more than the 4,096 tokens"),
-        (["--kv", "fast"], 2, "--kv: kv is 'fast'"),
-    ],
+    [(["--ctx", "5000"], 1, "more than the 4,096 tokens"), (["--kv", "fast"], 2, "--kv: kv is 'fast'")],
 )
-def test_what_the_model_cannot_have_is_one_line(
+def test_an_impossible_setting_is_one_line(
     edgelm: Edgelm, model: Path, arguments: list[str], expected: int, message: str
 ) -> None:
     code, out, errors = edgelm("plan", model, *arguments)
@@ -130,3 +127,41 @@ def test_a_damaged_file_is_one_line(edgelm: Edgelm, model: Path) -> None:
     code, out, errors = edgelm("plan", model)
     assert (code, out, errors.count("\n")) == (1, "", 1)
     assert errors.startswith("error: tiny.gguf is cut short")
+
+
+def test_a_draft_model_is_counted(edgelm: Edgelm, model: Path, tmp_path: Path) -> None:
+    small = write_tiny(tmp_path / "small.gguf", context=1024)
+    alone, both = edgelm.document(model), edgelm.document(model, "--draft", small)
+    assert (alone["draft"], alone["chosen"]["draft_bytes"]) == (None, 0)
+    assert both["draft"] == "tiny llama f32"
+    draft_bytes = both["chosen"]["draft_bytes"]
+    assert draft_bytes > small.stat().st_size
+    assert both["chosen"]["total_bytes"] == alone["chosen"]["total_bytes"] + draft_bytes
+    assert both["chosen"]["load_peak_bytes"] > alone["chosen"]["load_peak_bytes"]
+    assert both["weights_bytes"] == alone["weights_bytes"]
+    totals = [[option["total_bytes"] for option in document["options"]] for document in (alone, both)]
+    assert all(with_draft > without for without, with_draft in zip(*totals, strict=True))
+    assert edgelm.document(model, "--draft", small, "--ctx", "512")["chosen"]["draft_bytes"] < draft_bytes
+    code, out, _ = edgelm("plan", model, "--draft", small)
+    assert code == 0
+    assert "draft model " in out
+    assert "which drafts" in out
+    assert "draft model" not in edgelm("plan", model)[1]
+
+
+def test_a_draft_model_that_does_not_fit_is_an_error(
+    edgelm: Edgelm, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = write_tiny(tmp_path / "large.gguf", layers=24, width=512, ffn=2048)
+    monkeypatch.setattr(plan_module, "available_memory_bytes", lambda: 300 * 2**20)
+    assert edgelm("plan", model)[0] == 0
+    code, _, errors = edgelm("plan", model, "--draft", large)
+    assert code == 1
+    assert "with the draft model" in errors
+    assert "omit --draft" in errors
+
+
+def test_a_draft_model_that_is_not_here_is_one_line(edgelm: Edgelm, model: Path, tmp_path: Path) -> None:
+    code, out, errors = edgelm("plan", model, "--draft", tmp_path / "none.gguf")
+    assert (code, out, errors.count("\n")) == (1, "", 1)
+    assert "none.gguf does not exist" in errors

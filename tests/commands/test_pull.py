@@ -1,4 +1,4 @@
-"""`edgelm pull` as it is typed: what it prints where, its exit codes, and what it does without a network."""
+"""`edgelm pull` as a command: its output, its exit codes, and its behaviour without a network."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from edgelm.cli import run_cli
-from edgelm.commands.pull_display import TerminalDisplay
-from edgelm.library import events
+from edgelm.commands.pull import TerminalDisplay
+from edgelm.library.progress import Listed, ListedFile, Progress, Retrying
 from tests.library.hub_server import Fault, HubServer
 
 NAME = "o/m-GGUF"
@@ -66,7 +66,7 @@ def run(
     return run
 
 
-def test_the_path_is_the_answer_and_the_rest_is_told_beside_it(run: Run, tmp_path: Path) -> None:
+def test_the_path_goes_to_standard_output_and_the_rest_to_standard_error(run: Run, tmp_path: Path) -> None:
     code, out, err = run(NAME)
     assert code == 0
     assert Path(out.strip()).read_bytes() == STARTER.read_bytes()
@@ -75,39 +75,43 @@ def test_the_path_is_the_answer_and_the_rest_is_told_beside_it(run: Run, tmp_pat
     assert err.splitlines()[-1].startswith("pulled 2.76 MB in ")
     assert "\x1b" not in err
     code, _, err = run(f"hf.co/{NAME}:q4_k_m")
-    assert err.splitlines()[-1] == "all of it is here: 2.76 MB"
+    assert err.splitlines()[-1] == "already complete: 2.76 MB"
 
 
 def test_json_is_one_document(run: Run) -> None:
     code, out, _ = run(NAME, "--json", "--quant", "q8_0", "--revision", "v1")
-    found = json.loads(out)
+    document = json.loads(out)
     assert code == 0
-    assert (found["model"], found["bytes"], found["fetched_bytes"]) == (f"{NAME}:Q8_0@v1", 3_000_000, 3_000_000)
-    assert found["files"] == [{"path": "m-Q8_0.gguf", "bytes": 3_000_000}]
-    assert Path(found["path"]).stat().st_size == 3_000_000
+    assert (document["model"], document["bytes"], document["fetched_bytes"]) == (
+        f"{NAME}:Q8_0@v1",
+        3_000_000,
+        3_000_000,
+    )
+    assert document["files"] == [{"path": "m-Q8_0.gguf", "bytes": 3_000_000}]
+    assert Path(document["path"]).stat().st_size == 3_000_000
 
 
-def test_a_dry_run_fetches_the_header_alone(run: Run, server: HubServer, tmp_path: Path) -> None:
+def test_a_dry_run_fetches_only_the_header(run: Run, server: HubServer, tmp_path: Path) -> None:
     code, out, _ = run(NAME, "--dry-run")
     assert code == 0
     assert "m-Q4_K_M.gguf  2.76 MB" in out
-    assert "to fetch: 2.76 MB of 2.76 MB; " in out
+    assert "to download: 2.76 MB of 2.76 MB; " in out
     assert "memory: fits: " in out
     assert [(sent.start, sent.end) for sent in server.sent] == [(0, 2**20)]
     assert not (tmp_path / "hub").exists()
-    found = json.loads(run(NAME, "--dry-run", "--json")[1])
-    assert found["plan"]["fits"]
-    assert (found["missing_bytes"], found["licence"]) == (2_756_992, "apache-2.0")
+    document = json.loads(run(NAME, "--dry-run", "--json")[1])
+    assert document["plan"]["fits"]
+    assert (document["missing_bytes"], document["licence"]) == (2_756_992, "apache-2.0")
 
 
-def test_a_dry_run_of_what_is_no_gguf_still_lists_it(run: Run) -> None:
+def test_a_dry_run_lists_other_formats_too(run: Run) -> None:
     code, out, _ = run(NAME, "--dry-run", "--quant", "Q8_0")
     assert code == 0
     assert "memory: not known: m-Q8_0.gguf is not a GGUF file" in out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         ((f"{NAME}:Q5_K_M",), f"error: {NAME} has no Q5_K_M; it has Q4_K_M, Q8_0"),
         (
@@ -117,21 +121,21 @@ def test_a_dry_run_of_what_is_no_gguf_still_lists_it(run: Run) -> None:
         ((NAME, "--revision", "x"), f"error: {NAME} has no revision x; "),
         (("o/none",), "error: 127.0.0.1:"),
         (("starter",), "error: the starter comes with edgelm; "),
-        (("./x.gguf",), "error: ./x.gguf is a path of this machine; "),
-        ((NAME, "--offline"), f"error: {NAME} is not here, or not whole; pull it without --offline"),
+        (("./x.gguf",), "error: ./x.gguf is a path on this machine; "),
+        ((NAME, "--offline"), f"error: {NAME} is not on this machine, or not complete; pull it without --offline"),
         ((NAME, "--quant", " "), "error: --quant is empty; "),
-        ((NAME, "--revision", "../../x"), "error: ../../x is no revision; give a branch, a tag or a commit"),
+        ((NAME, "--revision", "../../x"), "error: ../../x is not a revision; give a branch, a tag or a commit"),
         ((), "error: no model is named, and there is no terminal to choose one; name it: "),
     ],
 )
-def test_what_cannot_be_is_one_line(run: Run, arguments: tuple[str, ...], said: str) -> None:
+def test_a_refusal_is_one_line(run: Run, arguments: tuple[str, ...], expected: str) -> None:
     code, out, err = run(*arguments)
     assert (code, out) == (1, "")
-    assert err.startswith(said)
+    assert err.startswith(expected)
     assert err.count("\n") == 1
 
 
-def test_without_a_name_a_picker_asks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_name_a_picker_opens(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from edgelm.tui import picker
 
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
@@ -142,31 +146,31 @@ def test_without_a_name_a_picker_asks(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert run() == (0, "", "")
 
 
-def test_what_goes_wrong_on_the_way_is_told(run: Run, server: HubServer) -> None:
+def test_faults_during_a_pull_are_printed(run: Run, server: HubServer) -> None:
     server.order("m-Q4_K_M.gguf", Fault("flip", 5))
     code, _, err = run(NAME)
     assert code == 0
-    assert "m-Q4_K_M.gguf: its hash is wrong; fetching it again" in err
+    assert "m-Q4_K_M.gguf: wrong checksum; downloading it again" in err
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "expected"),
     [
-        ({"ALL_PROXY": "socks4://127.0.0.1:1"}, "error: no connection can be made as the environment has it: "),
-        ({"ALL_PROXY": "nothing://x"}, "error: no connection can be made as the environment has it: "),
-        ({"SSL_CERT_FILE": "/nowhere/x.pem"}, "error: no connection can be made as the environment has it: "),
-        ({"HF_TOKEN": "hf_\xe9"}, "error: the token has characters that no token of the hub has; log in"),
+        ({"ALL_PROXY": "socks4://127.0.0.1:1"}, "error: the proxy or certificate settings are wrong: "),
+        ({"ALL_PROXY": "nothing://x"}, "error: the proxy or certificate settings are wrong: "),
+        ({"SSL_CERT_FILE": "/nowhere/x.pem"}, "error: the proxy or certificate settings are wrong: "),
+        ({"HF_TOKEN": "hf_\xe9"}, "error: the token has characters that a hub token cannot have; log in"),
     ],
 )
-def test_an_environment_that_cannot_be_used_is_one_line(
-    environment: dict[str, str], variables: dict[str, str], said: str
+def test_an_unusable_environment_is_one_line(
+    environment: dict[str, str], variables: dict[str, str], expected: str
 ) -> None:
     command = [sys.executable, "-m", "edgelm", "pull", NAME]
     done = subprocess.run(
         command, check=False, env={**environment, **variables}, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(said)
+    assert done.stderr.startswith(expected)
     assert done.stderr.count("\n") == 1
 
 
@@ -178,22 +182,22 @@ def test_a_proxy_that_cannot_be_reached_is_named_in_the_last_line(environment: d
     assert (done.returncode, done.stdout) == (1, "")
     last = done.stderr.splitlines()[-1]
     assert last.endswith(
-        " cannot be reached: Connection refused; check the network and the proxy; --offline takes what is here"
+        " cannot be reached: Connection refused; check the network and the proxy; --offline uses the files on this disk"
     )
     assert "Traceback" not in done.stderr
 
 
-def test_a_temporary_folder_that_takes_nothing_costs_the_plan_alone(
+def test_an_unusable_temporary_folder_costs_only_the_plan(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     code, out, _ = run(NAME, "--dry-run")
     assert code == 0
     assert "m-Q4_K_M.gguf  2.76 MB" in out
-    assert "memory: not known: the header cannot be put in " in out
+    assert "memory: not known: the header cannot be stored in " in out
 
 
-def test_the_dry_run_and_the_pull_agree_on_what_is_room_enough(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_and_pull_need_the_same_room(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=30_000_000))
     assert "30.0 MB free on the disk: not enough" in run(NAME, "--dry-run")[1]
     code, _, err = run(NAME)
@@ -202,7 +206,7 @@ def test_the_dry_run_and_the_pull_agree_on_what_is_room_enough(run: Run, monkeyp
 
 
 @pytest.mark.parametrize("lost", ["x-Q4_K_M-00002-of-00002.gguf", "model-00002-of-00002.safetensors"])
-def test_offline_says_what_is_not_whole(run: Run, server: HubServer, lost: str) -> None:
+def test_offline_refuses_an_incomplete_model(run: Run, server: HubServer, lost: str) -> None:
     server.add("o/split", {f"x-Q4_K_M-0000{part}-of-00002.gguf": b"x" * 2000 for part in (1, 2)})
     shards = {f"model-0000{part}-of-00002.safetensors": b"y" * 2000 for part in (1, 2)}
     server.add("o/shards", {"config.json": b"{}", **shards})
@@ -212,19 +216,19 @@ def test_offline_says_what_is_not_whole(run: Run, server: HubServer, lost: str) 
     ((path if path.is_dir() else path.parent) / lost).unlink()
     code, out, err = run(name, "--offline")
     assert (code, out) == (1, "")
-    assert err == f"error: {name} is not here, or not whole; pull it without --offline\n"
+    assert err == f"error: {name} is not on this machine, or not complete; pull it without --offline\n"
 
 
-def test_offline_takes_no_folder_of_the_current_one(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_ignores_the_current_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / NAME).mkdir(parents=True)
     for file in ("config.json", "model.safetensors"):
         (tmp_path / NAME / file).write_bytes(b"{}")
     monkeypatch.chdir(tmp_path)
-    assert run(NAME, "--offline")[2].startswith(f"error: {NAME} is not here")
+    assert run(NAME, "--offline")[2].startswith(f"error: {NAME} is not on this machine")
 
 
 def test_offline_opens_no_socket(environment: dict[str, str], tmp_path: Path, server: HubServer) -> None:
-    """Every use of a socket ends the process: with --offline there is none, and without it there is."""
+    """Any use of a socket ends the process: --offline uses none, a normal pull does."""
     command = [sys.executable, "-m", "edgelm", "pull", NAME]
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60)
     (tmp_path / "guard").mkdir()
@@ -242,7 +246,7 @@ def test_offline_opens_no_socket(environment: dict[str, str], tmp_path: Path, se
     assert len(server.requests) == before
 
 
-def test_ctrl_c_ends_it_at_once_and_says_what_is_kept(environment: dict[str, str], server: HubServer) -> None:
+def test_ctrl_c_ends_it_at_once_and_prints_the_kept_bytes(environment: dict[str, str], server: HubServer) -> None:
     server.rate = 1e6
     command = [sys.executable, "-m", "edgelm", "pull", NAME]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -251,7 +255,7 @@ def test_ctrl_c_ends_it_at_once_and_says_what_is_kept(environment: dict[str, str
     out, err = process.communicate(timeout=10)
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1].startswith("interrupted: ")
-    assert err.splitlines()[-1].endswith(" of 2.76 MB are here, run it again to continue")
+    assert err.splitlines()[-1].endswith(" of 2.76 MB are here, run it again to resume")
     server.rate = None
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60)
     assert server.sent[-1].start > 200_000
@@ -275,13 +279,13 @@ def test_a_terminal_shows_bytes_rate_time_left_and_files() -> None:
 
     stream = Terminal()
     with TerminalDisplay(stream) as display:  # type: ignore[arg-type]
-        files = (events.Wanted("a", 10**9, 0), events.Wanted("b", 3 * 10**9, 10**9))
-        display.show(events.Listed(NAME, "c" * 40, files))
-        display.show(events.Retrying("a", "Connection reset by peer", 2.0))
-        display.show(events.Progress(2 * 10**9, 4 * 10**9, 1, 2, 5e7, 40.0))
+        files = (ListedFile("a", 10**9, 0), ListedFile("b", 3 * 10**9, 10**9))
+        display.show(Listed(NAME, "c" * 40, files))
+        display.show(Retrying("a", "Connection reset by peer", 2.0))
+        display.show(Progress(2 * 10**9, 4 * 10**9, 1, 2, 5e7, 40.0))
     shown = " ".join(stream.text.replace("\n", " ").split())
     assert f"{NAME}: 2 files, 4.00 GB, 1.00 GB of it here" in shown
-    assert "a: Connection reset by peer; trying again in 2 s" in shown
-    assert display.kept() == "2.00 GB of 4.00 GB are here, run it again to continue"
+    assert "a: Connection reset by peer; retrying in 2 s" in shown
+    assert display.kept_text() == "2.00 GB of 4.00 GB are here, run it again to resume"
     for part in ("50 %", "2.00 GB of", "50.0 MB/s", "40 s left", "1 of 2 files"):
         assert part in shown

@@ -1,4 +1,4 @@
-"""`edgelm rm`: what goes, what stays for others, and what is refused; the hub's own client agrees with what is left."""
+"""`edgelm rm`: what it removes, keeps and refuses; the hub's own client accepts the remaining cache."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from huggingface_hub.utils import WeakFileLock
 
 from edgelm.commands.rm import remove_models
 from edgelm.errors import EdgeLMError
-from edgelm.library.local import scan
 from edgelm.library.removal import plan_removal, remove
-from edgelm.library.usage import note_use
+from edgelm.library.scan import note_use, scan
 from tests.counts import Count
 from tests.library.hub_folders import FIRST, SECOND, THIRD, put, share
 
@@ -44,7 +43,7 @@ def rm(*names: str) -> None:
 
 
 def blobs(hub: Path) -> set[bytes]:
-    """Return the bytes of all blobs that are there."""
+    """Return the bytes of all existing blobs."""
     return {path.read_bytes() for path in hub.glob("models--*/blobs/*") if path.exists()}
 
 
@@ -53,15 +52,15 @@ def names(hub: Path) -> set[str]:
 
 
 def check_sound(hub: Path) -> None:
-    """Let the hub's own client judge: no warnings, no link without its bytes."""
-    found = scan_cache_dir(hub)
-    assert found.warnings == []
-    for repo in found.repos:
+    """Check with the hub's own client: no warnings, no link without its bytes."""
+    info = scan_cache_dir(hub)
+    assert info.warnings == []
+    for repo in info.repos:
         for revision in repo.revisions:
             assert all(file.file_path.read_bytes() is not None for file in revision.files)
 
 
-def test_one_of_several_goes_and_the_others_stay(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_named_model_is_removed(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(hub, QWEN, {"Qwen3-4B-Q4_K_M.gguf": b"a" * 1000, "Qwen3-4B-Q8_0.gguf": b"b"} | README)
     note_use(hub.parent / "data", next(hub.glob("models--*/snapshots/*/*Q4_K_M*")))
     rm("qwen3:4b")
@@ -72,7 +71,7 @@ def test_one_of_several_goes_and_the_others_stay(hub: Path, capsys: pytest.Captu
     check_sound(hub)
 
 
-def test_the_last_one_takes_its_repository_along(hub: Path) -> None:
+def test_the_last_model_removes_its_repository(hub: Path) -> None:
     put(hub, QWEN, {"Qwen3-4B-Q4_K_M.gguf": b"a", "Qwen3-4B-Q8_0.gguf": b"b", "mmproj-F16.gguf": b"m"} | README)
     put(hub, "own/m", {"m-Q8_0.gguf": b"c"})
     rm("qwen3:4b", "hf.co/Qwen/Qwen3-4B-GGUF:q8_0")
@@ -81,13 +80,13 @@ def test_the_last_one_takes_its_repository_along(hub: Path) -> None:
     check_sound(hub)
 
 
-def test_parts_go_together(hub: Path) -> None:
+def test_shards_are_removed_together(hub: Path) -> None:
     put(hub, "own/m", {f"m-Q8_0-{i:05d}-of-00002.gguf": bytes([i]) for i in (1, 2)} | {"m-Q4_0.gguf": b"x"})
     rm("own/m:Q8_0")
     assert blobs(hub) == {b"x"}
 
 
-def test_a_revision_that_has_the_same_bytes_loses_them_too(hub: Path) -> None:
+def test_the_same_bytes_in_another_revision_are_removed(hub: Path) -> None:
     put(hub, "own/m", {"m-Q8_0.gguf": b"same", "m-Q4_0.gguf": b"old"} | README, revision=FIRST, ref="v1")
     put(hub, "own/m", {"m-Q8_0.gguf": b"same", "m-Q4_0.gguf": b"new"} | README, revision=SECOND)
     rm("own/m:Q8_0")
@@ -109,14 +108,14 @@ def test_a_revision_can_be_named(hub: Path, capsys: pytest.CaptureFixture[str]) 
     check_sound(hub)
 
 
-def test_the_same_bytes_under_another_name_stay(hub: Path) -> None:
+def test_the_same_bytes_under_another_name_are_kept(hub: Path) -> None:
     put(hub, "own/m", {"m-Q8_0.gguf": b"same", "other/copy-Q8_0.bin": b"same"})
     rm("own/m:Q8_0")
     assert blobs(hub) == {b"same"}
     check_sound(hub)
 
 
-def test_what_another_tool_uses_stays(hub: Path) -> None:
+def test_files_of_another_tool_are_kept(hub: Path) -> None:
     snapshot = put(hub, "own/m", {"m-Q8_0.gguf": b"a", "onnx/model.onnx": b"onnx"} | README)
     rm("own/m:Q8_0")
     assert (snapshot / "onnx/model.onnx").read_bytes() == b"onnx"
@@ -138,8 +137,8 @@ def test_a_cache_without_links(hub: Path) -> None:
     assert not (hub / "models--own--m").exists()
 
 
-def test_broken_links_hinder_nothing(hub: Path) -> None:
-    """The hub client's own scan leaves such a repository out."""
+def test_broken_links_do_not_block_it(hub: Path) -> None:
+    """The hub client's own scan skips such a repository."""
     snapshot = put(hub, "own/m", {"m-Q8_0.gguf": b"a", "m-Q4_0.gguf": b"b"})
     (snapshot / "gone-Q2_K.gguf").symlink_to("../../blobs/gone")
     (hub / "models--own--m" / "refs" / "other").write_text(THIRD)
@@ -167,14 +166,14 @@ def test_bytes_that_repositories_share_are_freed_by_the_last(hub: Path, capsys: 
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-def refusal(*given: str) -> str:
+def refusal(*names: str) -> str:
     with pytest.raises(EdgeLMError) as caught:
-        remove_models(given, {}, yes=True, as_json=False)
+        remove_models(names, {}, yes=True, as_json=False)
     assert str(caught.value).isprintable()
     return str(caught.value)
 
 
-def test_what_is_the_users_own_is_never_removed(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_files_are_never_removed(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(hub, "own/m", {"m-Q8_0.gguf": b"a"})
     mine = tmp_path / "mine" / "m.gguf"
     mine.parent.mkdir()
@@ -190,7 +189,7 @@ def test_what_is_the_users_own_is_never_removed(hub: Path, tmp_path: Path, monke
     assert names(hub) == {"own/m:Q8_0"}, "nothing is removed where one of the names is wrong"
 
 
-def test_a_link_to_a_file_outside_of_the_cache_goes_and_the_file_stays(hub: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_the_cache_is_removed_and_the_file_kept(hub: Path, tmp_path: Path) -> None:
     snapshot = put(hub, "own/m", {"m-Q4_0.gguf": b"a"})
     mine = tmp_path / "mine.gguf"
     mine.write_bytes(b"mine")
@@ -206,10 +205,10 @@ def test_a_path_in_the_cache_names_the_model_there(hub: Path) -> None:
     assert names(hub) == {"own/m:Q4_0"}
 
 
-def test_without_a_terminal_it_wants_yes(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_it_needs_yes(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(hub, "own/m", {"m-Q8_0.gguf": b"a"})
     assert remove_models(["own/m:Q8_0"], {}, yes=False, as_json=False) == 2
-    assert capsys.readouterr().err == "error: rm asks before it removes, and there is nobody to ask; add --yes\n"
+    assert capsys.readouterr().err == "error: rm asks for confirmation, which needs a terminal; add --yes\n"
     assert names(hub) == {"own/m:Q8_0"}
 
 
@@ -239,13 +238,13 @@ def test_json(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_a_file_that_is_being_fetched_is_left_alone(hub: Path) -> None:
+def test_a_file_in_download_is_kept(hub: Path) -> None:
     snapshot = put(hub, "own/m", {"m-Q8_0.gguf": b"a"})
     blob = (snapshot / "m-Q8_0.gguf").readlink().name
     locks = hub / ".locks" / "models--own--m"
     locks.mkdir(parents=True)
     with WeakFileLock(locks / f"{blob}.lock"):
-        assert "being fetched" in refusal("own/m:Q8_0")
+        assert "being downloaded" in refusal("own/m:Q8_0")
     assert names(hub) == {"own/m:Q8_0"}
 
 
@@ -274,17 +273,17 @@ def fake_front(runtime: Path, loaded: Path) -> Iterator[None]:
         server.server_close()
 
 
-def test_a_model_that_a_server_has_loaded_is_kept(hub: Path) -> None:
+def test_a_loaded_model_is_kept(hub: Path) -> None:
     snapshot = put(hub, "own/m", {"m-Q8_0.gguf": b"a", "m-Q4_0.gguf": b"b"})
     with fake_front(hub.parent / "runtime", snapshot / "m-Q8_0.gguf"):
         assert f"loaded by the edgelm server (pid {os.getpid()})" in refusal("own/m:Q8_0")
         rm("own/m:Q4_0")
-    rm("own/m:Q8_0")  # its record is left over, and nobody answers
+    rm("own/m:Q8_0")  # a stale record: no server answers
     assert names(hub) == set()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may remove everything")
-def test_what_may_not_be_removed_is_one_line(hub: Path) -> None:
+def test_a_missing_permission_is_one_line(hub: Path) -> None:
     snapshot = put(hub, "own/m", {"m-Q8_0.gguf": b"a", "m-Q4_0.gguf": b"b"})
     snapshot.chmod(0o500)
     try:
@@ -320,7 +319,7 @@ def disk(hub: Path) -> int:
     )
 
 
-def test_in_any_cache_nothing_else_loses_its_bytes_and_nothing_unused_stays(tmp_path: Path) -> None:
+def test_random_caches_lose_only_unused_bytes(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)

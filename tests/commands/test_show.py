@@ -1,4 +1,4 @@
-"""`edgelm show`: what a model's files say, in words and as JSON, and one clear line for a file that is damaged."""
+"""`edgelm show`: a model's details as text and as JSON, and one clear line for a damaged file."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from edgelm.commands.details_child import read_details
-from edgelm.commands.show import READER, show_model
+from edgelm.commands.show import show_model
 from edgelm.config import Settings
 from edgelm.errors import EdgeLMError
-from edgelm.library.readers import read_each
+from edgelm.jobs.reader import read_details
+from edgelm.library.readers import Detail, read_each
+from tests.checkpoints import test_safetensors_fuzz as folders
+from tests.checkpoints.gguf_bytes import RawGGUF
+from tests.checkpoints.safetensors_bytes import folder_files, write_folder
+from tests.checkpoints.small_models import FAMILIES, key
+from tests.checkpoints.test_gguf_fuzz import Base, mutate
 from tests.counts import Count
 from tests.library.hub_folders import put
 from tests.tiny import write_tiny
-from tests.weights import test_safetensors_fuzz as folders
-from tests.weights.gguf_bytes import RawGGUF
-from tests.weights.safetensors_bytes import folder_files, write_folder
-from tests.weights.small_models import FAMILIES, key
-from tests.weights.test_gguf_fuzz import Base, mutate
 
 MUTANTS = Count(test=300, soak=20_000)
 IN_CHILD = Count(test=40, soak=1_000)
@@ -40,8 +40,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def shown(capsys: pytest.CaptureFixture[str], name: str | Path) -> dict[str, Any]:
     show_model(str(name), {}, template=False, as_json=True)
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
 
 
 def text(capsys: pytest.CaptureFixture[str], name: str | Path, *, template: bool = False) -> str:
@@ -52,23 +52,23 @@ def text(capsys: pytest.CaptureFixture[str], name: str | Path, *, template: bool
 def test_a_gguf(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_tiny(home / "t.gguf", arch="qwen3", quant="q8_0", context=777, chat_template=TEMPLATE).read_bytes()
     put(home / "hub", QWEN, {"Qwen3-4B-Q4_K_M.gguf": data})
-    found = shown(capsys, "qwen3:4b")
-    assert found["name"] == "qwen3:4b"
-    assert found["title"] == "tiny qwen3 q8_0"
-    assert (found["architecture"], found["quantization"], found["context"]) == ("qwen3", "Q8_0", 777)
-    assert found["tokenizer"] == {
+    document = shown(capsys, "qwen3:4b")
+    assert document["name"] == "qwen3:4b"
+    assert document["title"] == "tiny qwen3 q8_0"
+    assert (document["architecture"], document["quantization"], document["context"]) == ("qwen3", "Q8_0", 777)
+    assert document["tokenizer"] == {
         "kind": "llama",
         "tokens": 512,
         "special": {"bos": "<s>", "eos": "</s>", "unknown": "<unk>"},
     }
-    assert found["template"] == TEMPLATE
-    assert found["licence"] == "Apache-2.0", "the file does not say it, the catalogue does"
-    assert found["bytes"] == len(data)
-    assert {each["type"] for each in found["tensor_types"]} == {"Q8_0", "F32"}
-    assert sum(each["parameters"] for each in found["tensor_types"]) == found["parameters"]
-    assert found["memory"]["total_bytes"] > found["memory"]["weights_bytes"] > 0
-    assert found["memory"]["context"] == 777
-    assert found["problem"] is None
+    assert document["template"] == TEMPLATE
+    assert document["licence"] == "Apache-2.0", "from the catalogue, as the file has none"
+    assert document["bytes"] == len(data)
+    assert {row["type"] for row in document["tensor_types"]} == {"Q8_0", "F32"}
+    assert sum(row["parameters"] for row in document["tensor_types"]) == document["parameters"]
+    assert document["memory"]["total_bytes"] > document["memory"]["weights_bytes"] > 0
+    assert document["memory"]["context"] == 777
+    assert document["problem"] is None
     out = text(capsys, "qwen3:4b")
     assert "\x1b" not in out
     assert "14 more lines: --template" in out
@@ -101,18 +101,18 @@ def test_a_folder_of_safetensors(home: Path, capsys: pytest.CaptureFixture[str])
         "README.md": b"---\ntags:\n- x\nlicense: other\nlicense_name: some-terms\n---\nlicense: not this",
     }
     folder = write_folder(home / "m", folder_files() | more)
-    found = shown(capsys, folder)
-    assert found["format"] == "safetensors"
-    assert found["tokenizer"] == {
+    document = shown(capsys, folder)
+    assert document["format"] == "safetensors"
+    assert document["tokenizer"] == {
         "kind": "Qwen2Tokenizer",
         "tokens": 24,
         "special": {"eos": "<|end|>", "bos": "<|start|>"},
     }
-    assert found["template"] == "from the config"
-    assert found["licence"] == "some-terms"
-    assert [each["type"] for each in found["tensor_types"]] == ["BF16"]
-    assert found["problem"] is None
-    assert found["memory"]["context"] == found["context"]  # what the torch engine takes
+    assert document["template"] == "from the config"
+    assert document["licence"] == "some-terms"
+    assert [row["type"] for row in document["tensor_types"]] == ["BF16"]
+    assert document["problem"] is None
+    assert document["memory"]["context"] == document["context"]  # the torch engine's choice
     assert "tokens of context" in text(capsys, folder)
     (folder / "chat_template.jinja").write_text("from its own file")
     (folder / "README.md").unlink()
@@ -120,20 +120,20 @@ def test_a_folder_of_safetensors(home: Path, capsys: pytest.CaptureFixture[str])
     assert shown(capsys, folder)["licence"] is None
 
 
-def test_what_cannot_be_run_is_said_with_the_rest(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_run_shows_the_reason(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tiny(home / "vocab.gguf", vocab_only=True)
     assert "only a vocabulary" in shown(capsys, home / "vocab.gguf")["problem"]
     assert "cannot be run" in text(capsys, home / "vocab.gguf")
 
 
-def test_no_template_is_one_line(home: Path) -> None:
+def test_a_missing_template_is_one_line(home: Path) -> None:
     write_tiny(home / "m.gguf")
     with pytest.raises(EdgeLMError, match="has no chat template"):
         show_model(str(home / "m.gguf"), {}, template=True, as_json=False)
 
 
 @pytest.mark.parametrize("name", ["absent.gguf", "qwen3:4b", "quen3", ".", "/dev/null"])
-def test_what_is_not_there_is_one_line(home: Path, name: str) -> None:
+def test_a_missing_model_is_one_line(home: Path, name: str) -> None:
     with pytest.raises(EdgeLMError) as caught:
         show_model(name, {}, template=False, as_json=True)
     assert str(caught.value).isprintable()
@@ -150,7 +150,7 @@ def bases() -> list[Base]:
 
 
 def check(answer: dict[str, Any]) -> bool:
-    """Tell whether an answer is a document; else it is one line."""
+    """Return whether an answer is a document; otherwise it is one line."""
     json.dumps(answer)
     if "error" in answer:
         assert answer["error"].isprintable()
@@ -196,13 +196,13 @@ def test_mutated_files_as_the_command_reads_them(home: Path, capsys: pytest.Capt
     files = []
     for i in range(IN_CHILD):
         (home / f"{i}.gguf").write_bytes(mutate(rng.choice(true), rng))
-        files.append({"path": str(home / f"{i}.gguf"), "settings": {}})
-    answers = list(read_each(READER, files))
+        files.append(Detail(home / f"{i}.gguf", Settings()))
+    answers = list(read_each(files))
     assert len(answers) == IN_CHILD
     documents = [check(answer) for answer in answers]
-    for each, document in list(zip(files, documents, strict=True))[:5]:
+    for file, document in list(zip(files, documents, strict=True))[:5]:
         if document:
-            assert "architecture" in text(capsys, str(each["path"]))
+            assert "architecture" in text(capsys, str(file.path))
         else:
             with pytest.raises(EdgeLMError, match="cannot be read"):
-                show_model(str(each["path"]), {}, template=False, as_json=False)
+                show_model(str(file.path), {}, template=False, as_json=False)

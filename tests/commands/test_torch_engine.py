@@ -1,4 +1,4 @@
-"""The torch engine as a person meets it: a folder of safetensors through every command, and the same flags."""
+"""The torch engine as a user sees it: a folder of safetensors with every command, and the same flags."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
-from edgelm.build import Loaded, build
-from edgelm.build import torch as torch_build
+from edgelm.backends.build import build, choose_for_all
+from edgelm.backends.model import LoadedModel
+from edgelm.backends.torch import build as torch_build
 from edgelm.config import Settings
 from edgelm.core import SamplingParams
 from edgelm.errors import EdgeLMError
-from edgelm.evaluation.job import _choose as engine_of
-from edgelm.evaluation.load import Source
 from tests.commands.test_run import Edgelm, error_of
 from tests.models.tiny_models import build as tiny_model
 from tests.models.tiny_models import write
@@ -39,7 +38,7 @@ def write_tokenizer(folder: Path) -> int:
     rust = RustTokenizer(BPE({letter: index for index, letter in enumerate(letters)}, []))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust.decoder = decoders.ByteLevel()
-    rust.add_special_tokens([AddedToken(each, special=True) for each in ("<|im_start|>", "<|im_end|>")])
+    rust.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
     rust.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -63,7 +62,7 @@ def edgelm(server_environment: dict[str, str]) -> Edgelm:
 
 @pytest.fixture(scope="module")
 def greedy(folder: Path) -> list[int]:
-    """Return what transformers says to the prompt."""
+    """Return the answer of transformers to the prompt."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -74,30 +73,30 @@ def greedy(folder: Path) -> list[int]:
     return answer[0, len(ids) :].tolist()
 
 
-def test_a_folder_says_what_it_says_with_transformers(edgelm: Edgelm, folder: Path, greedy: list[int]) -> None:
+def test_a_folder_answers_as_with_transformers(edgelm: Edgelm, folder: Path, greedy: list[int]) -> None:
     arguments = ("--raw", "--temperature", "0", "--max-tokens", "20", "--json", "--kv", "f16", "--engine", "torch")
     done = edgelm("run", folder, PROMPT, *arguments, "--spec", "8")
     assert done.returncode == 0, done.stderr.decode()
     assert json.loads(done.stdout)["token_ids"] == greedy
 
 
-async def said(loaded: Loaded, text: str, count: int) -> list[int]:
+async def decode(loaded: LoadedModel, text: str, count: int) -> list[int]:
     prompt = loaded.tokenizer.encode(text, special=False, bos=True)
     stream = loaded.engine.submit(prompt, SamplingParams(temperature=0, max_tokens=count))
     return [sample.id async for event in stream for sample in event.sampled]
 
 
 def answer(path: Path, **settings: object) -> list[int]:
-    """Return what a model says in this process, which is what the child of the commands builds."""
+    """Return the answer of a model that is built in this process, as the worker of the commands builds it."""
     loaded = build(path, Settings(**{"ctx": 256, "parallel": 1} | settings))  # type: ignore[arg-type]
     try:
-        return asyncio.run(said(loaded, PROMPT, 12))
+        return asyncio.run(decode(loaded, PROMPT, 12))
     finally:
         loaded.engine.close()
 
 
 def test_four_bits_at_load_are_another_model(folder: Path, greedy: list[int]) -> None:
-    assert answer(folder) == greedy[:12]  # the engine that is chosen without a flag
+    assert answer(folder) == greedy[:12]  # the default engine
     assert len(answer(folder, quantize="int4")) == 12
 
 
@@ -107,18 +106,18 @@ def test_the_openai_client(server_environment: dict[str, str], folder: Path, tmp
         OpenAI(base_url=f"{front.address}/v1", api_key="none", timeout=60) as client,
     ):
         assert folder.name in [model.id for model in client.models.list()]
-        asked = {"model": folder.name, "messages": [{"role": "user", "content": PROMPT * 3}], "max_tokens": 12}
+        request = {"model": folder.name, "messages": [{"role": "user", "content": PROMPT * 3}], "max_tokens": 12}
         wait = {"prefer": "wait"}
-        whole = client.chat.completions.create(**asked, temperature=0, extra_headers=wait)
-        stream = client.chat.completions.create(**asked, temperature=0, stream=True, extra_headers=wait)
+        whole = client.chat.completions.create(**request, temperature=0, extra_headers=wait)
+        stream = client.chat.completions.create(**request, temperature=0, stream=True, extra_headers=wait)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
         assert text == whole.choices[0].message.content
         assert whole.usage
         assert whole.usage.completion_tokens == 12
-        again = client.chat.completions.create(**asked, temperature=0, extra_headers=wait)
+        again = client.chat.completions.create(**request, temperature=0, extra_headers=wait)
         assert again.usage
         assert again.usage.prompt_tokens_details
-        assert again.usage.prompt_tokens_details.cached_tokens  # its blocks are there
+        assert again.usage.prompt_tokens_details.cached_tokens  # its blocks are cached
         assert front.ps(folder.name)["engine"] == "torch"
 
 
@@ -127,18 +126,18 @@ def test_eval_compares_kv_caches(edgelm: Edgelm, folder: Path, tmp_path: Path) -
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
     done = edgelm("eval", folder, text, "--kv", "k6v4", "--against", "f16", "--window", "128", "--limit", "2", "--json")
     assert done.returncode == 0, done.stderr.decode()
-    found = json.loads(done.stdout)
-    assert found["windows"] == 2
-    assert 0 < found["mean_kl"] < 1
+    result = json.loads(done.stdout)
+    assert result["windows"] == 2
+    assert 0 < result["mean_kl"] < 1
 
 
 def test_plan_and_bench(edgelm: Edgelm, folder: Path) -> None:
-    found = json.loads(edgelm("plan", folder, "--json").stdout)
-    assert (found["engine"], found["device"]) == ("torch", "cpu")
-    assert found["chosen"]["context"] == 512
-    assert set(found["kv_bytes_per_token"]) == {"f16", "int8", "fp8", "k8v4", "k6v4"}
-    assert found["chosen"]["estimated_tokens_per_second"] is None  # the reference ops are slower than the memory
-    assert found["chosen"]["snapshot_bytes"] == 0
+    result = json.loads(edgelm("plan", folder, "--json").stdout)
+    assert (result["engine"], result["device"]) == ("torch", "cpu")
+    assert result["chosen"]["context"] == 512
+    assert set(result["kv_bytes_per_token"]) == {"f16", "int8", "fp8", "k8v4", "k6v4"}
+    assert result["chosen"]["estimated_tokens_per_second"] is None  # the reference ops are slower than the memory
+    assert result["chosen"]["snapshot_bytes"] == 0
     page = edgelm("plan", folder).stdout.decode()
     assert "runs on the processor by the torch engine, slowly" in page
     assert "earlier conversations" not in page
@@ -152,27 +151,35 @@ def test_a_gguf_by_either_engine(tmp_path: Path) -> None:
     assert answer(path, engine="torch") == answer(path, engine="llama")
 
 
-# -- what cannot be ----------------------------------------------------------------------------------------------------
+def test_a_folder_drafts_for_a_folder(edgelm: Edgelm, folder: Path, greedy: list[int]) -> None:
+    arguments = ("--raw", "--temperature", "0", "--max-tokens", "20", "--json", "--kv", "f16", "--no-memory")
+    done = edgelm("run", folder, PROMPT, *arguments, "--draft", folder)
+    assert done.returncode == 0, done.stderr.decode()
+    assert json.loads(done.stdout)["token_ids"] == greedy
+    line = error_of(edgelm("run", folder, PROMPT, *arguments, "--draft", "starter"))
+    assert "cannot draft for this model: it has another vocabulary" in line
+
+
+# -- impossible requests -----------------------------------------------------------------------------------------------
 
 
 def test_an_error_is_one_line(edgelm: Edgelm, folder: Path) -> None:
     line = error_of(edgelm("run", folder, "x", "--kv", "k8v16"))
     assert "torch engine" in line
-    assert "; " in line  # and what to do
+    assert "; " in line  # followed by the hint
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "reason"),
     [
         ({"engine": "llama"}, "does not read safetensors"),
         ({"device": "cuda"}, "--device cuda"),
-        ({"device": "gpu"}, "llama.cpp's own"),
+        ({"device": "gpu"}, "only llama.cpp has --device gpu"),
         ({"ctx": 4096}, "512 tokens"),
-        ({"draft": "small"}, "--draft"),
     ],
 )
-def test_what_cannot_be_is_said(folder: Path, settings: dict[str, object], said: str) -> None:
-    assert said in refusal(folder, **settings)
+def test_an_impossible_setting_is_refused(folder: Path, settings: dict[str, object], reason: str) -> None:
+    assert reason in refusal(folder, **settings)
 
 
 def test_quantizing_is_not_llama_cpps(tmp_path: Path) -> None:
@@ -180,7 +187,7 @@ def test_quantizing_is_not_llama_cpps(tmp_path: Path) -> None:
 
 
 def refusal(path: Path, **settings: object) -> str:
-    """Return the line that is all a person sees: commands print what an EdgeLMError says."""
+    """Return the error line that a user sees."""
     with pytest.raises(EdgeLMError) as caught:
         build(path, Settings(**settings))  # type: ignore[arg-type]
     assert caught.value.hint
@@ -196,25 +203,25 @@ GPTQ = {"quant_method": "gptq", "bits": 3, "group_size": 128}
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "said"),
+    ("file", "content", "reason"),
     [
         ("config.json", '{"model_type": "rwkv9", "hidden_size": 64, "num_hidden_layers": 3}', "rwkv9"),
-        ("config.json", "{", "no valid JSON"),
+        ("config.json", "{", "not valid JSON"),
         ("tokenizer.json", "{}", "tokenizer.json"),
         ("tokenizer.json", None, "tokenizer.json"),
         ("tokenizer.json", b"\xff", "tokenizer.json"),
         ("tokenizer_config.json", "[", "tokenizer_config.json"),
     ],
 )
-def test_a_damaged_folder_is_one_line(copied: Path, file: str, content: str | bytes | None, said: str) -> None:
+def test_a_damaged_folder_is_one_line(copied: Path, file: str, content: str | bytes | None, reason: str) -> None:
     (copied / file).unlink()
     if content is not None:
         (copied / file).write_bytes(content.encode() if isinstance(content, str) else content)
-    assert said in refusal(copied)
+    assert reason in refusal(copied)
 
 
 @pytest.mark.parametrize(
-    ("quantization", "said"),
+    ("quantization", "reason"),
     [
         (GPTQ, "its weights have 3 bits"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "its quantization method is bitsandbytes"),
@@ -222,15 +229,15 @@ def test_a_damaged_folder_is_one_line(copied: Path, file: str, content: str | by
     ],
 )
 def test_a_quantization_that_cannot_be_read_is_one_line(
-    copied: Path, monkeypatch: pytest.MonkeyPatch, quantization: dict[str, Any], said: str
+    copied: Path, monkeypatch: pytest.MonkeyPatch, quantization: dict[str, Any], reason: str
 ) -> None:
-    monkeypatch.setattr(torch_build, "build_torch", lambda *_: pytest.fail("it is known before"))
+    monkeypatch.setattr(torch_build, "build_torch", lambda *_: pytest.fail("the header shows it before"))
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    assert said in refusal(copied)
+    assert reason in refusal(copied)
 
 
-def test_what_modelopt_packed_says_so_in_a_file_of_its_own(copied: Path) -> None:
+def test_modelopt_names_its_quantization_in_its_own_file(copied: Path) -> None:
     beside = copied / "hf_quant_config.json"
     beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None}}))
     assert "modelopt NVFP4" in refusal(copied)
@@ -239,17 +246,17 @@ def test_what_modelopt_packed_says_so_in_a_file_of_its_own(copied: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("dtype", "said"),
+    ("dtype", "reason"),
     [
         (torch.float8_e4m3fn, "does not say how its weights are quantized"),
-        (torch.float64, "is F64, which cannot be multiplied; take a GGUF of the model, or"),
-        (torch.int16, "is I16, which cannot be multiplied; take a GGUF of the model, or"),
+        (torch.float64, "is F64, which cannot be multiplied; take a GGUF of the same model"),
+        (torch.int16, "is I16, which cannot be multiplied; take a GGUF of the same model"),
     ],
 )
-def test_weights_of_a_type_that_is_not_read(copied: Path, dtype: torch.dtype, said: str) -> None:
+def test_weights_of_a_type_that_is_not_read(copied: Path, dtype: torch.dtype, reason: str) -> None:
     tensors = load_file(copied / "model.safetensors")
-    save_file({name: each.to(dtype) for name, each in tensors.items()}, copied / "model.safetensors")
-    assert said in refusal(copied)
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, copied / "model.safetensors")
+    assert reason in refusal(copied)
 
 
 def test_another_tokenizer_is_named(copied: Path) -> None:
@@ -276,14 +283,14 @@ sys.meta_path.insert(0, Hidden())
 
 
 def hide(folder: Path, *packages: str) -> str:
-    """Return a PYTHONPATH with which packages cannot be found."""
+    """Return a PYTHONPATH that hides packages."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(HIDE.format(packages=packages))
     return str(folder)
 
 
 def test_without_tokenizers(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
-    """As where torch was installed alone: a GGUF has its tokenizer by llama.cpp."""
+    """As after `pip install torch` alone: llama.cpp reads the tokenizer of a GGUF."""
     hidden = hide(tmp_path / "hidden", "tokenizers", "tokenizers.models")
     line = error_of(edgelm("run", folder, "x", PYTHONPATH=hidden))
     assert "needs the package tokenizers, which is not installed; pipx install" in line
@@ -294,7 +301,7 @@ def test_without_tokenizers(edgelm: Edgelm, folder: Path, tmp_path: Path) -> Non
 
 
 def test_without_torch(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
-    """A GGUF runs and a folder says what is missing, in every process of a command."""
+    """A GGUF runs, and a folder names the missing package, in every process of a command."""
     hidden = hide(tmp_path / "hidden", "torch", "triton")
     line = error_of(edgelm("run", folder, "x", PYTHONPATH=hidden))
     assert "needs torch" in line
@@ -306,11 +313,10 @@ def test_without_torch(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
 
 
 def test_both_sides_of_an_evaluation_run_on_one_engine(folder: Path, tmp_path: Path) -> None:
-    gguf = Source(write_tiny(tmp_path / "m.gguf", context=512), "f16")
-    safetensors = Source(folder, "f16")
-    for sources in ([gguf, safetensors], [safetensors, gguf]):
-        choice = engine_of(sources, Settings(device="cpu"))
+    gguf = write_tiny(tmp_path / "m.gguf", context=512)
+    for paths in ([gguf, folder], [folder, gguf]):
+        choice = choose_for_all(paths, Settings(device="cpu"))
         assert (choice.engine, choice.device) == ("torch", "cpu")
-    assert engine_of([gguf], Settings(device="cpu")).engine == "llama"
+    assert choose_for_all([gguf], Settings(device="cpu")).engine == "llama"
     with pytest.raises(EdgeLMError, match="does not read safetensors"):
-        engine_of([gguf, safetensors], Settings(engine="llama"))
+        choose_for_all([gguf, folder], Settings(engine="llama"))

@@ -1,8 +1,8 @@
 """A fake executor whose output depends on every KV entry that it reads back.
 
 An entry is a hash of (previous entry, token, position), and the model is a hash of all entries from the first to the
-row's: one stale, missing or misplaced entry changes what is sampled. The memories are strict: what llama.cpp answers
-with an abort or with silent nonsense is an AssertionError here. Owns no bookkeeping that it could share a mistake with.
+row's: one stale, missing or misplaced entry changes the sampled token. The memories are strict: calls that make
+llama.cpp abort or compute nonsense are an AssertionError here. Shares no bookkeeping with the product.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from edgelm.core import (
 )
 from edgelm.errors import EngineError, RequestError, SnapshotError
 
+THOUGHT_END = (3, 2)
 ROOT = 17  # the entry before the first
 
 
@@ -70,21 +71,30 @@ def choose(entries: Seq[int], params: SamplingParams, allowed: Seq[int]) -> int:
 
 
 def complete_alone(
-    prompt: list[int], params: SamplingParams, info: ExecutorInfo, grammar: int | None = None
+    prompt: list[int], params: SamplingParams, info: ExecutorInfo, grammar: int | None = None, budget: int | None = None
 ) -> tuple[list[int], FinishReason]:
-    """Return what a request generates by itself: no cache, no batch, no draft."""
+    """Return the answer to a request that runs alone: no cache, no batch, no draft.
+
+    With a budget, the answer begins with a thought, which ends with THOUGHT_END.
+    """
     entries: list[int] = []
     for position, token in enumerate(prompt):
         entries.append(entry_of(entries[-1] if entries else ROOT, token, position))
     answer: list[int] = []
     state = grammar
     while True:
-        allowed = list(range(info.num_vocab)) if state is None else FakeMatcher.allowed(state, info.num_vocab)
+        if state is not None and FakeMatcher.fails_in(state):
+            return answer, "error"
+        allowed = list(range(info.num_vocab)) if state is None else FakeMatcher.allowed_in(state, info.num_vocab)
+        if budget is not None and len(answer) >= budget:
+            allowed = [THOUGHT_END[len(answer) - budget]]
         token = choose(entries, params, allowed)
         answer.append(token)
+        if budget is not None and tuple(answer[-2:]) == THOUGHT_END:
+            budget = None
         state = None if state is None else hash((state, token))
         entries.append(entry_of(entries[-1], token, len(entries)))
-        if token in params.stop_ids:
+        if token in params.stop_ids or (state is not None and FakeMatcher.ends_in(state)):
             return answer, "stop"
         if len(answer) == params.max_tokens:
             return answer, "length"
@@ -93,34 +103,74 @@ def complete_alone(
 
 
 class FakeMatcher:
-    """A grammar in which the allowed tokens depend on a hash of all tokens before."""
+    """A grammar in which a hash of all earlier tokens decides what is allowed, forced, the end, or an error."""
+
+    unrestricted = False
 
     def __init__(self, seed: int, num_vocab: int, raises_at: int | None = None) -> None:
         self._state = seed
         self._num_vocab = num_vocab
         self._raises_at = raises_at
         self._num_accepted = 0
+        self.error: str | None = None
 
     @staticmethod
-    def allowed(state: int, num_vocab: int) -> list[int]:
+    def allowed_in(state: int, num_vocab: int) -> list[int]:
+        if hash((state, 1001)) % 2:
+            return [state % num_vocab]
         return [t for t in range(num_vocab) if t == state % num_vocab or hash((state, t)) % 3 == 0]
 
-    def fill(self, draft: list[int], rows: Masks) -> int:
+    @staticmethod
+    def ends_in(state: int) -> bool:
+        return hash((state, 1002)) % 60 == 0
+
+    @staticmethod
+    def fails_in(state: int) -> bool:
+        return hash((state, 1003)) % 150 == 0
+
+    @property
+    def done(self) -> bool:
+        return self._num_accepted > 0 and self.ends_in(self._state)
+
+    def allowed(self, draft: list[int]) -> int:
+        state = self._state
+        for index, token in enumerate(draft):
+            if token not in self.allowed_in(state, self._num_vocab):
+                return index
+            state = hash((state, token))
+        return len(draft)
+
+    def forced(self, most: int) -> list[int]:
+        state, forced = self._state, list[int]()
+        while len(forced) < most and len(allowed := self.allowed_in(state, self._num_vocab)) == 1:
+            forced += allowed
+            state = hash((state, allowed[0]))
+            if self.ends_in(state):
+                break
+        return forced
+
+    def fill(self, draft: list[int], rows: Masks) -> None:
         assert len(rows) == len(draft) + 1
         state = self._state
         for index, row in enumerate(rows):
-            allowed = self.allowed(state, self._num_vocab)
+            if self.fails_in(state):
+                rows[index:] = 0
+                if index == 0:
+                    self.error = "too complex"
+                return
+            allowed = self.allowed_in(state, self._num_vocab)
             words = [0] * len(row)
             for token in allowed:
                 words[token // 32] |= 1 << token % 32
             row.view(np.uint32)[:] = words
             if index == len(draft) or draft[index] not in allowed:
-                return index
+                return
             state = hash((state, draft[index]))
         raise AssertionError
 
     def accept(self, token: int) -> None:
-        assert token in self.allowed(self._state, self._num_vocab)
+        assert self.error is None
+        assert token in self.allowed_in(self._state, self._num_vocab)
         if self._num_accepted == self._raises_at:
             raise InjectedError
         self._num_accepted += 1
@@ -128,14 +178,14 @@ class FakeMatcher:
 
 
 class SimpleDrafter:
-    """What a `Drafter` of a test has in common with others: nothing to prepare, to put off or to keep."""
+    """The base of the drafters in tests: it prepares nothing, defers nothing and keeps nothing."""
 
     def begin(self, seq: Sequence) -> None: ...
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None: ...
 
-    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
-        return math.inf  # so that it is asked for a draft in each step
+    def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        return math.inf  # no step runs ahead, so `propose` is called for each
 
     def end(self, seq: Sequence) -> None: ...
 
@@ -146,12 +196,12 @@ class SimpleDrafter:
 
 
 class InjectedError(Exception):
-    """A failure that a test asked for, and that is no EdgeLMError."""
+    """A failure that a test injected, and that is not an EdgeLMError."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A step fails in the middle: after `done` ops, after `done` tokens, when it samples, or when that is read."""
+    """A step fails in the middle: after `done` ops, after `done` tokens, when it samples, or when it is read."""
 
     where: Literal["ops", "chunks", "sample", "read"]
     done: int = 0
@@ -176,7 +226,7 @@ class _Cell:
 
 @dataclass(eq=False, slots=True)
 class FakeFiles:
-    """A disk that outlives the engine. What is spoiled is found out when it is read."""
+    """A disk that outlives the engine. Damage is noticed when a file is read."""
 
     found: tuple[StoredPrefix, ...] = ()
     entries: dict[str, list[int]] = field(default_factory=dict)
@@ -184,40 +234,50 @@ class FakeFiles:
     num_fetched: int = 0
 
     def write(self, op: Store, entries: list[int]) -> None:
-        name = f"{op.owner}/{hash(op.tokens.tobytes())}"
+        name = f"{op.cache_namespace}/{hash(op.tokens.tobytes())}/{op.shared}"
         if name not in self.entries:
             assert len(entries) == len(op.tokens)
             self.entries[name] = entries
-            self.found = (*self.found, StoredPrefix(name, op.tokens, op.owner))
+            self.found = (*self.found, StoredPrefix(name, op.tokens, op.cache_namespace, op.shared))
 
     def delete(self, name: str) -> None:
         self.entries.pop(name, None)
-        self.found = tuple(each for each in self.found if each.name != name)
+        self.found = tuple(file for file in self.found if file.name != name)
 
 
-class SlotMemory:
-    """llama.cpp's unified cache: a cell carries the set of slots that hold it, and is free when the set is empty.
+class FakeSnapshots:
+    """The `Snapshots` of a memory. `refused` are the numbers of the saves for which there is no room."""
 
-    It is its own `Snapshots`. `refused` says which saves, by number, find no room.
-    """
-
-    def __init__(
-        self,
-        info: ExecutorInfo,
-        snapshot_bytes: int,
-        files: FakeFiles | None = None,
-        refused: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, info: ExecutorInfo, files: FakeFiles | None, refused: frozenset[int]) -> None:
         self._info = info
-        self._snapshot_bytes = snapshot_bytes
         self._files = files
         self._refused = refused
         self._num_saved = 0
         self._fetched: set[int] = set()
         self.keeps_files = files is not None
-        self.slots: list[list[_Cell]] = [[] for _ in range(info.max_sequences)]
         self.snapshots: dict[int, list[int]] = {}
-        self.num_used = 0
+
+    def save(self, key: int, entries: list[int]) -> None:
+        assert key not in self.snapshots
+        assert entries
+        self._num_saved += 1
+        if self._num_saved not in self._refused:
+            self.snapshots[key] = entries
+
+    def load(self, key: int) -> list[int]:
+        if key not in self.snapshots:
+            raise SnapshotError("it was not saved")
+        return self.snapshots[key]
+
+    def drop(self, key: int, lenient: bool) -> None:
+        assert lenient or self._refused or key in self.snapshots
+        self.snapshots.pop(key, None)
+        self._fetched.discard(key)
+
+    def store(self, op: Store) -> None:
+        assert self._files is not None
+        if op.key in self.snapshots:
+            self._files.write(op, self.snapshots[op.key])
 
     def nbytes(self, key: int) -> int | None:
         return len(self.snapshots[key]) * self._info.kv_bytes_per_token if key in self.snapshots else None
@@ -228,8 +288,7 @@ class SlotMemory:
     def fetch(self, name: str, key: int) -> bool:
         assert self._files
         assert key not in self.snapshots
-        assert not self._fetched, "one at a time"
-        assert name in {each.name for each in self._files.found}
+        assert name in {file.name for file in self._files.found}
         if name in self._files.spoiled:
             self._files.delete(name)
             return False
@@ -240,6 +299,23 @@ class SlotMemory:
 
     def flush(self) -> None: ...
 
+
+class SlotMemory(FakeSnapshots):
+    """llama.cpp's unified cache: a cell carries the set of slots that hold it, and is free when the set is empty."""
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        snapshot_bytes: int,
+        files: FakeFiles | None = None,
+        refused: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__(info, files, refused)
+        self._snapshot_bytes = snapshot_bytes
+        self.slots: list[list[_Cell]] = [[] for _ in range(info.max_sequences)]
+        self.num_used = 0
+        self._starts = [0] * info.max_sequences  # where the last chunk of each slot began
+
     def apply(self, op: Op, lenient: bool) -> None:
         match op:
             case Copy(src, dst, length):
@@ -247,52 +323,48 @@ class SlotMemory:
                 assert src != dst
                 assert not self.slots[dst]
                 assert 0 < length <= len(self.slots[src])
-                assert self._info.can_trim or length == len(self.slots[src])
+                assert (self._info.can_trim and self._info.keeps_all) or length == len(self.slots[src])
                 for cell in self.slots[src][:length]:
                     cell.holders.add(dst)
                     self.slots[dst].append(cell)
+                self._starts[dst] = length
             case Trim(slot, length):
                 assert 0 <= length <= len(self.slots[slot])
                 assert self._info.can_trim or length in (0, len(self.slots[slot]))
+                assert self._info.keeps_all or length == 0 or length >= self._starts[slot], "older positions are lost"
                 while len(self.slots[slot]) > length:
                     cell = self.slots[slot].pop()
                     cell.holders.remove(slot)
                     self.num_used -= not cell.holders
-            case Save(slot, key):
+            case Save(int(slot), key):
                 self._save(slot, key)
-            case Load(key, slot):
+            case Load(key, int(slot)):
                 assert not self.slots[slot]
-                if key not in self.snapshots:
-                    raise SnapshotError("it was not saved")
-                for entry in self.snapshots[key]:
+                for entry in self.load(key):
                     self._append(slot, entry)
+                self._starts[slot] = len(self.slots[slot])
             case Drop(key):
-                assert lenient or self._refused or key in self.snapshots
-                self.snapshots.pop(key, None)
-                self._fetched.discard(key)
-            case Store(key):
-                assert self._files is not None
-                if key in self.snapshots:
-                    self._files.write(op, self.snapshots[key])
+                self.drop(key, lenient)
+            case Store():
+                self.store(op)
+            case _:
+                raise AssertionError(op)
 
     def _save(self, slot: int, key: int) -> None:
-        assert key not in self.snapshots
-        assert self.slots[slot]
-        self._num_saved += 1
-        if self._num_saved in self._refused:
-            return
-        self.snapshots[key] = [cell.entry for cell in self.slots[slot]]
-        num_tokens = sum(len(each) for key, each in self.snapshots.items() if key not in self._fetched)
+        self.save(key, [cell.entry for cell in self.slots[slot]])
+        num_tokens = sum(len(entries) for key, entries in self.snapshots.items() if key not in self._fetched)
         assert num_tokens * self._info.kv_bytes_per_token <= self._snapshot_bytes
 
     def check_step(self, step: Step) -> None:
         slots = [chunk.kv for chunk in step.chunks]
         assert len(set(slots)) == len(slots)
+        assert not self._fetched, "what is fetched is loaded and dropped in one step"
 
     def write(self, chunk: Chunk, position: int, token: int) -> None:
         assert isinstance(chunk.kv, int)
         slot = self.slots[chunk.kv]
         assert len(slot) == position
+        self._starts[chunk.kv] = chunk.start
         self._append(chunk.kv, entry_of(slot[-1].entry if slot else ROOT, token, position))
 
     def read(self, chunk: Chunk) -> list[int]:
@@ -305,10 +377,13 @@ class SlotMemory:
         assert self.num_used <= self._info.capacity
 
 
-class PagedMemory:
-    """Blocks that are read through tables, full of poison wherever nothing was written."""
+class PagedMemory(FakeSnapshots):
+    """Blocks that are read through tables; positions that were never written hold poison."""
 
-    def __init__(self, info: ExecutorInfo, block_len: int) -> None:
+    def __init__(
+        self, info: ExecutorInfo, block_len: int, files: FakeFiles | None = None, refused: frozenset[int] = frozenset()
+    ) -> None:
+        super().__init__(info, files, refused)
         self._block_len = block_len
         self._poison = itertools.count(-1, -1)
         self._blocks = [[0] * block_len for _ in range(info.capacity // block_len)]
@@ -316,14 +391,30 @@ class PagedMemory:
             self.poison(block)
 
     def poison(self, block: int, first: int = 0) -> None:
-        """Spoil a block from an offset on."""
+        """Poison a block from an offset on."""
         for offset in range(first, self._block_len):
             self._blocks[block][offset] = next(self._poison)
 
     def apply(self, op: Op, lenient: bool) -> None:
-        raise AssertionError(op)
+        match op:
+            case Save(tuple(blocks), key):
+                assert len(set(blocks)) == len(blocks)
+                self.save(key, [entry for block in blocks for entry in self._blocks[block]])
+            case Load(key, tuple(blocks), first):
+                assert len(set(blocks)) == len(blocks) > 0
+                entries = self.load(key)[first * self._block_len :]
+                assert len(entries) >= len(blocks) * self._block_len
+                for place, block in enumerate(blocks):
+                    self._blocks[block] = entries[place * self._block_len : (place + 1) * self._block_len]
+            case Drop(key):
+                self.drop(key, lenient)
+            case Store():
+                self.store(op)
+            case _:
+                raise AssertionError(op)
 
     def check_step(self, step: Step) -> None:
+        assert not self.snapshots, "a snapshot is only on its way to a file, or from one"
         tables = [self._table(chunk) for chunk in step.chunks]
         for chunk, table in zip(step.chunks, tables, strict=True):
             assert len(set(table)) == len(table)
@@ -352,30 +443,30 @@ class PagedMemory:
 
 @dataclass(eq=False)
 class FakeExecutor:
-    """An `Executor` over a fake memory. Faults are by number of step, spoiled samples by (sequence, answer length)."""
+    """An `Executor` over a fake memory. `faults` are by number of step, `spoiled` has an answer length by sequence."""
 
     info: ExecutorInfo
     memory: Memory
     faults: dict[int, Fault] = field(default_factory=dict)
     spoiled: dict[int, int] = field(default_factory=dict)
-    all_rows: bool = False  # whether rows behind a rejected draft are sampled, too
+    all_rows: bool = False  # whether rows after a rejected draft token are sampled too
     num_steps: int = 0
     num_computed: int = 0  # tokens
     closed: bool = False
-    lenient: bool = False  # what a failed step left may hold more or fewer snapshots than the bookkeeper thinks
+    lenient: bool = False  # after a failed step there may be more or fewer snapshots than the bookkeeper expects
 
     def __post_init__(self) -> None:
         self._fault: Fault | None = None
         self._step: Step | None = None
-        self._last: dict[int, int] = {}  # by sequence: what the last step sampled, where that is one row
-        self._unread: list[FakeSamples] = []
+        self._last: dict[int, int] = {}  # by sequence: the token of the last step, if it sampled one row
+        self._unread: list[FakePendingSamples] = []
         self._entries: list[list[int]] = []  # read back by each chunk
 
     def forward(self, step: Step) -> None:
         assert not self.closed
         self._check(step)
         if not any(LAST in chunk.tokens for chunk in step.chunks):
-            self._unread.clear()  # what is still there was given up
+            self._unread.clear()  # the engine gave these up
         self._fault = fault = self.faults.get(self.num_steps)
         self.num_steps += 1
         for done, op in enumerate(step.ops):
@@ -397,7 +488,7 @@ class FakeExecutor:
         if fault and fault.where in ("ops", "chunks"):
             self._fail(fault)  # there were fewer ops or tokens
 
-    def sample(self, step: Step, masks: Masks | None) -> FakeSamples:
+    def sample(self, step: Step, masks: Masks | None) -> FakePendingSamples:
         assert step is self._step
         if self._fault and self._fault.where == "sample":
             self._fail(self._fault)
@@ -410,22 +501,19 @@ class FakeExecutor:
         self._last = {
             chunk.seq.id: rows[0].id for chunk, rows in zip(step.chunks, sampled, strict=True) if chunk.rows == 1
         }
-        assert len(self._unread) <= self.info.runs_ahead, "a step is launched, and the two before it are not read"
-        samples = FakeSamples(self, sampled, self._fault)
+        assert len(self._unread) <= self.info.runs_ahead, "a step is launched while two others are unread"
+        samples = FakePendingSamples(self, sampled, self._fault)
         self._unread.append(samples)
         return samples
 
-    def read(self, samples: FakeSamples) -> None:
-        assert samples in self._unread, "it was given up, or is read again"
+    def read(self, samples: FakePendingSamples) -> None:
+        assert samples in self._unread, "it was given up or read before"
         del self._unread[: self._unread.index(samples) + 1]
         if samples.fault:
             self._fail(samples.fault)
 
     def logits(self, step: Step) -> NDArray[np.float32]:
         raise RequestError("the fake has no logits")
-
-    def embed(self, step: Step) -> NDArray[np.float32]:
-        raise RequestError("the fake has no embeddings")
 
     def close(self) -> None:
         self.closed = True
@@ -437,7 +525,9 @@ class FakeExecutor:
             if masks is not None:
                 bits = np.unpackbits(masks[row].view(np.uint8), bitorder="little")
                 allowed = np.flatnonzero(bits[: self.info.num_vocab]).tolist()
-            token = choose(entries[: chunk.end - chunk.rows + row + 1], chunk.seq.params, allowed)
+            token = NOT_A_TOKEN
+            if allowed:
+                token = choose(entries[: chunk.end - chunk.rows + row + 1], chunk.seq.params, allowed)
             if self.spoiled.get(chunk.seq.id) == chunk.end - chunk.rows + 1 + row - chunk.seq.prompt_len:
                 token = NOT_A_TOKEN
             taken.append(Sampled(token))
@@ -461,14 +551,14 @@ class FakeExecutor:
             if LAST in chunk.tokens:
                 assert self.info.runs_ahead
                 assert (chunk.tokens, chunk.rows) == ([LAST], 1)
-                assert self._unread, "the host knows what was sampled last"
+                assert self._unread, "the host knows the last token"
             else:
                 assert 0 <= min(chunk.tokens) <= max(chunk.tokens) < self.info.num_vocab
 
 
 @dataclass(eq=False, slots=True)
-class FakeSamples:
-    """What a fake device sampled, and does not tell before it is asked."""
+class FakePendingSamples:
+    """Samples on the fake device, hidden until they are read."""
 
     executor: FakeExecutor
     rows: list[list[Sampled]]

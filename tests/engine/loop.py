@@ -7,16 +7,16 @@ from typing import Any
 
 from edgelm.core import Drafter, Event, Matcher, Op, SamplingParams, Sequence, Step
 from edgelm.engine.clock import StepClock
-from edgelm.engine.masks import grammar_masks
-from edgelm.engine.paged import PagedKV
+from edgelm.engine.kv_paged import PagedKV
+from edgelm.engine.kv_slots import SlotKV
+from edgelm.engine.pipeline import grammar_masks
 from edgelm.engine.scheduler import Scheduler
-from edgelm.engine.slots import SlotKV
 from edgelm.errors import EngineError
 from tests.engine.fake import FakeExecutor, PagedMemory, SlotMemory, complete_alone, info
 
 
 class Loop:
-    """Scheduler, bookkeeper and fake executor; every finished answer is compared with the one given alone."""
+    """Scheduler, bookkeeper and fake executor; each answer is compared with that of the request alone."""
 
     def __init__(
         self,
@@ -41,9 +41,18 @@ class Loop:
         self.ops: list[Op] = []  # of all steps
         self._ids = itertools.count()
 
-    def add(self, prompt: list[int], *, matcher: Matcher | None = None, **params: object) -> Sequence:
+    def add(
+        self,
+        prompt: list[int],
+        *,
+        matcher: Matcher | None = None,
+        client: str = "",
+        interactive: bool = False,
+        **params: object,
+    ) -> Sequence:
         parsed = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params))  # type: ignore[arg-type]
         seq = Sequence(next(self._ids), list(prompt), len(prompt), parsed, matcher=matcher)
+        seq.client, seq.interactive = client, interactive
         self.scheduler.check(prompt, parsed)
         self.scheduler.add(seq)
         return seq
@@ -66,7 +75,7 @@ class Loop:
         return events
 
     def finish(self) -> list[Event]:
-        """Run until nothing is left; return all events."""
+        """Run until all requests are finished; return all events."""
         events = []
         while self.scheduler.num_unfinished:
             events += self.step()

@@ -1,6 +1,6 @@
-"""Runs a workload on scheduler, bookkeeper and fake executor, and checks after each step what must always hold.
+"""Simulation: runs a workload on scheduler, bookkeeper and fake executor, and checks invariants after each step.
 
-Owns the invariants of the engine's integers. An AssertionError from here names the seed of its workload.
+Owns the invariants of the engine's integers. Each AssertionError names the seed of its workload.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ import random
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from edgelm.core import LAST, Chunk, Event, Sequence, Step
+from edgelm.core import LAST, Chunk, Event, Matcher, Sequence, Step
 from edgelm.engine.clock import StepClock
-from edgelm.engine.masks import grammar_masks
-from edgelm.engine.paged import PagedKV
+from edgelm.engine.kv_paged import PagedKV
+from edgelm.engine.kv_slots import SlotKV
+from edgelm.engine.pipeline import grammar_masks
 from edgelm.engine.prefixes import common_prefix_len
 from edgelm.engine.scheduler import Scheduler
-from edgelm.engine.slots import SlotKV
 from edgelm.errors import EngineError, SnapshotError
+from edgelm.sampling.budget import BudgetMatcher
 from tests.engine.fake import (
+    THOUGHT_END,
     FakeExecutor,
     FakeFiles,
     FakeMatcher,
-    FakeSamples,
+    FakePendingSamples,
     InjectedError,
     PagedMemory,
     SlotMemory,
@@ -33,10 +35,10 @@ BOOKKEEPERS = ("slots", "paged")
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What was true before a step was planned."""
+    """The state before a step was planned."""
 
     running: list[Sequence]
-    oldest: int
+    oldest: Sequence | None
     ready: list[Sequence]
     prefill: int
 
@@ -52,31 +54,34 @@ class Simulation:
         self.kind = kind
         self.files = FakeFiles() if workload.keeps_files else None
         self.drafter = FakeDrafter(workload) if workload.draft_rate else None
-        self.refused: Sequence | None = None  # who could not be admitted; None: somebody ended since
+        self.refused: Sequence | None = None  # blocked on memory; None: a sequence ended since
         self.start()
         self.sequences: dict[int, Sequence] = {}
         self.answers: dict[int, list[int]] = {}
         self.finished: dict[int, Event] = {}
         self.num_preempted = 0
+        self.num_overtaken = 0  # times that an editor took a slot
         self.num_cached = 0
         self.num_restarts = 0
         self.num_ahead = 0  # steps
-        self.num_dropped = 0  # tokens that were sampled behind the end
+        self.num_ahead_with_matcher = 0  # chunks
+        self.num_dropped = 0  # tokens sampled after the end of a sequence
         self._admitted: set[int] = set()
         self._cached: dict[int, int] = {}  # at the first admission
-        self._failed: set[int] = set()  # whom an injected failure concerns
+        self._failed: set[int] = set()  # requests that an injected failure ended
 
     def start(self) -> None:
-        """Make what a process has: all but the files are new."""
+        """Start as a new process does: everything is new except the files."""
         workload = self.workload
         facts = replace(workload.info, runs_ahead=workload.runs_ahead and self.kind == "paged")
-        self.flight: tuple[Step, FakeSamples] | None = None  # launched before the step before it was read
+        self.flight: tuple[Step, FakePendingSamples] | None = None  # launched before the last step was read
         if self.kind == "slots":
             size = workload.snapshot_bytes
             self.memory = memory = SlotMemory(facts, size, self.files, workload.refused_saves)
             self.kv = SlotKV(facts, size, memory, min_stored_len=32)
         else:
-            self.kv, self.memory = PagedKV(facts, workload.block_len), PagedMemory(facts, workload.block_len)
+            self.memory = blocks = PagedMemory(facts, workload.block_len, self.files, workload.refused_saves)
+            self.kv = PagedKV(facts, workload.block_len, blocks, min_stored_len=32)
         spoiled = {request.id: request.spoiled_at for request in workload.requests if request.spoiled_at is not None}
         self.executor = FakeExecutor(facts, self.memory, workload.faults, spoiled, workload.all_rows)
         self.scheduler = Scheduler(facts, self.kv, self.clock, self.drafter)
@@ -87,7 +92,7 @@ class Simulation:
             assert now < limit, "no progress"
             self._arrive_and_leave(now)
             if not self.step():
-                self._rest()
+                self._flush_idle()
                 future = [request.arrival for request in self.workload.requests if request.arrival > now]
                 now = min(future, default=now)
             else:
@@ -97,12 +102,17 @@ class Simulation:
         self.check_end()
 
     def add(self, request: Request) -> None:
-        matcher = None
+        matcher: Matcher | None = None
         if request.grammar is not None:
             matcher = FakeMatcher(request.grammar, self.workload.info.num_vocab, request.grammar_raises_at)
+        elif request.budget is not None:
+            matcher = BudgetMatcher(None, request.budget, is_open=True, end_ids=THOUGHT_END, piece=lambda _: b"")
         self.scheduler.check(request.prompt, request.params)
         prompt = list(request.prompt)
-        seq = Sequence(request.id, prompt, len(prompt), request.params, matcher=matcher, owner=request.owner)
+        seq = Sequence(
+            request.id, prompt, len(prompt), request.params, matcher=matcher, cache_namespace=request.cache_namespace
+        )
+        seq.client, seq.interactive = f"client {request.id % 3}", request.interactive
         self.sequences[request.id] = seq
         self.answers[request.id] = []
         self.scheduler.add(seq)
@@ -119,7 +129,7 @@ class Simulation:
                     assert not self.scheduler.num_unfinished
                     return False
                 self.check_step(step, before)
-                self.refused = self.scheduler.waiting[0] if self.scheduler.waiting else None
+                self.refused = self.scheduler.next_up(self.scheduler.running)
                 flight = self._launch(step)
             step, samples = flight
             ahead = self.scheduler.plan_ahead(step)
@@ -138,22 +148,22 @@ class Simulation:
             self.scheduler.recompute()
             events = []
         except (EngineError, InjectedError):
-            concerned = [chunk.seq for chunk in step.chunks] if step else [*self.scheduler.running]
-            self._failed.update(seq.id for seq in concerned if seq.id not in self.finished)
+            failed = [chunk.seq for chunk in step.chunks] if step else [*self.scheduler.running]
+            self._failed.update(seq.id for seq in failed if seq.id not in self.finished)
             self.executor.lenient = True
             events = self.scheduler.fail(step, EngineError("injected"))
-            assert sorted(event.seq_id for event in events) == sorted(seq.id for seq in concerned)
+            assert sorted(event.seq_id for event in events) == sorted(seq.id for seq in failed)
             assert all(event.error for event in events)
             events = [event for event in events if event.seq_id not in self.finished]
         self.take(events)
         return True
 
-    def _launch(self, step: Step) -> tuple[Step, FakeSamples]:
+    def _launch(self, step: Step) -> tuple[Step, FakePendingSamples]:
         self.executor.forward(step)
         self._check_memory()
         return step, self.executor.sample(step, grammar_masks(step, self.workload.info.num_vocab))
 
-    def _launch_ahead(self, step: Step) -> tuple[Step, FakeSamples] | None:
+    def _launch_ahead(self, step: Step) -> tuple[Step, FakePendingSamples] | None:
         try:
             return self._launch(step)
         except EngineError:
@@ -168,61 +178,77 @@ class Simulation:
                 self.finished[event.seq_id] = event
                 self._check_finished(self.workload.requests[event.seq_id], event)
 
-    # -- what must hold --------------------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------------------------
 
     def check_step(self, step: Step, before: _Before) -> None:
-        """Check what a plan promises, beside what the executor checks itself."""
+        """Check the promises of a plan that the executor does not check itself."""
         running, chunks = self.scheduler.running, {chunk.seq: chunk for chunk in step.chunks}
         assert len(chunks) == len(step.chunks)
         assert chunks.keys() <= set(running)
-        assert before.oldest in [seq.id for seq in chunks], "the oldest makes progress in each step"
+        editors = any(seq.interactive for seq in self.sequences.values())
+        overtaken = any(seq.interactive and seq not in before.running for seq in running)
+        self.num_overtaken += overtaken and before.oldest not in chunks
+        assert before.oldest in chunks or editors, "the one admitted first makes progress in each step"
         for chunk in step.chunks:
             seq = chunk.seq
             assert chunk.start == seq.computed
             assert chunk.tokens == (seq.tokens + seq.draft)[chunk.start : chunk.end]
             assert chunk.rows == (len(seq.draft) + 1 if chunk.end == len(seq.tokens + seq.draft) else 0)
+            assert (self.drafter and seq.params.drafts) or not seq.draft, "without speculation, no token is drafted"
+            if seq.matcher:
+                assert seq.matcher.allowed(seq.draft) == len(seq.draft), "a draft ends before a forbidden token"
         preempted = [seq for seq in before.running if seq not in running]
         self.num_preempted += len(preempted)
         assert all(seq in chunks or seq in preempted for seq in before.ready), "running sequences come first"
-        if preempted:
-            assert not set(running) - set(before.running), "none is admitted where another had to go"
+        if preempted and not editors:
+            assert not set(running) - set(before.running), "none is admitted in a step that preempts"
         prefill = sum(len(chunk.tokens) for chunk in step.chunks if len(chunk.seq.tokens) - chunk.start > 1)
-        if before.ready:
-            assert prefill <= before.prefill, "prefill beside decoding is bounded in time"
+        if before.ready and not (preempted and editors):
+            assert prefill <= before.prefill + editors, "prefill beside decoding is bounded in time"
         for seq in running:
             if seq not in before.running:
                 self.num_cached += seq.computed
-                assert seq.computed <= self._most_known(seq), "a prefix is its owner's"
+                assert seq.computed <= self._most_shared(seq), "a prefix serves its own cache namespace only"
 
     def check_ahead(self, step: Step, ahead: Step) -> None:
-        """Check what a step may need that follows one whose samples are not known."""
+        """Check that a step ahead needs no samples of the step before it."""
         self.num_ahead += 1
         scheduler, chunks = self.scheduler, {chunk.seq: chunk for chunk in step.chunks}
         assert ahead.chunks
         assert not ahead.ops
-        assert all(chunk.rows == 1 for chunk in step.chunks), "what is sampled in several rows is not known"
+        assert all(chunk.rows == 1 for chunk in step.chunks), "the length of a verified draft is not known"
         assert {chunk.seq for chunk in ahead.chunks} <= set(scheduler.running) <= chunks.keys()
         for chunk in ahead.chunks:
             seq, params = chunk.seq, chunk.seq.params
             assert (chunk.tokens, chunk.rows, chunk.start) == ([LAST], 1, chunks[seq].end)
-            assert seq.matcher is None, "a mask needs the token"
+            assert seq.matcher is None or seq.matcher.unrestricted, "a mask needs the token"
+            self.num_ahead_with_matcher += seq.matcher is not None
             assert params.max_tokens is None or seq.completion_len + 1 < params.max_tokens, "it ends for certain"
-        if scheduler.waiting and len(ahead.chunks) < self.workload.info.max_sequences:
-            assert scheduler.waiting[0] is self.refused, "somebody could be admitted instead"
+        if head := scheduler.next_up([chunk.seq for chunk in ahead.chunks]):
+            assert head is self.refused, "a waiting sequence could be admitted instead"
 
     def check_state(self) -> None:
-        """Check what holds between steps."""
-        waiting, running = self.scheduler.waiting, self.scheduler.running
+        """Check the state between steps."""
+        waiting, running = list(self.scheduler.waiting), self.scheduler.running
         ids = [seq.id for seq in [*running, *waiting]]
-        assert ids == sorted(set(ids)), "the oldest run"
+        assert len(ids) == len(set(ids)) == self.scheduler.num_unfinished
         assert set(ids) == self.sequences.keys() - self.finished.keys()
+        turns = [seq.turn for seq in [*running, *waiting] if seq.turn is not None]
+        of_others = [seq.turn for seq in [*running, *waiting] if seq.turn is not None and not seq.interactive]
+        assert of_others == sorted(set(of_others)), "the first ones that were admitted run, but for editors"
+        assert [seq.turn for seq in waiting[len(turns) - len(running) :]] == [None] * (len(ids) - len(turns))
+        if len(turns) > len(running):
+            assert self.scheduler.waiting.head() is waiting[0], "a preempted sequence comes before new ones"
         assert len(running) <= self.workload.info.max_sequences
         for seq in running:
             assert 0 <= seq.computed < len(seq.tokens)
             assert seq.draft == []
             assert seq.kv is not None
-        assert all(len(seq.tokens) - seq.computed == 1 for seq in running[:-1]), "one prompt at a time"
-        for seq in [*waiting, *(self.sequences[each] for each in self.finished)]:
+        prompts = [seq for seq in running if len(seq.tokens) - seq.computed > 1]
+        for interactive in (False, True):
+            assert sum(seq.interactive is interactive for seq in prompts) <= 1, "one prompt at a time"
+        assert not prompts or prompts[0] is running[-1] or any(seq.interactive for seq in self.sequences.values())
+        for seq in [*waiting, *(self.sequences[seq_id] for seq_id in self.finished)]:
             assert seq.kv is None
             assert seq.computed == 0
         for seq in self.sequences.values():
@@ -248,17 +274,21 @@ class Simulation:
                 self.memory.apply(op, lenient=True)
             self._check_memory()
             assert sum(bool(slot) for slot in self.memory.slots) <= 1
-            assert self.memory.snapshots.keys() == {each.key for each in self.kv._snapshots}
+            assert self.memory.snapshots.keys() == {snapshot.key for snapshot in self.kv._snapshots}
         else:
             assert not any(self.kv._refs)
+            assert isinstance(self.memory, PagedMemory)
+            for op in self.kv.take_ops():
+                self.memory.apply(op, lenient=True)
+            assert not self.memory.snapshots
         if self.drafter:
             assert not self.drafter.begun
-            unlost = [seq for seq in self.sequences.values() if seq.id not in self._failed]
-            assert sum(seq.drafted for seq in unlost) <= self.drafter.drafted
-            assert sum(seq.accepted for seq in unlost) <= self.drafter.accepted
+            unfailed = [seq for seq in self.sequences.values() if seq.id not in self._failed]
+            assert sum(seq.drafted for seq in unfailed) <= self.drafter.drafted
+            assert sum(seq.accepted for seq in unfailed) <= self.drafter.accepted
 
     def _check_committed(self, chunks: list[Chunk], events: list[Event]) -> None:
-        """Check what became of the chunks of sequences that had not ended before."""
+        """Check the sequences of a committed step that had not ended before it."""
         sampled = {chunk.seq.id for chunk in chunks if chunk.rows}
         assert [event.seq_id for event in events] == [chunk.seq.id for chunk in chunks if chunk.rows]
         for chunk in chunks:
@@ -295,28 +325,31 @@ class Simulation:
         running = self.scheduler.running
         idle = [slot for slot in kv._slots if slot.idle_tokens]
         assert len(idle) <= (0 if running else 1), "idle cells slow down every step"
-        assert sorted(slot.owner.id for slot in kv._slots if slot.owner) == [seq.id for seq in running]
+        assert sorted(slot.seq.id for slot in kv._slots if slot.seq) == sorted(seq.id for seq in running)
         for slot in kv._slots:
             assert kv._cells.length(slot.id) == slot.length
         assert sum(snapshot.nbytes for snapshot in kv._snapshots) <= self.workload.snapshot_bytes
-        assert all(slot.idle_tokens or not kv._cells.length(slot.id) for slot in kv._slots if not slot.owner)
+        assert all(slot.idle_tokens or not kv._cells.length(slot.id) for slot in kv._slots if not slot.seq)
 
     def _check_blocks(self, kv: PagedKV) -> None:
         assert isinstance(self.memory, PagedMemory)
         size = self.workload.block_len
-        tables = [kv.place(seq) for seq in self.scheduler.running]
+        tables = [kv.kv_location(seq) for seq in self.scheduler.running]
         refs = Counter(block for table in tables for block in table)
         assert all(kv._refs[block] == refs[block] for block in range(len(kv._refs)))
         free = [*kv._empty, *kv._idle]
-        assert sorted(free) == [block for block in range(len(kv._refs)) if refs[block] == 0], "free is what none holds"
-        assert kv._known == {digest: block for block, digest in enumerate(kv._digests) if digest is not None}
+        assert sorted(free) == [block for block in range(len(kv._refs)) if refs[block] == 0], (
+            "a block is free if no sequence holds it"
+        )
+        assert kv._reusable == {digest: block for block, digest in enumerate(kv._digests) if digest is not None}
         assert all(kv._digests[block] is None for block in kv._empty)
         assert all(kv._digests[block] is not None for block in kv._idle)
+        assert kv._links.keys() == (kv._reusable.keys() if self.files else set())
         for block in kv._empty:
             self.memory.poison(block)
         ends = {chunk.seq: chunk.end for chunk in self.flight[0].chunks} if self.flight else {}
         for seq, table in zip(self.scheduler.running, tables, strict=True):
-            assert len(table) * size <= seq.computed + size, "no more is held than what the next token needs"
+            assert len(table) * size <= seq.computed + size, "a sequence holds only what the next token needs"
             written = ends.get(seq, seq.computed)
             for index in range(written // size, len(table)):
                 self.memory.poison(table[index], max(written - index * size, 0))
@@ -326,7 +359,7 @@ class Simulation:
     def _before(self) -> _Before:
         running = list(self.scheduler.running)
         ready = [seq for seq in running if len(seq.tokens) - seq.computed == 1]
-        oldest = min((seq.id for seq in [*running, *self.scheduler.waiting]), default=-1)
+        oldest = running[0] if running else self.scheduler.waiting.head()
         return _Before(running, oldest, ready, self.clock.prefill_tokens(len(ready)))
 
     def _arrive_and_leave(self, now: int) -> None:
@@ -340,12 +373,12 @@ class Simulation:
                 assert (event is None) == (request.id in self.finished)
                 if event:
                     self.take([event])
-                    self.refused = refused  # one that waited gives nothing back
+                    self.refused = refused  # a waiting sequence frees no memory
                     self.check_state()
 
-    def _rest(self) -> None:
-        """Do what the engine does when nothing runs; perhaps a new process goes on, perhaps with a damaged file."""
-        step = self.scheduler.rest()
+    def _flush_idle(self) -> None:
+        """Act as an idle engine; perhaps damage a file, perhaps continue as a new process."""
+        step = self.scheduler.flush_idle()
         if step:
             try:
                 self.executor.forward(step)
@@ -358,12 +391,16 @@ class Simulation:
             self.num_restarts += 1
             self.start()
 
-    def _most_known(self, seq: Sequence) -> int:
-        """Return how many tokens of a sequence its owner's other sequences begin with."""
+    def _most_shared(self, seq: Sequence) -> int:
+        """Return the longest prefix that a sequence shares with others of its cache namespace."""
         again = seq.id in self._admitted
         self._admitted.add(seq.id)
-        known = [each for each in self.sequences.values() if each.owner == seq.owner and (again or each is not seq)]
-        return max((common_prefix_len(each.tokens, seq.tokens) for each in known), default=0)
+        others = [
+            other
+            for other in self.sequences.values()
+            if other.cache_namespace == seq.cache_namespace and (again or other is not seq)
+        ]
+        return max((common_prefix_len(other.tokens, seq.tokens) for other in others), default=0)
 
     def _seconds(self, step: Step) -> float:
         prefill = step.num_tokens - step.num_rows
@@ -377,7 +414,7 @@ class Simulation:
 
 
 def run_workload(seed: int, kind: str) -> Simulation:
-    """Run the workload of a seed. An AssertionError carries what repeats it."""
+    """Run the workload of a seed. An AssertionError has a note with the call that repeats it."""
     simulation = Simulation(make_workload(seed), kind)
     try:
         simulation.run()

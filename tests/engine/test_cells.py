@@ -1,4 +1,4 @@
-"""Cells are counted as a cache would that keeps, for each cell, the set of slots that hold it."""
+"""Cells against a model that keeps, for each cell, the set of slots that hold it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_SLOTS, CAPACITY = 4, 60
 
 
 class CellsMachine(RuleBasedStateMachine):
-    """Does the same to `Cells` and to lists of cells with sets of holders."""
+    """Applies the same operations to `Cells` and to lists of cells with sets of holders."""
 
     @initialize()
     def start(self) -> None:
@@ -69,7 +69,7 @@ def test_a_shared_prefix_is_counted_once() -> None:
     assert cells.free == 100 - 25
 
 
-def test_what_does_not_fit_is_a_bug_of_the_caller() -> None:
+def test_impossible_operations_are_assertion_errors() -> None:
     cells = Cells(2, 10)
     cells.extend(0, 10)
     with pytest.raises(AssertionError):
@@ -77,11 +77,11 @@ def test_what_does_not_fit_is_a_bug_of_the_caller() -> None:
     with pytest.raises(AssertionError):
         cells.trim(0, 11)
     with pytest.raises(AssertionError):
-        cells.share(1, 0, 0)  # it is not empty
+        cells.share(1, 0, 0)  # slot 0 is not empty
 
 
-def test_spans_do_not_pile_up_where_a_slot_lives_long() -> None:
-    """A slot whose prefix is forked thousands of times stays quick."""
+def test_spans_do_not_pile_up_in_a_slot_that_lives_long() -> None:
+    """A slot whose prefix is forked thousands of times stays fast."""
     rng = random.Random()
     cells = Cells(2, 1000)
     cells.extend(0, 500)

@@ -1,18 +1,19 @@
-"""StepClock: what it concludes from the times of steps."""
+"""StepClock: its estimates from the times of steps; StepCosts: the surface, and its correction by real steps."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edgelm.core import Chunk, SamplingParams, Sequence, Step
-from edgelm.engine.clock import FRESH, MAX_STEP_S, MIN_PREFILL, PLAIN_EVERY, StepClock
-from edgelm.engine.costs import Measured, StepCosts
+from edgelm.engine.clock import FRESH, MAX_STEP_S, MIN_PREFILL, PLAIN_EVERY, Measured, StepClock, StepCosts
 
 
 def step(prefill: int, rows: int, sequences: int | None = None) -> Step:
-    """Return a step of so many rows, each of a sequence of its own or the last ones drafts of the first."""
+    """Return a step of `rows` rows: one for each sequence, the others for drafts of the first."""
     seq = Sequence(0, [1], 1, SamplingParams())
     drafted = rows - (rows if sequences is None else sequences)
     decode = [Chunk(seq, 0, [1] * (1 + drafted), 1 + drafted, 0)] if rows else []
@@ -20,7 +21,7 @@ def step(prefill: int, rows: int, sequences: int | None = None) -> Step:
     return Step((*decode, Chunk(seq, 0, [1] * prefill, 0, 0)) if prefill else tuple(decode))
 
 
-def test_before_anything_is_known_prefill_is_small() -> None:
+def test_before_any_measurement_prefill_is_small() -> None:
     assert StepClock().prefill_tokens(1) == MIN_PREFILL
 
 
@@ -31,19 +32,19 @@ def test_the_budget_is_what_fits_beside_the_decoding_rows() -> None:
     assert clock.prefill_tokens(4) == pytest.approx(1000 * (MAX_STEP_S - 0.05), abs=1)
 
 
-def test_prefill_of_steps_before_is_counted() -> None:
+def test_unread_prefill_is_counted() -> None:
     clock = StepClock()
-    clock.observe(step(100, 0), 0.4, unseen=300)
+    clock.observe(step(100, 0), 0.4, unread_prefill=300)
     assert clock.prefill_tokens(0) == pytest.approx(1000 * MAX_STEP_S, abs=1)
 
 
-def test_a_slow_machine_takes_the_least() -> None:
+def test_a_slow_machine_takes_the_minimum() -> None:
     clock = StepClock()
     clock.observe(step(100, 0), 100.0)
     assert clock.prefill_tokens(1) == MIN_PREFILL
 
 
-def test_a_few_tokens_of_prefill_tell_nothing() -> None:
+def test_a_few_tokens_of_prefill_are_not_measured() -> None:
     clock = StepClock()
     clock.observe(step(3, 0), 0.0001)
     assert clock.prefill_tokens(1) == MIN_PREFILL
@@ -70,26 +71,26 @@ def test_a_row_costs_every_sequence_of_the_step() -> None:
     assert clock.marginal_cost(2, 0, 2, 1) == pytest.approx([2 * (0.114 - 0.081) / 0.081])
 
 
-def test_rows_that_were_never_seen_cost_what_prefill_does() -> None:
+def test_rows_never_measured_cost_as_much_as_prefill() -> None:
     clock = StepClock()
     clock.observe(step(0, 1), 0.1)
     clock.observe(step(100, 0), 1.0)
     assert clock.marginal_cost(1, 0, 1, 2) == pytest.approx([0.1, 0.1])
 
 
-def test_where_nothing_is_known_a_row_costs_a_step() -> None:
+def test_before_any_measurement_a_row_costs_a_step() -> None:
     assert StepClock().marginal_cost(1, 0, 1, 2) == [1.0, 1.0]
 
 
-def test_a_step_with_drafts_is_compared_with_those_without_before_it() -> None:
+def test_a_step_with_drafts_is_compared_with_recent_plain_steps() -> None:
     clock = StepClock(StepCosts(STAIRCASE))
-    for seconds in (0.12, 0.9, 0.13):  # the surface says 0.066, and one of them hung
+    for seconds in (0.12, 0.9, 0.13):  # the surface says 0.066, and one step hung
         clock.observe(step(0, 1), seconds)
     clock.observe(step(0, 4, sequences=1), 0.2)
     assert clock.last == (1, 4, 0.2, pytest.approx(0.13))
 
 
-def test_what_was_long_ago_is_not_compared() -> None:
+def test_old_plain_steps_are_not_compared() -> None:
     clock = StepClock(StepCosts(STAIRCASE))
     clock.observe(step(0, 4, sequences=1), 0.09)
     assert clock.last
@@ -100,7 +101,7 @@ def test_what_was_long_ago_is_not_compared() -> None:
     assert clock.last.plain_s == 0
 
 
-def test_a_step_without_drafts_is_due_now_and_then_and_more_rarely_with_time() -> None:
+def test_a_plain_step_is_due_now_and_then_and_less_often_with_time() -> None:
     clock = StepClock(StepCosts(STAIRCASE))
     plain = []
     for number in range(1_000):
@@ -118,3 +119,90 @@ def test_a_step_with_prefill_is_not_compared() -> None:
     clock.observe(step(0, 1), 0.066)
     clock.observe(step(40, 1), 0.2)
     assert clock.last is None
+
+
+# -- the cost surface --------------------------------------------------------------------------------------------------
+
+
+SURFACE = [
+    Measured(1, 0, 0.010),
+    Measured(1, 1000, 0.014),
+    Measured(4, 0, 0.016),
+    Measured(4, 1000, 0.026),
+    Measured(8, 0, 0.030),
+]
+
+
+def test_measured_points_are_kept() -> None:
+    costs = StepCosts(SURFACE)
+    for point in SURFACE:
+        assert costs.time(point.rows, point.depth) == pytest.approx(point.seconds)
+
+
+def test_between_points_is_a_line() -> None:
+    costs = StepCosts(SURFACE)
+    assert costs.time(1, 500) == pytest.approx(0.012)
+    assert costs.time(2, 0) == pytest.approx(0.012)
+    assert costs.time(2, 1000) == pytest.approx(0.018)
+
+
+def test_more_rows_than_measured_cost_in_proportion() -> None:
+    assert StepCosts(SURFACE).time(15, 0) == pytest.approx(0.050)
+
+
+def test_a_row_count_without_a_deep_point_takes_the_slope_of_its_neighbour() -> None:
+    assert StepCosts(SURFACE).time(8, 1000) - 0.030 >= 0.010
+
+
+def test_without_measurements_the_time_is_zero() -> None:
+    costs = StepCosts()
+    assert costs.time(3, 10) == 0
+    assert not costs.prices_rows
+
+
+def test_real_steps_suffice_to_learn() -> None:
+    costs = StepCosts()
+    for _ in range(20):
+        costs.observe(1, 0, 0.01)
+        costs.observe(4, 0, 0.02)
+    assert costs.prices_rows
+    assert costs.time(4, 0) / costs.time(1, 0) == pytest.approx(2)
+
+
+def test_a_busier_machine_changes_no_ratio() -> None:
+    costs = StepCosts(SURFACE)
+    for _ in range(10):
+        costs.observe(1, 0, 0.020)
+    assert costs.time(1, 0) == pytest.approx(0.020, rel=0.05)
+    assert costs.time(4, 0) / costs.time(1, 0) == pytest.approx(1.6, rel=0.2)
+
+
+def test_real_steps_correct_a_wrong_measurement() -> None:
+    costs = StepCosts([Measured(1, 0, 0.010), Measured(2, 0, 0.011), Measured(4, 0, 0.012)])
+    for _ in range(200):
+        costs.observe(1, 0, 0.010)
+        costs.observe(4, 0, 0.030)
+    assert costs.time(4, 0) / costs.time(1, 0) == pytest.approx(3, rel=0.15)
+
+
+def test_one_delayed_step_changes_little() -> None:
+    costs = StepCosts(SURFACE)
+    costs.observe(4, 0, 10.0)
+    assert costs.time(4, 0) / costs.time(1, 0) == pytest.approx(1.6, rel=0.1)
+
+
+points = st.builds(Measured, st.integers(1, 64), st.integers(0, 10_000), st.floats(1e-5, 1.0))
+steps = st.tuples(st.integers(1, 80), st.integers(0, 30_000), st.floats(1e-6, 100.0))
+
+
+@given(st.lists(points, max_size=12), st.lists(steps, max_size=40))
+def test_times_are_positive_numbers_for_any_measurements(
+    measured: list[Measured], observed: list[tuple[int, int, float]]
+) -> None:
+    costs = StepCosts(measured)
+    for rows, depth, seconds in observed:
+        costs.observe(rows, depth, seconds)
+        assert 0 < costs.time(rows, depth) < float("inf")
+    for rows in (1, 2, 7, 64, 100):
+        time = costs.time(rows, 500)
+        assert 0 < time < float("inf") if measured or observed else time == 0

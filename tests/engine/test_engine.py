@@ -1,4 +1,4 @@
-"""The engine from the outside: streams, leaving them, failures, the end."""
+"""The engine from the outside: streams, cancellation, failures, closing."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, contextmanager
 
 import pytest
 
-from edgelm.core import LAST, Drafter, Event, KVCache, SamplingParams, Sequence, Step
+from edgelm.core import LAST, Drafter, Embedder, Event, KVCache, SamplingParams, Sequence, Step
 from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
-from edgelm.engine.paged import BLOCK_LEN, PagedKV
+from edgelm.engine.kv_paged import BLOCK_LEN, PagedKV
+from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.engine.slots import SlotKV
 from edgelm.engine.stream import Stream
 from edgelm.errors import BusyError, EngineError, RequestError
 from tests.engine.fake import (
@@ -32,7 +32,7 @@ from tests.engine.fake import (
     info,
 )
 
-ENDLESS = SamplingParams(temperature=0)  # in a context that would take hours to fill
+ENDLESS = SamplingParams(temperature=0)  # the context would take hours to fill
 
 
 class GatedExecutor(FakeExecutor):
@@ -53,7 +53,10 @@ class GatedExecutor(FakeExecutor):
 
 @contextmanager
 def running_engine(
-    max_requests: int = 256, drafter: Drafter | None = None, **facts: object
+    max_requests: int = 512,
+    drafter: Drafter | None = None,
+    make_embedder: Callable[[], Embedder] | None = None,
+    **facts: object,
 ) -> Iterator[tuple[Engine, GatedExecutor]]:
     parsed = info(**({"context": 100_000, "capacity": 200_000} | facts))
     kv: KVCache = PagedKV(parsed) if parsed.runs_ahead else SlotKV(parsed, 10**6)
@@ -61,7 +64,7 @@ def running_engine(
     executor = GatedExecutor(parsed, memory)
     clock = StepClock()
     scheduler = Scheduler(parsed, kv, clock, drafter)
-    engine = Engine(executor, scheduler, clock, max_requests).start()
+    engine = Engine(executor, scheduler, clock, max_requests, make_embedder).start()
     try:
         yield engine, executor
     finally:
@@ -106,12 +109,12 @@ async def test_many_streams_at_once_give_each_its_own_answer() -> None:
         params = [SamplingParams(max_tokens=1 + 5 * number % 40, seed=number) for number in range(60)]
         streams = [engine.submit(*request) for request in zip(prompts, params, strict=True)]
         answers = await asyncio.gather(*(events_of(stream) for stream in streams))
-        for prompt, each, events in zip(prompts, params, answers, strict=True):
-            assert ids_of(events) == complete_alone(prompt, each, executor.info)[0]
+        for prompt, request_params, events in zip(prompts, params, answers, strict=True):
+            assert ids_of(events) == complete_alone(prompt, request_params, executor.info)[0]
         assert engine.num_requests == 0
 
 
-async def test_one_step_ahead_every_answer_is_the_same() -> None:
+async def test_running_ahead_changes_no_answer() -> None:
     with running_engine(runs_ahead=True) as (engine, executor):
         requests = [
             ([number % 40] * (1 + 7 * number % 90), SamplingParams(max_tokens=1 + 5 * number % 40, seed=number))
@@ -131,7 +134,7 @@ async def test_one_step_ahead_every_answer_is_the_same() -> None:
 @pytest.mark.parametrize("where", ["chunks", "sample", "read"])
 @pytest.mark.parametrize("number", [0, 1, 5, 6])
 async def test_a_step_that_fails_fails_its_requests_and_no_other(where: str, number: int) -> None:
-    """One that cannot even be launched ahead fails nobody: it is tried again once the one before it is read."""
+    """A launch ahead that fails ends no request: it is tried again after the step before it is read."""
     with running_engine(runs_ahead=True, max_sequences=2) as (engine, executor):
         executor.faults[number] = Fault(where)  # type: ignore[arg-type]
         streams = [engine.submit([first, 1], greedy(30)) for first in range(2)]
@@ -153,7 +156,7 @@ async def test_a_step_that_fails_fails_its_requests_and_no_other(where: str, num
         assert ids_of(again) == ids_of(events)
 
 
-async def test_a_step_that_fails_behind_the_end_fails_nobody() -> None:
+async def test_a_failed_step_after_the_end_fails_no_request() -> None:
     answer, _ = complete_alone([6, 5], greedy(20), info(context=100_000))
     end = next(place for place, token in enumerate(answer) if place >= 3 and token not in answer[:place])
     params = SamplingParams(temperature=0, stop_ids=frozenset({answer[end]}))
@@ -170,19 +173,19 @@ async def test_a_step_that_fails_behind_the_end_fails_nobody() -> None:
 @pytest.mark.parametrize(
     ("runs_ahead", "expected"), [(True, [(8, 32), (1, 0)]), (False, [(16, 0)] * 2 + [(8, 0), (1, 0)])]
 )
-async def test_prefill_that_nobody_waited_for_is_counted_with_the_step_that_was_read(
+async def test_unread_prefill_is_counted_with_the_next_step_that_is_read(
     runs_ahead: bool, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[tuple[int, int]] = []
+    observed: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        StepClock, "observe", lambda _, step, seconds, unseen=0: heard.append((step.num_tokens, unseen))
+        StepClock, "observe", lambda _, step, seconds, unread=0: observed.append((step.num_tokens, unread))
     )
     with running_engine(runs_ahead=runs_ahead, max_tokens=16, max_rows=16) as (engine, _):
         await events_of(engine.submit(list(range(40)), greedy(2)))
-    assert heard == expected
+    assert observed == expected
 
 
-async def test_leaving_while_a_step_is_on_its_way() -> None:
+async def test_leaving_while_a_step_is_running() -> None:
     with running_engine(runs_ahead=True) as (engine, executor):
         for _ in range(20):
             stream = engine.submit([4, 2], ENDLESS)
@@ -202,7 +205,7 @@ async def test_a_grammar_masks_what_is_sampled() -> None:
 
 
 async def test_a_timeout_between_events_loses_none() -> None:
-    """A server that sends a sign of life while it waits goes on with the same stream."""
+    """A server that sends keep-alives while it waits continues with the same stream."""
     with running_engine() as (engine, executor):
         executor.gate.clear()
         stream = engine.submit([1], greedy(5))
@@ -221,6 +224,19 @@ async def test_leaving_a_loop_over_a_stream_cancels_the_request() -> None:
             assert event.finish_reason is None
             break
         await emptied(engine)
+
+
+async def test_a_request_ends_with_the_step_during_which_its_client_leaves() -> None:
+    with running_engine() as (engine, executor):
+        for _ in range(20):
+            stream = engine.submit([5], ENDLESS)
+            await anext(stream)
+            executor.gate.clear()  # the next step waits
+            stream.close()
+            num_steps = executor.num_steps
+            executor.gate.set()
+            await emptied(engine)
+            assert executor.num_steps - num_steps <= 1
 
 
 async def test_closing_a_stream_that_is_still_held_cancels_the_request() -> None:
@@ -264,7 +280,7 @@ async def test_leaving_while_waiting_in_the_queue() -> None:
         await emptied(engine)
 
 
-async def test_stopping_in_the_middle_tells_what_it_cost() -> None:
+async def test_stopping_in_the_middle_returns_the_stats() -> None:
     with running_engine() as (engine, _):
         stream = engine.submit([1, 2], ENDLESS)
         for _ in range(3):
@@ -275,7 +291,7 @@ async def test_stopping_in_the_middle_tells_what_it_cost() -> None:
         await emptied(engine)
 
 
-async def test_stopping_at_the_end_tells_the_same_as_the_last_event() -> None:
+async def test_stopping_at_the_end_returns_the_stats_of_the_last_event() -> None:
     with running_engine() as (engine, _):
         stream = engine.submit([1, 2], greedy(3))
         events = await events_of(stream)
@@ -287,15 +303,49 @@ async def test_stopping_at_the_end_tells_the_same_as_the_last_event() -> None:
 
 
 async def test_too_many_requests_are_refused_until_one_is_done() -> None:
-    with running_engine(max_requests=2) as (engine, executor):
+    with running_engine(max_requests=4) as (engine, executor):
         executor.gate.clear()
         first, second = engine.submit([1], greedy(2)), engine.submit([2], greedy(2))
-        with pytest.raises(BusyError, match="2 requests"):
+        with pytest.raises(BusyError, match="2 requests of this client"):
             engine.submit([3], greedy(2))
         executor.gate.set()
         await events_of(first)
         await events_of(engine.submit([3], greedy(2)))
         await events_of(second)
+
+
+async def test_clients_that_flood_the_queue_leave_room_for_others() -> None:
+    with running_engine(max_requests=12) as (engine, executor):
+        executor.gate.clear()
+        taken: list[Stream] = []
+        for client, room in (("a", 6), ("b", 3), ("c", 2), ("d", 1)):
+            taken += [engine.submit([1], greedy(2), client=client) for _ in range(room)]
+            if len(taken) < 12:
+                with pytest.raises(BusyError, match=f"{room} requests? of this client"):
+                    engine.submit([1], greedy(2), client=client)
+        with pytest.raises(BusyError, match="12 requests are open"):
+            engine.submit([1], greedy(2), client="e")
+        executor.gate.set()
+        for stream in taken:
+            assert len(ids_of(await events_of(stream))) == 2
+        assert engine.num_requests == 0
+
+
+async def test_a_short_request_of_another_client_is_not_behind_a_flood() -> None:
+    with running_engine(max_sequences=1) as (engine, executor):
+        executor.gate.clear()
+        flood = [engine.submit([1, 2, 3], greedy(200), client="a") for _ in range(100)]
+        short = engine.submit([4], greedy(4), client="b")
+        marked = engine.submit([5], greedy(100), client="c", interactive=True)
+        executor.gate.set()
+        for stream in (short, marked):
+            async for event in stream:
+                last = event
+            assert last.finish_reason == "length"
+        assert executor.num_steps <= 200 + 4 + 200 + 100 + 20, "one of the flood before each of them, at most"
+        for stream in flood:
+            stream.close()
+        await emptied(engine)
 
 
 async def test_a_prompt_that_can_never_run_is_refused_with_both_numbers() -> None:
@@ -336,11 +386,11 @@ async def test_a_bug_in_a_step_fails_its_requests_with_its_name(caplog: pytest.L
 async def test_a_grammar_that_fails_leaves_the_engine_usable() -> None:
     with running_engine() as (engine, _):
         with pytest.raises(EngineError, match="InjectedError"):
-            await events_of(engine.submit([1], greedy(9), FakeMatcher(1, 40, raises_at=4)))
+            await events_of(engine.submit([1], greedy(9), FakeMatcher(3, 40, raises_at=4)))
         assert len(ids_of(await events_of(engine.submit([1], greedy(9))))) == 9
 
 
-async def test_values_that_are_not_numbers_are_an_error_of_the_request() -> None:
+async def test_nan_is_an_error_of_the_request() -> None:
     with running_engine() as (engine, executor):
         executor.spoiled = {0: 2}
         stream = engine.submit([1], greedy(9))
@@ -352,7 +402,7 @@ async def test_values_that_are_not_numbers_are_an_error_of_the_request() -> None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_bug_outside_of_a_step_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_outside_a_step_leaves_no_client_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_engine() as (engine, executor):
         executor.gate.clear()
         stream, other = engine.submit([1], ENDLESS), engine.submit([2], ENDLESS)
@@ -370,7 +420,7 @@ async def test_a_bug_outside_of_a_step_leaves_nobody_waiting(monkeypatch: pytest
             engine.submit([1], ENDLESS)
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- closing -----------------------------------------------------------------------------------------------------------
 
 
 async def test_closing_ends_every_stream_with_an_error() -> None:
@@ -422,7 +472,7 @@ def test_requests_of_a_loop_that_was_closed_end_and_others_go_on() -> None:
         assert ids_of(asyncio.run(stay())) == complete_alone([2], greedy(5), executor.info)[0]
 
 
-def test_submitting_outside_of_an_event_loop_is_a_bug_of_the_caller() -> None:
+def test_submitting_outside_an_event_loop_is_an_error() -> None:
     with running_engine() as (engine, _):
         with pytest.raises(RuntimeError, match="no running event loop"):
             engine.submit([1], ENDLESS)
@@ -474,7 +524,7 @@ async def test_a_request_that_never_started_spent_its_time_in_the_queue() -> Non
 
 async def test_cached_and_drafted_tokens_are_counted() -> None:
     class Right(SimpleDrafter):
-        def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
+        def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
             answer, _ = complete_alone(seq.tokens[: seq.prompt_len], seq.params, info(context=100_000))
             return answer[seq.completion_len :][:3]
 
@@ -485,5 +535,51 @@ async def test_cached_and_drafted_tokens_are_counted() -> None:
         assert first[-1].stats
         assert second
         assert (first[-1].stats.drafted, first[-1].stats.accepted) == (6, 6)
-        assert len(first) == 1 + 1 + 2  # the prompt's token, two steps with a draft of three, the last one's
+        assert len(first) == 1 + 1 + 2  # the prompt's token, two steps with a draft of three, the last token
         assert second.cached_tokens == 11
+
+
+# -- time limits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+async def test_an_answer_ends_when_its_time_is_over(runs_ahead: bool) -> None:
+    with running_engine(runs_ahead=runs_ahead) as (engine, executor):
+        other = asyncio.create_task(events_of(engine.submit([5, 6], greedy(200))))
+        events = await events_of(engine.submit([1, 2, 3], ENDLESS, limit_s=0.02))
+        assert events[-1].finish_reason == "length"
+        assert events[-1].stats
+        assert events[-1].stats.completion_tokens == len(ids_of(events))
+        assert ids_of(events) == complete_alone([1, 2, 3], greedy(len(ids_of(events))), executor.info)[0]
+        assert len(ids_of(await other)) == 200
+        assert engine.num_requests == 0
+
+
+async def test_the_time_of_an_answer_begins_with_its_first_token() -> None:
+    with running_engine() as (engine, executor):
+        executor.gate.clear()
+        task = asyncio.create_task(events_of(engine.submit([1, 2, 3], greedy(4), limit_s=0.2)))
+        await asyncio.sleep(0.4)
+        executor.gate.set()
+        assert ids_of(await task)
+
+
+async def test_a_limit_of_no_time_gives_one_token() -> None:
+    with running_engine() as (engine, _):
+        assert len(ids_of(await events_of(engine.submit([1, 2, 3], ENDLESS, limit_s=0.0)))) == 1
+
+
+async def test_a_request_that_waits_for_the_prompt_of_another_does_not_wait_for_its_answer() -> None:
+    """Steps are launched ahead while it waits."""
+    with running_engine(runs_ahead=True) as (engine, executor):
+        executor.gate.clear()
+        before = engine.submit([5], greedy(1))
+        await asyncio.sleep(0.05)  # its step runs, so that the next two are planned together
+        first = engine.submit([1, 2, 3] * 40, ENDLESS)
+        second = asyncio.create_task(events_of(engine.submit([1, 2, 3] * 40 + [4], greedy(5))))
+        await asyncio.sleep(0)
+        executor.gate.set()
+        async with asyncio.timeout(10):
+            assert len(ids_of(await second)) == 5
+        first.close()
+        assert ids_of(await events_of(before))

@@ -1,4 +1,4 @@
-"""Kept prefixes: which one serves, what a restart leaves, whose they are, and who waits for whom."""
+"""Kept prefixes: the choice among them, restarts, cache namespaces, and waiting for a common prefix."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 
 from edgelm.core import Copy, Drop, Load, Op, SamplingParams, Save, Sequence, Store
+from edgelm.engine.kv_slots import WORTH_WAITING_LEN, SlotKV, Snapshot
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, PrefixIndex, common_len
 from edgelm.engine.scheduler import Scheduler
-from edgelm.engine.slots import WORTH_WAITING_LEN, SlotKV, Snapshot
 from edgelm.errors import SnapshotError
 from tests.counts import Count
 from tests.engine.fake import FakeExecutor, FakeFiles, SlotMemory
 from tests.engine.loop import Loop
 from tests.engine.simulation import fresh_seed, run_workload
 
-HISTORIES = Count(test=60, soak=2_000)
+CONVERSATIONS = Count(test=60, soak=2_000)
 A, B, C, D = ([token] * 50 for token in (1, 2, 3, 4))
 SYSTEM = [7, 8] * 30
 
 
 class Disk(Loop):
-    """A loop whose snapshots reach files, and that can go on as a new process."""
+    """A loop whose snapshots reach files, and that can continue as a new process."""
 
     def __init__(self, snapshot_bytes: int = 10**6, **facts: object) -> None:
         self.files = FakeFiles()
@@ -37,18 +37,18 @@ class Disk(Loop):
         self.executor = FakeExecutor(self.info, self.memory)
         self.scheduler = Scheduler(self.info, self.kv, self.clock)
 
-    def rest(self) -> list[Op]:
-        step = self.scheduler.rest()
+    def flush_idle(self) -> list[Op]:
+        step = self.scheduler.flush_idle()
         if step:
             self.executor.forward(step)
         return list(step.ops) if step else []
 
     def restart(self) -> None:
-        self.rest()
+        self.flush_idle()
         self.start()
 
     def lengths(self) -> list[int]:
-        return sorted(len(each.tokens) for each in self.files.found)
+        return sorted(len(file.tokens) for file in self.files.found)
 
 
 def kinds(ops: list[Op]) -> list[type]:
@@ -67,7 +67,7 @@ def test_common_len_equals_a_plain_loop() -> None:
         assert common_len(np.array(a, np.int32), np.array(b, np.int32)) == plain, (a, b)
 
 
-def test_matches_are_all_that_begin_alike_and_the_last_used_comes_first() -> None:
+def test_matches_are_all_similar_prefixes_most_recently_used_first() -> None:
     rng = random.Random(seed := fresh_seed())
     for _ in range(20):
         index: PrefixIndex[Snapshot] = PrefixIndex()
@@ -87,18 +87,18 @@ def test_matches_are_all_that_begin_alike_and_the_last_used_comes_first() -> Non
             assert list(index) == kept, f"seed {seed}"
             prompt = np.array(rng.choice(heads) + rng.choices(range(2), k=4), np.int32)
             expected = [
-                (each, common_len(each.tokens, prompt))
-                for each in reversed(kept)
-                if each.owner == "a" and common_len(each.tokens, prompt) >= MIN_PREFIX_LEN
+                (prefix, common_len(prefix.tokens, prompt))
+                for prefix in reversed(kept)
+                if prefix.cache_namespace == "a" and common_len(prefix.tokens, prompt) >= MIN_PREFIX_LEN
             ]
             assert list(index.matches("a", prompt)) == expected, f"seed {seed}"
 
 
-# -- one prompt that several share -------------------------------------------------------------------------------------
+# -- a prefix of several requests -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("system_len", [40, 64, 75, 150, 200])
-def test_requests_that_come_together_compute_their_common_beginning_once(system_len: int) -> None:
+def test_requests_that_arrive_together_compute_their_common_prefix_once(system_len: int) -> None:
     loop = Loop(max_sequences=8, max_tokens=64, capacity=2048)
     system = random.Random(1).choices(range(40), k=system_len)
     requests = [loop.add([*system, number, 5, 6]) for number in range(8)]
@@ -110,7 +110,18 @@ def test_requests_that_come_together_compute_their_common_beginning_once(system_
     assert loop.executor.num_computed == system_len + again + 8 * 3 + answers
 
 
-def test_a_short_common_beginning_is_not_waited_for() -> None:
+@pytest.mark.parametrize("max_tokens", [64, 4096])
+@pytest.mark.parametrize("system_len", [40, 64, 75, 150, 200])
+def test_requests_that_arrive_together_share_the_blocks_of_the_first(system_len: int, max_tokens: int) -> None:
+    """Also where all prompts fit in one step."""
+    loop = Loop("paged", max_sequences=8, max_tokens=max_tokens, capacity=4096, block_len=16)
+    system = random.Random(1).choices(range(40), k=system_len)
+    requests = [loop.add([*system, number, 5, 6]) for number in range(8)]
+    loop.finish()
+    assert [seq.cached for seq in requests] == [0] + [system_len // 16 * 16] * 7
+
+
+def test_no_request_waits_for_a_short_common_prefix() -> None:
     loop = Loop()
     first, second = loop.add([*[7] * 6, 1]), loop.add([*[7] * 6, 2])
     loop.step()
@@ -118,39 +129,39 @@ def test_a_short_common_beginning_is_not_waited_for() -> None:
     loop.finish()
 
 
-def test_one_that_waits_goes_on_when_the_first_leaves() -> None:
+def test_a_waiting_request_runs_when_the_first_is_cancelled() -> None:
     loop = Loop(max_tokens=16)
     first, second = loop.add([*SYSTEM, 1]), loop.add([*SYSTEM, 2])
     loop.step()
-    assert loop.scheduler.waiting == [second]
+    assert list(loop.scheduler.waiting) == [second]
     loop.scheduler.abort(first.id)
     loop.finish()
     assert second.completion_len == 8
     assert second.cached == 16
 
 
-def test_a_common_beginning_of_another_owner_is_neither_waited_for_nor_shared() -> None:
+def test_no_request_waits_for_a_prefix_of_another_namespace() -> None:
     loop = Loop()
     first, second = loop.add([*SYSTEM, 1]), loop.add([*SYSTEM, 2])
-    second.owner = "other"
+    second.cache_namespace = "other"
     loop.finish()
     third = loop.add([*SYSTEM, 1])
-    third.owner = "other"
+    third.cache_namespace = "other"
     loop.finish()
     assert [seq.cached for seq in (first, second, third)] == [0, 0, len(SYSTEM)]
 
 
-# -- owners ------------------------------------------------------------------------------------------------------------
+# -- cache namespaces --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("between", ["nothing", "a snapshot", "a restart"])
-def test_what_one_owner_wrote_serves_no_other(between: str) -> None:
+def test_a_prefix_serves_no_other_namespace(between: str) -> None:
     loop = Disk()
-    for owner, cached in (("ann", 0), ("bob", 0), ("ann", 49), ("bob", 49)):
+    for cache_namespace, cached in (("ann", 0), ("bob", 0), ("ann", 49), ("bob", 49)):
         seq = loop.add(A)
-        seq.owner = owner
+        seq.cache_namespace = cache_namespace
         loop.finish()
-        assert seq.cached == cached, owner
+        assert seq.cached == cached, cache_namespace
         if between == "a snapshot":
             loop.ask(B)
         elif between == "a restart":
@@ -160,7 +171,7 @@ def test_what_one_owner_wrote_serves_no_other(between: str) -> None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_conversation_goes_on_after_a_restart_where_it_ended() -> None:
+def test_a_conversation_continues_after_a_restart() -> None:
     loop = Disk()
     first = loop.ask(A)
     loop.restart()
@@ -169,7 +180,7 @@ def test_a_conversation_goes_on_after_a_restart_where_it_ended() -> None:
     assert loop.executor.num_computed == 3 + second.completion_len - 1
 
 
-def test_turns_write_no_file_and_rest_writes_each_conversation_once() -> None:
+def test_turns_write_no_file_and_an_idle_flush_writes_each_conversation_once() -> None:
     loop = Disk()
     tokens = A
     for _ in range(3):
@@ -177,28 +188,28 @@ def test_turns_write_no_file_and_rest_writes_each_conversation_once() -> None:
     loop.ask(B)
     assert not loop.files.found
     assert Store not in kinds(loop.ops)
-    assert kinds(loop.rest()).count(Store) == 2
-    assert loop.rest() == []
+    assert kinds(loop.flush_idle()).count(Store) == 2
+    assert loop.flush_idle() == []
     assert loop.lengths() == [57, len(tokens) - 1]
     more = loop.ask([*tokens, 9])
-    assert Store in kinds(loop.rest())
+    assert Store in kinds(loop.flush_idle())
     assert max(loop.lengths()) == len(more.tokens) - 1
 
 
-def test_a_disk_that_keeps_nothing_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_not_written_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeFiles, "write", lambda *_: None)
     loop = Disk()
     loop.ask(A)
-    assert Store in kinds(loop.rest())
-    assert Store not in kinds(loop.rest())
+    assert Store in kinds(loop.flush_idle())
+    assert Store not in kinds(loop.flush_idle())
 
 
-def test_a_snapshot_that_cannot_be_brought_back_is_computed_again() -> None:
+def test_a_snapshot_that_cannot_be_loaded_is_computed_again() -> None:
     loop = Disk()
     first = loop.ask(A)
     loop.ask(B)
     loop.kv._measure()
-    loop.memory._refused = frozenset({-1})  # it may hold fewer than the bookkeeper thinks
+    loop.memory._refused = frozenset({-1})  # it may hold fewer than the bookkeeper expects
     loop.memory.snapshots.clear()
     again = loop.add([*first.tokens, 7])
     step = loop.scheduler.plan()
@@ -210,26 +221,26 @@ def test_a_snapshot_that_cannot_be_brought_back_is_computed_again() -> None:
     assert again.completion_len == 8
 
 
-def test_the_conversation_that_rests_stays_in_its_slot() -> None:
+def test_an_idle_flush_leaves_the_conversation_in_its_slot() -> None:
     loop = Disk()
     first = loop.ask(A)
-    loop.rest()
+    loop.flush_idle()
     loop.ops.clear()
     assert loop.ask([*first.tokens, 7]).cached == len(first.tokens) - 1
     assert not {Load, Copy} & set(kinds(loop.ops))
 
 
-def test_what_memory_has_no_room_for_goes_to_a_file() -> None:
+def test_an_evicted_snapshot_goes_to_a_file() -> None:
     loop = Disk(snapshot_bytes=60 * 10)
     first = loop.ask(A)
     loop.ask(B)
     assert not loop.files.found
-    loop.ask(C)  # B's snapshot takes the place of A's
+    loop.ask(C)  # the snapshot of B replaces that of A
     assert kinds(loop.ops)[-4:] == [Store, Drop, Save, type(loop.ops[-1])]
     assert loop.ask([*first.tokens, 7]).cached == len(first.tokens) - 1
 
 
-def test_a_damaged_file_is_computed_again_and_gone() -> None:
+def test_a_damaged_file_is_deleted_and_computed_again() -> None:
     loop = Disk()
     first = loop.ask(A)
     loop.restart()
@@ -238,17 +249,17 @@ def test_a_damaged_file_is_computed_again_and_gone() -> None:
     assert not loop.files.found
 
 
-def test_the_next_best_file_serves_where_the_best_is_damaged() -> None:
+def test_the_next_best_file_serves_if_the_best_is_damaged() -> None:
     loop = Disk()
     long, short = loop.ask([*SYSTEM, *A]), loop.ask([*SYSTEM, *B])
     loop.restart()
-    best = next(each.name for each in loop.files.found if each.tokens.tolist() == long.tokens[:-1])
+    best = next(file.name for file in loop.files.found if file.tokens.tolist() == long.tokens[:-1])
     loop.files.spoiled.add(best)
     assert loop.ask([*long.tokens, 7]).cached == len(SYSTEM)
     assert loop.ask([*short.tokens, 7]).cached == len(short.tokens) - 1
 
 
-def test_a_file_is_not_read_where_there_is_no_room_for_it() -> None:
+def test_a_file_is_not_read_if_there_is_no_room_for_it() -> None:
     loop = Disk(context=200, capacity=220)
     long = loop.ask([*A, *B, *C])
     loop.restart()
@@ -261,7 +272,7 @@ def test_a_file_is_not_read_where_there_is_no_room_for_it() -> None:
     loop.finish()
 
 
-def test_a_file_longer_than_the_context_is_left_alone() -> None:
+def test_a_file_longer_than_the_cache_is_not_read() -> None:
     loop = Disk(context=256)
     long = loop.ask([*A, *B, *C, *D], max_tokens=8)
     loop.restart()
@@ -274,10 +285,10 @@ def test_a_file_longer_than_the_context_is_left_alone() -> None:
 def test_without_files_a_restart_forgets() -> None:
     loop = Loop()
     loop.ask(A)
-    assert loop.scheduler.rest() is None
+    assert loop.scheduler.flush_idle() is None
 
 
-def test_a_snapshot_that_found_no_room_is_not_counted_on() -> None:
+def test_a_snapshot_that_was_not_saved_is_not_used() -> None:
     loop = Disk()
     loop.memory._refused = frozenset({1})
     first = loop.ask(A)
@@ -286,18 +297,18 @@ def test_a_snapshot_that_found_no_room_is_not_counted_on() -> None:
     assert loop.ask([*first.tokens, 7]).cached == 0
 
 
-def test_sizes_are_as_measured() -> None:
-    """Here a snapshot takes four times what the bookkeeper expects: after the first, it keeps fewer."""
+def test_snapshot_sizes_are_measured() -> None:
+    """A snapshot here takes four times the expected bytes: after the first, fewer are kept."""
     loop = Disk(snapshot_bytes=5_000)
     loop.memory.nbytes = lambda key: 4 * 10 * len(loop.memory.snapshots[key]) if key in loop.memory.snapshots else None
     loop.ask(A)
     loop.ask(B)
     loop.kv._measure()
-    assert [each.nbytes for each in loop.kv._snapshots] == [4 * 10 * 57]
+    assert [snapshot.nbytes for snapshot in loop.kv._snapshots] == [4 * 10 * 57]
     for start in range(6):
         loop.ask([start] * 50)
     loop.kv._measure()
-    assert [each.nbytes for each in loop.kv._snapshots] == [4 * 10 * 57] * 2
+    assert [snapshot.nbytes for snapshot in loop.kv._snapshots] == [4 * 10 * 57] * 2
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -309,29 +320,30 @@ def test_a_cancelled_request_frees_its_cells_at_once() -> None:
     for _ in range(3):
         loop.step()
     used = loop.info.capacity - loop.kv._cells.free
-    held = loop.kv._cells.length(loop.kv.place(leaves))
+    held = loop.kv._cells.length(loop.kv.kv_location(leaves))
     assert held >= 30
     loop.scheduler.abort(leaves.id)
     assert loop.info.capacity - loop.kv._cells.free == used - held
     loop.step()
-    assert loop.memory.num_used == loop.kv._cells.length(loop.kv.place(stays))
+    assert loop.memory.num_used == loop.kv._cells.length(loop.kv.kv_location(stays))
 
 
 # -- everything at once ------------------------------------------------------------------------------------------------
 
 
-def test_random_histories_answer_as_without_a_cache() -> None:
-    """Turns, branches, retries, restarts, damaged files: `Loop` compares each answer with the one given alone."""
+def test_random_conversations_answer_as_without_a_cache() -> None:
+    """Turns, branches, retries, restarts, damaged files: `Loop` compares each answer with that of the request alone."""
     rng = random.Random(seed := fresh_seed())
     print("seed", seed)
     fetched = 0
-    for _ in range(HISTORIES):
-        can_trim = rng.random() < 0.8
-        loop = Disk(snapshot_bytes=10 * rng.choice([0, 80, 200, 10_000]), can_trim=can_trim)
+    for _ in range(CONVERSATIONS):
+        can_trim, keeps_all = rng.random() < 0.7, rng.random() < 0.7
+        room = 10 * rng.choice([0, 80, 200, 10_000])
+        loop = Disk(snapshot_bytes=room, can_trim=can_trim, keeps_all=keeps_all)
         systems = [rng.choices(range(40), k=rng.randint(1, 60)) for _ in range(2)]
         chats: list[Sequence] = []
         for _ in range(12):
-            action = rng.choice(["new", "turn", "turn", "branch", "retry", "rest", "restart", "damage"])
+            action = rng.choice(["new", "turn", "turn", "branch", "retry", "idle", "restart", "damage"])
             if action == "new" or not chats:
                 prompt = rng.choice(systems) + rng.choices(range(40), k=rng.randint(1, 20))
             elif action == "turn":
@@ -342,8 +354,8 @@ def test_random_histories_answer_as_without_a_cache() -> None:
             elif action == "retry":
                 prompt = list((old := rng.choice(chats)).tokens[: old.prompt_len])
             else:
-                if action == "rest":
-                    loop.rest()
+                if action == "idle":
+                    loop.flush_idle()
                 elif action == "restart":
                     loop.restart()
                 elif loop.files.found:
@@ -352,7 +364,7 @@ def test_random_histories_answer_as_without_a_cache() -> None:
             if len(prompt) < loop.info.context - 30:
                 chats.append(loop.ask(prompt, max_tokens=rng.randint(1, 20)))
         fetched += loop.files.num_fetched
-    assert fetched >= HISTORIES // 5
+    assert fetched >= CONVERSATIONS // 5
 
 
 def test_the_workloads_use_files_and_restarts() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import pytest
 
-from edgelm.core import LAST, Sampled, SamplingParams, Sequence, Step
-from edgelm.engine.clock import MIN_PREFILL, StepClock
-from edgelm.engine.costs import Measured, StepCosts
+from edgelm.core import LAST, Masks, Sampled, SamplingParams, Sequence, Step
+from edgelm.engine.clock import MIN_PREFILL, Measured, StepClock, StepCosts
 from edgelm.errors import EngineError, RequestError
 from tests.engine.fake import FakeMatcher, Fault, SimpleDrafter, complete_alone, info
 from tests.engine.loop import Loop
@@ -18,27 +19,27 @@ both = pytest.mark.parametrize("kind", BOOKKEEPERS)
 GREEDY = SamplingParams(temperature=0)
 
 
-class Staking(SimpleDrafter):
-    """A drafter that says what the next step may lose."""
+class FixedCost(SimpleDrafter):
+    """A drafter with a fixed cost of a missed draft."""
 
-    def __init__(self, stake: float) -> None:
-        self._stake = stake
-        self.asked: list[list[float]] = []
+    def __init__(self, missed_draft_cost: float) -> None:
+        self._missed_draft_cost = missed_draft_cost
+        self.costs: list[list[float]] = []
 
-    def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
         return []
 
-    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
-        self.asked.append(list(marginal_cost))
-        return self._stake
+    def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        self.costs.append(list(marginal_cost))
+        return self._missed_draft_cost
 
 
-def ahead_loop(stake: float | None = None, gap_s: float = 0.0, **facts: object) -> tuple[Loop, Step]:
-    """Return a loop over sequences that decode, and the step under way."""
+def ahead_loop(missed_draft_cost: float | None = None, gap_s: float = 0.0, **facts: object) -> tuple[Loop, Step]:
+    """Return a loop with two decoding sequences, and its planned step."""
     clock = StepClock(StepCosts([Measured(1, 0, 0.01), Measured(2, 0, 0.011)]))
     for _ in range(100):
         clock.observe_gap(gap_s)
-    drafter = None if stake is None else Staking(stake)
+    drafter = None if missed_draft_cost is None else FixedCost(missed_draft_cost)
     loop = Loop("paged", clock=clock, drafter=drafter, **({"runs_ahead": True} | facts))
     loop.add([1, 2, 3])
     loop.add([4, 5])
@@ -49,7 +50,7 @@ def ahead_loop(stake: float | None = None, gap_s: float = 0.0, **facts: object) 
     return loop, step
 
 
-def test_a_step_ahead_goes_on_where_the_step_before_ends() -> None:
+def test_a_step_ahead_continues_where_the_step_before_ends() -> None:
     loop, step = ahead_loop()
     ahead = loop.scheduler.plan_ahead(step)
     assert ahead
@@ -57,20 +58,22 @@ def test_a_step_ahead_goes_on_where_the_step_before_ends() -> None:
     assert [chunk.start for chunk in ahead.chunks] == [chunk.end for chunk in step.chunks]
 
 
-@pytest.mark.parametrize(("stake", "gap_s", "expected"), [(0.3, 0.004, True), (0.3, 0.002, False), (0.0, 0.0, True)])
-def test_a_draft_that_may_come_is_weighed_against_the_wait(stake: float, gap_s: float, expected: bool) -> None:
-    loop, step = ahead_loop(stake, gap_s)
+@pytest.mark.parametrize(
+    ("missed_draft_cost", "gap_s", "expected"), [(0.3, 0.004, True), (0.3, 0.002, False), (0.0, 0.0, True)]
+)
+def test_a_missed_draft_is_weighed_against_the_gap(missed_draft_cost: float, gap_s: float, expected: bool) -> None:
+    loop, step = ahead_loop(missed_draft_cost, gap_s)
     assert (loop.scheduler.plan_ahead(step) is not None) == expected
     drafter = loop.scheduler._drafter
-    assert isinstance(drafter, Staking)
-    assert [len(costs) for costs in drafter.asked] == [6, 6]  # of eight tokens one is there and one under way
+    assert isinstance(drafter, FixedCost)
+    assert [len(costs) for costs in drafter.costs] == [6, 6]  # of eight tokens, one is known and one is being computed
 
 
 @pytest.mark.parametrize(
     "params", [{"repetition_penalty": 1.1}, {"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"max_tokens": 3}]
 )
-def test_who_needs_the_token_first_waits_for_it(params: dict[str, object]) -> None:
-    """Penalties count it. A sequence of which it is the last one needs no step any more, the other one does."""
+def test_no_step_runs_ahead_of_a_token_that_the_host_needs(params: dict[str, object]) -> None:
+    """Penalties count the token. If it is the last of a sequence, only the other sequence needs a step."""
     loop = Loop("paged", runs_ahead=True)
     loop.add([1, 2, 3], **params)
     other = loop.add([4, 5])
@@ -86,8 +89,8 @@ def test_who_needs_the_token_first_waits_for_it(params: dict[str, object]) -> No
         assert ahead is None
 
 
-def test_one_for_whom_there_is_no_memory_holds_nobody_up() -> None:
-    """It is asked for again once somebody has ended."""
+def test_a_sequence_blocked_on_memory_delays_no_other() -> None:
+    """Its admission is tried again after another sequence ended."""
     loop = Loop("paged", runs_ahead=True, context=64, capacity=128)
     first = loop.add([1] * 40, max_tokens=20)
     loop.add([2] * 40, max_tokens=20)
@@ -96,21 +99,21 @@ def test_one_for_whom_there_is_no_memory_holds_nobody_up() -> None:
         loop.step()
     step = loop.scheduler.plan()
     assert step
-    assert loop.scheduler.waiting == [waits]
+    assert list(loop.scheduler.waiting) == [waits]
     assert loop.scheduler.plan_ahead(step) is not None
     loop.scheduler.abort(first.id)
     assert loop.scheduler.plan_ahead(step) is None
 
 
 class Drafts(SimpleDrafter):
-    """Proposes the same draft each time, or the true answer."""
+    """Proposes always the same draft, or the true answer."""
 
     def __init__(self, draft: list[int] | None = None) -> None:
         self.draft = draft
         self.costs: list[list[float]] = []
         self.seen: list[tuple[int, int]] = []
 
-    def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
         self.costs.append(list(marginal_cost))
         if self.draft is not None:
             return self.draft
@@ -154,7 +157,7 @@ def test_the_longest_prompt_gives_one_token() -> None:
 
 
 @both
-def test_reasons_to_finish(kind: str) -> None:
+def test_finish_reasons(kind: str) -> None:
     loop = Loop(kind, context=100)
     answer, _ = complete_alone([1, 2, 3], GREEDY, loop.info)
     stop = loop.add([1, 2, 3], max_tokens=None, stop_ids=frozenset({answer[9]}))
@@ -195,7 +198,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_sampled_once(kind: str) -> None
 
 
 @both
-def test_beside_decoding_prefill_is_bounded_and_decoding_comes_first(kind: str) -> None:
+def test_decoding_comes_first_and_limits_prefill(kind: str) -> None:
     loop = Loop(kind, max_tokens=200, capacity=1024)
     loop.add([1] * 10, max_tokens=50)
     loop.step()
@@ -211,7 +214,7 @@ def test_beside_decoding_prefill_is_bounded_and_decoding_comes_first(kind: str) 
 
 
 @both
-def test_where_nothing_decodes_prompts_fill_the_batch(kind: str) -> None:
+def test_if_nothing_decodes_prompts_fill_the_batch(kind: str) -> None:
     loop = Loop(kind, max_tokens=200)
     for token in range(3):
         loop.add([token] * 90)
@@ -230,18 +233,18 @@ def test_sequences_beyond_the_slots_wait(kind: str) -> None:
 
 
 @both
-def test_each_running_sequence_is_left_a_token_however_long_the_drafts(kind: str) -> None:
+def test_drafts_leave_a_token_to_each_running_sequence(kind: str) -> None:
     loop = Loop(kind, drafter=Drafts([1] * 50), max_tokens=10, max_rows=10, max_sequences=4)
     for token in range(4):
         loop.add([token], max_tokens=100)
     loop.step()
-    assert shape(loop.last) == [(0, 7, 7), (1, 1, 1), (2, 1, 1), (3, 1, 1)], "those in line are let in"
+    assert shape(loop.last) == [(0, 7, 7), (1, 1, 1), (2, 1, 1), (3, 1, 1)], "waiting sequences are admitted"
     loop.step()
     assert shape(loop.last) == [(0, 7, 7), (1, 1, 1), (2, 1, 1), (3, 1, 1)]
 
 
 @both
-def test_what_an_unfinished_prompt_computed_is_shared(kind: str) -> None:
+def test_an_unfinished_prompt_shares_its_prefix(kind: str) -> None:
     loop = Loop(kind, max_tokens=40, block_len=8)
     first = loop.add([1] * 100, max_tokens=2)
     loop.step()
@@ -258,7 +261,7 @@ def test_what_an_unfinished_prompt_computed_is_shared(kind: str) -> None:
 
 
 @both
-def test_the_youngest_goes_first_and_comes_back_first(kind: str) -> None:
+def test_the_youngest_sequence_is_preempted_first(kind: str) -> None:
     loop = Loop(kind, context=160, capacity=160, block_len=4)
     sequences = [loop.add([token] * 20, max_tokens=100) for token in range(3)]
     left: list[int] = []
@@ -273,17 +276,17 @@ def test_the_youngest_goes_first_and_comes_back_first(kind: str) -> None:
 
 
 @both
-def test_what_a_preempted_sequence_said_is_not_said_again(kind: str) -> None:
+def test_a_preempted_sequence_repeats_no_token(kind: str) -> None:
     loop = Loop(kind, context=160, capacity=160, block_len=4)
     sequences = [loop.add([token] * 20, max_tokens=100) for token in range(3)]
     events = loop.finish()
     for seq in sequences:
-        said = [sample.id for event in events if event.seq_id == seq.id for sample in event.sampled]
-        assert said == seq.tokens[seq.prompt_len :]
+        answer = [sample.id for event in events if event.seq_id == seq.id for sample in event.sampled]
+        assert answer == seq.tokens[seq.prompt_len :]
 
 
 @both
-def test_a_draft_gives_way_before_a_sequence_does(kind: str) -> None:
+def test_a_draft_is_dropped_before_a_sequence_is_preempted(kind: str) -> None:
     facts = {"context": 48, "capacity": 48, "max_rows": 64, "max_tokens": 64}
     loop = Loop(kind, drafter=Drafts([1] * 40), block_len=1, **facts)
     sequences = [loop.add([token] * 8, max_tokens=None) for token in (1, 2)]
@@ -297,7 +300,7 @@ def test_a_draft_gives_way_before_a_sequence_does(kind: str) -> None:
 
 
 @both
-def test_a_right_draft_is_taken_whole(kind: str) -> None:
+def test_a_right_draft_is_accepted_whole(kind: str) -> None:
     loop = Loop(kind, drafter=(drafts := Drafts()), max_rows=8, max_sequences=2)
     seq = loop.ask([1, 2, 3], max_tokens=17)
     assert [rows for rows, _ in drafts.seen] == [7, 7]
@@ -323,7 +326,7 @@ def test_a_wrong_draft_costs_nothing_but_rows(kind: str) -> None:
     assert seq.accepted == sum(accepted for _, accepted in drafts.seen)
 
 
-def test_a_cache_that_cannot_be_cut_takes_no_drafts() -> None:
+def test_a_cache_that_cannot_be_trimmed_takes_no_drafts() -> None:
     loop = Loop(drafter=(drafts := Drafts()), can_trim=False)
     loop.ask([1, 2, 3])
     assert not drafts.costs
@@ -364,18 +367,18 @@ def test_a_failed_step_ends_only_its_own_sequences(kind: str) -> None:
     third_was_waiting = third in loop.scheduler.waiting
     loop.executor.faults = {1: Fault("chunks", 5)}
     events = loop.step()
-    concerned = {event.seq_id for event in events if event.error}
+    failed = {event.seq_id for event in events if event.error}
     assert third_was_waiting
-    assert concerned == {chunk.seq.id for chunk in loop.last.chunks} if loop.last else set()
+    assert failed == {chunk.seq.id for chunk in loop.last.chunks} if loop.last else set()
     loop.finish()
     for seq in (first, second, third):
-        assert (seq.completion_len == 30) != (seq.id in concerned)
+        assert (seq.completion_len == 30) != (seq.id in failed)
     assert loop.ask([1] * 10).completion_len == 8
 
 
 @both
-def test_a_plan_that_fails_ends_what_runs_or_else_the_next_in_line(kind: str) -> None:
-    """So that a request that cannot be planned does not stand in the way of all others for ever."""
+def test_a_failed_plan_ends_the_running_sequences_or_else_the_next_in_the_queue(kind: str) -> None:
+    """Otherwise a request that cannot be planned would block all others for ever."""
     loop = Loop(kind, max_sequences=1)
     first, second = loop.add([1] * 5), loop.add([2] * 5)
     (event,) = loop.scheduler.fail(None, EngineError("it broke"))
@@ -390,7 +393,7 @@ def test_a_plan_that_fails_ends_what_runs_or_else_the_next_in_line(kind: str) ->
 
 
 @both
-def test_values_that_are_not_numbers_end_one_sequence_only(kind: str) -> None:
+def test_nan_ends_only_its_own_sequence(kind: str) -> None:
     loop = Loop(kind)
     loop.executor.spoiled = {0: 3}
     bad, good = loop.add([1] * 5), loop.add([2] * 5)
@@ -399,11 +402,11 @@ def test_values_that_are_not_numbers_end_one_sequence_only(kind: str) -> None:
     assert "not numbers" in str(errors[bad.id])
     assert errors[good.id] is None
     assert bad.completion_len == 3
-    assert loop.ask([1] * 5 + bad.tokens[5:] + [1]).cached == 0, "what made no sense is not used again"
+    assert loop.ask([1] * 5 + bad.tokens[5:] + [1]).cached == 0, "invalid KV is not reused"
 
 
 @both
-def test_samples_behind_a_rejected_draft_are_ignored(kind: str) -> None:
+def test_samples_after_a_rejected_draft_token_are_ignored(kind: str) -> None:
     loop = Loop(kind, drafter=Drafts([5, 6]))
     seq = loop.add([1] * 5, max_tokens=30)
     loop.step()
@@ -412,3 +415,116 @@ def test_samples_behind_a_rejected_draft_are_ignored(kind: str) -> None:
     (event,) = loop.scheduler.commit(step, [[Sampled(4), Sampled(7), Sampled(8)]])
     assert event.sampled == (Sampled(4),)
     assert seq.computed == len(seq.tokens) - 1 == 6
+
+
+# -- grammars ----------------------------------------------------------------------------------------------------------
+
+
+class Script:
+    """A grammar of one text: tokens, or sets of tokens of which one is chosen."""
+
+    unrestricted = False
+    error: str | None = None
+
+    def __init__(self, *places: int | set[int]) -> None:
+        self.places = [{place} if isinstance(place, int) else place for place in places]
+
+    @property
+    def done(self) -> bool:
+        return not self.places
+
+    def allowed(self, draft: list[int]) -> int:
+        pairs = zip(draft, self.places, strict=False)
+        return next(
+            (i for i, (token, place) in enumerate(pairs) if token not in place), min(len(draft), len(self.places))
+        )
+
+    def forced(self, most: int) -> list[int]:
+        free = next((i for i, place in enumerate(self.places) if len(place) > 1), len(self.places))
+        return [min(place) for place in self.places[: min(free, most)]]
+
+    def fill(self, draft: list[int], rows: Masks) -> None:
+        rows[:] = 0
+        for row, place in zip(rows, self.places, strict=False):
+            for token in place:
+                row.view(np.uint32)[token // 32] |= 1 << token % 32
+
+    def accept(self, token: int) -> None:
+        assert token in self.places.pop(0)
+
+
+def test_forced_tokens_are_drafted_and_the_drafter_continues_behind_them() -> None:
+    drafts = Drafts([8, 9])
+    loop = Loop(drafter=drafts)
+    seq = loop.add([1, 2], max_tokens=30, matcher=Script({3, 4}, 5, 6, 7, {8, 11}, {9, 10}, {1, 2}, 3))
+    loop.step()
+    loop.step()
+    assert loop.last
+    assert loop.last.chunks[0].draft == [5, 6, 7, 8, 9]
+    (event,) = loop.finish()[-1:]
+    assert event.finish_reason == "stop"
+    assert (seq.forced, seq.drafted) == (4, 2), "5, 6, 7 and the 3 at the end"
+    assert sum(drafted for drafted, _ in drafts.seen) == seq.drafted
+    assert sum(accepted for _, accepted in drafts.seen) == seq.accepted
+
+
+def test_forced_tokens_need_no_consent_of_a_drafter() -> None:
+    drafts = Drafts([])
+    loop = Loop(drafter=drafts)
+    seq = loop.ask([1, 2], max_tokens=30, matcher=Script({3, 4}, *range(10, 20)))
+    assert seq.tokens[3:] == list(range(10, 20))
+    assert seq.forced == 10
+    assert loop.executor.num_steps == 2
+    assert drafts.seen == []
+
+
+@pytest.mark.parametrize("facts", [{"can_trim": False}, {}])
+def test_without_speculation_no_token_is_drafted(facts: dict[str, bool]) -> None:
+    """Also where a draft could not be cut off."""
+    loop = Loop(drafter=Drafts([]) if facts else None, **facts)
+    seq = loop.ask([1, 2], max_tokens=30, matcher=Script({3, 4}, *range(10, 20)))
+    assert seq.forced == 0
+    assert loop.executor.num_steps == 11
+
+
+def test_a_request_may_go_without_drafts() -> None:
+    loop = Loop(drafter=Drafts())
+    seq, other = loop.add([1, 2], max_tokens=9, drafts=False), loop.add([1, 3], max_tokens=9)
+    forced = loop.add([1, 2], max_tokens=30, drafts=False, matcher=Script({3, 4}, *range(10, 15)))
+    loop.finish()
+    assert seq.drafted == forced.forced == 0
+    assert other.accepted > 0
+
+
+def test_a_draft_ends_before_a_token_that_the_grammar_forbids() -> None:
+    loop = Loop(drafter=Drafts([9, 5, 9]))
+    seq = loop.add([1, 2], max_tokens=30, matcher=Script({3, 4}, {8, 9}, {5, 6}, {7, 8}, {7, 8}))
+    loop.step()
+    loop.step()
+    assert loop.last
+    assert loop.last.chunks[0].draft == [9, 5]
+    loop.finish()
+    assert seq.drafted == 2
+
+
+def test_a_finished_grammar_ends_the_answer_without_a_stop_token() -> None:
+    loop = Loop()
+    loop.add([1, 2], max_tokens=30, matcher=Script(5, 6))
+    events = loop.finish()
+    assert [sample.id for event in events for sample in event.sampled] == [5, 6]
+    assert events[-1].finish_reason == "stop"
+
+
+def test_what_leaves_no_token_is_told_apart() -> None:
+    class Stuck(Script):
+        def fill(self, draft: list[int], rows: Masks) -> None:
+            rows[:] = 0
+            self.error = "too deep"
+
+    loop = Loop()
+    loop.add([1, 2], matcher=Stuck(5))
+    loop.add([1, 3], matcher=Script(5), logit_bias=((5, -math.inf),))
+    loop.executor.spoiled = {1: 0}
+    errors = {event.seq_id: str(event.error) for event in loop.finish() if event.finish_reason == "error"}
+    assert "cannot follow the grammar any further: too deep" in errors[0]
+    assert "logit_bias forbids every token" in errors[1]

@@ -1,7 +1,7 @@
-"""Random workloads for the scheduler: what arrives when, what leaves early, and what goes wrong.
+"""Random workloads for the scheduler: arrivals, cancellations and failures.
 
-Owns the choice of inputs. A workload is made from one integer and knows the answer of each request in advance, which
-is what it generates alone; so follow-up turns and drafts are made of true answers.
+Owns the choice of inputs. A workload is made from one integer and has the answer of each request in advance, because
+a request that runs alone has the same answer. So follow-up turns and drafts are made of true answers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ class Request:
     answer: list[int]
     reason: FinishReason
     grammar: int | None = None
+    budget: int | None = None  # of a thought
     abort: int | None = None  # step number
-    spoiled_at: int | None = None  # answer length at which the model computes no number
+    spoiled_at: int | None = None  # answer length at which the model computes NaN
     grammar_raises_at: int | None = None
-    owner: str = ""
+    cache_namespace: str = ""
+    interactive: bool = False  # of an editor
 
 
 @dataclass(eq=False, slots=True)
@@ -47,19 +49,21 @@ class Workload:
     keeps_files: bool
     refused_saves: frozenset[int]  # by number
     restart_rate: float  # of the times when nothing runs
-    runs_ahead: bool  # where the bookkeeper can
+    runs_ahead: bool  # if the bookkeeper can
     rng: random.Random = field(repr=False)
 
 
 def make_workload(seed: int) -> Workload:
     """Return the workload of a seed: everything in it is random, memory is mostly short."""
     rng = random.Random(seed)
-    facts = _facts(rng)
+    facts = replace(_facts(rng), keeps_all=random.Random(-seed - 1).random() < 0.8)
     block_len = rng.choice([1, 2, 4, 8, 16])
     capacity = facts.capacity + -facts.capacity % block_len
+    of_editors = random.Random(-seed - 2)
+    editor_rate = of_editors.choice([0.0, 0.3, 0.8])
     facts = replace(facts, capacity=capacity)
     calm = rng.random() < 0.5
-    return Workload(
+    workload = Workload(
         seed=seed,
         info=facts,
         block_len=block_len,
@@ -77,6 +81,9 @@ def make_workload(seed: int) -> Workload:
         runs_ahead=rng.random() < 0.7,
         rng=rng,
     )
+    for request in workload.requests:
+        request.interactive = of_editors.random() < editor_rate
+    return workload
 
 
 def _facts(rng: random.Random) -> ExecutorInfo:
@@ -113,6 +120,7 @@ def _requests(rng: random.Random, facts: ExecutorInfo, calm: bool) -> list[Reque
         prompt = new
         params = _params(rng, facts, long=short)
         grammar = rng.randrange(1000) if rng.random() < 0.25 else None
+        budget = rng.randrange(30) if grammar is None and rng.random() < 0.15 else None
         if kind == "system":
             prompt = rng.choice(systems) + new
         elif requests and kind == "follow-up":
@@ -120,12 +128,14 @@ def _requests(rng: random.Random, facts: ExecutorInfo, calm: bool) -> list[Reque
             prompt = parent.prompt + parent.answer + new[:10]
         elif requests and kind == "retry":
             parent = rng.choice(requests[-2:])
-            prompt, params, grammar = list(parent.prompt), parent.params, parent.grammar
+            prompt, params = list(parent.prompt), parent.params
+            grammar, budget = parent.grammar, parent.budget
         if len(prompt) >= facts.context:
             prompt = prompt[: rng.randint(1, facts.context - 1)]
-        answer, reason = complete_alone(prompt, params, facts, grammar)
-        owner = rng.choice(["", "", "", "other"])
-        request = Request(number, prompt, params, arrival, answer, reason, grammar, owner=owner)
+        answer, reason = complete_alone(prompt, params, facts, grammar, budget)
+        cache_namespace = rng.choice(["", "", "", "other"])
+        request = Request(number, prompt, params, arrival, answer, reason, grammar, budget)
+        request.cache_namespace = cache_namespace
         if rng.random() < 0.15:
             request.abort = arrival + rng.randrange(30)
         if not calm and rng.random() < 0.1:
@@ -142,12 +152,13 @@ def _params(rng: random.Random, facts: ExecutorInfo, long: bool) -> SamplingPara
         temperature=rng.choice([0.0, 1.0]),
         seed=rng.randrange(4),
         choice=rng.randrange(2),
+        drafts=rng.random() < 0.95,
         stop_ids=frozenset(rng.sample(range(facts.num_vocab), rng.choice([0, 0, 0, 1] if long else [0, 1, 1, 2]))),
     )
 
 
 class FakeDrafter(SimpleDrafter):
-    """Proposes what is right, wrong, right at first, too long, or copied from an earlier place of the sequence."""
+    """Proposes drafts that are right, wrong, right at first, too long, or copied from earlier in the sequence."""
 
     def __init__(self, workload: Workload) -> None:
         self._rng = random.Random(workload.seed + 1)
@@ -164,7 +175,7 @@ class FakeDrafter(SimpleDrafter):
     def end(self, seq: Sequence) -> None:
         self.begun.remove(seq.id)
 
-    def propose(self, seq: Sequence, marginal_cost: Seq[float]) -> list[int]:
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
         self._num_proposals += 1
         if self._num_proposals - 1 == self._workload.draft_fault:
             raise InjectedError
@@ -188,7 +199,7 @@ class FakeDrafter(SimpleDrafter):
             case _:
                 return self._copied(seq.tokens)[:most]
 
-    def stake(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+    def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
         assert seq.id in self.begun
         assert marginal_cost
         return self._rng.choice([0.0, 0.0, 0.0, math.inf])

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llama_cpp import llama_cpp as L
 
+from edgelm.backends.llama import evaluation as load_module
+from edgelm.backends.llama.evaluation import load_llama_evaluation
+from edgelm.backends.llama.model import LlamaModel
 from edgelm.core import ExecutorInfo, Step, Trim
 from edgelm.errors import EdgeLMError, ModelError
 from edgelm.evaluation import evaluate as evaluate_module
-from edgelm.evaluation import load as load_module
-from edgelm.evaluation.evaluate import evaluate, most_rows
-from edgelm.evaluation.load import Source, load_contenders
-from edgelm.evaluation.tally import Tally
-from edgelm.evaluation.windows import Cut, Window
-from edgelm.executors.llama_model import LlamaModel
+from edgelm.evaluation.evaluate import evaluate, max_rows
+from edgelm.evaluation.scores import Tally
+from edgelm.evaluation.text import Cut, Window
+from edgelm.llama_binding import L
+from edgelm.workers.messages import EvalSide
 from tests.bare import BareLoop, tokenize
 from tests.tiny import write_tiny
 
@@ -26,14 +27,14 @@ TEXT = "Once upon a time there was a little girl. She said hello to the big dog 
 
 
 def run(
-    model: Source, text: list[int], bos: list[int], cut: Cut, reference: Source | None = None
+    model: EvalSide, text: list[int], bos: list[int], cut: Cut, reference: EvalSide | None = None
 ) -> tuple[Tally, list[Window]]:
     """Evaluate tokens as the command does; return the figures and the windows."""
     windows = list(cut.windows(iter(text), bos))
     tally = Tally()
-    with load_contenders(model, reference, window=cut.length, threads=2, repack=True) as contenders:
-        other = contenders.reference.executor if contenders.reference else None
-        assert [each.windows for each in evaluate(contenders.model.executor, other, windows, tally)][-1:] == [
+    with load_llama_evaluation(model, reference, window=cut.length, threads=2, repack=True) as evaluation:
+        other = evaluation.reference.executor if evaluation.reference else None
+        assert [state.windows for state in evaluate(evaluation.model.executor, other, windows, tally)][-1:] == [
             len(windows)
         ]
     return tally, windows
@@ -41,7 +42,7 @@ def run(
 
 def plain_logits(path: Path, windows: list[Window], kv: str = "f16") -> list[np.ndarray]:
     """Return the logits that predict the scored tokens of each window, one token a step."""
-    found = []
+    logits = []
     with closing(LlamaModel(path)) as model:
         loop = BareLoop(model.native, 512, kv=kv, flash=kv == "int8")
         for window in windows:
@@ -51,9 +52,9 @@ def plain_logits(path: Path, windows: list[Window], kv: str = "f16") -> list[np.
                 loop.fill([(token, at, 0, True)])
                 assert L.llama_decode(loop.context, loop.batch) == 0
                 rows.append(np.ctypeslib.as_array(L.llama_get_logits(loop.context), (loop.num_vocab,)).copy())
-            found.append(np.array(rows[window.first - 1 :], np.float64))
+            logits.append(np.array(rows[window.first - 1 :], np.float64))
         loop.close()
-    return found
+    return logits
 
 
 def plain_log_p(logits: np.ndarray) -> np.ndarray:
@@ -80,7 +81,7 @@ def q8_0(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("cut", [Cut(64), Cut(65), Cut(48, 20), Cut(30, 29)])
 def test_perplexity_is_that_of_a_plain_loop(f32: Path, cut: Cut) -> None:
     text, bos = tokens_of(f32)
-    tally, windows = run(Source(f32, "f16"), text, bos, cut)
+    tally, windows = run(EvalSide(f32, "f16"), text, bos, cut)
     surprises = [
         -plain_log_p(logits)[np.arange(len(logits)), window.tokens[window.first :]]
         for logits, window in zip(plain_logits(f32, windows), windows, strict=True)
@@ -93,11 +94,11 @@ def test_perplexity_is_that_of_a_plain_loop(f32: Path, cut: Cut) -> None:
 
 @pytest.mark.parametrize("other", ["weights", "cache"])
 def test_divergence_is_that_of_a_plain_loop(f32: Path, q8_0: Path, other: str) -> None:
-    reference = Source(f32, "f16")
-    model = Source(q8_0, "f16") if other == "weights" else Source(f32, "int8")
+    reference = EvalSide(f32, "f16")
+    model = EvalSide(q8_0, "f16") if other == "weights" else EvalSide(f32, "int8")
     text, bos = tokens_of(f32)
     tally, windows = run(model, text, bos, Cut(64), reference)
-    q = plain_log_p(np.concatenate(plain_logits(model.path, windows, model.kv)))
+    q = plain_log_p(np.concatenate(plain_logits(model.model, windows, model.kv)))
     p = plain_log_p(np.concatenate(plain_logits(f32, windows)))
     divergence = (np.exp(p) * (p - q)).sum(axis=1)
     assert divergence.mean() > 1e-5
@@ -114,7 +115,7 @@ def test_divergence_is_that_of_a_plain_loop(f32: Path, q8_0: Path, other: str) -
 def test_a_trained_model_is_as_sure_as_a_plain_loop_finds_it(shared_data: Path) -> None:
     path = shared_data / "models" / "stories260K-v3-f32.gguf"
     text, bos = tokens_of(path)
-    tally, windows = run(Source(path, "f16"), text, bos, Cut(128))
+    tally, windows = run(EvalSide(path, "f16"), text, bos, Cut(128))
     surprises = [
         -plain_log_p(logits)[np.arange(len(logits)), window.tokens[window.first :]]
         for logits, window in zip(plain_logits(path, windows), windows, strict=True)
@@ -126,10 +127,10 @@ def test_a_trained_model_is_as_sure_as_a_plain_loop_finds_it(shared_data: Path) 
 @pytest.mark.parametrize("rows", [1, 7, 100])
 def test_few_rows_a_step_change_nothing_but_the_memory(f32: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     text, bos = tokens_of(f32)
-    whole, _ = run(Source(f32, "f16"), text[:200], bos, Cut(64))
+    whole, _ = run(EvalSide(f32, "f16"), text[:200], bos, Cut(64))
     monkeypatch.setattr(evaluate_module, "LOGITS_BYTES", rows * 4 * 512)
-    assert most_rows(512, 64) == min(rows, 64)
-    bounded, _ = run(Source(f32, "f16"), text[:200], bos, Cut(64))
+    assert max_rows(512, 64) == min(rows, 64)
+    bounded, _ = run(EvalSide(f32, "f16"), text[:200], bos, Cut(64))
     assert bounded.surprise.count == whole.surprise.count
     assert bounded.surprise.mean == pytest.approx(whole.surprise.mean, abs=1e-4)
 
@@ -138,7 +139,7 @@ def test_a_model_is_as_far_from_itself_as_nothing(f32: Path, tmp_path: Path) -> 
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(f32.read_bytes())
     text, bos = tokens_of(f32)
-    tally, _ = run(Source(f32, "f16"), text, bos, Cut(64), Source(copy, "f16"))
+    tally, _ = run(EvalSide(f32, "f16"), text, bos, Cut(64), EvalSide(copy, "f16"))
     assert tally.divergence.mean == 0
     assert tally.difference.mean == 0
     assert tally.same_top == tally.divergence.count
@@ -157,9 +158,11 @@ def test_one_model_with_two_caches_is_loaded_once(f32: Path, monkeypatch: pytest
         free = getattr(L, name)
         monkeypatch.setattr(L, name, lambda pointer, free=free, name=name: (freed.append(name), free(pointer)))
     monkeypatch.setattr(load_module, "LlamaModel", Counted)
-    with load_contenders(Source(f32, "int8"), Source(f32, "f16"), window=None, threads=1, repack=True) as contenders:
+    with load_llama_evaluation(
+        EvalSide(f32, "int8"), EvalSide(f32, "f16"), window=None, threads=1, repack=True
+    ) as evaluation:
         assert len(loaded) == 1
-        assert contenders.window == 256  # what the model has, below the 512 of the default
+        assert evaluation.window == 256  # what the model has, below the 512 of the default
     assert freed == ["llama_free", "llama_free", "llama_model_free"]
 
 
@@ -170,8 +173,8 @@ def test_what_cannot_be_compared_is_refused_before_it_is_loaded(
     other = write_tiny(tmp_path / "other.gguf", seed=1)
 
     def load(reference: Path | None, window: int | None = None) -> None:
-        against = Source(reference, "f16") if reference else None
-        load_contenders(Source(f32, "f16"), against, window=window, threads=1, repack=True)
+        against = EvalSide(reference, "f16") if reference else None
+        load_llama_evaluation(EvalSide(f32, "f16"), against, window=window, threads=1, repack=True)
 
     with pytest.raises(ModelError, match=r"other\.gguf has another vocabulary than f32\.gguf"):
         load(other)

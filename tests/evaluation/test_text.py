@@ -1,4 +1,4 @@
-"""A file's tokens in pieces are the tokens of the whole; what is no text is told where."""
+"""Tokens of a file in pieces, errors in it, and windows: llama.cpp's without a stride, each token once with one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edgelm.errors import EdgeLMError
-from edgelm.evaluation.text import CONTEXT_CHARS, PIECE_CHARS, TextTokens
+from edgelm.evaluation.text import CONTEXT_CHARS, PIECE_CHARS, Cut, TextTokens, Window, steps
 from edgelm.text.tokenizer import LlamaTokenizer
 from tests.counts import Count
 from tests.tiny import write_tiny
@@ -63,7 +65,7 @@ def test_pieces_give_the_tokens_of_the_whole(name: str, tmp_path: Path, request:
         text = random_text(rng, 400)
         tokens, state = read(write(tmp_path / "a.txt", text), tokenizer, rng.choice((120, 300, 1000)))
         assert tokens == tokenizer.encode(text, special=False, bos=False)
-        assert state.num_tokens == state.likely_tokens == len(tokens)
+        assert state.num_tokens == state.estimated_tokens == len(tokens)
         assert state.num_bytes == state.size_bytes
 
 
@@ -87,11 +89,11 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, unit: str) -> None:
 def test_the_length_is_judged_from_what_was_read(tmp_path: Path, share: float) -> None:
     path = write(tmp_path / "a.txt", "some words in a line\n" * 30_000)
     text = TextTokens(path, Letters())
-    assert text.likely_tokens == 0
+    assert text.estimated_tokens == 0
     tokens = iter(text)
     for _ in range(int(share * 600_000)):
         next(tokens)
-    assert text.likely_tokens == pytest.approx(630_000, rel=0.01)
+    assert text.estimated_tokens == pytest.approx(630_000, rel=0.01)
 
 
 @pytest.mark.parametrize("at", [0, 5, 65_535, 65_536, 200_001])
@@ -120,7 +122,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbfabc")
     tokens, text = read(path, Letters())
     assert tokens == [97, 98, 99]
-    assert text.likely_tokens == 3
+    assert text.estimated_tokens == 3
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
@@ -137,3 +139,67 @@ def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(EdgeLMError, match="changed while it was read"):
         rest(tokens)
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+BOS = [[], [-1]]
+LENGTHS = st.integers(4, 40)
+
+
+def scored(window: Window) -> list[int]:
+    return window.tokens[window.first :]
+
+
+@pytest.mark.parametrize("bos", BOS)
+@given(LENGTHS, st.integers(0, 300))
+def test_without_a_stride_it_is_what_llama_cpp_does(bos: list[int], length: int, num_tokens: int) -> None:
+    text = list(range(num_tokens))
+    stream = bos + text
+    windows = list(Cut(length).windows(iter(text), bos))
+    assert len(windows) == len(stream) // length
+    for i, window in enumerate(windows):
+        whole = stream[i * length : (i + 1) * length]
+        assert window.tokens == bos + whole[len(bos) :]
+        # perplexity.cpp scores rows n_ctx/2 .. n_ctx-2, each of which predicts the token behind it
+        assert scored(window) == whole[length // 2 + 1 :]
+
+
+@pytest.mark.parametrize("bos", BOS)
+@given(LENGTHS, st.integers(1, 39), st.integers(0, 300))
+def test_with_a_stride_each_token_is_scored_once(bos: list[int], length: int, stride: int, num_tokens: int) -> None:
+    stride = min(stride, length - 1)
+    text = list(range(num_tokens))
+    windows = list(Cut(length, stride).windows(iter(text), bos))
+    expected = text if bos else text[1:]  # nothing predicts a first token
+    assert [token for window in windows for token in scored(window)] == expected
+    for i, window in enumerate(windows):
+        assert window.first >= 1
+        start = i * stride
+        assert window.tokens == bos + text[start : start + length - len(bos)]
+        assert len(window.tokens) == length or window is windows[-1]
+
+
+@pytest.mark.parametrize("bos", BOS)
+@given(LENGTHS, st.none() | st.integers(1, 39), st.integers(0, 300))
+def test_windows_are_counted_without_being_cut(
+    bos: list[int], length: int, stride: int | None, num_tokens: int
+) -> None:
+    cut = Cut(length, stride and min(stride, length - 1))
+    assert cut.count(num_tokens, bos) == len(list(cut.windows(iter(range(num_tokens)), bos)))
+
+
+@given(LENGTHS, st.data(), st.integers(1, 50), st.integers(1, 50))
+def test_steps_give_a_row_for_each_scored_token_within_the_bounds(
+    length: int, data: st.DataObject, max_tokens: int, max_rows: int
+) -> None:
+    window = Window(list(range(length)), data.draw(st.integers(1, length - 1)))
+    fed, predicted = [], []
+    for start, end, rows in steps(window, max_tokens, max_rows):
+        assert 0 < end - start <= max_tokens
+        assert rows <= min(max_rows, end - start)
+        fed += window.tokens[start:end]
+        predicted += window.tokens[end - rows + 1 : end + 1]
+    assert fed == window.tokens[:-1]
+    assert predicted == scored(window)
+    assert len(predicted) == length - window.first

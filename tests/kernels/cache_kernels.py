@@ -1,4 +1,4 @@
-"""Kernels that do nothing but what kernels/cache/triton.py has: rotate, and round to codes."""
+"""Kernels that do nothing but what kernels/cache/kernel.py has: rotate, and round to codes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from edgelm.kernels.cache.kernel import hadamard, quantize
 from edgelm.kernels.cache.quantize import CodeKind, num_groups
-from edgelm.kernels.cache.triton import hadamard, quantize
 
 
 @triton.jit

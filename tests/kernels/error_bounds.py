@@ -1,4 +1,4 @@
-"""How far a correct product may be from the exact one, element by element; derived, never tuned.
+"""The maximum error of a correct product, element by element: derived, never tuned.
 
 A float32 sum of K products in any order is off by at most about K * 2**-24 times the sum of their sizes. Rounding a
 number to p bits moves it by 2**-p of itself.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edgelm.kernels.gate import Gate
+from edgelm.kernels.activation import Gate
 
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 SUBNORMAL = 2.0**-25  # half of the smallest float16
@@ -18,8 +18,8 @@ SUBNORMAL = 2.0**-25  # half of the smallest float16
 def product_bound(x: Tensor, weight: Tensor, *, offsets: bool = False, rounded_to: torch.dtype | None = None) -> Tensor:
     """Return the bound of x @ weight.T, float64 [rows, N].
 
-    `offsets`: codes and minimums are summed apart, each term up to three times as large as the largest weight.
-    `rounded_to`: weights are first rounded to this type.
+    `offsets`: codes and minimums are summed separately; each term is at most three times as large as the largest
+    weight. `rounded_to`: weights are first rounded to this type.
     """
     x, weight = x.double().abs(), weight.double().abs()
     terms = torch.full_like(weight, 3 * weight.max().item()) if offsets else weight
@@ -30,9 +30,9 @@ def product_bound(x: Tensor, weight: Tensor, *, offsets: bool = False, rounded_t
 
 
 def gated_bound(gate: Tensor, up: Tensor, gate_bound: Tensor, up_bound: Tensor, kind: Gate) -> Tensor:
-    """Return the bound of the gated values, whose inputs have these bounds: no gate is steeper than 1.2."""
+    """Return the bound of gated values from the bounds of their inputs: no gate is steeper than 1.2."""
     factor = up.abs() + (1 if kind.kind == "swiglu_oai" else 0)
-    own = 2.0**-20 * (gate.abs() + 1) * (factor + 1)  # of exponentials and of the few operations after them
+    own = 2.0**-20 * (gate.abs() + 1) * (factor + 1)  # error of the exponentials and of the operations after them
     return 1.2 * gate_bound * (factor + up_bound) + 1.2 * gate.abs() * up_bound + own
 
 

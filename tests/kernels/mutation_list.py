@@ -1,4 +1,4 @@
-"""The mutations of `tests.kernels.mutations`: one place each, as text that occurs once in its file."""
+"""The mutations of `tests.kernels.mutations`: each replaces a text that occurs once in its file."""
 
 from __future__ import annotations
 
@@ -8,47 +8,51 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A mistake in one place, and the tests of which one must fail."""
+    """A mistake in one place, and the tests of which at least one must fail."""
 
-    file: str  # in the package: "kernels/layout.py"
-    what: str
+    file: str  # in the repository: "kernels/layout.py"
+    mistake: str
     old: str  # occurs exactly once
     new: str
     tests: str  # arguments of pytest
 
-    def text(self, package: Path) -> str:
-        """Return the file with the mistake in it; raises ValueError where the list is out of date."""
-        text = (package / self.file).read_text(encoding="utf-8")
+    @property
+    def title(self) -> str:
+        return f"{self.file}: {self.mistake}"
+
+    def apply(self, repository: Path) -> str:
+        """Return the file's text with the mistake in it; raise ValueError if the list is out of date."""
+        text = (repository / self.file).read_text(encoding="utf-8")
         if text.count(self.old) != 1:
-            raise ValueError(f"{self.file}: {self.what}: {self.old!r} occurs {text.count(self.old)} times")
+            raise ValueError(f"{self.title}: {self.old!r} occurs {text.count(self.old)} times")
         changed = text.replace(self.old, self.new)
         compile(changed, self.file, "exec")
         return changed
 
 
-LAYOUT, CODES, STEP = "kernels/layout.py", "kernels/codes/triton.py", "kernels/matmul/step/triton.py"
-MATMUL, DEQUANTIZE, PACKED = "kernels/matmul/triton.py", "kernels/dequantize/triton.py", "edgelm/weights/packed.py"
-OF_LAYOUT, OF_MATMUL, OF_ASSEMBLY = (f"tests/kernels/test_{name}.py" for name in ("layout", "matmul", "ptx"))
-OF_DEQUANTIZE, OF_PACKED = "tests/kernels/test_dequantize.py", "tests/weights/test_packed.py"
-NORM, ACTIVATION, ROUTE = (f"kernels/{name}/triton.py" for name in ("norm", "activation", "route"))
-ROTATION, STORE, CACHE = "kernels/rope.py", "kernels/store/triton.py", "kernels/cache/triton.py"
-SAMPLING, DRAW, DEVICE = "kernels/sampling/triton.py", "kernels/sampling/draw/triton.py", "edgelm/sampling/device.py"
-OF_NORM, OF_ROUTE, OF_CACHE, OF_ROTATION, OF_STORE, OF_SAMPLING = (
-    f"tests/kernels/test_{name}.py" for name in ("norm", "route", "cache", "rope", "store", "sampling")
+LAYOUT, UNPACK, STEP = "kernels/layout.py", "kernels/unpack.py", "kernels/matmul/step_kernel.py"
+MATMUL, DEQUANTIZE, PACKED = "kernels/matmul/kernel.py", "kernels/dequantize/kernel.py", "models/loading/packed.py"
+OF_LAYOUT, OF_MATMUL, OF_UNPACK = (f"tests/kernels/test_{name}.py" for name in ("layout", "matmul", "unpack"))
+OF_DEQUANTIZE, OF_PACKED = "tests/kernels/test_dequantize.py", "tests/models/loading/test_sources.py"
+NORM, ACTIVATION, ROUTE = (f"kernels/{name}/kernel.py" for name in ("norm", "activation", "route"))
+ROTATION, WRITE_KV, CACHE = "kernels/rope.py", "kernels/write_kv/kernel.py", "kernels/cache/kernel.py"
+SAMPLING, DRAW, DEVICE = "kernels/sampling/kernel.py", "kernels/sampling/draw_kernel.py", "edgelm/sampling/device.py"
+OF_NORM, OF_ROUTE, OF_CACHE, OF_ROTATION, OF_WRITE_KV, OF_SAMPLING = (
+    f"tests/kernels/test_{name}.py" for name in ("norm", "route", "cache", "rope", "write_kv", "sampling")
 )
 OF_ACTIVATION, OF_DEVICE = "tests/kernels/test_activation.py", "tests/sampling/test_device.py"
-PREFILL, GROUPED, EMBEDDING = (f"kernels/{name}/triton.py" for name in ("prefill", "grouped", "embedding"))
-GGML, FOLDER = "edgelm/weights/ggml_blocks.py", "edgelm/weights/quantized_folder.py"
+GEMM, GROUPED, EMBEDDING = (f"kernels/{name}/kernel.py" for name in ("dequant_gemm", "grouped", "embedding"))
+GGML, FOLDER = "models/loading/stored.py", "models/loading/quantized_folder.py"
 OF_GROUPED, OF_EMBEDDING = "tests/kernels/test_grouped.py", "tests/kernels/test_embedding.py"
-OF_GGML, OF_FOLDER = "tests/weights/test_ggml_blocks.py", "tests/weights/test_quantized_folder.py"
+OF_GGML, OF_FOLDER = "tests/models/loading/test_stored.py", "tests/models/loading/test_quantized_folder.py"
 OF_ATTENTION = "tests/kernels/test_attention.py"
 
 MUTATIONS = [
     Mutation(
         LAYOUT,
         "nibbles of a word in the wrong order",
-        "low = _joined(nibbles, torch.arange(0, 32, 4))",
-        "low = _joined(nibbles, torch.arange(28, -4, -4))",
+        "low = _join(nibbles, torch.arange(0, 32, 4))",
+        "low = _join(nibbles, torch.arange(28, -4, -4))",
         OF_LAYOUT,
     ),
     Mutation(
@@ -65,44 +69,36 @@ MUTATIONS = [
         "return _super_values(weight, 0) * mins",
         OF_LAYOUT,
     ),
-    Mutation(LAYOUT, "up before gate", "torch.stack(both, dim + 1)", "torch.stack(both[::-1], dim + 1)", OF_LAYOUT),
+    Mutation(LAYOUT, "up before gate", "torch.stack(parts, dim + 1)", "torch.stack(parts[::-1], dim + 1)", OF_LAYOUT),
     Mutation(
-        CODES,
+        UNPACK,
         "halves of a word exchanged",
         "code = (words >> (4 * SLOT + 16 * H)) & 15",
         "code = (words >> (4 * SLOT + 16 * (1 - H))) & 15",
         OF_DEQUANTIZE,
     ),
     Mutation(
-        CODES,
+        UNPACK,
         "a fifth bit from the slot beside",
         "((high >> (SLOT + 16 * H)) & 1)",
         "((high >> ((SLOT ^ 1) + 16 * H)) & 1)",
         OF_DEQUANTIZE,
     ),
     Mutation(
-        CODES,
-        "assembly: a slot too far",
-        "shift = 4 * slot - at",
-        "shift = 4 * slot - at + 4 * (slot > 2)",
-        OF_ASSEMBLY,
+        UNPACK, "assembly: a slot too far", "shift = 4 * slot - at", "shift = 4 * slot - at + 4 * (slot > 2)", OF_UNPACK
     ),
     Mutation(
-        CODES,
+        UNPACK,
         "assembly: the second pair of bytes is the first",
         "{(0x4140, 0x4342)[p]:#x}",
         "{(0x4140, 0x4140)[p]:#x}",
-        OF_ASSEMBLY,
+        OF_UNPACK,
     ),
     Mutation(
-        CODES,
-        "assembly: e4m3 without its sign",
-        "lop3.b32 h, t, 0x80008000,",
-        "lop3.b32 h, t, 0x00008000,",
-        OF_ASSEMBLY,
+        UNPACK, "assembly: e4m3 without its sign", "lop3.b32 h, t, 0x80008000,", "lop3.b32 h, t, 0x00008000,", OF_UNPACK
     ),
     Mutation(
-        CODES,
+        UNPACK,
         "x in another order than the weight",
         "x = tl.permute(x, [0, 3, 4, 2, 5, 1] if KW == 2",
         "x = tl.permute(x, [0, 4, 3, 2, 5, 1] if KW == 2",
@@ -239,18 +235,11 @@ MUTATIONS = [
         OF_MATMUL + "::test_norm_bias_gate_and_residual",
     ),
     Mutation(
-        PREFILL,
+        GEMM,
         "the row of another pair",
         "row = tl.load(order + first + index,",
         "row = tl.load(order + first + index * 0,",
         OF_GROUPED,
-    ),
-    Mutation(
-        NORM,
-        "the mean of LayerNorm is of padding too",
-        "sums += tl.where(inside, x * x, 0.0)",
-        "sums += x * x",
-        OF_NORM,
     ),
     Mutation(
         NORM,
@@ -259,41 +248,12 @@ MUTATIONS = [
         "return x",
         OF_NORM,
     ),
+    Mutation(ACTIVATION, "up is limited from above only", "tl.where(up < -LIMIT, -LIMIT, up)", "up", OF_ACTIVATION),
     Mutation(
-        ACTIVATION,
-        "up is limited from above only",
-        "tl.where(up < -LIMIT, -LIMIT, up)",
-        "up",
-        OF_ACTIVATION,
+        ACTIVATION, "up is read one column too far", "up_at = width + at", "up_at = width + at + 1", OF_ACTIVATION
     ),
-    Mutation(
-        ACTIVATION,
-        "gate and up one column too far",
-        "gate_at = at // 16 * 32 + at % 16",
-        "gate_at = at // 16 * 32 + at % 16 + 1",
-        OF_ACTIVATION,
-    ),
-    Mutation(
-        ROUTE,
-        "of equal scores the higher id comes first",
-        "(0x7FFFFFFF - expert)",
-        "expert",
-        OF_ROUTE,
-    ),
-    Mutation(
-        ROUTE,
-        "the bias changes the weights",
-        "        scores = values + tl.load(",
-        "        values = scores = values + tl.load(",
-        OF_ROUTE,
-    ),
-    Mutation(
-        ROTATION,
-        "a term of the cosine is missing",
-        "for n in range(6)",
-        "for n in range(4)",
-        OF_ROTATION,
-    ),
+    Mutation(ROUTE, "of equal scores the higher id comes first", "(0x7FFFFFFF - expert)", "expert", OF_ROUTE),
+    Mutation(ROTATION, "a term of the cosine is missing", "for n in range(6)", "for n in range(4)", OF_ROTATION),
     Mutation(
         ROTATION,
         "angles of float32",
@@ -301,34 +261,22 @@ MUTATIONS = [
         "turns = (self.frequencies / (2 * pi)).double()",
         OF_ROTATION,
     ),
+    Mutation(WRITE_KV, "interleaved dimensions without their partners", "partner = d ^ 1", "partner = d", OF_WRITE_KV),
     Mutation(
-        STORE,
-        "interleaved dimensions without their partners",
-        "partner = d ^ 1",
-        "partner = d",
-        OF_STORE,
-    ),
-    Mutation(
-        STORE,
+        WRITE_KV,
         "the padding of a last pair of groups is stored",
         "codes = tl.where(tl.arange(0, P)[None, :] < WIDTH, codes, 0)",
         "codes = codes",
-        OF_STORE,
+        OF_WRITE_KV,
     ),
     Mutation(
         CACHE,
         "the rotation in another order",
         "x = _butterfly(x, 16 >> step, ROWS, P)",
         "x = _butterfly(x, 1 << step, ROWS, P)",
-        OF_STORE,
+        OF_WRITE_KV,
     ),
-    Mutation(
-        CACHE,
-        "e4m3: halves are rounded up",
-        "+ ((size >> 20) & 1)",
-        "+ 1",
-        OF_STORE,
-    ),
+    Mutation(CACHE, "e4m3: halves are rounded up", "+ ((size >> 20) & 1)", "+ 1", OF_WRITE_KV),
     Mutation(
         "kernels/cache/order.py",
         "tokens of nibbles in the order of bytes",
@@ -337,25 +285,18 @@ MUTATIONS = [
         OF_CACHE,
     ),
     Mutation(
-        "kernels/cache/__init__.py",
-        "copies see the copies before them",
-        "plane.index_copy_(0, targets, plane.index_select(0, sources))",
-        "[plane[t].copy_(plane[s]) for s, t in zip(sources, targets)]",
-        OF_CACHE,
-    ),
-    Mutation(
         CACHE,
         "e4m3: the smallest normal numbers are taken for denormal ones",
         "tl.abs(x) < 0.015625",
         "tl.abs(x) < 0.0078125",
-        OF_STORE,
+        OF_WRITE_KV,
     ),
     Mutation(
         CACHE,
         "4 bits: of two largest values the negative one",
         "tl.where(high >= low, high, -low) * (-1 / 8)",
         "tl.where(high > low, high, -low) * (-1 / 8)",
-        OF_STORE,
+        OF_WRITE_KV,
     ),
     Mutation(
         DRAW,
@@ -386,56 +327,56 @@ MUTATIONS = [
         OF_DEVICE,
     ),
     Mutation(
-        "kernels/attention/triton.py",
-        "the streams of a chunk are added up as they are",
+        "kernels/attention/decode_kernel.py",
+        "the warps of a chunk are added up as they are",
         "tl.sum(total * weight, 0)",
         "tl.sum(total, 0)",
         f"{OF_ATTENTION} -kare_attention",
     ),
     Mutation(
-        "kernels/attention/triton.py",
+        "kernels/attention/decode_kernel.py",
         "a window sees one position more",
         "key_at > position[None, :, None] - window",
         "key_at >= position[None, :, None] - window",
         f"{OF_ATTENTION} -kkernels_are_attention",
     ),
     Mutation(
-        "kernels/attention/triton.py",
+        "kernels/attention/decode_kernel.py",
         "a sink of another size than the weights",
         "* LOG2E - top + SHIFT)",
         "* LOG2E - top)",
         f"{OF_ATTENTION} -kkernels_are_attention",
     ),
     Mutation(
-        "kernels/attention/operands/triton.py",
+        "kernels/attention/operands.py",
         "values that a row does not see may be NaN",
         'return tl.where(tl.abs(values) < float("inf"), values, 0.0)',
         "return values",
         f"{OF_ATTENTION} -kknows_nothing",
     ),
     Mutation(
-        "kernels/attention/schedule/triton.py",
+        "kernels/attention/operands.py",
         "rows beyond the most that there may be",
-        "tl.minimum(count, max_query)",
+        "tl.minimum(count, max_query_len)",
         "count",
         f"{OF_ATTENTION} -kbeyond_the_most",
     ),
     Mutation(
-        "kernels/attention/triton.py",
+        "kernels/attention/decode_kernel.py",
         "the rows of all sequences in one place of the scratch",
         "slot = tl.sum(tl.where(index < sequence, few, 0), 0)",
         "slot = 0",
         f"{OF_ATTENTION} -kare_attention",
     ),
     Mutation(
-        "kernels/attention/prefill/triton.py",
+        "kernels/attention/prefill_kernel.py",
         "parts of a context that overlap",
-        "begin = begin + split * each",
-        "begin = begin + split * (each - 1)",
+        "begin = begin + split * part_len",
+        "begin = begin + split * (part_len - 1)",
         f"{OF_ATTENTION} -kprompts_on_a_long",
     ),
     Mutation(
-        "kernels/attention/prefill/triton.py",
+        "kernels/attention/prefill_kernel.py",
         "a row of a prompt does not see itself",
         "seen = key_at[None, :] <= position[:, None]",
         "seen = key_at[None, :] < position[:, None]",
@@ -444,8 +385,8 @@ MUTATIONS = [
     Mutation(
         "kernels/attention/launch.py",
         "later sequences with the rows of the first",
-        "starts[begin : end + 1]",
-        "starts[: end + 1]",
+        "query_start_loc[begin : end + 1]",
+        "query_start_loc[: end + 1]",
         f"{OF_ATTENTION} -kless_scratch",
     ),
 ]

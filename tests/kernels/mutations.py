@@ -1,9 +1,9 @@
-"""Seeded mutations: each breaks a kernel or the packing of weights in one place, and a test must notice.
+"""Seeded mutations: each breaks a kernel or the packing of weights in one place, and a test must fail.
 
-    python -m tests.kernels.mutations [WORD ...]     (those whose file or description holds a word)
+    python -m tests.kernels.mutations [WORD ...]     (only those with a word in their file or description)
 
-Owns the table that comes of it. A mutation is applied to a copy of the package, of which its tests run until one
-fails. Exits with 1 when a mutation survives.
+Owns the program. A mutation is applied to a copy of the package, whose tests run until one fails. The exit code is 1 if
+a mutation survives.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 900
 
 
-def run(mutation: Mutation, place: Path) -> str:
-    """Return the test that kills a mutation; "" if none."""
+def run(mutation: Mutation, copy: Path) -> str:
+    """Return the test that kills a mutation; "" if it survives."""
     for name in ("edgelm", "kernels", "models", "tui", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "starter")
-        shutil.copytree(ROOT / name, place / name, symlinks=True, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", place)
-    changed = mutation.text(place)
-    (place / mutation.file).write_text(changed, encoding="utf-8")
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    changed = mutation.apply(copy)
+    (copy / mutation.file).write_text(changed, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=300"]
-    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
             [*command, *mutation.tests.split()],
-            cwd=place,
+            cwd=copy,
             env=environment,
             capture_output=True,
             text=True,
@@ -44,17 +44,17 @@ def run(mutation: Mutation, place: Path) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"no end within {LIMIT_S} s"
+        return f"a timeout of {LIMIT_S} s"
     if done.returncode == 0:
         return ""
-    found = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py(?:::\S+)?)", done.stdout, re.MULTILINE)
-    if found is None:
+    match = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py(?:::\S+)?)", done.stdout, re.MULTILINE)
+    if match is None:
         sys.exit(f"error: pytest failed for another reason\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return found[1]
+    return match[1]
 
 
 def main(words: list[str]) -> int:
-    chosen = [each for each in MUTATIONS if not words or any(word in f"{each.file}: {each.what}" for word in words)]
+    chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.title for word in words)]
     survivors = 0
     print(f"{'mutation':<72} {'seconds':>7}  killed by")
     for mutation in chosen:
@@ -63,9 +63,7 @@ def main(words: list[str]) -> int:
             killer = run(mutation, Path(folder))
         survivors += not killer
         seconds = time.perf_counter() - began
-        print(
-            f"{f'{mutation.file}: {mutation.what}':<72} {seconds:7.1f}  {killer or 'NOTHING: it survived'}", flush=True
-        )
+        print(f"{mutation.title:<72} {seconds:7.1f}  {killer or 'NOTHING: it survived'}", flush=True)
     print(f"{len(chosen)} mutations, {survivors} survived")
     return int(survivors > 0)
 

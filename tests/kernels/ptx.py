@@ -1,8 +1,7 @@
-"""A few instructions of PTX on numpy arrays: what inline assembly computes, without a GPU.
+"""The PTX instructions of our inline assembly, on numpy arrays: tests run the assembly without a GPU.
 
-Owns the instructions that our assembly uses, as the PTX manual defines them. Knows nothing of what it is for.
-Arithmetic on halves is done in float64 and rounded once: of two 16-bit floats all products, and the sums that the
-tests reach, are exact there.
+Owns the instructions as the PTX manual defines them. Knows nothing of the code that uses them. Arithmetic on halves is
+done in float64 and rounded once: for two 16-bit floats all products are exact there, and so are the sums of the tests.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def run(text: str, inputs: Sequence[Words], num_outputs: int) -> list[NDArray[np
     for instruction in text.strip().removeprefix("{").removesuffix("}").split(";"):
         if (line := instruction.strip()) and not line.startswith(".reg"):
             name, operands = line.split(None, 1)
-            parts = [each.strip() for each in re.findall(r"\{[^}]*\}|[^,]+", operands)]
+            parts = [operand.strip() for operand in re.findall(r"\{[^}]*\}|[^,]+", operands)]
             _step(name, parts, registers)
     return [registers[f"${at}"].astype(np.uint16) for at in range(num_outputs)]
 
@@ -42,10 +41,10 @@ def _step(name: str, operands: list[str], registers: Registers) -> None:
         registers[target] = registers[sources[0]].astype(np.uint16).view(np.float16).astype(np.float32)
         return
     if name == "cvt.rn.bf16x2.f32":
-        high, low = (_to_bf16(registers[each].astype(np.float64)) for each in sources)
+        high, low = (_to_bf16(registers[source].astype(np.float64)) for source in sources)
         registers[target] = low | high << 16
         return
-    registers[target] = _result(name, [_value(each, registers) for each in sources])
+    registers[target] = _result(name, [_value(source, registers) for source in sources])
 
 
 def _value(text: str, registers: Registers) -> Words:
@@ -86,7 +85,7 @@ def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
 
 
 def _prmt(a: Words, b: Words, selector: Words) -> Words:
-    """Take a byte of the eight of a and b for each nibble of the selector; its top bit would repeat the sign."""
+    """Select one of the eight bytes of a and b by each nibble, whose top bit (it repeats a sign) is not supported."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
     out = np.zeros(np.broadcast_shapes(both.shape, selector.shape), np.uint32)
     for at in range(4):
@@ -98,13 +97,13 @@ def _prmt(a: Words, b: Words, selector: Words) -> Words:
 
 
 def _halves(op: str, bf16: bool, sources: list[Words]) -> Words:
-    out = np.zeros(np.broadcast_shapes(*(each.shape for each in sources)), np.uint32)
+    out = np.zeros(np.broadcast_shapes(*(source.shape for source in sources)), np.uint32)
     for shift in (np.uint32(0), np.uint32(16)):
-        bits = [(each >> shift & np.uint32(0xFFFF)).astype(np.uint32) for each in sources]
+        bits = [(source >> shift & np.uint32(0xFFFF)).astype(np.uint32) for source in sources]
         if bf16:
-            values = [(each << np.uint32(16)).view(np.float32).astype(np.float64) for each in bits]
+            values = [(half << np.uint32(16)).view(np.float32).astype(np.float64) for half in bits]
         else:
-            values = [each.astype(np.uint16).view(np.float16).astype(np.float64) for each in bits]
+            values = [half.astype(np.uint16).view(np.float16).astype(np.float64) for half in bits]
         result = values[0] + values[1] if op == "add" else values[0] * values[1]
         if op == "fma":
             result = result + values[2]

@@ -1,4 +1,4 @@
-"""Machine code of the kernels, read without a GPU: registers, spills, and what the main loop does for each element.
+"""The machine code of the kernels, read without a GPU: registers, spills, and the instructions of the main loop.
 
 As a program it prints the table of all cases: python -m tests.kernels.sass [--modules MODULE...] [--targets SM...]
 """
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TARGETS = (80, 86, 89, 90, 120)
-MOST_LIMITED = 90  # of all GPUs it has the fewest instructions for a byte that it reads: budgets hold there
+MOST_LIMITED = 90  # this GPU has the fewest instructions for each byte that it reads: budgets hold here
 OTHERS = tuple(target for target in TARGETS if target != MOST_LIMITED)
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What the machine code of one kernel for one target says."""
+    """Facts about the machine code of one kernel for one target."""
 
     case: str
     target: int
@@ -37,7 +37,7 @@ class Figures:
     spills: int  # instructions that store registers to the stack or load them from there
     instructions: int  # in the main loop; 0: there is no loop
     per_weight: float | None  # instructions of a thread for each element in the main loop
-    unrolled: int  # iterations of the source's loop in one of the machine's
+    unrolled: int  # iterations of the PTX loop in one iteration of the machine code's loop
     loads: dict[str, int]  # global loads in the main loop by width in bits: {"128": 2, "32": 1}
     shuffles: int  # in the main loop
     barriers: int  # in the main loop
@@ -46,42 +46,39 @@ class Figures:
     loop_weights: int
     budget: float | None
     wide_loads: bool
-    problem: str = ""  # the case did not compile: why
+    problem: str = ""  # why the case did not compile
 
     @property
     def wide_share(self) -> float:
-        """Return which part of the bytes that the main loop loads comes in loads of 16 bytes."""
+        """Return the fraction of the main loop's loaded bytes that comes in loads of 16 bytes."""
         total = sum(int(width) * count for width, count in self.loads.items())
         return self.loads.get("128", 0) * 128 / total if total else 0.0
 
     def faults(self) -> list[str]:
-        """Return what is wrong with this code, in words."""
+        """Return the faults of this code as text."""
         if self.problem:
             return [self.problem]
-        found = []
+        faults = []
         if self.spills:
-            found.append(f"{self.spills} instructions spill registers ({self.registers} registers)")
+            faults.append(f"{self.spills} instructions spill registers ({self.registers} registers)")
         if self.loop_weights and not self.instructions:
-            found.append("no main loop")
+            faults.append("no main loop")
         if self.loop_weights and self.instructions and self.wide_loads and self.wide_share < 0.5:
-            found.append(f"only {self.wide_share:.0%} of the bytes come in loads of 16 bytes: {self.loads}")
+            faults.append(f"only {self.wide_share:.0%} of the bytes come in loads of 16 bytes: {self.loads}")
         if self.target == MOST_LIMITED and self.budget is not None and (self.per_weight or 0) > self.budget:
-            found.append(f"{self.per_weight:.2f} instructions an element, over {self.budget:.2f}")
-        return found
-
-
-# -- loops in code -----------------------------------------------------------------------------------------------------
+            faults.append(f"{self.per_weight:.2f} instructions an element, over {self.budget:.2f}")
+        return faults
 
 
 class Code(NamedTuple):
-    """Instructions in order, and where the labels stand among them."""
+    """Instructions in order, and the positions of the labels among them."""
 
     instructions: list[str]
     labels: dict[str, int]
 
 
 def sass_code(text: str) -> Code:
-    """Parse what nvdisasm prints, without predicates such as @P0."""
+    """Parse the output of nvdisasm, without predicates such as @P0."""
     return _code(
         text, re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;"), re.compile(r"^\s*(\.L_\w+):")
     )
@@ -96,10 +93,10 @@ def _code(text: str, instruction: re.Pattern[str], label: re.Pattern[str]) -> Co
     instructions: list[str] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
-        if found := label.match(line):
-            labels[found[1]] = len(instructions)
-        elif found := instruction.match(line):
-            instructions.append(found[1])
+        if match := label.match(line):
+            labels[match[1]] = len(instructions)
+        elif match := instruction.match(line):
+            instructions.append(match[1])
     return Code(instructions, labels)
 
 
@@ -121,29 +118,26 @@ def main_loop(code: Code) -> list[str]:
 
 
 def load_widths(loop: Iterable[str]) -> dict[str, int]:
-    """Return how many global loads of each width, in bits, stand in SASS."""
+    """Count the global loads in SASS by their width in bits."""
     widths: dict[str, int] = {}
     for instruction in loop:
         if re.match(r"LDG(STS)?\.", instruction):
-            found = re.search(r"\.(?:[US](8|16)|(64)|(128))\b", instruction.split()[0])
-            width = next(group for group in found.groups() if group) if found else "32"
+            match = re.search(r"\.(?:[US](8|16)|(64)|(128))\b", instruction.split()[0])
+            width = next(group for group in match.groups() if group) if match else "32"
             widths[width] = widths.get(width, 0) + 1
     return dict(sorted(widths.items(), key=lambda item: -int(item[0])))
 
 
 def unrolled(ptx_loop: list[str], sass_loop: list[str]) -> int:
-    """Return how many iterations of PTX's loop stand in one of SASS's, by their loads (asynchronous ones too)."""
-    ptx = sum(bool(re.match(r"(ld\.global|cp\.async\.c)", each)) for each in ptx_loop)
+    """Return how many iterations of the PTX loop one iteration of the SASS loop holds, from their loads."""
+    ptx = sum(bool(re.match(r"(ld\.global|cp\.async\.c)", instruction)) for instruction in ptx_loop)
     sass = sum(load_widths(sass_loop).values())
     return max(round(sass / ptx), 1) if ptx else 1
 
 
-# -- one case, in a process where Triton compiles ----------------------------------------------------------------------
-
-
 def figures(case: Any, target: int, folder: Path) -> Figures:
     """Compile a case and read its machine code."""
-    from edgelm.kernels.compile_case import compile_for
+    from tests.kernels.compile_case import compile_for
 
     compiled = compile_for(case, target)
     cubin = folder / "kernel.cubin"
@@ -174,13 +168,13 @@ def figures(case: Any, target: int, folder: Path) -> Figures:
 
 
 def _count(instructions: Iterable[str], names: str) -> int:
-    return sum(bool(re.match(rf"({names})(\.|\s|$)", each)) for each in instructions)
+    return sum(bool(re.match(rf"({names})(\.|\s|$)", instruction)) for instruction in instructions)
 
 
 def _usage(text: str, name: str) -> int:
-    found = re.search(rf"\b{name}:(\d+)", text)
-    assert found, text
-    return int(found[1])
+    match = re.search(rf"\b{name}:(\d+)", text)
+    assert match, text
+    return int(match[1])
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -193,7 +187,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 def _child(targets: Sequence[int], modules: list[str], main_only: bool) -> None:
     """Print the figures of cases for some targets, a line of JSON each."""
-    cases = _collected(modules)
+    cases = _cases_of(modules)
     with tempfile.TemporaryDirectory() as folder:
         for target in targets:
             for case in share(cases, target) if main_only else cases:
@@ -202,28 +196,28 @@ def _child(targets: Sequence[int], modules: list[str], main_only: bool) -> None:
 
 
 def share(cases: Sequence[Any], target: int) -> list[Any]:
-    """Return what every run of the tests compiles for a target, of each op's main cases.
+    """Return the cases that every test run compiles for a target, out of each op's main cases.
 
-    For sm_90 those with a budget, two at the most. For one of the other targets, which depends on the op, one
-    of them. Where no case has a budget, any case counts as one with it, but one is enough for sm_90.
+    For sm_90 these are up to two cases with a budget. For one of the other targets, which depends on the op, it is one
+    case with a budget. If an op has no case with a budget, any case counts, and sm_90 takes one.
     """
-    found = []
+    chosen = []
     ops = groupby((case for case in cases if case.main), key=lambda case: case.name.split()[0])
     for turn, (_, of_op) in enumerate(ops):
-        listed = list(of_op)
-        limited = [case for case in listed if case.budget is not None]
+        main = list(of_op)
+        limited = [case for case in main if case.budget is not None]
         if target == MOST_LIMITED:
-            found += limited[:2] or listed[:1]
+            chosen += limited[:2] or main[:1]
         elif OTHERS[turn % len(OTHERS)] == target:
-            chosen = limited or listed
-            found.append(chosen[turn % len(chosen)])
-    return found
+            eligible = limited or main
+            chosen.append(eligible[turn % len(eligible)])
+    return chosen
 
 
 def _figures_or_problem(case: Any, target: int, folder: Path) -> Figures:
     try:
         return figures(case, target, folder)
-    except Exception as error:  # noqa: BLE001 - whatever the compiler says, the other cases are still told
+    except Exception as error:  # noqa: BLE001 - whatever the compiler raises, the other cases are still reported
         problem = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
         empty = dict.fromkeys(("registers", "stack", "shared", "spills", "instructions", "shuffles", "barriers"), 0)
         return Figures(
@@ -232,21 +226,18 @@ def _figures_or_problem(case: Any, target: int, folder: Path) -> Figures:
         )  # fmt: skip
 
 
-def _collected(modules: list[str]) -> list[Any]:
+def _cases_of(modules: list[str]) -> list[Any]:
     from importlib import import_module
 
-    from edgelm.kernels.compile_case import compile_cases
+    from tests.kernels.compile_case import compile_cases
 
     return [case for module in modules for case in import_module(module).compile_cases()] or compile_cases()
-
-
-# -- the parent --------------------------------------------------------------------------------------------------------
 
 
 def all_figures(targets: Sequence[int], modules: Sequence[str] = (), *, main_only: bool = False) -> list[Figures]:
     """Compile the cases of `modules`, or of all ops, in a child process without Triton's interpreter.
 
-    With `main_only` those of `share`.
+    With `main_only`, only the cases that `share` returns.
     """
     command = [sys.executable, "-m", "tests.kernels.sass", "--child", *map(str, targets), "--modules", *modules]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -257,14 +248,14 @@ def all_figures(targets: Sequence[int], modules: Sequence[str] = (), *, main_onl
 
 
 def figures_of_targets(targets: Sequence[int], modules: Sequence[str] = (), *, main_only: bool) -> list[Figures]:
-    """Compile for several targets, as many at once as there are processors."""
+    """Compile for several targets, in as many processes as there are CPUs."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [pool.submit(all_figures, [target], modules, main_only=main_only) for target in targets]
         return [row for job in jobs for row in job.result()]
 
 
 def table(rows: Sequence[Figures]) -> str:
-    """Return the figures as text, a line each, with what is wrong at the end of the line."""
+    """Return the figures as text, a line for each kernel with its faults at the end."""
     width = max((len(row.case) for row in rows), default=4)
     head = (
         f"{'case':<{width}}   sm regs stack shared spill  loop  i/el budget unroll  shfl  bar  sts dots  loads by bits"
@@ -284,19 +275,19 @@ def table(rows: Sequence[Figures]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.sass", description="Machine code of all kernels.")
-    parser.add_argument("--modules", nargs="*", default=[], help="modules with compile_cases(); all ops' without")
+    parser.add_argument("--modules", nargs="*", default=[], help="only these modules with compile_cases()")
     parser.add_argument(
-        "--main", action="store_true", help="only what every run of the tests compiles: a few cases of each op"
+        "--main", action="store_true", help="only the cases that every test run compiles: a few of each op"
     )
     parser.add_argument("--targets", nargs="*", type=int, default=TARGETS)
     parser.add_argument("--child", nargs="+", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        _child(given.child, given.modules, given.main)
+    options = parser.parse_args()
+    if options.child:
+        _child(options.child, options.modules, options.main)
         return 0
-    from edgelm.kernels.target import triton_version
+    from edgelm.kernels.gpu_target import triton_version
 
-    rows = figures_of_targets(given.targets, given.modules, main_only=given.main)
+    rows = figures_of_targets(options.targets, options.modules, main_only=options.main)
     order = {row.case: at for at, row in reversed(list(enumerate(rows)))}
     rows.sort(key=lambda row: (order[row.case], row.target))
     print(f"triton {triton_version()}; instructions of the longest innermost loop, per thread and element")

@@ -1,11 +1,11 @@
-"""Kernels with known machine code, by which the reading of machine code is tested."""
+"""Kernels with known machine code: the tests of sass.py read it."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from edgelm.kernels.compile_case import CompileCase
+from tests.kernels.compile_case import CompileCase
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Random inputs that differ in each run of the tests; the seed stands in the name of a test that failed."""
+"""Seeds of random inputs that differ in each test run; a test that fails has its seed in its name."""
 
 from __future__ import annotations
 

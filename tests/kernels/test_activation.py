@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from edgelm.kernels.activation import gated, softcap
-from edgelm.kernels.activation.cases import CASES, GATES, TOLERANCE, Case, make_input
+from edgelm.kernels.activation import Gate, gated, gated_values, softcap
 from edgelm.kernels.choice import interpreting
-from edgelm.kernels.gate import Gate, gated_values
+from tests.kernels.cases.activation import CASES, GATES, TOLERANCE, Case, make_input
 
 # The interpreter computes with numpy, which warns of values that a GPU passes on as inf or NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -26,7 +25,7 @@ ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7
 
 @pytest.fixture(autouse=True)
 def nan_in_new_tensors() -> Iterator[None]:
-    """What torch.empty returns is NaN: a value that a kernel forgets is seen."""
+    """Make torch.empty return NaN, so that a value that a kernel does not write is noticed."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -53,20 +52,13 @@ def exact(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
     return gate / (1 + (-kind.alpha * gate).exp()) * (up.clamp(-kind.limit, kind.limit) + 1)
 
 
-def split(x: Tensor, alternating: bool) -> tuple[Tensor, Tensor]:
-    """Return gate and up, column by column."""
-    width = x.shape[1] // 2
-    columns = [i // 16 * 32 + i % 16 if alternating else i for i in range(width)]
-    return x[:, columns], x[:, [i + (16 if alternating else width) for i in columns]]
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gates_equal_float64(case: Case, implementation: str, generator: Generator) -> None:
     x = make_input(case, generator)
-    gate, up = split(x, case.alternating)
+    gate, up = x.chunk(2, 1)
     want = exact(gate, up, case.gate)
-    got = gated(x, case.gate, alternating=case.alternating, implementation=implementation)
+    got = gated(x, case.gate, implementation=implementation)
     assert got.dtype == case.dtype
     assert got.shape == want.shape
     bound = TOLERANCE * ((gate.double() * up.double()).abs() + 1) + ROUNDING[case.dtype] * want.abs()
@@ -74,14 +66,13 @@ def test_gates_equal_float64(case: Case, implementation: str, generator: Generat
 
 
 @pytest.mark.parametrize("kind", GATES)
-def test_the_gate_of_extremes(kind: Gate) -> None:
-    gate = torch.tensor([[-1e4, 1e4, 0.0, -0.0, 88.0, -104.0, math.nan, 1.0] * 2])
-    up = torch.tensor([[1.0, -2.0, 3.0, 1e4, -1e4, 1.0, 1.0, math.nan] * 2])
+def test_gates_of_extreme_values(kind: Gate) -> None:
+    gate = torch.tensor([[-1e4, 1e4, 0.0, -0.0, 88.0, -104.0, math.nan, 1.0]])
+    up = torch.tensor([[1.0, -2.0, 3.0, 1e4, -1e4, 1.0, 1.0, math.nan]])
     want = gated_values(gate, up, kind)
-    assert want.isnan()[0].tolist() == ([False] * 6 + [True] * 2) * 2
-    for alternating in (False, True):
-        got = gated(torch.cat((gate, up), 1), kind, alternating=alternating, implementation="triton")
-        assert torch.allclose(got, want, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert want.isnan()[0].tolist() == [False] * 6 + [True] * 2
+    got = gated(torch.cat((gate, up), 1), kind, implementation="triton")
+    assert torch.allclose(got, want, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,4 +1,4 @@
-"""Attention over the cache: the reference against float64, the kernels against the reference, and rows bit for bit."""
+"""Attention over the cache: reference and kernels against float64, and rows that are equal in every bit."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from edgelm.kernels.attention import VERIFY_LEN, attention, launch
-from edgelm.kernels.attention import triton as kernels
-from edgelm.kernels.attention.cases import (
+from edgelm.kernels.attention import decode_kernel as kernels
+from edgelm.kernels.cache import BLOCK_LEN, FORMATS, allocate
+from edgelm.kernels.cache.order import token_column
+from edgelm.kernels.cache.quantize import rotate
+from edgelm.kernels.choice import NoKernelError
+from edgelm.kernels.write_kv import write_kv
+from tests.counts import Count
+from tests.kernels.cases.attention import (
     LONG_TRITON_CASES,
     REFERENCE_CASES,
     TRITON_CASES,
     Case,
     Inputs,
-    behind,
     inputs,
     poison,
     stored,
+    unseen,
 )
-from edgelm.kernels.cache import BLOCK_LEN, FORMATS, allocate
-from edgelm.kernels.cache.order import token_column
-from edgelm.kernels.choice import NoKernelError
-from edgelm.kernels.hadamard import rotate
-from edgelm.kernels.store import store
-from tests.counts import Count
 from tests.kernels.error_bounds import ROUNDING, SUBNORMAL
 from tests.kernels.seeds import SEED, generator
 
@@ -37,42 +37,48 @@ RANDOM_CASES = Count(test=4, soak=300)
 
 
 def run(case: Case, given: Inputs, implementation: str, **changed) -> Tensor:
-    """Return the rows of all sequences in float32; what attention does not write is NaN."""
+    """Return the rows of all sequences in float32."""
     arguments = {
         "scale": case.head_dim**-0.5,
         "window": case.window,
         "softcap": case.softcap,
         "sinks": given.sinks,
-        "max_query": max(case.counts),
+        "max_query_len": max(case.query_lens),
         "out_dtype": torch.float32,
         "implementation": implementation,
     }
-    q, cache, tables, starts, lengths, _ = given
-    return attention(q, cache, tables, starts, lengths, **(arguments | changed))[: int(starts[-1])]
+    q, cache, block_tables, query_start_loc, seq_lens, _ = given
+    return attention(q, cache, block_tables, query_start_loc, seq_lens, **(arguments | changed))[
+        : int(query_start_loc[-1])
+    ]
 
 
 def exact(case: Case, given: Inputs) -> Tensor:
-    """Return attention by its formula, row after row in float64."""
+    """Return attention by its formula, row by row in float64."""
     rows = []
-    for sequence, (count, length) in enumerate(zip(case.counts, case.lengths, strict=True)):
-        keys, values = (each.double() for each in stored(given, sequence))
+    for sequence, (count, length) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        keys, values = (entries.double() for entries in stored(given, sequence))
         for i in range(count):
             position = length - count + i
             first = max(position - case.window + 1, 0) if case.window else 0
-            q = given.q[int(given.starts[sequence]) + i].double().unflatten(0, (case.kv_heads, case.siblings))
+            q = (
+                given.q[int(given.query_start_loc[sequence]) + i]
+                .double()
+                .unflatten(0, (case.num_kv_heads, case.queries_per_kv))
+            )
             logits = torch.einsum("lkd,ksd->ksl", keys[first : position + 1], q) * case.head_dim**-0.5
             if case.softcap:
                 logits = case.softcap * torch.tanh(logits / case.softcap)
             weights = logits.exp()
             total = weights.sum(-1, keepdim=True)
             if given.sinks is not None:
-                total += given.sinks.double().exp().reshape(case.kv_heads, case.siblings, 1)
+                total += given.sinks.double().exp().reshape(case.num_kv_heads, case.queries_per_kv, 1)
             rows.append(torch.einsum("ksl,lkd->ksd", weights / total, values[first : position + 1]).flatten(0, 1))
     return torch.stack(rows)
 
 
 def bound(case: Case, given: Inputs) -> float:
-    """Return how far a result may be off.
+    """Return the largest allowed error of a result.
 
     A logit is a sum of head_dim products in float32, at most |q| |k| in size, of operands that the kernels may have
     rounded (keys with their scale, a rotated q); weights and values may be rounded too; a softmax doubles the error of
@@ -80,16 +86,16 @@ def bound(case: Case, given: Inputs) -> float:
     """
     unit = 0.0 if case.dtype == torch.float32 else ROUNDING[case.dtype16]
     rotated = FORMATS[case.format].rotated
-    largest, mixed, longest = 0.0, 0.0, max(case.lengths)
-    for sequence, length in enumerate(case.lengths):
-        if length and case.counts[sequence]:
+    largest, mixed, longest = 0.0, 0.0, max(case.seq_lens)
+    for sequence, length in enumerate(case.seq_lens):
+        if length and case.query_lens[sequence]:
             keys, values = stored(given, sequence)
             largest = max(largest, keys.norm(dim=-1).max().item())
             wide = torch.nn.functional.pad(values, (0, -values.shape[-1] % 32))
             mixed = max(mixed, rotate(wide).abs().max().item() * 32**0.5 if rotated else values.abs().max().item())
     logit = given.q[:-1].float().norm(dim=-1).max().item() * largest * case.head_dim**-0.5
     off = logit * ((case.head_dim + 8) * 2.0**-24 + 2 * unit) + case.softcap * 2.0**-21
-    off += largest * 64 * 2 * SUBNORMAL * (unit > 0)  # q is divided by 64, and perhaps rotated
+    off += largest * 64 * 2 * SUBNORMAL * (unit > 0)  # q is divided by 64, and sometimes rotated
     return mixed * (2 * off + 3 * unit + longest * 2.0**-24 + 2.0**-20) + longest * SUBNORMAL * (unit > 0)
 
 
@@ -97,7 +103,7 @@ def check(case: Case, implementation: str, seed: int) -> None:
     given = inputs(case, generator(seed))
     got = run(case, given, implementation)
     off = (got.double() - exact(case, given)).abs().max().item()
-    assert off <= bound(case, given), (off, bound(case, given))  # NaN is not
+    assert off <= bound(case, given), (off, bound(case, given))  # false for NaN
 
 
 @pytest.mark.parametrize("seed", [SEED])
@@ -139,16 +145,16 @@ def random_case(seed: int, dtype: torch.dtype, longest: int, most: int) -> Case:
     def number(low, high):
         return int(torch.randint(low, high + 1, (1,), generator=random))
 
-    lengths = [pick(0, 1, 31, 32, 33, number(1, longest)) for _ in range(number(1, 4))]
-    counts = [min(pick(0, 1, 1, number(1, 16), number(1, most)), length) for length in lengths]
-    counts[0], lengths[0] = max(counts[0], 1), max(lengths[0], 1)
+    seq_lens = [pick(0, 1, 31, 32, 33, number(1, longest)) for _ in range(number(1, 4))]
+    query_lens = [min(pick(0, 1, 1, number(1, 16), number(1, most)), length) for length in seq_lens]
+    query_lens[0], seq_lens[0] = max(query_lens[0], 1), max(seq_lens[0], 1)
     return Case(
         pick(*FORMATS),
         pick(16, 64, 80, 96, 128, 256),
         pick(1, 3, 4, 8),
         pick(1, 2),
-        tuple(counts),
-        tuple(lengths),
+        tuple(query_lens),
+        tuple(seq_lens),
         window=pick(0, 0, 1, 32, number(1, longest)),
         softcap=pick(0.0, 0.0, 4.0),
         sinks=pick(False, True),
@@ -156,21 +162,26 @@ def random_case(seed: int, dtype: torch.dtype, longest: int, most: int) -> Case:
     )
 
 
-# -- one numerics class ------------------------------------------------------------------------------------------------
+# -- decode and verify give the same bits ------------------------------------------------------------------------------
 
 
-def of_rows(given: Inputs, rows: slice, lengths: list[int], tables: Tensor) -> Inputs:
-    """Return the launch of some rows of a sequence, or of several sequences with a row each."""
+def of_rows(given: Inputs, rows: slice, seq_lens: list[int], block_tables: Tensor) -> Inputs:
+    """Return the inputs for some rows of a sequence, or for several sequences with a row each."""
     q = torch.cat([given.q[rows], given.q[-1:]])
-    counts = [1] * len(lengths) if len(lengths) == q.shape[0] - 1 else [q.shape[0] - 1]
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
-    return given._replace(q=q, tables=tables, starts=starts, lengths=torch.tensor(lengths, dtype=torch.int32))
+    query_lens = [1] * len(seq_lens) if len(seq_lens) == q.shape[0] - 1 else [q.shape[0] - 1]
+    query_start_loc = torch.tensor([0, *query_lens]).cumsum(0).int()
+    return given._replace(
+        q=q,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+    )
 
 
 @pytest.mark.parametrize("seed", [SEED])
 @pytest.mark.parametrize(
     "case",
-    [  # the eight rows lie on both sides of a chunk's end
+    [  # the eight rows are on both sides of a chunk's end
         Case("int8", 32, 3, 1, (8,), (260,), dtype=torch.float16),
         Case("k6v4", 32, 1, 1, (8,), (260,), window=65, sinks=True, dtype=torch.bfloat16),
         Case("f16", 32, 1, 1, (8,), (260,), window=40, dtype=torch.float16),
@@ -179,60 +190,62 @@ def of_rows(given: Inputs, rows: slice, lengths: list[int], tables: Tensor) -> I
 )
 def test_a_row_is_the_same_alone_and_among_others(case, seed, monkeypatch):
     given = inputs(case, generator(seed))
-    many = run(case, given, "triton", max_query=VERIFY_LEN)
-    first = case.lengths[0] - case.counts[0]
-    monkeypatch.setattr(launch, "num_sms", lambda _: 1)  # and with other numbers of programs
+    many = run(case, given, "triton", max_query_len=VERIFY_LEN)
+    first = case.seq_lens[0] - case.query_lens[0]
+    monkeypatch.setattr(launch, "num_sms", lambda _: 1)  # with another number of programs too:
     monkeypatch.setattr(launch, "WAVES", 1)  # one, which takes all tiles of a chunk
-    assert torch.equal(run(case, given, "triton", max_query=VERIFY_LEN), many)
-    alone = of_rows(given, slice(6, 7), [first + 7], given.tables)
-    assert torch.equal(run(case, alone, "triton", max_query=1)[0], many[6])
-    tables = given.tables.expand(2, -1).contiguous()
-    ragged = of_rows(given, slice(3, 5), [first + 4, first + 5], tables)
-    assert torch.equal(run(case, ragged, "triton", max_query=1), many[3:5])
+    assert torch.equal(run(case, given, "triton", max_query_len=VERIFY_LEN), many)
+    alone = of_rows(given, slice(6, 7), [first + 7], given.block_tables)
+    assert torch.equal(run(case, alone, "triton", max_query_len=1)[0], many[6])
+    block_tables = given.block_tables.expand(2, -1).contiguous()
+    ragged = of_rows(given, slice(3, 5), [first + 4, first + 5], block_tables)
+    assert torch.equal(run(case, ragged, "triton", max_query_len=1), many[3:5])
 
 
 @pytest.mark.parametrize("seed", [SEED])
 def test_a_decoded_row_is_the_same_beside_a_prompt(seed):
     case = Case("int8", 32, 2, 1, (17, 1), (17, 40), dtype=torch.float16)
     given = inputs(case, generator(seed))
-    alone = of_rows(given, slice(17, 18), [40], given.tables[1:])
-    assert torch.equal(run(case, alone, "triton", max_query=1)[0], run(case, given, "triton")[17])
+    alone = of_rows(given, slice(17, 18), [40], given.block_tables[1:])
+    assert torch.equal(run(case, alone, "triton", max_query_len=1)[0], run(case, given, "triton")[17])
 
 
 def test_less_scratch_changes_nothing(monkeypatch):
     case = Case("int8", 32, 1, 1, (1, 2, 0, 1, 1), (5, 40, 0, 33, 1), dtype=torch.float16)
     given = inputs(case, generator(SEED))
-    at_once = run(case, given, "triton")
-    bytes_of_row = 34 * 4  # of one head and one chunk
-    monkeypatch.setattr(launch, "MAX_SCRATCH", 4 * bytes_of_row)
-    assert [launch.at_once(bytes_of_row, 5, of_each, 5) for of_each in (1, 2, 5)] == [4, 2, 1]
-    assert launch.at_once(1 << 30, 16, 16, 5) == 1
-    assert torch.equal(run(case, given, "triton"), at_once)
+    together = run(case, given, "triton")
+    row_bytes = 34 * 4  # of one head and one chunk
+    monkeypatch.setattr(launch, "MAX_SCRATCH", 4 * row_bytes)
+    assert [launch.seqs_per_launch(row_bytes, 5, query_len, 5) for query_len in (1, 2, 5)] == [4, 2, 1]
+    assert launch.seqs_per_launch(1 << 30, 16, 16, 5) == 1
+    assert torch.equal(run(case, given, "triton"), together)
 
 
 def test_more_sequences_than_a_launch_takes():
-    num = launch.MOST_SEQUENCES + 1
+    num = launch.MAX_SEQS + 1
     case = Case("int8", 32, 1, 1, (*[0] * 31, 1, 1), (*[0] * 31, 9, 7))
-    assert len(case.counts) == num
+    assert len(case.query_lens) == num
     check(case, "triton", SEED)
 
 
-def test_absent_sequences_take_no_program_from_those_that_are_there():
-    """A graph has room for many sequences; the one that is there gets as many programs as alone."""
+def test_absent_sequences_take_no_program_from_existing_ones():
+    """A graph has room for many sequences; a single one in it gets as many programs as without the room."""
     case = Case("int8", 32, 1, 2, (1,), (270,), dtype=torch.float16)
     given = inputs(case, generator(SEED))
     padded = given._replace(
-        tables=torch.cat([given.tables, given.tables.new_full((7, given.tables.shape[1]), -77)]),
-        starts=torch.cat([given.starts, given.starts[-1:].expand(7)]),
-        lengths=torch.cat([given.lengths, given.lengths.new_zeros(7)]),
+        block_tables=torch.cat(
+            [given.block_tables, given.block_tables.new_full((7, given.block_tables.shape[1]), -77)]
+        ),
+        query_start_loc=torch.cat([given.query_start_loc, given.query_start_loc[-1:].expand(7)]),
+        seq_lens=torch.cat([given.seq_lens, given.seq_lens.new_zeros(7)]),
     )
-    grids = grids_of(lambda: run(case, padded, "triton", max_query=VERIFY_LEN))
-    assert grids == {"attend_chunks": (8, 2), "combine_chunks": (2, 2)}  # num_sms is 4 where there is no GPU; rows of q
-    assert torch.equal(run(case, padded, "triton", max_query=VERIFY_LEN), run(case, given, "triton"))
+    grids = grids_of(lambda: run(case, padded, "triton", max_query_len=VERIFY_LEN))
+    assert grids == {"attend_chunks": (8, 2), "combine_chunks": (2, 2)}  # num_sms is 4 without a GPU; q has 2 rows
+    assert torch.equal(run(case, padded, "triton", max_query_len=VERIFY_LEN), run(case, given, "triton"))
 
 
 def grids_of(work: Callable[[], object]) -> dict[str, tuple[int, ...]]:
-    """Return the grid of each kernel that some work launches."""
+    """Return the grid of each kernel that `work` launches."""
     from triton.runtime.interpreter import InterpretedFunction
 
     grids = {}
@@ -246,7 +259,7 @@ def grids_of(work: Callable[[], object]) -> dict[str, tuple[int, ...]]:
     return grids
 
 
-# -- contexts of prompts in parts --------------------------------------------------------------------------------------
+# -- prompts on split contexts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -266,10 +279,10 @@ def test_prompts_on_a_long_context_are_shared(case, monkeypatch):
 
 
 def test_a_question_about_a_long_context_fills_a_gpu():
-    """32 rows of 4 siblings are two tiles for a head; 8 heads: 16 programs where 132 processors are."""
+    """32 tokens with 4 query heads per KV head are two tiles; with 8 KV heads only 16 programs, for 132 processors."""
     assert launch.num_splits(3, 8, 131072) * 3 * 8 >= 240
     assert launch.num_splits(3, 8, 1024) == 2
-    assert launch.num_splits(32 + 1, 8, 131072) == 1  # 512 rows of 4 siblings
+    assert launch.num_splits(32 + 1, 8, 131072) == 1  # 512 tokens with 4 query heads per KV head
 
 
 @pytest.mark.parametrize("case", [Case("int8", 32), Case("k6v4", 32, 1, 1, (17,), (17,))], ids=lambda case: case.name)
@@ -310,16 +323,16 @@ def _chunks_kernel():
 _chunks_of = _chunks_kernel()
 
 
-# -- what is and is not written and read -------------------------------------------------------------------------------
+# -- memory that is read and written -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_query", [1, 20])
-def test_only_rows_of_sequences_are_written(max_query, monkeypatch):
+@pytest.mark.parametrize("max_query_len", [1, 20])
+def test_only_rows_of_sequences_are_written(max_query_len, monkeypatch):
     case = Case("int8", 32, 1, 1, (1,), (3,))
     given = inputs(case, generator(SEED))
     q = torch.cat([given.q, given.q])
     monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: torch.full(_flat(shape), torch.nan, **kwargs))
-    out = attention(q, *given[1:5], scale=1.0, max_query=max_query, implementation="triton")
+    out = attention(q, *given[1:5], scale=1.0, max_query_len=max_query_len, implementation="triton")
     assert out[0].isfinite().all()
     assert out[1:].isnan().all()
 
@@ -329,7 +342,7 @@ def _flat(shape):
 
 
 class Guarded:
-    """Takes the place of torch.empty: all it gives is NaN, with NaN around that must stay."""
+    """Replaces torch.empty: its memory is NaN, between margins of NaN that must not change."""
 
     MARGIN = 1 << 16
 
@@ -349,61 +362,61 @@ class Guarded:
 
 
 @pytest.mark.parametrize(
-    ("counts", "lengths", "max_query"),
+    ("query_lens", "seq_lens", "max_query_len"),
     [
-        ((5, 1, 2), (258, 40, 33), 2),  # rows of a draft in a launch of fewer
-        ((17, 1, 2), (40, 1, 33), 1),  # a prompt in a launch without
-        ((18, 3), (40, 33), 17),  # longer prompts than there may be
+        ((5, 1, 2), (258, 40, 33), 2),  # draft rows, in a launch for fewer
+        ((17, 1, 2), (40, 1, 33), 1),  # a prompt, in a launch without prompts
+        ((18, 3), (40, 33), 17),  # a prompt that is longer than the launch allows
     ],
 )
-def test_rows_beyond_the_most_are_not_written(counts, lengths, max_query, monkeypatch):
-    case = Case("int8", 32, 2, 1, counts, lengths)
+def test_rows_beyond_the_most_are_not_written(query_lens, seq_lens, max_query_len, monkeypatch):
+    case = Case("int8", 32, 2, 1, query_lens, seq_lens)
     given = inputs(case, generator(SEED))
     whole = run(case, given, "reference")
     guarded = Guarded()
     monkeypatch.setattr(torch, "empty", guarded.empty)
-    got = run(case, given, "triton", max_query=max_query)
+    got = run(case, given, "triton", max_query_len=max_query_len)
     guarded.assert_unharmed()
-    inside = torch.cat([torch.arange(count) < max_query for count in counts])
+    inside = torch.cat([torch.arange(count) < max_query_len for count in query_lens])
     assert (got[inside] - whole[inside]).abs().max().item() <= bound(case, given)
     assert got[~inside].isnan().all()
 
 
-@pytest.mark.parametrize("wrong", ["length below the rows", "length beyond the table", "starts beyond q", "negative"])
-def test_what_no_host_should_give_harms_no_other_sequence(wrong, monkeypatch):
+@pytest.mark.parametrize("wrong", ["length below the rows", "length beyond the table", "start beyond q", "negative"])
+def test_invalid_lengths_harm_no_other_sequence(wrong, monkeypatch):
     case = Case("int8", 32, 1, 1, (2, 3), (33, 40))
     given = inputs(case, generator(SEED))
     expected = run(case, given, "triton")
-    starts, lengths = given.starts.clone(), given.lengths.clone()
+    query_start_loc, seq_lens = given.query_start_loc.clone(), given.seq_lens.clone()
     if wrong == "length below the rows":
-        lengths[1] = 2
+        seq_lens[1] = 2
     elif wrong == "length beyond the table":
-        lengths[1] = 100_000
+        seq_lens[1] = 100_000
     elif wrong == "negative":
-        lengths[1] = -1
+        seq_lens[1] = -1
     else:
-        starts[2] = 1000
+        query_start_loc[2] = 1000
     guarded = Guarded()
     monkeypatch.setattr(torch, "empty", guarded.empty)
-    q, cache, tables = given[:3]
-    arguments = {"scale": 32**-0.5, "max_query": 16, "implementation": "triton"}
-    got = attention(q[:-1], cache, tables, starts, lengths, **arguments)
+    q, cache, block_tables = given[:3]
+    arguments = {"scale": 32**-0.5, "max_query_len": 16, "implementation": "triton"}
+    got = attention(q[:-1], cache, block_tables, query_start_loc, seq_lens, **arguments)
     guarded.assert_unharmed()
     assert torch.equal(got[:2], expected[:2])
 
 
 @pytest.mark.parametrize(("count", "length"), [(8, 40), (16, 300), (100, 128)])
-def test_starts_that_go_back_lead_to_no_write_outside(count, length, monkeypatch):
-    """Sequences that claim the same tokens have more rows together than there is room for."""
+def test_decreasing_starts_cause_no_write_outside(count, length, monkeypatch):
+    """Sequences that claim the same tokens have more rows in all than there is room for."""
     monkeypatch.setattr(launch, "MIN_SPLIT", 16)
     given = inputs(Case("f16", 32, 1, 1, (count,), (length,)), generator(SEED))
-    starts = torch.tensor([0, count, 0, count], dtype=torch.int32)
-    lengths, tables = given.lengths.expand(3).contiguous(), given.tables.expand(3, -1).contiguous()
+    query_start_loc = torch.tensor([0, count, 0, count], dtype=torch.int32)
+    seq_lens, block_tables = given.seq_lens.expand(3).contiguous(), given.block_tables.expand(3, -1).contiguous()
     guarded = Guarded()
     monkeypatch.setattr(torch, "empty", guarded.empty)
-    arguments = {"scale": 32**-0.5, "max_query": max(count, 16), "implementation": "triton"}
-    with np.errstate(invalid="ignore"):  # parts that nobody wrote are added up
-        attention(given.q, given.cache, tables, starts, lengths, **arguments)
+    arguments = {"scale": 32**-0.5, "max_query_len": max(count, 16), "implementation": "triton"}
+    with np.errstate(invalid="ignore"):  # parts that were never written are added up
+        attention(given.q, given.cache, block_tables, query_start_loc, seq_lens, **arguments)
     guarded.assert_unharmed()
 
 
@@ -414,34 +427,34 @@ def test_starts_that_go_back_lead_to_no_write_outside(count, length, monkeypatch
     [(1, 40, 0, False), (3, 130, 0, False), (3, 70, 37, False), (17, 70, 0, False), (17, 130, 40, True)],
 )
 def test_a_row_knows_nothing_of_what_it_does_not_see(name, count, length, window, split, implementation, monkeypatch):
-    """Drafts behind it, positions before its window, and what other sequences have left in its blocks are poison."""
+    """Later draft tokens, positions before its window, and other sequences' leftovers in its blocks are NaN or inf."""
     if split:
         monkeypatch.setattr(launch, "MIN_SPLIT", 64)
     case = Case(name, 32, 1, 1, (count,), (length,), window=window, dtype=torch.float16)
     given = inputs(case, generator(SEED))
     clean = run(case, given, implementation)
     row = count // 2
-    position = case.lengths[0] - count + row
+    position = case.seq_lens[0] - count + row
     seen = range(max(position - window + 1, 0) if window else 0, position + 1)
-    free = behind(given, 0, seen)
+    free = unseen(given, 0, seen)
     alike = torch.arange(BLOCK_LEN) % 2 == position % 2
     poison(given.cache, free & alike, torch.inf)
     poison(given.cache, free & ~alike, torch.nan)
-    with np.errstate(invalid="ignore"):  # where the interpreter multiplies inf by 0
+    with np.errstate(invalid="ignore"):  # the interpreter multiplies inf by 0
         got = run(case, given, implementation)
     assert torch.equal(got[row], clean[row])
     if row + 1 < count:
-        assert got[row + 1].isnan().any()  # what is seen is told
+        assert got[row + 1].isnan().any()  # it sees the poison
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("count", [3, 17])
-def test_an_inf_among_the_values_is_told_to_the_rows_that_see_it(count, implementation):
+def test_an_inf_among_the_values_reaches_the_rows_that_see_it(count, implementation):
     case = Case("f16", 32, 1, 1, (count,), (40,), dtype=torch.float16)
     given = inputs(case, generator(SEED))
     clean = run(case, given, implementation)
     column = token_column(torch.tensor(39 % BLOCK_LEN), nibbles=False)
-    given.cache.values[given.tables[0, 39 // BLOCK_LEN].long(), :, :, column] = torch.inf
+    given.cache.values[given.block_tables[0, 39 // BLOCK_LEN].long(), :, :, column] = torch.inf
     with np.errstate(invalid="ignore"):
         got = run(case, given, implementation)
     assert torch.equal(got[:-1], clean[:-1])
@@ -450,50 +463,59 @@ def test_an_inf_among_the_values_is_told_to_the_rows_that_see_it(count, implemen
 
 def test_no_rows_at_all():
     given = inputs(Case("int8", 32, 1, 1, (1,), (3,)), generator(SEED))
-    nothing = given._replace(q=given.q[:0], starts=torch.zeros(2, dtype=torch.int32))
+    nothing = given._replace(q=given.q[:0], query_start_loc=torch.zeros(2, dtype=torch.int32))
     for implementation in ("reference", "triton"):
-        assert attention(*nothing[:5], scale=1.0, max_query=1, implementation=implementation).shape == (0, 1, 32)
+        assert attention(*nothing[:5], scale=1.0, max_query_len=1, implementation=implementation).shape == (0, 1, 32)
 
 
 def test_the_reasons_of_a_refusal_are_listed():
     cache = allocate(FORMATS["int8"], 1, 1, 72, "cpu")
-    tables, starts = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    block_tables, query_start_loc = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
     q = torch.zeros(1, 1, 72)
     with pytest.raises(NoKernelError, match="heads of 72"):
-        attention(q, cache, tables, starts, starts[1:], scale=1.0, max_query=1, implementation="triton")
+        attention(
+            q,
+            cache,
+            block_tables,
+            query_start_loc,
+            query_start_loc[1:],
+            scale=1.0,
+            max_query_len=1,
+            implementation="triton",
+        )
 
 
-# -- what quantized caches cost ----------------------------------------------------------------------------------------
+# -- errors of quantized caches ----------------------------------------------------------------------------------------
 
 
 def of_format(name: str, dtype16: torch.dtype, keys: Tensor, values: Tensor, q: Tensor) -> Tensor:
     """Return the attention of one row over keys and values that are stored in a format."""
-    length, kv_heads, head_dim = keys.shape
-    cache = allocate(FORMATS[name], -(-length // BLOCK_LEN), kv_heads, head_dim, "cpu", dtype16)
+    length, num_kv_heads, head_dim = keys.shape
+    cache = allocate(FORMATS[name], -(-length // BLOCK_LEN), num_kv_heads, head_dim, "cpu", dtype16)
     at = torch.arange(length)
-    store(keys, keys, values, at.int(), at, cache, rope=None, implementation="reference")
-    tables = torch.arange(cache.num_blocks, dtype=torch.int32)[None]
-    starts, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-    arguments = {"scale": head_dim**-0.5, "max_query": 1, "implementation": "reference"}
-    return attention(q[None], cache, tables, starts, lengths, **arguments)
+    write_kv(keys, keys, values, at.int(), at, cache, rope=None, implementation="reference")
+    block_tables = torch.arange(cache.num_blocks, dtype=torch.int32)[None]
+    query_start_loc, seq_lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+    arguments = {"scale": head_dim**-0.5, "max_query_len": 1, "implementation": "reference"}
+    return attention(q[None], cache, block_tables, query_start_loc, seq_lens, **arguments)
 
 
-def test_what_each_format_costs():
-    """Print the error of each format against exact storage; a rotation pays where a few dimensions of K are large."""
+def test_the_error_of_each_format():
+    """Print the error of each format against exact storage; a rotation helps if a few dimensions of K are large."""
     random = generator(20)
     keys, values = torch.randn(2, 600, 1, 128, generator=random)
     q = torch.randn(16, 128, generator=random)
     outliers = keys.clone()
     outliers[..., [7, 50, 100]] *= 12.0
-    exactly = [of_format("f16", torch.float32, each, values, q) for each in (keys, outliers)]
+    exactly = [of_format("f16", torch.float32, k, values, q) for k in (keys, outliers)]
     errors = {}
     print(f"\n{'format':8} {'bits':>5} {'gaussian K':>12} {'outliers in K':>14}")
     for name, kv_format in FORMATS.items():
-        stored_as = [of_format(name, torch.float16, each, values, q) for each in (keys, outliers)]
+        stored_as = [of_format(name, torch.float16, k, values, q) for k in (keys, outliers)]
         errors[name] = [float((a - b).norm() / b.norm()) for a, b in zip(stored_as, exactly, strict=True)]
         bits = kv_format.bytes_per_token(1, 128) * 8 / 256
         print(f"{name:8} {bits:5.2f} {errors[name][0]:12.5f} {errors[name][1]:14.5f}")
-    for kind in (0, 1):
-        assert errors["f16"][kind] < 2e-3 < errors["int8"][kind] < errors["k8v4"][kind]
+    for column in (0, 1):
+        assert errors["f16"][column] < 2e-3 < errors["int8"][column] < errors["k8v4"][column]
     assert errors["int8"][0] < errors["fp8"][0] < errors["k8v4"][0] < errors["k6v4"][0] < 0.25
     assert math.isfinite(errors["k6v4"][1])

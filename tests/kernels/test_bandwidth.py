@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from edgelm.kernels.bandwidth import BLOCK_LEN, read
-from edgelm.kernels.bandwidth.cases import SIZES
+from tests.kernels.bandwidth import BLOCK_LEN, read
+from tests.kernels.cases.bandwidth import SIZES
 from tests.kernels.seeds import SEED, generator
 
 
@@ -15,8 +15,8 @@ from tests.kernels.seeds import SEED, generator
 @pytest.mark.parametrize("seed", [SEED])
 def test_every_word_is_read_once(size, seed, implementation):
     words = torch.randint(-(2**31), 2**31, (size,), generator=generator(seed), dtype=torch.int32)
-    found = read(words, implementation=implementation)
-    assert sum(found.tolist()) % 2**32 == sum(words.tolist()) % 2**32
+    sums = read(words, implementation=implementation)
+    assert sum(sums.tolist()) % 2**32 == sum(words.tolist()) % 2**32
 
 
 def test_parts_of_a_block_are_refused():

@@ -1,4 +1,4 @@
-"""The benchmark: nothing wrong is timed, results are complete, and the clock is fed with cold inputs."""
+"""The benchmark: no wrong result is timed, results are complete, and inputs are cloned for cold caches."""
 
 from __future__ import annotations
 
@@ -12,28 +12,22 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import edgelm.kernels.benchmark as benchmark
-from edgelm.kernels import bench
-from edgelm.kernels.benchmark import BenchCase, Work, bench_cases, cloned, nbytes_of, tensors_of
-from edgelm.kernels.benchmark.check import check, compare
-from edgelm.kernels.compile_case import op_names
-from edgelm.kernels.target import num_sms, target_of
+from edgelm.kernels.gpu_target import num_sms, target_of
+from tests.kernels import bench, benchmark
+from tests.kernels.benchmark import BenchCase, Work, bench_cases, check, cloned, compare, nbytes_of, tensors_of
+from tests.kernels.compile_case import op_names
 from tests.kernels.twins import difference, plain_kernels, same_bits
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def case_of(run, op="op", **given) -> BenchCase:
+def case_of(run, op="op", **fields) -> BenchCase:
     """Return a case whose reference doubles its input."""
     work = Work(
-        lambda generator: torch.randn(4, 3, generator=generator),
-        lambda x, how: 2 * x if how == "reference" else run(x),
+        lambda generator: torch.randn(4, 3, generator=generator), lambda x, how: 2 * x if how == "reference" else run(x)
     )
-    return BenchCase(op, "4x3", 4, "float32", work, nbytes_of, **given)
-
-
-# -- what is measured --------------------------------------------------------------------------------------------------
+    return BenchCase(op, "4x3", 4, "float32", work, nbytes_of, **fields)
 
 
 def test_the_shapes_that_the_goals_name_are_there():
@@ -46,20 +40,17 @@ def test_the_shapes_that_the_goals_name_are_there():
     for name in ("f16", "int8", "fp8", "k8v4", "k6v4"):
         for length in (1024, 8192, 32768, 131072):
             assert all(("attention", f"32:8x128 len={length}", name, rows) in keys for rows in (1, 8))
-    assert {"norm", "store", "sampling", "bandwidth"} <= {case.op for case in cases}
+    assert {"norm", "write_kv", "sampling", "bandwidth"} <= {case.op for case in cases}
     assert all(case.rival is not None for case in cases if case.op == "matmul")
 
 
 def test_every_case_is_of_an_op_and_has_a_tiny_brother():
     assert {case.op for case in bench_cases(None, True)} == {case.op for case in bench_cases(None, False)}
-    assert {case.op for case in bench_cases(None, True)} <= set(op_names()) | {"norm", "attention"}
+    assert {case.op for case in bench_cases(None, True)} <= set(op_names())
 
 
 def test_cases_of_some_ops_are_those_and_no_others():
     assert {case.op for case in bench_cases(["norm", "bandwidth"], True)} == {"norm", "bandwidth"}
-
-
-# -- what is wrong is seen ---------------------------------------------------------------------------------------------
 
 
 def test_equal_results_are_green():
@@ -98,7 +89,7 @@ def test_cases_can_be_chosen_by_shape_and_format(monkeypatch):
     monkeypatch.setattr(benchmark, "bench_cases", lambda ops, tiny: cases)
 
     def chosen(*arguments: str) -> list[tuple[str, str]]:
-        rows = bench._measured(CPU, bench._parsed(["--tiny", *arguments]), None)
+        rows = bench._measure(CPU, bench._parse(["--tiny", *arguments]), None)
         return [(row.shape, row.format) for row in rows]
 
     assert chosen() == [(case.shape, case.format) for case in cases]
@@ -110,15 +101,12 @@ def test_cases_can_be_chosen_by_shape_and_format(monkeypatch):
 def test_where_one_case_is_wrong_no_case_of_its_op_is_timed(monkeypatch, capsys, tmp_path):
     good, bad = case_of(lambda x: 2 * x, "good"), case_of(lambda x: 3 * x, "bad")
     monkeypatch.setattr(benchmark, "bench_cases", lambda ops, tiny: [bad, bad._replace(rows=1), good])
-    monkeypatch.setattr(bench, "_timed", lambda case, row, device, bandwidth: bench.replace(row, us=7.0))
-    monkeypatch.setattr("edgelm.kernels.benchmark.check.check", lambda case, device, seed: check(case, CPU, seed))
-    rows = list(bench._measured(torch.device("cuda"), bench._parsed(["--tiny"]), 1000.0))
+    monkeypatch.setattr(bench, "_time", lambda case, row, device, bandwidth: bench.replace(row, us=7.0))
+    monkeypatch.setattr(benchmark, "check", lambda case, device, seed: check(case, CPU, seed))
+    rows = list(bench._measure(torch.device("cuda"), bench._parse(["--tiny"]), 1000.0))
     assert [(row.op, row.us) for row in rows] == [("bad", None), ("bad", None), ("good", 7.0)]
     assert bench.main(["--tiny", "--out", str(tmp_path / "out.jsonl")]) == 1
     assert "at least one is wrong" in capsys.readouterr().out
-
-
-# -- inputs ------------------------------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -128,20 +116,20 @@ class Pair(NamedTuple):
 
 def test_clones_have_tensors_of_their_own_with_the_same_strides():
     view = torch.arange(12.0).reshape(3, 4)[:, 1:3]
-    given = Pair([view, 5], target_of(CPU))
-    copy = cloned(given)
+    pair = Pair([view, 5], target_of(CPU))
+    copy = cloned(pair)
     assert isinstance(copy, Pair)
     assert torch.equal(copy.one[0], view)
     assert copy.one[0].stride() == view.stride()
     assert copy.one[0].data_ptr() != view.data_ptr()
-    assert copy[1:] == given[1:]
-    assert nbytes_of(given) == 6 * 4
+    assert copy[1:] == pair[1:]
+    assert nbytes_of(pair) == 6 * 4
 
 
 def test_weights_and_caches_are_cloned_whole():
     cases = {case.op: case for case in bench_cases(["matmul", "attention"], True)}
     for case in cases.values():
-        inputs = benchmark.made(case.work, CPU, 3)
+        inputs = benchmark.make_inputs(case.work, CPU, 3)
         copy = cloned(inputs)
         pairs = list(zip(tensors_of(inputs), tensors_of(copy), strict=True))
         assert len(pairs) >= 3
@@ -151,17 +139,14 @@ def test_weights_and_caches_are_cloned_whole():
 
 def test_equal_seeds_make_equal_inputs():
     case = bench_cases(["matmul"], True)[0]
-    one, same, other = (tensors_of(benchmark.made(case.work, CPU, seed))[0] for seed in (1, 1, 2))
+    one, same, other = (tensors_of(benchmark.make_inputs(case.work, CPU, seed))[0] for seed in (1, 1, 2))
     assert same_bits(one, same)
     assert not same_bits(one, other)
 
 
-# -- the program -------------------------------------------------------------------------------------------------------
-
-
 def test_the_program_dry_runs_in_the_interpreter(tmp_path):
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "edgelm.kernels.bench", "--tiny", "--ops", "norm", "bandwidth", "--out", str(out)]
+    command = [sys.executable, "-m", "tests.kernels.bench", "--tiny", "--ops", "norm", "bandwidth", "--out", str(out)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, check=False, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -183,9 +168,6 @@ def test_without_a_gpu_it_says_so_in_a_line(capsys):
 
 def test_the_cpu_is_a_target_with_few_processors():
     assert num_sms(CPU) == target_of(CPU).num_sms == 4
-
-
-# -- assembly against its twin -----------------------------------------------------------------------------------------
 
 
 class Kernel:

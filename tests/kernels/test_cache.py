@@ -1,4 +1,4 @@
-"""The cache: its layout as documented, rounding in every format, and what is done to whole blocks."""
+"""The KV cache: its layout as documented, rounding in every format, allocating and reading blocks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from edgelm.kernels import hadamard
-from edgelm.kernels.cache import BLOCK_LEN, FORMATS, KVFormat, LayerCache, allocate, copy_blocks, order, quantize, read
-from edgelm.kernels.cache import zero_blocks as clear
-from edgelm.kernels.cache.quantize import CodeKind, decode, encode
-from edgelm.kernels.store import store
+from edgelm.kernels.cache import BLOCK_LEN, FORMATS, KVFormat, LayerCache, allocate, order, quantize, read
+from edgelm.kernels.cache.quantize import CodeKind, decode, encode, rotate
+from edgelm.kernels.write_kv import write_kv
 from tests.counts import Count
 
 HEAD_DIMS = (8, 16, 40, 64, 80, 96, 128, 256)
 KINDS: tuple[CodeKind, ...] = ("int8", "fp8", "int6", "int4")
-HALF_ULP = 2.0**-11  # of a float16: how far a scale may be from what was asked for, relatively
+HALF_ULP = 2.0**-11  # of a float16: the largest relative error of a scale
 
 
 @pytest.fixture
@@ -25,21 +23,13 @@ def generator() -> Generator:
     return generator
 
 
-def poisoned(cache: LayerCache, generator: Generator) -> LayerCache:
-    """Fill all planes with random bytes."""
-    for plane in cache.planes.values():
-        size = plane.numel() * plane.element_size()
-        plane.view(torch.uint8).view(-1)[:] = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
-    return cache
-
-
 def filled(kv_format: KVFormat, keys: Tensor, values: Tensor, blocks: Tensor, num_blocks: int) -> LayerCache:
-    """Return a cache with keys and values [tokens, kv_heads, head_dim] in `blocks`."""
-    tokens, kv_heads, head_dim = keys.shape
-    cache = allocate(kv_format, num_blocks, kv_heads, head_dim, "cpu")
+    """Return a cache with keys and values [tokens, num_kv_heads, head_dim] in `blocks`."""
+    tokens, num_kv_heads, head_dim = keys.shape
+    cache = allocate(kv_format, num_blocks, num_kv_heads, head_dim, "cpu")
     at = torch.arange(tokens)
     slots = blocks[at // BLOCK_LEN] * BLOCK_LEN + at % BLOCK_LEN
-    store(keys, keys, values, at.int(), slots, cache, rope=None, implementation="reference")
+    write_kv(keys, keys, values, at.int(), slots, cache, rope=None, implementation="reference")
     return cache
 
 
@@ -65,8 +55,8 @@ def test_rows_of_key_words_are_as_documented(width: int, generator: Generator):
     pairs = (groups + 1) // 2
     assert low.shape == (3, 4 * groups)
     assert high.shape == (3, 4 * pairs)
-    span = next(each for each in (4, 2, 1) if groups % each == 0)
-    high_span = next(each for each in (4, 2, 1) if pairs % each == 0)
+    span = next(size for size in (4, 2, 1) if groups % size == 0)
+    high_span = next(size for size in (4, 2, 1) if pairs % size == 0)
     for d in range(width):
         g, lm, slot, h = d // 32, d % 32 // 8, d % 8 // 2, d % 2
         word = low[:, (g // span * 4 + lm) * span + g % span]
@@ -87,7 +77,7 @@ def test_columns_of_tokens_are_as_documented():
 
 
 def test_values_of_4_bits_lie_as_documented(generator: Generator):
-    """Words have slot 2 * jb + rb: what a reader unpacks, not how a store counts bytes."""
+    """Check the slots 2 * jb + rb of words, as a reader unpacks them; a writer counts bytes."""
     values = torch.randn(BLOCK_LEN, 2, 64, generator=generator)
     cache = filled(FORMATS["k8v4"], values, values, torch.tensor([1]), 2)
     codes, scales = encode(values, "int4")
@@ -130,7 +120,7 @@ def test_no_value_is_further_off_than_its_scale_allows(kind: CodeKind, size: flo
     if kind == "fp8":
         half_step = torch.maximum(x.abs().reshape(error.shape) * 2.0**-4, scale * 2.0**-10)
     else:
-        # Where the sign is not the extreme's, the last half of a step has no code
+        # on the side without the extreme, the last half step has no code
         far = (x.reshape(error.shape) / scale > reach - 1) & (kind != "int8")
         half_step = torch.where(far, scale, scale / 2).abs()
     assert (error <= half_step * (1 + 2.0**-10) + off).all()
@@ -173,21 +163,23 @@ def test_e4m3_is_read_by_integers_as_documented():
 
 
 def test_hadamard_is_its_own_inverse_and_keeps_products(generator: Generator):
-    matrix = hadamard.matrix()
+    index = torch.arange(32)
+    ones = torch.tensor([int(common).bit_count() for common in (index[:, None] & index).flatten()]).view(32, 32)
+    matrix = torch.where(ones % 2 == 1, -1.0, 1.0) * 32**-0.5
     q, k = torch.randn(2, 500, 96, generator=generator)
     expected = (k.double().reshape(500, 3, 32) @ matrix.double()).reshape(500, 96)
-    # Five additions and a factor, each rounded, of sums up to sqrt(32) times the result
+    # five additions and a factor are rounded, of sums up to sqrt(32) times the result
     limit = 6 * 2.0**-24 * k.reshape(500, 3, 32).norm(dim=-1).max()
-    assert (hadamard.rotate(k) - expected).abs().max() <= limit
-    assert (hadamard.rotate(hadamard.rotate(k)) - k).abs().max() <= 2 * limit * 2
+    assert (rotate(k) - expected).abs().max() <= limit
+    assert (rotate(rotate(k)) - k).abs().max() <= 2 * limit * 2
     assert torch.equal(matrix, matrix.T)
     assert (matrix.double() @ matrix.double() - torch.eye(32)).abs().max() <= 2.0**-22
-    products = (hadamard.rotate(q) * hadamard.rotate(k)).double().sum(-1)
+    products = (rotate(q) * rotate(k)).double().sum(-1)
     assert (products - (q * k).double().sum(-1)).abs().max() <= q.norm(dim=-1).max() * k.norm(dim=-1).max() * 2.0**-20
 
 
 def outlier_heavy(tokens: int, heads: int, head_dim: int, generator: Generator) -> Tensor:
-    """Return keys in which 4 channels of each head are some 10 times the others, as trained models have them."""
+    """Return keys in which 4 channels of each head are about 10 times as large as the others, as in trained models."""
     keys = torch.randn(tokens, heads, head_dim, generator=generator)
     channels = torch.rand(heads, head_dim, generator=generator).argsort(-1)[:, :4]
     return keys * torch.ones(heads, head_dim).scatter(1, channels, 10.0)
@@ -198,7 +190,7 @@ def relative_rmse(stored: Tensor, exact: Tensor) -> float:
 
 
 def test_errors_and_bytes_of_each_format(generator: Generator):
-    """The table that docs quote: Llama-8B, a layer; an error is relative to the root mean square."""
+    """Print the table that docs quote: one layer of Llama-8B; errors are relative to the root mean square."""
     tokens, heads, dim = Count(test=256, soak=512), 8, 128
     gaussian = torch.randn(tokens, heads, dim, generator=generator)
     heavy = outlier_heavy(tokens, heads, dim, generator)
@@ -221,7 +213,7 @@ def test_errors_and_bytes_of_each_format(generator: Generator):
     for name, (size, *errors) in rows.items():
         print(f"{name:6}  {size:11d}  " + "  ".join(f"{error:7.5f}" for error in errors))
     assert [row[0] for row in rows.values()] == [4096, 2176, 2080, 1664, 1408]
-    # Uniform noise has step / sqrt(12); the largest of 32 is 2.07 +- 0.4 (mean square 4.6) standard deviations
+    # uniform noise has step / sqrt(12); the largest of 32 is 2.07 +- 0.4 (mean square 4.6) standard deviations
     for name, column, steps in (("int8", 1, 127), ("k8v4", 1, 127), ("k6v4", 1, 32), ("k8v4", 4, 8), ("k6v4", 4, 8)):
         expected = (4.6**0.5 / steps) / 12**0.5
         assert 0.8 * expected < rows[name][column] < 1.2 * expected, (name, column)
@@ -232,8 +224,8 @@ def test_errors_and_bytes_of_each_format(generator: Generator):
 def test_rotation_is_what_keeps_6_bits_of_outlier_heavy_keys(generator: Generator):
     heavy = outlier_heavy(256, 4, 128, generator)
     plain = relative_rmse(decode(*encode(heavy, "int6"), "int6"), heavy)
-    rotated = hadamard.rotate(heavy)
-    rotated = hadamard.rotate(decode(*encode(rotated, "int6"), "int6"))
+    rotated = rotate(heavy)
+    rotated = rotate(decode(*encode(rotated, "int6"), "int6"))
     assert relative_rmse(rotated, heavy) < plain / 1.5
 
 
@@ -262,31 +254,11 @@ def test_what_is_read_is_what_was_stored_rounded(name: str, head_dim: int, gener
     for kind, exact, stored in ((kv_format.key, keys, read_keys), (kv_format.value, values, read_values)):
         padded = torch.nn.functional.pad(exact, (0, kv_format.width(head_dim) - head_dim))
         if kv_format.rotated:
-            padded = hadamard.rotate(padded)
+            padded = rotate(padded)
         rounded = padded.half().float() if kind is None else decode(*encode(padded, kind), kind)
         if kv_format.rotated:
-            rounded = hadamard.rotate(rounded)
+            rounded = rotate(rounded)
         assert torch.equal(stored, rounded[..., :head_dim])
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_copies_read_all_sources_before_they_write(name: str, generator: Generator):
-    cache = poisoned(allocate(FORMATS[name], 6, 2, 64, "cpu"), generator)
-    before = {key: plane.clone() for key, plane in cache.planes.items()}
-    copy_blocks(cache, torch.tensor([0, 3, 1]), torch.tensor([3, 5, 2]))
-    for key, plane in cache.planes.items():
-        expected = before[key][torch.tensor([0, 1, 1, 0, 4, 3])]
-        assert torch.equal(plane.view(torch.uint8), expected.view(torch.uint8))
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_only_the_named_blocks_are_cleared(name: str, generator: Generator):
-    cache = poisoned(allocate(FORMATS[name], 4, 2, 96, "cpu"), generator)
-    before = {key: plane.clone() for key, plane in cache.planes.items()}
-    clear(cache, torch.tensor([3, 1]))
-    for key, plane in cache.planes.items():
-        assert not plane[[1, 3]].view(torch.uint8).any()
-        assert torch.equal(plane[[0, 2]].view(torch.uint8), before[key][[0, 2]].view(torch.uint8))
 
 
 def test_groups_of_a_head():

@@ -1,4 +1,4 @@
-"""Embedding kernels: the reference's bits, whatever the ids."""
+"""kernels/embedding: the values have the reference's bits, for any ids."""
 
 from __future__ import annotations
 
@@ -6,54 +6,43 @@ import pytest
 import torch
 
 from edgelm.kernels import layout
-from edgelm.kernels.dequantize.cases import Case, random_weight
 from edgelm.kernels.embedding import embedding
-from edgelm.kernels.embedding.cases import CASES
 from edgelm.kernels.layout import PackedWeight
+from tests.kernels.cases.dequantize import Case, random_weight
+from tests.kernels.cases.embedding import CASES
+from tests.kernels.seeds import SEED, generator
 
-
-def fresh() -> tuple[torch.Generator, int]:
-    seed = int(torch.randint(2**31, ()))
-    return torch.Generator().manual_seed(seed), seed
-
-
-@pytest.fixture
-def poisoned_memory() -> object:
-    """Memory that nobody has written is NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_rows_have_the_bits_of_the_layout(case: Case, poisoned_memory: object) -> None:
-    generator, seed = fresh()
-    weight = random_weight(case, generator)
-    ids = torch.randint(0, case.rows, (9,), generator=generator, dtype=torch.int32)
+def test_rows_have_the_bits_of_the_layout(case: Case) -> None:
+    g = generator(SEED)
+    weight = random_weight(case, g)
+    ids = torch.randint(0, case.rows, (9,), generator=g, dtype=torch.int32)
     exact = layout.dequantize(weight)[ids.long()]
     if isinstance(weight, PackedWeight) and weight.order is not None:
         exact = exact[:, weight.order.argsort()]
     for implementation in ("reference", "triton"):
         got = embedding(ids, weight, implementation=implementation)
-        assert torch.equal(got, exact), f"{implementation}, seed {seed}"
+        assert torch.equal(got, exact), f"{implementation}, seed {SEED}"
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_scaled_row_is_rounded_once(dtype: torch.dtype, implementation: str, poisoned_memory: object) -> None:
-    generator, seed = fresh()
-    weight = random_weight(Case("q4_k", 20, 70), generator)
+def test_the_scaled_row_is_rounded_once(dtype: torch.dtype, implementation: str) -> None:
+    g = generator(SEED)
+    weight = random_weight(Case("q4_k", 20, 70), g)
     ids = torch.tensor([3, 19, 0], dtype=torch.int64)
     exact = (layout.dequantize(weight)[ids] * 50.6).to(dtype)
     got = embedding(ids, weight, scale=50.6, out_dtype=dtype, implementation=implementation)
-    assert torch.equal(got, exact), f"seed {seed}"
+    assert torch.equal(got, exact), f"seed {SEED}"
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("name", ["q6_k", "float16"])
-def test_an_id_outside_of_the_vocabulary_reads_nothing(name: str, implementation: str, poisoned_memory: object) -> None:
-    weight = random_weight(Case(name, 20, 70), fresh()[0])
+def test_an_id_outside_of_the_vocabulary_reads_nothing(name: str, implementation: str) -> None:
+    weight = random_weight(Case(name, 20, 70), generator(SEED))
     ids = torch.tensor([-1, 20, 2**31 - 1, -(2**31), 5], dtype=torch.int32)
     got = embedding(ids, weight, implementation=implementation)
     assert not got[:4].any()
@@ -62,6 +51,6 @@ def test_an_id_outside_of_the_vocabulary_reads_nothing(name: str, implementation
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 def test_no_tokens_have_no_rows(implementation: str) -> None:
-    weight = random_weight(Case("q4_0", 20, 70), fresh()[0])
+    weight = random_weight(Case("q4_0", 20, 70), generator(SEED))
     got = embedding(torch.empty(0, dtype=torch.int32), weight, implementation=implementation)
     assert got.shape == (0, 70)

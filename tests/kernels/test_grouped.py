@@ -1,4 +1,4 @@
-"""Products by each row's own experts: exact up to rounding, and independent of the rest of the batch."""
+"""kernels/grouped: results are exact up to rounding, and independent of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -9,29 +9,22 @@ import torch
 from torch import Tensor
 
 from edgelm.kernels import layout
+from edgelm.kernels.activation import Gate, gated_values
 from edgelm.kernels.choice import NoKernelError
-from edgelm.kernels.dequantize.cases import Case, random_weight
-from edgelm.kernels.gate import Gate, gated_values
-from edgelm.kernels.grouped import grouped_matmul, reference, triton
-from edgelm.kernels.grouped.cases import CASES, GroupedCase, random_experts
+from edgelm.kernels.grouped import grouped_matmul, kernel, reference
 from edgelm.kernels.layout import PackedWeight
+from edgelm.kernels.matmul.reference import gate_and_up
 from tests.counts import Count
+from tests.kernels.cases.dequantize import Case, random_weight
+from tests.kernels.cases.grouped import CASES, GroupedCase, random_experts
 from tests.kernels.error_bounds import assert_within, gated_bound, product_bound
 
 PLANS = Count(test=4, soak=1000)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> object:
-    """Memory that nobody has written is NaN, or the largest number."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 class Inputs:
-    """Random tensors of a case, and what is exact for them in float64, with its bound."""
+    """Random tensors of a case, the exact result for them in float64, and its error bound."""
 
     def __init__(self, case: GroupedCase, seed: int | None = None) -> None:
         self.seed = int(torch.randint(2**31, ())) if seed is None else seed
@@ -90,7 +83,7 @@ class Inputs:
             y = y + self.bias[expert].double()
         if self.gate is None:
             return y[0], bound[0]
-        (gate, up), (gate_bound, up_bound) = (reference.halves(each) for each in (y, bound))
+        (gate, up), (gate_bound, up_bound) = (gate_and_up(rows) for rows in (y, bound))
         bound = gated_bound(gate, up, gate_bound, up_bound, self.gate)
         return gated_values(gate, up, self.gate).double()[0], bound[0]
 
@@ -101,7 +94,7 @@ def test_products_are_exact_up_to_rounding(case: GroupedCase, implementation: st
     inputs = Inputs(case)
     got = inputs.run(implementation)
     assert got.dtype == case.out_dtype
-    assert_within(got, *inputs.exact(rounded=implementation == "triton" and case.tokens > triton.CLASS_TOKENS))
+    assert_within(got, *inputs.exact(rounded=implementation == "triton" and case.tokens > kernel.CLASS_TOKENS))
 
 
 @pytest.mark.parametrize("name", ["q4_k", "bfloat16"])
@@ -111,7 +104,7 @@ def test_a_token_has_the_same_bits_alone_and_among_sixteen(name: str) -> None:
     together = inputs.run("triton")
     whole = inputs.x, inputs.experts, inputs.route, inputs.residual
     for token in (0, 11):
-        inputs.x, inputs.experts, inputs.route, inputs.residual = (each[token : token + 1] for each in whole)
+        inputs.x, inputs.experts, inputs.route, inputs.residual = (part[token : token + 1] for part in whole)
         assert torch.equal(inputs.run("triton")[0], together[token]), f"seed {inputs.seed}, token {token}"
 
 
@@ -139,7 +132,7 @@ def test_a_residual_may_be_a_view_of_any_strides() -> None:
 def test_sums_do_not_depend_on_the_slices_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Inputs(GroupedCase(Case("q4_0", 16, 64, 3), 18, 1, torch.float16, summed=True))
     whole = inputs.run("triton")
-    monkeypatch.setattr(triton, "SUM_BYTES", 1)  # slices of 16 tokens
+    monkeypatch.setattr(kernel, "SUM_BYTES", 1)  # slices of 16 tokens
     assert torch.equal(inputs.run("triton"), whole), f"seed {inputs.seed}"
 
 
@@ -147,7 +140,7 @@ def test_plans_are_those_of_the_reference() -> None:
     for _ in range(PLANS):
         tokens, k, num, block = (int(torch.randint(1, most, ())) for most in (40, 5, 12, 20))
         experts = torch.randint(-1, num + 1, (tokens, k), dtype=torch.int32)
-        got, exact = triton.plan(experts, num, block), reference.plan(experts, num, block)
+        got, exact = kernel.make_plan(experts, num, block), reference.make_plan(experts, num, block)
         assert torch.equal(got.order, exact.order), experts
         assert torch.equal(got.blocks, exact.blocks), experts
 
@@ -156,7 +149,7 @@ def test_blocks_of_a_plan_hold_each_pair_once() -> None:
     for _ in range(PLANS):
         tokens, k, num, block = (int(torch.randint(1, most, ())) for most in (40, 5, 12, 20))
         experts = torch.randint(-1, num + 1, (tokens, k), dtype=torch.int32)
-        order, blocks = reference.plan(experts, num, block)
+        order, blocks = reference.make_plan(experts, num, block)
         seen = []
         for expert, first, end in blocks.tolist():
             if expert < 0:
@@ -178,7 +171,7 @@ def test_no_routing_needs_more_blocks_than_a_plan_has(pairs: int, num: int, bloc
 def test_many_pairs_are_sorted_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Inputs(GroupedCase(Case("q4_0", 16, 64, 3), 5, 2, torch.float32))
     planned = inputs.run("triton")
-    monkeypatch.setattr(triton, "PLAN_PAIRS", 0)
+    monkeypatch.setattr(kernel, "PLAN_PAIRS", 0)
     assert torch.equal(inputs.run("triton"), planned), f"seed {inputs.seed}"
 
 

@@ -1,4 +1,4 @@
-"""kernels/layout.py: where each bit stands, by the documentation, one code at a time; ways back; weights as one."""
+"""kernels/layout.py: the position of each bit as documented, the inverse conversions, and fused weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edgelm.kernels.layout import (
     unpack_codes,
     unpack_scales,
 )
-from edgelm.kernels.matmul.cases import LAYOUTS, random_weight
+from tests.kernels.cases.matmul import LAYOUTS, random_weight
 from tests.kernels.seeds import SEED, generator
 
 
@@ -33,7 +33,7 @@ def _word(plane: torch.Tensor, *at: int) -> int:
 
 
 def _stored(codes: torch.Tensor, high: torch.Tensor | None, bits: int, row: int, column: int) -> int:
-    """Return a code from the planes: the module's docstring, word for word."""
+    """Read a code from the planes as the module's docstring describes it."""
     tile, row = divmod(row, TILE)
     chunk, column = divmod(column, CHUNK)
     rb, l4 = divmod(row, 8)
@@ -148,7 +148,7 @@ def test_fused_weights_are_their_parts(name: str, seed: int):
     else:
         first, second, third = (random_weight(LAYOUTS[name], n, 300, g) for n in (16, 48, 20))
         up = random_weight(LAYOUTS[name], 48, 300, g)
-    parts = [dequantize(each) for each in (first, second, third)]
+    parts = [dequantize(weight) for weight in (first, second, third)]
     fused = fuse_rows([first, second, third])
     assert fused.rows == 84
     assert torch.equal(dequantize(fused), torch.cat(parts))

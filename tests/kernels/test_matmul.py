@@ -1,4 +1,4 @@
-"""kernels/matmul: both implementations against float64, whatever surrounds the product; a row depends on no other."""
+"""kernels/matmul: both implementations against float64, with bias, gate, norm, residual; rows are independent."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from edgelm.kernels.activation import Gate
 from edgelm.kernels.choice import NoKernelError
-from edgelm.kernels.gate import Gate
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, dequantize, fuse_gated, planes
-from edgelm.kernels.matmul import Norm, matmul
-from edgelm.kernels.matmul import triton as launches
-from edgelm.kernels.matmul.cases import LAYOUTS, random_dense, random_weight
-from edgelm.kernels.matmul.configs import Config, candidates, default
-from edgelm.kernels.matmul.triton import launch, operand_type
+from edgelm.kernels.matmul import Norm, kernel, matmul
+from edgelm.kernels.matmul.kernel import Config, candidates, decode, default_config, operand_type
+from tests.kernels.cases.matmul import LAYOUTS, random_dense, random_weight
 from tests.kernels.seeds import SEED, generator
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -34,18 +32,18 @@ GATES = (Gate("silu"), Gate("gelu"), Gate("gelu_tanh"), Gate("swiglu_oai", limit
 
 @pytest.fixture(autouse=True)
 def _nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all new memory hold NaN, so that what a kernel forgets to write is seen."""
+    """Fill new memory with NaN, so that elements which a kernel forgets to write are seen."""
     empty = torch.empty
 
     def filled(*args: Any, **kwargs: Any) -> Tensor:
-        made = empty(*args, **kwargs)
-        return made.fill_(float("nan")) if made.dtype.is_floating_point else made
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.dtype.is_floating_point else tensor
 
     monkeypatch.setattr(torch, "empty", filled)
 
 
 def parts(weight: Weight) -> Tensor:
-    """Return for each value the sum of the sizes of what it is made of, float64: what rounding is relative to."""
+    """Return for each value the sum of the sizes of its terms, float64: rounding errors are relative to it."""
     if isinstance(weight, DenseWeight) or weight.layout.offset == "none":
         return dequantize(weight).double().abs()
     low, top = (
@@ -62,7 +60,7 @@ def parts(weight: Weight) -> Tensor:
 
 
 def exact(x: Tensor, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
-    """Return the product in float64, and how far rounding may take any correct kernel from it."""
+    """Return the product in float64, and the largest error that rounding causes in a correct kernel."""
     wide = x.double()
     order = weight.order if isinstance(weight, PackedWeight) else None
     unit = 0.0
@@ -104,19 +102,19 @@ def test_every_format_equals_float64(at: int, seed: int):
     x = torch.randn(ROWS[choice % 6], 203, generator=g).to(DTYPES[choice % 3])
     y, error = exact(x, weight)
     assert_within(matmul(x, weight, out_dtype=torch.float32, implementation="reference"), y, error)
-    assert_within(launch(x, weight, None, None, None, None, torch.float32, CONFIGS[choice % 5]), y, error)
+    assert_within(decode(x, weight, None, None, None, None, torch.float32, CONFIGS[choice % 5]), y, error)
 
 
 @pytest.mark.parametrize("seed", [SEED])
 @pytest.mark.parametrize("name", ["q4_1", "q6_k", "q8_0", "dense_float16"])
 def test_either_order_of_columns(name: str, seed: int, monkeypatch: pytest.MonkeyPatch):
     """Triton 3.6 wants another order than 3.9; without a GPU there is only one."""
-    monkeypatch.setattr(launches, "kwidth", lambda: 4)
+    monkeypatch.setattr(kernel, "kwidth", lambda: 4)
     weight = weight_named(name, 16, 203, generator(seed))
     x = torch.randn(3, 203, generator=generator(seed)).half()
     y, error = exact(x, weight)
-    for each in (x, x.float()):
-        assert_within(launch(each, weight, None, None, None, None, torch.float32, Config(2, 2, True, 1)), y, error)
+    for rows in (x, x.float()):
+        assert_within(decode(rows, weight, None, None, None, None, torch.float32, Config(2, 2, True, 1)), y, error)
 
 
 @pytest.mark.parametrize("seed", [SEED])
@@ -128,7 +126,7 @@ def test_odd_sizes(name: str, n: int, k: int, seed: int):
     x = torch.randn(2, k, generator=g).half()
     y, error = exact(x, weight)
     assert_within(matmul(x, weight), y, error)
-    assert_within(launch(x, weight, None, None, None, None, torch.float32, Config(2, 2, True, 2)), y, error)
+    assert_within(decode(x, weight, None, None, None, None, torch.float32, Config(2, 2, True, 2)), y, error)
 
 
 @pytest.mark.parametrize("seed", [SEED])
@@ -155,9 +153,9 @@ def test_norm_bias_gate_and_residual(at: int, splits: int, seed: int):
     )
     error += 1e-6 * residual.abs()
     arguments = (x, weight, bias, residual, GATES[at], norm)
-    assert_within(launch(*arguments, torch.float32, Config(1, 2, True, splits)), expected, error)
-    given = {"bias": bias, "residual": residual, "gate": GATES[at], "norm": norm}
-    result = matmul(x, weight, implementation="reference", **given)
+    assert_within(decode(*arguments, torch.float32, Config(1, 2, True, splits)), expected, error)
+    options = {"bias": bias, "residual": residual, "gate": GATES[at], "norm": norm}
+    result = matmul(x, weight, implementation="reference", **options)
     assert result.dtype == torch.float32
     assert_within(result, expected, error)
 
@@ -191,20 +189,21 @@ def test_a_normed_stream_may_be_larger_than_float16(rows: int, seed: int):
 
 @pytest.mark.parametrize("name", ["q4_0", "q6_k", "q8_0", "fp8", "mxfp4", "dense_float16"])
 def test_on_a_gpu_assembly_makes_the_operands_of_16_bits_only(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launches, "interpreting", lambda: False)
+    monkeypatch.setattr(kernel, "interpreting", lambda: False)
     weight = weight_named(name, 16, 64, generator(1))
     for dtype in DTYPES:
         mixed = isinstance(weight, DenseWeight) and weight.data.dtype != dtype
-        assert launches.described(weight, dtype)[1]["ASM"] == (dtype != torch.float32 and not mixed)
+        assert kernel.planes_and_constants(weight, dtype)[1]["ASM"] == (dtype != torch.float32 and not mixed)
 
 
 @pytest.mark.parametrize("seed", [SEED])
 def test_planes_of_a_stack_keep_their_strides(seed: int):
-    """`few` steps by them from matrix to matrix."""
+    """`multiply_few` steps by them from matrix to matrix."""
     for layout in LAYOUTS.values():
         one = random_weight(layout, 20, 300, generator(seed))
         stack = replace(one, **{name: torch.stack([plane] * 3) for name, plane in planes(one).items()})
-        for single, stacked in zip(*(launches.described(each, torch.float16)[0] for each in (one, stack)), strict=True):
+        both = (kernel.planes_and_constants(weight, torch.float16)[0] for weight in (one, stack))
+        for single, stacked in zip(*both, strict=True):
             assert (single is None) == (stacked is None)
             assert single is None or stacked.stride(0) == single.numel()
 
@@ -228,7 +227,7 @@ def test_a_row_depends_on_no_other(name: str, config: Config, seed: int):
     x = torch.randn(16, 203, generator=g).to(dtype)
 
     def product(rows: Tensor) -> Tensor:
-        return launch(rows, weight, None, None, None, norm, torch.float32, config)
+        return decode(rows, weight, None, None, None, norm, torch.float32, config)
 
     together = product(x)
     for row in (7, 15):
@@ -244,7 +243,7 @@ def test_prefetching_and_tiles_change_no_bit(seed: int):
     weight = weight_named("q5_1", 36, 270, g)
     x = torch.randn(3, 270, generator=g).half()
     results = [
-        launch(x, weight, None, None, None, None, torch.float32, Config(2, tiles, prefetch, 1))
+        decode(x, weight, None, None, None, None, torch.float32, Config(2, tiles, prefetch, 1))
         for tiles, prefetch in ((1, False), (2, True), (4, False))
     ]
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -259,7 +258,7 @@ def test_padding_is_never_read_as_a_number(seed: int):
     assert bool(dirty.supers.isnan().any())
     x = torch.randn(2, 203, generator=generator(seed)).half()
     config = Config(2, 2, True, 1)
-    one, other = (launch(x, each, None, None, None, None, torch.float32, config) for each in (clean, dirty))
+    one, other = (decode(x, weight, None, None, None, None, torch.float32, config) for weight in (clean, dirty))
     assert torch.equal(one, other)
 
 
@@ -268,7 +267,7 @@ def test_scales_of_e8m0_reach_down_to_subnormal_numbers():
     x = torch.ones(1, 64)
     for byte, scale in ((0, 2.0**-128), (1, 2.0**-127), (2, 2.0**-126), (255, 2.0**127)):
         scaled = replace(weight, scales=torch.full_like(weight.scales, byte))
-        y = launch(x / 64, scaled, None, None, None, None, torch.float32, Config(1, 1, False, 1))
+        y = decode(x / 64, scaled, None, None, None, None, torch.float32, Config(1, 1, False, 1))
         codes = dequantize(replace(weight, scales=torch.full_like(weight.scales, 128)))
         assert torch.equal(
             y.double()[0], codes.double().sum(1) * (scale / 64)
@@ -306,11 +305,11 @@ def test_a_type_is_the_residuals_else_that_of_x():
     for implementation in ("triton", "reference"):
         assert matmul(x, weight, implementation=implementation).dtype == torch.bfloat16
         assert matmul(x, weight, residual=residual, implementation=implementation).dtype == torch.float32
-        given = matmul(x, weight, residual=residual, out_dtype=torch.float16, implementation=implementation)
-        assert given.dtype == torch.float16
+        y = matmul(x, weight, residual=residual, out_dtype=torch.float16, implementation=implementation)
+        assert y.dtype == torch.float16
 
 
-def test_who_declines_says_why():
+def test_a_declined_call_gives_the_reason():
     x = torch.ones(1, 64, dtype=torch.float64)
     weight = random_weight(LAYOUTS["q4_0"], 16, 64, generator(1))
     with pytest.raises(NoKernelError, match=r"triton: x is torch\.float64"):
@@ -327,24 +326,24 @@ def test_who_declines_says_why():
 @pytest.mark.parametrize("rows", [64, 1024, 4096, 14336, 128256])
 def test_configs_fit_their_weight(rows: int, gated: bool):
     weight = DenseWeight(torch.empty(rows, 4096, device="meta"))
-    listed = candidates(weight, gated)
-    assert listed[0] == default(weight, gated)
-    assert len(set(listed)) == len(listed)
-    for config in listed:
+    configs = candidates(weight, gated)
+    assert configs[0] == default_config(weight, gated)
+    assert len(set(configs)) == len(configs)
+    for config in configs:
         assert config.tiles % 2 == 0 or not gated
         assert config.warps in (4, 8)
         assert 4096 // 64 // config.warps >= config.splits  # none is without work
 
 
 def test_a_normed_residual_stream_is_multiplied_as_the_result_is():
-    """With float32 operands there are no tensor cores; without a norm, float32 stays what the caller wants."""
+    """Tensor cores do not take float32 operands. Without a norm, a float32 x is multiplied in float32."""
     assert operand_type(torch.float32, False, torch.float16) == torch.float32
     assert operand_type(torch.bfloat16, True, torch.float32) == torch.bfloat16
     g = generator(5)
     x, weight = torch.randn(2, 64, generator=g), random_weight(LAYOUTS["q4_0"], 32, 64, g)
     norm = Norm(torch.rand(64, generator=g) + 0.5, 1e-5)
-    result = launch(x, weight, None, None, None, norm, torch.float16)
-    rounded = (x * norm.weight).half().double()  # what is multiplied; the rest of the norm comes behind
+    result = decode(x, weight, None, None, None, norm, torch.float16)
+    rounded = (x * norm.weight).half().double()  # the operand; the division by the root follows the product
     scale = torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-5)
     expected = (rounded @ dequantize(weight).double().T * scale).half()
     torch.testing.assert_close(result, expected, rtol=2**-10, atol=1e-5)

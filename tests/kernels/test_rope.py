@@ -1,4 +1,4 @@
-"""Rotary positions: the angles, the two pairings, and transformers' result."""
+"""Rotary embedding: the angles, the two pairings, and the result of transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from edgelm.kernels.rope import Rope, apply_rope, sine_cosine
 
 ULP = 2.0**-23  # of a float32 at 1
-# The angle within a quadrant is rounded to float32 twice (up to pi / 4), the polynomial's last step and its sum too
+# the angle within a quadrant (up to pi / 4) is rounded to float32 twice, and so are the last step and the sum
 ANGLE_ERROR = 4 * ULP / 2
 
 
@@ -39,7 +39,7 @@ def test_every_quadrant_and_its_edges_have_the_right_signs():
     assert (cosine - exact.cos()).abs().max() <= ANGLE_ERROR
 
 
-def test_neox_is_what_transformers_computes():
+def test_neox_equals_transformers():
     dim, length = 64, 4096
     config = LlamaConfig(
         hidden_size=2 * dim,
@@ -54,20 +54,20 @@ def test_neox_is_what_transformers_computes():
     cosine, sine = embedding(x, positions[None].long())
     theirs, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cosine, sine)
     ours = apply_rope(x, positions, Rope(embedding.inv_freq))
-    # Their angle is a product rounded to float32, up to 2048..4095: half a unit of 2**-12, times the length of a pair
+    # their angle, up to 2048..4095, is a rounded float32 product: half a unit of 2**-12, times the length of a pair
     pair = x[..., : dim // 2].hypot(x[..., dim // 2 :]).max()
     assert (ours - theirs[0].transpose(0, 1)).abs().max() <= pair * (2.0**-13 + 2 * ANGLE_ERROR)
 
 
-def test_interleaved_pairs_are_complex_numbers_that_are_multiplied():
+def test_interleaved_pairs_are_multiplied_as_complex_numbers():
     rope = Rope(frequencies(80, 10_000.0), interleaved=True)
     x = torch.randn(50, 3, 80)
     positions = torch.randint(0, 100_000, (50,))
     angle = positions.double()[:, None] * rope.frequencies.double()
-    turned = (
+    rotated = (
         torch.view_as_complex(x.double().reshape(50, 3, 40, 2)) * torch.polar(torch.ones(()).double(), angle)[:, None]
     )
-    expected = torch.view_as_real(turned).reshape(50, 3, 80)
+    expected = torch.view_as_real(rotated).reshape(50, 3, 80)
     limit = x.abs().max() * 2 * (ANGLE_ERROR + ULP)
     assert (apply_rope(x, positions, rope) - expected).abs().max() <= limit
 
@@ -76,14 +76,14 @@ def test_interleaved_pairs_are_complex_numbers_that_are_multiplied():
 def test_a_partial_rotation_leaves_the_other_dimensions_alone(interleaved: bool):
     rope = Rope(frequencies(32, 10_000.0), 1.25, interleaved)
     x = torch.randn(20, 2, 96)
-    turned = apply_rope(x, torch.arange(20), rope)
-    assert torch.equal(turned[..., 32:], x[..., 32:])
-    assert not torch.equal(turned[..., :32], x[..., :32])
+    rotated = apply_rope(x, torch.arange(20), rope)
+    assert torch.equal(rotated[..., 32:], x[..., 32:])
+    assert not torch.equal(rotated[..., :32], x[..., :32])
     alone = apply_rope(x[..., :32], torch.arange(20), rope)
-    assert torch.equal(turned[..., :32], alone)
+    assert torch.equal(rotated[..., :32], alone)
 
 
-def test_the_scale_multiplies_what_is_rotated():
+def test_the_scale_multiplies_the_result():
     x = torch.randn(20, 2, 64)
     plain = apply_rope(x, torch.arange(20), Rope(frequencies(64, 10_000.0)))
     scaled = apply_rope(x, torch.arange(20), Rope(frequencies(64, 10_000.0), 2.0))

@@ -1,4 +1,4 @@
-"""The router against one that sorts (score, id) pairs in Python, in plain torch and as a kernel."""
+"""The router, in plain torch and as a kernel, against one that sorts (logit, id) pairs in Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from edgelm.kernels.route import RouteKind, route
-from edgelm.kernels.route.cases import CASES, TOLERANCE, Case, make_inputs
+from tests.kernels.cases.route import CASES, TOLERANCE, Case, make_logits
 
 # The interpreter computes with numpy, which warns of values that a GPU passes on as inf or NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -22,7 +22,7 @@ IMPLEMENTATIONS = "reference", "triton"
 
 @pytest.fixture(autouse=True)
 def nan_in_new_tensors() -> Iterator[None]:
-    """What torch.empty returns is NaN, or the greatest integer: a value that a kernel forgets is seen."""
+    """Make torch.empty return NaN or the greatest integer, so that a value that a kernel does not write is noticed."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -35,26 +35,17 @@ def generator() -> Generator:
     return Generator().manual_seed(seed)
 
 
-def exact(logits: Tensor, bias: Tensor | None, case: Case) -> tuple[np.ndarray, list[list[int]]]:
+def exact(logits: Tensor, case: Case) -> tuple[np.ndarray, list[list[int]]]:
     """Return weights and ids in float64."""
     weights, ids = [], []
     for row in logits.double().tolist():
         top = max(row)
         total = sum(math.exp(x - top) for x in row)
-        values = {
-            "softmax": [math.exp(x - top) / total for x in row],
-            "sigmoid": [1 / (1 + math.exp(-x)) for x in row],
-            "topk_softmax": row,
-        }[case.kind]
-        scores = row if bias is None else [value + b for value, b in zip(values, bias.tolist(), strict=True)]
-        chosen = sorted(range(len(row)), key=lambda i: (-scores[i], i))[: case.k]
-        mine = [values[i] for i in chosen]
-        if case.kind == "topk_softmax":
-            mine = [math.exp(x - max(mine)) for x in mine]
-            mine = [x / sum(mine) for x in mine]
-        if case.normalise:
-            mine = [x / sum(mine) for x in mine]
-        weights.append([x * case.scale for x in mine])
+        chosen = sorted(range(len(row)), key=lambda i: (-row[i], i))[: case.k]
+        values = [math.exp(row[i] - top) / total for i in chosen]
+        if case.normalise or case.kind == "topk_softmax":
+            values = [x / sum(values) for x in values]
+        weights.append(values)
         ids.append(chosen)
     return np.array(weights).reshape(-1, case.k), ids
 
@@ -62,17 +53,9 @@ def exact(logits: Tensor, bias: Tensor | None, case: Case) -> tuple[np.ndarray, 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_routes_equal_float64(case: Case, implementation: str, generator: Generator) -> None:
-    logits, bias = make_inputs(case, generator)
-    want, ids = exact(logits, bias, case)
-    weights, got = route(
-        logits,
-        case.k,
-        kind=case.kind,
-        bias=bias,
-        normalise=case.normalise,
-        scale=case.scale,
-        implementation=implementation,
-    )
+    logits = make_logits(case, generator)
+    want, ids = exact(logits, case)
+    weights, got = route(logits, case.k, kind=case.kind, normalise=case.normalise, implementation=implementation)
     assert weights.dtype == torch.float32
     assert got.dtype == torch.int32
     assert got.tolist() == ids
@@ -80,27 +63,24 @@ def test_routes_equal_float64(case: Case, implementation: str, generator: Genera
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", ["softmax", "topk_softmax", "sigmoid"])
-def test_of_equal_scores_the_lower_id_comes_first(kind: RouteKind, implementation: str) -> None:
+@pytest.mark.parametrize("kind", ["softmax", "topk_softmax"])
+def test_of_equal_logits_the_lower_id_comes_first(kind: RouteKind, implementation: str) -> None:
     logits = torch.tensor([[0.0, -0.0, 1.0, 0.0, 1.0, -1.0], [50.0, 60.0, 70.0, 40.0, 70.0, 30.0]])
     ids = route(logits, 4, kind=kind, implementation=implementation)[1]
-    assert ids.tolist() == [[2, 4, 0, 1], [2, 4, 1, 0]]  # by the logit where sigmoids are all 1
+    assert ids.tolist() == [[2, 4, 0, 1], [2, 4, 1, 0]]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", ["softmax", "topk_softmax", "sigmoid"])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_ids_are_experts_whatever_the_logits(kind: RouteKind, with_bias: bool, implementation: str) -> None:
+@pytest.mark.parametrize("kind", ["softmax", "topk_softmax"])
+def test_ids_are_experts_whatever_the_logits(kind: RouteKind, implementation: str) -> None:
     nan, inf = math.nan, math.inf
     logits = torch.tensor(
         [[nan] * 5, [-inf, 3.0, -inf, -inf, -inf], [1.0, nan, 2.0, 0.0, nan], [1.0, 2.0, 3.0, 4.0, 5.0]]
     )
-    bias = torch.zeros(5) if with_bias else None
-    weights, ids = route(logits, 3, kind=kind, bias=bias, implementation=implementation)
-    by_nan = with_bias and kind == "softmax"  # one NaN makes all of the softmax NaN
-    assert ids.tolist() == [[0, 1, 2], [1, 0, 2], [0, 1, 2] if by_nan else [2, 0, 3], [4, 3, 2]]
+    weights, ids = route(logits, 3, kind=kind, implementation=implementation)
+    assert ids.tolist() == [[0, 1, 2], [1, 0, 2], [2, 0, 3], [4, 3, 2]]
     assert weights[0].isnan().all()
-    assert weights[2].isnan().tolist() == [kind == "softmax"] * 3
+    assert weights[2].isnan().tolist() == [kind == "softmax"] * 3  # one NaN makes the whole softmax NaN
     assert not weights[[1, 3]].isnan().any()
 
 

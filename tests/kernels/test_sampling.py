@@ -1,7 +1,7 @@
 """The sampling kernels against plain torch, and the parts that both share with the numpy reference.
 
-Against that reference plain torch is tested in tests/sampling/test_device.py, with many draws; the interpreter takes a
-second for a row, so that the kernels get few, with chunks and lists so small that every path is taken.
+tests/sampling/test_device.py tests plain torch against that reference, with many draws. The interpreter takes a second
+per row, so the kernels get few rows, with chunks and lists so small that every path is taken.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 from edgelm.core import NOT_A_TOKEN, SamplingParams
 from edgelm.kernels import sampling
 from edgelm.kernels.sampling import Answer, Batch, Word, reference
-from edgelm.sampling import philox
 from edgelm.sampling.device import DeviceSampler, RowRequest
 from edgelm.sampling.history import History
+from edgelm.sampling.reference import uniform
 from tests.counts import Count
 
 # The interpreter computes with numpy, which warns of values that a GPU passes on as inf or NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 ROUNDS = Count(test=1, soak=100)
-SHARE = Count(test=2, soak=1)  # of the kinds one in so many, others for the other capacity
+SHARE = Count(test=2, soak=1)  # every n-th kind; the other capacity gets other kinds
 NUM_VOCAB = 150  # three chunks, the last one not full
-TILE = 128  # neither a list's length nor the vocabulary's
+TILE = 128  # no divisor of a list's length, or of the vocabulary
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(autouse=True)
 def nan_in_new_tensors() -> Iterator[None]:
-    """What torch.empty returns is NaN, or the greatest integer: scratch memory that is read unwritten is seen."""
+    """Make torch.empty return NaN or the greatest integer, so that reading unwritten scratch memory is noticed."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -53,7 +53,7 @@ def test_the_random_numbers_are_philox(rng: np.random.Generator) -> None:
     choices = [0, 2**32 - 1, *(int(x) for x in rng.integers(2**32, size=len(seeds) - 2))]
     signed = torch.tensor([seed - (seed >> 63 << 64) for seed in seeds])
     got = reference.uniform(signed, torch.tensor(positions), torch.tensor(choices))
-    assert [x * 2.0**-24 for x in got.tolist()] == list(map(philox.uniform, seeds, positions, choices))
+    assert [x * 2.0**-24 for x in got.tolist()] == list(map(uniform, seeds, positions, choices))
 
 
 def test_a_share_is_exact(rng: np.random.Generator) -> None:
@@ -91,14 +91,14 @@ def kinds(rng: np.random.Generator) -> list[SamplingParams]:
         SamplingParams(top_p=0.9, min_p=0.05, top_k=20, logit_bias=((3, math.inf), (4, -math.inf), *bias)),
         SamplingParams(repetition_penalty=1.7, frequency_penalty=0.4, presence_penalty=-0.7, logit_bias=bias),
     ]
-    return [replace(each, seed=int(rng.integers(2**63))) for each in params]
+    return [replace(kind, seed=int(rng.integers(2**63))) for kind in params]
 
 
 def late_draw(request: RowRequest, rng: np.random.Generator) -> RowRequest:
     """Return the request with a seed whose random number is near 1."""
     params, position = request.params, request.position
     seeds = rng.integers(2**63, size=1000).tolist()
-    seed = max(seeds, key=lambda seed: philox.uniform(seed, position, params.choice))
+    seed = max(seeds, key=lambda seed: uniform(seed, position, params.choice))
     return request._replace(params=replace(params, seed=seed))
 
 
@@ -107,7 +107,7 @@ def late_draw(request: RowRequest, rng: np.random.Generator) -> RowRequest:
 def test_the_kernels_equal_plain_torch(
     capacity: int, masked: bool, first: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgelm.kernels.sampling import triton as kernels
+    from edgelm.kernels.sampling import kernel as kernels
 
     for name, value in {"CHUNK": 64, "TILE": TILE, "CAPACITY": capacity, "ENTRIES": 16}.items():
         monkeypatch.setattr(kernels, name, value)
@@ -117,7 +117,7 @@ def test_the_kernels_equal_plain_torch(
         values[::2] = values[::2].round()  # ties
         values[rng.random(values.shape) < 0.1] = -math.inf
         values[:, 0] = 0.0
-        values[2:] = -np.sort(-values[2:])  # likeliest first: a late draw finds the last one that is kept
+        values[2:] = -np.sort(-values[2:])  # likeliest first, so that a late draw selects the last kept token
         table = torch.from_numpy(values.astype(np.float32))
         if rng.random() < 0.5:
             table = table.bfloat16()
@@ -125,15 +125,15 @@ def test_the_kernels_equal_plain_torch(
         for history in histories:
             history.extend(rng.integers(0, NUM_VOCAB, 20).tolist())
         requests = [
-            RowRequest(each, int(rng.integers(2**32)), histories[i], [5, 6, 5]) for i, each in enumerate(params)
+            RowRequest(kind, int(rng.integers(2**32)), histories[i], [5, 6, 5]) for i, kind in enumerate(params)
         ]
-        requests[2:] = [late_draw(each, rng) for each in requests[2:]]
+        requests[2:] = [late_draw(request, rng) for request in requests[2:]]
         masks = rng.integers(-(2**31), 2**31, (len(params), 5)).astype(np.int32) if masked else None
         got, want = (
             DeviceSampler(NUM_VOCAB, 16, "cpu", name).sample(table, requests, masks) for name in ("triton", "reference")
         )
         for one, other, request in zip(got, want, requests, strict=True):
-            assert one.id == other.id, request  # numpy's exp and torch's: a difference needs a draw within 1e-7
+            assert one.id == other.id, request  # exp of numpy and of torch: they differ only for a draw within 1e-7
             assert [i for i, _ in one.top] == [i for i, _ in other.top]
             assert [one.logprob or 0.0, *(x for _, x in one.top)] == pytest.approx(
                 [other.logprob or 0.0, *(x for _, x in other.top)], abs=1e-6
@@ -141,7 +141,7 @@ def test_the_kernels_equal_plain_torch(
 
 
 def test_rows_without_a_token(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgelm.kernels.sampling import triton as kernels
+    from edgelm.kernels.sampling import kernel as kernels
 
     for name, value in {"CHUNK": 64, "TILE": 64, "CAPACITY": 64}.items():
         monkeypatch.setattr(kernels, name, value)
@@ -151,9 +151,9 @@ def test_rows_without_a_token(rng: np.random.Generator, monkeypatch: pytest.Monk
     table[2] = -math.inf
     masks = np.full((6, 5), -1, np.int32)
     masks[3] = 0
-    masks[3, 4] = -(2**22)  # allowed are only bits behind the vocabulary
+    masks[3, 4] = -(2**22)  # allows only bits beyond the vocabulary
     masks[5] = 0
-    masks[5, 4] = 2**21  # allowed is the last token
+    masks[5, 4] = 2**21  # allows the last token
     requests = [RowRequest(SamplingParams(top_k=2, num_logprobs=2), i) for i in range(6)]
     got = DeviceSampler(NUM_VOCAB, 6, "cpu", "triton").sample(table, requests, masks)
     assert [row.id for row in got[:4]] == [NOT_A_TOKEN] * 4

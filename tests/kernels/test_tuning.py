@@ -1,4 +1,4 @@
-"""What was measured is kept, asked for again, and never believed where it does not fit."""
+"""kernels/tuning.py: measurements are kept, found again, and ignored where they do not fit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from edgelm.kernels.target import target_of
+from edgelm.kernels.gpu_target import target_of
 from edgelm.kernels.tuning import Table, file_name
+from tests.kernels.tuner import tune
 
 
 class Config(NamedTuple):
@@ -24,7 +25,7 @@ TARGET = target_of(torch.device("cpu"))._replace(gpu="NVIDIA H100 80GB HBM3", nu
 
 
 class Op:
-    """An op with one kernel, which takes as long as `times` say."""
+    """An op with one kernel, whose time for each candidate is in `times`."""
 
     def __init__(self, table: Table, times: list[float], key: str = "q4_k 64x64") -> None:
         self.table, self.times, self.key = table, times, key
@@ -50,7 +51,7 @@ def test_without_measurements_the_first_candidate_is_taken():
 
 def test_the_fastest_candidate_is_taken_from_then_on_and_by_later_processes(tmp_path):
     op = Op(opened(tmp_path), [3.0, 1.0, 2.0])
-    op.table.tune(op.run, op.time_us)
+    tune(op.table, op.run, op.time_us)
     assert op.table.best("matmul", op.key, lambda: CANDIDATES) == CANDIDATES[1]
     assert opened(tmp_path).best("matmul", op.key, lambda: CANDIDATES) == CANDIDATES[1]
     assert opened(tmp_path).best("matmul", "another key", lambda: CANDIDATES) == CANDIDATES[0]
@@ -58,7 +59,7 @@ def test_the_fastest_candidate_is_taken_from_then_on_and_by_later_processes(tmp_
 
 
 class Step:
-    """A step of a model: two ops, one of which has two shapes. A clock runs only where it is read."""
+    """A step of a model with three shapes. The time is only computed when it is read."""
 
     def __init__(self, table: Table) -> None:
         self.ops = [Op(table, times, key) for times, key in (([3, 1, 2], "a"), ([3, 2, 1], "b"), ([1, 2, 3], "c"))]
@@ -76,12 +77,12 @@ class Step:
 
 def test_a_model_that_tuned_its_steps_takes_what_was_fastest_and_so_do_later_ones(tmp_path):
     step = Step(opened(tmp_path))
-    step.ops[0].table.tune(step.run, step.time_us)
+    tune(step.ops[0].table, step.run, step.time_us)
     assert step.readings == 3 * len(CANDIDATES)
     assert step.run() == [CANDIDATES[1], CANDIDATES[2], CANDIDATES[0]]
     later = Step(opened(tmp_path))
     assert later.run() == step.run()
-    later.ops[0].table.tune(later.run, later.time_us)
+    tune(later.ops[0].table, later.run, later.time_us)
     assert later.readings == 0
     assert step.readings == 3 * len(CANDIDATES)
 
@@ -95,17 +96,17 @@ def test_a_model_that_does_not_tune_measures_nothing(tmp_path):
 
 def test_nothing_is_measured_while_a_graph_is_captured(tmp_path, monkeypatch):
     step = Step(opened(tmp_path))
-    monkeypatch.setattr("edgelm.kernels.tuning.capturing", lambda: True)
+    monkeypatch.setattr("tests.kernels.tuner.capturing", lambda: True)
     with pytest.raises(AssertionError, match="while a graph is captured"):
-        step.ops[0].table.tune(step.run, step.time_us)
+        tune(step.ops[0].table, step.run, step.time_us)
     assert step.run() == [CANDIDATES[0]] * 3
     assert step.readings == 0
 
 
 def test_a_step_does_not_tune_itself(tmp_path):
     op = Op(opened(tmp_path), [3.0, 1.0, 2.0])
-    with pytest.raises(AssertionError, match="in itself"):
-        op.table.tune(lambda: op.table.tune(op.run, op.time_us), op.time_us)
+    with pytest.raises(AssertionError, match="does not nest"):
+        tune(op.table, lambda: tune(op.table, op.run, op.time_us), op.time_us)
     assert op.launched == []
 
 
@@ -113,7 +114,7 @@ def test_a_second_model_leaves_the_first_one_its_configurations(tmp_path):
     first = Op(opened(tmp_path), [3.0, 1.0, 2.0])
     first.run()
     other = Op(opened(tmp_path), [3.0, 1.0, 2.0])  # in another process
-    other.table.tune(other.run, other.time_us)
+    tune(other.table, other.run, other.time_us)
     first.table.open(tmp_path, TARGET)
     first.run()
     assert first.launched == [CANDIDATES[0]] * 2
@@ -122,22 +123,22 @@ def test_a_second_model_leaves_the_first_one_its_configurations(tmp_path):
 def test_where_nothing_can_be_written_it_is_known_in_this_process_only(tmp_path):
     (tmp_path / "file").touch()
     op = Op(opened(tmp_path / "file"), [3.0, 1.0, 2.0])
-    op.table.tune(op.run, op.time_us)
+    tune(op.table, op.run, op.time_us)
     op.run()
     assert op.launched[-1] == CANDIDATES[1]
 
 
 def test_what_is_known_is_not_measured_again(tmp_path):
     op = Op(opened(tmp_path), [3.0, 1.0, 2.0])
-    op.table.tune(op.run, op.time_us)
+    tune(op.table, op.run, op.time_us)
     again = Op(opened(tmp_path), [0.0, 9.0, 9.0])
-    again.table.tune(again.run, again.time_us)
+    tune(again.table, again.run, again.time_us)
     assert again.launched == [CANDIDATES[1]]
 
 
 def test_another_gpu_and_another_triton_have_their_own_file(tmp_path):
     op = Op(opened(tmp_path), [3.0, 1.0, 2.0])
-    op.table.tune(op.run, op.time_us)
+    tune(op.table, op.run, op.time_us)
     for other in (TARGET._replace(triton="3.6.0"), TARGET._replace(num_sms=114), TARGET._replace(gpu="NVIDIA A100")):
         table = Table()
         table.open(tmp_path, other)
@@ -150,7 +151,7 @@ def test_a_configuration_that_is_no_candidate_any_more_is_measured_anew(tmp_path
     (tmp_path / file_name(TARGET)).write_text(json.dumps(stored))
     op = Op(opened(tmp_path), [3.0, 2.0, 1.0])
     assert op.table.best("matmul", op.key, lambda: CANDIDATES) == CANDIDATES[0]
-    op.table.tune(op.run, op.time_us)
+    tune(op.table, op.run, op.time_us)
     assert op.table.best("matmul", op.key, lambda: CANDIDATES) == CANDIDATES[2]
 
 
@@ -162,14 +163,14 @@ def test_a_damaged_file_is_no_file(tmp_path, text):
     path.write_text(text)
     op = Op(opened(tmp_path), [3.0, 1.0, 2.0])
     assert op.table.best("matmul", op.key, lambda: CANDIDATES) == CANDIDATES[0]
-    op.table.tune(op.run, op.time_us)
+    tune(op.table, op.run, op.time_us)
     assert json.loads(path.read_text()) == {"matmul": {op.key: {"warps": 8, "prefetch": True}}}
 
 
 def test_two_processes_keep_what_either_has_measured(tmp_path):
     one, two = Op(opened(tmp_path), [3.0, 1.0, 2.0], "one"), Op(opened(tmp_path), [3.0, 2.0, 1.0], "two")
-    one.table.tune(one.run, one.time_us)
-    two.table.tune(two.run, two.time_us)
+    tune(one.table, one.run, one.time_us)
+    tune(two.table, two.run, two.time_us)
     table = opened(tmp_path)
     assert table.best("matmul", "one", lambda: CANDIDATES) == CANDIDATES[1]
     assert table.best("matmul", "two", lambda: CANDIDATES) == CANDIDATES[2]
@@ -178,17 +179,17 @@ def test_two_processes_keep_what_either_has_measured(tmp_path):
 
 def test_a_candidate_that_does_not_fit_is_not_taken(tmp_path):
     op = Op(opened(tmp_path), [math.inf, 5.0, math.inf])
-    op.table.tune(op.run, op.time_us)
+    tune(op.table, op.run, op.time_us)
     assert op.table.best("matmul", op.key, lambda: CANDIDATES) == CANDIDATES[1]
     none = Op(opened(tmp_path), [math.inf] * 3, "none")
-    none.table.tune(none.run, none.time_us)
+    tune(none.table, none.run, none.time_us)
     assert none.table.best("matmul", "none", lambda: CANDIDATES) == CANDIDATES[0]
 
 
 def test_a_measurement_that_fails_leaves_the_default(tmp_path):
     op = Op(opened(tmp_path), [1.0])
     with pytest.raises(IndexError):
-        op.table.tune(op.run, op.time_us)
+        tune(op.table, op.run, op.time_us)
     assert op.table.best("matmul", op.key, lambda: CANDIDATES) == CANDIDATES[0]
     assert list(tmp_path.iterdir()) == []
 
@@ -202,5 +203,5 @@ def test_candidates_are_listed_once_for_a_key():
 
 def test_without_a_folder_it_is_known_in_this_process_only():
     op = Op(Table(), [3.0, 1.0, 2.0])
-    op.table.tune(op.run, op.time_us)
+    tune(op.table, op.run, op.time_us)
     assert op.table.best("matmul", op.key, lambda: CANDIDATES) == CANDIDATES[1]

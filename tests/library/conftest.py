@@ -1,4 +1,4 @@
-"""A local hub, and a cache of its own for each test."""
+"""A local hub, and a separate cache for each test."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.library.events import Event
-from edgelm.library.hub import Hub
+from edgelm.library.hub import Hub, RetryPolicy
 from edgelm.library.names import HubReference
-from edgelm.library.patience import Patience
+from edgelm.library.progress import Event
 from edgelm.library.pull import pull
 from tests.library.hub_server import HubServer
 
-QUICK = Patience(stall_s=0.4, first_wait_s=0.01, longest_wait_s=0.05, longest_asked_s=2.0, failures=4)
+QUICK = RetryPolicy(stall_s=0.4, first_wait_s=0.01, max_wait_s=0.05, max_retry_after_s=2.0, max_failures=4)
 
 
 @pytest.fixture
@@ -28,17 +27,17 @@ def server() -> Iterator[HubServer]:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from huggingface_hub import constants
 
-    monkeypatch.setenv("HF_TOKEN", "")  # whoever runs the tests may be logged in
+    monkeypatch.setenv("HF_TOKEN", "")  # the developer may be logged in
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(constants, "HF_STORED_TOKENS_PATH", str(tmp_path / "no-tokens"))
     return tmp_path / "hub"
 
 
 class Puller:
-    """Pulls from a server into a cache, and keeps what was told."""
+    """Pulls from a server into a cache, and keeps the events."""
 
-    def __init__(self, server: HubServer, cache: Path, patience: Patience = QUICK) -> None:
-        self.hub = Hub(server.url, cache, patience)
+    def __init__(self, server: HubServer, cache: Path, retry: RetryPolicy = QUICK) -> None:
+        self.hub = Hub(server.url, cache, retry)
         self.cache = cache
         self.events: list[Event] = []
         self.cancelled = threading.Event()
@@ -48,7 +47,7 @@ class Puller:
         self.cancelled = threading.Event()
         return pull(reference, self.hub, self.events.append, cancelled=self.cancelled).path
 
-    def told(self, kind: type[Event]) -> list[Event]:
+    def events_of(self, kind: type[Event]) -> list[Event]:
         return [event for event in self.events if isinstance(event, kind)]
 
     def parts(self) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Caches as the hub's client writes them, made by hand: blobs, snapshots of links, refs."""
+"""Caches in the hub client's layout, made by hand: blobs, snapshots of links, refs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def put(
     links: bool = True,
     at: float | None = None,
 ) -> Path:
-    """Add a revision of a repository; return its snapshot. `at` is when it came, in seconds since 1970."""
+    """Add a revision of a repository; return its snapshot. `at` is its time, in seconds since 1970."""
     folder = hub / f"models--{repository.replace('/', '--')}"
     snapshot = folder / "snapshots" / revision
     snapshot.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def put(
 
 
 def put_part(hub: Path, repository: str, data: bytes, file: str | None = None) -> Path:
-    """Add what a pull leaves behind that was not finished; return it. `file` is its path in the repository."""
+    """Add an unfinished download; return its part. `file` is its path in the repository."""
     folder = hub / f"models--{repository.replace('/', '--')}"
     (folder / "snapshots" / THIRD).mkdir(parents=True, exist_ok=True)
     (folder / "blobs").mkdir(exist_ok=True)

@@ -1,10 +1,10 @@
-"""A local server that speaks the hub's protocol, and lies, stalls, drops and refuses on order.
+"""A local server with the hub's protocol and ordered faults: it lies, stalls, drops and refuses.
 
     GET  /api/models/OWNER/NAME[/revision/REV]?blobs=True     what a repository holds (also /tree/REV)
     HEAD, GET /OWNER/NAME/resolve/REV/FILE                    small files at once; large ones by a redirect
     GET  /cdn/HASH                                            on another port: ranges, If-Range, an ETag of its own
 
-It counts what it sends, and remembers what it was asked and with which login.
+It counts the bytes that it sends, and records the requests and their logins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 PIECE = 2**15
-LARGE = 2**10  # bytes from which a file is in large file storage
+LARGE = 2**10  # files of this size or more are in large file storage
 
 
 @dataclass
@@ -60,10 +60,10 @@ class StoredFile:
 
 @dataclass
 class Fault:
-    """What goes wrong with the next requests for a file's bytes.
+    """A fault of the next requests for a file's bytes.
 
     kind: reset, close, stall (after so many bytes of the answer), flip (one byte at that offset of the file), status,
-    range (another range than asked), length (a Content-Length that is `by` off), whole (200 in place of 206), gzip,
+    range (another range than requested), length (a Content-Length that is `by` off), whole (200 in place of 206), gzip,
     size (another size in Content-Range), drip (a byte now and then).
     """
 
@@ -119,7 +119,7 @@ class HubServer:
         self.tls = tls
         self.token = "hf_right"
         self.repos: dict[str, Repo] = {}
-        self.faults: dict[str, list[Fault]] = {}  # path in the repository: what is next
+        self.faults: dict[str, list[Fault]] = {}  # path in the repository: the next faults
         self.api_faults: list[Fault] = []
         self.requests: list[tuple[str, str, str | None]] = []  # method, path, authorization
         self.sent: list[Sent] = []
@@ -176,7 +176,7 @@ class HubServer:
     def wait_for_bytes(self, count: int, timeout_s: float = 30) -> None:
         """Wait until so many bytes of files were sent."""
         with self.changed:
-            assert self.changed.wait_for(lambda: self.sent_bytes() >= count, timeout_s), "nothing was fetched"
+            assert self.changed.wait_for(lambda: self.sent_bytes() >= count, timeout_s), "nothing was downloaded"
 
     def metadata_requests(self) -> int:
         return sum(path.startswith("/api/") for _, path, _ in self.requests)
@@ -211,12 +211,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def refuse(self, status: int, code: str = "", said: str = "", **headers: str) -> None:
-        named = {"X-Error-Code": code, "X-Error-Message": said}
-        self.reply(status, json.dumps({"error": said}).encode(), **{k: v for k, v in named.items() if v}, **headers)
+    def refuse(self, status: int, code: str = "", message: str = "", **headers: str) -> None:
+        named = {"X-Error-Code": code, "X-Error-Message": message}
+        self.reply(status, json.dumps({"error": message}).encode(), **{k: v for k, v in named.items() if v}, **headers)
 
     def send_file(self, file: StoredFile, etag: str, **headers: str) -> None:
-        """Answer with the bytes that are asked for, and with what was ordered to go wrong."""
+        """Answer with the requested bytes, and with the next ordered fault."""
         fault = self.hub.next_fault(file.path) or Fault("none")
         if fault.kind == "status":
             self.refuse(fault.status, **fault.headers)
@@ -247,10 +247,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(file, start, end, fault, sent)
 
     def _range(self, file: StoredFile, etag: str, fault: Fault) -> tuple[int, int, int]:
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["range"] or "")
-        if asked is None or fault.kind == "whole" or self.headers["if-range"] not in (None, etag):
+        requested = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["range"] or "")
+        if requested is None or fault.kind == "whole" or self.headers["if-range"] not in (None, etag):
             return 0, file.size, 200
-        start, end = int(asked[1]), min(file.size, int(asked[2] or file.size) + 1)
+        start, end = int(requested[1]), min(file.size, int(requested[2] or file.size) + 1)
         return (start, end, 206) if start < end else (0, 0, 416)
 
     def _send(self, file: StoredFile, start: int, end: int, fault: Fault, sent: Sent) -> None:
@@ -335,23 +335,23 @@ class HubHandler(_Handler):
         self.reply(200, json.dumps(answer).encode(), content_type="application/json")
 
     def _sibling(self, file: StoredFile) -> dict[str, Any]:
-        found: dict[str, Any] = {"rfilename": file.path, "size": file.size, "blobId": file.blob}
+        entry: dict[str, Any] = {"rfilename": file.path, "size": file.size, "blobId": file.blob}
         if file.large:
-            found["blobId"] = "b" * 40
-            found["lfs"] = {"oid": file.blob, "sha256": file.blob, "size": file.size, "pointerSize": 134}
-        return found
+            entry["blobId"] = "b" * 40
+            entry["lfs"] = {"oid": file.blob, "sha256": file.blob, "size": file.size, "pointerSize": 134}
+        return entry
 
     def _repo(self, name: str) -> Repo | None:
         repo = self.hub.repos.get(name)
         login = self.headers["authorization"]
         if login is not None and login != f"Bearer {self.hub.token}":
-            self.refuse(401, said="Invalid credentials in Authorization header")
+            self.refuse(401, message="Invalid credentials in Authorization header")
             return None
         if repo is None or (repo.private and login is None):
             if login is None:
-                self.refuse(401, said="Invalid username or password.")
+                self.refuse(401, message="Invalid username or password.")
             else:
-                self.refuse(404, "RepoNotFound", "Repository not found")
+                self.refuse(404, "RepoNotFound", "Repository not entry")
             return None
         return repo
 
@@ -364,7 +364,7 @@ class HubHandler(_Handler):
             return
         file = repo.files.get(path)
         if file is None:
-            self.refuse(404, "EntryNotFound", "Entry not found")
+            self.refuse(404, "EntryNotFound", "Entry not entry")
             return
         named = {"X_Repo_Commit": repo.commit}
         if not file.large:

@@ -1,11 +1,10 @@
-"""Models as planning sees them, of any shape: names, types and sizes of tensors, and no file."""
+"""Facts of models of any shape, without a file: names, types and sizes of tensors."""
 
 from __future__ import annotations
 
 import math
 
-from edgelm.weights.facts import ModelFacts, TensorFacts
-from edgelm.weights.summary import ModelSummary
+from edgelm.checkpoints.summary import ModelFacts, ModelSummary, TensorFacts
 
 BLOCK_BYTES = {"Q4_0": 18 / 32, "Q8_0": 34 / 32, "Q6_K": 210 / 256, "F16": 2, "F32": 4}  # a number
 
@@ -56,7 +55,6 @@ def dense_model(
         value_lens=[head_len] * layers,
         sliding_window=0,
         vocab_size=vocab_size,
-        has_chat_template=False,
     )
     return ModelFacts(summary=summary, tensors=tensors, experts=experts, experts_used=experts_used)
 

@@ -1,4 +1,4 @@
-"""A proxy on loopback that speaks HTTP (forwarding and CONNECT) or SOCKS5, and remembers where it was asked to go."""
+"""A proxy on loopback that speaks HTTP (forwarding and CONNECT) or SOCKS5, and records the requested addresses."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Address = tuple[str, int]
 
 
 class Proxy(socketserver.ThreadingTCPServer):
-    """Use as a context manager. With `says`, it sends that in place of its first answer, and closes."""
+    """Use as a context manager. With `reply`, it sends that instead of its first answer, and closes."""
 
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, kind: str, says: bytes | None = None) -> None:
+    def __init__(self, kind: str, reply: bytes | None = None) -> None:
         super().__init__(("127.0.0.1", 0), {"http": _HTTPProxy, "socks5": _SOCKSProxy}[kind])
         self.url = f"{kind}://127.0.0.1:{self.server_address[1]}"
-        self.says = says
-        self.asked: list[Address] = []
+        self.reply = reply
+        self.addresses: list[Address] = []
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -41,11 +41,11 @@ class _Tunnel(socketserver.BaseRequestHandler):
     def take(self, count: int) -> bytes:
         return self.request.recv(count, socket.MSG_WAITALL)
 
-    def join(self, address: Address, said: bytes, first: bytes = b"") -> None:
-        """Connect, say so, and pass on what comes from either side until one of them ends."""
-        self.server.asked.append(address)
+    def join(self, address: Address, reply: bytes, first: bytes = b"") -> None:
+        """Connect, send `reply`, and forward the bytes of both sides until one of them ends."""
+        self.server.addresses.append(address)
         with socket.create_connection(address) as target:
-            self.request.sendall(said)
+            self.request.sendall(reply)
             target.sendall(first)
             back = threading.Thread(target=_pass_on, args=(target, self.request), daemon=True)
             back.start()
@@ -75,8 +75,8 @@ class _SOCKSProxy(_Tunnel):
 
     def handle(self) -> None:
         self.take(self.take(2)[1])
-        if self.server.says is not None:
-            self.request.sendall(self.server.says)
+        if self.server.reply is not None:
+            self.request.sendall(self.server.reply)
             return
         self.request.sendall(b"\x05\x00")
         kind = self.take(4)[3]

@@ -1,4 +1,4 @@
-"""The catalogue: what is in it is true to itself, and what a person mistypes is answered with what there is."""
+"""The catalogue: its entries are consistent, and misspelt names get suggestions."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ FAMILIES = (
 ).split()
 
 
-def test_it_has_the_families_that_people_run_in_all_sizes() -> None:
-    found = entries()
-    assert len(found) >= 40
-    assert {entry.family for entry in found} >= set(FAMILIES)
-    sizes = [entry.parameters for entry in found]
+def test_it_has_the_popular_families_in_all_sizes() -> None:
+    catalog = entries()
+    assert len(catalog) >= 40
+    assert {entry.family for entry in catalog} >= set(FAMILIES)
+    sizes = [entry.parameters for entry in catalog]
     assert min(sizes) < 3e8
     assert max(sizes) > 1.1e11
-    assert {"0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b"} <= {e.size for e in found if e.family == "qwen3"}
-    assert any(entry.gated for entry in found)
+    assert {"0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b"} <= {e.size for e in catalog if e.family == "qwen3"}
+    assert any(entry.gated for entry in catalog)
 
 
-def test_each_entry_is_complete_and_named_once() -> None:
-    found = entries()
-    assert len({entry.name for entry in found}) == len(found)
-    assert len({entry.repository.casefold() for entry in found}) == len(found)
-    for entry in found:
+def test_each_entry_is_complete_and_unique() -> None:
+    catalog = entries()
+    assert len({entry.name for entry in catalog}) == len(catalog)
+    assert len({entry.repository.casefold() for entry in catalog}) == len(catalog)
+    for entry in catalog:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", entry.repository)
         assert hub_reference(entry.name) == HubReference(entry.repository, entry.quantization)
         assert name_of(entry.repository, entry.quantization) == entry.name
@@ -46,7 +46,7 @@ def test_each_entry_is_complete_and_named_once() -> None:
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
-def test_the_size_is_what_the_quantization_gives(entry: object) -> None:
+def test_the_size_fits_the_quantization(entry: object) -> None:
     bits = {
         "Q4_0": (4.4, 7),
         "Q4_K_M": (4.5, 6.7),
@@ -67,7 +67,7 @@ def test_llama_cpp_knows_every_architecture() -> None:
     assert not missing
 
 
-def test_every_quantization_is_one_of_llama_cpp() -> None:
+def test_llama_cpp_knows_every_quantization() -> None:
     known = {re.sub("^(ALL|MOSTLY)_", "", kind.name) for kind in LlamaFileType} | {"MXFP4", "Q4_K_XL"}
     assert {entry.quantization.removeprefix("UD-") for entry in entries()} <= known
 
@@ -95,24 +95,24 @@ def test_a_family_alone_is_its_default_and_quantizations_can_be_chosen() -> None
         ("smolm2:360m", "smollm2:360m"),
     ],
 )
-def test_a_misspelt_name_is_answered_with_near_ones(typed: str, offered: str) -> None:
+def test_a_misspelt_name_gets_similar_ones(typed: str, offered: str) -> None:
     with pytest.raises(ModelError) as caught:
         hub_reference(typed)
     assert "did you mean" in caught.value.hint
     assert offered in caught.value.hint
 
 
-def test_a_size_that_is_not_there_lists_those_of_the_family() -> None:
+def test_an_unknown_size_lists_the_sizes_of_the_family() -> None:
     with pytest.raises(ModelError) as caught:
         find_entry(CatalogName("gpt-oss", "12b"))
     assert "gpt-oss:20b, gpt-oss:120b" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"), [("starter", "comes with edgelm"), ("./x.gguf", "a path"), ("zzzzzz", "edgelm pull")]
+    ("typed", "expected"), [("starter", "comes with edgelm"), ("./x.gguf", "a path"), ("zzzzzz", "edgelm pull")]
 )
-def test_what_the_hub_has_not(typed: str, said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_names_that_are_not_on_the_hub(typed: str, expected: str) -> None:
+    with pytest.raises(ModelError, match=expected):
         hub_reference(typed)
     assert near_names("zzzzzz") == []
 

@@ -1,4 +1,4 @@
-"""Names of models: what each form means, that writing and reading agree, and that no text gives anything but that."""
+"""Model names: the meaning of each form, the round trip of str() and parse, and random texts."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def test_each_form(text: str, meant: Reference) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("", "an empty text"),
         ("qwen3::Q8_0", "FAMILY:SIZE"),
         ("a:b:c:d", "FAMILY:SIZE"),
         ("quen 3", "FAMILY:SIZE"),
-        (f"{QWEN}:", "missing behind"),
-        (f"{QWEN}@", "missing behind"),
+        (f"{QWEN}:", "missing after"),
+        (f"{QWEN}@", "missing after"),
         (f"{QWEN}@v1:Q8_0", "the order is"),
         (f"{QWEN}:../../etc/x.gguf", "inside the repository"),
         (f"{QWEN}:/etc/x.gguf", "inside the repository"),
@@ -80,15 +80,15 @@ def test_each_form(text: str, meant: Reference) -> None:
         ("https://huggingface.co/datasets/a/b", "OWNER/NAME"),
         ("hf.co/only", "OWNER/NAME"),
         ("a--b/c", "OWNER/NAME"),
-        ("x" * 5000, "is no name"),
-        ("a\0b", "is no name"),
+        ("x" * 5000, "is not a model name"),
+        ("a\0b", "is not a model name"),
         ("\x1b[2J", "?[2J"),
     ],
 )
-def test_what_is_no_name_is_one_line_that_says_why(text: str, said: str) -> None:
+def test_an_invalid_name_is_one_line_that_says_why(text: str, expected: str) -> None:
     with pytest.raises(ModelError) as caught:
         parse_name(text)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 300
 
@@ -129,7 +129,7 @@ references = st.one_of(
 
 @settings(max_examples=TEXTS)
 @given(references)
-def test_a_reference_that_is_written_is_read_as_itself(reference: Reference) -> None:
+def test_a_reference_survives_writing_and_parsing(reference: Reference) -> None:
     assert parse_name(str(reference)) == reference
 
 

@@ -1,4 +1,4 @@
-"""A pull from a server that behaves: what lies in the cache afterwards, what it costs, and who else finds it."""
+"""A pull from a correct server: the cache afterwards, its cost in requests, and other tools that use it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import huggingface_hub
 import pytest
 from gguf.constants import GGUFValueType as V
 
+from edgelm.checkpoints.gguf import open_gguf
 from edgelm.errors import EdgeLMError
-from edgelm.library import events, publish
+from edgelm.library import hub_cache
 from edgelm.library import pull as pull_module
-from edgelm.library.events import Fetched, Listed, Progress, Pulled, Waiting
+from edgelm.library.http_range import CancelledTransferError, fetch_headers
 from edgelm.library.hub import Hub
-from edgelm.library.local import find_model
+from edgelm.library.local import find_local
 from edgelm.library.names import HubReference
+from edgelm.library.progress import Fetched, Listed, Progress, Pulled, Retrying, Waiting, Wrong
 from edgelm.library.pull import prepare, pull
-from edgelm.library.remote_header import fetch_headers
-from edgelm.library.source import CancelledTransferError
-from edgelm.weights.gguf import open_gguf
+from tests.checkpoints.gguf_bytes import RawGGUF, RawTensor
 from tests.library.conftest import QUICK, Puller
 from tests.library.hub_server import Fault, HubServer
-from tests.weights.gguf_bytes import RawGGUF, RawTensor
 
 SIZE = 3_000_000
 NAME = "o/m-GGUF"
@@ -43,12 +42,12 @@ def content(server: HubServer) -> bytes:
     return data
 
 
-def test_the_model_lies_where_every_tool_looks_for_it(server: HubServer, puller: Puller, content: bytes) -> None:
+def test_other_tools_find_the_model(server: HubServer, puller: Puller, content: bytes) -> None:
     path = puller.pull(NAME)
     assert path.read_bytes() == content
-    found = huggingface_hub.hf_hub_download(NAME, FILE, cache_dir=puller.cache, local_files_only=True)
-    assert Path(found) == path
-    assert find_model(NAME, puller.cache) == path
+    cached = huggingface_hub.hf_hub_download(NAME, FILE, cache_dir=puller.cache, local_files_only=True)
+    assert Path(cached) == path
+    assert find_local(NAME, puller.cache).path == path
     info = huggingface_hub.scan_cache_dir(puller.cache)
     assert [repo.repo_id for repo in info.repos] == [NAME]
     assert not info.warnings
@@ -63,14 +62,14 @@ def test_the_layout_is_the_clients_own(server: HubServer, puller: Puller, conten
         return {
             path.relative_to(root).as_posix(): str(path.readlink()) if path.is_symlink() else str(path.stat().st_size)
             for path in paths
-            if path.name != publish.CACHE_TAG
+            if path.name != hub_cache.CACHE_TAG
         }
 
     puller.pull(NAME)
     theirs = tmp_path / "theirs"
     huggingface_hub.hf_hub_download(NAME, FILE, cache_dir=theirs, endpoint=server.url)
     assert tree(puller.cache) == tree(theirs)
-    assert (puller.cache / publish.CACHE_TAG).read_text()[:43] == (theirs / publish.CACHE_TAG).read_text()[:43]
+    assert (puller.cache / hub_cache.CACHE_TAG).read_text()[:43] == (theirs / hub_cache.CACHE_TAG).read_text()[:43]
 
 
 def test_a_complete_model_costs_one_metadata_request(server: HubServer, puller: Puller, content: bytes) -> None:
@@ -82,7 +81,7 @@ def test_a_complete_model_costs_one_metadata_request(server: HubServer, puller: 
     assert server.sent_bytes() == SIZE
 
 
-def test_what_another_tool_pulled_is_not_fetched_again(server: HubServer, puller: Puller, content: bytes) -> None:
+def test_a_model_of_another_tool_is_not_fetched_again(server: HubServer, puller: Puller, content: bytes) -> None:
     huggingface_hub.hf_hub_download(NAME, FILE, cache_dir=puller.cache, endpoint=server.url)
     before = server.sent_bytes()
     assert puller.pull(NAME).read_bytes() == content
@@ -108,7 +107,7 @@ def test_a_revision_is_pulled_and_becomes_its_own_ref(server: HubServer, puller:
 
 
 def test_the_branch_moves_only_when_the_model_is_whole(server: HubServer, puller: Puller, content: bytes) -> None:
-    """Whoever works offline meanwhile still has the old one."""
+    """A user who works offline meanwhile still has the old one."""
     puller.pull(NAME)
     server.add(NAME, {FILE: random_bytes(SIZE, 2)}, commit="d" * 40)
     server.order(FILE, Fault("close", 1000), Fault("status", status=500, times=9))
@@ -158,7 +157,7 @@ def test_transformers_loads_a_pulled_folder_offline(
     tokenizer = transformers.AutoTokenizer.from_pretrained("o/m", cache_dir=puller.cache)
     assert tokenizer("hello world")["input_ids"] == [0, 1]
     assert transformers.AutoConfig.from_pretrained("o/m", cache_dir=puller.cache).hidden_size == 8
-    assert find_model("o/m", puller.cache) == folder
+    assert find_local("o/m", puller.cache).path == folder
 
 
 def test_small_and_empty_files_are_checked_by_gits_hash(server: HubServer, puller: Puller) -> None:
@@ -171,15 +170,15 @@ def test_small_and_empty_files_are_checked_by_gits_hash(server: HubServer, pulle
 def test_progress_never_runs_backwards_and_ends_at_the_total(server: HubServer, puller: Puller, content: bytes) -> None:
     server.rate = 6e6
     puller.pull(NAME)
-    told = puller.told(Progress)
-    assert [event.done for event in told] == sorted(event.done for event in told)
-    assert (told[-1].done, told[-1].total, told[-1].files_done) == (SIZE, SIZE, 1)
-    assert any(event.rate > 0 and event.seconds_left for event in told[1:-1])
+    events = puller.events_of(Progress)
+    assert [event.done for event in events] == sorted(event.done for event in events)
+    assert (events[-1].done, events[-1].total, events[-1].files_done) == (SIZE, SIZE, 1)
+    assert any(event.rate > 0 and event.seconds_left for event in events[1:-1])
     assert isinstance(puller.events[0], Listed)
     assert isinstance(puller.events[-1], Pulled)
 
 
-def test_files_come_at_the_same_time_but_never_more_than_the_connections(
+def test_parallel_downloads_never_exceed_the_connections(
     server: HubServer, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = {f"m-Q8_0-{i:05d}-of-00006.gguf": random_bytes(200_000, i) for i in range(1, 7)}
@@ -200,7 +199,7 @@ def test_files_come_at_the_same_time_but_never_more_than_the_connections(
     assert max(busy) == 3
 
 
-def test_a_full_disk_is_noticed_before_anything_is_fetched(
+def test_a_full_disk_is_noticed_before_the_download(
     server: HubServer, puller: Puller, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": SIZE})
@@ -210,7 +209,7 @@ def test_a_full_disk_is_noticed_before_anything_is_fetched(
     assert server.sent == []
 
 
-def test_cancelling_keeps_what_came(server: HubServer, puller: Puller, content: bytes) -> None:
+def test_cancelling_keeps_the_downloaded_part(server: HubServer, puller: Puller, content: bytes) -> None:
     server.rate = 2e6
     errors: list[BaseException] = []
 
@@ -240,18 +239,18 @@ def test_two_pulls_at_once_fetch_each_byte_once(server: HubServer, cache: Path) 
     server.add(NAME, dict(parts))
     server.rate = 1e6
     pullers = [Puller(server, cache) for _ in range(2)]
-    threads = [threading.Thread(target=each.pull, args=(NAME,)) for each in pullers]
+    threads = [threading.Thread(target=puller.pull, args=(NAME,)) for puller in pullers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert server.sent_bytes() == 4 * 300_000
-    assert any(each.told(Waiting) for each in pullers)
-    for each in pullers:
-        pulled = each.told(Pulled)[0]
+    assert any(puller.events_of(Waiting) for puller in pullers)
+    for puller in pullers:
+        pulled = puller.events_of(Pulled)[0]
         assert isinstance(pulled, Pulled)
         assert [pulled.path.with_name(name).read_bytes() for name in parts] == list(parts.values())
-        assert len(each.told(Fetched)) == 4
+        assert len(puller.events_of(Fetched)) == 4
 
 
 def test_the_client_waits_for_our_lock_and_finds_the_file(server: HubServer, puller: Puller, content: bytes) -> None:
@@ -272,7 +271,7 @@ def test_a_header_is_read_without_the_rest_of_the_file(server: HubServer, puller
     server.add(NAME, {FILE: whole})
     prepared = prepare(HubReference(NAME), puller.hub)
     (tmp_path / "heads").mkdir()
-    with open_gguf(fetch_headers(prepared, puller.hub, tmp_path / "heads")) as gguf:
+    with open_gguf(fetch_headers(puller.hub, prepared.listing, prepared.files, tmp_path / "heads")) as gguf:
         assert gguf.architecture == "llama"
         assert gguf.size == len(whole)
     assert [(sent.start, sent.end) for sent in server.sent] == [(0, 2**20), (2**20, 2**21), (2**21, 2**22)]
@@ -307,20 +306,20 @@ def test_proxies_of_the_environment_are_used(
 @pytest.mark.parametrize("path", ["../x.gguf", "/etc/x.gguf", "a/../../x.gguf", "a\\..\\x.gguf", "x\n.gguf"])
 def test_a_server_cannot_write_outside_the_cache(server: HubServer, puller: Puller, path: str) -> None:
     server.add(NAME, {path: b"x" * 5000})
-    with pytest.raises(EdgeLMError, match=r"does not answer as a hub does|holds no model"):
+    with pytest.raises(EdgeLMError, match=r"does not answer like a hub|has no model"):
         puller.pull(NAME)
     assert not puller.cache.exists()
 
 
 @pytest.mark.parametrize("path", ["\u56fe\u3000\u7247.png", "docs\\read me.md", "a\x1bb"])
-def test_a_file_with_an_odd_name_does_not_hinder_the_model(
+def test_a_file_with_an_odd_name_does_not_block_the_model(
     server: HubServer, puller: Puller, content: bytes, path: str
 ) -> None:
     server.add(NAME, {FILE: content, path: b"x"})
     assert puller.pull(NAME).read_bytes() == content
 
 
-def test_every_event_is_of_the_protocol(server: HubServer, puller: Puller, content: bytes) -> None:
+def test_a_faulty_pull_sends_all_kinds_of_events(server: HubServer, puller: Puller, content: bytes) -> None:
     server.order(FILE, Fault("flip", 100), Fault("close", 1000))
     puller.pull(NAME)
-    assert {type(event) for event in puller.events} >= {Listed, Progress, events.Wrong, events.Retrying, Fetched}
+    assert {type(event) for event in puller.events} >= {Listed, Progress, Wrong, Retrying, Fetched}

@@ -1,4 +1,4 @@
-"""A pull that is killed, again and again: by SIGKILL, by its parent's death, and by a disk that is full."""
+"""A pull that ends again and again: by SIGKILL, by its parent's death, and by a full disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from edgelm.library.source import READ_BYTES
+from edgelm.library.http_range import READ_BYTES
+from edgelm.library.progress import PullJob
+from edgelm.workers.wire import encode
 from tests.counts import Count
 from tests.library.hub_server import HubServer
 
@@ -33,11 +35,11 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class Child:
-    """A process of library/pulling.py."""
+    """A process of library/pull_worker.py."""
 
     def __init__(self, server: HubServer, cache: Path, most_bytes: int | None = None) -> None:
         environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(cache), "HF_TOKEN": ""}
-        command = [sys.executable, "-m", "edgelm.library.pulling"]
+        command = [sys.executable, "-m", "edgelm.library.pull_worker"]
         if most_bytes is not None:
             command = [sys.executable, "-c", LIMITED, str(most_bytes), *command]
         self.process = subprocess.Popen(
@@ -45,11 +47,11 @@ class Child:
         )
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         assert self.stdin is not None
-        self.stdin.write(json.dumps({"model": f"{NAME}:Q4_K_M"}) + "\n")
+        self.stdin.write(encode(PullJob(f"{NAME}:Q4_K_M")).decode())
         self.stdin.flush()
 
     def events(self) -> list[dict[str, Any]]:
-        """Return what it told, after its end."""
+        """Return its messages, after its end."""
         assert self.stdin is not None
         assert self.stdout is not None
         text = self.stdout.read()
@@ -84,7 +86,7 @@ def test_kills_lose_nothing_and_fetch_nothing_twice(slow_server: HubServer, tmp_
     slow_server.rate = None
     events = Child(slow_server, cache).events()
     done = events[-1]
-    assert done["event"] == "done"
+    assert done["event"] == "pulled"
     assert hashlib.sha256(Path(done["path"]).read_bytes()).digest() == hashlib.sha256(data).digest()
     again = [max(0, a.end - b.start) for a, b in pairwise(slow_server.sent)]
     print(f"{killed} kills of {size / 1e6:.0f} MB: {sum(again):,} bytes fetched twice, at most {max(again):,} at one")
@@ -92,11 +94,11 @@ def test_kills_lose_nothing_and_fetch_nothing_twice(slow_server: HubServer, tmp_
     assert slow_server.sent[-1].start > 0
     assert sum(sent.count for sent in slow_server.sent) - size == sum(again)
     assert not [event for event in events if event["event"] == "wrong"]
-    found = huggingface_hub.hf_hub_download(NAME, FILE, cache_dir=cache, local_files_only=True)
-    assert found == done["path"]
+    cached = huggingface_hub.hf_hub_download(NAME, FILE, cache_dir=cache, local_files_only=True)
+    assert cached == done["path"]
 
 
-def test_it_ends_with_its_parent_and_keeps_what_came(slow_server: HubServer, tmp_path: Path) -> None:
+def test_it_ends_with_its_parent_and_keeps_the_downloaded_part(slow_server: HubServer, tmp_path: Path) -> None:
     slow_server.add(NAME, {FILE: random.randbytes(5_000_000)})
     child = Child(slow_server, tmp_path)
     slow_server.wait_for_bytes(500_000)
@@ -109,12 +111,12 @@ def test_it_ends_with_its_parent_and_keeps_what_came(slow_server: HubServer, tmp
     assert part.stat().st_size > 300_000
 
 
-def test_the_disk_that_is_full_is_told_and_what_came_is_kept(server: HubServer, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_the_downloaded_part_is_kept(server: HubServer, tmp_path: Path) -> None:
     data = random.randbytes(3_000_000)
     server.add(NAME, {FILE: data})
     child = Child(server, tmp_path, most_bytes=1_000_000)
     error = child.events()[-1]
-    assert error["event"] == "error"
+    assert error["event"] == "failed"
     assert error["message"].startswith("the disk of ")
     assert error["hint"] == f"1.00 MB of 3.00 MB of {FILE} are kept: free some space and run it again"
     assert Path(Child(server, tmp_path).events()[-1]["path"]).read_bytes() == data
@@ -130,12 +132,12 @@ def test_the_events_are_those_of_the_protocol(server: HubServer, tmp_path: Path)
     }  # fmt: skip
     progress = next(event for event in events if event["event"] == "progress")
     assert set(progress) == {"event", "done", "total", "files_done", "files", "rate", "seconds_left"}
-    assert [event["event"] for event in events[-3:]] == ["fetched", "progress", "done"]
-    assert set(events[-1]) == {"event", "path", "bytes", "fetched", "seconds"}
+    assert [event["event"] for event in events[-3:]] == ["fetched", "progress", "pulled"]
+    assert set(events[-1]) == {"event", "path", "nbytes", "fetched", "seconds"}
 
 
 def test_a_refusal_is_an_event(server: HubServer, tmp_path: Path) -> None:
     (error,) = Child(server, tmp_path).events()
-    assert error["event"] == "error"
+    assert error["event"] == "failed"
     assert error["message"].startswith("127.0.0.1")
     assert "hf auth login" in error["hint"]

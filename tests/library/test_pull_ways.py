@@ -1,4 +1,4 @@
-"""A pull over TLS and through the proxies of the environment, with a connection that breaks in the middle."""
+"""A pull over TLS and through the environment's proxies, with a connection that breaks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import huggingface_hub.utils._http
 import pytest
 
 from edgelm.errors import EdgeLMError
-from edgelm.library.events import Event, Retrying
+from edgelm.library.http_range import DIRECT_BYTES
 from edgelm.library.hub import Hub
 from edgelm.library.names import HubReference
+from edgelm.library.progress import Event, Retrying
 from edgelm.library.pull import pull
-from edgelm.library.source import DIRECT_BYTES
 from tests.library.conftest import QUICK, Puller
 from tests.library.hub_server import Fault, HubServer
 from tests.library.proxies import Proxy
 
 NAME = "o/m-GGUF"
 FILE = "m-Q4_K_M.gguf"
-SIZE = 3 * DIRECT_BYTES  # long enough to be read below the HTTP library, before the break and after it
+SIZE = 3 * DIRECT_BYTES  # long enough for direct reads before and after the break
 BREAK = DIRECT_BYTES + 300_000
 # httpcore2 2.16 leaves a connection to the garbage collector when the SOCKS handshake on it fails.
 UNCLOSED = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
@@ -48,14 +48,14 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the hub client make its connections anew, before and after."""
+    """Make the hub client open new connections, before and after."""
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR"):
-        for each in (name, name.lower()):
-            monkeypatch.delenv(each, raising=False)
+        for spelling in (name, name.lower()):
+            monkeypatch.delenv(spelling, raising=False)
     huggingface_hub.utils._http.close_session()
     yield
     huggingface_hub.utils._http.close_session()
-    gc.collect()  # what httpcore2 left open is told here, where UNCLOSED counts
+    gc.collect()  # connections that httpcore2 left open warn here, where UNCLOSED applies
 
 
 def check_broken_pull(server: HubServer, cache: Path) -> None:
@@ -66,7 +66,7 @@ def check_broken_pull(server: HubServer, cache: Path) -> None:
     path = puller.pull(NAME)
     assert path.read_bytes() == content
     assert path.resolve().name == server.repos[NAME].files[FILE].blob
-    assert puller.told(Retrying)
+    assert puller.events_of(Retrying)
     assert 0 < server.sent[-1].start <= BREAK, "it went on where it was"
     assert puller.parts() == []
 
@@ -84,11 +84,11 @@ def test_over_tls(cache: Path, certificate: Path, kind: str | None, monkeypatch:
         with Proxy(kind) as proxy:
             monkeypatch.setenv("ALL_PROXY", proxy.url)
             check_broken_pull(server, cache)
-            assert {port for _, port in proxy.asked} == {urlsplit(url).port for url in (server.url, server.cdn)}
+            assert {port for _, port in proxy.addresses} == {urlsplit(url).port for url in (server.url, server.cdn)}
 
 
 @pytest.mark.usefixtures("no_proxies")
-def test_a_server_that_nobody_vouches_for_gets_no_request(cache: Path, certificate: Path) -> None:
+def test_a_server_with_an_untrusted_certificate_gets_no_request(cache: Path, certificate: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     with HubServer(tls=context) as server:
@@ -103,16 +103,16 @@ def test_through_a_proxy(server: HubServer, cache: Path, kind: str, monkeypatch:
     with Proxy(kind) as proxy:
         monkeypatch.setenv("ALL_PROXY", proxy.url)
         check_broken_pull(server, cache)
-    assert {port for _, port in proxy.asked} == {urlsplit(url).port for url in (server.url, server.cdn)}
+    assert {port for _, port in proxy.addresses} == {urlsplit(url).port for url in (server.url, server.cdn)}
 
 
 @UNCLOSED
-@pytest.mark.parametrize("says", [b"", b"\x05", b"\x05\xff", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+@pytest.mark.parametrize("reply", [b"", b"\x05", b"\x05\xff", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
 @pytest.mark.usefixtures("no_proxies")
-def test_what_is_no_socks_proxy_is_one_line(
-    server: HubServer, puller: Puller, says: bytes, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_is_no_socks_proxy_gives_one_line(
+    server: HubServer, puller: Puller, reply: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Proxy("socks5", says) as proxy:
+    with Proxy("socks5", reply) as proxy:
         monkeypatch.setenv("ALL_PROXY", proxy.url)
         with pytest.raises(EdgeLMError, match=r"cannot be reached: .+; check the network and the proxy") as error:
             puller.pull(NAME)
@@ -122,23 +122,21 @@ def test_what_is_no_socks_proxy_is_one_line(
 
 @UNCLOSED
 @pytest.mark.usefixtures("no_proxies")
-def test_a_socks_proxy_that_stops_being_one_costs_no_byte(
-    server: HubServer, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its failures come from below the HTTP library, also in the middle of a pull."""
+def test_a_failing_socks_proxy_costs_no_byte(server: HubServer, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its errors come from below the HTTP library, also in the middle of a pull."""
     content = random.Random(3).randbytes(SIZE)
     server.add(NAME, {FILE: content})
     server.order(FILE, Fault("close", BREAK))
-    hub = Hub(server.url, cache, replace(QUICK, first_wait_s=0.3, longest_wait_s=0.3))
+    hub = Hub(server.url, cache, replace(QUICK, first_wait_s=0.3, max_wait_s=0.3))
     with Proxy("socks5") as proxy:
         monkeypatch.setenv("ALL_PROXY", proxy.url)
 
         def listen(event: Event) -> None:
             if isinstance(event, Retrying):
-                proxy.says = b""
+                proxy.reply = b""
 
-        with pytest.raises(EdgeLMError, match="the SOCKS proxy does not answer as one; what came is kept"):
+        with pytest.raises(EdgeLMError, match="the SOCKS proxy does not answer like one; the downloaded part is kept"):
             pull(HubReference(NAME), hub, listen)
-        proxy.says = None
+        proxy.reply = None
         assert pull(HubReference(NAME), hub, lambda _: None).path.read_bytes() == content
     assert server.sent_bytes(FILE) == SIZE

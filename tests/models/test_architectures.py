@@ -1,4 +1,4 @@
-"""Every family computes what transformers computes, from its safetensors: whole, in chunks, by steps, and batched."""
+"""Every family equals transformers on the same safetensors: whole prompts, chunks, single steps, and batches."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import edgelm.models.decoder
+from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.errors import ModelError
 from edgelm.models.config import read_config
 from edgelm.models.decoder import Decoder
-from edgelm.models.load import load
-from edgelm.weights.safetensors import open_safetensors
-from edgelm.weights.sources import FolderSource
+from edgelm.models.loading.decoder import load
+from edgelm.models.loading.sources import FolderSource
 from tests.models.tiny_models import (
     MODELS,
     Session,
@@ -30,12 +31,13 @@ from tests.models.tiny_models import (
     write,
 )
 
-LENGTH = 41  # more than two blocks, and than three windows
+OMITTED = "omitted"  # stands for a key that is not in the file
+LENGTH = 41  # more than one block and more than three windows
 F32, F16, BF16 = 1e-4, 2e-3, 2e-2
 
 
 def decoder_of(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
-    """Load a folder as the engine does."""
+    """Load a folder like the engine."""
     settings = json.loads((folder / "config.json").read_text())
     with open_safetensors(folder) as model:
         return load(
@@ -87,8 +89,8 @@ def test_two_sequences_in_a_batch(name: str, decoders: Any) -> None:
     texts = {3: text(LENGTH, 3), 5: text(14, 4)}
     first = session.run({5: texts[5][:9], 3: texts[3][:38]})
     second = session.run({3: texts[3][38:], 5: texts[5][9:]})
-    for each, ids in texts.items():
-        got = torch.cat([first[each], second[each]])
+    for sequence, ids in texts.items():
+        got = torch.cat([first[sequence], second[sequence]])
         assert relative_error(got, expected(built(name), ids)) < F32
 
 
@@ -96,13 +98,13 @@ def test_two_sequences_in_a_batch(name: str, decoders: Any) -> None:
 def test_bfloat16(name: str, folders: Any) -> None:
     session = Session(decoder_of(folders(name), torch.bfloat16), cache_dtype=torch.bfloat16)
     ids = text(LENGTH, 5)
-    got = torch.cat([session.run({0: ids[:30]})[0], session.run({0: ids[30:]})[0]])  # more rows than 16, and fewer
+    got = torch.cat([session.run({0: ids[:30]})[0], session.run({0: ids[30:]})[0]])  # more than 16 rows, and fewer
     assert mean_relative_error(got, expected(built(name), ids)) < BF16
 
 
 @pytest.mark.parametrize("name", ["llama3", "phi3", "qwen3_moe", "gpt_oss"])
-def test_a_width_that_is_no_multiple_of_a_tile(name: str, tmp_path: Path) -> None:
-    """Then gate and up cannot lie in turn: they stay two matrices."""
+def test_a_feed_forward_size_that_is_no_multiple_of_a_tile(name: str, tmp_path: Path) -> None:
+    """Gate and up cannot alternate by tiles then: they stay two matrices."""
     model = build(name, intermediate_size=88, **({"moe_intermediate_size": 40} if name == "qwen3_moe" else {}))
     ids = text(20, 9)
     got = Session(decoder_of(write(model, tmp_path))).run({0: ids})[0]
@@ -117,19 +119,19 @@ def test_padding_changes_nothing(name: str, decoders: Any) -> None:
     want, got = plain.run(chunks), padded.run(chunks, padding=3)
     more = {0: [7], 1: [8]}
     want_more, got_more = plain.run(more), padded.run(more, padding=2)
-    for each in chunks:
-        assert relative_error(got[each], want[each]) < F32
-        assert relative_error(got_more[each], want_more[each]) < F32
+    for sequence in chunks:
+        assert relative_error(got[sequence], want[sequence]) < F32
+        assert relative_error(got_more[sequence], want_more[sequence]) < F32
 
 
 @pytest.mark.parametrize(("name", "per_layer", "ends"), [("llama3", 6, 3), ("qwen3", 6, 3), ("gemma3", 8, 2)])
 def test_ops_of_a_step(name: str, per_layer: int, ends: int, decoders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each op is one kernel where a step has few rows: with CUDA graphs, their number is what a small step costs."""
+    """Each op is one kernel if a step has few rows; with CUDA graphs, a small step costs their number."""
     decoder = decoders(name)
     session = Session(decoder)
     session.run({0: text(5, 1)})
     called: list[str] = []
-    for op in ("embedding", "matmul", "store", "attention", "rms_norm", "add_rms_norm", "gated", "softcap"):
+    for op in ("embedding", "matmul", "write_kv", "attention", "rms_norm", "add_rms_norm", "gated", "softcap"):
         plain = getattr(edgelm.models.decoder, op)
 
         def counted(*args: Any, plain: Any = plain, op: str = op, **options: Any) -> Any:
@@ -141,8 +143,10 @@ def test_ops_of_a_step(name: str, per_layer: int, ends: int, decoders: Any, monk
     assert len(called) == per_layer * len(decoder.config.layers) + ends, called
 
 
+# Attention writes nothing to rows of padding, so later matmuls read whatever was there: the interpreter warns.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_triton_kernels(tmp_path: Path) -> None:
-    """The same decoder on the kernels themselves, interpreted: decoding, with rows and sequences that are nobody's."""
+    """The same decoder on interpreted kernels: decoding, with padding rows and sequences."""
     model = build("qwen3", head_dim=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
     settings = json.loads((write(model, tmp_path) / "config.json").read_text())
     logits = {}
@@ -155,13 +159,17 @@ def test_triton_kernels(tmp_path: Path) -> None:
     assert mean_relative_error(logits["triton"], logits["reference"]) < F16
 
 
-def test_longrope_of_a_long_context(folders: Any) -> None:
-    ids = text(150, 6)  # the other factors hold where more than 128 positions are served
+def test_longrope_of_a_long_context(folders: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ids = text(150, 6)  # with a context of more than 128 positions, the long factors are used
+    caplog.set_level("INFO")
+    decoder_of(folders("phi3"), context=128)
+    assert "with a context of 128, RoPE has the short factors; the short ones hold up to 128" in caplog.text
     session = Session(decoder_of(folders("phi3"), context=256))
+    assert "with a context of 256, RoPE has the long factors" in caplog.text
     assert relative_error(session.run({0: ids})[0], expected(built("phi3"), ids)) < F32
 
 
-def test_old_and_new_names_of_the_same_numbers(folders: Any) -> None:
+def test_old_and_new_names_of_the_same_settings(folders: Any) -> None:
     """Files of transformers before 5 have rope_theta and rope_scaling, and no layer_types."""
     settings = json.loads((folders("gemma3") / "config.json").read_text())
     old = {key: value for key, value in settings.items() if key not in ("rope_parameters", "layer_types")}
@@ -175,10 +183,10 @@ def test_old_and_new_names_of_the_same_numbers(folders: Any) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
-def test_a_language_model_inside_of_a_larger_one(prefix: str, folders: Any, tmp_path: Path) -> None:
+def test_a_language_model_inside_a_larger_one(prefix: str, folders: Any, tmp_path: Path) -> None:
     tensors = load_file(folders("gemma3") / "model.safetensors")
     renamed = {
-        prefix + name.removeprefix("model." * prefix.startswith("model.")): each for name, each in tensors.items()
+        prefix + name.removeprefix("model." * prefix.startswith("model.")): tensor for name, tensor in tensors.items()
     }
     renamed["vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"] = torch.zeros(3, 3)
     save_file(renamed, tmp_path / "model.safetensors")
@@ -189,7 +197,77 @@ def test_a_language_model_inside_of_a_larger_one(prefix: str, folders: Any, tmp_
     assert relative_error(got, expected(built("gemma3"), ids)) < F32
 
 
-def test_only_the_output_matrix_is_there(folders: Any, tmp_path: Path) -> None:
+def changed(folder: Path, source: Path, *, tensors: dict[str, Any] | None = None, **config: Any) -> Path:
+    """Copy a model with other tensors and other keys of its config.json; None omits one."""
+    stored = load_file(source / "model.safetensors") | (tensors or {})
+    save_file({name: value for name, value in stored.items() if value is not None}, folder / "model.safetensors")
+    settings = json.loads((source / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in settings.items() if value != OMITTED}))
+    return folder
+
+
+def of_transformers(folder: Path, ids: list[int]) -> torch.Tensor:
+    """Return the logits of transformers for the files as they are."""
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return expected(transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval(), ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "keys"),
+    [
+        ("mistral", {"head_dim": 16}, {"head_dim": OMITTED}),
+        ("gpt_oss", {}, {"rope_parameters": OMITTED}),
+        ("gpt_oss", {}, {"rope_parameters": None}),
+        ("gpt_oss", {}, {"rope_parameters": OMITTED, "rope_scaling": None, "rope_theta": 150_000.0}),
+        ("gpt_oss", {}, {"rope_parameters": OMITTED, "rope_theta": 10_000.0}),
+        (
+            "smollm3",
+            {"no_rope_layers": [1, 0, 1, 0]},
+            {
+                "no_rope_layers": OMITTED,
+                "no_rope_layer_interval": 2,
+                "layer_types": OMITTED,
+                "use_sliding_window": True,
+                "sliding_window": 8,
+            },
+        ),
+    ],
+)
+def test_a_config_that_omits_defaults(name: str, sizes: Any, keys: Any, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    folder = changed(tmp_path, write(build(name, **sizes), tmp_path / "whole"), **keys)
+    ids = text(LENGTH, 11)
+    assert relative_error(Session(decoder_of(folder)).run({0: ids})[0], of_transformers(folder, ids)) < F32
+
+
+def test_two_different_ends_that_the_config_ties(folders: Any, tmp_path: Path, caplog: Any) -> None:
+    """Both are used, as in transformers, and a warning says so."""
+    output = torch.randn(96, 64, generator=torch.Generator().manual_seed(1)) / 8
+    folder = changed(tmp_path, folders("tied"), tensors={"lm_head.weight": output})
+    ids = text(20, 8)
+    got = Session(decoder_of(folder)).run({0: ids})[0]
+    assert relative_error(got, of_transformers(folder, ids)) < F32
+    assert relative_error(got, expected(built("tied"), ids)) > 10 * F32
+    assert "ties lm_head.weight to model.embed_tokens.weight, but they differ: both are used" in caplog.text
+
+
+def test_two_equal_ends_are_one_matrix_in_memory(folders: Any, tmp_path: Path, caplog: Any) -> None:
+    embedding = load_file(folders("tied") / "model.safetensors")["model.embed_tokens.weight"]
+    weights = decoder_of(changed(tmp_path, folders("tied"), tensors={"lm_head.weight": embedding.clone()})).weights
+    assert weights.output.weight is weights.embedding
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("missing", ["lm_head", "model.embed_tokens"])
+def test_a_missing_end_that_the_config_does_not_tie_is_refused(missing: str, folders: Any, tmp_path: Path) -> None:
+    """Where transformers computes with random numbers, and says so."""
+    folder = changed(tmp_path, folders("llama2"), tensors={f"{missing}.weight": None})
+    with pytest.raises(ModelError, match=f"no tensor {missing}.weight, and its config.json does not tie") as error:
+        decoder_of(folder)
+    assert "tie_word_embeddings" in error.value.hint
+
+
+def test_only_the_output_matrix_is_stored(folders: Any, tmp_path: Path) -> None:
     tensors = load_file(folders("tied") / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, tmp_path / "model.safetensors")
@@ -201,7 +279,7 @@ def test_only_the_output_matrix_is_there(folders: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "extra", ["model.layers.1.self_attn.gate_proj.weight", "model.layers.0.self_attn.q_norm.weight"]
 )
-def test_a_tensor_that_is_not_understood_is_refused(extra: str, folders: Any, tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_refused(extra: str, folders: Any, tmp_path: Path) -> None:
     tensors = load_file(folders("llama2") / "model.safetensors")
     save_file({**tensors, extra: torch.ones(64)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folders("llama2") / "config.json").read_text())
@@ -214,7 +292,7 @@ def test_a_tensor_of_another_size_is_refused(folders: Any, tmp_path: Path) -> No
     tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(32, 64)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folders("llama2") / "config.json").read_text())
-    with pytest.raises(ModelError, match=r"k_proj\.weight is 32 x 64, where 64 x 64 should be"):
+    with pytest.raises(ModelError, match=r"k_proj\.weight is 32 x 64, but must be 64 x 64"):
         decoder_of(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""GGUF models: every family computes what transformers and llama.cpp compute, of any quantization."""
+"""GGUF models of every family and quantization compute the same as transformers and llama.cpp."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from llama_cpp import llama_cpp as L
 from torch import Tensor
 
 import edgelm.models
+from edgelm.backends.llama.api import start_backend
+from edgelm.checkpoints.gguf import open_gguf
 from edgelm.errors import ModelError
-from edgelm.executors.llama_api import start_backend
+from edgelm.llama_binding import L
 from edgelm.models.config import read_config
 from edgelm.models.decoder import Decoder, FeedForward
-from edgelm.models.load import load
-from edgelm.weights.gguf import open_gguf
-from edgelm.weights.sources import GGUFSource
+from edgelm.models.loading.decoder import load
+from edgelm.models.loading.sources import GGUFSource
 from tests.models.tiny_gguf import quantize_model, write_gguf
 from tests.models.tiny_models import (
     LLAMA3,
@@ -37,10 +37,10 @@ from tests.models.tiny_models import (
 )
 
 LENGTH = 41
-LLAMA_CONTEXT = 256  # the shortest that llama.cpp makes
+LLAMA_CONTEXT = 256  # the shortest of llama.cpp
 F32 = 1e-4
 GELU = 4e-3  # llama.cpp's GELU is a table of float16
-# what llama.cpp has no key for is as it takes it to be
+# values without a GGUF key are those that llama.cpp assumes
 MODELS: dict[str, dict[str, Any]] = {
     "llama2": {},
     "llama3": {"rope_parameters": LLAMA3, "mlp_bias": False},
@@ -132,14 +132,14 @@ def test_family(name: str, files: Any) -> None:
 
 
 def test_longrope_of_a_long_context(files: Any) -> None:
-    ids = text(LENGTH, 5)  # which factors hold depends on the context, not on the prompt
+    ids = text(LENGTH, 5)  # the factors depend on the context, not on the prompt
     got = Session(decoder_of(files("phi3"), context=2 * LLAMA_CONTEXT)).run({0: ids})[0]
     assert relative_error(got, llama_logits(files("phi3"), ids, 2 * LLAMA_CONTEXT)) < F32
     assert relative_error(got, expected(built("phi3"), ids)) > 0.01
 
 
 def mixed(name: str) -> GGMLQuantizationType:
-    """Several formats in one layer, as in files of llama.cpp: q, k and v, and gate and up, cannot all be one matrix."""
+    """Several formats in one layer, as in files of llama.cpp, so that q, k, v and gate, up cannot all be fused."""
     for part, kind in (("attn_v", "Q8_0"), ("ffn_up", "Q5_0"), ("ffn_down", "F16"), ("output", "BF16")):
         if part in name:
             return GGMLQuantizationType[kind]
@@ -181,7 +181,7 @@ def test_only_the_output_matrix_is_there(tmp_path: Path) -> None:
     assert decoder.weights.embedding is decoder.weights.output.weight
 
 
-def test_a_tensor_that_is_not_understood_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_refused(tmp_path: Path) -> None:
     path = write_gguf(
         built("qwen3"), tmp_path / "model.gguf", renamed={"blk.1.ffn_up.weight": "blk.1.ffn_gate_shexp.weight"}
     )
@@ -192,18 +192,13 @@ def test_a_tensor_that_is_not_understood_is_refused(tmp_path: Path) -> None:
         decoder_of(path)
 
 
-def test_progress_and_type(tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    path = write_gguf(built("llama2"), tmp_path / "model.gguf")
-    with open_gguf(path) as gguf:
-        args = read_config(gguf.metadata), GGUFSource(gguf), "cpu", torch.bfloat16, "reference"
-        decoder = load(*args, lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+def test_weights_have_the_dtype_of_activations_and_norms_are_float32(tmp_path: Path) -> None:
+    decoder = decoder_of(write_gguf(built("llama2"), tmp_path / "model.gguf"), torch.bfloat16)
     assert decoder.weights.embedding.data.dtype == torch.bfloat16
     assert decoder.weights.norm.weight.dtype == torch.float32
 
 
-# of the last two, llama.cpp rounds activations to 8 bits: 1 of 254 steps of a block's largest, in some 30 products
+# for the last two, llama.cpp rounds activations to 8 bits: 254 steps up to a block's largest, in about 30 products
 REAL = {
     "BabyLlama-tok361-f32.gguf": F32,
     "stories260K-v3-f32.gguf": F32,

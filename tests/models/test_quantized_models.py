@@ -1,4 +1,4 @@
-"""Quantized folders compute what transformers computes with the weights that they stand for."""
+"""Quantized folders compute the same as transformers with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -11,28 +11,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from edgelm.backends.model import open_model
+from edgelm.checkpoints.folder import folder_summary
+from edgelm.checkpoints.safetensors import open_safetensors
+from edgelm.errors import ModelError
+from tests.models.loading.packers import awq, gptq, named, pack_quantized
 from tests.models.test_architectures import BF16, F32, LENGTH, decoder_of
 from tests.models.tiny_models import Session, built, expected, mean_relative_error, relative_error, text
-from tests.weights.packers import awq, gptq, named, pack_quantized
 
 GROUP = 32
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # OCP microscaling formats 1.0
-Packed = tuple[dict[str, Tensor], Tensor]  # the tensors of a folder, and what they stand for
+Packed = tuple[dict[str, Tensor], Tensor]  # the tensors of a folder, and their dequantized values
 
 
 class Codes:
-    """A matrix in groups of codes with scales and zero points; `shuffled`: the columns of a group lie apart."""
+    """A matrix in groups of codes with scales and zero points; `shuffled`: a group has columns far apart."""
 
-    def __init__(self, weight: Tensor, bits: int = 4, *, symmetric: bool = False, shuffled: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor, bits: int = 4, *, symmetric: bool = False, shuffled: bool = False, group: int = GROUP
+    ) -> None:
         rows, columns = weight.shape
-        self.groups = np.arange(columns) // min(GROUP, columns)
+        self.groups = np.arange(columns) // min(group, columns)
         if shuffled:
             np.random.default_rng(rows * columns).shuffle(self.groups)
         order = torch.from_numpy(np.argsort(self.groups, kind="stable"))
-        grouped = weight[:, order].view(rows, -1, GROUP)
+        grouped = weight[:, order].view(rows, -1, group)
         high = 2**bits - 1
         if symmetric:
             self.scales = (grouped.abs().amax(-1) / (high // 2)).half()
@@ -80,7 +86,7 @@ def as_blocks_of_fp8(weight: Tensor) -> Packed:
 
 
 def as_mxfp4(weight: Tensor) -> Packed:
-    """Experts that a model has as [columns, rows] are stored as blocks of rows."""
+    """The model has experts as [columns, rows]; the file has blocks of rows."""
     grouped = weight.mT.reshape(len(weight), weight.shape[-1], -1, GROUP)
     exponents = grouped.abs().amax(-1).log2().floor() - 2  # the largest code is 6, so 4 and more for the largest
     codes = (grouped[..., None] / exponents.exp2()[..., None, None] - E2M1).abs().argmin(-1)
@@ -88,6 +94,14 @@ def as_mxfp4(weight: Tensor) -> Packed:
     pairs = codes.to(torch.uint8)
     blocks = pairs[..., 0::2] | pairs[..., 1::2] << 4
     return {"_blocks": blocks, "_scales": (exponents + 127).to(torch.uint8)}, values
+
+
+def as_static_fp8(weight: Tensor) -> Packed:
+    """One scale for the whole matrix, and one for its activations."""
+    scale = weight.abs().max() / 448
+    stored = (weight / scale).to(torch.float8_e4m3fn)
+    tensors = {"weight": stored, "weight_scale_inv": scale, "activation_scale": torch.tensor(0.02)}
+    return tensors, stored.float() * scale
 
 
 FORMATS: Mapping[str, tuple[Callable[[Tensor], Packed], dict[str, Any]]] = {
@@ -104,26 +118,34 @@ FORMATS: Mapping[str, tuple[Callable[[Tensor], Packed], dict[str, Any]]] = {
         },
     ),
     "fp8": (as_blocks_of_fp8, {"quant_method": "fp8", "weight_block_size": [32, 64]}),
+    "static fp8": (as_static_fp8, {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}),
     "mxfp4": (as_mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}),
 }
 
 
 def quantized(name: str, kind: str, folder: Path) -> Any:
-    """Write a model with its matrices packed; return transformers' model with what they stand for."""
+    """Write a model with its matrices packed; return transformers' model with the dequantized weights."""
+    pack, quantization = FORMATS[kind]
+    return packed_model(name, kind, folder, lambda _: pack, quantization)
+
+
+def packed_model(
+    name: str, kind: str, folder: Path, packer: Callable[[str], Callable[[Tensor], Packed]], quantization: Any
+) -> Any:
+    """Write a model whose matrices are packed by what `packer` returns for their names; return transformers' model."""
     model = copy.deepcopy(built(name))
-    pack, said = FORMATS[kind]
     tensors: dict[str, Tensor] = {}
     parameters = model.state_dict()
     for key, values in split_experts(name, parameters).items():
         stem = key.removesuffix(".weight")
         if is_packed(key, kind):
-            packed, stands_for = pack(values)
+            packed, stands_for = packer(stem)(values)
             tensors |= {stem + part: each for part, each in packed.items()} if kind == "mxfp4" else named(stem, packed)
             values.copy_(stands_for)  # a view of the model's own
         else:
             tensors[key] = values.clone()
     save_file({key: each.contiguous() for key, each in tensors.items()}, folder / "model.safetensors")
-    config = model.config.to_dict() | {"quantization_config": said}
+    config = model.config.to_dict() | {"quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     return model
 
@@ -161,6 +183,7 @@ def is_packed(key: str, kind: str) -> bool:
         ("qwen3_moe", "awq"),
         ("qwen3_moe", "gptq"),  # each expert has its columns in an order of its own
         ("qwen3_moe", "fp8"),
+        ("qwen3_moe", "static fp8"),
         ("gpt_oss", "mxfp4"),
     ],
 )
@@ -174,3 +197,75 @@ def test_a_quantized_folder(name: str, kind: str, tmp_path: Path) -> None:
     session = Session(decoder_of(tmp_path, torch.bfloat16), cache_dtype=torch.bfloat16)
     got = torch.cat([session.run({0: ids[:30]})[0], session.run({0: ids[30:]})[0]])
     assert mean_relative_error(got, want) < BF16
+
+
+# GPTQModel: `down_proj` has 8 bits, `q_proj` has groups of 16, `o_proj` of layer 1 is not quantized
+DYNAMIC = {
+    r".*\.down_proj": {"bits": 8, "sym": True},
+    r"+:model\.layers\.[0-9]+\.self_attn\.q_proj$": {"group_size": 16, "desc_act": True},
+    r"-:model\.layers\.1\.self_attn\.o_proj": {},
+    r".*\.o_proj": {"bits": 4},  # the first rule that matches holds
+}
+
+
+def as_plain(weight: Tensor) -> Packed:
+    return {"weight": weight.clone()}, weight.clone()
+
+
+def as_gptq_of_small_groups(weight: Tensor) -> Packed:
+    codes = Codes(weight, shuffled=True, group=16)
+    return gptq(codes.codes, codes.scales, codes.zeros, codes.groups), codes.values
+
+
+def by_rules(stem: str) -> Callable[[Tensor], Packed]:
+    if stem.endswith("down_proj"):
+        return as_gptq_of_8_bits
+    if stem.endswith("q_proj"):
+        return as_gptq_of_small_groups
+    return as_plain if stem == "model.layers.1.self_attn.o_proj" else as_gptq
+
+
+def test_modules_with_a_quantization_of_their_own(tmp_path: Path) -> None:
+    config = FORMATS["gptq"][1] | {"dynamic": DYNAMIC}
+    model = packed_model("llama3", "gptq", tmp_path, by_rules, config)
+    ids = text(LENGTH, 1)
+    want = expected(model, ids)
+    assert relative_error(Session(decoder_of(tmp_path)).run({0: ids})[0], want) < F32
+    with open_safetensors(tmp_path) as files:
+        summary = folder_summary(files)
+        parameters = sum(tensor.numel() for tensor in built("llama3").state_dict().values())
+        assert summary.parameters == parameters
+
+
+# -- what `edgelm plan` says -------------------------------------------------------------------------------------------
+
+
+def problem_of(folder: Path) -> str:
+    with open_model(folder) as model:
+        return model.torch_problem()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_plan_runs_what_can_be_loaded(kind: str, tmp_path: Path) -> None:
+    quantized({"mxfp4": "gpt_oss"}.get(kind, "llama3"), kind, tmp_path)
+    assert not problem_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model.layers.1.mlp.up_proj.spin": torch.ones(3)}, r"a tensor model\.layers\.1\.mlp\.up_proj\.spin is not"),
+        ({"model.layers.0.mlp.up_proj.scales": None}, r"tensor model\.layers\.0\.mlp\.up_proj\.scales is missing"),
+        ({"model.layers.2.input_layernorm.weight": None}, r"no tensor model\.layers\.2\.input_layernorm\.weight"),
+        ({"model.norm.weight": torch.ones(65)}, r"model\.norm\.weight is 65, but must be 64"),
+        ({"model.layers.1.mlp.up_proj.qweight": torch.ones(8, 90, dtype=torch.int32)}, r"is 8 x 90|is \d+ x \d+, but"),
+        ({"lm_head.weight": None}, r"the model has no tensor lm_head\.weight, and its config\.json does not tie"),
+    ],
+)
+def test_the_plan_refuses_what_loading_refuses(change: dict[str, Tensor | None], reason: str, tmp_path: Path) -> None:
+    quantized("llama3", "gptq", tmp_path)
+    tensors: dict[str, Any] = load_file(tmp_path / "model.safetensors") | change
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=reason) as error:
+        decoder_of(tmp_path)
+    assert problem_of(tmp_path) == error.value.message

@@ -1,4 +1,4 @@
-"""The frequencies of every kind of RoPE are those of transformers."""
+"""The frequencies of every RoPE kind equal those of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgelm.models.rope import RopeConfig, build_rope, frequencies
 
 HEAD = 64
 CONTEXT = 4096
-# a frequency is a few roundings of float32 from another way to compute it; the largest exponent of theta doubles them
+# two ways to compute a frequency differ by a few float32 roundings; the largest exponent of theta doubles them
 TOLERANCE = 2e-6
 VARIANTS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -114,11 +114,11 @@ def test_the_default_has_no_scale() -> None:
 
 
 def test_llama3_as_divisors_of_a_gguf() -> None:
-    """A GGUF states what the formula gives: the plain frequencies divided by the stretched ones."""
+    """A GGUF stores the result of the formula: the plain frequencies divided by the stretched ones."""
     rope = rope_of(config_of(VARIANTS["llama3"]))
     stretched, _ = frequencies(rope, CONTEXT)
     plain, _ = frequencies(RopeConfig(theta=rope.theta, dim=rope.dim), CONTEXT)
-    stated = RopeConfig(theta=rope.theta, dim=rope.dim, divisors=tuple((plain / stretched).tolist()), interleaved=True)
-    built = build_rope(stated, CONTEXT, "cpu")
+    stored = RopeConfig(theta=rope.theta, dim=rope.dim, divisors=tuple((plain / stretched).tolist()), interleaved=True)
+    built = build_rope(stored, CONTEXT, "cpu")
     torch.testing.assert_close(built.frequencies, stretched, rtol=TOLERANCE, atol=0)
     assert built.interleaved

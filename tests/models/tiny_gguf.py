@@ -60,7 +60,7 @@ GEMMA_NAMES = {
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
-Kinds = Callable[[str], GGMLQuantizationType]  # of the name of a tensor
+Kinds = Callable[[str], GGMLQuantizationType]  # takes the name of a tensor
 
 
 def write_gguf(
@@ -68,11 +68,16 @@ def write_gguf(
     path: Path,
     kinds: Kinds = lambda _: GGMLQuantizationType.F32,
     renamed: Mapping[str, str] = MappingProxyType({}),
+    add: Callable[[GGUFWriter], None] = lambda _: None,
 ) -> Path:
-    """Write a model, its matrices in the types of `kinds`, with some tensors under other names, "" for none."""
+    """Write a model, its matrices in the types of `kinds`, with some tensors renamed, or omitted by the name "".
+
+    `add` adds keys and tensors.
+    """
     config = model.config
     writer = GGUFWriter(path, ARCHITECTURES[config.model_type])
     _write_keys(writer, config)
+    add(writer)
     for name, tensor in _tensors(model):
         name = renamed.get(name, name)
         if not name:
@@ -91,7 +96,7 @@ def write_gguf(
 
 
 def quantize_model(model: Any, kinds: Kinds) -> Any:
-    """Return a copy of a model with the weights that its GGUF stands for. Blocks are along rows, which may move."""
+    """Return a copy of a model with the dequantized weights of its GGUF. Rows may move: blocks lie along rows."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for name, view in _tensors(model, in_place=True):
@@ -146,6 +151,9 @@ def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if kind in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "yarn":
+        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
+        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
     if kind == "longrope":
         original = rope["original_max_position_embeddings"]
         stretch = config.max_position_embeddings / original
@@ -153,7 +161,7 @@ def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
 
 
 def _tensors(model: Any, *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor by its name in a GGUF; `in_place`: as a view of the model's, the rows where they are."""
+    """Yield each tensor by its name in a GGUF; `in_place`: as a view of the model's, without permuting rows."""
     config = model.config
     gemma = config.model_type.startswith("gemma")
     names = NAMES
@@ -213,6 +221,6 @@ def _rope_tensors(config: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def permuted(tensor: Tensor, heads: int) -> Tensor:
-    """Return rows of q or k with the two halves of each head in turn."""
+    """Return rows of q or k with alternating rows of the two halves of each head."""
     parts = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return parts.transpose(1, 2).reshape(tensor.shape)

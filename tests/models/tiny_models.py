@@ -17,8 +17,7 @@ import transformers
 from torch import Tensor
 
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, allocate
-from edgelm.models.batch import Batch
-from edgelm.models.decoder import Decoder
+from edgelm.models.decoder import Batch, Decoder
 
 transformers.utils.logging.disable_progress_bar()
 VOCAB = 96
@@ -62,7 +61,7 @@ LONGROPE = {
     "original_max_position_embeddings": 128,
 }
 ROUTERS = ("mlp.gate.weight", "router.weight")
-# by name: model_type, and what differs from SIZES
+# by name: model_type, and the values that differ from SIZES
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"rms_norm_eps": 1e-5}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
@@ -107,12 +106,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": (
         "gpt_oss",
-        {
-            "sliding_window": WINDOW,
-            "num_local_experts": 6,
-            "num_experts_per_tok": 2,
-            "rope_parameters": YARN,
-        },
+        {"sliding_window": WINDOW, "num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": YARN},
     ),
 }
 
@@ -122,7 +116,7 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
     model_type, options = MODELS[name]
     options = copy.deepcopy({**SIZES, **options, **changes})
     config = transformers.AutoConfig.for_model(model_type, **options)
-    config._attn_implementation = "eager"  # the only one that has soft caps and sinks
+    config._attn_implementation = "eager"  # the only one with soft caps and sinks
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -137,7 +131,7 @@ def _random(key: str, tensor: Tensor, generator: torch.Generator, centre: float)
         return centre + 0.2 * values
     if "bias" in key or "sinks" in key:
         return 0.5 * values
-    gain = 4.0 if key.endswith(ROUTERS) else 1.0  # the last expert chosen counts little: bfloat16 may choose another
+    gain = 4.0 if key.endswith(ROUTERS) else 1.0  # bfloat16 may choose another last expert, with a small weight
     transposed = key.endswith(("experts.gate_up_proj", "experts.down_proj")) and "bias" not in key
     columns = tensor.shape[-2] if transposed and tensor.shape[-1] != SIZES["hidden_size"] else tensor.shape[-1]
     return gain * values * columns**-0.5
@@ -163,7 +157,7 @@ def expected(model: Any, ids: list[int]) -> Tensor:
 
 @dataclass
 class Session:
-    """A decoder with a cache of its own; sequences take the blocks that they need, in an order that is not theirs."""
+    """A decoder with its own cache. Sequences take the blocks that they need, in another order than theirs."""
 
     decoder: Decoder
     cache_dtype: torch.dtype = torch.float32
@@ -178,7 +172,7 @@ class Session:
             allocate(
                 FORMATS[self.format],
                 self.num_blocks,
-                config.kv_heads,
+                config.num_kv_heads,
                 config.head_dim,
                 self.decoder.device,
                 self.cache_dtype,
@@ -209,11 +203,11 @@ class Session:
         lengths = [self.lengths[sequence] for sequence in chunks]
         batch = Batch(
             positions=torch.tensor(positions + [0] * padding, dtype=torch.int32),
-            slots=torch.tensor(slots + [-1] * padding, dtype=torch.int64),
-            tables=torch.tensor(padded + [[0] * width] * padding, dtype=torch.int32),
-            starts=torch.tensor(starts + starts[-1:] * padding, dtype=torch.int32),
-            lengths=torch.tensor(lengths + [0] * padding, dtype=torch.int32),
-            max_query=max(map(len, chunks.values())),
+            slot_mapping=torch.tensor(slots + [-1] * padding, dtype=torch.int64),
+            block_tables=torch.tensor(padded + [[0] * width] * padding, dtype=torch.int32),
+            query_start_loc=torch.tensor(starts + starts[-1:] * padding, dtype=torch.int32),
+            seq_lens=torch.tensor(lengths + [0] * padding, dtype=torch.int32),
+            max_query_len=max(map(len, chunks.values())),
         )
         ids += [0] * padding
         with torch.no_grad():
@@ -224,12 +218,12 @@ class Session:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the largest error of a row, as a part of that row's largest logit."""
+    """Return the largest error of a row relative to the row's largest logit."""
     return float(((got - want).abs().amax(-1) / want.abs().amax(-1)).max())
 
 
 def mean_relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the root of the mean square of all errors, as a part of that of the logits."""
+    """Return the root mean square of all errors relative to that of the logits."""
     return float((got - want).norm() / want.norm())
 
 

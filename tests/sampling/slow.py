@@ -1,4 +1,4 @@
-"""The distribution that `edgelm.sampling.reference` specifies, computed the obvious way: sort everything, in float64.
+"""The distribution that `edgelm.sampling.reference` specifies, computed the simple way: sort all, in float64.
 
 Shares no code with the samplers that are tested against it.
 """
@@ -19,11 +19,11 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Exact(NamedTuple):
-    """What may be drawn, in ascending order, the upper end of each token's part of [0, 1), and the closest call."""
+    """The possible tokens in ascending order, the upper end of their shares of [0, 1), and the closest call."""
 
     ids: list[int]
     ends: NDArray[np.float64]
-    margin: float  # between a bound of min_p or top_p and the sum or ratio nearest to it
+    margin: float  # distance between a bound of min_p or top_p and the nearest sum or ratio
 
 
 def rounded(value: float) -> float:
@@ -62,7 +62,7 @@ def exact(
     answer: Sequence[int] = (),
     allowed: Sequence[bool] | None = None,
 ) -> Exact | None:
-    """Return the distribution that the specification asks for; None: nothing can be sampled."""
+    """Return the specified distribution; None: no token can be sampled."""
     if any(math.isnan(x) or x == math.inf for x in logits) or all(x == -math.inf for x in logits):
         return None
     row = processed(logits, params, prompt, answer, allowed)
@@ -93,7 +93,7 @@ def exact(
 
 
 def packed(allowed: Sequence[bool]) -> NDArray[np.int32]:
-    """Return the mask, with the bits behind the vocabulary set: they mean nothing."""
+    """Return the mask, with all bits beyond the vocabulary set: they have no meaning."""
     words = [0] * (-(-len(allowed) // 32))
     for i in range(len(words) * 32):
         words[i // 32] |= (i >= len(allowed) or allowed[i]) << (i % 32)

@@ -1,4 +1,4 @@
-"""The device's sampler against the numpy reference, on the CPU in plain torch; its kernels: tests/kernels."""
+"""The device sampler against the numpy reference, in plain torch on the CPU. Its kernels: tests/kernels."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from edgelm.core import NOT_A_TOKEN, Sampled, SamplingParams
 from edgelm.sampling import device as device_module
 from edgelm.sampling.device import IN_FLIGHT, DeviceSampler, Launch, RowRequest
 from edgelm.sampling.history import History
-from edgelm.sampling.philox import uniform
-from edgelm.sampling.reference import Floats, sample
+from edgelm.sampling.reference import Floats, sample, uniform
 from tests.counts import Count
 from tests.sampling.slow import exact, packed
 from tests.sampling.test_reference import TRUNCATIONS, fresh_rng, params_for, rows
 
 EXAMPLES = Count(test=40, soak=6_000)  # of hypothesis
 BIG_DRAWS = Count(test=10, soak=2_000)
-NEAR = 1e-5  # of a boundary between tokens, or a sum or ratio of its bound: there implementations may differ
+NEAR = 1e-5  # so near to a boundary between tokens, or to a bound, implementations may differ
 
 
 @dataclass
 class Tally:
-    """How many draws there were, and how many differ."""
+    """The number of draws, and of those that differ."""
 
     total: int = 0
     other: int = 0
@@ -46,7 +45,7 @@ class Tally:
         answer: list[int] | None = None,
         allowed: list[bool] | None = None,
     ) -> None:
-        """Check one row; where the tokens differ, that float64 says that it is a close call."""
+        """Check one row; if the tokens differ, it must be a close call in float64."""
         self.total += 1
         params = request.params
         if got.id != want.id:
@@ -94,7 +93,7 @@ def test_equals_the_reference() -> None:
             else [True] * size
             for _ in requests
         ]
-        masks = np.stack([packed(each) for each in allowed]) if masked else None
+        masks = np.stack([packed(tokens_allowed) for tokens_allowed in allowed]) if masked else None
         sampler = DeviceSampler(size, len(requests) + 1, "cpu", "reference")
         table = torch.from_numpy(np.tile(logits, (len(requests), 1)))
         got = sampler.sample(table, (request for request, _, _ in requests), masks)
@@ -157,12 +156,12 @@ def test_rows_of_all_kinds_do_not_disturb_each_other() -> None:
     assert history.counts.tolist() == [0, 0, 2]
 
 
-def test_launches_are_answered_in_their_order() -> None:
+def test_launches_are_read_in_order() -> None:
     rng = fresh_rng()
     sampler = DeviceSampler(50, 4, "cpu", "reference")
     tables = [(rng.standard_normal((n, 50)) * 5).astype(np.float32) for n in (1, 4, 2, 3)]
     params = SamplingParams(temperature=0, num_logprobs=1)
-    wanted = [[sample(row, params, 0) for row in table] for table in tables]
+    expected = [[sample(row, params, 0) for row in table] for table in tables]
 
     launches: list[Launch] = []
     for i, table in enumerate(tables):
@@ -171,12 +170,12 @@ def test_launches_are_answered_in_their_order() -> None:
         launches.append(launch)
         done = i - IN_FLIGHT + 1
         if done >= 0:
-            assert [row.id for row in launches[done].read()] == [row.id for row in wanted[done]]
-    assert [row.top[0][0] for row in launches[3].read()] == [row.id for row in wanted[3]]
+            assert [row.id for row in launches[done].read()] == [row.id for row in expected[done]]
+    assert [row.top[0][0] for row in launches[3].read()] == [row.id for row in expected[3]]
 
 
 class Recorded:
-    """A graph on the CPU: it does again what was recorded, into the same memory."""
+    """A graph on the CPU: it repeats the recorded work, into the same memory."""
 
     def __init__(self, work: Callable[[], torch.Tensor]) -> None:
         self._work = work
@@ -188,7 +187,7 @@ class Recorded:
         self.replays += 1
 
 
-def test_what_a_graph_samples_is_what_is_sampled_without_one() -> None:
+def test_a_graph_samples_the_same_as_no_graph() -> None:
     rng = fresh_rng()
     graphs: list[Recorded] = []
 
@@ -218,14 +217,14 @@ def test_what_a_graph_samples_is_what_is_sampled_without_one() -> None:
             )
             for _ in range(count)
         ]
-        requests = [RowRequest(each, int(rng.integers(99)), history) for each in params]
+        requests = [RowRequest(row_params, int(rng.integers(99)), history) for row_params in params]
         masks = rng.integers(-(2**31), 2**31, (count, 3), dtype=np.int32) | 1 if number % 2 else None
         expected_replays += number % 5 != 0 and number % 7 != 0
         assert graphed.sample(place[:count], requests, masks) == plain.sample(place[:count], requests, masks)
     assert sum(graph.replays for graph in graphs) == expected_replays > 30
 
 
-def test_what_is_not_read_is_forgotten_and_not_mistaken() -> None:
+def test_an_unread_launch_is_forgotten_and_not_mistaken_for_another() -> None:
     sampler = DeviceSampler(50, 4, "cpu", "reference")
     rows = [RowRequest(SamplingParams(temperature=0), 0)]
     launches = [sampler.launch(torch.eye(50)[i : i + 1], rows, None) for i in range(IN_FLIGHT + 1)]
@@ -254,18 +253,18 @@ def test_histories_and_biases_of_any_length(dtype: torch.dtype) -> None:
                 histories[i].push(token)
             row = logits[i].float().numpy()
             want = sample(row, params, i, histories[i])
-            if got.id != want.id:  # as rare as a draw at a boundary: it would not be so twice
+            if got.id != want.id:  # a draw at a boundary is so rare that it does not happen twice
                 want = sample(row, replace(params, seed=0), i, histories[i])
                 histories[i].pop(i)
                 again = requests[i]._replace(params=replace(params, seed=0))
                 assert sampler.sample(logits[i : i + 1], [again], None)[0].id == want.id
 
 
-def test_staging_waits_for_no_launch_that_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_waits_for_no_launch_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     in_flight: deque[Event] = deque()
 
     class Event:
-        """Waited for before its launch is answered it fails, where a real one would wait for a step."""
+        """Fails if it is waited for before its launch is read; a real one would wait for a step."""
 
         passed = True
 
@@ -287,14 +286,14 @@ def test_staging_waits_for_no_launch_that_is_in_flight(monkeypatch: pytest.Monke
     column = device_module._Column(torch.int32, 4, SimpleNamespace(type="cuda"))
     for step in range(8):
         column.clear()
-        wanted = [step] * (3 + 2 * (step // 2))  # it grows again and again
-        column.append(np.array(wanted, dtype=np.int32))
-        assert column.send()[: len(wanted)].tolist() == wanted
+        values = [step] * (3 + 2 * (step // 2))  # it grows again and again
+        column.append(np.array(values, dtype=np.int32))
+        assert column.send()[: len(values)].tolist() == values
         if len(in_flight) == IN_FLIGHT:
             in_flight.popleft().passed = True
 
 
-def test_as_many_likely_tokens_as_there_are() -> None:
+def test_more_likely_tokens_requested_than_there_are() -> None:
     logits = np.array([[0.5, -math.inf, 2.0, 2.0]], dtype=np.float32)
     params = SamplingParams(temperature=0, num_logprobs=20)
     got = DeviceSampler(4, 1, "cpu", "reference").sample(torch.from_numpy(logits), [RowRequest(params, 0)], None)[0]

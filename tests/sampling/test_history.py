@@ -1,4 +1,4 @@
-"""The penalties' counts against lists that are counted anew."""
+"""The counts for the penalties against lists that are counted again each time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = st.integers(0, 30) | st.integers(0, 150_000)
 
 
 class Machine(RuleBasedStateMachine):
-    """Drive a history beside the plain lists that it stands for."""
+    """Applies the same operations to a history and to plain lists."""
 
     @initialize(prompt=st.lists(TOKENS, max_size=20), many=st.sampled_from([0, 250, 256, 257, 600]))
     def start(self, prompt: list[int], many: int) -> None:
@@ -63,13 +63,13 @@ TestHistory = Machine.TestCase
 TestHistory.settings = settings(max_examples=MACHINES, stateful_step_count=25)
 
 
-def test_growing_while_an_answer_token_is_new() -> None:
+def test_the_arrays_grow_while_a_token_is_new() -> None:
     history = History(range(256))
     history.extend([256])
     assert dict(zip(history.ids.tolist(), history.counts.tolist(), strict=True))[256] == 1
 
 
-def test_what_is_pushed_must_be_popped_first() -> None:
+def test_pushed_tokens_must_be_popped_first() -> None:
     history = History([1])
     history.push(2)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""The sampler against a slow one that sorts everything in float64, and against the exact distribution."""
+"""The sampler against a slow one that sorts everything in float64, against exact distributions; and its generator."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from edgelm.core import NOT_A_TOKEN, SamplingParams
 from edgelm.sampling.history import History
-from edgelm.sampling.philox import uniform
-from edgelm.sampling.reference import Floats, Workspace, sample
+from edgelm.sampling.reference import Floats, Words, Workspace, philox, sample, uniform
 from tests.counts import Count
 from tests.sampling.slow import FLOAT32_MAX, Exact, exact, packed
 
@@ -25,12 +24,14 @@ EXAMPLES = Count(test=600, soak=6_000)  # of hypothesis
 DRAWS = 8  # of each
 BIG_DRAWS = Count(test=400, soak=5_000)
 CHI_SQUARE_DRAWS = Count(test=50_000, soak=500_000)
-NEAR = 1e-5  # a draw so near to a boundary may go to either side
+NUM_UNIFORM = Count(test=20_000, soak=1_000_000)
+ONES = 0xFFFFFFFF
+NEAR = 1e-5  # a draw so near to a boundary may fall on either side
 
 
 @dataclass
 class Tally:
-    """How many draws there were, and how many went to the other side of a boundary."""
+    """The number of draws, and of those that fell on the other side of a boundary."""
 
     total: int = 0
     other: int = 0
@@ -180,7 +181,7 @@ def test_greedy_takes_the_first_of_the_greatest(num_vocab: int) -> None:
         assert sample(logits, SamplingParams(top_p=1e-9, temperature=5), position).id == best
 
 
-def test_penalties_beyond_all_floats_forbid_nothing() -> None:
+def test_penalties_that_overflow_forbid_no_token() -> None:
     history = History([])
     history.extend([0, 0, 0, 1])
     params = SamplingParams(temperature=0, repetition_penalty=1e-300, frequency_penalty=1e308)
@@ -191,14 +192,14 @@ def test_penalties_beyond_all_floats_forbid_nothing() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
 @pytest.mark.parametrize("num_vocab", [1, 2, 33, 1001, 32_000])
-def test_a_logit_that_is_no_number_gives_no_token(num_vocab: int, bad: float) -> None:
+def test_a_nan_or_infinite_logit_gives_no_token(num_vocab: int, bad: float) -> None:
     rng = fresh_rng()
     nothing = packed([True] * num_vocab)
     for _ in range(20):
         values = rng.standard_normal(num_vocab).astype(np.float32)
         at = int(rng.integers(num_vocab))
         values[at] = bad
-        nothing[at // 32] &= ~np.int32(1 << (at % 32) if at % 32 < 31 else -(2**31))  # not even where it is forbidden
+        nothing[at // 32] &= ~np.int32(1 << (at % 32) if at % 32 < 31 else -(2**31))  # not even if it is forbidden
         for params in (
             SamplingParams(temperature=0),
             SamplingParams(),
@@ -209,7 +210,7 @@ def test_a_logit_that_is_no_number_gives_no_token(num_vocab: int, bad: float) ->
             assert sample(values, params, 0) == (NOT_A_TOKEN, None, ())
 
 
-def test_no_possible_token_is_no_token() -> None:
+def test_without_a_possible_token_there_is_no_token() -> None:
     logits = read_only([1.0, -math.inf, 2.0])
     for params in (SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5, num_logprobs=2)):
         assert sample(read_only([-math.inf] * 3), params, 0).id == NOT_A_TOKEN
@@ -271,7 +272,7 @@ def test_draws_follow_the_exact_distribution(params: SamplingParams) -> None:
     assert statistic < limit
 
 
-def test_the_draw_depends_on_seed_position_and_choice_alone() -> None:
+def test_the_draw_depends_only_on_seed_position_and_choice() -> None:
     rng = fresh_rng()
     logits = read_only(rng.standard_normal(500))
     work = Workspace(500)
@@ -332,3 +333,64 @@ def test_logprobs_of_a_large_row() -> None:
     assert [i for i, _ in got.top] == np.argsort(-wide, kind="stable")[:20].tolist()
     assert [x for _, x in got.top] == pytest.approx(np.sort(logprobs)[::-1][:20].tolist(), abs=1e-6)
     assert got.logprob == pytest.approx(logprobs[got.id], abs=1e-6)
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ONES, ONES, ONES, ONES), (ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_known_answers_of_random123(counter: Words, key: tuple[int, int], words: Words) -> None:
+    assert philox(counter, key) == words
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_uniform_is_the_upper_24_bits_of_word_0(seed: int, position: int, choice: int) -> None:
+    word = philox((position, choice, 0, 0), (seed % 2**32, seed // 2**32))[0]
+    u = uniform(seed, position, choice)
+    assert 0 <= u < 1
+    assert u * 2**24 == word // 256
+
+
+def test_numbers_are_uniform_and_streams_are_independent() -> None:
+    seed = secrets.randbits(64)
+    print("seed", seed)
+    streams = {
+        "choice 0": [uniform(seed, i, 0) for i in range(NUM_UNIFORM)],
+        "choice 1": [uniform(seed, i, 1) for i in range(NUM_UNIFORM)],
+        "next position": [uniform(seed, i + 1, 0) for i in range(NUM_UNIFORM)],
+        "next seed": [uniform((seed + 1) % 2**64, i, 0) for i in range(NUM_UNIFORM)],
+        "upper half of the seed": [uniform(seed ^ 1 << 40, i, 0) for i in range(NUM_UNIFORM)],
+    }
+    for name, numbers in streams.items():
+        counts = np.histogram(numbers, bins=64, range=(0, 1))[0]
+        statistic = float(((counts - NUM_UNIFORM / 64) ** 2).sum() / (NUM_UNIFORM / 64))
+        assert statistic < 150, (name, statistic)  # 63 degrees of freedom: passed by chance once in 2e8
+    correlations = np.corrcoef(list(streams.values()))
+    assert np.abs(correlations - np.eye(len(streams))).max() < 6 / NUM_UNIFORM**0.5, correlations
+
+
+@pytest.mark.parametrize("num_allowed", [1, 2, 30, 900, 20_000])
+@pytest.mark.parametrize("params", TRUNCATIONS)
+def test_a_mask_equals_impossible_logits(num_allowed: int, params: SamplingParams) -> None:
+    """A mask with few tokens takes a shorter way, even if the bits that fill the last word are set."""
+    num_vocab = 32_003
+    rng = fresh_rng()
+    logits = read_only(rng.normal(0, 3, num_vocab).astype(np.float32))
+    allowed = np.zeros(-(-num_vocab // 32) * 32, np.bool_)
+    allowed[rng.choice(num_vocab, num_allowed, replace=False)] = True
+    allowed[num_vocab:] = True
+    mask = np.packbits(allowed, bitorder="little").view(np.int32)
+    impossible = np.where(allowed[:num_vocab], logits, np.float32(-math.inf))
+    for position in range(30):
+        assert sample(logits, params, position, mask=mask) == sample(impossible, params, position)

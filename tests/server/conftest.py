@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.executors import machine
+from edgelm.machine import facts as machine
 from tests.server.harness import Front, serving
 from tests.tiny import write_tiny
 
-# The real check of llama.cpp, and no measurement of speed: it takes most of the time and changes no answer.
+# The real check of llama.cpp.
 CANARY = """
-import os, sys
-if sys.argv[1] == "speed":
-    print('{"token_ms": 1}')
-else:
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "edgelm.executors.canary", *sys.argv[1:]])
+import sys
+from edgelm.backends.llama.canary import check
+from edgelm.machine.facts import Checked, CheckKernels
+from edgelm.workers.child import run_job
+sys.exit(run_job({
+    CheckKernels: lambda job, child: child.send(Checked(check(job.folder, job.threads, job.repack))),
+}))
 """
 
 
@@ -27,7 +29,7 @@ else:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder in which the machine's facts are found already."""
     folder = tmp_path_factory.mktemp("cache")
-    machine.facts(folder, notify=print, command=[sys.executable, "-c", CANARY])
+    machine.facts(folder, notify=print, command=(sys.executable, "-c", CANARY))
     return folder
 
 

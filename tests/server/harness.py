@@ -10,11 +10,12 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import httpx2
 
@@ -101,6 +102,61 @@ def until(what: str, true: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline, f"never: {what}"
         time.sleep(0.02)
     return value
+
+
+class Watch:
+    """The slowest answer of /health while the block runs."""
+
+    def __init__(self, front: Front) -> None:
+        self._address = front.address
+        self._begun, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+        self.slowest_s = 0.0
+
+    def _ask(self) -> None:
+        with httpx2.Client(base_url=self._address, timeout=10 * LIMIT_S, trust_env=False) as client:
+            while not self._over.wait(0.005):
+                begin = time.monotonic()
+                assert client.get("/health").status_code == 200
+                self.slowest_s = max(self.slowest_s, time.monotonic() - begin)
+                self._begun.set()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._begun.wait(LIMIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+class Figures(NamedTuple):
+    """The memory and the open files of a front and of one of its engines."""
+
+    front_bytes: int
+    engine_bytes: int
+    front_files: int
+    engine_files: int
+
+    def __str__(self) -> str:
+        front, engine = self.front_bytes / 2**20, self.engine_bytes / 2**20
+        return f"front {front:.0f} MiB, {self.front_files} files; engine {engine:.0f} MiB, {self.engine_files} files"
+
+
+def figures(front: Front, model: str) -> Figures:
+    """Return the figures of now. Linux only."""
+    pids = front.process.pid, front.ps(model)["pid"]
+    return Figures(*map(rss_bytes, pids), *map(num_open_files, pids))
+
+
+def rss_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("VmRSS:")[2].split()[0])
+
+
+def num_open_files(pid: int) -> int:
+    return len([*Path(f"/proc/{pid}/fd").iterdir()])
 
 
 def processes() -> dict[int, Path]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.server.harness import Front, serving, until
+from tests.server.harness import LIMIT_S, Front, serving, until
 from tests.tiny import write_tiny
 
 LONG = {"max_tokens": 20_000, "temperature": 0}
@@ -84,6 +85,25 @@ def test_a_file_that_is_deleted_serves_on(front: Front, model: Path) -> None:
     model.unlink()
     *_, last = events
     assert last["choices"][0]["finish_reason"] == "length"
+    assert front.ps("model")["pid"] == engine
     write_model(model)
     assert answer(front) == text
-    assert front.ps("model")["pid"] == engine
+    assert front.ps("model")["pid"] != engine, "a file in its place may be another model"
+
+
+def test_a_file_that_is_replaced_by_renaming_is_loaded_for_the_next_request(front: Front, model: Path) -> None:
+    first = answer(front)
+    engine = front.ps("model")["pid"]
+    events = front.events("model", max_tokens=200, temperature=0)
+    assert "choices" in next(events)
+    write_model(model.with_name("new"), seed=9).rename(model)
+    second: list[str] = []
+    asking = threading.Thread(target=lambda: second.append(answer(front)))
+    asking.start()
+    *_, last = events
+    assert last["choices"][0]["finish_reason"] == "length", "it ends with the old model"
+    asking.join(LIMIT_S)
+    assert second[0] != first
+    assert front.ps("model")["pid"] != engine
+    assert front.ps("model")["error"] is None
+    assert answer(front) == second[0]

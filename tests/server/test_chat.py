@@ -126,11 +126,11 @@ def test_logit_bias_forces_a_token(front: Front) -> None:
 @pytest.mark.parametrize(
     ("fields", "status", "code", "param"),
     [
-        ({"temperature": -1}, 400, "invalid_value", None),
-        ({"stop": [""]}, 400, "invalid_value", None),
+        ({"temperature": -1}, 400, "invalid_value", "temperature"),
+        ({"stop": [""]}, 400, "invalid_value", "stop.0"),
         ({"logit_bias": {"99999": 1}}, 400, "invalid_value", None),
-        ({"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
-        ({"tempreature": 1}, 400, "unknown_parameter", "tempreature"),
+        ({"tools": [{"type": "function"}]}, 400, "invalid_type", "tools.0"),
+        ({"modalities": ["audio"]}, 400, "unsupported_parameter", "modalities"),
         ({"model": "absent"}, 404, "model_not_found", "model"),
         ({"model": "/absent/model.gguf"}, 404, "model_not_found", "model"),
     ],

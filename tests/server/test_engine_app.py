@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +14,17 @@ import httpx2
 import pytest
 from starlette.types import Message
 
-from edgelm.completion import Delta
 from edgelm.config import Settings
-from edgelm.core import FinishReason, Sampled, Stats
+from edgelm.core import Event, FinishReason, Sampled, SamplingParams, Stats
+from edgelm.engine.counters import Counters
 from edgelm.errors import BusyError, EngineError, RequestError
+from edgelm.jobs.answer import Answerer
+from edgelm.jobs.past import MAX_PAST_CHARS
 from edgelm.server import engine_app as module
 from edgelm.server.engine_app import EngineParts, engine_app
-from edgelm.server.past import MAX_CHARS
+from edgelm.server.keys import CLIENT, NAMESPACE
 from edgelm.text.chat import Rendered
-from edgelm.text.known_chats import Prompt
+from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.template import too_long
 from tests.engine.fake import info
 
@@ -43,6 +45,9 @@ WORDS = {1: b"one", 2: b" two", 3: b"\xe6\x97", 9: b""}
 
 class FakeTokenizer:
     stop_ids = frozenset({9})
+    special_strings: frozenset[str] = frozenset()
+    num_tokens = 40
+    bos_id = None
 
     def piece(self, token: int) -> bytes:
         return WORDS[token]
@@ -51,64 +56,110 @@ class FakeTokenizer:
         return f"<{token}>"
 
     def encode(self, text: str, *, special: bool, bos: bool) -> list[int]:
-        assert not special
-        assert not bos
-        if "☃" in text:
+        assert special == bos, "of a user's text, only a prompt has special tokens"
+        if "\u2603" in text:
             raise RequestError("the vocabulary cannot write it")
         return [len(word) for word in text.split()]
+
+    def decode(self, tokens: list[int], *, strip_prefix_space: bool = False) -> str:
+        return "".join(map(str, tokens))
 
 
 class FakeTemplates:
     stop_strings: tuple[str, ...] = ()
     error: RequestError | None = None
     prompt = (5, 6, 7)
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
     def __init__(self) -> None:
-        self.learnt: list[list[int]] = []
+        self.learnt: list[tuple[list[int], Any]] = []
+        self.cache_namespace = ""
 
     async def template(self) -> FakeTemplates:
         return self
 
-    async def render_prompt(self, messages: list[dict[str, Any]], *, max_bytes: int) -> Prompt:
+    async def render(self, messages: list[dict[str, Any]], **options: Any) -> Rendered:
+        return Rendered("".join(message["content"] for message in messages))
+
+    async def render_prompt(self, messages: list[dict[str, Any]], *, cache_namespace: str, **options: Any) -> Prompt:
+        self.cache_namespace = cache_namespace
         if self.error is not None:
             raise self.error
         return Prompt(list(self.prompt), Rendered(""), {})
 
-    async def learn(self, prompt: Prompt, answer: list[int]) -> None:
+    async def cache_answer(self, prompt: Prompt, answer: list[int], message: Any) -> None:
         assert prompt.ids == list(self.prompt)
-        self.learnt.append(answer)
+        self.learnt.append((answer, message))
 
 
-class Script:
-    """The deltas of the next requests: an exception is raised, an Event is waited for."""
-
-    def __init__(self, *steps: Delta | Exception | asyncio.Event) -> None:
-        self.steps = steps
-        self.stops: list[str] = []
-        self.past: list[int] = []
-        self.left = asyncio.Event()
-
-    async def __call__(
-        self, engine: Any, tokenizer: Any, prompt: Any, params: Any, stop: Any, *, past: Any, owner: str
-    ) -> AsyncIterator[Delta]:
-        self.stops, self.past, self.owner = stop, past, owner
-        try:
-            for step in self.steps:
-                if isinstance(step, Exception):
-                    raise step
-                if isinstance(step, asyncio.Event):
-                    await step.wait()
-                else:
-                    yield step
-        finally:
-            self.left.set()
+Step = Event | Exception | asyncio.Event
 
 
-def delta(text: str, *ids: int, reason: FinishReason | None = None, logprob: float | None = None) -> Delta:
-    return Delta(text, tuple(Sampled(each, logprob) for each in ids), reason, STATS if reason else None)
+class FakeStream:
+    """Plays steps: an exception is raised, an asyncio.Event is awaited."""
+
+    def __init__(self, steps: tuple[Step, ...], on_end: Callable[[Event], None] | None = None) -> None:
+        self.steps = list(steps)
+        self.on_end = on_end
+        self.closed = asyncio.Event()
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> Event:
+        while self.steps:
+            step = self.steps.pop(0)
+            if isinstance(step, Exception):
+                raise step
+            if isinstance(step, Event):
+                if step.finish_reason and self.on_end:
+                    self.on_end(step)
+                return step
+            await step.wait()
+        raise StopAsyncIteration
+
+    async def stop(self) -> Stats:
+        self.closed.set()
+        return STATS
+
+    async def aclose(self) -> None:
+        self.closed.set()
 
 
-END = delta(" two", 2, 9, reason="stop")
+class FakeEngine:
+    """Plays a script for each request: by its choice, or the last one."""
+
+    num_requests = 2
+    num_running = 1
+    kv_usage = 0.5
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.info = info(context=100)
+        self.scripts: list[tuple[Step, ...]] = []
+        self.streams: list[FakeStream] = []
+        self.params: list[SamplingParams] = []
+        self.prompts: list[list[int]] = []
+        self.options: dict[str, Any] = {}
+
+    def submit(self, tokens: list[int], params: SamplingParams, matcher: Any = None, **options: Any) -> FakeStream:
+        self.params.append(params)
+        self.prompts.append(tokens)
+        self.options = options
+        if any(token >= self.info.num_vocab for token, _ in params.logit_bias):
+            raise RequestError("logit_bias has a token id outside of the vocabulary")
+        usage = options.get("usage")
+        on_end = usage.begin(counts_prompt=params.choice == 0) if usage else None
+        self.streams.append(FakeStream(self.scripts[min(len(self.streams), len(self.scripts) - 1)], on_end))
+        return self.streams[-1]
+
+
+def event(*ids: int, reason: FinishReason | None = None, logprob: float | None = None, accepted: int = 0) -> Event:
+    sampled = tuple(Sampled(token, logprob) for token in ids)
+    return Event(0, sampled, reason, stats=STATS if reason else None, accepted=accepted)
+
+
+END = event(2, 9, reason="stop")
 
 
 @pytest.fixture
@@ -117,15 +168,20 @@ def templates() -> FakeTemplates:
 
 
 @pytest.fixture
-def app(templates: FakeTemplates) -> Any:
-    engine = SimpleNamespace(info=info(context=100), num_requests=2)
-    loaded = SimpleNamespace(engine=engine, tokenizer=FakeTokenizer(), name="fake")
-    return engine_app(EngineParts(loaded, templates, Settings()), "key")  # type: ignore[arg-type]
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def app(templates: Any, engine: Any) -> Any:
+    loaded: Any = SimpleNamespace(engine=engine, tokenizer=FakeTokenizer(), name="fake", require=lambda _: None)
+    grammars: Any = None
+    return engine_app(EngineParts(loaded, Answerer(loaded, templates, grammars, Settings())), "key")
 
 
 @asynccontextmanager
 async def client(app: Any, key: str = "key") -> AsyncIterator[httpx2.AsyncClient]:
-    headers = {"authorization": f"Bearer {key}"}
+    headers = {"authorization": f"Bearer {key}", NAMESPACE: "of a key", CLIENT: "somebody"}
     async with (
         asyncio.timeout(LIMIT_S),
         httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://x", headers=headers) as made,
@@ -133,11 +189,12 @@ async def client(app: Any, key: str = "key") -> AsyncIterator[httpx2.AsyncClient
         yield made
 
 
-async def ask(app: Any, monkeypatch: pytest.MonkeyPatch, *steps: Any, **fields: Any) -> httpx2.Response:
-    monkeypatch.setattr(module, "complete", Script(*steps))
-    wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
+async def post(app: Any, engine: FakeEngine, *steps: Step, **fields: Any) -> httpx2.Response:
+    """Send a chat whose answers all play these steps."""
+    engine.scripts = [steps]
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
     async with client(app) as http:
-        return await http.post("/v1/chat/completions", json=wanted)
+        return await http.post("/v1/chat/completions", json=body)
 
 
 def events(answer: httpx2.Response) -> list[Any]:
@@ -146,8 +203,17 @@ def events(answer: httpx2.Response) -> list[Any]:
     return [line if line == "data: [DONE]" or line[0] == ":" else json.loads(line[6:]) for line in lines]
 
 
-async def test_the_shape_of_a_whole_answer(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = (await ask(app, monkeypatch, delta("one", 1), END)).json()
+async def test_a_namespace_reaches_all_that_is_kept_of_its_requests(
+    app: Any, engine: FakeEngine, templates: FakeTemplates
+) -> None:
+    assert (await post(app, engine, END)).status_code == 200
+    assert engine.options["cache_namespace"] == "of a key", "prefixes, and past answers"
+    assert templates.cache_namespace == "of a key", "the tokens of prompts"
+    assert engine.options["client"] == "somebody", "whose turn it is in the queue"
+
+
+async def test_the_shape_of_a_whole_answer(app: Any, engine: FakeEngine, templates: FakeTemplates) -> None:
+    answer = (await post(app, engine, event(1), END)).json()
     assert answer.pop("id").startswith("chatcmpl-")
     assert answer.pop("created") > 1_700_000_000
     assert answer.pop("system_fingerprint").startswith("edgelm-")
@@ -161,6 +227,7 @@ async def test_the_shape_of_a_whole_answer(app: Any, monkeypatch: pytest.MonkeyP
             "completion_tokens": 2,
             "total_tokens": 5,
             "prompt_tokens_details": {"cached_tokens": 1},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
         "edgelm": {
             "finish_reason": "stop",
@@ -178,66 +245,54 @@ async def test_the_shape_of_a_whole_answer(app: Any, monkeypatch: pytest.MonkeyP
             "device": info().device,
         },
     }
+    assert templates.learnt == [([1, 2, 9], {"role": "assistant", "content": "one two"})]
 
 
-async def test_tokens_that_show_nothing_yet_make_no_chunk(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = await ask(app, monkeypatch, delta("", 3), delta("one", 1), END, stream=True)
-    chunks = events(answer)
+async def test_tokens_that_show_nothing_yet_make_no_chunk(app: Any, engine: FakeEngine) -> None:
+    chunks = events(await post(app, engine, event(3), event(1), END, stream=True))
     assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
         {"role": "assistant", "content": ""},
-        {"content": "one"},
+        {"content": "\ufffdone"},
         {"content": " two"},
     ]
     assert chunks[-1] == "data: [DONE]"
 
 
-async def test_what_was_drafted_is_told_beside_the_text(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = (
-        Delta("one", (Sampled(1),), drafted=((1, 3),)),
-        Delta(" two", (Sampled(2),), drafted=((0, 2), (3, 4))),
-        Delta("!", (), "stop", STATS),
-    )
-    whole = (await ask(app, monkeypatch, *steps)).json()
-    assert whole["edgelm"]["drafted"] == [[1, 5], [6, 7]]
-    chunks = events(await ask(app, monkeypatch, *steps, stream=True))[1:-1]
-    assert [chunk.get("edgelm", {}).get("drafted") for chunk in chunks] == [[[1, 3]], [[0, 2], [3, 4]], None]
-    last = Delta("!", (), "stop", STATS, ((0, 1),))
-    chunks = events(await ask(app, monkeypatch, last, stream=True))
-    assert chunks[1]["edgelm"]["drafted"] == [[0, 1]]
-    assert chunks[1]["edgelm"]["speculation"] == {"drafted": 4, "accepted": 3}, "it stands with the rest"
-    assert "drafted" not in (await ask(app, monkeypatch, END)).json()["edgelm"]
+async def test_drafted_text_is_marked(app: Any, engine: FakeEngine) -> None:
+    steps = (event(1), event(2, 1, accepted=1), event(2, 9, reason="stop", accepted=2))
+    whole = (await post(app, engine, *steps)).json()
+    assert whole["choices"][0]["message"]["content"] == "one twoone two"
+    assert whole["edgelm"]["drafted"] == [[3, 7], [10, 14]]
+    chunks = events(await post(app, engine, *steps, stream=True))[1:-1]
+    assert [chunk.get("edgelm", {}).get("drafted") for chunk in chunks] == [None, [[0, 4]], [[0, 4]]]
+    assert chunks[-1]["edgelm"]["speculation"] == {"drafted": 4, "accepted": 3}, "it stands with the rest"
+    assert "drafted" not in (await post(app, engine, END)).json()["edgelm"]
 
 
-async def test_the_past_reaches_the_engine_as_plain_tokens(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(END, END)
-    monkeypatch.setattr(module, "complete", script)
+async def test_the_past_and_the_prediction_reach_the_engine_as_plain_tokens(app: Any, engine: FakeEngine) -> None:
     past = [
         {"role": "user", "content": "a bcd"},
-        {"role": "assistant", "content": "☃"},
+        {"role": "assistant", "content": "\u2603"},
         {"role": "user", "content": "ef"},
     ]
-    wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "edgelm": {"past": past}}
-    async with client(app) as http:
-        assert (await http.post("/v1/chat/completions", json=wanted)).status_code == 200
-        assert script.past == [1, 3, 2], "what cannot be written is left out"
-        del wanted["edgelm"]
-        await http.post("/v1/chat/completions", json=wanted)
-        assert script.past == []
+    prediction = {"type": "content", "content": "abcd abcde"}
+    assert (await post(app, engine, END, edgelm={"past": past}, prediction=prediction)).status_code == 200
+    assert engine.options["past"] == [1, 3, 2, 4, 5], "a text that cannot be encoded is left out"
+    await post(app, engine, END, prediction={"type": "content", "content": "\u2603"})
+    assert engine.options["past"] == []
+    await post(app, engine, END)
+    assert engine.options["past"] == []
 
 
-async def test_of_a_long_past_the_newest_is_read(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(END)
-    monkeypatch.setattr(module, "complete", script)
-    past = [{"role": "user", "content": text} for text in ("x" * MAX_CHARS, "ab", "c" * 5)]
-    wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "edgelm": {"past": past}}
-    async with client(app) as http:
-        await http.post("/v1/chat/completions", json=wanted)
-    assert script.past == [2, 5]
+async def test_of_a_long_past_the_newest_is_read(app: Any, engine: FakeEngine) -> None:
+    past = [{"role": "user", "content": text} for text in ("x" * MAX_PAST_CHARS, "ab", "c" * 5)]
+    await post(app, engine, END, edgelm={"past": past})
+    assert engine.options["past"] == [2, 5]
 
 
-async def test_log_probabilities_that_json_cannot_hold(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Delta("one", (Sampled(1, -math.inf, ((9, -0.5), (3, -math.inf))),))
-    answer = (await ask(app, monkeypatch, first, END, logprobs=True, top_logprobs=2)).json()
+async def test_log_probabilities_that_json_cannot_hold(app: Any, engine: FakeEngine) -> None:
+    first = Event(0, (Sampled(1, -math.inf, ((9, -0.5), (3, -math.inf))),))
+    answer = (await post(app, engine, first, END, logprobs=True, top_logprobs=2)).json()
     content = answer["choices"][0]["logprobs"]["content"]
     assert content[0] == {
         "token": "one",
@@ -248,7 +303,7 @@ async def test_log_probabilities_that_json_cannot_hold(app: Any, monkeypatch: py
             {"token": "\ufffd", "logprob": -9999.0, "bytes": [0xE6, 0x97]},
         ],
     }
-    assert [each["token"] for each in content] == ["one", " two"], "the stop token is no part of the answer"
+    assert [entry["token"] for entry in content] == ["one", " two"], "the stop token is no part of the answer"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -260,80 +315,157 @@ async def test_log_probabilities_that_json_cannot_hold(app: Any, monkeypatch: py
         (EngineError("broke"), 503, "engine_died"),
     ],
 )
-async def test_what_fails_before_the_first_token_is_a_status(
-    app: Any, monkeypatch: pytest.MonkeyPatch, stream: bool, error: Exception, status: int, code: str
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_failure_before_the_first_token_is_a_status(
+    app: Any, engine: FakeEngine, stream: bool, error: Exception, status: int, code: str, n: int
 ) -> None:
-    answer = await ask(app, monkeypatch, error, stream=stream)
+    answer = await post(app, engine, error, stream=stream, n=n)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
-async def test_what_fails_later_is_the_last_event(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = await ask(app, monkeypatch, delta("one", 1), EngineError("broke"), stream=True)
+async def test_a_later_failure_is_the_last_event(app: Any, engine: FakeEngine, templates: FakeTemplates) -> None:
+    answer = await post(app, engine, event(1), EngineError("broke"), stream=True)
     assert answer.status_code == 200
     assert events(answer)[-1]["error"]["code"] == "engine_died"
-    whole = await ask(app, monkeypatch, delta("one", 1), EngineError("broke"))
-    assert whole.status_code == 503
+    assert (await post(app, engine, event(1), EngineError("broke"))).status_code == 503
+    assert [ids for ids, _ in templates.learnt] == [[1], [1]], "its tokens are no answer, and still a prefix"
 
 
-async def test_signs_of_life_before_a_late_first_token(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_failing_choice_ends_the_stream(app: Any, engine: FakeEngine) -> None:
+    engine.scripts = [(event(1), asyncio.Event()), (event(1), EngineError("broke")), (event(1), asyncio.Event())]
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": 3, "stream": True}
+    async with client(app) as http:
+        answer = await http.post("/v1/chat/completions", json=body)
+    assert events(answer)[-1]["error"]["code"] == "engine_died"
+    assert all(stream.closed.is_set() for stream in engine.streams)
+
+
+async def test_several_choices_are_numbered_and_their_prompt_counts_once(app: Any, engine: FakeEngine) -> None:
+    whole = (await post(app, engine, event(1), END, n=3)).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert {choice["message"]["content"] for choice in whole["choices"]} == {"one two"}
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (3, 6)
+    assert [params.choice for params in engine.params] == [0, 1, 2]
+    fields = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = events(await post(app, engine, event(1), END, **fields))
+    assert chunks.pop() == "data: [DONE]"
+    assert chunks.pop()["usage"] == whole["usage"]
+    assert [chunk["choices"][0]["index"] for chunk in chunks[:3]] == [0, 1, 2], "the roles come first"
+    for index in range(3):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(choice["delta"].get("content", "") for choice in own) == "one two"
+        assert [choice["finish_reason"] for choice in own] == [None, None, "stop"]
+
+
+async def test_signs_of_life_before_a_late_first_token(
+    app: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 0.01)
     monkeypatch.setattr(module, "PING_S", 0.01)
     late = asyncio.Event()
     asyncio.get_running_loop().call_later(0.2, late.set)
-    found = events(await ask(app, monkeypatch, late, delta("one", 1), END, stream=True))
-    assert found[0]["choices"][0]["delta"]["role"] == "assistant"
-    assert found[1].startswith(":")
-    assert found[-2]["choices"][0]["finish_reason"] == "stop"
+    shown = events(await post(app, engine, late, event(1), END, stream=True))
+    assert shown[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert shown[1].startswith(":")
+    assert shown[-2]["choices"][0]["finish_reason"] == "stop"
     late.clear()
     asyncio.get_running_loop().call_later(0.2, late.set)
-    assert events(await ask(app, monkeypatch, late, EngineError("broke"), stream=True))[-1]["error"]
+    assert events(await post(app, engine, late, EngineError("broke"), stream=True))[-1]["error"]
 
 
-async def test_a_prompt_that_does_not_fit(app: Any, templates: FakeTemplates, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_that_does_not_fit(app: Any, templates: FakeTemplates, engine: FakeEngine) -> None:
     templates.prompt = (5,) * 100
-    error = (await ask(app, monkeypatch, END)).json()["error"]
+    error = (await post(app, engine, END)).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-    assert "have 100 tokens" in error["message"]
+    assert "has 100 tokens" in error["message"]
     assert "holds 100 tokens" in error["message"]
     templates.error = too_long(123_456)
-    error = (await ask(app, monkeypatch, END)).json()["error"]
+    error = (await post(app, engine, END)).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert "123,456" in error["message"]
     templates.error = RequestError("the template says no")
-    assert "says no" in (await ask(app, monkeypatch, END)).json()["error"]["message"]
+    assert "says no" in (await post(app, engine, END)).json()["error"]["message"]
 
 
-async def test_stop_strings_of_the_template_are_added(
-    app: Any, templates: FakeTemplates, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    templates.stop_strings = ("\nUser:",)
-    await ask(app, monkeypatch, END, stop=["x"])
-    assert module.complete.stops == ["x", "\nUser:"]  # type: ignore[attr-defined]
+async def test_stop_strings_of_the_template_are_added(app: Any, templates: FakeTemplates, engine: FakeEngine) -> None:
+    templates.stop_strings = (" two",)
+    choice = (await post(app, engine, event(1), END, stop=["x"])).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "stop")
 
 
-async def test_only_who_has_the_key_is_answered(app: Any) -> None:
+async def test_a_bias_of_no_token_of_the_model(app: Any, engine: FakeEngine) -> None:
+    last = info().num_vocab - 1
+    assert (await post(app, engine, END, logit_bias={str(last): 1})).status_code == 200
+    answer = await post(app, engine, END, logit_bias={str(last + 1): 1})
+    assert answer.status_code == 400
+    assert "logit_bias" in answer.json()["error"]["message"]
+
+
+async def test_the_settings_fill_what_a_request_omits(app: Any, engine: FakeEngine) -> None:
+    await post(app, engine, END)
+    await post(app, engine, END)
+    one, other = engine.params
+    defaults = Settings()
+    assert (one.temperature, one.top_k, one.top_p) == (defaults.temperature, defaults.top_k, defaults.top_p)
+    assert one.stop_ids == {9}
+    assert one.drafts
+    assert one.seed != other.seed, "without a seed, each request has its own"
+    await post(app, engine, END, temperature=0, seed=0, max_tokens=10**9, speculation=False)
+    last = engine.params[-1]
+    assert (last.temperature, last.seed, last.max_tokens, last.drafts) == (0, 0, 10**9, False)
+
+
+async def test_only_the_holder_of_the_key_is_answered(app: Any) -> None:
     async with client(app) as http:
         stats = (await http.get("/stats")).json()
         assert stats["requests"] == 2
         assert stats["rss_bytes"] > 2**20
+        assert (stats["running"], stats["waiting"], stats["kv_usage"]) == (1, 1, 0.5)
+        assert stats["counters"]["counts"]["generation_tokens_total"] == 0
     for wrong in ("", "other", "key2"):
         async with client(app, wrong) as http:
             assert (await http.get("/stats")).status_code == 401
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("begun", [0, 1, 2])
 async def test_a_client_that_leaves_ends_its_request(
-    app: Any, monkeypatch: pytest.MonkeyPatch, stream: bool, begun: bool
+    app: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, stream: bool, n: int, begun: int
 ) -> None:
-    """The engine's generator is left at once, before and after the first token, streamed or not."""
+    """Every sequence is cancelled at once, before and after the first token, streamed or not."""
     monkeypatch.setattr(module, "PATIENCE_S", LIMIT_S)
-    never = asyncio.Event()
-    script = Script(*([delta("one", 1)] if begun else []), never)
-    monkeypatch.setattr(module, "complete", script)
-    wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+    engine.scripts = [(*[event(1)] * begun, asyncio.Event())]
+    sent = await leave(app, {"n": n, "stream": stream}, lambda: len(engine.streams) == (n if begun else 1))
+    assert sent[0].get("status") == (200 if stream and begun else 499)
+    assert all(stream.closed.is_set() for stream in engine.streams)
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_rendered(
+    app: Any, engine: FakeEngine, templates: FakeTemplates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def render_prompt(*_: Any, **__: Any) -> Prompt:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        raise AssertionError
+
+    monkeypatch.setattr(templates, "render_prompt", render_prompt)
+    sent = await leave(app, {}, began.is_set)
+    assert sent[0].get("status") == 499
+    assert cancelled.is_set()
+    assert not engine.streams
+
+
+async def leave(app: Any, fields: dict[str, Any], begun: Callable[[], bool]) -> list[Message]:
+    """Send a chat and leave when it has begun; return the messages of the response."""
     leaving = asyncio.Event()
-    bodies = [{"type": "http.request", "body": json.dumps(wanted).encode(), "more_body": False}]
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
+    bodies = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -354,10 +486,49 @@ async def test_a_client_that_leaves_ends_its_request(
         "headers": [(b"authorization", b"Bearer key"), (b"content-type", b"application/json")],
     }
     async with asyncio.timeout(LIMIT_S):
-        asking = asyncio.create_task(app(scope, receive, send))
+        answering = asyncio.create_task(app(scope, receive, send))
+        while not begun():  # noqa: ASYNC110  the fakes tell only their state
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
-        assert not script.left.is_set()
+        assert not answering.done()
         leaving.set()
-        await script.left.wait()
-        await asking
-    assert sent[0].get("status") == (200 if stream and begun else 499)
+        await answering
+    return sent
+
+
+async def test_signs_of_life_after_the_first_token(
+    app: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PING_S", 0.02)
+    late = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.3, late.set)
+    shown = events(await post(app, engine, event(1), late, END, stream=True))
+    first, last = (
+        next(index for index, chunk in enumerate(shown) if isinstance(chunk, dict) and text in json.dumps(chunk))
+        for text in ('"one"', '"stop"')
+    )
+    assert any(isinstance(chunk, str) and chunk.startswith(":") for chunk in shown[first:last])
+
+
+async def test_only_openais_count_of_tokens_names_its_kind(app: Any, templates: FakeTemplates) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    async with client(app) as http:
+        answer = await http.post("/v1/messages/count_tokens", json={"model": "m", "messages": messages})
+        assert answer.json() == {"input_tokens": len(templates.prompt)}
+        answer = await http.post("/v1/responses/input_tokens", json={"model": "m", "input": "hi"})
+        assert answer.json() == {"object": "response.input_tokens", "input_tokens": len(templates.prompt)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_front_is_told_once_what_a_request_cost(app: Any, engine: FakeEngine, stream: bool) -> None:
+    engine.scripts = [(event(1), event(2, reason="length"))]
+    async with client(app) as http:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": 2, "stream": stream}
+        headers = {"x-edgelm-usage": "first", "x-request-id": "mine"}
+        assert (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
+        report = (await http.get("/usage/first")).json()
+        assert report.pop("time_to_first_token_s") >= 0.003
+        assert report == {"prompt_tokens": 3, "cached_tokens": 1, "generated_tokens": 4, "finish_reason": "length"}
+        assert engine.options["usage"].request_id == "mine"
+        for name in ("first", "other"):
+            assert (await http.get(f"/usage/{name}")).status_code == 404

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from starlette.requests import Request
 
-from edgelm.config import Places, Settings
+from edgelm.config import load_config
 from edgelm.errors import ModelError
+from edgelm.library.scan import LocalModel
 from edgelm.server import proxy
-from edgelm.server.engine_link import EngineInfo, Launcher
-from edgelm.server.engine_table import EngineTable
-from edgelm.server.front import START_LIMIT_S, Front, _wait_s, front_app
-from edgelm.server.guard import Rules
+from edgelm.server.access import Rules
+from edgelm.server.admin import START_LIMIT_S, wait_limit_s
+from edgelm.server.engine_link import Launcher
+from edgelm.server.front import Front, front_app
 from edgelm.server.models import ModelNames
-from tests.server.test_engine_table import FakeLink, Launches
+from edgelm.server.stored import ResponseStore
+from edgelm.server.supervisor import EngineTable
+from edgelm.workers.messages import Footprint, Ready
+from tests.server.fake_engines import FakeHost, FakeLink, Launches
 
 LIMIT_S = 30
 CHUNKS = (b'data: {"a": 1}\n\ndata: {"b"', b': 2}\n\ndata: {"half": ')
@@ -31,6 +38,7 @@ class Upstream(httpx2.AsyncBaseTransport):
 
     def __init__(self) -> None:
         self.broken = False
+        self.ends: list[Callable[[], None]] = []  # called one by one, soon after a connection broke
         self.bodies: list[bytes] = []
         self.closed = 0
 
@@ -42,8 +50,13 @@ class Upstream(httpx2.AsyncBaseTransport):
             headers = {"content-type": "text/event-stream; charset=utf-8"}
             return httpx2.Response(200, headers=headers, stream=Pieces(self))
         if self.broken:
+            self.end_soon()
             raise httpx2.ReadError("broken")
         return httpx2.Response(400, json={"error": {"code": "x"}}, headers={"retry-after": "5", "x-secret": "1"})
+
+    def end_soon(self) -> None:
+        if self.ends:
+            asyncio.get_running_loop().call_later(0.05, self.ends.pop(0))
 
 
 class Pieces(httpx2.AsyncByteStream):
@@ -54,6 +67,7 @@ class Pieces(httpx2.AsyncByteStream):
         for chunk in CHUNKS:
             yield chunk
         if self._upstream.broken:
+            self._upstream.end_soon()
             raise httpx2.RemoteProtocolError("broken")
         yield b"3}\n\n"
 
@@ -66,8 +80,8 @@ class Fakes(Launches):
         super().__init__()
         self.upstream = Upstream()
 
-    async def __call__(self, path: Path) -> FakeLink:
-        link = await super().__call__(path)
+    async def __call__(self, model: LocalModel, footprint: Footprint | None) -> FakeLink:
+        link = await super().__call__(model, footprint)
         link.client = httpx2.AsyncClient(transport=self.upstream, base_url="http://engine")
         return link
 
@@ -80,9 +94,10 @@ def model(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def fronted(launches: Any, model: Path) -> AsyncIterator[httpx2.AsyncClient]:
-    async with asyncio.timeout(LIMIT_S), EngineTable(launches, idle_timeout_s=0) as table:
+    async with asyncio.timeout(LIMIT_S), EngineTable(launches, FakeHost(), idle_timeout_s=0) as table:
         names = ModelNames(None, [model], any_path=True)
-        app = front_app(Front("http://127.0.0.1:1", table, names), Rules(loopback=True))
+        store = ResponseStore(model.parent / "responses.sqlite")
+        app = front_app(Front("http://127.0.0.1:1", table, names, store), Rules(loopback=True))
         transport = httpx2.ASGITransport(app=app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             yield http
@@ -129,7 +144,7 @@ async def test_an_answer_comes_as_the_engine_gave_it(model: Path, monkeypatch: p
         assert json.loads(launches.upstream.bodies[0]) == body(user="ünïcode")
         launches.upstream.broken = True
         monkeypatch.setattr(proxy, "ENDING_S", 0)
-        asyncio.get_running_loop().call_later(0.05, launches.links[0].die, "died of a test")
+        launches.upstream.ends.append(partial(launches.links[0].die, "died of a test"))
         answer = await chat(http)
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, "died of a test")
         assert answer.json()["error"]["code"] == "engine_died"
@@ -142,18 +157,18 @@ async def test_what_an_ending_engine_did_not_take_goes_to_one_other(model: Path)
         (await launches.number(1)).load()
         await waiting
         launches.upstream.broken = True
-        asyncio.get_running_loop().call_later(0.05, launches.links[0].die, "first")
+        launches.upstream.ends.append(partial(launches.links[0].die, "first"))
         waiting = asyncio.create_task(chat(http))
         second = await launches.number(2)
         launches.upstream.broken = False
         second.load()
         assert (await waiting).status_code == 400, "what the second engine says"
         launches.upstream.broken = True
-        asyncio.get_running_loop().call_later(0.05, second.die, "second")
+        launches.upstream.ends.append(partial(second.die, "second"))
         waiting = asyncio.create_task(chat(http))
         third = await launches.number(3)
         third.load()
-        asyncio.get_running_loop().call_later(0.05, third.die, "third")
+        launches.upstream.ends.append(partial(third.die, "third"))
         assert (await waiting).json()["error"]["message"] == "third"
         assert len(launches.upstream.bodies) == 5, "sent to two engines at most"
 
@@ -167,11 +182,34 @@ async def test_events_are_passed_on_whole(model: Path) -> None:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert answer.content == b"".join(CHUNKS) + b"3}\n\n"
         launches.upstream.broken = True
-        asyncio.get_running_loop().call_later(0.05, launches.links[0].die, "died of a test")
+        launches.upstream.ends.append(partial(launches.links[0].die, "died of a test"))
         whole, error = (await chat(http, stream=True)).content[:-2].rsplit(b"\n\n", 1)
         assert whole == b'data: {"a": 1}\n\ndata: {"b": 2}', "no half event comes before the error"
         assert json.loads(error[6:])["error"]["message"].startswith("died of a test")
         assert launches.upstream.closed == 2
+
+
+async def test_a_client_of_anthropic_reads_models_in_its_form(model: Path) -> None:
+    async with fronted(Fakes(), model) as http:
+        headers = {"anthropic-version": "2023-06-01"}
+        listed = (await http.get("/v1/models", headers=headers)).json()
+        one = (await http.get("/v1/models/m", headers=headers)).json()
+        assert (one["type"], one["id"], one["display_name"]) == ("model", "m", "m")
+        assert one in listed["data"]
+
+
+async def test_the_list_and_chat_agree_on_names(model: Path) -> None:
+    launches = Fakes()
+    async with fronted(launches, model) as http:
+        waiting = asyncio.create_task(chat(http))
+        (await launches.number(1)).load()
+        await waiting
+        for name in ("m", "M", "m.gguf"):
+            assert (await http.get(f"/v1/models/{name}")).json()["id"] == "m"
+            assert (await chat(http, model=name)).status_code == 400, "what the engine says"
+        missing = (await http.get("/v1/models/other")).json()["error"]
+        assert (missing["code"], missing["param"]) == ("model_not_found", "model")
+        assert missing == (await chat(http, model="other")).json()["error"]
 
 
 async def test_a_bad_request_starts_no_engine(model: Path) -> None:
@@ -199,7 +237,7 @@ async def test_a_model_that_cannot_be_loaded(model: Path) -> None:
 @pytest.mark.parametrize(
     ("prefer", "seconds"),
     [
-        ([], 2),
+        ([], START_LIMIT_S),
         (["wait"], START_LIMIT_S),
         (["Wait=7"], 7),
         (["wait=0"], 0),
@@ -208,23 +246,27 @@ async def test_a_model_that_cannot_be_loaded(model: Path) -> None:
         (["respond-async, wait=10"], 10),
         (["respond-async", "wait=10; x=1"], 10),
         (["wait=999999999"], START_LIMIT_S),
-        (["await=3"], 2),
-        (["wait=-3"], 2),
-        (["handling=lenient"], 2),
+        (["await=3"], START_LIMIT_S),
+        (["wait=-3"], START_LIMIT_S),
+        (["handling=lenient"], START_LIMIT_S),
     ],
 )
 def test_prefer(prefer: list[str], seconds: float) -> None:
-    assert _wait_s(prefer) == seconds
+    headers = [(b"prefer", value.encode()) for value in prefer]
+    assert wait_limit_s(Request({"type": "http", "headers": headers})) == seconds
 
 
 async def test_engines_where_there_are_no_unix_sockets(models: Path, cache: Path, tmp_path: Path) -> None:
     """A loopback port instead, and nobody but the front may use it."""
-    places = Places({"EDGELM_CACHE_DIR": str(cache), "EDGELM_RUNTIME_DIR": str(tmp_path)})
+    config = load_config({"ctx": 512}, {"EDGELM_CACHE_DIR": str(cache), "EDGELM_CONFIG_DIR": str(tmp_path)})
     async with asyncio.timeout(2 * LIMIT_S):
-        link = await Launcher(Settings(ctx=512), places, None)(models / "tiny.gguf")
+        link = await Launcher(config, None)(LocalModel("tiny", models / "tiny.gguf"), None)
         try:
             await link.ready()
-            assert link.info == EngineInfo("tiny llama f32", "llama", "cpu", 512)
+            assert link.info is not None
+            assert link.info.footprint is not None
+            assert link.info.footprint.context == 512
+            assert replace(link.info, port=None, footprint=None) == Ready("tiny llama f32", "llama", "cpu", 512)
             assert link.client.base_url.host == "127.0.0.1"
             answer = await link.client.post("/v1/chat/completions", json=body(max_tokens=2))
             assert answer.json()["usage"]["completion_tokens"] <= 2
@@ -232,3 +274,39 @@ async def test_engines_where_there_are_no_unix_sockets(models: Path, cache: Path
                 assert (await stranger.get("/stats")).status_code == 401
         finally:
             await link.close()
+
+
+async def test_a_model_is_loaded_and_unloaded(model: Path) -> None:
+    launches = Fakes()
+    async with fronted(launches, model) as http:
+        name = {"model": "m"}
+        answer = await http.post("/models/unload", json=name)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "model_not_loaded")
+        answer = await http.post("/models/load", json=name, headers={"prefer": "wait=0"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_loading")
+        loading = asyncio.create_task(http.post("/models/load", json=name))
+        link = await launches.number(1)
+        while not (await http.get("/edgelm/ps")).json()["models"][0]["requests"]:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+        answer = await http.post("/models/unload", json=name)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_in_use")
+        link.load()
+        assert (await loading).json() == {"success": True}
+        assert (await http.post("/models/load", json=name)).json() == {"success": True}, "it is loaded already"
+        assert not link.closed
+        assert (await http.post("/models/unload", json=name)).json() == {"success": True}
+        assert link.closed
+        assert (await http.get("/edgelm/ps")).json()["models"] == []
+        assert (await http.post("/models/load", json={"model": "no such"})).status_code == 404
+        assert (await http.post("/models/load", json={"model": 1})).json()["error"]["param"] == "model"
+        assert len(launches.links) == 1
+
+
+@pytest.mark.parametrize("action", ["load", "unload"])
+async def test_only_who_may_change_the_server_loads_and_unloads(model: Path, action: str) -> None:
+    launches = Fakes()
+    async with fronted(launches, model) as http:
+        sent = {"json": {"model": "m"}, "headers": {"x-forwarded-for": "10.0.0.7"}}
+        answer = await http.post(f"/models/{action}", **sent)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_admin")
+        assert not launches.links

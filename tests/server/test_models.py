@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgelm.errors import ModelError
 from edgelm.library import scan
-from edgelm.library.local import find_model, installed
+from edgelm.library.local import find_local
+from edgelm.library.readers import Describe, read_each
+from edgelm.library.scan import installed
+from edgelm.model_tables import ModelTable
 from edgelm.server import models as module
-from edgelm.server.api_error import ApiError
+from edgelm.server.api.errors import ApiError
 from edgelm.server.models import ModelNames
 from tests.library.hub_folders import put
 from tests.tiny import write_tiny
@@ -61,7 +67,7 @@ def test_models_of_the_hubs_cache(hub: Path) -> None:
     }
     assert NEW in str(found["Own/Some-4B-GGUF:Q4_K_M"]), "the newest revision that has it"
     assert OLD in str(found["Own/Some-4B-GGUF:UD-IQ2_XXS"])
-    assert find_model("own/some-4b-gguf:q4_k_m", hub) == found["Own/Some-4B-GGUF:Q4_K_M"]
+    assert find_local("own/some-4b-gguf:q4_k_m", hub).path == found["Own/Some-4B-GGUF:Q4_K_M"]
 
 
 def test_given_files_have_their_stems_as_names(tmp_path: Path) -> None:
@@ -74,13 +80,13 @@ def test_given_files_have_their_stems_as_names(tmp_path: Path) -> None:
 def test_what_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError):
-        find_model(name, tmp_path)
+        find_local(name, tmp_path)
 
 
 def test_the_starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starter = touch(tmp_path / "starter.gguf")
     monkeypatch.setattr(scan, "_starter", lambda: starter)
-    assert find_model("starter") == starter
+    assert find_local("starter").path == starter
     assert [model.name for model in installed()] == ["starter"]
 
 
@@ -125,18 +131,53 @@ async def test_a_file_of_the_catalogue_has_its_name_and_answers_to_others(tmp_pa
         assert "edgelm pull qwen3:8b" in caught.value.body["error"]["message"]
 
 
+async def test_one_model_is_described_by_every_name_that_finds_it(tmp_path: Path) -> None:
+    given, other = write_tiny(tmp_path / "Given.gguf", context=256), write_tiny(tmp_path / "other.gguf", context=128)
+    names = ModelNames(None, [given], any_path=True)
+    async with asyncio.timeout(LIMIT_S):
+        for name in ("Given", "GIVEN", "Given.gguf", str(given)):
+            found = await names.describe(name)
+            assert (found.name, found.path, found.known["context"]) == ("Given", given, 256)
+        assert (await names.describe(str(other))).known["context"] == 128
+        with pytest.raises(ApiError) as caught:
+            await names.describe("other")
+        assert caught.value.status == 404
+        given.unlink()
+        with pytest.raises(ApiError) as caught:
+            await names.describe("Given")
+        assert caught.value.status == 404
+
+
+async def test_a_name_of_the_catalogue_is_suggested_with_the_command_that_pulls_it(tmp_path: Path) -> None:
+    mine = touch(tmp_path / "mine" / "qwem3.gguf")
+
+    async def message(names: ModelNames, name: str) -> str:
+        with pytest.raises(ApiError) as caught:
+            await names.find(name)
+        text = caught.value.body["error"]["message"]
+        assert isinstance(text, str)
+        return text
+
+    nothing = await message(ModelNames(None, [], any_path=False), "qwem3:0.6b")
+    assert "did you mean qwen3:0.6b" in nothing
+    assert "not on this machine: edgelm pull qwen3:0.6b" in nothing
+    own = await message(ModelNames(None, [], any_path=False, folders=[mine.parent]), "qwem33")
+    assert "did you mean qwem3?" in own
+    assert "pull" not in own
+
+
 async def test_the_list_says_what_each_is_and_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = write_tiny(tmp_path / "good.gguf", context=256)
     bad = touch(tmp_path / "bad.gguf")
     names = ModelNames(None, [good, bad], any_path=False)
     asked: list[list[Path]] = []
-    real = module._describe
 
-    async def describe(paths: list[Path]) -> list[dict[str, object]]:
-        asked.append(paths)
-        return await real(paths)
+    def read(requests: Iterable[Describe]) -> Iterator[dict[str, Any]]:
+        requests = list(requests)
+        asked.append([request.path for request in requests])
+        return read_each(requests)
 
-    monkeypatch.setattr(module, "_describe", describe)
+    monkeypatch.setattr(module, "read_each", read)
     async with asyncio.timeout(LIMIT_S):
         found = {model.name: model.known for model in await names.list()}
         assert found["good"].items() >= {"context": 256, "architecture": "llama", "quantization": "F32"}.items()
@@ -150,37 +191,22 @@ async def test_the_list_says_what_each_is_and_asks_once(tmp_path: Path, monkeypa
         assert [model.name for model in await names.list()] == ["bad"]
 
 
-async def test_a_file_that_kills_its_reader_is_told_and_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [touch(tmp_path / f"{number}.gguf") for number in range(3)]
-
-    async def describe(wanted: list[Path]) -> list[dict[str, object]]:
-        before = wanted[: wanted.index(paths[1])] if paths[1] in wanted else wanted
-        return [{"bytes": 1} for _ in before]
-
-    monkeypatch.setattr(module, "_describe", describe)
-    assert [model.known for model in await ModelNames(None, paths, any_path=False).list()] == [
-        {"bytes": 1},
-        {"error": "1.gguf cannot be read; it may be changing just now"},
-        {"bytes": 1},
-    ]
-
-
 CUT_WHILE_READ = """
-import mmap, os, sys
-from pathlib import Path
-from edgelm.library import describe
-true = describe.open_gguf
+import mmap, os
+from edgelm.jobs import reader
+true = reader.summarize
 def cut(path):
     if path.name == "cut.gguf":
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         os.truncate(path, 0)
         mapped[100_000]
+    if path.name == "slow.gguf":
+        import time
+        time.sleep(600)
     return true(path)
-describe.open_gguf = cut
-describe.main()
+reader.summarize = cut
+reader.main()
 """
 
 
@@ -188,12 +214,31 @@ describe.main()
 async def test_a_file_that_is_cut_while_it_is_described_hides_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DESCRIBE", ("-c", CUT_WHILE_READ))
+    (tmp_path / "cutting.py").write_text(CUT_WHILE_READ)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setattr(module, "read_each", partial(read_each, module="cutting"))
     paths = [write_tiny(tmp_path / f"{name}.gguf", context=256) for name in ("first", "cut", "last")]
     names = ModelNames(None, paths, any_path=False)
     async with asyncio.timeout(LIMIT_S):
         known = {model.name: model.known for model in await names.list()}
         assert known["first"]["context"] == known["last"]["context"] == 256
-        assert "changing" in known["cut"]["error"]
+        assert "was changed while it was read" in known["cut"]["error"]
         monkeypatch.undo()
         assert "empty" in {model.name: model.known for model in await names.list()}["cut"]["error"]
+
+
+def test_aliases_with_and_without_ollamas_tag(tmp_path: Path) -> None:
+    tables = [
+        ModelTable("tiny", "file", aliases=("small", "tiny", "second")),
+        ModelTable("gone:latest", "file", aliases=("gone",)),
+    ]
+    files = [write_tiny(tmp_path / f"{name}.gguf") for name in ("tiny", "second")]
+    names = ModelNames(None, files, any_path=False, tables=tables)
+    for name in ("small", "SMALL:latest", "tiny", "tiny:latest", "second"):
+        assert asyncio.run(names.find(name)).name == "tiny", name
+    for name in ("gone", "gone:latest"):
+        with pytest.raises(ApiError, match="gone"):
+            asyncio.run(names.find(name))
+    listed = asyncio.run(names.list())
+    assert sorted(model.name for model in listed) == ["second", "small", "tiny"], "no name twice"
+    assert {model.path for model in listed} == {files[0]}, "an alias beats a file of that name, as in requests"

@@ -56,6 +56,25 @@ def recording(calls: list[str]) -> AsyncExitStack:
     return stack
 
 
+async def test_events_that_are_all_ready_stop_with_the_client() -> None:
+    """asyncio logs a warning for every write to a connection that it knows to be broken."""
+
+    async def ready() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            yield b"data: x\n\n"
+
+    class Leaving(Client):
+        async def send(self, message: Message) -> None:
+            await super().send(message)
+            if len(self.sent) == 3:
+                self.left.set()
+
+    client = Leaving()
+    async with asyncio.timeout(LIMIT_S):
+        await EventStream(ready(), recording([]))(SCOPE, client.receive, client.send)
+    assert len(client.sent) < 10
+
+
 async def test_a_stream_that_ends() -> None:
     async def two() -> AsyncIterator[bytes]:
         yield b"data: 1\n\n"

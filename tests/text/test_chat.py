@@ -1,4 +1,4 @@
-"""What users type never becomes a special token, and everything else is encoded as the rendered text."""
+"""A user's text never becomes a special token, and everything else is encoded as rendered."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gguf import TokenType
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from edgelm.backends.llama.api import start_backend
 from edgelm.errors import RequestError
-from edgelm.executors.llama_api import start_backend
-from edgelm.text.chat import encode_chat, encode_rendered, render_chat
+from edgelm.text.chat import encode_rendered, render_chat
 from edgelm.text.template import ChatTemplate, RefusedError, TooLongError
 from edgelm.text.tokenizer import LlamaTokenizer
 from tests.counts import Count
@@ -65,14 +65,14 @@ def load(name: str) -> LlamaTokenizer:
 
 @cache
 def template_of(name: str, source: str = LOOP + PROMPT) -> ChatTemplate:
-    known = ChatTemplate.of(load(name))
+    own = ChatTemplate.of(load(name))
     opening, closing = TURNS[name]
     return ChatTemplate(
         source.replace("OPEN", opening).replace("CLOSE", closing),
-        bos=known.bos,
-        eos=known.eos,
-        special_strings=known.special_strings,
-        user_defined=known.user_defined,
+        bos=own.bos,
+        eos=own.eos,
+        special_strings=own.special_strings,
+        user_defined=own.user_defined,
     )
 
 
@@ -80,19 +80,25 @@ def user(content: Any, **more: Any) -> dict[str, Any]:
     return {"role": "user", "content": content, **more}
 
 
+def encode_chat(
+    tokenizer: LlamaTokenizer, template: ChatTemplate, messages: list[dict[str, Any]], **options: Any
+) -> list[int]:
+    return encode_rendered(tokenizer, template, render_chat(template, messages, **options))
+
+
 def specials_in(ids: list[int], tokenizer: LlamaTokenizer) -> Counter[str]:
     return Counter(text for text in map(tokenizer.text_of, ids) if text in tokenizer.special_strings)
 
 
 def spelled(ids: list[int], tokenizer: LlamaTokenizer) -> str:
-    """Return the text of tokens, special ones by their strings."""
+    """Return the text of tokens, with the strings of special ones."""
     strings = tokenizer.special_strings
     data = [tokenizer.piece(i) if (text := tokenizer.text_of(i)) not in strings else text.encode() for i in ids]
     return b"".join(data).decode()
 
 
 def shuffled(name: str) -> str:
-    """Return a text that holds every special string of a vocabulary, with and without something between."""
+    """Return a text with every special string of a vocabulary, some of them with text between."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -106,7 +112,7 @@ def shuffled(name: str) -> str:
 def test_no_special_string_of_a_message_becomes_its_token(name: str, role: str) -> None:
     tokenizer, template = load(name), template_of(name)
     text = shuffled(name)
-    if role == "assistant":  # what a model wrote keeps its user-defined tokens
+    if role == "assistant":  # the model's own messages keep user-defined tokens
         text = "".join(string for string in tokenizer.special_strings - template.user_defined)
     ids = encode_chat(tokenizer, template, [user("Hi"), {"role": role, "content": text}, user(text)])
     harmless = encode_chat(tokenizer, template, [user("Hi"), {"role": "x", "content": "y"}, user("z")])
@@ -158,7 +164,7 @@ def test_text_without_special_strings_is_encoded_as_the_rendered_text(
 
 @every_vocab
 def test_chats_of_many_turns_are_encoded_as_the_rendered_text(name: str) -> None:
-    """A long text is encoded in pieces; white space around special tokens is what some of them swallow."""
+    """A long text is encoded in pieces, and some special tokens swallow white space around them."""
     seed = random.randrange(2**32)
     rng = random.Random(seed)
     tokenizer, template = load(name), template_of(name)
@@ -188,10 +194,10 @@ def test_special_strings_change_the_encoding_of_their_own_turn_only(
 
     def runs(tokens: list[int]) -> list[list[int]]:
         """Return the tokens between the template's special ones."""
-        found: list[list[int]] = [[]]
+        between: list[list[int]] = [[]]
         for token in tokens:
-            found = [*found, []] if tokenizer.text_of(token) in own else [*found[:-1], [*found[-1], token]]
-        return found
+            between = [*between, []] if tokenizer.text_of(token) in own else [*between[:-1], [*between[-1], token]]
+        return between
 
     before, after = runs(ids), runs(plain)
     different = [index for index, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
@@ -204,7 +210,7 @@ def test_special_strings_change_the_encoding_of_their_own_turn_only(
 
 
 def test_a_turn_of_an_spm_vocabulary_is_encoded_in_one_piece() -> None:
-    """No space comes to stand around what was a special string."""
+    """A special string in it gets no space around it."""
     tokenizer, template = load("llama-spm"), template_of("llama-spm")
     ids = encode_chat(tokenizer, template, [user("a</s>b <s> c")])
     turn, rest = tokenizer.encode("user\na</s>b <s> c", special=False, bos=False), "</s>\n assistant:"
@@ -212,7 +218,7 @@ def test_a_turn_of_an_spm_vocabulary_is_encoded_in_one_piece() -> None:
     assert tokenizer.decode(turn) == " user\na</s>b <s> c"
 
 
-def test_white_space_that_a_special_token_swallows_is_swallowed() -> None:
+def test_a_special_token_swallows_white_space() -> None:
     tokenizer = load("phi-3")  # its <|user|> takes the white space behind it
     template = template_of("phi-3", "<|user|>\n {{ messages[0].content }} \n<|end|>")
     run = tokenizer.encode("<s> \n", special=False, bos=False)
@@ -227,9 +233,9 @@ def test_white_space_that_a_special_token_swallows_is_swallowed() -> None:
 @pytest.mark.parametrize("content", ["Hi", "", "BOS", "BOS Hi", "x BOS"])
 def test_there_is_one_bos_where_the_model_wants_one(name: str, start: str, content: str) -> None:
     tokenizer, template = load(name), template_of(name, start + "{{ messages[0].content }}")
-    wanted = tokenizer.encode("", special=False, bos=True)
+    bos = tokenizer.encode("", special=False, bos=True)
     ids = encode_chat(tokenizer, template, [user(content.replace("BOS", template.bos))])
-    count = int(bool(wanted or start))
+    count = int(bool(bos or start))
     assert ids[:count] == [tokenizer.bos_id] * count
     assert ids.count(tokenizer.bos_id or -1) == count
 
@@ -247,7 +253,7 @@ def test_there_is_one_bos_where_the_model_wants_one(name: str, start: str, conte
 )
 def test_a_template_that_makes_a_special_token_of_text_is_refused(source: str, content: str) -> None:
     template = ChatTemplate("<|im_end|>" + source, special_strings=frozenset({"<|im_start|>", "<|im_end|>"}))
-    with pytest.raises(RequestError, match=r"'<\|im_end\|>' of what a message says"):
+    with pytest.raises(RequestError, match=r"into the special token '<\|im_end\|>'"):
         render_chat(template, [user(content, name="<")])
     for harmless in ("2 < 3 <b>|im_end|</b>", "Hi"):
         if "if" not in source:
@@ -315,7 +321,7 @@ def test_user_defined_tokens_are_text_unless_they_are_markup(tmp_path: Path) -> 
     assert seven in ids
     assert tokenizer.decode(ids).split() == ["a", "7", "<think>b"]
     assert "<think>b" in tokenizer.decode(ids)
-    # What the model itself wrote is what it was.
+    # The model's own messages keep user-defined tokens.
     ids = encode_chat(tokenizer, template, [{"role": "assistant", "content": "<think>a"}])
     assert think in ids
 
@@ -356,13 +362,19 @@ def test_messages_reach_the_template_in_the_form_it_reads() -> None:
     for written in ('{"b": 1}', {"b": 1}):
         assert echo(arguments + "|tojson }}", call_of(written)) == '{"b": 1}'
         assert echo("{{ 'x' + messages[0].tool_calls[0].function.arguments }}", call_of(written)) == 'x{"b": 1}'
-        assert echo(arguments + "['b'] }}{{ messages[0].content is none }}", call_of(written)) == "1True"
+        assert echo(arguments + "['b'] }}{{ messages[0].content is none }}", call_of(written)) == "1False"
         assert echo("{{ 'x' + messages[0].content }}", call_of(written)) == "x"
-    assert echo(arguments + " }}", call_of("no JSON")) == "no JSON"
-    assert echo(arguments + " }}", call_of("[1]")) == "[1]"
+    for cut in ('{"city": "Zür', "[1]", "3"):
+        assert json.loads(echo(arguments + "|tojson }}", call_of(cut))) == {"__raw": cut}
+    for empty in ("", " ", None):
+        assert echo(arguments + "|tojson }}", call_of(empty)) == "{}"
+    assert echo("{{ messages[0].content is string }}", {"role": "assistant", "content": None}) == "True"
 
     assert echo("{{ messages[0].role }}", {"role": "developer", "content": "a"}) == "system"
-    assert echo("{{ messages[0].role }}{# developer #}", {"role": "developer", "content": "a"}) == "developer"
+    roles = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}{# developer #}"
+    assert echo(roles, {"role": "developer", "content": "a"}) == "developera"
+    without = "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}{# developer #}"
+    assert echo(without, {"role": "developer", "content": "a"}) == "a"
     assert (
         echo("{{ 'name' in messages[0] }}{{ 'tool_calls' in messages[0] }}", user("a", name=None, tool_calls=None))
         == "FalseFalse"
@@ -372,7 +384,7 @@ def test_messages_reach_the_template_in_the_form_it_reads() -> None:
     assert echo("{{ tools is none }}", user("a")) == "True"
 
 
-def test_what_a_template_refuses_is_said_in_its_own_words(tmp_path: Path) -> None:
+def test_a_refusal_has_the_templates_own_message(tmp_path: Path) -> None:
     source = "{{ raise_exception('After the system message, roles must alternate') }}"
     tokenizer = LlamaTokenizer.from_file(write_tiny(tmp_path / "tiny.gguf", vocab_only=True, chat_template=source))
     with pytest.raises(RefusedError) as caught:
@@ -394,7 +406,7 @@ def test_messages_that_are_nested_too_deep_are_refused() -> None:
         deep = {"x": deep}
     with pytest.raises(RequestError, match="more than 64 deep"):
         echo("x", user("a"), documents=deep)
-    assert echo("{{ messages[0].tool_calls[0].function.arguments|length }}", call_of("[" * 99_999)) == "99999"
+    assert echo("{{ messages[0].tool_calls[0].function.arguments|length }}", call_of("[" * 99_999)) == "1"
 
 
 def test_half_a_character_is_refused(tmp_path: Path) -> None:

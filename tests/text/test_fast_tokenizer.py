@@ -1,4 +1,4 @@
-"""Tokenizers without llama.cpp: of a GGUF's fields, which agree with llama.cpp's, and of a folder's tokenizer.json."""
+"""Tokenizers without llama.cpp: from the fields of a GGUF, with llama.cpp's ids, and from a folder's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from gguf import TokenType
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE, WordLevel
 
-from edgelm.build.vocabulary import tokenizer_of_folder
+from edgelm.backends.llama.api import start_backend
+from edgelm.backends.torch.build import tokenizer_of_folder
+from edgelm.checkpoints.gguf import open_gguf
+from edgelm.checkpoints.gguf_parse import Array
 from edgelm.errors import ModelError, RequestError
-from edgelm.executors.llama_api import start_backend
+from edgelm.text.chat import encode_rendered, render_chat
 from edgelm.text.fast_tokenizer import FastTokenizer
 from edgelm.text.gguf_tokenizer import gguf_tokenizer
+from edgelm.text.template import ChatTemplate
 from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
-from edgelm.weights.gguf import open_gguf
-from edgelm.weights.gguf_parse import Array
 from tests.conftest import SHARED_DATA
+from tests.text.test_tokenizer import finish, start_gguf
 from tests.tiny import write_tiny
 
 VOCABS = SHARED_DATA / "vocab"
@@ -42,7 +46,7 @@ def fields_of(path: Path) -> dict[str, Any]:
 
 @cache
 def both(name: str) -> tuple[FastTokenizer, LlamaTokenizer]:
-    """Return our tokenizer and llama.cpp's of one real vocabulary."""
+    """Return our tokenizer and llama.cpp's for a real vocabulary."""
     path = VOCABS / f"ggml-vocab-{name}.gguf"
     if not path.exists():
         pytest.skip("no ../shared/data beside this checkout")
@@ -54,12 +58,12 @@ def both(name: str) -> tuple[FastTokenizer, LlamaTokenizer]:
 def test_a_ggufs_own_fields_give_llama_cpps_tokens(name: str) -> None:
     ours, theirs = both(name)
     texts = (VOCABS / f"ggml-vocab-{name}.gguf.inp").read_bytes().split(SEPARATOR)
-    wanted = (VOCABS / f"ggml-vocab-{name}.gguf.out").read_text().splitlines()
-    assert len(wanted) > 40
-    assert not b"".join(texts[len(wanted) :]).strip()  # the file ends with a separator
-    for raw, line in zip(texts, wanted, strict=False):
+    expected = (VOCABS / f"ggml-vocab-{name}.gguf.out").read_text().splitlines()
+    assert len(expected) > 40
+    assert not b"".join(texts[len(expected) :]).strip()  # the file ends with a separator
+    for raw, line in zip(texts, expected, strict=False):
         tokens = ours.encode(raw.decode(), special=False, bos=False)
-        assert tokens == [int(each) for each in line.split()], raw
+        assert tokens == [int(token) for token in line.split()], raw
         assert ours.decode(tokens) == theirs.decode(tokens)
 
 
@@ -78,12 +82,15 @@ def test_the_rest_of_a_vocabulary_is_llama_cpps_too(name: str) -> None:
 @every_vocab
 @settings(max_examples=60)
 @given(text=st.text(max_size=40))
-def test_any_text_comes_back_and_is_what_llama_cpp_makes_of_it(name: str, text: str) -> None:
+@example(text="\u2581")
+def test_any_text_is_restored_and_has_llama_cpps_tokens(name: str, text: str) -> None:
     ours, theirs = both(name)
-    if name == "qwen2":  # brought to NFC by ours as by the model's own tokenizer; llama.cpp leaves the text as it is
+    if name == "qwen2":  # ours normalizes to NFC, as the model's own tokenizer does; llama.cpp does not
         text = unicodedata.normalize("NFC", text)
     tokens = ours.encode(text, special=False, bos=False)
     assert tokens == theirs.encode(text, special=False, bos=False)
+    if name in ("llama-spm", "phi-3"):  # an SPM vocabulary spells a space as this character
+        text = text.replace("\u2581", " ")
     assert ours.decode(tokens, strip_prefix_space=True) == text
 
 
@@ -99,7 +106,7 @@ def test_no_users_text_becomes_a_control_token(name: str) -> None:
 
 
 def test_the_tiny_models_own_vocabulary(tmp_path: Path) -> None:
-    """Runs without the shared data: the vocabulary of the tests' own model."""
+    """The vocabulary of the tests' own model: needs no shared data."""
     path = write_tiny(tmp_path / "tiny.gguf")
     start_backend()
     ours, theirs = gguf_tokenizer(fields_of(path)), LlamaTokenizer.from_file(path)
@@ -108,12 +115,76 @@ def test_the_tiny_models_own_vocabulary(tmp_path: Path) -> None:
     assert ours.stop_ids == theirs.stop_ids
 
 
+@pytest.mark.parametrize("text", ["<|user|>\n Hi <|end|>\n\n x", "<s> a</s> \t b<|endoftext|> c", "<|assistant|> \n"])
+def test_special_tokens_of_phi_3_take_the_white_space_behind_them(text: str) -> None:
+    ours, theirs = both("phi-3")
+    assert ours.encode(text, special=True, bos=False) == theirs.encode(text, special=True, bos=False)
+
+
+def write_small_vocabulary(path: Path, kind: str) -> Path:
+    """Write a vocabulary that spells few letters: neither é nor a newline nor b."""
+    letters = ["a", "c", ".", ":", *"AUserint"] + (["\u2581"] if kind == "llama" else ["\u0120", "\u00c3", "ac"])
+    letters = list(dict.fromkeys(letters))
+    writer = start_gguf(path, kind)
+    writer.add_token_list(["<unk>", "<s>", "</s>", *letters, "b<tool>"])
+    kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.NORMAL] * len(letters)]
+    writer.add_token_types([*kinds, TokenType.USER_DEFINED])
+    if kind == "llama":
+        writer.add_token_scores([-float(rank) for rank in range(len(letters) + 4)])
+    else:
+        writer.add_token_merges(["a c"])
+        writer.add_tokenizer_pre("gpt-2")
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    return finish(writer, path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_what_a_vocabulary_cannot_spell_is_the_same_error_everywhere(kind: str, tmp_path: Path) -> None:
+    path = write_small_vocabulary(tmp_path / "small.gguf", kind)
+    start_backend()
+    for tokenizer in (gguf_tokenizer(fields_of(path)), LlamaTokenizer.from_file(path)):
+        plain = tokenizer.encode("ac. a", special=False, bos=False)
+        assert tokenizer.decode(plain, strip_prefix_space=True) == "ac. a"
+        assert tokenizer.encode("a</s>", special=True, bos=False)[-1] == 2
+        assert len(tokenizer.encode("b<tool>", special=False, bos=False)) <= 2
+        for text, strange in (("aéb", "bé"), ("a\nc", "\n"), ("a</s>", "/<>")):
+            with pytest.raises(RequestError) as caught:
+                tokenizer.encode(text, special=False, bos=False)
+            assert caught.value.message == f"the model's vocabulary cannot write {strange!r}", type(tokenizer)
+
+
+def test_an_unknown_token_is_an_error_for_a_folder_too(tmp_path: Path) -> None:
+    rust = RustTokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    rust.pre_tokenizer = pre_tokenizers.Whitespace()
+    rust.add_special_tokens([AddedToken("[UNK]", special=True)])
+    rust.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizer_of_folder(tmp_path, {})
+    assert tokenizer.encode("a a", special=False, bos=False) == [0, 0]
+    assert tokenizer.encode("[UNK]", special=True, bos=False) == [1]
+    with pytest.raises(RequestError, match="cannot write 'b'"):
+        tokenizer.encode("a b", special=False, bos=False)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_vocabulary_without_a_newline_has_a_generic_template(kind: str, tmp_path: Path) -> None:
+    path = write_small_vocabulary(tmp_path / "small.gguf", kind)
+    start_backend()
+    for tokenizer in (gguf_tokenizer(fields_of(path)), LlamaTokenizer.from_file(path)):
+        template = ChatTemplate.of(tokenizer)
+        rendered = render_chat(template, [{"role": "user", "content": "a"}])
+        assert rendered.text == "<s>User: a  Assistant:"
+        assert template.stop_strings == (" User:",)
+        assert encode_rendered(tokenizer, template, rendered)[0] == 1
+
+
 # -- a folder ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a small byte-level tokenizer, trained here."""
+    """Train a small byte-level tokenizer; return its folder."""
     rust = RustTokenizer(BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
@@ -159,14 +230,14 @@ def test_a_folders_tokenizer(folder: Path) -> None:
 
 
 @given(text=st.text(max_size=60))
-def test_a_folders_text_comes_back(folder: Path, text: str) -> None:
+def test_a_folders_tokenizer_restores_any_text(folder: Path, text: str) -> None:
     tokenizer = load(folder)
     tokens = tokenizer.encode(text, special=False, bos=False)
     assert tokenizer.decode(tokens) == text
     assert b"".join(map(tokenizer.piece, tokens)) == text.encode()
 
 
-def test_half_a_character_is_the_requests_fault(folder: Path) -> None:
+def test_half_a_character_fails_the_request(folder: Path) -> None:
     with pytest.raises(RequestError, match="half a character"):
         load(folder).encode("a\ud800", special=False, bos=False)
 
@@ -189,29 +260,29 @@ def test_rows_of_the_model_without_a_token_are_no_text(folder: Path) -> None:
         padded.piece(padded.num_tokens)
 
 
-def test_the_rows_may_be_said_of_the_text_part(folder: Path) -> None:
+def test_the_number_of_rows_may_be_in_the_text_config(folder: Path) -> None:
     assert tokenizer_of_folder(folder, {"text_config": {"vocab_size": 9000}}).num_tokens == 9000
 
 
-def test_special_tokens_are_one_texts_own_affair(folder: Path) -> None:
-    """Threads share one tokenizer: what one of them lets be special is not so for another."""
+def test_threads_do_not_share_whether_special_tokens_are_recognized(folder: Path) -> None:
+    """Threads share one tokenizer, and each passes its own `special`."""
     tokenizer = load(folder)
-    asked = [bool(i % 3) for i in range(300)]
-    wanted = {special: tokenizer.encode("<s>fox<|im_end|>", special=special, bos=False) for special in (True, False)}
+    flags = [bool(i % 3) for i in range(300)]
+    expected = {special: tokenizer.encode("<s>fox<|im_end|>", special=special, bos=False) for special in (True, False)}
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda special: tokenizer.encode("<s>fox<|im_end|>", special=special, bos=False), asked))
-    assert wanted[True] != wanted[False]
-    assert found == [wanted[special] for special in asked]
+        ids = list(pool.map(lambda special: tokenizer.encode("<s>fox<|im_end|>", special=special, bos=False), flags))
+    assert expected[True] != expected[False]
+    assert ids == [expected[special] for special in flags]
 
 
-def test_a_text_that_cannot_be_written_is_the_requests_fault(tmp_path: Path) -> None:
+def test_a_text_that_cannot_be_written_fails_the_request(tmp_path: Path) -> None:
     rust = RustTokenizer(WordLevel({"a": 0}, unk_token="?"))  # and "?" is no token: the library raises
     rust.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(RequestError, match="cannot write"):
         tokenizer_of_folder(tmp_path, {}).encode("b", special=False, bos=False)
 
 
-def test_what_only_looks_like_a_byte_is_text(tmp_path: Path) -> None:
+def test_a_token_that_only_looks_like_a_byte_is_text(tmp_path: Path) -> None:
     rust = RustTokenizer(BPE({"<0xZZ>": 0, "<0x41>": 1, "a": 2}, []))
     rust.save(str(tmp_path / "tokenizer.json"))
     tokenizer = tokenizer_of_folder(tmp_path, {})
@@ -230,7 +301,7 @@ def llama_3_like() -> RustTokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     rust.train_from_iterator(["the quick brown fox größe 12345 " * 20], trainer)
-    rust.add_special_tokens([AddedToken(each, special=True) for each in ("<s>", "</s>", "<|eot_id|>")])
+    rust.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", "<|eot_id|>")])
     template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", rust.token_to_id("<s>"))])
     rust.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
     return rust
@@ -245,7 +316,7 @@ def gemma_like() -> RustTokenizer:
     rust.normalizer = normalizers.Replace(" ", "\u2581")
     rust.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     special = ("<unk>", "<s>", "</s>", "<start_of_turn>", "<end_of_turn>")
-    rust.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in special])
+    rust.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     rust.add_tokens([AddedToken("\n\n", normalized=False), AddedToken("two words", normalized=True)])
     rust.add_tokens([AddedToken("<tool>", lstrip=True, rstrip=True, normalized=False)])
     rust.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -266,12 +337,12 @@ def test_a_folders_tokens_are_those_of_transformers(make: Callable[[], RustToken
         for around in (True, False):
             tokens = ours.encode(text, special=True, bos=around)
             assert tokens == theirs.encode(text, add_special_tokens=around), text
-            wanted = theirs.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            assert ours.decode(tokens) == wanted, text
+            expected = theirs.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            assert ours.decode(tokens) == expected, text
 
 
 def test_a_bug_of_the_library_is_one_line(tmp_path: Path) -> None:
-    """A post-processor that names a token it does not have: the library panics, below Exception."""
+    """A post-processor names a missing token: the library panics, and a panic is no Exception."""
     rust = json.loads(gemma_like().to_str())
     rust["post_processor"]["special_tokens"] = {}
     (tmp_path / "tokenizer.json").write_text(json.dumps(rust))
@@ -280,7 +351,7 @@ def test_a_bug_of_the_library_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"model": 3}', "[1]", '{"version": "1.0", "model": {"type": "BPE"}}'])
-def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
+def test_an_invalid_tokenizer_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError) as caught:
         load(tmp_path)
@@ -296,7 +367,7 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "words"),
     [
         ({}, "no vocabulary"),
         ({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": ["a"]}, "needs llama.cpp"),
@@ -305,12 +376,12 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
             {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.scores": [0.0]},
             "score",
         ),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", 3]}, "no strings"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", 3]}, "not strings"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": ["x y"]}, "damaged"),
     ],
 )
-def test_a_vocabulary_that_cannot_be_read_is_refused(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_a_vocabulary_that_cannot_be_read_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
         gguf_tokenizer(fields)
 
 

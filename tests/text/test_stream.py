@@ -1,4 +1,4 @@
-"""Text shown while it is decoded: never half a character, never part of a stop string, never taken back."""
+"""Text shown during decoding: never half a character, never part of a stop string, never withdrawn."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 def ended(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Say what the user sees of a whole text, by trying every end: the definition."""
+    """Return the text that the user sees and the stop string, by trying every end: the definition."""
     for end in range(len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            longest = max(found, key=len)
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            longest = max(matches, key=len)
             return text[: end - len(longest)], longest
     return text, None
 
@@ -38,7 +38,7 @@ def ended(text: str, stops: list[str]) -> tuple[str, str | None]:
 def held_back(text: str, stops: list[str]) -> int:
     """Count the characters at the end of a text that may be the beginning of a stop string."""
     beginnings = [stop[:size] for stop in stops for size in range(1, len(stop))]
-    return max((len(each) for each in beginnings if text.endswith(each)), default=0)
+    return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
 
 
 def complete_part(data: bytes) -> str:
@@ -131,7 +131,7 @@ def test_a_stop_over_several_pieces_says_after_which_it_matched() -> None:
 
 def test_what_no_longer_may_be_a_stop_is_shown() -> None:
     stream = TextStream(["abcd"])
-    assert [stream.push(each) for each in (b"xab", b"c", b"ab", b"e", b"abc")] == ["x", "", "abc", "abe", ""]
+    assert [stream.push(piece) for piece in (b"xab", b"c", b"ab", b"e", b"abc")] == ["x", "", "abc", "abe", ""]
     assert stream.flush() == "abc"
     assert not stream.stopped
 

@@ -1,4 +1,4 @@
-"""Chats rendered in a process of their own: real ones, hostile templates, and every way that the process may end."""
+"""Chats rendered in a worker: real ones, hostile templates, and every way in which the worker may end."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edgelm.backends.llama.api import start_backend
 from edgelm.errors import EngineError, ModelError, RequestError
-from edgelm.executors.llama_api import start_backend
-from edgelm.text.chat import encode_chat
+from edgelm.text import template_worker
 from edgelm.text.template import ChatTemplate, RefusedError, TooLongError
 from edgelm.text.template_worker import TemplateRunner
 from edgelm.text.tokenizer import LlamaTokenizer
+from edgelm.workers.parent import Worker
+from tests.text.test_chat import encode_chat
 from tests.tiny import write_tiny
 
 MANY = 1_000_000  # bytes
-LIMIT_S = 2.0  # of the hostile ones: the tests need not wait for the real limit
+LIMIT_S = 2.0  # for hostile templates: the tests need not wait for the real limit
 HI = [{"role": "user", "content": "Hi"}]
-# Behaves, but for the user who says a word of the template's own.
+# Hostile only to a message that says `bad`.
 TEMPLATE = """{{ bos_token }}{% set word = messages[-1].content %}{% if word == 'bad' %}%s{% endif %}{{ word }}"""
 LOOP = "{% for _ in range(100000) %}"
 ENDLESS = LOOP * 3 + "{% endfor %}" * 3
@@ -54,7 +58,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable[..., TemplateRunner]]:
     yield make
     for runner in runners:
         await runner.close()
-        assert runner._process is None
+        assert runner._worker is None
 
 
 def say(text: str) -> list[dict[str, Any]]:
@@ -62,8 +66,8 @@ def say(text: str) -> list[dict[str, Any]]:
 
 
 def pid_of(runner: TemplateRunner) -> int:
-    assert runner._process is not None
-    return runner._process.pid
+    assert runner._worker is not None
+    return runner._worker.pid
 
 
 def is_alive(pid: int) -> bool:
@@ -71,7 +75,7 @@ def is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # One that nobody has waited for yet is dead too.
+    # A zombie is dead too.
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
     return bool(state.strip()) and not state.startswith("Z")
 
@@ -86,28 +90,28 @@ async def gone(pid: int, within_s: float) -> bool:
 
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}[{{ messages[0].content }}]{{ x }}", None])
-async def test_tokens_are_those_of_encode_chat(template: str | None, tmp_path: Path, start: Any) -> None:
+async def test_tokens_are_those_of_the_parent_process(template: str | None, tmp_path: Path, start: Any) -> None:
     runner = start(template)
     tokenizer = tokenizer_of(tmp_path, template)
     for text in ("Hi", "", "</s> is <s>, \U00020000\ud800"[:-1], "日本é\n" * 3000, "\\ud840\\udc00<unk>"):
         for options in ({}, {"add_generation_prompt": False, "x": "<s>"}):
-            found = await runner.render_tokens(say(text), max_bytes=MANY, **options)
-            assert found == encode_chat(tokenizer, ChatTemplate.of(tokenizer), say(text), **options)
+            tokens = await runner.render_tokens(say(text), max_bytes=MANY, **options)
+            assert tokens == encode_chat(tokenizer, ChatTemplate.of(tokenizer), say(text), **options)
 
 
 async def test_one_process_serves_many_requests_at_once(start: Any) -> None:
     runner = start("{{ messages[0].content }}")
     texts = [f"text {number}" for number in range(20)]
-    found = await asyncio.gather(*(runner.render_tokens(say(text), max_bytes=MANY) for text in texts))
+    answers = await asyncio.gather(*(runner.render_tokens(say(text), max_bytes=MANY) for text in texts))
     pid = pid_of(runner)
-    assert found == [await runner.render_tokens(say(text), max_bytes=MANY) for text in texts]
+    assert answers == [await runner.render_tokens(say(text), max_bytes=MANY) for text in texts]
     assert pid_of(runner) == pid
-    assert len({tuple(each) for each in found}) == 20
+    assert len({tuple(tokens) for tokens in answers}) == 20
 
 
 async def test_no_process_before_the_first_request_and_none_after_closing(start: Any) -> None:
     runner = start("x")
-    assert runner._process is None
+    assert runner._worker is None
     await runner.render_tokens(HI, max_bytes=MANY)
     pid = pid_of(runner)
     await runner.close()
@@ -167,10 +171,10 @@ async def test_a_template_that_cannot_be_compiled_fails_each_request(
 
 async def test_other_requests_wait_for_a_slow_one_and_then_are_served(start: Any) -> None:
     runner = start(TEMPLATE.replace("%s", ENDLESS))
-    asked = [runner.render_tokens(say(word), max_bytes=MANY) for word in ("Hi", "bad", "Hi", "bad", "Hi")]
-    first, *others = await asyncio.gather(*asked, return_exceptions=True)
+    requests = [runner.render_tokens(say(word), max_bytes=MANY) for word in ("Hi", "bad", "Hi", "bad", "Hi")]
+    first, *others = await asyncio.gather(*requests, return_exceptions=True)
     assert isinstance(first, list)
-    assert [each if isinstance(each, list) else type(each) for each in others] == [
+    assert [result if isinstance(result, list) else type(result) for result in others] == [
         RequestError,
         first,
         RequestError,
@@ -248,7 +252,7 @@ async def test_a_process_killed_between_requests_is_not_noticed(start: Any) -> N
     expected = await runner.render_tokens(HI, max_bytes=MANY)
     for _ in range(3):
         os.kill(pid_of(runner), signal.SIGKILL)
-        await runner._process.wait()
+        await runner._worker.aexit()
         assert await runner.render_tokens(HI, max_bytes=MANY) == expected
 
 
@@ -261,6 +265,41 @@ async def test_a_stopped_process_is_killed_after_the_limit(start: Any) -> None:
     assert await runner.render_tokens(HI, max_bytes=MANY) == expected
 
 
+async def test_a_refused_chat_does_not_end_the_process_later(start: Any) -> None:
+    runner = start(TEMPLATE.replace("%s", "{{ raise_exception('No') }}"), limit_s=1)
+    with pytest.raises(RefusedError):
+        await runner.render_tokens(say("bad"), max_bytes=MANY)
+    await asyncio.sleep(2.3)  # its alarm is a second behind the limit
+    assert is_alive(pid_of(runner))
+
+
+async def test_the_time_limit_is_that_of_the_process_and_not_of_busy_threads(start: Any) -> None:
+    loop = asyncio.get_running_loop()
+    runner = start("{{ messages[0].content }}", limit_s=1)
+    await runner.render(HI, max_bytes=MANY)
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    loop.run_in_executor(None, time.sleep, 0.2)
+    request = asyncio.ensure_future(runner.render(HI, max_bytes=MANY))
+    await asyncio.sleep(0.1)
+    loop.run_in_executor(None, time.sleep, 1.5)  # behind the encoding of the request
+    assert (await request).text == "Hi"
+
+
+@pytest.mark.parametrize(("program", "limit_s"), [("time.sleep(600)", 0.5), ("sys.exit('here is why')", 30)])
+async def test_a_process_that_does_not_start_is_an_error(
+    program: str, limit_s: float, start: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also with a template larger than a pipe, and its log is shown."""
+    command = (sys.executable, "-c", f"import sys, time; {program}")
+    monkeypatch.setattr(template_worker, "Worker", partial(Worker, command=command))
+    monkeypatch.setattr(template_worker, "START_LIMIT_S", limit_s)
+    runner = start("x" * 300_000)
+    async with asyncio.timeout(30):
+        with pytest.raises(EngineError, match="does not start"):
+            await runner.render(HI, max_bytes=MANY)
+    assert ("here is why" in capfd.readouterr().err) == ("why" in program)
+
+
 PARENT = """
 import asyncio, sys
 from pathlib import Path
@@ -270,7 +309,7 @@ from edgelm.text.tokenizer import LlamaTokenizer
 async def main():
     runner = TemplateRunner(LlamaTokenizer.from_file(Path(sys.argv[1])), limit_s=2)
     await runner.render_tokens([{"role": "user", "content": "Hi"}], max_bytes=1000)
-    print("child", runner._process.pid, flush=True)
+    print("child", runner._worker.pid, flush=True)
     await runner.render_tokens([{"role": "user", "content": sys.argv[2]}], max_bytes=1000)
     await asyncio.sleep(600)
 
@@ -314,3 +353,59 @@ async def test_messages_that_are_nested_too_deep_are_refused(start: Any) -> None
     with pytest.raises(RequestError, match="nested"):
         await runner.render_tokens(HI, max_bytes=MANY, documents=deep)
     await runner.render_tokens(HI, max_bytes=MANY)
+
+
+SHOWS_ALL = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}"
+    "[{{ c.function.name }}{{ c.function.arguments|tojson }}]{% endfor %}</s>{% endfor %}"
+    "{{ tools|tojson if tools }}{{ mood }}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+async def test_a_prompt_takes_tools_and_options_for_the_template(start: Any) -> None:
+    runner = start(SHOWS_ALL)
+
+    async def text(**options: Any) -> str:
+        prompt = await runner.render_prompt(HI, max_bytes=MANY, **options)
+        return str(prompt.rendered.text)
+
+    assert await text() == "<s><user>Hi</s><assistant>"
+    assert await text(add_generation_prompt=False) == "<s><user>Hi</s>"
+    assert await text(template_kwargs={"mood": "glad"}) == "<s><user>Hi</s>glad<assistant>"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert '"name": "f"' in await text(tools=tools)
+    for name in ("messages", "tools", "max_bytes", "continue_final_message", "bos_token", "template"):
+        with pytest.raises(RequestError, match=f"'{name}' is no option"):
+            await text(template_kwargs={name: 1})
+
+
+async def test_a_prompt_can_continue_the_last_message(start: Any) -> None:
+    runner = start(SHOWS_ALL)
+    messages = [*HI, {"role": "assistant", "content": "The sky "}]
+    prompt = await runner.render_prompt(messages, max_bytes=MANY, continue_final_message=True)
+    assert prompt.rendered.text == "<s><user>Hi</s><assistant>The sky "
+    assert prompt.num_messages is None
+    with pytest.raises(RequestError, match="not an assistant's message"):
+        await runner.render_prompt(HI, max_bytes=MANY, continue_final_message=True)
+
+
+async def test_a_call_that_a_client_spells_anew_keeps_its_tokens(tmp_path: Path, start: Any) -> None:
+    runner = start(SHOWS_ALL)
+    tokenizer = tokenizer_of(tmp_path, SHOWS_ALL)
+    prompt = await runner.render_prompt(HI, max_bytes=MANY)
+    answer = tokenizer.encode('Well.  [f{"x":   1}]', special=False, bos=False)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":   1}'}}
+    message = {"role": "assistant", "content": "Well.", "tool_calls": [call]}
+    await runner.cache_answer(prompt, [*answer, min(tokenizer.stop_ids)], message)
+    sent = {**message, "tool_calls": [{**call, "function": {"name": "f", "arguments": '{"x": 1}'}}]}
+    after = await runner.render_prompt(
+        [*HI, sent, {"role": "tool", "tool_call_id": "1", "content": "r"}], max_bytes=MANY
+    )
+    assert after.ids[: len(prompt.ids) + len(answer)] == [*prompt.ids, *answer]
+    assert after.rendered.text.endswith("<tool>r</s><assistant>")
+
+
+async def test_a_refused_history_has_the_templates_words(start: Any) -> None:
+    runner = start("{% if messages|length > 1 %}{{ raise_exception('One message only!') }}{% endif %}")
+    with pytest.raises(RefusedError, match="One message only!"):
+        await runner.render_prompt([*HI, *HI], max_bytes=MANY)

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 from gguf import GGUFWriter, TokenType
-from llama_cpp import llama_cpp as L
 
+from edgelm.backends.llama.api import start_backend
 from edgelm.errors import ModelError, RequestError
-from edgelm.executors.llama_api import start_backend
+from edgelm.llama_binding import L
 from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
 from tests.tiny import BOS, EOS, FIRST_BYTE, write_tiny
 
 VOCABS = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "vocab"
 STOP_IDS = {
     "llama-bpe": {128001, 128009},
-    "qwen2": {151643, 151645, 128247},  # the last is `</s>`, which llama.cpp takes by its text
+    "qwen2": {151643, 151645, 128247},  # the last is `</s>`, which llama.cpp recognizes by its text
     "llama-spm": {2},
     "phi-3": {2, 32000, 32007},
     "gpt-2": {50256},
@@ -119,9 +119,9 @@ def cases(name: str) -> list[tuple[str, list[int]]]:
 
 @every_vocab
 def test_ids_are_those_of_llama_cpp(name: str) -> None:
-    tokenizer, known = load(name), cases(name)
-    assert len(known) >= 46
-    for text, expected in known:
+    tokenizer, texts = load(name), cases(name)
+    assert len(texts) >= 46
+    for text, expected in texts:
         assert tokenizer.encode(text, special=False, bos=False) == expected, repr(text)
 
 
@@ -187,7 +187,7 @@ def test_a_chat_template_comes_with_the_vocabulary() -> None:
 
 
 @every_vocab
-def test_bos_is_added_as_the_model_says_and_never_twice(name: str) -> None:
+def test_bos_is_added_if_the_model_wants_it_and_never_twice(name: str) -> None:
     tokenizer, bos = load(name), BOS_IDS.get(name)
     plain = tokenizer.encode("hi", special=False, bos=False)
     assert tokenizer.encode("hi", special=False, bos=True) == ([bos] if bos else []) + plain
@@ -218,7 +218,7 @@ def test_threads_may_encode_at_once(name: str) -> None:
     tokenizer = load(name)
     texts = [text * 20 for text, _ in cases(name)]
     expected = [tokenizer.encode(text, special=False, bos=True) for text in texts]
-    fresh = LlamaTokenizer(tokenizer._vocab, tokenizer)  # knows no piece yet
+    fresh = LlamaTokenizer(tokenizer._vocab, tokenizer)  # has no cached pieces
 
     def work(index: int) -> tuple[list[int], str]:
         tokens = fresh.encode(texts[index], special=False, bos=True)
@@ -263,7 +263,7 @@ def test_a_vocabulary_without_the_added_space_loses_none(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("add_space", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
-def test_letters_that_merge_to_a_control_token_stay_text(tmp_path: Path, add_space: bool, eos: bool) -> None:
+def test_letters_that_merge_into_a_control_token_stay_text(tmp_path: Path, add_space: bool, eos: bool) -> None:
     pieces = ["\u2581", "<", "s", ">", "/", "<s", "</", "</s", "a"]
     tokenizer = LlamaTokenizer.from_file(write_spm(tmp_path / "v.gguf", pieces, add_space=add_space, eos=eos))
     for text in ("<s>", "</s>", "a<s>a</s>", "<s><s>"):
@@ -303,7 +303,7 @@ def test_a_long_piece_is_read_whole(tmp_path: Path) -> None:
     assert tokenizer.piece(tokenizer.num_tokens - 1) == long.encode()
 
 
-def test_what_is_no_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     garbage = tmp_path / "garbage.gguf"
     garbage.write_bytes(b"GGUF, or so it says")
     for path in (garbage, tmp_path / "missing.gguf", tmp_path):
@@ -338,7 +338,7 @@ def test_the_vocabulary_lives_as_long_as_its_tokenizer(tmp_path: Path, monkeypat
     assert len(freed) == 1
 
 
-def test_the_process_ends_cleanly_with_a_vocabulary_in_hand(tmp_path: Path) -> None:
+def test_the_process_ends_cleanly_with_a_loaded_vocabulary(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", vocab_only=True)
     code = (
         "import pathlib, sys\n"

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint without a model: it streams given answers at a given rate, and fails as it is told.
+"""An OpenAI-compatible endpoint without a model: it streams fixed answers at a set rate, and fails on request.
 
 `python -m tests.tui.fake_endpoint [PORT [TOKENS_PER_SECOND [TOKENS]]]` serves it for a look at the screen.
 """
@@ -41,7 +41,7 @@ def quicksort(items: list[int]) -> list[int]:
 
 @dataclass
 class FakeEndpoint:
-    """What it offers and how it behaves; change it at any time."""
+    """The endpoint; its fields may be changed at any time."""
 
     answers: list[str] = field(default_factory=lambda: [ANSWER])  # the next request gets the first; the last one stays
     tokens_per_second: float = 0.0  # 0: as fast as it can
@@ -55,11 +55,16 @@ class FakeEndpoint:
     stall_after: int | None = None  # tokens, then nothing more
     end_early_after: int | None = None  # tokens, then a clean end without a finish reason
     refuse: tuple[int, dict[str, Any]] | None = None  # status and body for every chat
-    loading: list[float] = field(default_factory=list)  # progress values; one 503 each
+    loading: list[float] = field(default_factory=list)  # progress values; one 503 for each
+    refuse_key: bool = False
     refuse_usage: bool = False
+    refuse_reasoning: bool = False  # in a message, as edgelm 0.3.1 does
     finish_reason: str = "stop"  # as edgelm says it
     drafted: str = ""  # tokens that hold one of these characters were drafted
     reasoning: str = ""
+    reasoning_field: str = "reasoning_content"
+    reasoning_tokens: int | None = None  # in the usage
+    stall_after_reasoning: bool = False  # then nothing more
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     cancelled: int = 0
@@ -107,13 +112,15 @@ class FakeEndpoint:
         return True
 
     def _page(self, path: str) -> tuple[int, dict[str, Any]]:
+        if path == "/v1/models" and self.refuse_key:
+            return 401, {"error": {"message": "the API key is missing or wrong"}}
         if path == "/v1/models":
             own = {"edgelm": {"bytes": 3_900_000, "context": self.context, "architecture": "llama",
                               "quantization": "Q8_0", "loaded": True}} if self.is_edgelm else {}  # fmt: skip
             data = [{"id": name, "object": "model", "created": 1, "owned_by": "test", **own} for name in self.models]
-            for each in data:
-                if each["id"] in self.paths:
-                    each["edgelm"] = {"path": self.paths[each["id"]]}
+            for model in data:
+                if model["id"] in self.paths:
+                    model["edgelm"] = {"path": self.paths[model["id"]]}
             return 200, {"object": "list", "data": data}
         if path == "/edgelm/ps" and self.is_edgelm:
             state = {"state": "starting", "progress": self.loading[0]} if self.loading else {"state": "ready"}
@@ -130,6 +137,9 @@ class FakeEndpoint:
             return True
         if self.refuse_usage and "stream_options" in request:
             await _send(writer, 400, {"error": {"message": "unknown field stream_options"}})
+            return True
+        if self.refuse_reasoning and any("reasoning_content" in message for message in request["messages"]):
+            await _send(writer, 400, {"error": {"message": "there is no field messages.1.reasoning_content"}})
             return True
         if self.refuse is not None:
             await _send(writer, *self.refuse)
@@ -152,8 +162,18 @@ class FakeEndpoint:
         started = time.perf_counter()
         await asyncio.sleep(self.first_token_s)
         _event(writer, _chunk({"role": "assistant"}))
-        for part in re.findall(r"\S+\s*", self.reasoning):
-            _event(writer, _chunk({"reasoning_content": part}))
+        for i, part in enumerate(re.findall(r"\S+\s*", self.reasoning)):
+            _event(writer, _chunk({self.reasoning_field: part}))
+            await writer.drain()
+            if left.done():
+                return
+            if self.tokens_per_second:
+                due = started + self.first_token_s + (i + 1) / self.tokens_per_second
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        if self.stall_after_reasoning:
+            await left
+            return
+        started = time.perf_counter() - self.first_token_s
         for i, token in enumerate(tokens):
             if i == self.die_after:
                 _event(writer, {"error": {"code": "engine_died", "message": "the engine was ended by signal 9"}})
@@ -179,6 +199,7 @@ class FakeEndpoint:
         await writer.drain()
 
     def _end(self, writer: asyncio.StreamWriter, count: int, prompt: int) -> None:
+        thought = self.reasoning_tokens
         own = {
             "finish_reason": self.finish_reason,
             "timings": {"queue_ms": 0.1, "prompt_ms": 180.0, "first_token_ms": 210.0, "decode_ms": 1000.0,
@@ -191,7 +212,9 @@ class FakeEndpoint:
         }  # fmt: skip
         extra = {"edgelm": own} if self.is_edgelm else {}
         _event(writer, {**_chunk({}, "stop"), **extra})
-        usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+        usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count} | (
+            {} if thought is None else {"completion_tokens_details": {"reasoning_tokens": thought}}
+        )
         _event(writer, {**_chunk({}), "choices": [], "usage": usage, **extra})
         writer.write(b"data: [DONE]\n\n")
 

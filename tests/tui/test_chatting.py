@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgelm.chats.store import Store
-from edgelm.tui.open_chat import Wishes
+from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER
 
@@ -16,9 +16,9 @@ async def test_a_message_is_answered_and_saved(open_chat: Open, tmp_path: Path) 
         await chat.type("Explain quicksort")
         await chat.press("enter")
         await chat.answered()
-        assert chat.said == [("user", "Explain quicksort"), ("assistant", ANSWER)]
+        assert chat.turns == [("user", "Explain quicksort"), ("assistant", ANSWER)]
         await chat.sees("Explain quicksort", "def quicksort", "│ O(n log n)", "41.3 tok/s", "llama/cpu", "drafts 31/40")
-        assert chat.chat.prompt.text == ""
+        assert chat.prompt.text == ""
     store = Store(tmp_path / "chats.db")
     (saved,) = store.chats()
     assert saved.title == "Explain quicksort"
@@ -31,7 +31,7 @@ async def test_line_breaks_are_part_of_the_message(open_chat: Open) -> None:
         await chat.type("one\ntwo")
         await chat.press("shift+enter", *"three", "alt+enter", *"four", "enter")
         await chat.answered()
-        assert chat.said[0] == ("user", "one\ntwo\nthree\nfour")
+        assert chat.turns[0] == ("user", "one\ntwo\nthree\nfour")
 
 
 async def test_a_paste_of_many_lines_is_not_sent(open_chat: Open) -> None:
@@ -39,14 +39,14 @@ async def test_a_paste_of_many_lines_is_not_sent(open_chat: Open) -> None:
 
     async with open_chat() as chat:
         chat.app.post_message(Paste("first\nsecond\n/new\n"))
-        await chat.until(lambda: chat.chat.prompt.text == "first\nsecond\n/new\n")
-        assert chat.said == []
+        await chat.until(lambda: chat.prompt.text == "first\nsecond\n/new\n")
+        assert chat.turns == []
 
 
 async def test_nothing_is_sent_without_text(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.press("enter", "space", "ctrl+j", "enter")
-        assert chat.said == []
+        assert chat.turns == []
         assert chat.endpoint.requests == []
 
 
@@ -59,7 +59,7 @@ async def test_escape_stops_and_keeps_what_came(open_chat: Open, tmp_path: Path)
         await chat.press("escape")
         await chat.answered()
         await chat.sees("· stopped")
-        assert chat.said[1] == ("assistant", "Quicksort picks a *pivot* and")
+        assert chat.turns[1] == ("assistant", "Quicksort picks a *pivot* and")
         await chat.until(lambda: chat.endpoint.cancelled == 1, "the end of the request")
     store = Store(tmp_path / "chats.db")
     assert [message.state for message in store.messages(store.chats()[0].id)] == ["done", "stopped"]
@@ -85,15 +85,15 @@ async def test_regenerating_keeps_the_old_answer(open_chat: Open) -> None:
         chat.endpoint.answers = ["one", "two", "three"]
         await chat.ask("q")
         await chat.press("ctrl+r")
-        await chat.until(lambda: chat.said[-1][1] == "two" and chat.chat.answer is None)
+        await chat.until(lambda: chat.turns[-1][1] == "two" and chat.answer is None)
         await chat.sees("◂ 2/2 ▸", "two")
         await chat.press("shift+tab", "left")
-        await chat.until(lambda: chat.said[-1][1] == "one")
+        await chat.until(lambda: chat.turns[-1][1] == "one")
         await chat.sees("◂ 1/2 ▸")
         await chat.press("left")  # there is none before
-        assert chat.said[-1][1] == "one"
+        assert chat.turns[-1][1] == "one"
         await chat.press("right")
-        await chat.until(lambda: chat.said[-1][1] == "two")
+        await chat.until(lambda: chat.turns[-1][1] == "two")
 
 
 async def test_editing_makes_a_branch_and_keeps_the_old_one(open_chat: Open) -> None:
@@ -102,33 +102,33 @@ async def test_editing_makes_a_branch_and_keeps_the_old_one(open_chat: Open) -> 
         await chat.ask("q1")
         await chat.ask("q2")
         await chat.press("shift+tab", "up", "up", "up", "e")  # q1
-        await chat.until(lambda: chat.chat.prompt.text == "q1", "the text to edit")
+        await chat.until(lambda: chat.prompt.text == "q1", "the text to edit")
         await chat.type("!")
         await chat.press("enter")
         await chat.answered()
-        assert chat.said == [("user", "q1!"), ("assistant", "a3")]
+        assert chat.turns == [("user", "q1!"), ("assistant", "a3")]
         await chat.press("shift+tab", "up", "left")
-        await chat.until(lambda: len(chat.said) == 4)
-        assert [text for _, text in chat.said] == ["q1", "a1", "q2", "a2"]
+        await chat.until(lambda: len(chat.turns) == 4)
+        assert [text for _, text in chat.turns] == ["q1", "a1", "q2", "a2"]
 
 
 async def test_escape_leaves_the_editing(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.ask("q1")
         await chat.press("f4")
-        await chat.until(lambda: chat.chat.editing is not None)
+        await chat.until(lambda: chat.screen.pane.editing is not None)
         await chat.press("escape")
-        assert chat.chat.editing is None
-        assert chat.chat.prompt.text == ""
+        assert chat.screen.pane.editing is None
+        assert chat.prompt.text == ""
         await chat.ask("q2")
-        assert [text for role, text in chat.said if role == "user"] == ["q1", "q2"]
+        assert [text for role, text in chat.turns if role == "user"] == ["q1", "q2"]
 
 
 async def test_chats_are_listed_newest_first_and_reopened(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.ask("alpha question")
         await chat.press("ctrl+n")
-        await chat.until(lambda: chat.said == [])
+        await chat.until(lambda: chat.turns == [])
         await chat.ask("beta question")
     async with open_chat() as chat:
         await chat.sees("alpha question", "beta question", "Write a message below")
@@ -136,9 +136,9 @@ async def test_chats_are_listed_newest_first_and_reopened(open_chat: Open) -> No
         rows = [next(i for i, line in enumerate(lines) if word in line) for word in ("beta", "alpha")]
         assert rows == sorted(rows)
         await chat.press("ctrl+f", "down", "down", "enter")
-        await chat.until(lambda: chat.said[:1] == [("user", "alpha question")])
+        await chat.until(lambda: chat.turns[:1] == [("user", "alpha question")])
         await chat.sees("It is not stable.")
-        assert chat.app.focused is chat.chat.prompt
+        assert chat.app.focused is chat.prompt
 
 
 async def test_search_finds_text_of_old_chats_and_goes_there(open_chat: Open) -> None:
@@ -153,8 +153,8 @@ async def test_search_finds_text_of_old_chats_and_goes_there(open_chat: Open) ->
         await chat.type("ferr")
         await chat.sees("something about ferrets")
         await chat.press("enter", "enter")
-        await chat.until(lambda: len(chat.said) == 26)
-        await chat.until(lambda: chat.chat.transcript.selected == chat.chat.session.tree.path()[1].id)
+        await chat.until(lambda: len(chat.turns) == 26)
+        await chat.until(lambda: chat.transcript.selected == chat.session.tree.path()[1].id)
         assert "something about ferrets" in chat.text.split("pets", 1)[1]
         await chat.press("ctrl+f", "escape")
         await chat.sees("other")
@@ -166,18 +166,18 @@ async def test_history_with_up(open_chat: Open) -> None:
         await chat.ask("second\nline")
         await chat.type("draft")
         await chat.press("up")
-        assert chat.chat.prompt.text == "second\nline"
+        assert chat.prompt.text == "second\nline"
         await chat.press("up")
-        assert chat.chat.prompt.text == "second\nline", "the cursor moves to the first line at first"
+        assert chat.prompt.text == "second\nline", "the cursor moves to the first line at first"
         await chat.press("up")
-        assert chat.chat.prompt.text == "first"
+        assert chat.prompt.text == "first"
         await chat.press("down", "down", "down")
-        assert chat.chat.prompt.text == "draft"
+        assert chat.prompt.text == "draft"
     async with open_chat() as chat:
-        await chat.until(lambda: chat.chat.prompt.text == "draft", "the draft of the last time")
-        chat.chat.prompt.put("")
+        await chat.until(lambda: chat.prompt.text == "draft", "the draft of the last time")
+        chat.prompt.put("")
         await chat.press("up")
-        assert chat.chat.prompt.text == "second\nline"
+        assert chat.prompt.text == "second\nline"
 
 
 async def test_an_answer_goes_on_while_another_chat_is_open(open_chat: Open) -> None:
@@ -186,15 +186,15 @@ async def test_an_answer_goes_on_while_another_chat_is_open(open_chat: Open) -> 
         await chat.type("long")
         await chat.press("enter")
         await chat.sees("Quicksort picks")
-        first = chat.chat.answer
+        first = chat.answer
         assert first is not None
         await chat.press("ctrl+n")
-        await chat.until(lambda: chat.said == [])
+        await chat.until(lambda: chat.turns == [])
         chat.endpoint.tokens_per_second = 0
         await chat.ask("short")
-        assert chat.said[1][1] == ANSWER
+        assert chat.turns[1][1] == ANSWER
         await chat.press("ctrl+f", "down", "down", "enter")
-        await chat.until(lambda: chat.said[:1] == [("user", "long")])
+        await chat.until(lambda: chat.turns[:1] == [("user", "long")])
         await chat.answered()
         assert first.message.text == ANSWER
         await chat.sees("It is not stable.")
@@ -207,22 +207,12 @@ async def test_the_model_of_a_chat_is_chosen_from_the_list(open_chat: Open) -> N
         await chat.sees("Model of this chat", "starter", "Q8_0")
         await chat.type("qwen")
         await chat.press("enter")
-        await chat.until(lambda: chat.chat.status.status.model.startswith("qwen3"))
+        await chat.until(lambda: chat.screen.status.status.model.startswith("qwen3"))
         await chat.ask("hello")
         assert chat.endpoint.requests[0]["model"] == "qwen3-4b-q4_k_m.gguf"
     async with open_chat() as chat:
         await chat.ready()
         await chat.sees("qwen3-4b-q4_k_m.gguf")
-
-
-async def test_reasoning_is_folded_when_the_answer_comes(open_chat: Open) -> None:
-    async with open_chat() as chat:
-        chat.endpoint.reasoning, chat.endpoint.answers = "Let me think about it.", ["Forty-two."]
-        await chat.ask("the answer?")
-        await chat.sees("thought for 5 words", "Forty-two.")
-        assert "Let me think" not in chat.text
-        await chat.press("ctrl+t")
-        await chat.sees("Let me think about it.")
 
 
 async def test_a_resize_in_the_middle_of_a_stream_loses_nothing(open_chat: Open) -> None:
@@ -234,13 +224,13 @@ async def test_a_resize_in_the_middle_of_a_stream_loses_nothing(open_chat: Open)
             await chat.pilot.resize_terminal(*size)
             await chat.pilot.pause(0.1)
         await chat.answered()
-        assert chat.said[1][1] == ANSWER
+        assert chat.turns[1][1] == ANSWER
         await chat.sees("def quicksort", "It is not stable.")
 
 
-async def test_a_model_that_was_named_by_its_path_is_asked_for_whatever_is_listed(open_chat: Open) -> None:
+async def test_a_model_path_is_requested_even_if_the_endpoint_does_not_list_it(open_chat: Open) -> None:
     for path in ("/own/tiny2.5-1b", "/own/other.gguf"):
-        async with open_chat(wishes=Wishes(model=path)) as chat:
+        async with open_chat(defaults=ChatDefaults(model=path)) as chat:
             await chat.type("hi")
             await chat.press("enter")
             await chat.answered()

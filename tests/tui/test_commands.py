@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgelm.errors import RequestError
-from edgelm.tui.actions import ACTIONS
-from edgelm.tui.commands import COMMANDS, complete, find_command, parse_call
-from edgelm.tui.keys import KEY_GROUPS
+from edgelm.tui.commands import COMMANDS, KEY_GROUPS, complete, find_command, parse_call
 from edgelm.tui.params import PARAMS, parse_params
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER
@@ -18,8 +16,9 @@ from tests.tui.fake_endpoint import ANSWER
 CODE = ANSWER.split("```python\n")[1].split("```")[0].rstrip("\n")
 
 
-def test_each_command_does_something_and_nothing_else_is_done() -> None:
-    assert set(ACTIONS) == {command.name for command in COMMANDS}
+async def test_each_command_has_an_action_and_each_action_a_command(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        assert set(chat.screen._actions.by_name) == {command.name for command in COMMANDS}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +33,7 @@ def test_each_command_does_something_and_nothing_else_is_done() -> None:
         ("/tmp", ("tmp", "")),
     ],
 )
-def test_what_is_a_call(text: str, call: tuple[str, str] | None) -> None:
+def test_parsing_of_calls(text: str, call: tuple[str, str] | None) -> None:
     assert parse_call(text) == call
 
 
@@ -65,19 +64,32 @@ def test_wrong_parameters(text: str) -> None:
         parse_params(text, {})
 
 
+def test_a_parameter_without_an_equals_sign_is_told_how() -> None:
+    with pytest.raises(RequestError, match=r"temperature has no value; write temperature=0\.2"):
+        parse_params("temperature 0.2", {})
+    with pytest.raises(RequestError, match="write seed=VALUE"):
+        parse_params("top_k=1 seed", {})
+
+
+async def test_an_effort_that_does_not_exist(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("/think bogus")
+        await chat.hears("there is no effort 'bogus'", "give auto, off, low, medium, high")
+
+
 async def test_unknown_commands_are_not_sent(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.type("/nonsense")
         await chat.press("enter")
         await chat.sees("there is no command /nonsense")
-        assert chat.chat.prompt.text == "/nonsense"
+        assert chat.prompt.text == "/nonsense"
         assert chat.endpoint.requests == []
 
 
 async def test_two_slashes_send_one(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.ask("//new is a command")
-        assert chat.said[0] == ("user", "/new is a command")
+        assert chat.turns[0] == ("user", "/new is a command")
 
 
 async def test_tab_completes_and_the_arrows_choose(open_chat: Open) -> None:
@@ -85,10 +97,10 @@ async def test_tab_completes_and_the_arrows_choose(open_chat: Open) -> None:
         await chat.type("/s")
         await chat.sees("/search [WORDS]", "/system [TEXT]")
         await chat.press("down", "tab")
-        await chat.until(lambda: chat.chat.prompt.text == "/system ")
+        await chat.until(lambda: chat.prompt.text == "/system ")
         await chat.type("Be brief.")
         await chat.press("enter")
-        await chat.until(lambda: chat.chat.session.chat.system == "Be brief.")
+        await chat.until(lambda: chat.session.chat.system == "Be brief.")
 
 
 async def test_escape_closes_the_list_of_commands_first(open_chat: Open) -> None:
@@ -97,7 +109,7 @@ async def test_escape_closes_the_list_of_commands_first(open_chat: Open) -> None
         await chat.sees("/new")
         await chat.press("escape")
         await chat.until(lambda: "/regenerate" not in chat.text)
-        assert chat.chat.prompt.text == "/"
+        assert chat.prompt.text == "/"
 
 
 async def test_the_palette_has_the_same_commands(open_chat: Open) -> None:
@@ -113,8 +125,8 @@ async def test_the_palette_has_the_same_commands(open_chat: Open) -> None:
 async def test_help_shows_every_key_and_command(open_chat: Open) -> None:
     async with open_chat((100, 100)) as chat:
         await chat.press("f1")
-        wanted = [key.help for _, keys in KEY_GROUPS for key in keys] + [command.usage for command in COMMANDS]
-        await chat.sees(*wanted)
+        lines = [key.help for _, keys in KEY_GROUPS for key in keys] + [command.usage for command in COMMANDS]
+        await chat.sees(*lines)
         await chat.press("escape")
         await chat.sees("Write a message below")
 
@@ -128,12 +140,12 @@ async def test_system_and_sampling_belong_to_the_chat_and_are_saved(open_chat: O
         assert (request["temperature"], request["top_k"]) == (0.3, 5)
         assert request["messages"][0] == {"role": "system", "content": "Be a pirate."}
         await chat.press("ctrl+n")
-        await chat.until(lambda: chat.said == [])
-        assert chat.chat.session.chat.system == ""
+        await chat.until(lambda: chat.turns == [])
+        assert chat.session.chat.system == ""
     async with open_chat() as chat:
         await chat.sees("q")
         await chat.press("ctrl+f", "down", "enter")
-        await chat.until(lambda: len(chat.said) == 2)
+        await chat.until(lambda: len(chat.turns) == 2)
         await chat.ask("again")
         assert chat.endpoint.requests[-1]["temperature"] == 0.3
         assert chat.endpoint.requests[-1]["messages"][0]["content"] == "Be a pirate."
@@ -146,7 +158,7 @@ async def test_the_dialogs_of_system_and_sampling(open_chat: Open) -> None:
         await chat.press("enter")
         await chat.sees("System prompt", "Ctrl+S saves")
         await chat.press(*"Be", "enter", *"brief", "ctrl+s")
-        await chat.until(lambda: chat.chat.session.chat.system == "Be\nbrief")
+        await chat.until(lambda: chat.session.chat.system == "Be\nbrief")
         await chat.type("/params")
         await chat.press("enter")
         await chat.sees("Sampling of this chat", *(param.name for param in PARAMS))
@@ -154,7 +166,7 @@ async def test_the_dialogs_of_system_and_sampling(open_chat: Open) -> None:
         await chat.press("enter")
         await chat.sees("temperature is 5000; give 0 to 100")
         await chat.press("backspace", "backspace", "backspace", "backspace", "1", "down", "7", "enter")
-        await chat.until(lambda: chat.chat.session.chat.sampling == {"temperature": 1.0, "top_k": 7})
+        await chat.until(lambda: chat.session.chat.sampling == {"temperature": 1.0, "top_k": 7})
 
 
 async def test_the_title(open_chat: Open) -> None:
@@ -167,9 +179,9 @@ async def test_the_title(open_chat: Open) -> None:
         await chat.press("enter")
         await chat.until(lambda: chat.text.count("My title") == 2)  # in the list and above the conversation
         await chat.press("f4")
-        await chat.until(lambda: chat.chat.editing is not None)
+        await chat.until(lambda: chat.screen.pane.editing is not None)
         await chat.ask("something else")
-        assert chat.chat.session.chat.title == "My title"
+        assert chat.session.chat.title == "My title"
 
 
 async def test_copying(open_chat: Open) -> None:
@@ -193,7 +205,7 @@ async def test_copying(open_chat: Open) -> None:
         await chat.until(lambda: chat.app.clipboard == "q1")
 
 
-async def test_what_the_mouse_selects_is_copied_without_decoration(open_chat: Open) -> None:
+async def test_a_mouse_selection_is_copied_without_decoration(open_chat: Open) -> None:
     async with open_chat((60, 30)) as chat:
         chat.endpoint.answers = ["one two\n\n```python\ndef f():\n    return 1\n```\n\n" + "long " * 20 + "end"]
         await chat.ask("q")
@@ -232,11 +244,11 @@ async def test_delete_asks_first(open_chat: Open) -> None:
         await chat.sees("Delete “keep me”")
         await chat.press("n")
         await chat.until(lambda: len(chat.app.screen_stack) == 1)
-        assert len(chat.said) == 2
+        assert len(chat.turns) == 2
         await chat.press("ctrl+f", "down", "delete")
         await chat.sees("Delete “keep me”")
         await chat.press("y")
-        await chat.until(lambda: chat.said == [])
+        await chat.until(lambda: chat.turns == [])
         await chat.sees("no chats yet")
     async with open_chat() as chat:
         await chat.ready()
@@ -249,14 +261,14 @@ async def test_deleting_a_chat_whose_answer_is_being_written(open_chat: Open) ->
         await chat.type("q")
         await chat.press("enter")
         await chat.sees("Quicksort picks a")
-        chat.chat.prompt.put("/delete")
+        chat.prompt.put("/delete")
         await chat.press("enter")
         await chat.sees("Delete “q”")
         await chat.press("y")
-        await chat.until(lambda: chat.said == [])
+        await chat.until(lambda: chat.turns == [])
         chat.endpoint.stall_after = None
         await chat.ask("next")
-        assert chat.said[-1][1] == ANSWER
+        assert chat.turns[-1][1] == ANSWER
 
 
 async def test_the_theme_is_remembered(open_chat: Open) -> None:

@@ -1,4 +1,4 @@
-"""The tint of drafted words: on those that were drafted, whatever Markdown makes of them, and only when asked for."""
+"""The tint of drafted words: on exactly those words in every Markdown element, and only when switched on."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from textual.color import Color
 from textual.theme import BUILTIN_THEMES
 
 from edgelm.tui.document import Document
+from edgelm.tui.drafted import Span, Spans
 from edgelm.tui.lines import CONSOLE
 from edgelm.tui.palette import MIN_CONTRAST, Palette, contrast, make_palette
-from edgelm.tui.spans import Span, Spans
 from tests.counts import Count
-from tests.tui.conftest import Open
+from tests.tui.conftest import Driver, Open
 
 EXAMPLES = Count(test=100, soak=5_000)
 THEMES = ("textual-dark", "textual-light", "ansi-dark", "gruvbox", "dracula", "solarized-light")
@@ -35,22 +35,22 @@ ON, OFF = palette_of("textual-dark", drafts=True), palette_of("textual-dark", dr
 
 
 def tinted(document: Document, palette: Palette = ON, width: int = 60) -> list[tuple[str, bool]]:
-    """Return the characters of a document on the screen, decoration left out, and whether each has the tint."""
+    """Return the characters of a document on the screen, without decoration, each with whether it is tinted."""
     assert palette.drafted is not None
-    found = []
+    characters = []
     for row in document.rows:
         for line in row.lines(width, palette):
-            found += _characters(line.text, palette.drafted)[line.prefix :]
-            found.append(("\n", False))
-    return found
+            characters += _characters(line.text, palette.drafted)[line.prefix :]
+            characters.append(("\n", False))
+    return characters
 
 
 def _characters(text: Text, style: Style) -> list[tuple[str, bool]]:
-    found = []
+    characters = []
     for part in text.render(CONSOLE):
         has = part.style is not None and part.style + style == part.style
-        found += [(char, has) for char in part.text]
-    return found
+        characters += [(char, has) for char in part.text]
+    return characters
 
 
 def words_of(characters: Sequence[tuple[str, bool]]) -> dict[str, set[bool]]:
@@ -69,7 +69,7 @@ FORMS = (
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(st.sampled_from(FORMS), max_size=12), st.randoms(use_true_random=False))
-def test_the_words_that_were_drafted_are_tinted(forms: list[str], chance: random.Random) -> None:
+def test_drafted_words_are_tinted(forms: list[str], chance: random.Random) -> None:
     source, spans, drafted = "", [], set()
     for i, form in enumerate(forms):
         words = [f"w{3 * i + k}e" for k in range(3)]
@@ -130,7 +130,7 @@ def test_tinted_text_can_be_read_and_seen(name: str) -> None:
     assert 1.05 <= contrast(behind, page) <= 2.2, "seen, but not loud"
 
 
-async def test_a_key_shows_what_was_drafted_and_hides_it(open_chat: Open) -> None:
+async def test_a_key_shows_and_hides_the_tint(open_chat: Open) -> None:
     async with open_chat() as chat:
         chat.endpoint.answers, chat.endpoint.drafted = ["one two three four"], "w"
         await chat.ask("q1")
@@ -147,27 +147,30 @@ async def test_a_key_shows_what_was_drafted_and_hides_it(open_chat: Open) -> Non
         await chat.until(lambda: drafted_on_screen(chat) == "", "no tint")
 
 
-async def test_the_choice_is_kept_and_the_spans_are_not(open_chat: Open) -> None:
+async def test_the_choice_is_saved_and_the_spans_are_not(open_chat: Open) -> None:
     async with open_chat() as chat:
         chat.endpoint.answers, chat.endpoint.drafted = ["one two three four"], "w"
         await chat.ask("q1")
         await chat.press("f3")
         await chat.sees("drafted words are tinted")
     async with open_chat() as chat:
-        await chat.until(lambda: chat.chat.shows_drafts, "the choice")
+        await chat.until(lambda: chat.screen.shows_drafts, "the choice")
         await chat.press("ctrl+f", "down", "enter")
         await chat.sees("one two three four")
         assert drafted_on_screen(chat) == ""
 
 
-def drafted_on_screen(chat: object) -> str:
+def drafted_on_screen(chat: Driver) -> str:
     """Return the text with the tint."""
-    transcript = chat.chat.transcript  # type: ignore[attr-defined]
+    transcript = chat.transcript
     style = transcript.palette.drafted
     if style is None:
         return ""
     region = transcript.scrollable_content_region
     strips = [transcript.render_line(y) for y in range(region.height)]
     return "".join(
-        each.text for strip in strips for each in strip if each.style and each.style.bgcolor == style.bgcolor
+        segment.text
+        for strip in strips
+        for segment in strip
+        if segment.style and segment.style.bgcolor == style.bgcolor
     )

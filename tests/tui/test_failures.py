@@ -1,4 +1,4 @@
-"""When things go wrong: one line says what to do, what came is kept, the next message works."""
+"""Failures: one line says what to do, received text is kept, and the next message works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.chats.model import Chat, Message
+from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import SCHEMA_VERSION, Store
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
@@ -27,11 +27,11 @@ async def test_the_engine_dies_in_the_middle(open_chat: Open, tmp_path: Path) ->
         await chat.sees("Quicksort picks a pivot and splits", "✗ the engine was ended by signal 9; your next")
         chat.endpoint.die_after = None
         await chat.ask("q2")
-        assert chat.said[-1] == ("assistant", ANSWER)
-        sent = [each["content"] for each in chat.endpoint.requests[-1]["messages"]]
+        assert chat.turns[-1] == ("assistant", ANSWER)
+        sent = [message["content"] for message in chat.endpoint.requests[-1]["messages"]]
         assert sent == ["q1", "Quicksort picks a *pivot* and splits", "q2"]
     store = Store(tmp_path / "chats.db")
-    assert [each.state for each in store.messages(store.chats()[0].id)] == ["done", "failed", "done", "done"]
+    assert [message.state for message in store.messages(store.chats()[0].id)] == ["done", "failed", "done", "done"]
     store.close()
 
 
@@ -52,21 +52,33 @@ async def test_the_connection_drops(open_chat: Open) -> None:
         await chat.sees("Quicksort picks a pivot", "✗", "regenerate")
         chat.endpoint.drop_after = None
         await chat.press("ctrl+r")
-        await chat.until(lambda: chat.said[-1] == ("assistant", ANSWER))
+        await chat.until(lambda: chat.turns[-1] == ("assistant", ANSWER))
 
 
-async def test_nobody_answers_and_then_somebody_does(open_chat: Open) -> None:
+async def test_an_endpoint_that_is_unreachable_at_first(open_chat: Open) -> None:
     async with FakeEndpoint().serve() as gone:
         address = gone.address
     async with open_chat(address=address) as chat:
         await chat.sees("cannot be reached")
         await chat.ask("q1")
-        await chat.sees("✗ http://127.0.0.1", "start it, or give another")
+        await chat.sees("✗ http://127.0.0.1", "start it, or give another", "not connected")
         port = int(address.rsplit(":", 1)[1])
         async with FakeEndpoint().serve(port) as back:
             await chat.ask("q2")
-            assert chat.said[-1] == ("assistant", ANSWER)
+            assert chat.turns[-1] == ("assistant", ANSWER)
             assert len(back.requests) == 1
+            assert chat.screen.status.status.activity == "ready"
+
+
+async def test_a_refused_key_leaves_the_status_line_unconnected(open_chat: Open, endpoint: FakeEndpoint) -> None:
+    endpoint.refuse_key = True
+    async with open_chat(address=endpoint.address) as chat:
+        await chat.sees("refuses the key")
+        await chat.ask("q1")
+        await chat.sees("✗ http://127.0.0.1", "refuses the key", "not connected")
+        endpoint.refuse_key = False
+        await chat.ask("q2")
+        assert chat.screen.status.status.activity == "ready"
 
 
 async def test_a_model_that_does_not_fit(open_chat: Open) -> None:
@@ -94,7 +106,7 @@ async def test_loading_shows_how_far_it_is(open_chat: Open) -> None:
         await chat.press("enter")
         await chat.sees("loading the model 40 %")
         await chat.answered()
-        assert chat.said[-1] == ("assistant", ANSWER)
+        assert chat.turns[-1] == ("assistant", ANSWER)
 
 
 async def test_a_locked_file_of_chats(open_chat: Open, tmp_path: Path) -> None:
@@ -103,7 +115,7 @@ async def test_a_locked_file_of_chats(open_chat: Open, tmp_path: Path) -> None:
         other = sqlite3.connect(tmp_path / "chats.db", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         await chat.ask("q2")
-        assert chat.said[-1] == ("assistant", ANSWER)
+        assert chat.turns[-1] == ("assistant", ANSWER)
         await chat.sees("✗ not saved: another program has locked")
         other.execute("COMMIT")
         other.close()
@@ -126,9 +138,9 @@ async def test_a_file_of_chats_that_cannot_be_used(open_chat: Open, tmp_path: Pa
     async with open_chat() as chat:
         await chat.sees("✗ not saved:", "newer edgelm" if kind == "newer" else "damaged")
         await chat.ask("q1")
-        assert chat.said[-1] == ("assistant", ANSWER)
+        assert chat.turns[-1] == ("assistant", ANSWER)
         await chat.ask("q2")
-        assert len(chat.said) == 4
+        assert len(chat.turns) == 4
         await chat.sees("✗ not saved:")
     assert path.read_bytes() == before
 
@@ -165,7 +177,7 @@ async def test_an_answer_that_was_cut_off_by_a_kill_says_so(open_chat: Open, tmp
         await driver.press("ctrl+f", "down", "enter")
         await driver.sees("half of an ans", "edgelm was closed while this was written")
         await driver.press("ctrl+r")
-        await driver.until(lambda: driver.said[-1] == ("assistant", ANSWER))
+        await driver.until(lambda: driver.turns[-1] == ("assistant", ANSWER))
 
 
 async def test_text_cannot_reach_the_terminal_as_control_codes(open_chat: Open) -> None:
@@ -174,7 +186,7 @@ async def test_text_cannot_reach_the_terminal_as_control_codes(open_chat: Open) 
         chat.endpoint.answers = [evil]
         await chat.ask("\x1b[31mq")
         await chat.until(lambda: "red" in chat.text)
-        assert not any(each in chat.text for each in "\x1b\x07\x9b")
+        assert not any(code in chat.text for code in "\x1b\x07\x9b")
 
 
 CHAT = """
@@ -182,10 +194,10 @@ import sys
 from pathlib import Path
 from edgelm.tui.app import ChatApp
 from edgelm.tui.link import Link
-from edgelm.tui.open_chat import Wishes
+from edgelm.tui.workspace import ChatDefaults
 folder = Path(sys.argv[1])
 link = Link(endpoint=sys.argv[2], api_key=None, runtime=folder, log=folder / "log")
-ChatApp(folder / "chats.db", link, Wishes()).run()
+ChatApp(folder / "chats.db", link, ChatDefaults()).run()
 """
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from edgelm.tui.app import ChatApp
 from edgelm.tui.link import Link
-from edgelm.tui.open_chat import Wishes
+from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Driver
 from tests.tui.fake_endpoint import FakeEndpoint
 
@@ -26,32 +26,32 @@ async def test_engine_and_front_die_and_the_next_message_works(tmp_path: Path, m
         monkeypatch.setenv(f"EDGELM_{name}_DIR", str(tmp_path / name.lower()))
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     link = Link(endpoint=None, api_key=None, runtime=tmp_path / "none", log=tmp_path / "serve.log")
-    app = ChatApp(tmp_path / "chats.db", link, Wishes(options={"temperature": 0, "max_tokens": 20}))
+    app = ChatApp(tmp_path / "chats.db", link, ChatDefaults(sampling={"temperature": 0, "max_tokens": 20}))
 
     def ask_front(path: str) -> dict[str, Any]:
         assert link.connected is not None
         with urllib.request.urlopen(link.connected.address + path, timeout=20) as reply:
-            found: dict[str, Any] = json.load(reply)
-            return found
+            state: dict[str, Any] = json.load(reply)
+            return state
 
     async with app.run_test(size=(100, 30), notifications=True) as pilot:
         chat = Driver(app, pilot, FakeEndpoint())
         chat.patience_s = 90.0  # the first use of a machine measures it, beside whatever else runs there
-        await chat.until(lambda: chat.chat.status.status.activity == "ready", "ready")
+        await chat.until(lambda: chat.screen.status.status.activity == "ready", "ready")
         await chat.ask("What is edgelm?")
-        assert len(chat.said[-1][1]) > 20, chat.text
+        assert len(chat.turns[-1][1]) > 20, chat.text
         await chat.sees("starter · ready · llama")
 
-        (model,) = [each for each in ask_front("/edgelm/ps")["models"] if each["state"] == "ready"]
+        (model,) = [model for model in ask_front("/edgelm/ps")["models"] if model["state"] == "ready"]
         os.kill(model["pid"], signal.SIGKILL)
         await chat.ask("What is a token?")
-        if chat.chat.session.tree.path()[-1].state == "failed":  # it died while it was asked
+        if chat.session.tree.path()[-1].state == "failed":  # it died during the request
             await chat.ask("What is a token?")
-        assert len(chat.said[-1][1]) > 20, chat.text
+        assert len(chat.turns[-1][1]) > 20, chat.text
 
         os.kill(ask_front("/edgelm/ps")["pid"], signal.SIGKILL)
         await chat.ask("What is GGUF?")
-        assert len(chat.said[-1][1]) > 20, chat.text
+        assert len(chat.turns[-1][1]) > 20, chat.text
         front = ask_front("/edgelm/ps")["pid"]
     with pytest.raises(ProcessLookupError):
         os.kill(front, 0)

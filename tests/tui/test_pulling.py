@@ -11,11 +11,12 @@ import pytest
 
 from edgelm.client.endpoint import ModelEntry
 from edgelm.library.catalog import entries
+from edgelm.library.progress import Listed, ListedFile, Progress, Pulled, Retrying
 from edgelm.tui import picker
-from edgelm.tui.model_actions import find_pulled
-from edgelm.tui.picker import Here, PickerApp, PickerScreen, needed_bytes
-from edgelm.tui.pullbar import lay_out
+from edgelm.tui.actions import find_pulled
+from edgelm.tui.picker import Installed, PickerApp, PickerScreen, needed_bytes
 from edgelm.tui.pulls import Pull
+from edgelm.tui.status import pull_text
 from tests.tui.conftest import Driver, Open
 from tests.tui.fake_endpoint import ANSWER
 
@@ -24,9 +25,9 @@ HUGE = 10**13
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    found = tmp_path / "hub"
-    found.mkdir()
-    return found
+    path = tmp_path / "hub"
+    path.mkdir()
+    return path
 
 
 @pytest.fixture
@@ -36,13 +37,13 @@ def pulling(folder: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgelm.tui.model_actions.available_memory_bytes", lambda: 4 * 10**9)
+    monkeypatch.setattr("edgelm.tui.actions.available_memory_bytes", lambda: 4 * 10**9)
 
 
 async def processes(folder: Path) -> bytes:
     """Return the ids of the processes that pull into a folder."""
-    found = await asyncio.create_subprocess_exec("pgrep", "-f", str(folder), stdout=subprocess.PIPE)
-    return (await found.communicate())[0]
+    pgrep = await asyncio.create_subprocess_exec("pgrep", "-f", str(folder), stdout=subprocess.PIPE)
+    return (await pgrep.communicate())[0]
 
 
 async def pick(chat: Driver, name: str) -> None:
@@ -54,13 +55,13 @@ async def pick(chat: Driver, name: str) -> None:
     await chat.until(lambda: len(chat.app.screen_stack) == 1, "the chat")
 
 
-async def test_the_chat_goes_on_while_a_model_comes(open_chat: Open, pulling: list[str], folder: Path) -> None:
+async def test_the_chat_works_during_a_pull(open_chat: Open, pulling: list[str], folder: Path) -> None:
     async with open_chat(pulling=pulling) as chat:
         await chat.ready()
         await pick(chat, "qwen3:0.6b")
         await chat.sees("↓ qwen3:0.6b · 90 % · 9.00 MB of 10.0 MB · 1.00 MB/s · 1 s left · /pull stop")
         await chat.ask("q1")
-        assert chat.said[-1] == ("assistant", ANSWER)
+        assert chat.turns[-1] == ("assistant", ANSWER)
         assert "↓ qwen3:0.6b" in chat.text, "it is still coming"
         assert chat.endpoint.requests[-1]["model"] == "starter"
         chat.endpoint.models.append("qwen3:0.6b")
@@ -73,7 +74,7 @@ async def test_the_chat_goes_on_while_a_model_comes(open_chat: Open, pulling: li
     assert (folder / "jobs").read_text() == "qwen3:0.6b\n"
 
 
-async def test_stopping_keeps_what_came(open_chat: Open, pulling: list[str], folder: Path) -> None:
+async def test_stopping_keeps_partial_files(open_chat: Open, pulling: list[str], folder: Path) -> None:
     async with open_chat(pulling=pulling) as chat:
         await chat.ready()
         await pick(chat, "qwen3:0.6b")
@@ -83,9 +84,9 @@ async def test_stopping_keeps_what_came(open_chat: Open, pulling: list[str], fol
         await chat.type("0.6")
         await chat.until(lambda: "↓ qwen3:0.6b" in chat.text)
         await chat.press("enter")
-        await chat.hears("the pull of qwen3:0.6b was stopped at 9.00 MB", "goes on there")
-        await chat.until(lambda: not chat.chat.pulls, "the end of the process")
-        assert (folder / "ended").exists(), "it was asked to end, not killed"
+        await chat.hears("the pull of qwen3:0.6b was stopped at 9.00 MB", "continues it")
+        await chat.until(lambda: not chat.screen.pulls, "the end of the process")
+        assert (folder / "ended").exists(), "it ended by itself and was not killed"
         await chat.ask("/pull stop")
         await chat.hears("nothing is being pulled")
         await chat.ask("/pull qwen3:0.6b")
@@ -107,7 +108,7 @@ async def test_any_name_of_the_hub(open_chat: Open, pulling: list[str], folder: 
     assert (folder / "jobs").read_text() == "ab/Some-GGUF:Q8_0\n"
 
 
-async def test_another_chat_is_only_told(open_chat: Open, pulling: list[str], folder: Path) -> None:
+async def test_another_chat_is_only_notified(open_chat: Open, pulling: list[str], folder: Path) -> None:
     async with open_chat(pulling=pulling) as chat:
         await chat.ready()
         await chat.ask("/pull qwen3:0.6b")
@@ -117,7 +118,7 @@ async def test_another_chat_is_only_told(open_chat: Open, pulling: list[str], fo
         chat.endpoint.paths["qwen3:0.6b"] = str(folder / "pulled.gguf")
         (folder / "go").touch()
         await chat.hears("qwen3:0.6b is here: Ctrl+O chooses it")
-        assert chat.chat.status.status.model == "starter"
+        assert chat.screen.status.status.model == "starter"
 
 
 @pytest.mark.parametrize(
@@ -129,16 +130,16 @@ async def test_a_pull_that_fails_is_one_line(open_chat: Open, pulling: list[str]
         await chat.ready()
         await chat.ask("/pull qwen3:0.6b")
         await chat.hears(words)
-        assert not chat.chat.pulls
+        assert not chat.screen.pulls
         await chat.ask("q1")
-        assert chat.said[-1] == ("assistant", ANSWER)
+        assert chat.turns[-1] == ("assistant", ANSWER)
 
 
 async def test_no_process_can_be_started(open_chat: Open) -> None:
     async with open_chat(pulling=["/nowhere/python"]) as chat:
         await chat.ready()
         await chat.ask("/pull qwen3:0.6b")
-        await chat.hears("no process can be started: No such file")
+        await chat.hears("a process cannot be started: No such file")
 
 
 async def test_a_misspelt_name_is_answered_at_once(open_chat: Open, pulling: list[str], folder: Path) -> None:
@@ -155,26 +156,26 @@ async def test_a_remote_endpoint_has_its_own_models(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.ready()
         await chat.press("ctrl+o")
-        await chat.sees("starter", "the models are those of http://127.0.0.1", "only there more can be pulled")
+        await chat.sees("starter", "these are the models of http://127.0.0.1", "pull more there")
         assert "qwen3:0.6b" not in chat.text
         await chat.press("escape")
         await chat.ask("/pull qwen3:0.6b")
-        await chat.hears("only there more can be pulled")
-        assert not chat.chat.pulls
+        await chat.hears("pull more there")
+        assert not chat.screen.pulls
 
 
-async def test_leaving_asks_first_and_ends_the_process(open_chat: Open, pulling: list[str], folder: Path) -> None:
+async def test_quitting_asks_first_and_ends_the_process(open_chat: Open, pulling: list[str], folder: Path) -> None:
     async with open_chat(pulling=pulling) as chat:
         await chat.ready()
         await chat.ask("/pull qwen3:0.6b")
         await chat.sees("90 %")
         await chat.press("ctrl+q")
-        await chat.sees("leaving stops the pull. What came is kept")
+        await chat.sees("Quitting stops the pull", "partial files are kept")
         await chat.press("n")
         await chat.until(lambda: len(chat.app.screen_stack) == 1)
-        assert chat.chat.pulls
+        assert chat.screen.pulls
         await chat.press("ctrl+q")
-        await chat.sees("leaving stops")
+        await chat.sees("Quitting stops")
         await chat.press("y")
         await chat.until(lambda: chat.app._exit, "the end")
     assert not await processes(folder)
@@ -215,10 +216,10 @@ async def test_the_picker_alone() -> None:
     assert await choose(PickerApp([], HUGE), "escape") is None
 
 
-async def test_the_picker_alone_pulls_nothing_that_is_here() -> None:
+async def test_the_picker_alone_offers_no_installed_model() -> None:
     first, second = entries()[:2]
-    assert await choose(PickerApp([Here(first.name), Here("starter")], HUGE), "enter") == second.name
-    assert await choose(PickerApp([Here("starter")], HUGE), *"starter", "enter") is None
+    assert await choose(PickerApp([Installed(first.name), Installed("starter")], HUGE), "enter") == second.name
+    assert await choose(PickerApp([Installed("starter")], HUGE), *"starter", "enter") is None
 
 
 async def test_ctrl_c_ends_the_picker_alone_as_it_ends_any_command() -> None:
@@ -227,28 +228,28 @@ async def test_ctrl_c_ends_the_picker_alone_as_it_ends_any_command() -> None:
     assert app.return_code == picker.INTERRUPTED
 
 
-async def test_what_fits_is_marked() -> None:
+async def test_models_that_fit_are_marked() -> None:
     small, large = entries()[0], max(entries(), key=lambda entry: entry.nbytes)
     app = PickerApp([], int(needed_bytes(small) / picker.USABLE) + 2)
     async with app.run_test(size=(100, 40)) as pilot:
         screen = app.screen
         assert isinstance(screen, PickerScreen)
-        assert str(screen._offer(small).prompt).startswith(f"✓ {small.name}")
-        assert "needs about" in str(screen._offer(large).prompt)
-        assert not str(screen._offer(large).prompt).startswith("✓")
+        assert str(screen._catalogue_line(small).prompt).startswith(f"✓ {small.name}")
+        assert "needs about" in str(screen._catalogue_line(large).prompt)
+        assert not str(screen._catalogue_line(large).prompt).startswith("✓")
         await pilot.press("escape")
 
 
-def test_pick_model_asks_for_what_is_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = []
+def test_pick_model_lists_the_installed_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    offered = []
 
     def run(app: PickerApp) -> str:
-        asked.append([each.name for each in app._screen._here])
+        offered.append([model.name for model in app._screen._installed])
         return "qwen3:4b"
 
     monkeypatch.setattr(PickerApp, "run", run)
     assert picker.pick_model(tmp_path) == "qwen3:4b"
-    assert asked == [["starter"]]
+    assert offered == [["starter"]]
 
 
 # Lines and events
@@ -256,26 +257,24 @@ def test_pick_model_asks_for_what_is_here(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_the_line_of_a_pull_fits_any_width() -> None:
     pull = Pull("qwen3:4b", 1)
-    assert lay_out(pull, 80).plain == "↓ qwen3:4b · asking the hub · /pull stop keeps what came"
-    pull.take({"event": "listed", "files": [{"path": "a", "size": 3_000_000_000, "here": 1_000_000_000}]})
-    assert "33 % · 1.00 GB of 3.00 GB" in lay_out(pull, 80).plain, "what was here counts"
-    pull.take({"event": "progress", "done": 2_000_000_000, "total": 3_000_000_000, "files_done": 0, "files": 1,
-               "rate": 5e7, "seconds_left": 20.0})  # fmt: skip
-    assert lay_out(pull, 200).plain.startswith("↓ qwen3:4b · 67 % · 2.00 GB of 3.00 GB · 50.0 MB/s · 20 s left")
+    assert pull_text(pull, 80).plain == "↓ qwen3:4b · asking the hub · /pull stop pauses it"
+    pull.take(Listed("o/n", "c", (ListedFile("a", 3_000_000_000, 1_000_000_000),)))
+    assert "33 % · 1.00 GB of 3.00 GB" in pull_text(pull, 80).plain, "what was here counts"
+    pull.take(Progress(2_000_000_000, 3_000_000_000, 0, 1, rate=5e7, seconds_left=20.0))
+    assert pull_text(pull, 200).plain.startswith("↓ qwen3:4b · 67 % · 2.00 GB of 3.00 GB · 50.0 MB/s · 20 s left")
     for width in range(20, 120):
-        assert lay_out(pull, width).plain.startswith("↓ qwen3:4b · 67 %")
-        assert len(lay_out(pull, width).plain) <= max(width, 17)
-    pull.take({"event": "retrying", "path": "a", "reason": "the connection broke", "wait_s": 4.0})
-    assert "the connection broke; again in 4 s" in lay_out(pull, 200).plain
-    pull.take({"event": "something", "new": 1})
-    assert pull.state == "running", "events may be added"
+        assert pull_text(pull, width).plain.startswith("↓ qwen3:4b · 67 %")
+        assert len(pull_text(pull, width).plain) <= max(width, 17)
+    pull.take(Retrying("a", "the connection broke", 4.0))
+    assert "the connection broke; again in 4 s" in pull_text(pull, 200).plain
+    assert pull.state == "running"
 
 
 def test_a_pulled_model_is_found_by_its_file(tmp_path: Path) -> None:
     (tmp_path / "blob").touch()
     (tmp_path / "link.gguf").symlink_to("blob")
     pull = Pull("x", 1)
-    pull.take({"event": "done", "path": str(tmp_path / "link.gguf")})
+    pull.take(Pulled(tmp_path / "link.gguf", 1, 1, 1.0))
     models = [ModelEntry("starter"), ModelEntry("mine", path=str(tmp_path / "blob"))]
     assert find_pulled(models, pull) == "mine"
     assert find_pulled(models[:1], pull) is None

@@ -1,11 +1,11 @@
-"""A full context: the user sees what is left out, nothing is cut in silence, and it can be undone."""
+"""A full context: the user sees which messages are left out, none is cut silently, and it can be undone."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from edgelm.chats.model import Chat, Message
+from edgelm.chats.history import Chat, Message
 from edgelm.client.endpoint import AnswerStats, stats_to_json
 from edgelm.tui.session import Session
 from edgelm.tui.shortening import plan_shortening
@@ -16,11 +16,11 @@ MARKER = "earlier messages are not sent to the model any more"
 
 
 def sent(chat: Driver) -> list[str]:
-    return [each["content"] for each in chat.endpoint.requests[-1]["messages"]]
+    return [message["content"] for message in chat.endpoint.requests[-1]["messages"]]
 
 
 def past(chat: Driver) -> list[str]:
-    return [each["content"] for each in chat.endpoint.requests[-1].get("edgelm", {}).get("past", [])]
+    return [message["content"] for message in chat.endpoint.requests[-1].get("edgelm", {}).get("past", [])]
 
 
 async def ask_three(chat: Driver) -> None:
@@ -55,7 +55,7 @@ async def test_an_answer_that_filled_the_context_is_written_anew(open_chat: Open
         assert sent(chat) == ["q3", "a3", "q4"]
         assert past(chat) == ["q1", "a1", "q2", "a2"]
         await chat.sees(f"4 {MARKER}", "◂ 2/2 ▸")
-        assert chat.said[-1] == ("assistant", "a5"), "the old answer is another version"
+        assert chat.turns[-1] == ("assistant", "a5"), "the old answer is another version"
         await chat.ask("q5")
         assert sent(chat) == ["q3", "a3", "q4", "a5", "q5"], "it stays so"
         assert past(chat) == ["q1", "a1", "q2", "a2"]
@@ -68,10 +68,10 @@ async def test_a_refused_conversation_goes_on(open_chat: Open) -> None:
         await chat.ask("q4")
         await chat.sees("✗ 5,000 tokens, and the context is 4,096; F5 goes on", "shortened conversation")
         chat.endpoint.refuse = None
-        chat.chat.session.set_system("Be brief.")
+        chat.session.set_system("Be brief.")
         await shorten(chat)
         assert sent(chat) == ["Be brief.", "q2", "a2", "q3", "a3", "q4"], "the system prompt stays"
-        assert chat.said[-1] == ("assistant", "a4")
+        assert chat.turns[-1] == ("assistant", "a4")
         await chat.press("ctrl+r")
         await chat.until(lambda: len(chat.endpoint.requests) == 6)
         await chat.answered()
@@ -98,7 +98,7 @@ async def test_it_survives_a_restart_and_can_be_undone(open_chat: Open) -> None:
         await chat.sees("the whole conversation is sent already")
 
 
-async def test_another_branch_is_not_concerned(open_chat: Open) -> None:
+async def test_another_branch_is_not_shortened(open_chat: Open) -> None:
     async with open_chat() as chat:
         await ask_three(chat)
         chat.endpoint.refuse = TOO_LONG
@@ -124,17 +124,17 @@ async def test_a_new_version_is_shortened_too(open_chat: Open) -> None:
         await chat.answered()
         assert sent(chat) == ["q2", "a2", "q3", "a3", "q4"], "of the answer"
         await chat.press("shift+tab", "up", "up", "up", "e")
-        await chat.until(lambda: chat.chat.prompt.text == "q3")
+        await chat.until(lambda: chat.prompt.text == "q3")
         await chat.ask("q3 again")
         assert sent(chat) == ["q2", "a2", "q3 again"], "of a question below the cut, on whose branch nobody cut"
         assert past(chat) == ["q1", "a1"]
         await chat.press("shift+tab", "up", "up", "up", "e")
-        await chat.until(lambda: chat.chat.prompt.text == "q2")
+        await chat.until(lambda: chat.prompt.text == "q2")
         await chat.ask("q2 again")
         assert (sent(chat), past(chat)) == (["q2 again"], ["q1", "a1"]), "of the first that is sent"
         await chat.sees("2 earlier messages are not sent")
         await chat.press("shift+tab", "up", "up", "up", "e")
-        await chat.until(lambda: chat.chat.prompt.text == "q1")
+        await chat.until(lambda: chat.prompt.text == "q1")
         await chat.ask("q1 again")
         assert (sent(chat), past(chat)) == (["q1 again"], []), "above it all is new"
 
@@ -145,7 +145,7 @@ async def test_escape_changes_nothing_and_the_first_line_sends_all(open_chat: Op
         await chat.press("f5")
         await chat.sees("Go on from")
         await chat.press("escape")
-        assert all(each.sent_from is None for each in chat.chat.session.tree.path())
+        assert all(message.sent_from is None for message in chat.session.tree.path())
         await shorten(chat)
         await chat.sees(f"2 {MARKER}")
         await chat.press("f5")
@@ -166,10 +166,10 @@ async def test_one_question_cannot_be_shortened(open_chat: Open) -> None:
         assert len(chat.app.screen_stack) == 1
 
 
-async def test_a_stranger_gets_no_past(open_chat: Open) -> None:
+async def test_another_endpoint_gets_no_past(open_chat: Open) -> None:
     async with open_chat() as chat:
         chat.endpoint.is_edgelm = False
-        await chat.chat.link.lost()
+        await chat.screen.workspace.link.lost()
         await ask_three(chat)
         await shorten(chat)
         await chat.ask("q4")
@@ -177,23 +177,23 @@ async def test_a_stranger_gets_no_past(open_chat: Open) -> None:
         assert "edgelm" not in chat.endpoint.requests[-1]
 
 
-async def test_the_export_says_what_is_sent(open_chat: Open, tmp_path: Path) -> None:
+async def test_the_export_has_sent_from(open_chat: Open, tmp_path: Path) -> None:
     async with open_chat() as chat:
         await ask_three(chat)
         await shorten(chat)
         await chat.ask(f"/export json {tmp_path / 'chat.json'}")
         await chat.sees("written to")
     messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
-    assert [each["sent_from"] for each in messages] == [None] * 5 + [messages[2]["id"]]
+    assert [message["sent_from"] for message in messages] == [None] * 5 + [messages[2]["id"]]
 
 
-class NoKeeper:
+class NoStore:
     def write(self, *_: object) -> None:
         pass
 
 
 def make_session(*words: int, context: int = 1000, prompt_tokens: int = 0) -> Session:
-    """Return a chat of questions of so many words, each answered in one; the last answer has stats."""
+    """Return a chat of questions of so many words, each answered in one word; the last answer has stats."""
     chat = Chat()
     messages: list[Message] = []
     for count in words:
@@ -203,44 +203,54 @@ def make_session(*words: int, context: int = 1000, prompt_tokens: int = 0) -> Se
     stats = AnswerStats(prompt_tokens=prompt_tokens, context_size=context)
     messages[-1].stats = stats_to_json(stats) if prompt_tokens else ""
     chat.leaf = messages[-1].id
-    return Session(NoKeeper(), chat, messages)  # type: ignore[arg-type]
+    return Session(NoStore(), chat, messages)  # type: ignore[arg-type]
 
 
-def test_what_is_proposed_leaves_half_of_the_context() -> None:
+def test_the_proposal_leaves_half_of_the_context() -> None:
     words = (100, 100, 100, 100, 100)
-    found = plan_shortening(make_session(*words, context=1000, prompt_tokens=500), None)
-    assert found is not None
-    assert found.context == 1000
-    assert sum(each.tokens for each in found.exchanges) > 495, "the measured tokens are spread over the messages"
-    assert found.proposed == 1, "at least one exchange goes"
-    found = plan_shortening(make_session(*words, context=500, prompt_tokens=500), None)
-    assert found is not None
-    assert found.proposed == 3, "two of 100 tokens are below 250"
-    found = plan_shortening(make_session(*words, context=50, prompt_tokens=500), None)
-    assert found is not None
-    assert found.proposed == 4, "the last question always stays"
-    count, freed = found.left_out(4)
+    plan = plan_shortening(make_session(*words, context=1000, prompt_tokens=500), None)
+    assert plan is not None
+    assert plan.context == 1000
+    assert sum(exchange.tokens for exchange in plan.exchanges) > 495, "the measured tokens are spread over the messages"
+    assert plan.proposed == 1, "at least one exchange goes"
+    plan = plan_shortening(make_session(*words, context=500, prompt_tokens=500), None)
+    assert plan is not None
+    assert plan.proposed == 3, "two of 100 tokens are below 250"
+    plan = plan_shortening(make_session(*words, context=50, prompt_tokens=500), None)
+    assert plan is not None
+    assert plan.proposed == 4, "the last question always stays"
+    count, freed = plan.left_out(4)
     assert count == 8
     assert 390 < freed < 410
 
 
-def test_without_figures_half_goes() -> None:
-    found = plan_shortening(make_session(10, 10, 10, 10), None)
-    assert found is not None
-    assert (found.proposed, found.context) == (2, None)
+def test_without_statistics_half_is_left_out() -> None:
+    plan = plan_shortening(make_session(10, 10, 10, 10), None)
+    assert plan is not None
+    assert (plan.proposed, plan.context) == (2, None)
     assert plan_shortening(make_session(10), None) is None
-    found = plan_shortening(make_session(1000, 1000, 1000, 1000), 4096)
-    assert found is not None
-    assert found.proposed == 3
+    plan = plan_shortening(make_session(1000, 1000, 1000, 1000), 4096)
+    assert plan is not None
+    assert plan.proposed == 3
+
+
+def test_an_answer_that_was_stopped_inside_its_thought_hides_no_statistics() -> None:
+    session = make_session(100, 100, 100, context=600, prompt_tokens=400)
+    question = session.add_question("and?", session.tree.leaf)
+    stopped = session.begin_answer(question.id, "starter")
+    session.finish(stopped, "stopped", stats=AnswerStats(reasoning_ms=1500.0))
+    plan = plan_shortening(session, None)
+    assert plan is not None
+    assert plan.context == 600
 
 
 def test_a_conversation_that_was_shortened_is_shortened_further() -> None:
     session = make_session(100, 100, 100, 100, context=600, prompt_tokens=400)
     path = session.tree.path()
     session.shorten(path[3], path[2].id)
-    found = plan_shortening(session, None)
-    assert found is not None
-    assert found.first == 1
-    assert found.proposed == 2
-    assert found.left_out(1) == (2, 0)
-    assert found.left_out(2)[0] == 4
+    plan = plan_shortening(session, None)
+    assert plan is not None
+    assert plan.first == 1
+    assert plan.proposed == 2
+    assert plan.left_out(1) == (2, 0)
+    assert plan.left_out(2)[0] == 4

@@ -1,4 +1,4 @@
-"""Pictures of the chat, compared with those in `__snapshots__`; `pytest --snapshot-update` takes them anew."""
+"""Pictures of the chat, compared with those in `__snapshots__`; `pytest --snapshot-update` replaces them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Label
 
-from edgelm.chats.model import Chat, Message
+from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import Store
 from edgelm.client.endpoint import AnswerStats, stats_to_json
 from edgelm.library.catalog import entries
 from edgelm.tui.app import ChatApp
 from edgelm.tui.link import Link
-from edgelm.tui.open_chat import Wishes
 from edgelm.tui.screen import ChatScreen
 from edgelm.tui.status import StatusLine
+from edgelm.tui.workspace import ChatDefaults
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
 MARCH_2025 = 1_741_000_000.0
@@ -42,7 +42,7 @@ OTHERS = (
 
 @pytest.fixture
 def front(tmp_path: Path) -> Iterator[Path]:
-    """Return a runtime folder in which a front is found."""
+    """Return a runtime folder in which a front can be found."""
     started, ended = threading.Event(), threading.Event()
 
     async def serve() -> None:
@@ -65,14 +65,14 @@ def fill(path: Path) -> None:
     for i, (title, question, answer) in enumerate((*OTHERS, ("Quicksort in Python", "Explain quicksort", ANSWER))):
         moment = MARCH_2025 + i * 86_400
         chat = Chat(title=title, created=moment, changed=moment)
-        asked = Message(chat=chat.id, parent=None, role="user", text=question)
-        first = Message(chat=chat.id, parent=asked.id, role="assistant", text="Sort it.", model="starter")
-        answered = Message(
-            chat=chat.id, parent=asked.id, role="assistant", text=answer, model="starter", stats=stats_to_json(STATS)
+        user = Message(chat=chat.id, parent=None, role="user", text=question)
+        first = Message(chat=chat.id, parent=user.id, role="assistant", text="Sort it.", model="starter")
+        answer_message = Message(
+            chat=chat.id, parent=user.id, role="assistant", text=answer, model="starter", stats=stats_to_json(STATS)
         )
-        chat.leaf = answered.id
+        chat.leaf = answer_message.id
         store.put_chat(chat)
-        for message in (asked, first, answered):
+        for message in (user, first, answer_message):
             store.put_message(message)
     store.close()
 
@@ -80,20 +80,20 @@ def fill(path: Path) -> None:
 @pytest.fixture
 def app(front: Path) -> ChatApp:
     link = Link(endpoint=None, api_key=None, runtime=front, log=front / "log")
-    return ChatApp(front / "chats.db", link, Wishes())
+    return ChatApp(front / "chats.db", link, ChatDefaults())
 
 
 def keys(*groups: str, theme: str = "textual-dark") -> Any:
-    """Return what is done before the picture: keys, each group when the screen has come to rest."""
+    """Return a function that presses keys before the picture, each group when all work of the last one is done."""
 
     async def run(pilot: Pilot[None]) -> None:
         screen = pilot.app.screen
         assert isinstance(screen, ChatScreen)
-        while not screen.query(StatusLine):  # it is called before there is a screen
+        while not screen.query(StatusLine):  # it is called before the screen is composed
             await pilot.pause(0.02)
         await pilot.pause()
         pilot.app.theme = theme
-        screen.prompt.cursor_blink = False
+        screen.pane.prompt.cursor_blink = False
         while screen.status.status.activity != "ready" or screen.workers:
             await pilot.pause(0.02)
         for group in groups:
@@ -127,6 +127,39 @@ def test_a_chat_in_16_colours(app: ChatApp, front: Path, snap_compare: Any) -> N
     assert snap_compare(app, terminal_size=(110, 34), run_before=keys(OPEN_QUICKSORT, theme="ansi-dark"))
 
 
+def fill_thoughts(path: Path) -> None:
+    """Write a chat with a thought before each answer, the second one stopped inside it."""
+    store = Store(path)
+    chat = Chat(title="Marbles", created=MARCH_2025, changed=MARCH_2025)
+    store.put_chat(chat)
+    parent = None
+    stats = replace(STATS, reasoning_ms=12_300.0, reasoning_tokens=340)
+    for question, text, saved in (
+        ("Three bags of 12 marbles, one is half empty. How many?", "There are **30** marbles.", stats),
+        ("And with seven bags?", "", AnswerStats(reasoning_ms=65_000.0)),
+    ):
+        user = Message(chat=chat.id, parent=parent, role="user", text=question)
+        answer_message = Message(
+            chat=chat.id, parent=user.id, role="assistant", text=text, model="starter", stats=stats_to_json(saved),
+            reasoning="The full bags come first.\n\n- A full bag has 12 marbles, so two have 24.\n- Half a bag has 6, "
+            "and 24 + 6 is 30, which I check once more by counting them in another order.\n",
+        )  # fmt: skip
+        if not text:
+            answer_message.state = "stopped"
+        store.put_message(user)
+        store.put_message(answer_message)
+        parent = answer_message.id
+    chat.leaf = parent
+    store.put_chat(chat)
+    store.close()
+
+
+@pytest.mark.parametrize("pressed", [(), ("ctrl+t",), ("shift+tab up up enter",)], ids=["folded", "unfolded", "one"])
+def test_thoughts(app: ChatApp, front: Path, pressed: tuple[str, ...], snap_compare: Any) -> None:
+    fill_thoughts(front / "chats.db")
+    assert snap_compare(app, terminal_size=(80, 24), run_before=keys(OPEN_QUICKSORT, *pressed))
+
+
 def test_search(app: ChatApp, front: Path, snap_compare: Any) -> None:
     fill(front / "chats.db")
     assert snap_compare(app, terminal_size=(100, 30), run_before=keys("ctrl+f w a t e r"))
@@ -158,9 +191,9 @@ def test_parameters(app: ChatApp, snap_compare: Any) -> None:
 def catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small machine, and a catalogue that stays as it is."""
     names = ("qwen3:0.6b", "qwen3:4b", "qwen3:8b", "qwen3:14b", "qwen3:32b", "gemma3:4b")
-    found = tuple(entry for entry in entries() if entry.name in names)
-    monkeypatch.setattr("edgelm.tui.picker.entries", lambda: found)
-    monkeypatch.setattr("edgelm.tui.model_actions.available_memory_bytes", lambda: 8 * 10**9)
+    selected = tuple(entry for entry in entries() if entry.name in names)
+    monkeypatch.setattr("edgelm.tui.picker.entries", lambda: selected)
+    monkeypatch.setattr("edgelm.tui.actions.available_memory_bytes", lambda: 8 * 10**9)
 
 
 @pytest.mark.usefixtures("catalogue")
@@ -177,12 +210,12 @@ def test_models_small(app: ChatApp, snap_compare: Any) -> None:
 def test_models_of_another_machine(front: Path, snap_compare: Any) -> None:
     address = json.loads((front / "front.json").read_text())["address"]
     link = Link(endpoint=address, api_key=None, runtime=front, log=front / "log")
-    app = ChatApp(front / "chats.db", link, Wishes())
+    app = ChatApp(front / "chats.db", link, ChatDefaults())
 
     async def run(pilot: Pilot[None]) -> None:
         await keys("ctrl+o")(pilot)
         for words in (pilot.app.screen.query_one(Label), pilot.app.screen_stack[0].query_one(StatusLine)):
-            # The port is another each time.
+            # The port changes with each run.
             if isinstance(words, Label):
                 words.update(str(words.content).replace(address, "http://gpu.example:11500"))
             else:
@@ -196,7 +229,7 @@ def test_a_model_that_is_being_pulled(front: Path, snap_compare: Any) -> None:
     fill(front / "chats.db")
     link = Link(endpoint=None, api_key=None, runtime=front, log=front / "log")
     command = (sys.executable, "-m", "tests.tui.fake_pulling", str(front))
-    app = ChatApp(front / "chats.db", link, Wishes(), command)
+    app = ChatApp(front / "chats.db", link, ChatDefaults(), command)
 
     async def run(pilot: Pilot[None]) -> None:
         await keys(OPEN_QUICKSORT)(pilot)
@@ -223,14 +256,16 @@ def fill_context(path: Path) -> None:
     store.put_chat(chat)
     parent = None
     for i, question in enumerate(("What is a heap?", "And a Fibonacci heap?", "Which is used more?", "Show me one.")):
-        asked = Message(chat=chat.id, parent=parent, role="user", text=question)
-        answered = Message(chat=chat.id, parent=asked.id, role="assistant", text="Word by word. " * 30, model="starter")
+        user = Message(chat=chat.id, parent=parent, role="user", text=question)
+        answer_message = Message(
+            chat=chat.id, parent=user.id, role="assistant", text="Word by word. " * 30, model="starter"
+        )
         if i == 3:
-            answered.note = "context"
-            answered.stats = stats_to_json(replace(STATS, prompt_tokens=3000, context_used=4096))
-        store.put_message(asked)
-        store.put_message(answered)
-        parent = answered.id
+            answer_message.note = "context"
+            answer_message.stats = stats_to_json(replace(STATS, prompt_tokens=3000, context_used=4096))
+        store.put_message(user)
+        store.put_message(answer_message)
+        parent = answer_message.id
     chat.leaf = parent
     store.put_chat(chat)
     store.close()

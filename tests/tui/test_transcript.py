@@ -1,4 +1,4 @@
-"""Markdown as lines, and where rows stand: what has streamed looks like what was there at once."""
+"""Markdown as lines, and the positions of rows: streamed text looks like text that came at once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from rich.cells import cell_len
 from rich.text import Text
 from textual.theme import BUILTIN_THEMES
 
-from edgelm.chats.model import Message
+from edgelm.chats.history import Message
 from edgelm.client.endpoint import AnswerStats
 from edgelm.tui.document import Document
-from edgelm.tui.flow import Flow
-from edgelm.tui.history import History
 from edgelm.tui.lines import clean, wrap_cells, wrap_words
 from edgelm.tui.markdown import code_blocks
 from edgelm.tui.palette import Palette, contrast, make_palette
-from edgelm.tui.status import Status, lay_out
-from edgelm.tui.views import MessageView
+from edgelm.tui.prompt import History
+from edgelm.tui.status import Status, status_text
+from edgelm.tui.views import Flow, MessageView
 from tests.counts import Count
 from tests.tui.fake_endpoint import ANSWER
 
@@ -75,7 +74,7 @@ def test_no_line_is_wider_than_the_screen_where_there_is_room(source: str, width
 
 @settings(max_examples=EXAMPLES)
 @given(SOURCES, st.integers(5, 80))
-def test_a_drawn_row_is_the_same_after_it_was_let_go(source: str, width: int) -> None:
+def test_a_row_is_the_same_after_a_release(source: str, width: int) -> None:
     document = Document(source)
     before = show(document, width)
     for row in document.rows:
@@ -143,12 +142,12 @@ def test_a_flow_finds_every_line(texts: list[str], width: int, data: st.DataObje
     top = data.draw(st.integers(0, max(0, flow.height - 1)))
     while flow.draw(top, top + 10):
         flow.measure(views, width, PALETTE)
-    while flow.draw_last_unknown():
+    while flow.draw_last_guess():
         flow.measure(views, width, PALETTE)
     lines = [line.text.plain for view in views for row in view.rows for line in row.lines(width, PALETTE)]
     assert flow.height == len(lines)
-    found = [flow.line(y) for y in range(flow.height)]
-    assert [line.text.plain for line in found if line is not None] == lines
+    flow_lines = [flow.line(y) for y in range(flow.height)]
+    assert [line.text.plain for line in flow_lines if line is not None] == lines
     assert flow.line(-1) is None
     assert flow.line(flow.height) is None
     for view in views:
@@ -157,7 +156,7 @@ def test_a_flow_finds_every_line(texts: list[str], width: int, data: st.DataObje
         assert all(flow.view_at(y) is view for y in range(*span))
 
 
-def test_only_what_comes_into_view_is_parsed() -> None:
+def test_only_text_in_view_is_parsed() -> None:
     flow, views = Flow(), views_of(["q", ANSWER] * 50)
     flow.measure(views, 80, PALETTE)
     flow.draw(flow.height - 30, flow.height)
@@ -185,7 +184,7 @@ def test_the_status_line_fits(width: int) -> None:
         tokens_per_second=41.26, first_token_ms=214.0, context_used=1250, context_size=131_072, drafted=96, accepted=71,
         engine="llama", device="cpu",
     )  # fmt: skip
-    line = lay_out(Status(model="starter", endpoint="http://gpu.local:8000", activity="ready", stats=stats), width)
+    line = status_text(Status(model="starter", endpoint="http://gpu.local:8000", activity="ready", stats=stats), width)
     if width >= 20:
         assert cell_len(line.plain) <= width
     assert line.plain.startswith("starter")

@@ -1,0 +1,265 @@
+"""The composition root: settings and a model become an engine, or an evaluation.
+
+Owns the dispatch between the engines; each is built by its own package. Every part is an argument, so that a test can
+build an engine from other parts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from edgelm.backends.choice import EngineChoice, Situation, choose_engine
+from edgelm.backends.llama.placement import Wish
+from edgelm.backends.model import LoadedModel, OpenedModel, open_model
+from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
+from edgelm.backends.torch.memory import TorchMemory
+from edgelm.checkpoints.summary import ModelFacts
+from edgelm.config import Places, Settings
+from edgelm.errors import ModelError
+from edgelm.evaluation.evaluate import Evaluation
+from edgelm.library.local import find_draft_model, require_gguf
+from edgelm.machine.cpu import usable_cores
+from edgelm.machine.cuda import find_cuda
+from edgelm.machine.gpu import CudaState, has_torch
+from edgelm.machine.memory import USABLE, available_memory_bytes
+from edgelm.text.template_file import read_template_file
+from edgelm.workers.messages import EvalSide, Footprint
+
+log = logging.getLogger(__name__)
+
+
+def build(
+    path: Path,
+    settings: Settings,
+    *,
+    least_context: int = 0,
+    repack: bool = True,
+    progress: Callable[[float], bool] | None = None,
+    prefixes: Path | None = None,
+    places: Places | None = None,
+    memory_bytes: int | None = None,
+) -> LoadedModel:
+    """Load a GGUF or a folder of safetensors and start an engine with it.
+
+    Without --ctx the context has at least `least_context` tokens if the model has them. `prefixes` is the folder where
+    idle conversations are kept for the next process; None: they end with this process. `places` are where drafting
+    reads and stores its data; None: no drafting. `memory_bytes` is what the model may take; None: as much as is free.
+    Raises ModelError for a file that is damaged, not supported or does not fit in memory; EdgeLMError for a context
+    that the model cannot have, or an engine or device that is not available.
+    """
+    template = read_template_file(settings.template) if settings.template else None
+    loaded = _build(
+        path,
+        settings,
+        least_context=least_context,
+        repack=repack,
+        progress=progress,
+        prefixes=prefixes,
+        places=places,
+        memory_bytes=memory_bytes,
+    )
+    if template is not None:
+        loaded.tokenizer.chat_template = template
+    return loaded
+
+
+def _build(
+    path: Path,
+    settings: Settings,
+    *,
+    least_context: int,
+    repack: bool,
+    progress: Callable[[float], bool] | None,
+    prefixes: Path | None,
+    places: Places | None,
+    memory_bytes: int | None,
+) -> LoadedModel:
+    draft = find_draft_model(settings, places.hub) if places else None
+    with open_model(path) as model:
+        choice = choose(model, settings, draft=draft.path if draft else None, least_context=least_context)
+        for reason in choice.reasons:
+            log.info("%s", reason)
+        if choice.engine == "torch":
+            from edgelm.backends.torch.build import build_torch  # it imports torch, which is not on every machine
+
+            return build_torch(
+                model,
+                settings,
+                device=choice.device,
+                draft=draft.path if draft else None,
+                least_context=least_context,
+                progress=progress,
+                prefixes=prefixes,
+                places=places,
+                memory_bytes=memory_bytes,
+            )
+        facts, files = model.facts, model.files
+    from edgelm.backends.llama.build import build_llama  # it imports llama.cpp
+
+    return build_llama(
+        path,
+        files,
+        facts,
+        settings,
+        least_context=least_context,
+        draft=require_gguf(draft).path if draft else None,
+        repack=repack,
+        gpu=choice.device == "gpu",
+        progress=progress,
+        prefixes=prefixes,
+        places=places,
+        memory_bytes=memory_bytes,
+    )
+
+
+def load_evaluation(
+    model: EvalSide,
+    reference: EvalSide | None,
+    settings: Settings,
+    *,
+    window: int | None,
+    repack: bool = True,
+    progress: Callable[[float], bool] | None = None,
+) -> Evaluation:
+    """Load the sides of an evaluation in one engine. Raises the errors of `load_llama_evaluation`."""
+    choice = choose_for_all(dict.fromkeys(side.model for side in (model, reference) if side), settings)
+    if choice.engine == "torch":
+        from edgelm.backends.torch.evaluation import load_torch_evaluation  # it imports torch
+
+        return load_torch_evaluation(model, reference, settings, device=choice.device, window=window, progress=progress)
+    from edgelm.backends.llama.devices import llama_devices  # these import llama.cpp
+    from edgelm.backends.llama.evaluation import load_llama_evaluation
+
+    wish = Wish.of(settings, llama_devices() if choice.device == "gpu" else ())
+    threads = settings.threads or usable_cores().physical
+    return load_llama_evaluation(
+        model, reference, window=window, threads=threads, repack=repack, wish=wish, progress=progress
+    )
+
+
+def predict(
+    path: Path,
+    settings: Settings,
+    *,
+    draft: Path | None = None,
+    repack: bool = True,
+    usable_bytes: int | None = None,
+    limited: bool = False,
+    freed_gpu_bytes: int = 0,
+) -> Footprint:
+    """Predict the memory that `build` takes for a model, where it may take `usable_bytes` of this machine's; None: all.
+
+    `limited`: --max-memory bounds it. `freed_gpu_bytes` of a GPU's memory are taken now and will be free. Raises
+    ModelError, EdgeLMError.
+    """
+    draft = draft if settings.spec != "off" else None
+    with open_model(path) as model, open_model(draft) if draft else nullcontext() as small:
+        choice = choose(model, settings, draft=draft, freed_gpu_bytes=freed_gpu_bytes)
+        on_gpu = choice.device == "cuda"
+        usable = available_memory_bytes() if usable_bytes is None else int(usable_bytes / USABLE) + 1
+        free = find_cuda().free_bytes + freed_gpu_bytes if on_gpu else usable
+        limit = usable_bytes if limited and not on_gpu else None
+        machine = MachineMemory(free_bytes=free, cores=usable_cores().physical, limit_bytes=limit)
+        if choice.engine == "torch":
+            return _plan_for_torch(model, small, settings, machine, choice.device).footprint(choice.device)
+        from edgelm.backends.llama.build import plan_context  # these import llama.cpp
+        from edgelm.backends.llama.devices import llama_devices
+
+        wish = Wish.of(settings, llama_devices() if choice.device == "gpu" else ())
+        beside = small.facts if small else None
+        planned = plan_context(path, model.facts, settings, wish, draft_facts=beside, repack=repack, machine=machine)
+        return planned.footprint(choice.device)
+
+
+def choose(
+    model: OpenedModel,
+    settings: Settings,
+    *,
+    draft: Path | None = None,
+    least_context: int = 0,
+    freed_gpu_bytes: int = 0,
+) -> EngineChoice:
+    """Choose the engine of an open model, and of its draft model, on this machine.
+
+    `freed_gpu_bytes` of the GPU's memory are taken now and will be free. Raises ModelError, EdgeLMError.
+    """
+    from edgelm.backends.llama.devices import llama_devices  # it imports llama.cpp
+
+    prefers_torch = settings.engine == "torch" or settings.device == "cuda"
+    may_use_cuda = settings.engine != "llama" and settings.device in ("auto", "cuda")
+    cuda = find_cuda() if may_use_cuda else CudaState("the settings say so")
+    cuda = replace(cuda, free_bytes=cuda.free_bytes + freed_gpu_bytes)
+    may_use_torch = has_torch() and (prefers_torch or not cuda.problem or model.gguf is None)
+    torch_problem = model.torch_problem() if may_use_torch else ""
+    kernel_problem = fit_problem = draft_problem = ""
+    with open_model(draft) if draft else nullcontext() as draft_model:
+        if draft_model and may_use_torch:
+            draft_problem = draft_model.torch_problem("reference" if cuda.problem else "triton")
+        if not cuda.problem and not torch_problem:
+            kernel_problem = model.torch_problem("triton")
+            if not kernel_problem:
+                fit_problem = _fit_problem(model, draft_model, settings, cuda, least_context)
+    return choose_engine(
+        settings,
+        Situation(
+            model=model.name,
+            llama_problem=model.llama_problem,
+            torch_problem=torch_problem,
+            kernel_problem=kernel_problem,
+            fit_problem=fit_problem,
+            draft_problem=draft_problem,
+            has_torch=has_torch(),
+            has_offload=model.gguf is not None and bool(llama_devices()),
+            cuda=cuda,
+        ),
+    )
+
+
+def choose_for_all(paths: Iterable[Path], settings: Settings) -> EngineChoice:
+    """Choose one engine for several models: the torch engine where one of them needs it."""
+    choices = _choices(paths, settings)
+    if len({choice.engine for choice in choices}) > 1:
+        choices = _choices(paths, replace(settings, engine="torch"))
+    return next((choice for choice in choices if choice.device == "cpu"), choices[0])
+
+
+def _choices(paths: Iterable[Path], settings: Settings) -> list[EngineChoice]:
+    choices = []
+    for path in paths:
+        with open_model(path) as model:
+            choices.append(choose(model, settings))
+    return choices
+
+
+def _fit_problem(
+    model: OpenedModel, draft: OpenedModel | None, settings: Settings, cuda: CudaState, least_context: int
+) -> str:
+    """Return why a model does not fit in the GPU's memory, with its draft model; empty: it does."""
+    machine = MachineMemory(free_bytes=cuda.free_bytes, cores=1)
+    try:
+        _plan_for_torch(model, draft, settings, machine, "cuda", least_context).require()
+    except ModelError as error:
+        if settings.engine == "torch":
+            raise
+        return error.message
+    return ""
+
+
+def _plan_for_torch(
+    model: OpenedModel,
+    draft: OpenedModel | None,
+    settings: Settings,
+    machine: MachineMemory,
+    device: str,
+    least_context: int = 0,
+) -> Plan:
+    def memory_of(facts: ModelFacts) -> TorchMemory:
+        return TorchMemory(facts, sequences=settings.parallel, device=device, quantize=settings.quantize)
+
+    beside = DraftModel.of(draft.facts, memory_of(draft.facts)) if draft else None
+    own = memory_of(model.facts)
+    return plan(model.facts, settings, machine, own, draft=beside, least_context=least_context)

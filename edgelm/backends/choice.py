@@ -1,0 +1,148 @@
+"""The rule of `--engine` and `--device`: which engine runs a model, on which device, and why not the others.
+
+Everything that it depends on is an argument: settings, model, machine. Knows nothing of how an engine is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from edgelm.config import Settings
+from edgelm.errors import EdgeLMError, ModelError
+from edgelm.machine.gpu import INSTALL, CudaState
+
+EngineName = Literal["torch", "llama"]
+DeviceName = Literal["cuda", "gpu", "cpu"]  # gpu: one or more devices of llama.cpp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """The facts about model and machine. A problem is a reason against an engine; empty: there is none."""
+
+    model: str  # its name, for messages
+    llama_problem: str = ""  # why llama.cpp cannot run this model: it is a folder of safetensors
+    torch_problem: str = ""  # why the torch engine cannot: it does not know the architecture
+    kernel_problem: str = ""  # why the torch engine can run it only on the CPU: the kernels do not take its heads
+    fit_problem: str = ""  # why the model does not fit in the GPU's memory
+    draft_problem: str = ""  # why the torch engine cannot run the draft model
+    has_torch: bool = False
+    has_offload: bool = False  # this build of llama.cpp can compute on a GPU
+    cuda: CudaState
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """An engine, its device, and one line for each alternative that was not taken."""
+
+    engine: EngineName
+    device: DeviceName
+    reasons: tuple[str, ...] = ()
+
+
+def choose_engine(settings: Settings, situation: Situation) -> EngineChoice:
+    """Follow the settings; where they say auto, prefer CUDA with our kernels, then llama.cpp.
+
+    Raises ModelError where nothing can run the model, or the draft model beside it; EdgeLMError where the requested
+    engine or device is missing.
+    """
+    choice = _choose(settings, situation)
+    if choice.engine == "torch" and situation.draft_problem:
+        raise ModelError(f"--draft with the torch engine: {situation.draft_problem}", "omit it: n-gram drafting is on")
+    return choice
+
+
+def _choose(settings: Settings, situation: Situation) -> EngineChoice:
+    if settings.engine == "torch":
+        return _choose_torch(settings, situation)
+    if settings.engine == "llama":
+        return _choose_llama(settings, situation, ())
+    reasons = []
+    if settings.device in ("auto", "cuda"):
+        problem = _cuda_problem(situation) or _needs_llama(settings, situation)
+        if not problem:
+            return EngineChoice("torch", "cuda")
+        reasons.append(f"CUDA is not used: {problem}")
+        if settings.device == "cuda":
+            raise EdgeLMError(f"--device cuda: {problem}", situation.cuda.hint or "use --device auto")
+    if not situation.llama_problem:
+        return _choose_llama(settings, situation, tuple(reasons))
+    if situation.torch_problem:
+        raise ModelError(f"{situation.model} cannot be run: {situation.torch_problem}", "take a GGUF of the same model")
+    if not situation.has_torch:
+        raise ModelError(
+            f"{situation.model} is a folder of safetensors, which needs torch",
+            f"{INSTALL}, or take a GGUF of the same model",
+        )
+    if names_llama_device(settings):
+        raise EdgeLMError(
+            f"only llama.cpp has --device {settings.device}, and it cannot run safetensors", "use --device auto"
+        )
+    return EngineChoice("torch", "cpu", (*reasons, situation.llama_problem))
+
+
+def _choose_torch(settings: Settings, situation: Situation) -> EngineChoice:
+    if not situation.has_torch:
+        raise EdgeLMError("--engine torch needs torch, which is not installed", INSTALL)
+    if situation.torch_problem:
+        hint = "use --engine llama" if not situation.llama_problem else "take a GGUF of the same model"
+        raise ModelError(f"{situation.model} cannot be run with --engine torch: {situation.torch_problem}", hint)
+    if names_llama_device(settings):
+        raise EdgeLMError(f"only llama.cpp has --device {settings.device}", "use --device cuda with --engine torch")
+    if flag := _placing_flag(settings):
+        raise EdgeLMError(f"only llama.cpp has {flag}: our kernels take a whole model", f"omit {flag}")
+    if settings.device == "cpu":
+        return EngineChoice("torch", "cpu")
+    problem = situation.cuda.problem or situation.kernel_problem or situation.fit_problem
+    if not problem:
+        return EngineChoice("torch", "cuda")
+    if problem == situation.fit_problem:
+        raise EdgeLMError(f"--engine torch on CUDA: {problem}", "lower --ctx, or use --engine llama")
+    if settings.device == "cuda":
+        raise EdgeLMError(f"--device cuda: {problem}", situation.cuda.hint or "use --device auto")
+    return EngineChoice("torch", "cpu", (f"CUDA is not used: {problem}",))
+
+
+def _choose_llama(settings: Settings, situation: Situation, reasons: tuple[str, ...]) -> EngineChoice:
+    if situation.llama_problem:
+        hint = "use --engine torch, or take a GGUF of the same model"
+        raise ModelError(f"{situation.model}: {situation.llama_problem}", hint)
+    named = settings.device == "cuda" or names_llama_device(settings)
+    wants_gpu = named or settings.gpu_layers not in ("auto", "0")
+    if wants_gpu and not situation.has_offload:
+        raise EdgeLMError(
+            "this build of llama.cpp computes on the processor only",
+            "omit --device and --gpu-layers; `edgelm doctor` says how to get a GPU",
+        )
+    on_gpu = situation.has_offload and settings.device != "cpu"
+    on_gpu = on_gpu and (settings.gpu_layers != "0" or bool(settings.override_tensor))
+    return EngineChoice("llama", "gpu" if on_gpu else "cpu", reasons)
+
+
+def _cuda_problem(situation: Situation) -> str:
+    return situation.cuda.problem or situation.torch_problem or situation.kernel_problem or situation.fit_problem
+
+
+def _needs_llama(settings: Settings, situation: Situation) -> str:
+    """Return a reason for llama.cpp in the settings; empty where llama.cpp cannot run the model anyway."""
+    if situation.llama_problem or settings.device == "cuda":
+        return ""
+    if situation.draft_problem:
+        return f"the draft model: {situation.draft_problem}"
+    flag = _placing_flag(settings)
+    return f"only llama.cpp has {flag}" if flag and situation.has_offload else ""
+
+
+def names_llama_device(settings: Settings) -> bool:
+    """Return whether --device means a GPU by llama.cpp."""
+    return settings.device not in ("auto", "cuda", "cpu")
+
+
+def _placing_flag(settings: Settings) -> str:
+    """Return a flag of the settings that places parts of a model, which only llama.cpp does."""
+    flags = {
+        "--gpu-layers": settings.gpu_layers != "auto",
+        "--n-cpu-moe": settings.n_cpu_moe != "auto",
+        "--override-tensor": bool(settings.override_tensor),
+    }
+    return next((flag for flag, is_set in flags.items() if is_set), "")

@@ -1,0 +1,80 @@
+"""Composes drafting for any engine: a clock that knows the cost of rows, the n-gram drafter, and throttling.
+
+Owns where the data of drafting is kept on disk, and which models may draft. Knows nothing of requests, and of how a
+draft model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from edgelm.config import Places, Settings
+from edgelm.core import Drafter, Executor
+from edgelm.engine.clock import Measured, StepClock, StepCosts
+from edgelm.errors import ModelError
+from edgelm.machine.cpu import usable_cores
+from edgelm.machine.facts import machine_key
+from edgelm.machine.step_times import StepTimes
+from edgelm.speculation.acceptance import Acceptance
+from edgelm.speculation.ngram_drafter import NgramDrafter
+from edgelm.speculation.past_answers import AnswersFile, PastAnswers, path_for
+from edgelm.speculation.throttle import ChainDrafter, ThrottledDrafter
+from edgelm.text.tokenizer import Tokenizer
+
+MEASURE_S = 2.0  # time limit of the benchmark at each start; the next start measures the rest
+REPEAT_S = 0.3  # time for repeated measurements at later starts
+SAMPLE_LEN = 1000  # tokens
+MAX_PADDING = 256  # ids that a vocabulary may have beyond those of another: padding, without text
+
+
+def measured_clock(executor: Executor, settings: Settings, places: Places, identity: bytes) -> StepClock:
+    """Return a clock that knows the cost of rows from a short benchmark, whose results are kept.
+
+    `identity` stands for the weights, the build and the KV mode. The executor must be idle meanwhile.
+    """
+    cores = usable_cores()
+    machine = machine_key(cores), settings.threads or cores.physical  # machines may share a home folder
+    times = StepTimes(places.cache / "step-times", [identity.hex(), executor.info, machine])
+    times.measure(executor, MEASURE_S, REPEAT_S)
+    return StepClock(StepCosts(Measured(*point) for point in times.surface()))
+
+
+def throttled(drafters: Sequence[Drafter], clock: StepClock, settings: Settings) -> Drafter:
+    """Combine drafters into one. Each has its own throttle, so that a drafter that loses does not stop the others."""
+    max_draft = None if settings.spec == "auto" else int(settings.spec)
+    throttles = [ThrottledDrafter(drafter, clock, max_draft) for drafter in drafters]
+    return throttles[0] if len(throttles) == 1 else ChainDrafter(throttles)
+
+
+def ngram_drafter(tokenizer: Tokenizer, settings: Settings, places: Places, identity: bytes) -> NgramDrafter:
+    """Return a drafter with the data of earlier processes: the model's acceptance rates, and past answers."""
+    path = places.cache / "acceptance" / f"{identity.hex()}.json"
+    memory = PastAnswers(AnswersFile(path_for(places.data, vocabulary_sample(tokenizer)))) if settings.memory else None
+    return NgramDrafter(memory, Acceptance.load(path), lambda acceptance: acceptance.save(path))
+
+
+def require_same_vocabulary(large: Tokenizer, small: Tokenizer, name: str) -> None:
+    """Raise ModelError unless each token has the same text in both models; only padding at the end may differ."""
+    num_shared = min(large.num_tokens, small.num_tokens)
+    differ = abs(large.num_tokens - small.num_tokens) > MAX_PADDING
+    if differ or not all(_is_same_token(large, small, token) for token in range(num_shared)):
+        raise ModelError(
+            f"{name} cannot draft for this model: it has another vocabulary",
+            "take a smaller model of the same family, or omit --draft",
+        )
+
+
+def _is_same_token(large: Tokenizer, small: Tokenizer, token: int) -> bool:
+    piece = large.piece(token)
+    if piece != small.piece(token):
+        return False
+    # A control token adds no text: of those that end an answer, the names must be equal.
+    return bool(piece) or token not in large.stop_ids or large.text_of(token) == small.text_of(token)
+
+
+def vocabulary_sample(tokenizer: Tokenizer) -> Iterator[bytes]:
+    """Yield the size of a vocabulary and a sample of its tokens, to identify it: to read all would take up to 0.3 s."""
+    count = tokenizer.num_tokens
+    yield str(count).encode()
+    for token in range(0, count, max(count // SAMPLE_LEN, 1)):
+        yield tokenizer.text_of(token).encode()

@@ -1,0 +1,247 @@
+"""Builds an engine over llama.cpp from settings and a GGUF.
+
+Owns the choices that need several parts: context and memory, threads, snapshots on disk, and the draft model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from edgelm.backends.drafting import measured_clock, ngram_drafter, require_same_vocabulary, throttled
+from edgelm.backends.llama.buffers import LlamaBuffers
+from edgelm.backends.llama.devices import llama_devices
+from edgelm.backends.llama.embedding import embedder_of
+from edgelm.backends.llama.encoder import build_encoder
+from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions, state_identity
+from edgelm.backends.llama.memory import LlamaMemory, repacked_types
+from edgelm.backends.llama.model import DeviceMemoryError, LlamaModel
+from edgelm.backends.llama.offload import OffloadedMemory
+from edgelm.backends.llama.placement import Placement, Wish
+from edgelm.backends.model import LoadedModel
+from edgelm.backends.plan import DRAFT_KV, DraftModel, MachineMemory, Plan, plan
+from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
+from edgelm.backends.snapshots import SnapshotStore
+from edgelm.checkpoints.gguf import open_gguf
+from edgelm.checkpoints.llama_checks import check_for_llama
+from edgelm.checkpoints.summary import ModelFacts, model_facts
+from edgelm.config import Places, Settings
+from edgelm.core import Drafter
+from edgelm.engine.clock import StepClock
+from edgelm.engine.engine import Engine
+from edgelm.engine.kv_slots import SlotKV
+from edgelm.engine.scheduler import Scheduler
+from edgelm.errors import EdgeLMError, ModelError
+from edgelm.machine.cpu import usable_cores
+from edgelm.machine.memory import available_memory_bytes
+from edgelm.speculation.model_drafter import ModelDrafter
+from edgelm.text.prompt_token_cache import PromptTokenCache
+from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
+
+RETRIES = 8  # to halve and halve again what was on the devices
+
+log = logging.getLogger(__name__)
+
+
+def build_llama(
+    path: Path,
+    files: Sequence[Path],
+    facts: ModelFacts,
+    settings: Settings,
+    *,
+    least_context: int = 0,
+    repack: bool = True,
+    gpu: bool = False,
+    draft: Path | None = None,
+    progress: Callable[[float], bool] | None = None,
+    prefixes: Path | None = None,
+    places: Places | None = None,
+    memory_bytes: int | None = None,
+) -> LoadedModel:
+    """Load a checked GGUF, whose parts are `files`. With `gpu`, as much as fits goes to llama.cpp's devices.
+
+    `draft` is the GGUF of a model that drafts. Raises ModelError for a file that llama.cpp refuses or that does not fit
+    in memory; EdgeLMError for a context that the model cannot have.
+    """
+    if settings.quantize != "off":
+        raise EdgeLMError("only the torch engine has --quantize", "pull a quantized GGUF, or use --engine torch")
+    drafting = places if settings.spec != "off" else None
+    draft = draft if drafting else None
+    draft_facts = _read_facts(draft) if draft else None
+    wish = Wish.of(settings, llama_devices() if gpu else ())
+    planned = plan_context(
+        path,
+        facts,
+        settings,
+        wish,
+        draft_facts=draft_facts,
+        least_context=least_context,
+        repack=repack,
+        machine=machine_memory(memory_bytes),
+    )
+    option = planned.require()
+    options = LlamaOptions(
+        context=option.context,
+        kv=option.kv,
+        max_sequences=settings.parallel,
+        threads=planned.threads,
+        batch_threads=planned.threads,
+    )
+    if facts.summary.kind != "text":
+        placement = OffloadedMemory(facts, wish, sequences=1).placement(option.kv, option.context)
+        model = LlamaModel(path, files=files, repack=repack, placement=placement, progress=progress)
+        footprint = planned.footprint("gpu" if gpu else "cpu", 0)
+        return build_encoder(model, facts, option.context, planned.threads, footprint)
+    ram = settings.prefix_cache_ram
+    snapshot_bytes = planned.snapshot_bytes if ram is None else int(ram * 2**30)
+
+    def load(placement: Placement) -> _Loaded:
+        model = LlamaModel(path, files=files, repack=repack, placement=placement, progress=progress)
+        try:
+            tokenizer = LlamaTokenizer.of_model(model.native, model)
+            folder = None
+            if prefixes:
+                folder = snapshot_folder(prefixes, model, files, options, Bounds.of(settings))
+            store = SnapshotStore(snapshot_bytes, folder)
+            return _Loaded(model, tokenizer, folder, store, LlamaExecutor(model, options, store))
+        except EdgeLMError:
+            model.close()
+            raise
+
+    memory = OffloadedMemory(facts, wish, sequences=settings.parallel)
+    placements = memory.from_placement(option.kv, option.context)
+    model, tokenizer, folder, store, executor = _first_that_loads(load, placements)
+    clock, drafter = StepClock(), None
+    if drafting and executor.info.can_trim:
+        try:
+            identity = _identity(model, files, options)
+            clock = measured_clock(executor, settings, drafting, identity)
+            drafters: list[Drafter] = [ngram_drafter(tokenizer, settings, drafting, identity)]
+            if draft:
+                drafters.append(_load_draft_model(draft, options, repack, tokenizer, clock))
+            drafter = throttled(drafters, clock, settings)
+        except EdgeLMError:
+            executor.close()
+            raise
+    scheduler = Scheduler(executor.info, SlotKV(executor.info, snapshot_bytes, store), clock, drafter)
+    prompt_tokens = PromptTokenCache(folder.path / PROMPT_TOKENS if folder else None)
+    footprint = planned.footprint("gpu" if gpu else "cpu", snapshot_bytes)
+    make_embedder = partial(embedder_of, model, facts, options.context, planned.threads)
+    engine = Engine(executor, scheduler, clock, make_embedder=make_embedder).start()
+    return LoadedModel(planned.name, engine, tokenizer, prompt_tokens, footprint)
+
+
+def machine_memory(limit_bytes: int | None = None) -> MachineMemory:
+    """Return the memory of this machine, of which a model may take so much."""
+    return MachineMemory(free_bytes=available_memory_bytes(), cores=usable_cores().physical, limit_bytes=limit_bytes)
+
+
+def plan_context(
+    path: Path,
+    facts: ModelFacts,
+    settings: Settings,
+    wish: Wish | None = None,
+    *,
+    draft_facts: ModelFacts | None = None,
+    least_context: int = 0,
+    repack: bool = True,
+    machine: MachineMemory | None = None,
+) -> Plan:
+    """Choose context and KV mode: by formulas, and by llama.cpp's own sizes where the last megabytes decide.
+
+    Where `wish` has devices, all sizes are by formulas.
+    `draft_facts` are those of a model that drafts, whose sizes are by formulas. `machine` is this one as it is now,
+    unless another is given.
+    """
+    machine = machine or machine_memory()
+    types = repacked_types() if repack else frozenset()
+    memory = LlamaMemory(facts, sequences=settings.parallel, copied_types=types)
+    draft = None
+    if draft_facts:
+        beside = LlamaMemory(draft_facts, sequences=settings.parallel, copied_types=types)
+        draft = DraftModel.of(draft_facts, beside)
+    if wish and wish.devices:
+        offloaded = OffloadedMemory(facts, wish, sequences=settings.parallel)
+        return plan(facts, settings, machine, offloaded, draft=draft, least_context=least_context)
+    estimated = plan(facts, settings, machine, memory, draft=draft, least_context=least_context)
+    if estimated.comfortable or facts.summary.kind != "text":  # an embedder allocates by its inputs
+        return estimated
+    with LlamaBuffers(path, facts.summary, sequences=settings.parallel, repack=repack) as buffers:
+        return plan(facts, settings, machine, memory.measured_by(buffers), draft=draft, least_context=least_context)
+
+
+def snapshot_folder(
+    root: Path, model: LlamaModel, files: Sequence[Path], options: LlamaOptions, bounds: Bounds
+) -> SnapshotFolder | None:
+    """Return the folder for a model's snapshots; None where the bounds forbid it, or the files cannot be read."""
+    if not bounds.max_bytes:
+        return None
+    try:
+        return SnapshotFolder(root, state_identity(model, files, options), bounds)
+    except OSError as error:
+        log.warning("conversations are not kept on disk: %s", error)
+        return None
+
+
+def _identity(model: LlamaModel, files: Sequence[Path], options: LlamaOptions) -> bytes:
+    try:
+        return state_identity(model, files, options)
+    except OSError as error:
+        raise ModelError(f"{files[0].name} cannot be read any more: {error.strerror}", "try again") from None
+
+
+class _Loaded(NamedTuple):
+    model: LlamaModel
+    tokenizer: Tokenizer
+    folder: SnapshotFolder | None
+    store: SnapshotStore
+    executor: LlamaExecutor
+
+
+def _first_that_loads(load: Callable[[Placement], _Loaded], placements: Sequence[Placement]) -> _Loaded:
+    """Load a model with the first placement that the devices have memory for.
+
+    A driver may have less than it says. Raises DeviceMemoryError where no placement remains.
+    """
+    for num_tries in range(RETRIES):
+        placement, rest = placements[0], placements[1:]
+        try:
+            return load(placement)
+        except DeviceMemoryError as error:
+            if not rest:
+                raise
+            skipped = len(rest) - 1 if num_tries == RETRIES - 2 else len(rest) // 4
+            placements = rest[skipped:]
+            log.warning("%s; trying %d layers", error.message, placements[0].gpu_layers)
+    raise AssertionError
+
+
+# -- the draft model ---------------------------------------------------------------------------------------------------
+
+
+def _read_facts(path: Path) -> ModelFacts:
+    with open_gguf(path) as gguf:
+        check_for_llama(gguf)
+        return model_facts(gguf)
+
+
+def _load_draft_model(
+    path: Path, options: LlamaOptions, repack: bool, tokenizer: Tokenizer, clock: StepClock
+) -> ModelDrafter:
+    """Load a draft model beside the model that has `tokenizer` and `options`.
+
+    Raises ModelError for a file that cannot be loaded, or that has another vocabulary.
+    """
+    model = LlamaModel(path, repack=repack)
+    try:
+        require_same_vocabulary(tokenizer, LlamaTokenizer.of_model(model.native, model), path.name)
+        context = min(options.context, model.train_context or options.context)
+        executor = LlamaExecutor(model, replace(options, context=context, kv=DRAFT_KV, max_rows=options.max_sequences))
+    except EdgeLMError:
+        model.close()
+        raise
+    return ModelDrafter(executor, clock.plain_s)

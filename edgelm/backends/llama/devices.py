@@ -1,0 +1,108 @@
+"""The devices of llama.cpp: their names and free memory, and a placement as llama.cpp's parameters.
+
+Owns the pointers of devices and buffer types. Does not choose: placement.py does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from edgelm.backends.llama.api import fill_struct, start_backend
+from edgelm.backends.llama.placement import CPU, Device, Placement
+from edgelm.llama_binding import L
+
+_GPU, _INTEGRATED_GPU = 1, 2  # of enum ggml_backend_dev_type
+_LIBRARY: Any = L._lib  # noqa: SLF001 - it finds the functions of ggml too, on which it depends
+
+
+class _Properties(ctypes.Structure):
+    """struct ggml_backend_dev_props."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("memory_free", ctypes.c_size_t),
+        ("memory_total", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("device_id", ctypes.c_char_p),
+        ("capabilities", ctypes.c_bool * 64),  # fewer in llama.cpp
+    )
+
+
+class _BufferOverride(ctypes.Structure):
+    """struct llama_model_tensor_buft_override; one without a pattern ends a list."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    return ctypes.CFUNCTYPE(result, *arguments)((name, _LIBRARY))
+
+
+_device_count = _function("ggml_backend_dev_count", ctypes.c_size_t)
+_device_at = _function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+_get_properties = _function("ggml_backend_dev_get_props", None, ctypes.c_void_p, ctypes.POINTER(_Properties))
+_device_buffer_type = _function("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
+_cpu_buffer_type = _function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)
+
+
+def llama_devices() -> tuple[Device, ...]:
+    """Return the GPUs that this build of llama.cpp can use; integrated ones only where there is no other.
+
+    A GPU that two backends know is listed once.
+    """
+    start_backend()
+    found: dict[int, list[Device]] = {_GPU: [], _INTEGRATED_GPU: []}
+    ids = set()
+    for _, properties in _all_devices():
+        if properties.type not in found or (properties.device_id and properties.device_id in ids):
+            continue
+        ids.add(properties.device_id)
+        shared = properties.type == _INTEGRATED_GPU or sys.platform == "darwin"
+        found[properties.type].append(
+            Device(
+                properties.name.decode(),
+                properties.description.decode(errors="replace"),
+                properties.memory_total,
+                properties.memory_free,
+                shared,
+            )
+        )
+    return tuple(found[_GPU] or found[_INTEGRATED_GPU])
+
+
+class NativePlacement:
+    """A placement as llama.cpp's parameters of a model. llama.cpp keeps pointers to it: keep it with the model."""
+
+    def __init__(self, placement: Placement) -> None:
+        start_backend()
+        handles = {properties.name.decode(): handle for handle, properties in _all_devices()}
+        buffer_types = {name: _device_buffer_type(handle) for name, handle in handles.items()}
+        buffer_types[CPU] = _cpu_buffer_type()
+        chosen = [handles[name] for name in placement.devices]
+        self._layers = placement.gpu_layers
+        self._devices = (ctypes.c_void_p * (len(chosen) + 1))(*chosen)  # empty: no device at all, not all of them
+        self._split = (ctypes.c_float * L.LLAMA_MAX_DEVICES)(*placement.counts)
+        overrides = [_BufferOverride(item.pattern.encode(), buffer_types[item.device]) for item in placement.patterns]
+        self._overrides = (_BufferOverride * (len(overrides) + 1))(*overrides)
+
+    def fill(self, params: Any) -> None:
+        """Set the fields of `llama_model_params`."""
+        fill_struct(
+            params,
+            devices=ctypes.cast(self._devices, ctypes.c_void_p),
+            tensor_split=ctypes.cast(self._split, ctypes.POINTER(ctypes.c_float)),
+            n_gpu_layers=self._layers,
+        )
+        if len(self._overrides) > 1:
+            fill_struct(params, tensor_buft_overrides=ctypes.cast(self._overrides, ctypes.c_void_p))
+
+
+def _all_devices() -> Iterator[tuple[int, _Properties]]:
+    for index in range(_device_count()):
+        handle, properties = _device_at(index), _Properties()
+        _get_properties(handle, properties)
+        yield handle, properties

@@ -1,0 +1,260 @@
+"""LlamaExecutor: runs steps on llama.cpp's low-level functions.
+
+Owns the native context: KV memory, compute buffers, the batch, and the identity of the states that it saves. Checks
+the inputs on which llama.cpp would abort. Knows nothing of requests, prefixes, or the reasons behind a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgelm.backends.llama.api import Batch, fill_struct, logits_view, metadata, native_log
+from edgelm.backends.llama.memory import MAX_ROWS, head_refusal, kv_head_bytes, kv_types, micro_batch
+from edgelm.backends.llama.model import LlamaModel, memory_error
+from edgelm.backends.llama.pace import NativeThreads, Pace
+from edgelm.backends.snapshots import SnapshotStore
+from edgelm.checkpoints.files import file_identity
+from edgelm.core import CompletedSamples, Copy, Drop, ExecutorInfo, Load, Masks, Op, Save, Step, Store, Trim
+from edgelm.errors import EngineError, ModelError, SnapshotError
+from edgelm.kv_modes import LLAMA_KV
+from edgelm.llama_binding import L
+from edgelm.sampling.host import HostSampler
+
+UNBOUNDED = 2**62  # bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaOptions:
+    """The options of a context. Its `context` tokens are shared by all sequences."""
+
+    context: int
+    kv: str = "f16"
+    flash: bool | None = None  # None: as the KV mode needs it
+    max_sequences: int = 8
+    max_tokens: int = 512
+    max_rows: int = MAX_ROWS
+    threads: int = 1
+    batch_threads: int = 1
+
+    @property
+    def flash_attention(self) -> bool:
+        return LLAMA_KV[self.kv].flash if self.flash is None else self.flash
+
+
+class LlamaExecutor:
+    """An `Executor` over one llama.cpp context, with idle sequences in `snapshots`.
+
+    Takes ownership of the model: `close` frees it. Raises ModelError for a KV mode that the model cannot have, and when
+    there is no memory for the context (DeviceMemoryError where it is a device's).
+    """
+
+    def __init__(self, model: LlamaModel, options: LlamaOptions, snapshots: SnapshotStore | None = None) -> None:
+        key_len, value_len = model.head_lens
+        if refusal := head_refusal(options.kv, key_len, value_len):
+            raise ModelError(f"--kv {options.kv} {refusal}", "use --kv f16")
+        self._model = model
+        native_log.clear()
+        params = context_params(options, model.num_heads)
+        fill_struct(params, **yarn_ramp(model))
+        self._context: Any = L.llama_init_from_model(model.native, params)
+        if not self._context and (error := memory_error(model.placement)):
+            raise error
+        if not self._context:
+            reason = native_log.first_error() or "it gives no reason"
+            raise ModelError(
+                f"llama.cpp could not make a context of {options.context:,} tokens: {reason}",
+                "lower --ctx, or choose a smaller --kv",
+            )
+        self._memory = L.llama_get_memory(self._context)
+        max_tokens = min(options.max_tokens, L.llama_n_batch(self._context))
+        layer_bytes = model.num_kv_heads * kv_head_bytes(options.kv, key_len, value_len)
+        self._info = ExecutorInfo(
+            engine="llama",
+            device=model.placement.describe(model.num_layers),
+            num_vocab=model.num_vocab,
+            context=options.context,
+            capacity=L.llama_n_ctx(self._context),
+            max_tokens=max_tokens,
+            max_rows=options.max_rows,
+            max_sequences=options.max_sequences,
+            kv_bytes_per_token=int(model.num_layers * layer_bytes),
+            can_trim=not (model.recurrent or model.hybrid),
+            can_copy=not model.hybrid,
+            keeps_all=L.llama_model_n_swa(model.native) == 0,
+        )
+        self._batch = Batch(max_tokens)
+        self._pace = Pace(NativeThreads(self._context), options.threads, options.batch_threads)
+        self._logits = np.empty((0, model.num_vocab), np.float32)
+        self._snapshots = snapshots or SnapshotStore(UNBOUNDED)
+        self._snapshots.divisible = self._info.can_trim and self._info.keeps_all
+        self._sampler = HostSampler(model.num_vocab)
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    def forward(self, step: Step) -> None:
+        """Do the ops, then run the chunks. Raises EngineError when llama.cpp refuses one."""
+        for op in step.ops:
+            self._apply(op)
+        if not step.chunks:
+            return
+        last = 0
+        for chunk in step.chunks:
+            assert isinstance(chunk.kv, int)
+            assert 0 <= chunk.kv < self._info.max_sequences
+            assert last + len(chunk.tokens) <= self._info.max_tokens
+            last = self._batch.set(last, chunk.tokens, chunk.start, chunk.kv, chunk.rows)
+        self._check_batch(last, step)
+        self._batch.native.n_tokens = last
+        native_log.clear()
+        with self._pace.step(last):
+            result = L.llama_decode(self._context, self._batch.native)
+        if result == 1:
+            raise EngineError("the KV cache has no room for this step", "lower the number of parallel requests")
+        if result != 0:
+            raise EngineError(f"llama.cpp could not run a step ({result}): {native_log.first_error()}")
+        if step.num_rows:
+            self._logits = logits_view(self._context, step.num_rows, self._info.num_vocab)
+
+    def sample(self, step: Step, masks: Masks | None) -> CompletedSamples:
+        """Sample the rows of each chunk, up to the first that differs from the draft."""
+        return CompletedSamples(self._sampler.sample(step, self._logits, masks))
+
+    def logits(self, step: Step) -> NDArray[np.float32]:
+        """Return the logits of the sampled rows, valid until the next `forward`: [rows, vocab]."""
+        return self._logits[: step.num_rows]
+
+    def close(self) -> None:
+        context, self._context = self._context, None
+        if context:
+            self._snapshots.close()
+            L.llama_free(context)
+            self._model.close()
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _apply(self, op: Op) -> None:
+        match op:
+            case Trim(slot, length):
+                start = length or -1  # llama.cpp can always empty a slot, but not every model's cache can be cut
+                if not L.llama_memory_seq_rm(self._memory, slot, start, -1):
+                    raise EngineError(f"llama.cpp cannot cut the cache of this model at {length}")
+            case Copy(src, dst, length):
+                L.llama_memory_seq_cp(self._memory, src, dst, 0, length)
+            case Save(int(slot), key):
+                self._save(slot, key)
+            case Load(key, int(slot)):
+                state = self._snapshots.get(key)
+                native_log.clear()
+                if L.llama_state_seq_set_data(self._context, _bytes(state), state.size, slot) == 0:
+                    self._snapshots.refuse(key)
+                    raise SnapshotError(f"llama.cpp could not load a sequence: {native_log.first_error()}")
+            case Drop(key):
+                self._snapshots.drop(key)  # it may not exist: a failed step did not save it
+            case Store():
+                self._snapshots.store(op)
+
+    def _save(self, slot: int, key: int) -> None:
+        """Copy a sequence's state out, if there is room. `SlotKV` checks later whether it was saved."""
+        size = L.llama_state_seq_get_size(self._context, slot)
+        if not self._snapshots.has_room(size):
+            log.info("there is no room for a snapshot of %d bytes", size)
+            return
+        try:
+            state = np.empty(size, np.uint8)
+        except MemoryError:
+            log.warning("there is no memory for a snapshot of %d bytes", size)
+            return
+        native_log.clear()
+        if L.llama_state_seq_get_data(self._context, _bytes(state), size, slot) == size:
+            self._snapshots.put(key, state)
+        else:
+            log.warning("llama.cpp could not save a sequence: %s", native_log.first_error())
+
+    def _check_batch(self, num_tokens: int, step: Step) -> None:
+        """Assert the conditions without which llama.cpp aborts, or computes wrong logits."""
+        tokens = self._batch.token[:num_tokens]
+        assert 0 < num_tokens <= self._info.max_tokens
+        assert step.num_rows <= self._info.max_rows
+        assert tokens.min() >= 0
+        assert tokens.max() < self._info.num_vocab
+        assert all(chunk.start >= 0 and chunk.end <= self._info.context for chunk in step.chunks)
+
+
+def context_params(options: LlamaOptions, num_heads: int) -> Any:
+    """Return llama.cpp's parameters of a context for a model with `num_heads` attention heads."""
+    key_type, value_type = kv_types(options.kv)
+    flash = options.flash_attention
+    return fill_struct(
+        L.llama_context_default_params(),
+        n_ctx=max(options.context, 256),  # llama.cpp rounds it up to that; a smaller one would cut n_batch
+        n_batch=max(options.max_tokens, options.max_rows),
+        n_ubatch=micro_batch(options.context, num_heads, flash),
+        n_seq_max=options.max_sequences,
+        n_outputs_max=options.max_rows,
+        n_threads=options.threads,
+        n_threads_batch=options.batch_threads,
+        flash_attn_type=L.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else L.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+        type_k=key_type.id,
+        type_v=value_type.id,
+        kv_unified=True,  # so that sequences can share prefixes
+        swa_full=True,  # so that sliding windows can be cut
+        no_perf=True,
+    )
+
+
+def yarn_ramp(model: LlamaModel) -> dict[str, float]:
+    """Return the ramp of YaRN in the file, as parameters of a context: llama.cpp reads it for a few architectures only.
+
+    A number that cannot be true is left out.
+    """
+    arch = metadata(model.native, "general.architecture")
+    ramp = {}
+    for name in ("yarn_beta_fast", "yarn_beta_slow"):
+        try:
+            value = float(metadata(model.native, f"{arch}.rope.scaling.{name}") or 0)
+        except ValueError:  # the file has a text there
+            continue
+        if 0 < value < math.inf:
+            ramp[name] = value
+    return ramp
+
+
+def state_identity(model: LlamaModel, files: Sequence[Path], options: LlamaOptions) -> bytes:
+    """Return 16 bytes that identify all that a saved state depends on: weights, build of llama.cpp, KV types.
+
+    A state is valid only under the same identity; llama.cpp stores no hash of the model with it. Of the weights' files,
+    the size, the time, the first bytes and samples count. Raises OSError where they cannot be read.
+    """
+    key_type, value_type = kv_types(options.kv)
+    library = Path(L._lib._name).stat()  # noqa: SLF001 - the version alone does not identify a build
+    facts: list[object] = [L.llama_version(), library.st_size, library.st_mtime_ns]
+    facts += [key_type.id, value_type.id, options.flash_attention]
+    if model.placement.devices:  # its numbers are rounded otherwise
+        facts.append(model.placement)
+    arch = metadata(model.native, "general.architecture")
+    if metadata(model.native, f"{arch}.rope.scaling.original_context_length") is not None:
+        facts.append(options.context)  # some models rotate keys by other factors in a long context
+    if ramp := yarn_ramp(model):
+        facts.append(ramp)
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+    for part in file_identity(files):
+        digest.update(part)
+    return digest.digest()
+
+
+def _bytes(data: NDArray[np.uint8]) -> Any:
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

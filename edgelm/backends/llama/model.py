@@ -1,0 +1,135 @@
+"""Loading a GGUF into llama.cpp: weights and vocabulary, without a context.
+
+Owns the native model, and the progress and errors of loading. Knows nothing of steps or the KV cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from edgelm.backends.llama.api import fill_struct, metadata, native_log, start_backend
+from edgelm.backends.llama.devices import NativePlacement
+from edgelm.backends.llama.placement import ON_CPU, Placement
+from edgelm.errors import ModelError
+from edgelm.llama_binding import L
+
+_MADV_DONTNEED = 4
+
+
+class DeviceMemoryError(ModelError):
+    """A device has no memory for its part of a model, or of a context."""
+
+
+class LlamaModel:
+    """A loaded model. `native` is llama.cpp's pointer, valid until `close`.
+
+    `files` are all parts of a split model, and `path` is the first. `progress` gets the loaded share, 0 to 1, and
+    returns False to cancel. Raises DeviceMemoryError where a device of the placement has too little memory, ModelError
+    for a file that llama.cpp refuses, and for a cancelled load.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        files: Sequence[Path] = (),
+        repack: bool = True,
+        placement: Placement = ON_CPU,
+        progress: Callable[[float], bool] | None = None,
+    ) -> None:
+        start_backend()
+        native_log.clear()
+        self.path = path
+        self.placement = placement
+        self._users = 1
+        self._progress = _Progress(progress)
+        self._native_placement = NativePlacement(placement)
+        params = fill_struct(
+            L.llama_model_default_params(),
+            load_mode=L.LLAMA_LOAD_MODE_MMAP,
+            use_extra_bufts=repack,
+            progress_callback=self._progress.callback,
+        )
+        self._native_placement.fill(params)
+        self.native: Any = L.llama_model_load_from_file(os.fsencode(path), params)
+        if not self.native:
+            if self._progress.cancelled:
+                raise ModelError(f"loading {path.name} was cancelled")
+            if error := memory_error(placement):
+                raise error
+            reason = native_log.first_error() or "llama.cpp gives no reason"
+            raise ModelError(f"{path.name} cannot be loaded: {reason}", "check the file, or pull the model again")
+        self.vocab: Any = L.llama_model_get_vocab(self.native)
+        self.num_vocab: int = L.llama_vocab_n_tokens(self.vocab)
+        self.train_context: int = L.llama_model_n_ctx_train(self.native)
+        self.num_layers: int = L.llama_model_n_layer(self.native)
+        self.num_heads: int = L.llama_model_n_head(self.native)
+        self.num_kv_heads: int = L.llama_model_n_head_kv(self.native)
+        self.recurrent: bool = L.llama_model_is_recurrent(self.native)
+        self.hybrid: bool = L.llama_model_is_hybrid(self.native)
+        if repack or placement.devices:
+            _give_back_pages(files or [path])
+
+    @property
+    def head_lens(self) -> tuple[int, int]:
+        """The lengths of a key head and of a value head."""
+        arch = metadata(self.native, "general.architecture")
+        default = L.llama_model_n_embd(self.native) // max(self.num_heads, 1)
+        key, value = (metadata(self.native, f"{arch}.attention.{name}_length") for name in ("key", "value"))
+        return int(key or default), int(value or default)
+
+    def share(self) -> Self:
+        """Return the model for one more user. It is freed when all users have closed it."""
+        self._users += 1
+        return self
+
+    def close(self) -> None:
+        """Free the weights and the vocabulary, unless they are shared."""
+        self._users -= 1
+        if self._users <= 0 and self.native:
+            L.llama_model_free(self.native)
+            self.native = None
+
+
+def memory_error(placement: Placement) -> DeviceMemoryError | None:
+    """Return the error of a failed allocation on a device, by llama.cpp's log; None: it was something else."""
+    failures = (line for line in native_log.errors if "alloc" in line or "memory" in line.lower())
+    line = next((line for line in failures if any(name in line for name in placement.devices)), None)
+    if line is None:
+        return None
+    return DeviceMemoryError(
+        f"{' and '.join(placement.devices)} has no memory for {placement.gpu_layers} layers ({line})",
+        "use --gpu-layers auto or a smaller number, a shorter --ctx, or --device cpu",
+    )
+
+
+class _Progress:
+    """The progress callback. It returns False to cancel, because ctypes ignores exceptions and loading would go on."""
+
+    def __init__(self, progress: Callable[[float], bool] | None) -> None:
+        self._progress = progress
+        self.cancelled = False
+        self.callback = L.llama_progress_callback(self._call)
+
+    def _call(self, share: float, _: object) -> bool:
+        if self._progress and not self.cancelled:
+            self.cancelled = not self._progress(share)
+        return not self.cancelled
+
+
+def _give_back_pages(files: Sequence[Path]) -> None:
+    """Drop the files' pages from resident memory: llama.cpp works on its repacked copy. A page is read again on use."""
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None)
+    names = {str(path.resolve()) for path in files}
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5] in names:
+            start, end = (int(address, 16) for address in fields[0].split("-"))
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)

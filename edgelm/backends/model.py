@@ -1,0 +1,105 @@
+"""A model before and after loading: `OpenedModel` has its files and its header, `LoadedModel` an engine that runs.
+
+Owns the difference between a GGUF and a folder of safetensors for the code that builds an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgelm.checkpoints.config_json import read_config_json
+from edgelm.checkpoints.folder import folder_facts, other_module
+from edgelm.checkpoints.gguf import GGUF, open_gguf
+from edgelm.checkpoints.llama_checks import check_for_llama
+from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
+from edgelm.checkpoints.summary import ModelFacts, ModelKind, model_facts
+from edgelm.engine.engine import Engine
+from edgelm.errors import RequestError
+from edgelm.text.pairs import PairEncoder
+from edgelm.text.prompt_token_cache import PromptTokenCache
+from edgelm.text.tokenizer import Tokenizer
+from edgelm.workers.messages import Footprint
+
+_HINTS: dict[ModelKind, str] = {
+    "text": "take a model for chats",
+    "embedding": "take an embedding model",
+    "rerank": "take a reranker, such as bge-reranker-v2-m3",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A running engine and its model's tokenizer. Close the engine before dropping it."""
+
+    name: str
+    engine: Engine
+    tokenizer: Tokenizer
+    prompt_tokens: PromptTokenCache  # save it when the engine ends
+    footprint: Footprint | None = None  # its memory as it was planned
+    kind: ModelKind = "text"
+    pairs: PairEncoder | None = None  # of a model that ranks documents
+
+    def require(self, kind: ModelKind) -> None:
+        """Raise RequestError for a model of another kind; a model of text embeds, too."""
+        if kind == self.kind or (kind == "embedding" and self.kind == "text"):
+            return
+        does = {"text": "writes text", "embedding": "computes embeddings", "rerank": "ranks documents"}
+        lacks = {"text": "writes no text", "embedding": "computes no embeddings", "rerank": "ranks no documents"}
+        raise RequestError(f"{self.name} {does[self.kind]} and {lacks[kind]}", _HINTS[kind])
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """The open files of a model: either `gguf` is set, or `folder` and `config` are."""
+
+    path: Path
+    facts: ModelFacts
+    gguf: GGUF | None = None
+    folder: Safetensors | None = None
+    config: Mapping[str, Any] | None = None  # config.json of a folder
+
+    @property
+    def name(self) -> str:
+        return self.facts.summary.name
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.gguf.paths if self.gguf else self.folder.paths if self.folder else ()
+
+    @property
+    def llama_problem(self) -> str:
+        """Why llama.cpp cannot run the model at all; empty: it may."""
+        return "" if self.gguf else "llama.cpp does not read safetensors"
+
+    def torch_problem(self, implementation: str = "reference") -> str:
+        """Return why the torch engine cannot run the model with "reference" or "triton" ops; empty: it can.
+
+        Call it only where torch is installed.
+        """
+        if self.facts.summary.kind == "rerank":
+            return "the torch engine does not rank documents"
+        if self.folder and (module := other_module(self.folder.folder)):
+            return f"its vectors pass through the module {module}, which the torch engine does not have"
+        from edgelm.models.config import unsupported_reason  # these import torch
+        from edgelm.models.loading.decoder import unreadable_reason
+
+        weights = self.gguf or self.folder
+        assert weights is not None
+        metadata = self.gguf.metadata if self.gguf else self.config or {}
+        return unsupported_reason(metadata, implementation) or unreadable_reason(weights, metadata) or ""
+
+
+@contextmanager
+def open_model(path: Path) -> Iterator[OpenedModel]:
+    """Open a GGUF, or a folder or file of safetensors. Raises ModelError."""
+    if path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json")):
+        with open_safetensors(path) as folder:
+            yield OpenedModel(path, folder_facts(folder), folder=folder, config=read_config_json(folder.folder))
+        return
+    with open_gguf(path) as gguf:
+        check_for_llama(gguf)
+        yield OpenedModel(path, model_facts(gguf), gguf=gguf)

@@ -1,0 +1,98 @@
+"""The worker that answers questions.py. Native code is loaded for the questions that need it."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgelm.backends.llama.placement import Device
+from edgelm.backends.questions import (
+    BufferSizes,
+    ChooseEngine,
+    ChosenEngine,
+    DescribeLlama,
+    FindCuda,
+    LayOutContext,
+    LlamaBuild,
+)
+from edgelm.machine.cuda import find_cuda
+from edgelm.workers.child import Child, answer_requests
+from edgelm.workers.messages import Predict
+
+if TYPE_CHECKING:
+    from edgelm.backends.llama.buffers import LlamaBuffers
+
+
+def _choose(request: ChooseEngine, child: Child) -> None:
+    from edgelm.backends.build import choose
+    from edgelm.backends.model import open_model
+
+    with open_model(request.model) as model:
+        choice = choose(model, request.settings, draft=request.draft)
+    cuda = find_cuda() if choice.device == "cuda" else None
+    devices: tuple[Device, ...] = ()
+    if choice.device == "gpu":
+        from edgelm.backends.llama.devices import llama_devices
+
+        devices = llama_devices()
+    child.send(ChosenEngine(choice.engine, choice.device, choice.reasons, cuda, devices))
+
+
+def _predict(request: Predict, child: Child) -> None:
+    from edgelm.backends.build import predict
+
+    logging.getLogger("llama.cpp").addHandler(logging.NullHandler())
+    child.send(
+        predict(
+            request.model,
+            request.settings,
+            draft=request.draft,
+            repack=request.repack,
+            usable_bytes=request.usable_bytes,
+            limited=request.limited,
+            freed_gpu_bytes=request.freed_gpu_bytes,
+        )
+    )
+
+
+def _describe_llama(_: DescribeLlama, child: Child) -> None:
+    from edgelm.backends.llama.devices import llama_devices
+    from edgelm.llama_binding import BUILD, L, cpu_library
+
+    devices = llama_devices()
+    parts = [part.strip() for part in L.llama_print_system_info().decode().replace(" : ", " | ").split("|")]
+    features = tuple(name for part in parts if (name := part.removesuffix(" = 1")) != part)
+    package = f"{BUILD.package} {BUILD.version}"
+    child.send(LlamaBuild(L.llama_version().decode(), features, devices, package, str(cpu_library)))
+
+
+def _lay_out(request: LayOutContext, child: Child) -> None:
+    sizes = _buffers(request.model, request.sequences, request.repack)(request.kv, request.context)
+    child.send(BufferSizes(sizes.kv, sizes.compute))
+
+
+@cache
+def _buffers(path: Path, sequences: int, repack: bool) -> LlamaBuffers:
+    from edgelm.backends.llama.buffers import LlamaBuffers
+    from edgelm.checkpoints.gguf import open_gguf
+    from edgelm.checkpoints.summary import model_summary
+
+    logging.getLogger("llama.cpp").addHandler(logging.NullHandler())
+    with open_gguf(path) as gguf:
+        return LlamaBuffers(path, model_summary(gguf), sequences=sequences, repack=repack)
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is an answer, not a thing to report
+    answer_requests(
+        {
+            ChooseEngine: _choose,
+            Predict: _predict,
+            FindCuda: lambda _, child: child.send(find_cuda()),
+            DescribeLlama: _describe_llama,
+            LayOutContext: _lay_out,
+        }
+    )

@@ -1,0 +1,142 @@
+"""Questions about the backends of this machine, answered by a worker: commands that ask them load no native code.
+
+Owns the messages and the parent's side. The worker is probe_worker.py; a damaged file may crash it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from edgelm.backends.llama.memory import Buffers, BufferSource
+from edgelm.backends.llama.placement import Device
+from edgelm.config import Settings
+from edgelm.errors import EdgeLMError
+from edgelm.machine.gpu import CudaState
+from edgelm.workers.parent import Worker, WorkerDiedError, ask
+
+WORKER = "edgelm.backends.probe_worker"
+TIME_LIMIT_S = 120.0
+BUFFERS_LIMIT_S = 30.0  # for all sizes of a model together: the largest model takes one second on an idle machine
+
+
+@dataclass(frozen=True, slots=True)
+class ChooseEngine:
+    """Choose the engine of a model, and of the model that drafts for it."""
+
+    model: Path
+    settings: Settings
+    draft: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenEngine:
+    """The choice, and the GPU if it is one."""
+
+    engine: str
+    device: str
+    reasons: tuple[str, ...]
+    cuda: CudaState | None
+    devices: tuple[Device, ...] = ()  # llama.cpp's, where it is chosen with a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class FindCuda:
+    """Find out whether our kernels can run here; the reply is a CudaState."""
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeLlama:
+    """Describe the installed llama.cpp."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaBuild:
+    """The installed llama.cpp, and the features of this processor that it uses."""
+
+    version: str
+    features: tuple[str, ...]
+    devices: tuple[Device, ...]  # GPUs
+    package: str  # that it came with, and its version
+    library: str  # the file with the kernels for the processor
+
+
+@dataclass(frozen=True, slots=True)
+class LayOutContext:
+    """Let llama.cpp lay out a context, without allocating it."""
+
+    model: Path
+    sequences: int
+    repack: bool
+    kv: str
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSizes:
+    """The fields of Buffers, in bytes."""
+
+    kv: int
+    compute: int
+
+
+def ask_choice(path: Path, settings: Settings, draft: Path | None = None) -> ChosenEngine:
+    """Return the engine that the model would get. Raises EdgeLMError if nothing can run it."""
+    reply: ChosenEngine = _ask(ChooseEngine(path, settings.without_keys, draft), ChosenEngine)
+    return reply
+
+
+def ask_cuda() -> CudaState:
+    """Return the state of CUDA as our kernels would find it. Raises EdgeLMError if the check itself fails."""
+    reply: CudaState = _ask(FindCuda(), CudaState)
+    return reply
+
+
+def ask_llama_build() -> LlamaBuild:
+    """Return the installed llama.cpp. Raises EdgeLMError if it cannot be loaded."""
+    reply: LlamaBuild = _ask(DescribeLlama(), LlamaBuild)
+    return reply
+
+
+def _ask(request: object, reply: type) -> Any:
+    try:
+        return ask(Worker(WORKER, replies=(reply,)), request, TIME_LIMIT_S)
+    except TimeoutError:
+        raise EdgeLMError(f"the engines gave no answer within {TIME_LIMIT_S:.0f} s") from None
+    except WorkerDiedError as error:
+        raise EdgeLMError(f"the engines gave no answer: {error}", "see `edgelm doctor`") from None
+
+
+class BufferProbe:
+    """A `BufferSource` that returns llama.cpp's own sizes, and those of `fallback` once llama.cpp has failed.
+
+    `exact` tells whether all sizes were llama.cpp's own.
+    """
+
+    def __init__(self, path: Path, fallback: BufferSource, *, sequences: int, repack: bool = True) -> None:
+        self.exact = True
+        self._model = path, sequences, repack
+        self._fallback = fallback
+        self._deadline = time.monotonic() + BUFFERS_LIMIT_S
+        self._worker = Worker(WORKER, replies=(BufferSizes,))
+
+    def __call__(self, kv: str, context: int) -> Buffers:
+        if self.exact:
+            self._worker.send(LayOutContext(*self._model, kv, context))
+            try:
+                if (sizes := self._worker.receive(max(self._deadline - time.monotonic(), 0))) is not None:
+                    return Buffers(sizes.kv, sizes.compute)
+            except (TimeoutError, EdgeLMError):
+                pass
+            self.exact = False
+            self._worker.kill()
+        return self._fallback(kv, context)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.kill()  # it holds nothing that must be saved
+        self._worker.close()

@@ -1,0 +1,161 @@
+"""SnapshotStore: the saved states of idle sequences, in RAM and on their way to and from files.
+
+Owns the bound on their RAM, and the thread that writes files, so that no step waits for a disk. Knows nothing of the
+content of a state, and not which snapshot is worth keeping.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgelm.backends.snapshot_files import SnapshotFolder
+from edgelm.core import Store, StoredPrefix
+from edgelm.engine.prefixes import common_len
+from edgelm.engine.save_points import dispensable
+from edgelm.errors import SnapshotError
+
+State = NDArray[np.uint8]
+
+FLUSH_S = 1.5  # how long the end of a process waits for the disk; its parent waits 2 s
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A file to write, and the files that it replaces."""
+
+    op: Store
+    state: State
+    replaced: list[str]
+
+
+class SnapshotStore:
+    """The `Snapshots` of one executor. All methods run on the engine's thread; only files are written on another.
+
+    Snapshots take at most `limit_bytes` of RAM. States that are being written, or were read to be loaded in the same
+    step, come on top: one of each, or as many as fit in a quarter of the limit.
+    """
+
+    def __init__(self, limit_bytes: int, folder: SnapshotFolder | None = None) -> None:
+        self.keeps_files = folder is not None
+        self.num_bytes = 0
+        self._limit = limit_bytes
+        self._folder = folder
+        self.divisible = True  # set by the executor: whether a longer state serves every prefix that a shorter one does
+        self._states: dict[int, State] = {}
+        self._fetched: dict[int, str] = {}  # key of a state that was read: its file
+        self._lock = threading.Lock()  # guards the next two
+        self._writing: dict[int, int] = {}  # key of a state that is being written: its bytes
+        self._stopping = False
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+
+    # -- for the executor ------------------------------------------------------------------------------------------
+
+    def has_room(self, nbytes: int) -> bool:
+        return self.num_bytes + nbytes <= self._limit
+
+    def put(self, key: int, state: State) -> None:
+        """Keep a state. The caller has checked that there is room."""
+        assert self.has_room(state.size)
+        self._states[key] = state
+        self.num_bytes += state.size
+
+    def get(self, key: int) -> State:
+        """Return a state. Raises SnapshotError."""
+        state = self._states.get(key)
+        if state is None:
+            raise SnapshotError("a snapshot was not saved: memory is short")
+        return state
+
+    def drop(self, key: int) -> None:
+        """Forget a snapshot, which may not exist. One that is being written is still written."""
+        state = self._states.pop(key, None)
+        if state is not None and self._fetched.pop(key, None) is None:
+            self.num_bytes -= state.size
+
+    def refuse(self, key: int) -> None:
+        """Forget a snapshot that the executor rejects, and delete its file."""
+        name = self._fetched.get(key)
+        self.drop(key)
+        if name and self._folder:
+            self._folder.delete(name, "it does not fit this KV cache")
+
+    def store(self, op: Store) -> None:
+        """Queue a snapshot for writing, unless it was not saved or too much is being written already."""
+        state = self._states.get(op.key)
+        if state is None or self._folder is None:
+            return
+        with self._lock:
+            writing = sum(self._writing.values())
+            if op.key in self._writing or (writing and 4 * (writing + state.size) > self._limit):
+                return
+            self._writing[op.key] = state.size
+        self._jobs.put(_Job(op, state, self._replaced_by(op)))
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write_all, name="snapshots", daemon=True)
+            self._writer.start()
+
+    def close(self) -> None:
+        """Drop everything. Snapshots that are not written yet are lost."""
+        self._stopping = True
+        self._jobs.put(None)
+        self._states.clear()
+        self._fetched.clear()
+        self.num_bytes = 0
+
+    # -- for the bookkeeper ----------------------------------------------------------------------------------------
+
+    def nbytes(self, key: int) -> int | None:
+        state = self._states.get(key)
+        return None if state is None else state.size
+
+    def files(self) -> tuple[StoredPrefix, ...]:
+        return self._folder.files() if self._folder else ()
+
+    def fetch(self, name: str, key: int) -> bool:
+        state = self._folder.read(name) if self._folder else None
+        if state is None:
+            return False
+        self._states[key] = state
+        self._fetched[key] = name
+        return True
+
+    def flush(self) -> None:
+        deadline = time.monotonic() + FLUSH_S
+        while self._writing and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    # -- the writer's thread ---------------------------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        assert self._folder
+        self._folder.prune()
+        while (job := self._jobs.get()) is not None:
+            op = job.op
+            if not self._stopping and self._folder.write(op.tokens, op.cache_namespace, job.state, op.shared):
+                self._folder.remove(job.replaced)
+            with self._lock:
+                del self._writing[op.key]
+            del job, op  # frees the state before the wait for the next job
+
+    def _replaced_by(self, op: Store) -> list[str]:
+        """Return the files that are not needed beside the new one: those of its prefixes, as far as it serves them.
+
+        Shared prefixes stay: they are to outlive the conversations that begin with them.
+        """
+        files = [file for file in self.files() if file.cache_namespace == op.cache_namespace and not file.shared]
+        lengths = [(len(file.tokens), common_len(file.tokens, op.tokens)) for file in files]
+        if self.divisible:
+            indexes = [index for index, (length, common) in enumerate(lengths) if common == length < len(op.tokens)]
+        else:
+            indexes = dispensable(len(op.tokens), lengths)
+        return [files[index].name for index in indexes]

@@ -1,0 +1,56 @@
+"""The KV of some blocks as bytes, for snapshots: all blocks of the first plane of the first layer, then the next plane.
+
+Owns this format. Knows nothing of which blocks belong together, and of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from edgelm.errors import SnapshotError
+from edgelm.kernels.cache import LayerCache
+
+FORMAT = 1  # part of the identity under which states are stored; another layout of kernels/cache is another format
+
+
+def block_bytes(caches: Sequence[LayerCache]) -> int:
+    """Return the bytes of one block in all layers."""
+    return sum(plane[0].nbytes for plane in _planes(caches))
+
+
+def save_blocks(caches: Sequence[LayerCache], blocks: Sequence[int], state: NDArray[np.uint8]) -> None:
+    """Copy blocks from the device into `state`, which has `block_bytes` for each."""
+    index = torch.tensor(blocks, device=caches[0].device)
+    for plane, part in _parts(caches, state, len(blocks)):
+        part.copy_(plane.index_select(0, index))
+
+
+def load_blocks(caches: Sequence[LayerCache], state: NDArray[np.uint8], blocks: Sequence[int], first: int) -> None:
+    """Copy the blocks of a state, from number `first` on, into these blocks of the device.
+
+    Raises SnapshotError if the state is too short, or has no whole number of blocks.
+    """
+    num_blocks, rest = divmod(state.size, block_bytes(caches))
+    if rest or first + len(blocks) > num_blocks:
+        raise SnapshotError(f"a snapshot of {state.size:,} bytes does not fit this KV cache")
+    index = torch.tensor(blocks, device=caches[0].device)
+    for plane, part in _parts(caches, state, num_blocks):
+        plane.index_copy_(0, index, part[first : first + len(blocks)].to(plane.device))
+
+
+def _planes(caches: Sequence[LayerCache]) -> Iterator[Tensor]:
+    for cache in caches:
+        yield from cache.planes.values()
+
+
+def _parts(caches: Sequence[LayerCache], state: NDArray[np.uint8], num_blocks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each plane with its part of a state: [num_blocks, ...]."""
+    end = 0
+    for plane in _planes(caches):
+        start, end = end, end + num_blocks * plane[0].nbytes
+        yield plane, torch.from_numpy(state[start:end]).view(plane.dtype).view(num_blocks, *plane.shape[1:])

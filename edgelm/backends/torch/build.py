@@ -1,0 +1,325 @@
+"""Builds an engine over our own kernels, from settings and an open model.
+
+Owns the choices that need all parts: context and KV mode by the free memory, the dtype, and the tokenizer. A GGUF's
+tokenizer is llama.cpp's if that is installed; all others use the library `tokenizers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from edgelm.backends.drafting import measured_clock, ngram_drafter, require_same_vocabulary, throttled
+from edgelm.backends.model import LoadedModel, OpenedModel, open_model
+from edgelm.backends.plan import DRAFT_KV, MIN_CONTEXT, SNAPSHOT_SHARE, DraftModel, MachineMemory, Option, Plan, plan
+from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
+from edgelm.backends.snapshots import SnapshotStore
+from edgelm.backends.torch.block_states import FORMAT as STATE_FORMAT
+from edgelm.backends.torch.embedding import TorchEmbedder
+from edgelm.backends.torch.executor import MAX_ROWS, OutOfMemoryError, TorchExecutor, TorchOptions, device_name
+from edgelm.backends.torch.memory import STEP_TOKENS, TorchMemory, capacity
+from edgelm.checkpoints.config_json import CONFIG
+from edgelm.checkpoints.files import file_identity
+from edgelm.checkpoints.gguf import GGUF
+from edgelm.checkpoints.gguf_parse import Array
+from edgelm.checkpoints.json_scan import read_json
+from edgelm.checkpoints.summary import ModelFacts
+from edgelm.config import Places, Settings
+from edgelm.core import Drafter, ExecutorInfo
+from edgelm.engine.clock import StepClock
+from edgelm.engine.engine import Engine
+from edgelm.engine.kv_paged import PagedKV
+from edgelm.engine.scheduler import Scheduler
+from edgelm.errors import EdgeLMError, ModelError
+from edgelm.kernels.cache import BLOCK_LEN
+from edgelm.machine.cpu import usable_cores
+from edgelm.machine.gpu import INSTALL
+from edgelm.machine.memory import available_memory_bytes
+from edgelm.models.config import CONTEXT_FREE_ROPES, read_config
+from edgelm.models.decoder import Decoder
+from edgelm.models.loading.decoder import load
+from edgelm.models.loading.sources import FolderSource, GGUFSource
+from edgelm.speculation.model_drafter import ModelDrafter
+from edgelm.text.prompt_token_cache import PromptTokenCache
+from edgelm.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+MAX_TEMPLATE_BYTES = 2**20
+OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")  # recognized, not supported
+
+
+def build_torch(
+    model: OpenedModel,
+    settings: Settings,
+    *,
+    device: str,
+    draft: Path | None = None,
+    least_context: int = 0,
+    progress: Callable[[float], bool] | None = None,
+    prefixes: Path | None = None,
+    places: Places | None = None,
+    memory_bytes: int | None = None,
+) -> LoadedModel:
+    """Load an open model on a device, "cuda" or "cpu", and start an engine over it; `draft` is a model that drafts.
+
+    `prefixes` is the folder of idle conversations; None: they end with this process.
+    Raises ModelError for a model that is damaged, not supported or too large; EdgeLMError for a context that the model
+    cannot have.
+    """
+    torch.set_num_threads(settings.threads or usable_cores().physical)
+    tokenizer = tokenizer_of(model)
+    with open_model(draft) if draft else nullcontext() as small:
+        planned = _plan(model, small, settings, device, least_context, memory_bytes)
+        option = planned.require()
+        decoder = load_decoder(model, settings, device, option.context, progress)
+        folder = _snapshot_folder(prefixes, model, settings, decoder, option) if prefixes else None
+        store = SnapshotStore(int(SNAPSHOT_SHARE * available_memory_bytes()), folder) if folder else None
+        executor = _executor(decoder, settings, option, model.name, places, store)
+        clock, drafter = StepClock(), None
+        try:
+            if places and settings.spec != "off":
+                identity = _identity(model, settings, executor)
+                clock = measured_clock(executor, settings, places, identity)
+                drafters: list[Drafter] = [ngram_drafter(tokenizer, settings, places, identity)]
+                if small:
+                    drafters.append(
+                        _load_draft_model(small, settings, decoder, executor.info, tokenizer, clock, places)
+                    )
+                drafter = throttled(drafters, clock, settings)
+        except EdgeLMError:
+            executor.close()
+            raise
+    scheduler = Scheduler(executor.info, PagedKV(executor.info, executor.info.block_len, store), clock, drafter)
+    prompt_tokens = PromptTokenCache(folder.path / PROMPT_TOKENS if folder else None)
+    summary = model.facts.summary
+    make_embedder = partial(TorchEmbedder, decoder, summary.pooling, executor.info.context)
+    engine = Engine(executor, scheduler, clock, make_embedder=make_embedder).start()
+    return LoadedModel(model.name, engine, tokenizer, prompt_tokens, planned.footprint(device), summary.kind)
+
+
+def _plan(
+    model: OpenedModel,
+    draft: OpenedModel | None,
+    settings: Settings,
+    device: str,
+    least_context: int,
+    memory_bytes: int | None,
+) -> Plan:
+    """Choose context and KV mode by the free memory of the device, and by `memory_bytes` on the CPU."""
+
+    def memory(facts: ModelFacts) -> TorchMemory:
+        return TorchMemory(facts, sequences=settings.parallel, device=device, quantize=settings.quantize)
+
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes()
+    limit = memory_bytes if device == "cpu" else None
+    machine = MachineMemory(free_bytes=free, cores=usable_cores().physical, limit_bytes=limit)
+    beside = DraftModel.of(draft.facts, memory(draft.facts)) if draft else None
+    own = memory(model.facts)
+    return plan(model.facts, settings, machine, own, draft=beside, least_context=least_context)
+
+
+def load_decoder(
+    model: OpenedModel, settings: Settings, device: str, context: int, progress: Callable[[float], bool] | None = None
+) -> Decoder:
+    """Load the weights, for contexts of this length; `progress` returns False to cancel. Raises ModelError."""
+    quantize: Literal["int4"] | None = "int4" if settings.quantize == "int4" else None
+
+    def watch(done: int) -> None:  # bytes
+        if progress and not progress(min(done / max(source.total_bytes, 1), 1.0)):
+            raise ModelError(f"loading {model.name} was cancelled")
+
+    source: GGUFSource | FolderSource
+    if model.gguf:
+        config, source = read_config(model.gguf.metadata), GGUFSource(model.gguf, quantize=quantize, progress=watch)
+    else:
+        assert model.folder is not None
+        assert model.config is not None
+        config = read_config(model.config)
+        source = FolderSource(model.folder, model.config, quantize=quantize, progress=watch)
+    implementation = "triton" if device == "cuda" else "reference"
+    try:
+        return load(config, source, device, DTYPES[device], implementation, context=context)
+    except torch.OutOfMemoryError:
+        hint = "take a smaller model, use --quantize int4, or --engine llama"
+        raise ModelError(f"{model.name} does not fit in the memory of the GPU", hint) from None
+
+
+def _executor(
+    decoder: Decoder,
+    settings: Settings,
+    option: Option,
+    name: str,
+    places: Places | None = None,
+    store: SnapshotStore | None = None,
+) -> TorchExecutor:
+    """Make the executor; if its memory cannot be allocated, retry with half the context."""
+    context = option.context
+    tuned = places.cache / "kernels" if places else None
+    while (executor := _try_executor(decoder, settings, option.kv, context, tuned, store)) is None:
+        if settings.ctx is not None or context // 2 < MIN_CONTEXT:
+            device = device_name(decoder.device)
+            message = f"{name} and {context:,} tokens of context do not fit in the memory of {device}"
+            raise ModelError(message, "lower --ctx, choose a smaller --kv, or use --engine llama")
+        context //= 2
+    return executor
+
+
+def _try_executor(
+    decoder: Decoder, settings: Settings, kv: str, context: int, tuned: Path | None, store: SnapshotStore | None = None
+) -> TorchExecutor | None:
+    """Make an executor; None if its memory cannot be allocated. Raises EngineError for other failures."""
+    options = TorchOptions(
+        context=context,
+        capacity=capacity(context, settings.parallel),
+        kv=kv,
+        max_sequences=settings.parallel,
+        max_tokens=STEP_TOKENS[decoder.device.type],
+        max_rows=max(MAX_ROWS, settings.parallel),
+        graphs=settings.graphs,
+        tuned=tuned,
+    )
+    try:
+        return TorchExecutor(decoder, options, store)
+    except OutOfMemoryError:
+        return None
+
+
+def _load_draft_model(
+    draft: OpenedModel,
+    settings: Settings,
+    large: Decoder,
+    info: ExecutorInfo,
+    tokenizer: Tokenizer,
+    clock: StepClock,
+    places: Places,
+) -> ModelDrafter:
+    """Load a draft model on the device of the large one, whose executor has `info`.
+
+    Raises ModelError for a model that has another vocabulary, is damaged, or does not fit in memory.
+    """
+    require_same_vocabulary(tokenizer, tokenizer_of(draft), draft.name)
+    context = min(info.context, draft.facts.summary.context or info.context)
+    decoder = load_decoder(draft, settings, large.device.type, context)
+    executor = _try_executor(decoder, settings, DRAFT_KV, context, places.cache / "kernels")
+    if executor is None:
+        message = f"the draft model {draft.name} does not fit in the memory of {device_name(decoder.device)}"
+        raise ModelError(message, "lower --ctx, or omit --draft")
+    return ModelDrafter(executor, clock.plain_s)
+
+
+def _snapshot_folder(
+    root: Path, model: OpenedModel, settings: Settings, decoder: Decoder, option: Option
+) -> SnapshotFolder | None:
+    """Return the folder of a model's snapshots; None where the settings forbid it, or the files cannot be read."""
+    bounds = Bounds.of(settings)
+    if not bounds.max_bytes:
+        return None
+    facts: list[object] = [STATE_FORMAT, device_name(decoder.device), option.kv, BLOCK_LEN, settings.quantize]
+    if any(layer.rope and layer.rope.kind not in CONTEXT_FREE_ROPES for layer in decoder.config.layers):
+        facts.append(option.context)
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+    try:
+        for part in file_identity(_files(model)):
+            digest.update(part)
+    except OSError as error:
+        log.warning("conversations are not kept on disk: %s", error)
+        return None
+    return SnapshotFolder(root, digest.digest(), bounds)
+
+
+def _files(model: OpenedModel) -> list[Path]:
+    """Return the files that the numbers of a model depend on."""
+    return [*model.files, *([model.files[0].parent / CONFIG] if model.folder else [])]
+
+
+def _identity(model: OpenedModel, settings: Settings, executor: TorchExecutor) -> bytes:
+    """Return 16 bytes that identify the weights, the versions and the format of the KV cache. Raises ModelError."""
+    info = executor.info
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(repr((torch.__version__, info.device, info.kv_bytes_per_token, settings.quantize)).encode())
+    try:
+        for part in file_identity(_files(model)):
+            digest.update(part)
+    except OSError as error:
+        raise ModelError(f"{model.name} cannot be read any more: {error.strerror}", "try again") from None
+    return digest.digest()
+
+
+# -- the tokenizer -----------------------------------------------------------------------------------------------------
+
+
+def tokenizer_of(model: OpenedModel) -> Tokenizer:
+    """Return the tokenizer of an open model. Raises ModelError."""
+    if model.gguf:
+        return _gguf_tokenizer(model.gguf)
+    assert model.folder is not None
+    return tokenizer_of_folder(model.folder.folder, model.config or {})
+
+
+def _gguf_tokenizer(gguf: GGUF) -> Tokenizer:
+    if find_spec("llama_cpp") is not None:
+        from edgelm.backends.llama.api import start_backend  # native code, which is not on every machine
+        from edgelm.text.tokenizer import LlamaTokenizer
+
+        start_backend()
+        return LlamaTokenizer.from_file(gguf.path)
+    _require_tokenizers()
+    from edgelm.text.gguf_tokenizer import gguf_tokenizer
+
+    fields = {key: list(value) if isinstance(value, Array) else value for key, value in gguf.metadata.items()}
+    return gguf_tokenizer(fields)
+
+
+def tokenizer_of_folder(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer of a folder; `config` is its config.json. Raises ModelError."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        other = next((name for name in OTHER_TOKENIZERS if (folder / name).is_file()), None)
+        if other is not None:
+            raise ModelError(f"the model's folder has {other} and no tokenizer.json", "take a GGUF of the same model")
+        raise ModelError("the model's folder has no tokenizer.json", "download all files of the model into one folder")
+    _require_tokenizers()
+    from edgelm.text.fast_tokenizer import FastTokenizer
+
+    tokenizer_config = _read_optional(folder / "tokenizer_config.json")
+    text_config = config.get("text_config")  # of a model that reads images too
+    return FastTokenizer.of_folder(
+        path,
+        config=tokenizer_config,
+        generation=_read_optional(folder / "generation_config.json"),
+        model={**text_config, **config} if isinstance(text_config, Mapping) else config,
+        chat_template=_chat_template(folder, tokenizer_config),
+    )
+
+
+def _require_tokenizers() -> None:
+    """Raise ModelError without the package `tokenizers`: torch may be installed without edgelm's other extras."""
+    if find_spec("tokenizers") is None:
+        raise ModelError("the model's tokenizer needs the package tokenizers, which is not installed", INSTALL)
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """Return the chat template, from its own file or from the tokenizer's configuration; of several, the default."""
+    path = folder / "chat_template.jinja"
+    if path.is_file() and path.stat().st_size <= MAX_TEMPLATE_BYTES:
+        return path.read_text(encoding="utf-8", errors="replace")
+    template = _read_optional(folder / "chat_template.json").get("chat_template")
+    template = template or tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = by_name.get("default") or next(iter(by_name.values()), None)
+    return template if isinstance(template, str) else None

@@ -1,0 +1,106 @@
+"""Loads the sides of an evaluation into the torch engine, as backends/llama/evaluation.py does for llama.cpp.
+
+Owns the checks before anything large is read. Both sides are loaded on one device, and a model with two KV caches once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from edgelm.backends.model import OpenedModel, open_model
+from edgelm.backends.torch.build import load_decoder, tokenizer_of
+from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
+from edgelm.backends.torch.memory import BLOCK_LEN, TorchMemory
+from edgelm.config import Settings
+from edgelm.evaluation.evaluate import (
+    LOGITS_BYTES,
+    Evaluation,
+    LoadedSide,
+    choose_window,
+    max_rows,
+    require_kv,
+    require_memory,
+    vocabulary_error,
+)
+from edgelm.kv_modes import TORCH_KV
+from edgelm.machine.memory import available_memory_bytes
+from edgelm.models.decoder import Decoder
+from edgelm.text.tokenizer import Tokenizer
+from edgelm.workers.messages import EvalSide
+
+MAX_TOKENS = 512  # of a step
+
+
+def load_torch_evaluation(
+    model: EvalSide,
+    reference: EvalSide | None,
+    settings: Settings,
+    *,
+    device: str,
+    window: int | None,
+    progress: Callable[[float], bool] | None = None,
+) -> Evaluation:
+    """Load a model, and a reference beside it, on a device. Raises the errors of `load_llama_evaluation`."""
+    sides = [model, *([reference] if reference else [])]
+    require_kv(sides, TORCH_KV, "the torch engine")
+    with ExitStack() as resources:
+        models = {
+            path: resources.enter_context(open_model(path)) for path in dict.fromkeys(side.model for side in sides)
+        }
+        window = choose_window(window, [opened.facts.summary for opened in models.values()])
+        tokenizers = {path: tokenizer_of(opened) for path, opened in models.items()}
+        if reference and not _same_vocabulary(tokenizers[model.model], tokenizers[reference.model]):
+            raise vocabulary_error(model.model, reference.model)
+        _require_memory(sides, models, window, settings, device)
+        decoders: dict[Path, Decoder] = {}
+        loaded = []
+        for side in sides:
+            if side.model not in decoders:
+                decoders[side.model] = load_decoder(models[side.model], settings, device, window, progress)
+            decoder = decoders[side.model]
+            options = TorchOptions(
+                context=window,
+                capacity=-(-window // BLOCK_LEN) * BLOCK_LEN,
+                kv=side.kv,
+                max_sequences=1,
+                max_tokens=MAX_TOKENS,
+                max_rows=max_rows(decoder.vocab_size, window),
+                graphs=False,
+            )
+            executor = TorchExecutor(decoder, options)
+            resources.callback(executor.close)
+            loaded.append(LoadedSide(models[side.model].name, executor))
+        second = loaded[1] if reference else None
+        return Evaluation(loaded[0], second, tokenizers[model.model], window, resources.pop_all())
+
+
+def _same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether each token has the same text in both. Tokens without a text are skipped: formats differ there."""
+    return one is other or (
+        one.num_tokens == other.num_tokens
+        and all(a == b for a, b in zip(_pieces(one), _pieces(other), strict=True) if a and b)
+    )
+
+
+def _pieces(tokenizer: Tokenizer) -> Iterator[bytes]:
+    return map(tokenizer.piece, range(tokenizer.num_tokens))
+
+
+def _require_memory(
+    sides: list[EvalSide], models: dict[Path, OpenedModel], window: int, settings: Settings, device: str
+) -> None:
+    """Raise ModelError where the models and their contexts do not fit on the device at the same time."""
+    memories = {
+        path: TorchMemory(opened.facts, sequences=1, device=device, max_tokens=MAX_TOKENS, quantize=settings.quantize)
+        for path, opened in models.items()
+    }
+    needed = sum(memory.weights.resident for memory in memories.values())
+    for side in sides:
+        memory = memories[side.model]
+        needed += memory.kv_bytes(side.kv, window) + memory.workspace_bytes(side.kv, window) + 2 * LOGITS_BYTES
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes()
+    require_memory(needed, free, models, window)

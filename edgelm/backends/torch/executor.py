@@ -1,0 +1,338 @@
+"""The executor of our own kernels: a paged KV cache in tensors, with Triton on a GPU and the reference ops on the CPU.
+
+Owns the weights, the KV memory and the device. A step is data only: block tables, positions, rows. On a GPU, `forward`
+returns while the device works, and reading the samples waits for their tokens only. Knows nothing of scheduling.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from edgelm.backends.snapshots import SnapshotStore
+from edgelm.backends.torch.batch import LastTokens, StepBuffers, StepTensors, bucket_of
+from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
+from edgelm.backends.torch.graphs import SIZES, Graphs
+from edgelm.core import (
+    LAST,
+    NOT_A_TOKEN,
+    Chunk,
+    CompletedSamples,
+    Drop,
+    ExecutorInfo,
+    Load,
+    Masks,
+    Op,
+    PendingSamples,
+    Sampled,
+    SamplingParams,
+    Save,
+    Sequence,
+    Step,
+    Store,
+)
+from edgelm.errors import EngineError, SnapshotError
+from edgelm.kernels.cache import BLOCK_LEN, FORMATS, KVFormat, LayerCache, allocate
+from edgelm.kernels.choice import NoKernelError
+from edgelm.kernels.gpu_target import target_of
+from edgelm.kernels.tuning import TABLE
+from edgelm.models.decoder import Decoder
+from edgelm.sampling.device import DeviceSampler, Launch, RowRequest
+from edgelm.sampling.history import Histories
+from edgelm.sampling.host import HostSampler, accepted_rows, first_position
+
+log = logging.getLogger(__name__)
+
+MAX_ROWS = 64  # sampled rows of a step
+MORE_ROWS = 24  # more than a step that decodes or verifies one sequence has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptions:
+    """The options of an executor. All sequences share `capacity` positions, a multiple of BLOCK_LEN."""
+
+    context: int
+    capacity: int
+    kv: str = "f16"
+    max_sequences: int = 8
+    max_tokens: int = 512
+    max_rows: int = MAX_ROWS
+    graphs: bool = True
+    runs_ahead: bool | None = None  # None: on a GPU, where dropping a step costs less than waiting
+    tuned: Path | None = None  # folder of the fastest kernel configurations of each GPU (tests.kernels.bench --tune)
+
+
+class OutOfMemoryError(EngineError):
+    """The device has less memory than requested."""
+
+
+class TorchExecutor:
+    """An `Executor` that owns a decoder.
+
+    `snapshots` holds blocks on their way to files and back; None: the steps have no ops.
+    Raises OutOfMemoryError if its memory cannot be allocated; then all of it is free again, except the decoder's.
+    """
+
+    def __init__(self, decoder: Decoder, options: TorchOptions, snapshots: SnapshotStore | None = None) -> None:
+        assert options.capacity % BLOCK_LEN == 0
+        assert options.context <= options.capacity
+        config, device = decoder.config, decoder.device
+        num_layers = len(config.layers)
+        cache_format = FORMATS[options.kv]
+        self._decoder: Decoder | None = decoder
+        self._snapshots = snapshots
+        self._device = device
+        self._info = ExecutorInfo(
+            engine="torch",
+            device=device_name(device),
+            num_vocab=decoder.vocab_size,
+            context=options.context,
+            capacity=options.capacity,
+            max_tokens=options.max_tokens,
+            max_rows=options.max_rows,
+            max_sequences=options.max_sequences,
+            block_len=BLOCK_LEN,
+            runs_ahead=device.type == "cuda" if options.runs_ahead is None else options.runs_ahead,
+            kv_bytes_per_token=num_layers * cache_format.bytes_per_token(config.num_kv_heads, config.head_dim),
+        )
+        self._hidden = torch.empty((0, config.hidden_size))
+        self._logits = torch.empty((0, decoder.vocab_size))
+        self._host_sampler = HostSampler(decoder.vocab_size)
+        self._device_sampler: DeviceSampler | None = None
+        self._histories = Histories()
+        self._last: LastTokens | None = None
+        self._caches: list[LayerCache] = []
+        self._buffers: StepBuffers | None = None
+        self._graphs: Graphs | None = None
+        try:
+            self._allocate(decoder, options, cache_format)
+        except BaseException:
+            self.close()  # here, since the error keeps this object alive while it is handled
+            raise
+
+    def _allocate(self, decoder: Decoder, options: TorchOptions, cache_format: KVFormat) -> None:
+        config, device = decoder.config, decoder.device
+        num_blocks = options.capacity // BLOCK_LEN
+        with gpu_errors():
+            for _ in config.layers:
+                self._caches.append(
+                    allocate(cache_format, num_blocks, config.num_kv_heads, config.head_dim, device, torch.float16)
+                )
+            self._buffers = StepBuffers(
+                max_tokens=options.max_tokens,
+                max_sequences=options.max_sequences,
+                max_rows=max(options.max_rows, SIZES[-1]),  # a bucket has as many rows as tokens
+                max_blocks=-(-options.context // BLOCK_LEN),
+                block_len=BLOCK_LEN,
+                device=device,
+            )
+            if device.type == "cuda":
+                if options.tuned is not None:
+                    TABLE.open(options.tuned, target_of(device))
+                self._device_sampler = DeviceSampler(decoder.vocab_size, max(options.max_rows, SIZES[-1]), device)
+        if options.graphs and device.type == "cuda":
+            with gpu_errors("--no-graphs runs without CUDA graphs"), torch.inference_mode():
+                graphs = Graphs(options.max_sequences, options.max_tokens)
+                graphs.capture(self._run, self._buffers)
+                for logits in graphs.logits:
+                    if self._device_sampler:
+                        self._device_sampler.capture(logits, graphs.record)
+                self._graphs = graphs
+        if device.type == "cuda":
+            self._warm_up(options)
+
+    def _warm_up(self, options: TorchOptions) -> None:
+        """Run a step of each kind, which compiles kernels and allocates scratch before the first request."""
+        params = SamplingParams(repetition_penalty=1.1, logit_bias=((0, 0.0),), num_logprobs=1)  # all sampling kernels
+        seq = Sequence(-1, [0], 1, params)
+        most = min(options.max_tokens, options.context)
+        prompts = [(0, most), (0, min(MORE_ROWS, most)), (0, min(8 * MORE_ROWS, most))]
+        prompts.append((options.context - min(MORE_ROWS, most), min(MORE_ROWS, most)))  # after a long context
+        steps = [Step((_dummy(seq, *prompt),)) for prompt in prompts]
+        num_seqs = min(options.max_sequences, MORE_ROWS)
+        rows = min(options.max_tokens, options.max_rows, MORE_ROWS) // num_seqs
+        steps.append(Step((_dummy(seq, 0, rows, rows),) * num_seqs))
+        for step in steps:
+            self.forward(step)
+            self.sample(step, None).read()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    def forward(self, step: Step) -> None:
+        """Do the ops, then run the chunks. Raises EngineError if the device has no memory left, or fails."""
+        for op in step.ops:
+            self._apply(op)
+        if not step.chunks:
+            return
+        self._check(step)
+        assert self._buffers is not None, "the executor is closed"
+        size = bucket_of(step)
+        bucket = self._graphs.bucket(size) if self._graphs else None
+        with gpu_errors(), torch.inference_mode():
+            self._buffers.fill(step, bucket or size, self._last)
+            if bucket and self._graphs:
+                self._hidden, self._logits = self._graphs.replay(bucket)
+            else:
+                self._hidden, self._logits = self._run(self._buffers.views(size))
+
+    def sample(self, step: Step, masks: Masks | None) -> PendingSamples:
+        """Start sampling the rows of each chunk, up to the first that differs from the draft. Raises EngineError."""
+        if not step.num_rows:
+            return CompletedSamples([[] for _ in step.chunks])
+        row_of = _last_rows(step)
+        if self._device_sampler is None:
+            sampled = self._host_sampler.sample(step, self.logits(step), masks)
+            tokens = [NOT_A_TOKEN] * step.num_rows
+            for chunk, rows in zip(step.chunks, sampled, strict=True):
+                if chunk.seq.id in row_of:
+                    tokens[row_of[chunk.seq.id]] = rows[0].id
+            self._last = LastTokens(torch.tensor(tokens), row_of)
+            return CompletedSamples(sampled)
+        with gpu_errors(), torch.inference_mode():
+            launch = self._device_sampler.launch(self._logits[: step.num_rows], self._requests(step), masks)
+        self._last = LastTokens(launch.tokens, row_of)
+        return _PendingOnGPU(step, launch)
+
+    def logits(self, step: Step) -> NDArray[np.float32]:
+        """Return the logits of the sampled rows, valid until the next `forward`: [rows, vocab_size]."""
+        with gpu_errors():
+            logits: NDArray[np.float32] = self._logits[: step.num_rows].float().cpu().numpy()
+        return logits
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        if self._snapshots:
+            self._snapshots.close()
+        self._graphs = self._decoder = self._device_sampler = self._buffers = self._last = None
+        self._caches = []
+        self._hidden = self._logits = torch.empty(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _run(self, tensors: StepTensors) -> tuple[Tensor, Tensor]:
+        assert self._decoder is not None, "the executor is closed"
+        hidden = self._decoder.forward(tensors.ids, tensors.batch, self._caches).index_select(0, tensors.rows)
+        if not len(tensors.rows):
+            return hidden, hidden.new_empty((0, self._info.num_vocab))
+        return hidden, self._decoder.logits(hidden)
+
+    def _apply(self, op: Op) -> None:
+        """Save, load or store blocks. Raises SnapshotError for a state that cannot be loaded."""
+        assert self._snapshots is not None
+        match op:
+            case Save(tuple(blocks), key):
+                self._save(blocks, key)
+            case Load(key, tuple(blocks), first):
+                state = self._snapshots.get(key)
+                try:
+                    with gpu_errors(), torch.inference_mode():
+                        load_blocks(self._caches, state, blocks, first)
+                except SnapshotError:
+                    self._snapshots.refuse(key)
+                    raise
+            case Drop(key):
+                self._snapshots.drop(key)  # it may not exist: there was no room, or a failed step did not save it
+            case Store():
+                self._snapshots.store(op)
+            case _:
+                raise AssertionError(op)
+
+    def _save(self, blocks: tuple[int, ...], key: int) -> None:
+        """Copy blocks to the host, if there is room."""
+        assert self._snapshots is not None
+        size = len(blocks) * block_bytes(self._caches)
+        if not self._snapshots.has_room(size):
+            log.info("there is no room for a snapshot of %d bytes", size)
+            return
+        try:
+            state = np.empty(size, np.uint8)
+        except MemoryError:
+            log.warning("there is no memory for a snapshot of %d bytes", size)
+            return
+        with gpu_errors(), torch.inference_mode():
+            save_blocks(self._caches, blocks, state)
+        self._snapshots.put(key, state)
+
+    def _requests(self, step: Step) -> Iterator[RowRequest]:
+        for chunk in step.chunks:
+            history, position = self._histories.of(chunk.seq), first_position(chunk)
+            for row in range(chunk.rows):
+                yield RowRequest(chunk.seq.params, position + row, history, chunk.draft[:row])
+
+    def _check(self, step: Step) -> None:
+        """Assert the bounds of the step; beyond them, a kernel would read or write foreign memory."""
+        assert 0 < step.num_tokens <= self._info.max_tokens
+        assert step.num_rows <= self._info.max_rows
+        assert len(step.chunks) <= self._info.max_sequences
+        for chunk in step.chunks:
+            assert isinstance(chunk.kv, tuple)
+            assert chunk.start >= 0
+            assert chunk.end <= min(self._info.context, len(chunk.kv) * BLOCK_LEN)
+            assert chunk.tokens == [LAST] or all(0 <= token < self._info.num_vocab for token in chunk.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingOnGPU:
+    """The `PendingSamples` of a GPU."""
+
+    step: Step
+    launch: Launch
+
+    def read(self) -> list[list[Sampled]]:
+        with gpu_errors():
+            return accepted_rows(self.step, self.launch.read())
+
+
+def _dummy(seq: Sequence, start: int, count: int, rows: int = 1) -> Chunk:
+    """Return a chunk without meaning, on the first blocks."""
+    return Chunk(seq, start, [0] * count, rows, tuple(range(-(-(start + count) // BLOCK_LEN))))
+
+
+def _last_rows(step: Step) -> dict[int, int]:
+    """Return the row of each sequence with exactly one; of several, only verification finds the last one."""
+    rows, row = {}, 0
+    for chunk in step.chunks:
+        if chunk.rows == 1:
+            rows[chunk.seq.id] = row
+        row += chunk.rows
+    return rows
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, as it is shown."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@contextmanager
+def gpu_errors(hint: str = "see `edgelm doctor`") -> Iterator[None]:
+    """Turn errors of torch and the driver into an EngineError of one line."""
+    try:
+        yield
+    except NoKernelError as error:
+        raise EngineError(str(error), "use --engine llama, or --device cpu") from error
+    except RuntimeError as error:  # torch.AcceleratorError too, if torch has it
+        if _is_out_of_memory(error):
+            message = "the memory of the GPU is used up" if "CUDA" in str(error) else "the memory is used up"
+            raise OutOfMemoryError(message, "lower --ctx or --parallel, or choose a smaller --kv") from error
+        if "CUDA" not in str(error):
+            raise
+        raise EngineError(f"the GPU failed: {str(error).splitlines()[0]}", hint) from error
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether memory was missing, here or in a cause: then the capture of a graph fails with another error."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

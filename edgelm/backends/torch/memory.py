@@ -1,0 +1,206 @@
+"""The memory of a model in the torch executor, by formulas over the file's header, without torch.
+
+    weights     matrices in the kernels' layouts (kernels/layout.py), small tensors as float32
+    KV cache    blocks of 32 positions, and one more block for each sequence that may run
+    workspace   activations of the largest step │ logits │ sums of attention │ scratch of prefill │ CUDA and torch
+
+Owns these formulas; tests/backends/torch/test_memory.py compares them with real allocations. Knows nothing of free
+memory. It imports neither torch nor the kernels, since `edgelm plan` shows the same numbers from another process.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import prod
+
+from edgelm.backends.plan import DeviceMemory
+from edgelm.checkpoints.summary import ModelFacts, TensorFacts, WeightBytes
+from edgelm.kv_modes import TORCH_KV
+
+MIB = 2**20
+BLOCK_LEN = 32  # positions
+GROUP = 32  # numbers of a head that share a scale
+# bits of a packed weight with its scales, by the type in the file; other types are not repacked
+PACKED_BITS = {
+    "Q4_0": 4.5,
+    "Q4_1": 5.0,
+    "Q4_K": 4.625,
+    "Q5_0": 5.5,
+    "Q5_1": 6.0,
+    "Q5_K": 5.625,
+    "Q6_K": 6.5625,
+    "Q8_0": 8.5,
+    "IQ4_NL": 4.5,
+    "IQ4_XS": 4.3125,
+    "MXFP4": 4.25,
+}
+INT4_BITS = 4.5  # of --quantize int4: groups of 64 with a scale and a zero
+WIDE = frozenset({"F16", "BF16", "F32"})
+OWN_BYTES = {"cuda": 600 * MIB, "cpu": 350 * MIB}  # CUDA context, torch, compiled kernels
+SCRATCH_BYTES = 256 * MIB  # of prefill: a matrix, or a part of it, dequantized to 16 bits
+VERIFY_LEN = 16  # rows of a sequence whose attention has partial sums for each chunk of the context
+GRAPH_TOKENS = 16  # tokens of the largest step in a CUDA graph, which has memory of its own
+MAX_ATTENTION_BYTES = 256 * MIB  # of partial sums at one time; a single sequence may need more
+SPLIT_PROGRAMS, MIN_SPLIT, MAX_GROUPS = 256, 512, 4  # the values of kernels/attention/launch.py
+ACTIVATION_ROWS = 10  # float32 rows of the hidden size that live at one time, per token of a step
+STEP_TOKENS = {"cuda": 1024, "cpu": 512}  # large, since a step of more than a few rows dequantizes all weights
+LAYER_SECONDS = {"cuda": 12e-6, "cpu": 2e-3}  # per layer, in addition to reading its weights
+STEP_SECONDS = 0.2e-3
+
+
+class TorchMemory:
+    """The memory of one model in the torch executor; implements `backends.plan.EngineMemory`."""
+
+    def __init__(
+        self, model: ModelFacts, *, sequences: int, device: str = "cuda", max_tokens: int = 0, quantize: str = "off"
+    ) -> None:
+        """Take the facts of a model and its settings; max_tokens 0: the device's default for a step."""
+        self._model = model
+        self._sequences = sequences
+        self._device = device
+        self._max_tokens = max_tokens or STEP_TOKENS[device]
+        self._quantize = quantize
+
+    @property
+    def process_bytes(self) -> int:
+        return OWN_BYTES[self._device]
+
+    @property
+    def kv_modes(self) -> tuple[str, ...]:
+        return tuple(TORCH_KV)
+
+    def refusal(self, kv: str) -> str:
+        """Return why the model cannot have a KV mode; empty if it can."""
+        if kv not in TORCH_KV:
+            return f"is not among the KV caches of the torch engine ({', '.join(TORCH_KV)})"
+        return ""
+
+    @cached_property
+    def weights(self) -> WeightBytes:
+        """All weights are on the device. A token reads all of them except the embedding and unused experts."""
+        sizes = {tensor.name: self._packed_bytes(tensor) for tensor in self._model.tensors}
+        resident = sum(sizes.values())
+        table = next((name for name in sizes if "embed_tokens" in name or name == "token_embd.weight"), None)
+        looked_up = 0 if self._tied or table is None else sizes[table]
+        model = self._model
+        experts = sum(size for name, size in sizes.items() if "exps" in name or ".experts." in name)
+        used = experts * model.experts_used // model.experts if model.experts else experts
+        return WeightBytes(
+            resident=resident,
+            copied=resident,
+            load_peak=resident + SCRATCH_BYTES,
+            read_per_token=resident - looked_up - experts + used,
+        )
+
+    def kv_bytes_per_token(self, kv: str) -> float:
+        """Return the bytes of one position, with the padding of heads and of pairs of groups."""
+        summary = self._model.summary
+        layers = zip(summary.kv_heads, summary.key_lens, strict=True)
+        return float(sum(heads * head_bytes(kv, length) for heads, length in layers if heads))
+
+    def resident_bytes(self, kv: str, context: int) -> int:
+        return self.weights.resident
+
+    def devices(self, kv: str, context: int) -> tuple[DeviceMemory, ...]:
+        return ()
+
+    def kv_bytes(self, kv: str, context: int) -> int:
+        return int(self.kv_bytes_per_token(kv) * capacity(context, self._sequences))
+
+    def workspace_bytes(self, kv: str, context: int) -> int:
+        summary = self._model.summary
+        shapes = [tensor.shape for tensor in self._model.tensors if len(tensor.shape) > 1]
+        widest = max((shape[-1] for shape in shapes if len(shape) == 2), default=summary.width)
+        tokens = self._max_tokens * (ACTIVATION_ROWS * summary.width + 2 * min(widest, 8 * summary.width)) * 4
+        logits = 64 * max(summary.vocab_size, 1) * 4 * 2
+        if self._device == "cuda":
+            scratch = SCRATCH_BYTES + self._attention_bytes(context)
+        else:  # the reference dequantizes a whole matrix to float32
+            scratch = 4 * max((prod(shape[-2:]) for shape in shapes), default=0)
+        return OWN_BYTES[self._device] + tokens + logits + scratch
+
+    def token_seconds(self, read_bytes_per_s: float, kv: str, context: int) -> float:
+        """Estimate the seconds of decoding one token of one sequence, after `context` tokens."""
+        read = self.weights.read_per_token + context * self.kv_bytes_per_token(kv)
+        return read / read_bytes_per_s + LAYER_SECONDS[self._device] * self._model.summary.layers + STEP_SECONDS
+
+    def _attention_bytes(self, context: int) -> int:
+        """Return the bytes of attention's sums for a full context: in graphs, in other steps, and of prompts."""
+        summary = self._model.summary
+        width = max((-(-head_dim // GROUP) * GROUP for head_dim in summary.key_lens), default=0)
+        num_kv_heads = max(summary.kv_heads, default=0)
+        if not width or not num_kv_heads:
+            return 0
+        positions = -(-context // BLOCK_LEN) * BLOCK_LEN
+        graph_tokens = min(GRAPH_TOKENS, self._max_tokens)
+        return (
+            chunk_sum_bytes(graph_tokens, self._sequences, summary.heads, width, positions)
+            + chunk_sum_bytes(self._max_tokens, self._sequences, summary.heads, width, positions)
+            + max(
+                (
+                    split_sum_bytes(tokens, summary.heads, num_kv_heads, width, positions)
+                    for tokens in range(VERIFY_LEN + 1, self._max_tokens + 1)
+                ),
+                default=0,
+            )
+        )
+
+    @property
+    def _tied(self) -> bool:
+        names = {tensor.name for tensor in self._model.tensors}
+        return not names & {"output.weight", "lm_head.weight"}
+
+    def _packed_bytes(self, tensor: TensorFacts) -> int:
+        """Return the bytes of a tensor on the device."""
+        numbers = prod(tensor.shape)
+        if len(tensor.shape) < 2:
+            return 4 * numbers
+        bits = PACKED_BITS.get(tensor.type)
+        if self._quantize == "int4" and tensor.type in WIDE:
+            bits = INT4_BITS
+        return tensor.nbytes if bits is None else int(numbers * bits / 8)
+
+
+def head_bytes(kv: str, head_dim: int) -> int:
+    """Return the bytes of the key and the value of one head at one position."""
+    width = -(-head_dim // GROUP) * GROUP
+    groups = width // GROUP
+    size = 0
+    mode = TORCH_KV[kv]
+    for bits in (mode.key_bits, mode.value_bits):
+        size += width * bits // 8
+        if bits < 16:
+            size += 2 * (1 if mode.scale_per_head else groups)
+    return size + (8 if mode.key_bits == 6 and groups % 2 else 0)  # 6-bit groups are stored in pairs
+
+
+def capacity(context: int, sequences: int) -> int:
+    """Return the number of allocated positions: whole blocks, and one more for the last block of each sequence."""
+    return (-(-context // BLOCK_LEN) + sequences) * BLOCK_LEN
+
+
+def num_chunks(length: int) -> int:
+    """Return the number of chunks of a context in attention: 256 positions each, longer after the first 8,192."""
+    octave, start = 0, 0
+    while length - 1 >= start + (8192 << octave):
+        start += 8192 << octave
+        octave += 1
+    return 32 * octave + (length - 1 - start >> (8 + octave)) + 1
+
+
+def chunk_sum_bytes(tokens: int, sequences: int, num_heads: int, width: int, positions: int) -> int:
+    """Return the most bytes of attention's sums for chunks of contexts: of each row, `width` numbers and two stats.
+
+    A launch takes as many sequences as fit MAX_ATTENTION_BYTES, and at least one.
+    """
+    row_bytes = num_heads * num_chunks(positions) * (width + 2) * 4
+    rows = min(tokens, min(sequences, 32) * VERIFY_LEN)
+    return min(rows * row_bytes, max(MAX_ATTENTION_BYTES, min(tokens, VERIFY_LEN) * row_bytes))
+
+
+def split_sum_bytes(tokens: int, num_heads: int, num_kv_heads: int, width: int, positions: int) -> int:
+    """Return the bytes of attention's sums for the parts of a prompt's context; 0 if the context is not split."""
+    rows = 64 if width // GROUP <= MAX_GROUPS else 32  # of a tile
+    tiles = tokens * (num_heads // num_kv_heads) // rows + 1
+    splits = min(SPLIT_PROGRAMS // (tiles * num_kv_heads), positions // MIN_SPLIT)
+    return splits * tokens * num_heads * (width + 2) * 4 if splits > 1 else 0

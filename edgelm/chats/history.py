@@ -1,0 +1,211 @@
+"""Chats, messages, and the tree that a chat's messages form; their export as Markdown and JSON.
+
+Owns plain values, the walk over branches, and the two export formats: Markdown (the branch on screen) and JSON (every
+branch). Knows nothing of where they are stored or shown.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Literal
+
+Role = Literal["user", "assistant"]
+State = Literal["done", "streaming", "stopped", "failed"]
+
+TITLE_LEN = 60
+UNTITLED = "New chat"
+
+
+class _Ids:
+    """Ids that grow even when the clock stands still or goes back."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def make(self) -> int:
+        candidate = (time.time_ns() // 1000 << 10) | secrets.randbits(10)
+        self._last = max(candidate, self._last + 1)
+        return self._last
+
+
+_ids = _Ids()
+
+
+def new_id() -> int:
+    """Return an id that is unique across processes: microseconds since 1970, then ten random bits."""
+    return _ids.make()
+
+
+@dataclass(slots=True, kw_only=True)
+class Chat:
+    """One conversation and how it is answered. `sampling` holds only the user's choices for this chat."""
+
+    id: int = field(default_factory=new_id)
+    title: str = UNTITLED
+    renamed: bool = False  # the user gave the title
+    system: str = ""
+    model: str = ""  # empty: the first model that the endpoint offers
+    sampling: Mapping[str, float | int | str] = field(default_factory=dict)
+    leaf: int | None = None  # the last message of the branch on screen
+    created: float = field(default_factory=time.time)
+    changed: float = field(default_factory=time.time)
+
+
+@dataclass(slots=True, kw_only=True)
+class Message:
+    """One turn. `note` is the reason why it failed, in one line; `stats` is the answer's statistics as JSON.
+
+    `sent_from` shortens the conversation for this message and those below it: the messages of the branch before that
+    one are not sent to the model.
+    """
+
+    id: int = field(default_factory=new_id)
+    chat: int
+    parent: int | None
+    role: Role
+    text: str = ""
+    reasoning: str = ""
+    state: State = "done"
+    note: str = ""
+    model: str = ""
+    stats: str = ""
+    sent_from: int | None = None
+    created: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One chat that a search found. `snippet` has a STX before and an ETX after each match."""
+
+    chat: Chat
+    message: int | None  # None: the title matched
+    snippet: str
+
+
+class Tree:
+    """The messages of one chat. An edited or regenerated message is a sibling; no message is overwritten."""
+
+    def __init__(self, messages: Iterable[Message] = (), leaf: int | None = None) -> None:
+        self.messages: dict[int, Message] = {}
+        self.leaf: int | None = None
+        self._children: dict[int | None, list[int]] = {}
+        for message in messages:
+            self._insert(message)
+        if leaf in self.messages:
+            self.leaf = leaf
+
+    def add(self, message: Message) -> None:
+        """Add a message below its parent, and show the branch that it ends."""
+        assert message.parent is None or message.parent in self.messages
+        self._insert(message)
+
+    def _insert(self, message: Message) -> None:
+        assert message.id not in self.messages
+        self.messages[message.id] = message
+        self._children.setdefault(message.parent, []).append(message.id)
+        self.leaf = message.id
+
+    def path(self) -> list[Message]:
+        """Return the branch on screen, first message first."""
+        return self.path_to(self.leaf)
+
+    def path_to(self, message_id: int | None) -> list[Message]:
+        """Return the messages from the first of the conversation to the given one."""
+        path: list[Message] = []
+        while message_id is not None:
+            path.append(self.messages[message_id])
+            message_id = self.messages[message_id].parent
+        return path[::-1]
+
+    def siblings(self, message_id: int) -> list[int]:
+        """Return the versions of a message, oldest first; it is one of them."""
+        return self._children[self.messages[message_id].parent]
+
+    def show(self, message_id: int) -> None:
+        """Show the branch of a message, down to the newest message below it."""
+        leaf = message_id
+        while children := self._children.get(leaf):
+            leaf = children[-1]
+        self.leaf = leaf
+
+    def turn(self, message_id: int, by: int) -> bool:
+        """Show the previous (-1) or next (1) version of a message; return whether there is one."""
+        versions = self.siblings(message_id)
+        index = versions.index(message_id) + by
+        if not 0 <= index < len(versions):
+            return False
+        self.show(versions[index])
+        return True
+
+
+def split_sent(path: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
+    """Split a branch into the messages that are not sent to the model any more, and those that are."""
+    sent_from = next((message.sent_from for message in reversed(path) if message.sent_from is not None), None)
+    start = next((i for i, message in enumerate(path) if message.id == sent_from), 0)
+    return path[:start], path[start:]
+
+
+def make_title(text: str) -> str:
+    """Return a title for a chat that begins with a text: its first words on one line."""
+    stripped = (" ".join(line.split()).strip("#*_`> ") for line in text.splitlines())
+    line = next(filter(None, stripped), "")
+    if len(line) <= TITLE_LEN:
+        return line or UNTITLED
+    cut = line[:TITLE_LEN]
+    words = re.sub(r"\s+\S*$", "", cut)
+    return (words if len(words) > TITLE_LEN // 2 else cut) + "…"
+
+
+def to_markdown(chat: Chat, tree: Tree) -> str:
+    """Return the branch on screen as Markdown; answers keep the Markdown of the model."""
+    parts = [f"# {chat.title}"]
+    if chat.system:
+        parts.append("\n".join(f"> {line}".rstrip() for line in chat.system.splitlines()))
+    for message in tree.path():
+        author = "You" if message.role == "user" else (message.model or "Assistant")
+        parts.append(f"## {author}")
+        if message.text:
+            parts.append(message.text.rstrip("\n"))
+        if message.state == "failed":
+            parts.append(f"*{message.note}*")
+    return "\n\n".join(parts) + "\n"
+
+
+def to_json(chat: Chat, tree: Tree) -> str:
+    """Return the chat with every branch as JSON. Fields may be added to the format, never renamed."""
+    messages = [
+        {
+            "id": message.id,
+            "parent": message.parent,
+            "role": message.role,
+            "text": message.text,
+            "reasoning": message.reasoning,
+            "state": message.state,
+            "note": message.note,
+            "model": message.model,
+            "stats": json.loads(message.stats) if message.stats else None,
+            "sent_from": message.sent_from,
+            "created": _iso_time(message.created),
+        }
+        for message in tree.messages.values()
+    ]
+    head = asdict(chat) | {"created": _iso_time(chat.created), "changed": _iso_time(chat.changed)}
+    document = {"format": "edgelm-chat", "version": 1, **head, "messages": messages}
+    return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
+
+
+def file_name(chat: Chat, suffix: str) -> str:
+    """Return a file name for a chat: its title without characters that some file system refuses."""
+    words = "".join(character if character.isalnum() else "-" for character in chat.title.lower())
+    stem = "-".join(part for part in words.split("-") if part)[:50].strip("-")
+    return f"{stem or 'chat'}.{suffix}"
+
+
+def _iso_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,1 @@
+"""Model files: headers, configurations and checks of GGUF and safetensors, without torch."""

@@ -1,0 +1,109 @@
+"""`edgelm load` and `edgelm unload`: which models a running server keeps in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from urllib.parse import quote
+
+from edgelm.commands.running import ask_front, get_state, require_front
+from edgelm.config import load_config
+from edgelm.durations import keep_alive_text, parse_keep_alive
+from edgelm.errors import EdgeLMError, UsageError
+from edgelm.library.names import shown
+from edgelm.runtime import FrontRecord
+
+LOAD_LIMIT_S = 1200.0
+POLL_S = 0.3
+
+
+def load_model(name: str, keep_alive: str | None, *, as_json: bool) -> None:
+    """Let the running server load a model, and wait until it is loaded. Raises EdgeLMError."""
+    body: dict[str, Any] = {"model": _name_for(name)}
+    if keep_alive is not None:
+        try:
+            body["keep_alive"] = keep_alive_text(parse_keep_alive(keep_alive))
+        except ValueError as error:
+            raise UsageError(f"--keep-alive is {keep_alive!r}", f"give {error}") from None
+    front = require_front(load_config({}))
+    began = time.monotonic()
+    with _progress(front, body["model"]) if sys.stderr.isatty() else nullcontext():
+        ask_front(front, "POST", "/models/load", body, limit_s=LOAD_LIMIT_S)
+    seconds = time.monotonic() - began
+    if as_json:
+        print(json.dumps({"model": name, "loaded": True, "seconds": round(seconds, 3)}))
+    else:
+        print(f"{shown(name)} is loaded ({seconds:.1f} s)")
+
+
+def unload_models(name: str | None, *, every: bool, as_json: bool) -> None:
+    """Let the running server unload a model, or all. Raises EdgeLMError, also for one that is in use."""
+    if (name is None) == (not every):
+        raise UsageError("name the model to unload, or give --all")
+    front = require_front(load_config({}))
+    names = [_name_for(name)] if name is not None else _loaded(front)
+    problems = []
+    done = []
+    for model in names:
+        try:
+            ask_front(front, "POST", "/models/unload", {"model": model}, limit_s=60.0)
+            done.append(model)
+        except EdgeLMError as error:
+            problems.append(error)
+    if as_json:
+        print(json.dumps({"unloaded": done}))
+    else:
+        for model in done:
+            print(f"{shown(model)} is unloaded")
+        if every and not names:
+            print("no model is loaded")
+    if problems:
+        raise EdgeLMError("; ".join(str(problem) for problem in problems))
+
+
+def _name_for(name: str) -> str:
+    """Return a name as the server understands it, which may run in another folder."""
+    path = os.path.abspath(os.path.expanduser(name))  # noqa: PTH100, PTH111 - pathlib raises for names of no file
+    is_file = name.endswith(".gguf") or os.sep in name
+    return path if is_file and os.path.exists(path) else name  # noqa: PTH110 - as above
+
+
+def _loaded(front: FrontRecord) -> list[str]:
+    gone = ("stopping", "failed")
+    return [model["model"] for model in get_state(front)["models"] if model["state"] not in gone]
+
+
+@contextmanager
+def _progress(front: FrontRecord, name: str) -> Iterator[None]:
+    """Show the progress in a line that overwrites itself, until the block ends."""
+    done = threading.Event()
+    thread = threading.Thread(target=_show_progress, args=(front, name, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _show_progress(front: FrontRecord, name: str, done: threading.Event) -> None:
+    while not done.is_set():
+        try:
+            status = ask_front(front, "GET", f"/v1/models/{quote(name)}")["status"]
+        except EdgeLMError:
+            status = {}
+        share = status.get("progress")
+        text = f"{share:.0%}" if share is not None else ""
+        if blocker := status.get("waits_for"):
+            text = f"waits for memory: {shown(blocker)}"
+        sys.stderr.write(f"\r\x1b[Kloading {shown(name)} {text}")
+        sys.stderr.flush()
+        done.wait(POLL_S)
+    sys.stderr.write("\r\x1b[K")
+    sys.stderr.flush()

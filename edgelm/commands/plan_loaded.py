@@ -1,0 +1,105 @@
+"""The models that a running server has loaded beside the one that is planned: their memory, and what they leave.
+
+Owns these lines of `edgelm plan`. A server that does not answer is left out: the plan is of use without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgelm.commands.running import get_state
+from edgelm.errors import EdgeLMError
+from edgelm.library.progress import size_text
+from edgelm.runtime import find_front
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One loaded model."""
+
+    name: str
+    predicted_bytes: int
+    memory_bytes: int
+    is_idle: bool  # it makes room for another one
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The models of a running server."""
+
+    models: Sequence[Loaded] = ()
+    outstanding_bytes: int = 0  # promised to them, and not taken yet
+    limit_bytes: int | None = None  # --max-memory of the server
+    limit_left_bytes: int = 0
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document for scripts."""
+        return {
+            "models": [
+                {
+                    "model": model.name,
+                    "predicted_bytes": model.predicted_bytes,
+                    "memory_bytes": model.memory_bytes,
+                    "idle": model.is_idle,
+                }
+                for model in self.models
+            ],
+            "outstanding_bytes": self.outstanding_bytes,
+            "max_memory_bytes": self.limit_bytes,
+        }
+
+    def lines(self, needed_bytes: int, usable_bytes: int) -> list[str]:
+        """Return the lines about them, and what remains beside a model that needs so much."""
+        if not self.models:
+            return []
+        rows = [
+            f"        {model.name}: {size_text(model.memory_bytes)}, predicted {size_text(model.predicted_bytes)}"
+            for model in self.models
+        ]
+        lines = ["loaded by the running server:", *rows]
+        if self.limit_bytes is not None:
+            left = max(self.limit_left_bytes, 0)
+            lines.append(f"        {size_text(left)} of its --max-memory {size_text(self.limit_bytes)} remain")
+        left = usable_bytes - needed_bytes
+        if needed_bytes and left >= 0:
+            lines.append(f"        {size_text(left)} remain free with this model loaded too")
+        idle = [model for model in self.models if model.is_idle]
+        if idle and (left < 0 or not needed_bytes):
+            names = ", ".join(model.name for model in idle)
+            lines.append(f"        the server unloads {names} for it, which frees {size_text(_sum(idle))}")
+        return lines
+
+
+def loaded_beside(runtime: Path) -> Beside:
+    """Return the models that the running server has loaded; none where no server answers."""
+    front = find_front(runtime)
+    if front is None:
+        return Beside()
+    try:
+        state = get_state(front)
+        return _read(state)
+    except (EdgeLMError, KeyError, TypeError):  # it ends, or it is of another version
+        return Beside()
+
+
+def _read(state: dict[str, Any]) -> Beside:
+    alive = [model for model in state["models"] if model["pid"] is not None]
+    models = [
+        Loaded(
+            model["model"],
+            model["predicted_bytes"] or 0,
+            model["memory_bytes"] or 0,
+            model["state"] == "ready" and not model["requests"] and not model["pinned"],
+        )
+        for model in alive
+    ]
+    limit = state["memory"]["limit_bytes"]
+    taken = sum(max(model["promised_bytes"], model["memory_bytes"] or 0) for model in alive)
+    return Beside(models, state["memory"]["outstanding_bytes"], limit, (limit or 0) - taken)
+
+
+def _sum(models: Sequence[Loaded]) -> int:
+    return sum(model.memory_bytes for model in models)

@@ -1,0 +1,52 @@
+"""The running server as the commands see it: its state, and requests to it with errors as one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+
+from edgelm.config import Config
+from edgelm.errors import EdgeLMError
+from edgelm.runtime import FrontRecord, find_front
+
+REQUEST_LIMIT_S = 5.0
+
+
+def require_front(config: Config) -> FrontRecord:
+    """Return the running server. Raises EdgeLMError if there is none."""
+    front = find_front(config.places.runtime)
+    if front is None:
+        raise EdgeLMError("no edgelm server is running", "start one with `edgelm serve`")
+    return front
+
+
+def get_state(front: FrontRecord) -> dict[str, Any]:
+    """Return the server's state, from GET /edgelm/ps. Raises EdgeLMError."""
+    return ask_front(front, "GET", "/edgelm/ps")
+
+
+def ask_front(
+    front: FrontRecord, method: str, path: str, body: dict[str, Any] | None = None, *, limit_s: float = REQUEST_LIMIT_S
+) -> dict[str, Any]:
+    """Send a request to the server, and return its answer. Raises EdgeLMError, with the server's own message."""
+    address = front.address
+    try:
+        with httpx2.Client(
+            timeout=httpx2.Timeout(limit_s, connect=REQUEST_LIMIT_S),
+            trust_env=False,
+            headers=front.headers,
+            verify=front.tls(),
+        ) as client:
+            response = client.request(method, f"{address}{path}", json=body)
+    except httpx2.HTTPError as error:
+        raise EdgeLMError(f"the edgelm server at {address} does not answer: {error}", "see its output") from None
+    if response.status_code == 401:
+        raise EdgeLMError(f"the edgelm server at {address} refuses its own key", "start it again")
+    try:
+        answer: dict[str, Any] = response.json()
+        if response.status_code != 200:
+            raise EdgeLMError(str(answer["error"]["message"]))
+    except (ValueError, KeyError, TypeError):
+        raise EdgeLMError(f"{address} answers {response.status_code}: is it an edgelm server?") from None
+    return answer

@@ -1,0 +1,323 @@
+"""PagedKV: which sequences hold which blocks of KV memory, and which prefixes can be reused.
+
+Owns integers: block tables, how many sequences refer to each block, and a digest of the content of each full block. A
+digest covers all tokens up to the block's end, so two blocks with one digest hold the same KV, and a sequence that
+begins with the same tokens shares the block: nothing is copied. Knows nothing of tensors or devices.
+
+    block      referred to by sequences │ idle: held by none, its content can be reused │ empty
+
+Empty blocks are taken before idle ones, and idle ones least recently used first. A sequence releases its blocks from
+the tail, so the tail of a prefix is evicted before its head, without which the tail is useless.
+
+With a store that keeps files, idle prefixes are saved when nothing runs, and a later process loads the blocks that it
+does not have into new ones: Save and Load name the blocks, and the store holds a snapshot only on its way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from edgelm.core import Drop, ExecutorInfo, Load, Op, Save, Sequence, Snapshots, Store
+from edgelm.engine.prefixes import MIN_PREFIX_LEN, MIN_STORED_LEN, FileIndex
+
+BLOCK_LEN = 16
+SPARE_LEN = 16  # positions left to each running sequence when another one is admitted
+
+
+@dataclass(eq=False, slots=True)
+class Table:
+    """The blocks of one running sequence, in the order of its positions."""
+
+    seq: Sequence
+    blocks: list[int]
+    num_full: int  # leading blocks whose content is final
+    location: tuple[int, ...] = ()  # a copy of `blocks` for chunks; empty: to be made
+
+
+class _Link(NamedTuple):
+    """The place of a reusable block in its prefix."""
+
+    previous: bytes  # digest of the block before it; empty: it is the first one
+    tokens: bytes  # int32
+    cache_namespace: str
+
+
+class PagedKV:
+    """The `KVCache` of an executor whose kernels read KV through block tables.
+
+    `store` keeps idle prefixes of at least `min_stored_len` tokens in files; None: they end with the process.
+    """
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        block_len: int = BLOCK_LEN,
+        store: Snapshots | None = None,
+        min_stored_len: int = MIN_STORED_LEN,
+    ) -> None:
+        num_blocks = info.capacity // block_len
+        assert -(-info.context // block_len) <= num_blocks
+        self._block_len = block_len
+        self._refs = [0] * num_blocks
+        self._digests: list[bytes | None] = [None] * num_blocks  # of the reusable blocks
+        self._reusable: dict[bytes, int] = {}  # block by digest
+        self._empty = list(reversed(range(num_blocks)))
+        self._idle: dict[int, None] = {}  # least recently used first
+        self._tables: dict[Sequence, Table] = {}
+        self._store = store if store and store.keeps_files else None
+        self._min_stored_len = min_stored_len
+        self._files = FileIndex(self._store)
+        self._links: dict[bytes, _Link] = {}  # of the reusable blocks by digest, if there is a store
+        self._keys = itertools.count()
+        self._ops: list[Op] = []
+        self._taken: tuple[Op, ...] = ()  # by the last step, which may have failed in the middle
+        self._chains: WeakKeyDictionary[Sequence, list[bytes]] = WeakKeyDictionary()  # digests, in order of blocks
+
+    # -- KVCache ---------------------------------------------------------------------------------------------------
+
+    @property
+    def usage(self) -> float:
+        return 1 - self._num_free / len(self._refs)
+
+    def attach(self, seq: Sequence) -> bool:
+        assert seq.kv is None
+        assert seq.computed == 0
+        hits = self._hits(seq)
+        if self._comes_soon(seq, len(hits)) or not self._has_room(seq, hits):
+            return False
+        for block in hits:
+            self._idle.pop(block, None)
+            self._refs[block] += 1
+        seq.kv = self._tables[seq] = table = Table(seq, hits, len(hits))
+        self._load_stored(table)
+        seq.computed = table.num_full * self._block_len
+        return True
+
+    def grow(self, seq: Sequence, length: int) -> bool:
+        table = self._table_of(seq)
+        missing = self._num_blocks(length) - len(table.blocks)
+        if missing > self._num_free:
+            return False
+        if missing > 0:
+            table.blocks += [self._take() for _ in range(missing)]
+            table.location = ()
+        return True
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        return end
+
+    def kv_location(self, seq: Sequence) -> tuple[int, ...]:
+        table = self._table_of(seq)
+        table.location = table.location or tuple(table.blocks)
+        return table.location
+
+    def commit(self, seq: Sequence) -> None:
+        table = self._table_of(seq)
+        num_full = seq.computed // self._block_len
+        for index in range(table.num_full, num_full):
+            self._register(table.blocks[index], seq, index)
+        for block in table.blocks[num_full : table.num_full]:  # full blocks that are invalid: the sequence failed
+            self._forget(block)
+        table.num_full = num_full
+        self._cut(table, self._num_blocks(seq.computed + 1))  # the next step certainly writes one more position
+
+    def keeps(self, seq: Sequence) -> bool:
+        return True  # its blocks are idle, and taken last
+
+    def release(self, seq: Sequence) -> None:
+        self.commit(seq)
+        table = self._table_of(seq)
+        self._cut(table, 0)
+        del self._tables[seq]
+        seq.kv, seq.computed = None, 0
+
+    def reset(self) -> None:
+        for seq in self._tables:
+            seq.kv, seq.computed = None, 0
+        self._tables.clear()
+        num_blocks = len(self._refs)
+        self._refs = [0] * num_blocks
+        self._digests = [None] * num_blocks
+        self._reusable.clear()
+        self._links.clear()
+        self._empty = list(reversed(range(num_blocks)))
+        self._idle.clear()
+        self._ops = [op for op in (*self._taken, *self._ops) if isinstance(op, Drop)]  # these may not be done
+
+    def flush_idle(self) -> None:
+        if self._store is None:
+            return
+        for digests in list(self._idle_prefixes()):
+            links = [self._links[digest] for digest in digests]
+            tokens = np.frombuffer(b"".join(link.tokens for link in links), np.int32)
+            namespace = links[0].cache_namespace
+            if len(tokens) < self._min_stored_len:
+                continue
+            if any(common == len(tokens) for _, common in self._files.matches(namespace, tokens)):
+                continue
+            key = next(self._keys)
+            blocks = tuple(self._reusable[digest] for digest in digests)
+            self._ops += [Save(blocks, key), Store(key, tokens, namespace), Drop(key)]
+
+    def take_ops(self) -> tuple[Op, ...]:
+        self._taken, self._ops = tuple(self._ops), []
+        return self._taken
+
+    def close(self) -> None:
+        if self._store:
+            self._store.flush()
+
+    # -- admission -------------------------------------------------------------------------------------------------
+
+    def _hits(self, seq: Sequence) -> list[int]:
+        """Return the blocks of the longest cached prefix that leaves a token to compute."""
+        hits: list[int] = []
+        for index in range((len(seq.tokens) - 1) // self._block_len):
+            block = self._reusable.get(self._digest(seq, index))
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _comes_soon(self, seq: Sequence, num_hits: int) -> bool:
+        """Tell whether a running prompt is about to compute the next block of a sequence: waiting takes a step."""
+        if num_hits >= (len(seq.tokens) - 1) // self._block_len:
+            return False
+        return any(
+            table.num_full <= num_hits < len(table.seq.tokens) // self._block_len
+            and self._digest(table.seq, num_hits) == self._digest(seq, num_hits)
+            for table in self._tables.values()
+        )
+
+    def _has_room(self, seq: Sequence, hits: list[int]) -> bool:
+        """Tell whether a whole sequence fits beside what the running ones are still going to compute."""
+        if not self._tables:
+            return True  # the cache holds at least one sequence of full length
+        promised = sum(
+            max(self._num_blocks(len(table.seq.tokens)) - len(table.blocks), 0) for table in self._tables.values()
+        )
+        spare = self._num_blocks(SPARE_LEN) * len(self._tables)
+        needed = self._num_blocks(len(seq.tokens) + 1) - len(hits)
+        free = self._num_free - sum(block in self._idle for block in hits)
+        return needed + promised + spare <= free
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def _load_stored(self, table: Table) -> None:
+        """Load more blocks of a prefix from a file, if one has enough of them to be worth it."""
+        seq, num_hits = table.seq, table.num_full
+        fetched = self._fetch(seq, num_hits)
+        if fetched is None:
+            return
+        key, num_blocks = fetched
+        table.blocks += [self._take() for _ in range(num_hits, num_blocks)]
+        self._ops += [Load(key, tuple(table.blocks[num_hits:]), num_hits), Drop(key)]
+        for index in range(num_hits, num_blocks):
+            self._register(table.blocks[index], seq, index)
+        table.num_full = num_blocks
+
+    def _fetch(self, seq: Sequence, num_hits: int) -> tuple[int, int] | None:
+        """Read the file with the most blocks of a sequence; return its key, and how many blocks can be used."""
+        if self._store is None:
+            return None
+        tokens = np.array(seq.tokens, np.int32)
+        least = num_hits + self._num_blocks(MIN_PREFIX_LEN)
+        while True:
+            name, most = "", 0
+            for file, common in self._files.matches(seq.cache_namespace, tokens):
+                num_blocks = min(common, len(tokens) - 1) // self._block_len
+                if num_blocks >= max(least, most + 1):
+                    name, most = file.name, num_blocks
+            if not name:
+                return None
+            key = next(self._keys)
+            if self._store.fetch(name, key):
+                return key, most
+
+    def _idle_prefixes(self) -> Iterator[list[bytes]]:
+        """Yield the digests of each whole prefix that no longer one continues, most recently used first."""
+        continued = {link.previous for link in self._links.values()}
+        for block in reversed(self._idle):
+            digest = self._digests[block]
+            assert digest is not None
+            if digest in continued:
+                continue
+            digests = [digest]
+            while (previous := self._links[digests[-1]].previous) in self._links:
+                digests.append(previous)
+            if not previous:  # or else its head was evicted
+                yield digests[::-1]
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_free(self) -> int:
+        return len(self._empty) + len(self._idle)
+
+    def _num_blocks(self, length: int) -> int:
+        return -(-length // self._block_len)
+
+    def _take(self) -> int:
+        """Return a block for new content; if none is empty, evict the least recently used idle one."""
+        if self._empty:
+            block = self._empty.pop()
+        else:
+            block = next(iter(self._idle))
+            del self._idle[block]
+            self._forget(block)
+        self._refs[block] = 1
+        return block
+
+    def _cut(self, table: Table, num_blocks: int) -> None:
+        """Release the blocks of a table from the tail, until `num_blocks` are left."""
+        if len(table.blocks) > num_blocks:
+            table.location = ()
+        while len(table.blocks) > num_blocks:
+            block = table.blocks.pop()
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if self._digests[block] is None:
+                    self._empty.append(block)
+                else:
+                    self._idle[block] = None
+
+    def _register(self, block: int, seq: Sequence, index: int) -> None:
+        """Make a full block of a sequence reusable, unless another block has the same content."""
+        digest = self._digest(seq, index)
+        if digest not in self._reusable:
+            self._reusable[digest] = block
+            self._digests[block] = digest
+            if self._store:
+                previous = self._digest(seq, index - 1) if index else b""
+                tokens = array("i", seq.tokens[index * self._block_len : (index + 1) * self._block_len])
+                self._links[digest] = _Link(previous, tokens.tobytes(), seq.cache_namespace)
+
+    def _forget(self, block: int) -> None:
+        digest = self._digests[block]
+        if digest is not None:
+            del self._reusable[digest]
+            self._digests[block] = None
+            self._links.pop(digest, None)
+
+    def _digest(self, seq: Sequence, index: int) -> bytes:
+        """Return the digest of a sequence's tokens up to the end of a block."""
+        chain = self._chains.setdefault(seq, [])
+        while len(chain) <= index:
+            first = len(chain) * self._block_len
+            tokens = array("i", seq.tokens[first : first + self._block_len])
+            key = chain[-1] if chain else blake2b(seq.cache_namespace.encode(), digest_size=16).digest()
+            chain.append(blake2b(tokens.tobytes(), key=key, digest_size=16).digest())
+        return chain[index]
+
+    def _table_of(self, seq: Sequence) -> Table:
+        assert isinstance(seq.kv, Table)
+        assert seq.kv.seq is seq
+        return seq.kv

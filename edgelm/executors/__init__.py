@@ -1,1 +1,0 @@
-"""What runs a model: each executor owns weights, KV memory and a device."""

@@ -1,0 +1,424 @@
+"""An answer: messages in; reasoning, content and tool calls out, with a loaded model.
+
+Owns the composition of template, grammar, engine and parser, for `edgelm run` and every API. Knows nothing of HTTP and
+of any API's format; messages and tools have OpenAI's form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from edgelm.backends.model import LoadedModel
+from edgelm.config import Settings
+from edgelm.core import Sampled, SamplingParams, Stats
+from edgelm.engine.usage import Usage
+from edgelm.errors import RequestError
+from edgelm.jobs.constraints import Constraints, Style, Styles
+from edgelm.jobs.past import PastTokens
+from edgelm.jobs.request import AnswerDelta, AnswerReason, AnswerRequest, ContextError
+from edgelm.sampling.script import ScriptMatcher
+from edgelm.text.calls.generic import with_plain_calls, with_tools_text
+from edgelm.text.encoding import TextEncoder
+from edgelm.text.fim import fim_tokens, infill_tokens
+from edgelm.text.indent import IndentLimit
+from edgelm.text.parse import AnswerParser, Args, CallBegin, CallEnd, Content, Part, Reasoning
+from edgelm.text.prompt_token_cache import Prompt
+from edgelm.text.template_worker import TemplateRunner
+
+if TYPE_CHECKING:
+    from edgelm.sampling.grammar import Grammar, GrammarCompiler
+
+TOKEN_BYTES = 128  # more than the average token of any vocabulary
+LEAST_BYTES = 2**20  # an exact token count of fewer bytes is cheap
+TAIL = 512  # characters of the prompt that tell where an answer begins
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is ready to run."""
+
+    request: AnswerRequest
+    ids: list[int]
+    params: SamplingParams
+    chat: Prompt | None  # None: the prompt is a text
+    tail: str  # the end of the rendered prompt
+    style: Style
+    grammar: Grammar | None
+    stops: tuple[str, ...]
+    past: list[int]
+    cache_namespace: str
+    client: str  # who takes turns with others in the queue
+    notes: tuple[str, ...]
+    usage: Usage | None = None  # is told of every sequence
+
+
+class Answerer:
+    """Answers requests with one model. For one event loop; the caller closes the parts.
+
+    Without `grammars`, no request may have a grammar or tools.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, templates: TemplateRunner, grammars: GrammarCompiler | None, settings: Settings
+    ) -> None:
+        self._loaded = loaded
+        self._templates = templates
+        self._settings = settings
+        self._texts = TextEncoder(loaded.tokenizer)
+        self._past = PastTokens(loaded.tokenizer)
+        self._styles = Styles(loaded.tokenizer, templates)
+        self._constraints = Constraints(loaded.tokenizer, grammars)
+
+    async def prepare(self, request: AnswerRequest, cache_namespace: str = "", client: str = "") -> Prepared:
+        """Render, encode and constrain a request.
+
+        Raises RequestError for one that cannot be answered, ContextError if it is too long, and the errors of the
+        template worker.
+        """
+        self._loaded.require("text")
+        params = self._params(request)
+        style, chat, tail = Style(), None, ""
+        if request.prompt is not None:
+            ids = await asyncio.to_thread(self._text_tokens, request)
+        else:
+            style = await self._styles.of(request)
+            chat = await self._chat_prompt(request, style, cache_namespace)
+            ids, tail = chat.ids, chat.rendered.text[-TAIL:]
+        if not ids:
+            raise RequestError("the prompt is empty", "give at least one token")
+        if len(ids) >= (context := self._loaded.engine.info.context):
+            raise _too_long(f"the prompt has {len(ids):,} tokens", context)
+        grammar, notes = await self._constraints.grammar(request, style, tail)
+        if request.thinking_budget is not None and style.reasoning is None and not style.is_harmony:
+            notes = (*notes, "the thinking budget has no effect: the model does not think")
+        stops = request.stop if chat is None else (*request.stop, *(await self._templates.template()).stop_strings)
+        predicted = [{"role": "assistant", "content": request.prediction}] if request.prediction else []
+        past = await self._past.tokens([*request.past, *predicted])
+        return Prepared(
+            request, ids, params, chat, tail, style, grammar, tuple(stops), past, cache_namespace, client, tuple(notes)
+        )
+
+    async def answer(self, prepared: Prepared) -> AsyncGenerator[AnswerDelta, None]:
+        """Yield the answer as it is decoded. Leaving the iterator cancels it. Raises the error of a failed request."""
+        if prepared.request.echo:
+            async with aclosing(self._echo(prepared)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        elif prepared.request.sampling.get("max_tokens") == 0:
+            async with aclosing(self._choice(prepared, 0)) as deltas:
+                async for delta in deltas:
+                    if delta.reason:
+                        stats = replace(delta.stats, completion_tokens=0) if delta.stats else None
+                        yield AnswerDelta((), reason="length", stats=stats, notes=delta.notes)
+        elif prepared.request.num_choices == 1:
+            async with aclosing(self._choice(prepared, 0)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        else:
+            async with aclosing(self._choices(prepared)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def _params(self, request: AnswerRequest) -> SamplingParams:
+        settings = self._settings
+        defaults = {
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "top_k": settings.top_k,
+            "top_p": settings.top_p,
+            "min_p": settings.min_p,
+            "seed": secrets.randbits(32) if settings.seed is None else settings.seed,
+        }
+        values = defaults | request.sampling
+        if values["max_tokens"] == 0:
+            values["max_tokens"] = 1  # its token is dropped
+        return SamplingParams(**values, stop_ids=self._loaded.tokenizer.stop_ids)
+
+    def _text_tokens(self, request: AnswerRequest) -> list[int]:
+        tokenizer, prompt = self._loaded.tokenizer, request.prompt
+        assert prompt is not None
+        info = self._loaded.engine.info
+        if not isinstance(prompt, str):
+            if request.suffix is not None:
+                raise RequestError("suffix needs a prompt that is text", "send text, or omit suffix")
+            if not 0 <= min(prompt, default=0) <= max(prompt, default=0) < tokenizer.num_tokens:
+                raise RequestError(f"the prompt has a token id outside of the vocabulary of {tokenizer.num_tokens:,}")
+            return list(prompt)
+        if request.files is not None:
+            # An editor warms the cache with a request for no tokens: it must cut like the next one.
+            reserved = min(max(request.sampling.get("max_tokens", 0), info.context // 4), info.context // 2)
+            return infill_tokens(self._texts, prompt, request.suffix or "", request.files, info.context - reserved)
+        size = len(prompt) + len(request.suffix or "")
+        if size > TOKEN_BYTES * info.context:
+            raise _too_long(f"the prompt has {size:,} characters", info.context)
+        if request.suffix is not None:
+            return prompt_ids(fim_tokens(self._texts, prompt, request.suffix), info.context)
+        return prompt_ids(self._texts.prompt(prompt, special=True), info.context)
+
+    async def _chat_prompt(self, request: AnswerRequest, style: Style, cache_namespace: str) -> Prompt:
+        messages, tools = list(request.messages), list(map(_described, request.tools))
+        if request.tool_choice.mode == "none":
+            tools = []
+        support = style.tools
+        if support is not None and not support.writes_calls:
+            messages = with_plain_calls(messages, support.form)
+        if support is not None and tools and not support.describes_tools:
+            messages, tools = with_tools_text(messages, support.form, tools), []
+        context = self._loaded.engine.info.context
+        return await self._templates.render_prompt(
+            messages,
+            max_bytes=max(context * TOKEN_BYTES, LEAST_BYTES),
+            tools=tools or None,
+            add_generation_prompt=not request.continues_last,
+            continue_final_message=request.continues_last,
+            template_kwargs=request.template_kwargs,
+            cache_namespace=cache_namespace,
+        )
+
+    # -- answers ---------------------------------------------------------------------------------------------------
+
+    async def _choice(self, prepared: Prepared, choice: int) -> AsyncGenerator[AnswerDelta, None]:
+        """Yield one answer, and keep its tokens for the next turn of the conversation."""
+        engine, tokenizer, style = self._loaded.engine, self._loaded.tokenizer, prepared.style
+        uses_tools = prepared.request.tools and prepared.request.tool_choice.mode != "none"
+        form = style.tools.form if style.tools and (uses_tools or style.is_harmony) else None
+        parser = AnswerParser(
+            form,
+            style.reasoning,
+            prepared.tail,
+            prepared.request.tools,
+            marks=style.marks,
+            stop=prepared.stops,
+            must_call=prepared.request.tool_choice.mode == "required",
+        )
+        params = replace(prepared.params, choice=choice)
+        matcher = self._constraints.matcher(prepared.request, style, prepared.tail, prepared.grammar)
+        stream = engine.submit(
+            prepared.ids,
+            params,
+            matcher,
+            past=prepared.past,
+            cache_namespace=prepared.cache_namespace,
+            client=prepared.client,
+            interactive=_is_urgent(prepared.request),
+            limit_s=None if prepared.request.time_limit_ms is None else prepared.request.time_limit_ms / 1000,
+            usage=prepared.usage,
+        )
+        limit = IndentLimit(prepared.request.least_indent)
+        ids: list[int] = []
+        message = _MessageBuilder()
+        is_complete = False
+        try:
+            async with aclosing(stream):
+                async for event in stream:
+                    parts: list[Part] = []
+                    taken = 0
+                    for index, sample in enumerate(event.sampled):
+                        piece = b"" if sample.id in params.stop_ids else tokenizer.piece(sample.id)
+                        parts += _within(limit, parser.push(sample.id, piece, drafted=index < event.accepted))
+                        taken += 1
+                        if parser.stopped or limit.reached:
+                            break
+                    sampled = event.sampled[:taken]
+                    ids += [sample.id for sample in sampled]
+                    reason: AnswerReason | None = event.finish_reason
+                    stats = event.stats
+                    if parser.stopped or limit.reached:
+                        stats = replace(event.stats or await stream.stop(), completion_tokens=len(ids))
+                        reason = "stop"
+                    elif event.finish_reason:
+                        parts += _within(limit, parser.flush(event.finish_reason))
+                        is_complete = event.finish_reason == "stop"
+                        reason = cast(AnswerReason, parser.finish_reason(event.finish_reason))
+                    message.add(parts)
+                    yield AnswerDelta(
+                        tuple(parts),
+                        sampled,
+                        choice,
+                        reason,
+                        parser.stop if reason == "stop" else None,
+                        stats,
+                        parser.reasoning_tokens,
+                        prepared.notes if reason else (),
+                    )
+                    if reason:
+                        return
+        finally:
+            if is_complete and ids[-1] not in params.stop_ids:  # the grammar ended it: a stop token would follow
+                ids += sorted(params.stop_ids)[:1]
+            if ids and prepared.chat is not None and choice == 0:
+                await self._templates.cache_answer(prepared.chat, ids, message.message())
+
+    async def _choices(self, prepared: Prepared) -> AsyncGenerator[AnswerDelta, None]:
+        """Yield several answers as they come. All but the first begin when the prompt, which they share, is cached."""
+        answers = [self._choice(prepared, choice) for choice in range(prepared.request.num_choices)]
+        async with aclosing(answers[0]) as first:
+            yield await anext(first)
+            async with aclosing(merged(answers)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def _echo(self, prepared: Prepared) -> AsyncGenerator[AnswerDelta, None]:
+        """Yield the prompt as the beginning of each answer, then the answers."""
+        ids, request = prepared.ids, prepared.request
+        scores: tuple[Sampled, ...] = ()
+        if prepared.params.num_logprobs is not None:
+            scores = (Sampled(ids[0]), *await self._scores(prepared))
+        text = request.prompt
+        if not isinstance(text, str):
+            text = self._loaded.tokenizer.decode(ids, strip_prefix_space=True)
+        echoes = [AnswerDelta((Content(text),), scores, choice) for choice in range(request.num_choices)]
+        if request.sampling.get("max_tokens") == 0:
+            for echo in echoes:
+                yield replace(echo, reason="length", stats=_no_stats(len(ids)))
+            return
+        async with aclosing(self.answer(replace(prepared, request=replace(request, echo=False)))) as deltas:
+            first = await anext(deltas)  # a request that fails at once shows nothing
+            for delta in (*echoes, first):
+                yield delta
+            async for delta in deltas:
+                yield delta
+
+    async def _scores(self, prepared: Prepared) -> list[Sampled]:
+        """Return the model's log-probabilities of the prompt's tokens behind the first."""
+        script = prepared.ids[1:]
+        if not script:
+            return []
+        params = SamplingParams(temperature=0, max_tokens=len(script), num_logprobs=prepared.params.num_logprobs)
+        sampled: list[Sampled] = []
+        stream = self._loaded.engine.submit(
+            prepared.ids[:1],
+            params,
+            ScriptMatcher(script),
+            cache_namespace=prepared.cache_namespace,
+            client=prepared.client,
+        )
+        async with aclosing(stream):
+            async for event in stream:
+                sampled += event.sampled
+        return sampled
+
+
+async def merged(answers: Sequence[AsyncGenerator[AnswerDelta, None]]) -> AsyncGenerator[AnswerDelta, None]:
+    """Yield the deltas of several answers, which run at the same time. The first error ends all."""
+    queue: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
+
+    async def run(answer: AsyncGenerator[AnswerDelta, None]) -> None:
+        try:
+            async with aclosing(answer) as deltas:
+                async for delta in deltas:
+                    queue.put_nowait(delta)
+        finally:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(run(answer)) for answer in answers]
+    left = len(tasks)
+    try:
+        while left:
+            delta = await queue.get()
+            if delta is not None:
+                yield delta
+                continue
+            left -= 1
+            for task in tasks:
+                if task.done():
+                    task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _MessageBuilder:
+    """The message that a client gets, as it comes back in the history."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._complete = 0  # calls
+
+    def add(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            match part:
+                case Content():
+                    self._texts.append(part.text)
+                case Reasoning():
+                    self._thoughts.append(part.text)
+                case CallBegin():
+                    function = {"name": part.name, "arguments": ""}
+                    self._calls.append({"id": part.id, "type": "function", "function": function})
+                case Args():
+                    self._calls[-1]["function"]["arguments"] += part.json_text
+                case CallEnd():
+                    self._complete += 1
+
+    def message(self) -> dict[str, Any] | None:
+        """Return the message; None: a call was cut off, and no client sends it back."""
+        if self._complete < len(self._calls):
+            return None
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts)}
+        if self._thoughts:
+            message["reasoning_content"] = "".join(self._thoughts)
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message
+
+
+def _is_urgent(request: AnswerRequest) -> bool:
+    """Tell whether somebody waits in an editor, and not for a warm cache."""
+    return (request.interactive or request.suffix is not None) and request.sampling.get("max_tokens") != 0
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with a description: some templates fail without one."""
+    function = tool.get("function")
+    if not isinstance(function, dict) or function.get("description") is not None:
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
+
+
+def prompt_ids(pieces: Iterable[list[int]], context: int) -> list[int]:
+    """Return the tokens of a prompt. Raises ContextError when too many have come: the rest may take minutes."""
+    ids: list[int] = []
+    for piece in pieces:
+        if len(ids) > context:
+            raise _too_long(f"the prompt has more than {context:,} tokens", context)
+        ids += piece
+    return ids
+
+
+def _too_long(problem: str, context: int) -> ContextError:
+    return ContextError(
+        f"{problem}, the context holds {context:,} tokens with the answer",
+        "shorten it, or start edgelm with a larger --ctx",
+    )
+
+
+def _within(limit: IndentLimit, parts: list[Part]) -> list[Part]:
+    """Return the parts up to a limit of the content's indentation."""
+    if not limit.least:
+        return parts
+    return [replace(part, text=limit.take(part.text)) if isinstance(part, Content) else part for part in parts]
+
+
+def _no_stats(prompt_tokens: int) -> Stats:
+    """Return the stats of an answer that is the prompt alone."""
+    return Stats(
+        prompt_tokens=prompt_tokens,
+        cached_tokens=0,
+        completion_tokens=0,
+        drafted=0,
+        accepted=0,
+        queue_ms=0,
+        prompt_ms=0,
+        first_token_ms=0,
+        decode_ms=0,
+    )

@@ -1,0 +1,164 @@
+"""The job of `edgelm eval`: evaluate a model on a text file, alone or against a reference.
+
+Owns the status lines, the states from which an interrupted job continues, and the fields of the result. Knows nothing
+of the engines.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from edgelm.backends.build import load_evaluation
+from edgelm.errors import EdgeLMError
+from edgelm.evaluation.evaluate import Evaluation, evaluate
+from edgelm.evaluation.scores import Moments, Tally
+from edgelm.evaluation.text import Cut, TextTokens
+from edgelm.workers.child import Child, report_loading
+from edgelm.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result, Status
+
+STATE_EVERY_S = 0.5
+STATUS_EVERY_S = 0.2
+MAX_LOG = 700.0  # exp of more overflows a float
+
+
+def evaluate_file(job: EvalJob, child: Child) -> None:
+    """Evaluate the model of a job on its text, from its state on. Raises EdgeLMError."""
+    with load_evaluation(
+        EvalSide(job.model, job.kv),
+        job.against,
+        job.settings,
+        window=job.window,
+        repack=job.repack,
+        progress=partial(report_loading, child),
+    ) as evaluation:
+        _run(job, evaluation, child)
+
+
+def _run(job: EvalJob, evaluation: Evaluation, child: Child) -> None:
+    tokenizer, info = evaluation.tokenizer, evaluation.model.executor.info
+    cut = Cut(evaluation.window, job.stride)
+    _check_stride(cut)
+    bos = [token for token in tokenizer.encode("", special=False, bos=True) if token == tokenizer.bos_id]
+    text = TextTokens(job.text, tokenizer)
+    maker = f"{info.engine} on {info.device}"
+    tally = _initial_tally(job.state, maker, child)
+    progress = _Progress(child, tally.windows, maker)
+    windows = islice(cut.windows(iter(text), bos), tally.windows, job.limit)
+    reference = evaluation.reference.executor if evaluation.reference else None
+    for _ in evaluate(evaluation.model.executor, reference, windows, tally):
+        total = max(cut.count(text.estimated_tokens, bos), tally.windows)
+        progress.report(tally, min(total, job.limit or total))
+    if not tally.surprise.count:
+        raise _too_short(text, cut)
+    child.send(Result(_result(job, evaluation, cut, tally)))
+
+
+def _initial_tally(state: dict[str, Any] | None, maker: str, child: Child) -> Tally:
+    """Return the tally of the state if the same engine and device made it, or else an empty one."""
+    if not state:
+        return Tally()
+    if state["maker"] != maker:
+        child.send(EvalRestarted())
+        return Tally()
+    return Tally.from_json({name: value for name, value in state.items() if name != "maker"})
+
+
+def _check_stride(cut: Cut) -> None:
+    limit = cut.length - 1
+    if cut.stride is not None and not 1 <= cut.stride <= limit:
+        raise EdgeLMError(f"--stride is {cut.stride:,}", f"give 1 to {limit}, less than the window of {cut.length}")
+
+
+def _too_short(text: TextTokens, cut: Cut) -> EdgeLMError:
+    if cut.stride is not None:
+        return EdgeLMError("the text has no token that could be predicted", "give a longer one")
+    return EdgeLMError(
+        f"the text has {text.num_tokens:,} tokens, less than one window of {cut.length:,}",
+        f"give --stride {cut.length // 2}, which takes any text, a smaller --window, or a longer text",
+    )
+
+
+class _Progress:
+    """Reports the progress, at a bounded rate, and the states from which the job can continue."""
+
+    def __init__(self, child: Child, num_done: int, maker: str) -> None:
+        self._child = child
+        self._maker = maker
+        self._num_done = num_done  # by the interrupted job
+        self._started_at = self._status_at = self._state_at = time.monotonic()
+
+    def report(self, tally: Tally, total: int) -> None:
+        """Report that one more window is done, of about `total`."""
+        now = time.monotonic()
+        if now - self._status_at >= STATUS_EVERY_S:
+            left_s = (now - self._started_at) / (tally.windows - self._num_done) * (total - tally.windows)
+            perplexity = f"perplexity {_perplexity(tally.surprise):.3f}"
+            line = f"window {tally.windows:,} of about {total:,}, {perplexity}, {_duration(left_s)} left"
+            self._child.send(Status(line))
+            self._status_at = now
+        if now - self._state_at >= STATE_EVERY_S:
+            self._child.send(EvalState(tally.to_json() | {"maker": self._maker}, total))
+            self._state_at = now
+
+
+def _result(job: EvalJob, evaluation: Evaluation, cut: Cut, tally: Tally) -> dict[str, Any]:
+    comparison = _comparison(tally) if evaluation.reference else dict.fromkeys(_comparison(Tally()))
+    info, against = evaluation.model.executor.info, None
+    if job.against and evaluation.reference:
+        against = {
+            "model": evaluation.reference.name,
+            "file": job.against.model.name,
+            "kv": job.against.kv,
+            **_likelihood(tally.reference_surprise),
+        }
+    return {
+        "model": evaluation.model.name,
+        "engine": info.engine,
+        "device": info.device,
+        "file": job.model.name,
+        "kv": job.kv,
+        "tokens": tally.surprise.count,
+        **_likelihood(tally.surprise),
+        **comparison,
+        "against": against,
+        "windows": tally.windows,
+        "window": cut.length,
+        "stride": cut.stride,
+    }
+
+
+def _likelihood(surprise: Moments) -> dict[str, float]:
+    perplexity = _perplexity(surprise)
+    return {"perplexity": perplexity, "stderr": perplexity * surprise.error, "nats_per_token": surprise.mean}
+
+
+def _comparison(tally: Tally) -> dict[str, float]:
+    """Return the fields of a comparison; without a reference they are null."""
+    count = max(tally.divergence.count, 1)
+    agreement = tally.same_top / count
+    return {
+        "mean_kl": tally.divergence.mean,
+        "mean_kl_stderr": tally.divergence.error,
+        "p99_kl": tally.divergence_quantile(0.99) if tally.divergence.count else 0.0,
+        "max_kl": tally.max_divergence,
+        "top1_agreement": agreement,
+        "top1_stderr": math.sqrt(agreement * (1 - agreement) / max(count - 1, 1)),
+        "log_perplexity_difference": tally.difference.mean,
+        "log_perplexity_difference_stderr": tally.difference.error,
+    }
+
+
+def _perplexity(surprise: Moments) -> float:
+    """Return e to the mean surprise: Jelinek and others, Perplexity, a measure of difficulty of tasks (1977)."""
+    return math.exp(min(surprise.mean, MAX_LOG))
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.0f} h"

@@ -1,0 +1,141 @@
+"""The worker that reads model files for `edgelm list`, `edgelm show` and the front, which stay safe from damaged files.
+
+A file that is cut short while it is mapped kills this process (SIGBUS); library/readers.py then starts another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgelm.checkpoints.folder import folder_facts, folder_summary
+from edgelm.checkpoints.gguf import GGUF, open_gguf
+from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
+from edgelm.checkpoints.summary import ModelFacts, ModelSummary, model_facts, model_summary
+from edgelm.config import Settings
+from edgelm.errors import EdgeLMError, ModelError
+from edgelm.library.readers import Answer, Card, Describe, Detail
+from edgelm.machine.cpu import usable_cores
+from edgelm.machine.gpu import INSTALL, has_torch
+from edgelm.machine.memory import available_memory_bytes
+from edgelm.workers.child import answer_requests
+
+if TYPE_CHECKING:
+    from edgelm.backends.plan import EngineMemory
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return the description of a model for `/v1/models` and `edgelm list`, or the error of opening it."""
+    try:
+        summary = summarize(path)
+    except ModelError as error:
+        return {"error": str(error)}
+    return {
+        "bytes": summary.nbytes,
+        "context": summary.context,
+        "architecture": summary.architecture,
+        "quantization": summary.quantization,
+        "parameters": summary.parameters,
+        "kind": summary.kind,
+    }
+
+
+def summarize(path: Path) -> ModelSummary:
+    """Read the header of a GGUF, or those of a folder of safetensors. Raises ModelError."""
+    if path.is_dir():
+        with open_safetensors(path) as model:
+            return folder_summary(model)
+    with open_gguf(path) as gguf:
+        return model_summary(gguf)
+
+
+def read_details(path: Path, settings: Settings) -> dict[str, Any]:
+    """Return the document of a model, or `{"error": …}`; the content of a file never raises."""
+    # `edgelm list` needs none of this, and its imports take time; so below.
+    from edgelm.library.details import folder_details, gguf_details
+
+    try:
+        if path.is_dir():
+            with open_safetensors(path) as model:
+                details = folder_details(model)
+                if not has_torch():
+                    details = replace(details, problem=f"safetensors need torch, which is not installed; {INSTALL}")
+                memory = None if details.problem else _folder_memory(model, settings)
+            return details.document() | {"format": "safetensors", "memory": memory}
+        with open_gguf(path) as gguf:
+            details = gguf_details(gguf)
+            memory = None if details.problem else _gguf_memory(gguf, settings)
+        return details.document() | {"format": "gguf", "memory": memory}
+    except ModelError as error:
+        return {"error": str(error)}
+
+
+def read_card(path: Path) -> dict[str, Any]:
+    """Return a model's card for other programs, or `{"error": …}`."""
+    from edgelm.library.card import folder_card, gguf_card  # as above
+
+    try:
+        if path.is_dir():
+            with open_safetensors(path) as model:
+                return folder_card(model)
+        with open_gguf(path) as gguf:
+            return gguf_card(gguf)
+    except ModelError as error:
+        return {"error": str(error)}
+
+
+def _gguf_memory(gguf: GGUF, settings: Settings) -> dict[str, Any]:
+    from edgelm.backends.llama.memory import LlamaMemory
+
+    try:
+        facts = model_facts(gguf)
+        return _planned(facts, settings, LlamaMemory(facts, sequences=settings.parallel))
+    except EdgeLMError as error:
+        return {"error": str(error)}
+
+
+def _folder_memory(model: Safetensors, settings: Settings) -> dict[str, Any]:
+    from edgelm.backends.torch.memory import TorchMemory
+
+    try:
+        facts = folder_facts(model)
+        engine = TorchMemory(facts, sequences=settings.parallel, device="cpu", quantize=settings.quantize)
+        return _planned(facts, settings, engine)
+    except EdgeLMError as error:
+        return {"error": str(error)}
+
+
+def _planned(facts: ModelFacts, settings: Settings, engine: EngineMemory) -> dict[str, Any]:
+    """Return the memory plan by formulas only; `edgelm plan` asks llama.cpp too."""
+    from edgelm.backends.plan import MachineMemory, plan
+
+    here = MachineMemory(free_bytes=available_memory_bytes(), cores=usable_cores().physical)
+    result = plan(facts, settings, here, engine)
+    chosen = result.chosen
+    if chosen is None:
+        return {"error": str(result.refusal), "free_bytes": here.free_bytes}
+    return {
+        "context": chosen.context,
+        "kv": chosen.kv,
+        "weights_bytes": result.weights.resident,
+        "kv_bytes": chosen.kv_bytes,
+        "workspace_bytes": chosen.workspace_bytes,
+        "total_bytes": chosen.total_bytes,
+        "free_bytes": here.free_bytes,
+    }
+
+
+def main() -> None:
+    """Answer the requests of library/readers.py."""
+    answer_requests(
+        {
+            Describe: lambda request, child: child.send(Answer(describe(request.path))),
+            Card: lambda request, child: child.send(Answer(read_card(request.path))),
+            Detail: lambda request, child: child.send(Answer(read_details(request.path, request.settings))),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

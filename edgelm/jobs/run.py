@@ -1,0 +1,109 @@
+"""The job of `edgelm run`: answer one prompt with a loaded model.
+
+Owns the document that `--json` prints. Knows nothing of terminals and flags.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+from edgelm.backends.model import LoadedModel
+from edgelm.core import Stats
+from edgelm.errors import RequestError
+from edgelm.jobs.answer import Answerer, prompt_ids
+from edgelm.jobs.request import AnswerRequest, thinking_kwargs
+from edgelm.text.encoding import TextEncoder
+from edgelm.text.template_worker import TemplateRunner
+from edgelm.workers.child import Child
+from edgelm.workers.messages import Result, RunJob, Text, Thought
+from edgelm.workers.parent import Worker
+
+MAX_TOKEN_LEN = 128  # characters: the longest token of the known vocabularies
+
+
+async def answer_prompt(template_worker: Worker | None, loaded: LoadedModel, job: RunJob, child: Child) -> None:
+    """Send the answer to the prompt of a job in pieces, and then its document. Raises EdgeLMError.
+
+    `template_worker` is for the chat template; it is closed at the end.
+    """
+    grammars = None
+    if job.grammar:
+        from edgelm.sampling.grammar import GrammarCompiler  # most answers need no llguidance
+
+        grammars = GrammarCompiler(loaded.tokenizer, loaded.engine.info.num_vocab)
+    is_chat = not job.raw and loaded.tokenizer.chat_template is not None
+    templates = TemplateRunner(loaded.tokenizer, worker=template_worker)
+    if not is_chat:
+        await templates.close()
+    answerer = Answerer(loaded, templates, grammars, job.settings)
+    text, reasoning, ids = "", "", list[int]()
+    try:
+        _check_text_size(job.prompt, loaded.engine.info.context)
+        if grammars and job.grammar and job.grammar_file:
+            try:
+                await grammars.check(job.grammar)
+            except RequestError as error:
+                raise RequestError(f"{job.grammar_file}: {error.message}", "correct the file") from None
+        prepared = await answerer.prepare(_chat_request(job) if is_chat else _text_request(loaded, job))
+        async with aclosing(answerer.answer(prepared)) as deltas:
+            async for delta in deltas:
+                if delta.reasoning:
+                    child.send(Thought(delta.reasoning))
+                if delta.text:
+                    child.send(Text(delta.text))
+                reasoning += delta.reasoning
+                text += delta.text
+                ids += [sample.id for sample in delta.sampled]
+                if delta.stats:
+                    thought = {"reasoning": reasoning} if reasoning else {}
+                    answer = {"text": text, **thought, "token_ids": ids, "finish_reason": delta.reason}
+                    child.send(Result({"model": loaded.name, **answer, **_measured(delta.stats)}))
+    finally:
+        await templates.close()
+        if grammars:
+            await grammars.close()
+
+
+def _text_request(loaded: LoadedModel, job: RunJob) -> AnswerRequest:
+    pieces = TextEncoder(loaded.tokenizer).prompt(job.prompt, special=False)
+    ids = prompt_ids(pieces, loaded.engine.info.context)
+    return AnswerRequest(prompt=ids, grammar=job.grammar, stop=job.stop)
+
+
+def _chat_request(job: RunJob) -> AnswerRequest:
+    effort = None if job.think == "auto" else job.think
+    return AnswerRequest(
+        messages=[{"role": "user", "content": job.prompt}],
+        grammar=job.grammar,
+        template_kwargs=thinking_kwargs(effort, None),
+        stop=job.stop,
+    )
+
+
+def _measured(stats: Stats) -> dict[str, Any]:
+    return {
+        "usage": {
+            "prompt_tokens": stats.prompt_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "completion_tokens": stats.completion_tokens,
+        },
+        "timings": {
+            "queue_ms": round(stats.queue_ms, 3),
+            "prompt_ms": round(stats.prompt_ms, 3),
+            "first_token_ms": round(stats.first_token_ms, 3),
+            "decode_ms": round(stats.decode_ms, 3),
+            "decode_tokens_per_second": round(stats.decode_tokens_per_second, 2),
+        },
+        "speculation": {"drafted": stats.drafted, "accepted": stats.accepted},
+    }
+
+
+def _check_text_size(text: str, context: int) -> None:
+    """Raise RequestError for a text that is too long for a context: llama.cpp may tokenize megabytes for minutes."""
+    if len(text) > MAX_TOKEN_LEN * context:
+        raise RequestError(
+            f"the prompt has {len(text):,} characters, a context of {context:,} tokens holds at most "
+            f"{MAX_TOKEN_LEN * context:,}",
+            "shorten it, or raise --ctx",
+        )

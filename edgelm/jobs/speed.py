@@ -1,0 +1,91 @@
+"""The job of `edgelm bench`: measure prompt and decode speed of an engine.
+
+Owns the timed requests. Prompts are random tokens, never used twice, so that the prefix cache does not help.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, replace
+from typing import Self
+
+from edgelm.core import ExecutorInfo, SamplingParams
+from edgelm.engine.engine import Engine
+from edgelm.engine.kv_slots import SPARE_LEN
+from edgelm.errors import RequestError
+from edgelm.workers.messages import EngineJob
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedTest:
+    """`prompt` tokens of prefill, or `decode` tokens of decoding from an empty context, by `parallel` sequences."""
+
+    prompt: int
+    decode: int
+    parallel: int
+
+    @property
+    def positions(self) -> int:
+        """The positions that the KV cache needs so that all sequences run at the same time."""
+        return self.parallel * (max(self.prompt, 1) + self.decode + 1) + SPARE_LEN * (self.parallel - 1)
+
+    def shortened(self, context: int) -> Self:
+        """Return the same test, shortened to a context."""
+        limit = context - 2
+        return replace(self, prompt=min(self.prompt, limit), decode=min(self.decode, limit))
+
+    @property
+    def name(self) -> str:
+        """llama-bench's names: pp512, tg128; with several sequences tg128x8."""
+        kind = f"tg{self.decode}" if self.decode else f"pp{self.prompt}"
+        return kind if self.parallel == 1 else f"{kind}x{self.parallel}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchJob(EngineJob):
+    """Measure prompt and decode speed."""
+
+    tests: tuple[SpeedTest, ...]
+    repetitions: int
+    shorten: bool = False  # shorten tests that exceed the context; without it they fail
+
+
+def check(info: ExecutorInfo, test: SpeedTest) -> None:
+    """Raise RequestError for a test that does not fit the context."""
+    seq_len = max(test.prompt, 1) + test.decode
+    if test.positions > info.capacity or seq_len >= info.context:
+        needed, available = max(test.positions, seq_len + 1), min(info.capacity, info.context)
+        raise RequestError(
+            f"{test.name} needs {needed:,} tokens of context, there are {available:,}",
+            "give smaller -p, -n, -b, or a larger --ctx",
+        )
+
+
+async def measure(engine: Engine, test: SpeedTest, repetitions: int) -> list[float]:
+    """Return tokens per second of each repetition, after a warm-up. The test must fit the context."""
+    runs = [await _run(engine, test) for _ in range(repetitions + 1)]
+    return [round(speed, 2) for speed in runs[1:]]
+
+
+async def _run(engine: Engine, test: SpeedTest) -> float:
+    params = SamplingParams(temperature=0, max_tokens=test.decode + 1 if test.decode else 1)
+
+    async def run_sequence() -> list[float]:
+        """Return the time when a sequence was submitted, and the time of each of its tokens."""
+        prompt = random.choices(range(engine.info.num_vocab), k=max(test.prompt, 1))
+        times = [time.perf_counter()]
+        async for event in engine.submit(prompt, params):
+            times += [time.perf_counter()] * len(event.sampled)
+        return times
+
+    sequences = await asyncio.gather(*(run_sequence() for _ in range(test.parallel)))
+    started_at = min(times[0] for times in sequences)
+    prefilled_at = max(
+        times[1] for times in sequences
+    )  # all sequences have their first token: decoding is timed from here
+    if not test.decode:
+        return test.parallel * test.prompt / (prefilled_at - started_at)
+    decoded_at = [time for times in sequences for time in times[2:] if time > prefilled_at]
+    return len(decoded_at) / (max(decoded_at) - prefilled_at)

@@ -1,0 +1,87 @@
+"""The worker of `edgelm run`, `bench` and `eval`: load a model and do one job with it.
+
+Owns the life of a loaded model in a worker: from its job to the data that it leaves for the next process. Knows nothing
+of terminals and flags. Only a worker imports this module: it loads native code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from edgelm.backends.build import build
+from edgelm.backends.model import LoadedModel
+from edgelm.config import own_places
+from edgelm.jobs.embed import embed_texts
+from edgelm.jobs.embed_request import EmbedJob
+from edgelm.jobs.evaluate import evaluate_file
+from edgelm.jobs.speed import BenchJob, check, measure
+from edgelm.text.template_worker import start_template_worker
+from edgelm.workers.child import Child, Handler, report_loading, run_job
+from edgelm.workers.messages import EngineJob, EvalJob, Result, RunJob, Status
+
+
+def work_with_engine(
+    work: Callable[[LoadedModel, Any, Child], Coroutine[Any, Any, None]], job: EngineJob, child: Child
+) -> None:
+    """Load the model of a job, await the work with its engine, and close it. Raises EdgeLMError."""
+    loaded = build(
+        job.model,
+        job.settings,
+        least_context=job.least_context,
+        repack=job.repack,
+        progress=partial(report_loading, child),
+        prefixes=job.prefixes,
+        places=own_places() if job.drafts else None,
+        memory_bytes=job.memory_bytes,
+    )
+
+    def save() -> None:
+        loaded.prompt_tokens.save()
+        loaded.engine.stop()
+
+    child.at_end(save)
+    try:
+        asyncio.run(work(loaded, job, child))
+    finally:
+        save()
+        loaded.engine.close()
+
+
+def _run(job: RunJob, child: Child) -> None:
+    template_worker = None if job.raw else start_template_worker()  # it starts while the model is loaded
+    try:
+        from edgelm.jobs.run import answer_prompt  # the other jobs do not need it
+
+        work_with_engine(partial(answer_prompt, template_worker), job, child)
+    finally:
+        if template_worker:
+            template_worker.kill()
+            template_worker.close()
+
+
+async def _bench(loaded: LoadedModel, job: BenchJob, child: Child) -> None:
+    loaded.require("text")
+    info = loaded.engine.info
+    tests = [test.shortened(info.context) for test in job.tests] if job.shorten else job.tests
+    for test in tests:
+        check(info, test)
+    results = []
+    for test in tests:
+        child.send(Status(f"measuring {test.name}"))
+        runs = await measure(loaded.engine, test, job.repetitions)
+        results.append({"test": test.name, "tokens_per_second": sorted(runs)[len(runs) // 2], "runs": runs})
+    child.send(Result({"model": loaded.name, "engine": info.engine, "device": info.device, "results": results}))
+
+
+if __name__ == "__main__":
+    handlers: dict[type, Handler] = {
+        RunJob: _run,
+        BenchJob: partial(work_with_engine, _bench),
+        EvalJob: evaluate_file,
+        EmbedJob: partial(work_with_engine, embed_texts),
+    }
+    sys.exit(run_job(handlers))

@@ -1,0 +1,60 @@
+"""Which build of llama.cpp is installed: that of edgelm-llama, or one that llama-cpp-python compiled on this machine.
+
+Owns the choice between the two. Loads nothing of either, so that the front may ask; llama_binding.py loads the choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from edgelm.errors import EngineError
+
+SUPPORTED = "0.3.36"  # of llama-cpp-python: another release has other structures (packaging/llama/pyproject.toml)
+COMPILED, READY_MADE = "llama-cpp-python", "edgelm-llama"
+INSTALL = "reinstall edgelm, or: pip install edgelm-llama"
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledLlama:
+    """A build of llama.cpp: the package that it came with, and the folder of its libraries."""
+
+    package: str
+    version: str
+    lib_dir: Path
+
+    @property
+    def ready_made(self) -> bool:
+        """Whether it is our wheel, which holds its backends as files of their own."""
+        return self.package == READY_MADE
+
+
+def find_build() -> InstalledLlama:
+    """Return the build to use. One that was compiled here was installed on purpose, so it comes first.
+
+    Raises EngineError if there is none of the supported release.
+    """
+    compiled = package_folder("llama_cpp")
+    other = _version(COMPILED) if compiled else ""
+    if compiled and other.partition("+")[0] == SUPPORTED:
+        return InstalledLlama(COMPILED, other, compiled / "lib")
+    if ready_made := package_folder("edgelm_llama"):
+        return InstalledLlama(READY_MADE, _version(READY_MADE), ready_made / "lib")
+    if compiled:
+        raise EngineError(f"edgelm works with llama-cpp-python {SUPPORTED}, and {other} is installed", INSTALL)
+    raise EngineError("llama.cpp is not installed", INSTALL)
+
+
+def package_folder(name: str) -> Path | None:
+    """Return the folder of a top-level package; None if it is not installed."""
+    spec = find_spec(name)
+    return Path(spec.origin).resolve().parent if spec and spec.origin else None
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,54 @@
+"""The check whether our own kernels can run on a GPU here, and the reason if they cannot.
+
+Owns the order of the checks: the cheap ones come first, and torch is imported only if there is a driver. Knows nothing
+of models.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from edgelm.machine.gpu import INSTALL, CudaState
+
+MIN_CAPABILITY = 8, 0
+TRITON = (3, 6), (3, 10)  # the first supported version, and the first that is not
+DRIVER_FILES = "/dev/nvidiactl", "/dev/dxg"  # Linux, WSL
+
+
+def find_cuda(driver_files: tuple[str, ...] = DRIVER_FILES) -> CudaState:
+    """Check the driver, the packages and the GPU, in this order."""
+    if not any(Path(file).exists() for file in driver_files):
+        return CudaState("no NVIDIA driver was found")
+    for package in ("torch", "triton"):
+        if find_spec(package) is None:
+            return CudaState(f"{package} is not installed", INSTALL)
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "0"
+    number = tuple(int(part) for part in triton.split(".")[:2] if part.isdecimal())
+    if not TRITON[0] <= number < TRITON[1]:
+        return CudaState(f"triton is {triton}, and 3.6 to 3.9 are known to work", INSTALL)
+    return _check_gpu()
+
+
+def _check_gpu() -> CudaState:
+    import torch  # not at the top: it takes seconds, and most machines do not need it
+
+    if torch.version.cuda is None:
+        return CudaState("this build of torch has no CUDA", INSTALL)
+    try:
+        if not torch.cuda.is_available():
+            return CudaState("torch finds no usable GPU", "see what nvidia-smi says; the driver may be too old")
+        name = torch.cuda.get_device_name(0)
+        capability = torch.cuda.get_device_capability(0)
+        free, total = torch.cuda.mem_get_info(0)
+    except RuntimeError as error:
+        return CudaState(f"the GPU does not answer: {str(error).splitlines()[0]}", "see what nvidia-smi says")
+    if capability < MIN_CAPABILITY:
+        return CudaState(
+            f"{name} is older than the Ampere generation (sm_80)", "llama.cpp runs on it", name, free, total
+        )
+    return CudaState("", "", name, free, total)

@@ -1,0 +1,197 @@
+"""Machine facts: what is tried once on this machine with the installed llama.cpp, and kept in the cache folder.
+
+Owns one decision: which of llama.cpp's kernels are safe here. A worker (the canary) does all native work; this module
+imports none of it, so that the front process can call it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from edgelm.atomic import atomic_json, read_json
+from edgelm.config import Places
+from edgelm.errors import EdgeLMError, EngineError
+from edgelm.llama_build import find_build
+from edgelm.machine.cpu import Cores, OtherLoad, read_text, usable_cores
+from edgelm.workers.parent import Worker, WorkerDiedError, ask
+
+Canary = Literal["ok", "no_repack", "failed"]
+
+CANARY = "edgelm.backends.llama.canary"
+TIME_LIMIT_S = 60
+FORMAT = 2  # of the file, and of the canary's checks: part of the key
+MAX_FILE_BYTES = 65_536
+LOAD_S = 0.1  # in which the load by other processes is measured
+BUSY_CORES = 0.4  # that others use, beyond those that our threads leave free
+SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
+REINSTALL = (
+    "install llama-cpp-python so that it is compiled here: "
+    "pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckKernels:
+    """Decode with every kernel family of llama.cpp. `folder` is for the canary's models."""
+
+    folder: Path
+    threads: int
+    repack: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The result of a check; the reason is empty if the numbers are right."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """The facts that an engine needs before it loads llama.cpp."""
+
+    canary: Canary
+    reason: str = ""  # why it is not "ok"
+
+    @property
+    def repack(self) -> bool:
+        """Whether llama.cpp may rearrange the weights for this processor (`use_extra_bufts`)."""
+        return self.canary == "ok"
+
+    def require_working(self) -> None:
+        """Raise EngineError if llama.cpp does not work at all."""
+        if self.canary == "failed":
+            raise EngineError(f"llama.cpp {self.reason}", REINSTALL)
+
+
+def child_environment(places: Places, load: OtherLoad | None = None) -> dict[str, str | None]:
+    """Return the environment variables of a process that will load llama.cpp. Takes a tenth of a second.
+
+    The threads of edgelm-llama wait as the moment asks for (backends/llama/pace.py). Those of a llama-cpp-python that
+    was compiled here are libgomp's, which reads its policy once, while it loads: they sleep if other processes use the
+    cores just now. The user's own policy wins. Raises EngineError if there is no llama.cpp.
+    """
+    if find_build().ready_made or places.wait_policy or usable_cores().physical == 1:
+        return {}
+    load = load or OtherLoad()
+    time.sleep(LOAD_S)
+    others = load.cores()
+    spare = load.num_cores - usable_cores().physical
+    return dict(SLEEP) if others is not None and others - spare > BUSY_CORES else {}
+
+
+def facts(cache_dir: Path, *, notify: Callable[[str], None], command: tuple[str, ...] = ()) -> MachineFacts:
+    """Return the facts from the cache folder, or measure and keep them; `notify` takes a line for the user.
+
+    The first call takes 2 seconds, later calls 2 ms. Concurrent first calls each measure. Raises EngineError if
+    llama.cpp could not be tried; if it was tried and does not work, the facts say so.
+    """
+    cores = usable_cores()
+    path = cache_dir / "machine" / f"{machine_key(cores)}.json"
+    kept = _read(path)
+    if kept is not None:
+        return kept
+    notify("checking llama.cpp on this machine, once")
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="edgelm-canary-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise EngineError(f"cannot make a temporary folder: {error}", "set TMPDIR to one with 50 MB free") from None
+    with temporary as folder:
+        measured, lasting = measure(CanaryRunner(Path(folder), cores.physical, command), notify)
+    if lasting:
+        atomic_json(path, asdict(measured))
+    return measured
+
+
+def measure(canary: CanaryRunner, notify: Callable[[str], None]) -> tuple[MachineFacts, bool]:
+    """Return the facts about llama.cpp, and whether they are worth keeping. Raises EngineError."""
+    fast = canary.check(repack=True)
+    if fast is None:
+        return MachineFacts(canary="ok"), True
+    plain = canary.check(repack=False)
+    if plain is not None:  # not kept, so that a repair takes effect at once
+        return MachineFacts(canary="failed", reason=plain.reason), False
+    notify(f"with its fastest kernels llama.cpp {fast.reason}: the plain ones are used, at about 0.6 times the speed")
+    return MachineFacts(canary="no_repack", reason=fast.reason), fast.lasting
+
+
+def machine_key(cores: Cores, root: Path = Path("/")) -> str:
+    """Return a key of the llama.cpp build, the machine and the cores: facts hold only under their key.
+
+    Raises EngineError if there is no llama.cpp.
+    """
+    build = find_build()
+    libraries = sorted(build.lib_dir.glob("*"))
+    stats = [(library.name, library.stat().st_size, library.stat().st_mtime_ns) for library in libraries]
+    identity = (FORMAT, build.package, build.version, str(build.lib_dir), stats, _processor(root), tuple(cores))
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+
+
+class Failure(NamedTuple):
+    """Why llama.cpp failed in the canary: the reason continues a sentence that begins with "llama.cpp"."""
+
+    reason: str
+    lasting: bool  # a property of machine and build, not of this moment
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryRunner:
+    """Starts the canary, a worker that llama.cpp may crash, once for each request."""
+
+    folder: Path  # for its models
+    threads: int
+    command: tuple[str, ...] = ()  # in place of the canary's own
+
+    def check(self, *, repack: bool) -> Failure | None:
+        """Return why llama.cpp must not be used in this way; None: it works. Raises EngineError."""
+        reply = self._ask(CheckKernels(self.folder, self.threads, repack))
+        if isinstance(reply, Failure):
+            return reply
+        if reply.reason:
+            return Failure(f"computes wrongly on this machine ({reply.reason})", lasting=True)
+        return None
+
+    def _ask(self, request: object) -> Checked | Failure:
+        """Return the canary's reply. Raises EngineError for an end that says nothing about llama.cpp's kernels."""
+        try:
+            worker = Worker(CANARY, replies=(Checked,), environment=SLEEP, command=self.command)
+            reply: Checked = ask(worker, request, TIME_LIMIT_S)
+            return reply
+        except TimeoutError:
+            return Failure(f"did not decode a few tokens within {TIME_LIMIT_S} seconds on this machine", lasting=False)
+        except WorkerDiedError as error:
+            end = error.end
+            if -end.code in CRASHES:
+                detail = f": {end.last_line}" if end.last_line else ""
+                return Failure(f"crashes on this machine ({end.signal_name}){detail}", lasting=True)
+            reason = end.last_line or f"the process {end.how}"
+        except EdgeLMError as error:
+            reason = error.message
+        raise EngineError(f"llama.cpp could not be tried: {reason}", "see `edgelm doctor`, or reinstall edgelm")
+
+
+def _processor(root: Path) -> list[str]:
+    """Return the lines that identify the processor's model and instruction sets."""
+    first = (read_text(root / "proc/cpuinfo") or "").partition("\n\n")[0]
+    changing = ("processor", "cpu MHz", "bogomips", "BogoMIPS", "apicid", "initial apicid", "core id", "physical id")
+    lines = [line for line in first.splitlines() if line.partition(":")[0].strip() not in changing]
+    return [platform.machine(), platform.processor(), *lines]
+
+
+def _read(path: Path) -> MachineFacts | None:
+    """Return the facts in a file; None if there is no file, or not one that we wrote."""
+    document = read_json(path, MAX_FILE_BYTES)
+    try:
+        kept = MachineFacts(**document)
+    except TypeError:
+        return None
+    return kept if kept.canary in ("ok", "no_repack") and isinstance(kept.reason, str) else None

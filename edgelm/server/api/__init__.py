@@ -1,0 +1,1 @@
+"""The APIs of the endpoint, a module for each."""

@@ -1,0 +1,222 @@
+"""POST /v1/completions: a text to continue, without a chat template.
+
+Owns its fields, and its form of an answer.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Field, Tag
+
+from edgelm import __version__
+from edgelm.core import Sampled
+from edgelm.jobs.request import AnswerDelta, AnswerRequest
+from edgelm.server.api.chat_reply import event, figures, openai_reason, usage
+from edgelm.server.api.dialect import COMMENT, DONE, AnswerContext
+from edgelm.server.api.errors import ApiError
+from edgelm.server.api.fields import (
+    MAX_CHOICES,
+    GrammarFields,
+    KeepAliveFields,
+    ModelName,
+    SamplingFields,
+    StreamOptions,
+)
+from edgelm.server.api.logprobs import TextOffsets, completion_logprobs
+
+DEFAULT_TOKENS = 16  # OpenAI's default
+MAX_PROMPTS = 64
+MAX_ANSWERS = 64  # of one request, to all its prompts
+MAX_LOGPROBS = 5
+
+
+def _form(value: object) -> str:
+    """Return which form a prompt has: only that one is checked."""
+    first = value[0] if isinstance(value, list) and value else None
+    if not isinstance(value, list):
+        return "str"
+    return "strs" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Prompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[list[str], Tag("strs"), Field(fail_fast=True)]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[list[Ids], Tag("lists"), Field(fail_fast=True)],
+    Discriminator(_form),
+]
+
+
+class CompletionsRequest(GrammarFields, SamplingFields, KeepAliveFields):
+    """The body of POST /v1/completions."""
+
+    model: ModelName
+    prompt: Prompt | None = None
+    suffix: str | None = None
+    echo: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+
+    @property
+    def streamed(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_candidates(self) -> int:
+        return self.best_of or self.num_choices
+
+    def answer_requests(self) -> list[AnswerRequest]:
+        """Return a request for each prompt. Raises ApiError."""
+        if self.num_candidates < self.num_choices or (self.streamed and self.num_candidates > self.num_choices):
+            message = "best_of is smaller than n" if not self.streamed else "best_of cannot be streamed"
+            raise ApiError(400, "invalid_value", message, param="best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "invalid_value", "max_tokens: 0 needs echo to be true", param="max_tokens")
+        if self.echo and self.suffix:
+            raise ApiError(400, "invalid_value", "echo and suffix are both given: omit one", param="suffix")
+        prompts = self._prompts()
+        if len(prompts) * self.num_candidates > MAX_ANSWERS:
+            field = "n" if self.best_of is None else "best_of"
+            given = f"{field} is {self.num_candidates} for {len(prompts)} prompts"
+            message = f"{given}: a request has {MAX_ANSWERS} answers at most"
+            raise ApiError(400, "invalid_value", message, param=field)
+        return [self._answer_request(prompt) for prompt in prompts]
+
+    def reply(self, context: AnswerContext) -> CompletionsReply:
+        return CompletionsReply(self, context)
+
+    def _prompts(self) -> list[str | list[int]]:
+        prompt = self.prompt
+        if prompt is None or isinstance(prompt, str):
+            return [prompt or ""]
+        if ids := [token for token in prompt if isinstance(token, int)]:
+            return [ids]
+        texts: list[str | list[int]] = [text for text in prompt if not isinstance(text, int)]
+        if not 1 <= len(texts) <= MAX_PROMPTS:
+            raise ApiError(400, "invalid_value", f"prompt has not 1 to {MAX_PROMPTS} texts", param="prompt")
+        return texts
+
+    def _answer_request(self, prompt: str | list[int]) -> AnswerRequest:
+        sampling = self.sampling() | {"max_tokens": DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens}
+        if self.logprobs is not None or self.num_candidates > self.num_choices:  # the best is chosen by them
+            sampling["num_logprobs"] = self.logprobs or 0
+        return AnswerRequest(
+            prompt=prompt,
+            suffix=self.suffix or None,
+            echo=bool(self.echo),
+            grammar=self.grammar_spec(),
+            sampling=sampling,
+            stop=self.stops,
+            num_choices=self.num_candidates,
+        )
+
+
+class CompletionsReply:
+    """The choices of one request, numbered by prompt and by answer to it."""
+
+    def __init__(self, request: CompletionsRequest, context: AnswerContext) -> None:
+        self._request = request
+        self._context = context
+        self._id = f"cmpl-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._offsets: dict[int, TextOffsets] = {}  # by choice
+        self._last: dict[int, AnswerDelta] = {}  # by choice
+
+    def opening(self) -> bytes:
+        return b""
+
+    def ping(self) -> bytes:
+        return COMMENT
+
+    def error(self, error: ApiError) -> bytes:
+        return error.event()
+
+    def delta(self, delta: AnswerDelta) -> bytes:
+        if not (delta.text or delta.reason or self._visible(delta.sampled)):
+            return b""
+        if delta.reason:
+            self._last[delta.choice] = delta
+        return event(self._envelope([self._choice(delta.choice, delta.text, delta.sampled, delta)]))
+
+    def closing(self) -> bytes:
+        options = self._request.stream_options
+        chunk = event(self._envelope([]) | {"usage": self._usage()}) if options and options.include_usage else b""
+        return chunk + DONE
+
+    def whole(self, deltas: Sequence[AnswerDelta]) -> dict[str, Any]:
+        answers: dict[int, list[AnswerDelta]] = {}
+        for delta in deltas:
+            answers.setdefault(delta.choice, []).append(delta)
+        self._last = {choice: answer[-1] for choice, answer in answers.items()}
+        choices = []
+        for index, choice in enumerate(self._best(answers)):
+            answer = answers[choice]
+            text = "".join(delta.text for delta in answer)
+            sampled = [sample for delta in answer for sample in delta.sampled]
+            choices.append(self._choice(choice, text, sampled, answer[-1]) | {"index": index})
+        return self._envelope(choices) | {"usage": self._usage()}
+
+    def _best(self, answers: dict[int, list[AnswerDelta]]) -> list[int]:
+        """Return the choices that are shown: of each prompt, the n with the highest mean log-probability."""
+        shown, candidates = self._request.num_choices, self._request.num_candidates
+        order = sorted(answers)
+        if shown == candidates:
+            return order
+        best: list[int] = []
+        for first in range(0, len(order), candidates):
+            group = order[first : first + candidates]
+            first_delta = int(bool(self._request.echo))  # the prompt is the same for all
+            best += sorted(group, key=lambda choice: -_mean_logprob(answers[choice][first_delta:]))[:shown]
+        return best
+
+    def _choice(self, index: int, text: str, sampled: Sequence[Sampled], delta: AnswerDelta) -> dict[str, Any]:
+        logprobs = None
+        if self._request.logprobs is not None:
+            tokenizer, visible = self._context.tokenizer, self._visible(sampled)
+            if index not in self._offsets:
+                # Some vocabularies put a space before a text, which an echoed prompt does not have.
+                pieces = (piece for sample in visible if (piece := tokenizer.piece(sample.id)))
+                adds_space = self._request.echo and next(pieces, b"").startswith(b" ") and not text.startswith(" ")
+                self._offsets[index] = TextOffsets(-1 if adds_space else 0)
+            logprobs = completion_logprobs(tokenizer, visible, self._offsets[index])
+        reason = openai_reason(delta.reason) if delta.reason else None
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        if delta.reason and delta.stats:
+            choice["edgelm"] = figures(delta, self._context.executor)
+        return choice
+
+    def _visible(self, sampled: Sequence[Sampled]) -> list[Sampled]:
+        if self._request.logprobs is None:
+            return []
+        return [sample for sample in sampled if sample.id not in self._context.tokenizer.stop_ids]
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self._last, self._request.num_candidates)
+
+    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._context.model,
+            "system_fingerprint": f"edgelm-{__version__}",
+            "choices": choices,
+        }
+
+
+def _mean_logprob(answer: Sequence[AnswerDelta]) -> float:
+    values = [s.logprob for delta in answer for s in delta.sampled if s.logprob is not None]
+    return sum(values) / max(len(values), 1)

@@ -1,0 +1,153 @@
+"""The APIs that a model answers: for each route its fields, its table of other fields, and its form of an error.
+
+The front parses a body to refuse it before any model is loaded; the engine process parses it again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgelm.server.api import field_table, messages, ollama, responses_reply
+from edgelm.server.api.chat import ChatRequest
+from edgelm.server.api.completions import CompletionsRequest
+from edgelm.server.api.dialect import COMMENT, ApiRequest, PooledRequest, Routed
+from edgelm.server.api.embeddings import EmbeddingsRequest
+from edgelm.server.api.errors import ApiError
+from edgelm.server.api.field_table import Table
+from edgelm.server.api.fields import Body, validated
+from edgelm.server.api.llama_server import CompletionRequest, InfillRequest
+from edgelm.server.api.llama_texts import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
+from edgelm.server.api.messages import MessagesRequest
+from edgelm.server.api.ollama import GenerateRequest, OllamaChatRequest
+from edgelm.server.api.ollama_embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from edgelm.server.api.rerank import RerankRequest
+from edgelm.server.api.responses import ResponsesRequest
+from edgelm.server.sse import MEDIA_TYPE, NDJSON
+
+log = logging.getLogger(__name__)
+
+
+COUNTS = {"/v1/messages/count_tokens": "/v1/messages", "/v1/responses/input_tokens": "/v1/responses"}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One API."""
+
+    model: type[Body]
+    table: Table
+    prompt_field: str  # that is too long if the prompt is
+    required: tuple[str, ...] = ()  # fields that a count of tokens does not need
+    error_body: Callable[[ApiError], dict[str, Any]] = lambda error: error.body
+    error_event: Callable[[ApiError], bytes] = ApiError.event
+    ping: bytes = COMMENT  # before the answer begins
+    media_type: str = MEDIA_TYPE  # of a stream
+
+    def request(self, data: dict[str, Any]) -> ApiRequest:
+        """Return the checked request of a body. Raises ApiError."""
+        self.table.check(data)
+        request: Any = validated(self.model, data)
+        parsed: ApiRequest = request
+        return parsed
+
+    def log_ignored(self, data: Mapping[str, Any]) -> None:
+        """Log the fields of a body that no list has."""
+        known = self.model.model_fields.keys() | self.table.ignored.keys() | self.table.refused.keys()
+        if unknown := sorted(data.keys() - known):
+            log.info("%s: ignored unknown fields: %s", self.table.route, ", ".join(map(ascii, unknown))[:400])
+
+
+_CHAT = Dialect(ChatRequest, field_table.CHAT, "messages")
+_ANTHROPIC = Dialect(
+    MessagesRequest,
+    field_table.MESSAGES,
+    "messages",
+    ("max_tokens",),
+    messages.error_body,
+    messages.error_event,
+    messages.PING,
+)
+_OLLAMA: dict[str, Any] = {
+    "error_body": ollama.error_body,
+    "error_event": ollama.error_event,
+    "ping": ollama.PING,
+    "media_type": NDJSON,
+}
+DIALECTS = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/completions": Dialect(CompletionsRequest, field_table.COMPLETIONS, "prompt", ("prompt",)),
+    "/v1/responses": Dialect(ResponsesRequest, field_table.RESPONSES, "input", error_event=responses_reply.error_event),
+    "/v1/messages": _ANTHROPIC,
+    "/api/chat": Dialect(OllamaChatRequest, field_table.OLLAMA_CHAT, "messages", **_OLLAMA),
+    "/api/generate": Dialect(GenerateRequest, field_table.OLLAMA_GENERATE, "prompt", **_OLLAMA),
+    "/completion": Dialect(CompletionRequest, field_table.COMPLETION, "prompt"),
+    "/infill": Dialect(InfillRequest, field_table.INFILL, "input_prefix"),
+}
+# Routes between texts, tokens and prompts: they need the model, and no answer of it.
+TEXTS = {
+    "/tokenize": Dialect(TokenizeRequest, field_table.TOKENIZE, "content"),
+    "/detokenize": Dialect(DetokenizeRequest, field_table.DETOKENIZE, "tokens"),
+    "/apply-template": Dialect(ApplyTemplateRequest, field_table.CHAT, "messages"),
+}
+_RERANK = Dialect(RerankRequest, field_table.RERANK, "documents", ("query",))
+# Routes for vectors and rankings, which are computed behind the answers.
+POOLED = {
+    "/v1/embeddings": Dialect(EmbeddingsRequest, field_table.EMBEDDINGS, "input", ("input",)),
+    "/v1/rerank": _RERANK,
+    "/v2/rerank": _RERANK,
+    "/rerank": _RERANK,
+    "/api/embed": Dialect(OllamaEmbedRequest, field_table.OLLAMA_EMBED, "input", ("input",), **_OLLAMA),
+    "/api/embeddings": Dialect(
+        OllamaEmbeddingsRequest, field_table.OLLAMA_EMBEDDINGS, "prompt", ("prompt",), **_OLLAMA
+    ),
+}
+
+
+def dialect_of(path: str) -> Dialect:
+    """Return the API of a route that needs a model."""
+    return POOLED.get(path) or TEXTS.get(path) or DIALECTS[COUNTS.get(path, path)]
+
+
+def parse_request(path: str, data: dict[str, Any], *, logs_ignored: bool = False) -> ApiRequest:
+    """Return the checked request of a body; the front logs its ignored fields. Raises ApiError."""
+    request: ApiRequest = _parsed(path, data, logs_ignored)
+    request.answer_requests()  # it checks what types cannot say
+    return request
+
+
+def parse_pooled(path: str, data: dict[str, Any], *, logs_ignored: bool = False) -> PooledRequest:
+    """Return the checked request of a body for vectors or a ranking. Raises ApiError."""
+    request: PooledRequest = _parsed(path, data, logs_ignored)
+    request.pooled_request()
+    return request
+
+
+def parse_routed(path: str, data: dict[str, Any]) -> Routed:
+    """Return the checked request of any body, for the front. Raises ApiError."""
+    return (parse_pooled if path in POOLED else parse_request)(path, data, logs_ignored=True)
+
+
+def _parsed(path: str, data: dict[str, Any], logs_ignored: bool) -> Any:
+    dialect = dialect_of(path)
+    for name in () if path in COUNTS else dialect.required:
+        if data.get(name) is None:
+            raise ApiError(400, "missing_required_parameter", f"{name} is missing", param=name)
+    request = dialect.request(data)
+    if logs_ignored:
+        dialect.log_ignored(data)
+    return request
+
+
+def error_status_of(path: str, error: ApiError) -> int:
+    """Return the status of an error in the API that a path belongs to."""
+    return messages.error_status(error) if path.startswith("/v1/messages") else error.status
+
+
+def error_body_of(path: str, error: ApiError) -> dict[str, Any]:
+    """Return an error in the form of the API that a path belongs to."""
+    if path.startswith("/api/"):
+        return ollama.error_body(error)
+    return (_ANTHROPIC if path.startswith("/v1/messages") else _CHAT).error_body(error)

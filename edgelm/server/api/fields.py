@@ -1,0 +1,251 @@
+"""Fields that several APIs share: sampling, grammars, options of a stream; and the errors of fields.
+
+Owns their names, types and ranges (those of core.SamplingParams), and their translation.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+from edgelm.core import MAX_SEED
+from edgelm.durations import parse_keep_alive
+from edgelm.server.api.errors import ApiError
+from edgelm.workers.grammars import GrammarKind, GrammarSpec
+
+MAX_ENTRIES = 4096  # of a list or an object in a body
+MAX_STOPS = 64
+MAX_BIAS = 100
+MAX_CHOICES = 16
+_PLAIN = {  # pydantic's messages have the names of our classes and of Python's types
+    "model_type": "input should be an object",
+    "dict_type": "input should be an object",
+}
+_EMPTY = ("too_short", "string_too_short")  # every minimum length is 1
+_TAGS = frozenset({"str", "list", "strs", "ids", "lists"})  # of unions: pydantic names them in the path
+_OUT_OF_RANGE = ("greater_than", "less_than", "too_long", "too_short", "string_too", "keep_alive")
+
+T = TypeVar("T", bound="Body")
+
+
+class Body(BaseModel):
+    """A JSON object of a request. Unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
+    token_lists: ClassVar[tuple[str, ...]] = ("prompt", "tokens")  # fields that may have more than MAX_ENTRIES
+
+
+def _form(value: object) -> str:
+    """Return which branch of `str | list` a value is checked against, so that its error speaks of one of them."""
+    return "list" if isinstance(value, list) else "str"
+
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+TextOrParts = Annotated[Annotated[str, Tag("str")] | Annotated[list[dict[str, Any]], Tag("list")], Discriminator(_form)]
+Stop = Annotated[
+    Annotated[Text, Tag("str")] | Annotated[list[Text], Tag("list"), Field(max_length=MAX_STOPS, fail_fast=True)],
+    Discriminator(_form),
+]
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+
+def _keep_alive(value: object) -> float | None:
+    try:
+        return None if value is None else parse_keep_alive(value)
+    except ValueError as error:
+        raise PydanticCustomError("keep_alive", "{values}", {"values": f"give {error}"}) from None
+
+
+# Seconds, or infinity: the model stays loaded so long after the request. None: as the settings say.
+KeepAlive = Annotated[Annotated[float, Field(allow_inf_nan=True)] | None, BeforeValidator(_keep_alive)]
+
+
+def validated(model: type[T], data: dict[str, Any]) -> T:
+    """Return the checked fields of a body. Raises ApiError with the name of the first wrong one."""
+    for name, value in data.items():
+        if isinstance(value, list | dict) and len(value) > MAX_ENTRIES and name not in model.token_lists:
+            message = f"{name} has {len(value):,} entries: at most {MAX_ENTRIES:,} are allowed"
+            raise ApiError(400, "invalid_value", message, param=name)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _as_api_error(error) from None
+
+
+def _as_api_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ".".join(str(step) for step in first["loc"] if step not in _TAGS)
+    if first["type"] == "missing":
+        return ApiError(400, "missing_required_parameter", f"{param} is missing", param=param)
+    if first["type"] in _EMPTY:
+        return ApiError(400, "invalid_value", f"{param} is empty", param=param)
+    code = "invalid_value" if first["type"].startswith(_OUT_OF_RANGE) else "invalid_type"
+    message = _PLAIN.get(first["type"]) or first["msg"][:1].lower() + first["msg"][1:]
+    return ApiError(400, code, f"{param}: {message}", param=param)
+
+
+class KeepAliveFields(Body):
+    """How long the model stays loaded after a request: Ollama's field, for every API."""
+
+    keep_alive: KeepAlive = None
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(Body):
+    """How tokens are chosen. None: the server's setting."""
+
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    min_p: float | None = Field(default=None, ge=0, lt=1)
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    repeat_penalty: float | None = Field(default=None, gt=0)  # llama-server's name
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stop: Stop | None = None
+    speculation: bool | None = None  # False: no drafts, for exact repetition
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self) -> dict[str, Any]:
+        """Return fields of SamplingParams. Raises ApiError."""
+        names = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values["repetition_penalty"] = (
+            self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
+        )
+        if self.speculation is False:
+            values["drafts"] = False
+        if self.seed is not None:
+            values["seed"] = self.seed & MAX_SEED  # OpenAI's seeds may be negative
+        if self.logit_bias:
+            values["logit_bias"] = tuple(_token_bias(*entry) for entry in self.logit_bias.items())
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def _token_bias(token: str, bias: float) -> tuple[int, float]:
+    if not (token.isascii() and token.isdecimal() and len(token) < 10):
+        raise ApiError(400, "invalid_value", f"logit_bias: {token[:40]!r} is not a token id", param="logit_bias")
+    if not -MAX_BIAS <= bias <= MAX_BIAS:
+        message = f"logit_bias: {bias} is not within -{MAX_BIAS} to {MAX_BIAS}"
+        raise ApiError(400, "invalid_value", message, param="logit_bias")
+    return int(token), bias
+
+
+class StructuredOutputs(Body):
+    """VLLM's field for grammars."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class GrammarFields(Body):
+    """The form that the answer must have: OpenAI's field, and those of vLLM and llama-server."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None  # GBNF
+    json_schema: dict[str, Any] | None = None
+
+    def grammar_spec(self) -> GrammarSpec | None:
+        """Return the grammar of the content. Raises ApiError for two at once, and for a malformed one."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        specs = {
+            "response_format": _response_format(self.response_format),
+            "structured_outputs.json": _schema(outputs.json_, "structured_outputs.json"),
+            "structured_outputs.regex": _of("regex", outputs.regex),
+            "structured_outputs.choice": _choice(outputs.choice, "structured_outputs.choice"),
+            "structured_outputs.grammar": _grammar(outputs.grammar),
+            "structured_outputs.json_object": GrammarSpec("json_object") if outputs.json_object else None,
+            "guided_json": _schema(self.guided_json, "guided_json"),
+            "guided_regex": _of("regex", self.guided_regex),
+            "guided_choice": _choice(self.guided_choice, "guided_choice"),
+            "guided_grammar": _grammar(self.guided_grammar),
+            "grammar": _grammar(self.grammar or None),
+            "json_schema": _schema(self.json_schema, "json_schema"),
+        }
+        given = [(name, spec) for name, spec in specs.items() if spec is not None]
+        if len(given) > 1:
+            first, second = given[0][0], given[1][0]
+            raise ApiError(400, "invalid_value", f"{first} and {second} are both given: omit one", param=second)
+        return given[0][1] if given else None
+
+
+def _response_format(value: dict[str, Any] | None) -> GrammarSpec | None:
+    match value:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object", "schema": dict(schema)}:  # llama-server's form
+            return schema_spec(schema)
+        case {"type": "json_object"}:
+            return GrammarSpec("json_object")
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)} as form}:
+            return schema_spec(schema, strict=form.get("strict") is not False)
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return schema_spec(schema, strict=value.get("strict") is not False)
+        case {"type": "json_schema"}:
+            message, param = "response_format.json_schema.schema is missing", "response_format.json_schema.schema"
+            raise ApiError(400, "missing_required_parameter", message, param=param)
+    message = "response_format.type is not text, json_object or json_schema"
+    raise ApiError(400, "invalid_value", message, param="response_format.type")
+
+
+def _schema(value: dict[str, Any] | str | None, param: str) -> GrammarSpec | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ApiError(400, "invalid_value", f"{param} is not JSON", param=param) from None
+    if value is not None and not isinstance(value, dict):
+        raise ApiError(400, "invalid_value", f"{param} is not a JSON schema", param=param)
+    return None if value is None else schema_spec(value)
+
+
+def schema_spec(schema: dict[str, Any], *, strict: bool = True) -> GrammarSpec:
+    """Return the grammar of a JSON schema; one that is not strict may be enforced in part."""
+    return GrammarSpec("json_schema", json.dumps(schema, ensure_ascii=False), strict)
+
+
+def _of(kind: GrammarKind, source: str | None) -> GrammarSpec | None:
+    return None if source is None else GrammarSpec(kind, source)
+
+
+def _choice(choices: list[str] | None, param: str) -> GrammarSpec | None:
+    if choices is not None and not choices:
+        raise ApiError(400, "invalid_value", f"{param} has no choice", param=param)
+    return None if choices is None else GrammarSpec("choice", json.dumps(choices))
+
+
+def _grammar(source: str | None) -> GrammarSpec | None:
+    """Return a grammar in GBNF, or in llguidance's Lark, which writes `start:` in place of `root ::=`."""
+    if source is None:
+        return None
+    return GrammarSpec("gbnf" if "::=" in source else "lark", source)

@@ -1,0 +1,77 @@
+"""The routes of an engine process for vectors and rankings, in every dialect.
+
+Owns the path of such a request to the engine and back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from edgelm.errors import RequestError
+from edgelm.jobs.embed import Embeddings
+from edgelm.jobs.embed_request import Embedded, EmbedRequest, Ranked
+from edgelm.jobs.request import ContextError
+from edgelm.server.api.dialects import POOLED, dialect_of, parse_pooled
+from edgelm.server.api.errors import ApiError
+from edgelm.server.api.json_body import read_json
+from edgelm.server.bodies import Bodies
+from edgelm.server.keys import CLIENT
+from edgelm.server.sse import unless_client_leaves
+
+
+def pooled_routes(embeddings: Embeddings, bodies: Bodies) -> list[Route]:
+    """Return the routes. A request whose client leaves is cancelled."""
+
+    async def answer(request: Request) -> Response:
+        path = request.url.path
+        async with bodies.read(request) as body:
+            parsed = await bodies.parse(body, lambda body: parse_pooled(path, read_json(body)))
+        asked, client = parsed.pooled_request(), request.headers.get(CLIENT, "")
+        result: Embedded | Ranked
+        try:
+            if isinstance(asked, EmbedRequest):
+                result = await unless_client_leaves(request, embeddings.embed(asked, client))
+            else:
+                result = await unless_client_leaves(request, embeddings.rank(asked, client))
+        except ContextError as error:
+            field = dialect_of(path).prompt_field
+            raise ApiError(400, "context_length_exceeded", str(error), param=field) from error
+        except RequestError as error:
+            raise ApiError(400, "invalid_value", str(error)) from error
+
+        def content() -> bytes:
+            return b"".join(json_pieces(parsed.response(result, parsed.model)))
+
+        # In a thread: millions of numbers take seconds.
+        return Response(await asyncio.to_thread(content), media_type="application/json")
+
+    return [Route(path, answer, methods=["POST"]) for path in POOLED]
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """Yield a document as JSON, a vector at a time: `json.dumps` of all would stop every other thread for seconds."""
+    if isinstance(value, dict):
+        entries = [(_json(name) + b":", entry) for name, entry in value.items()]
+        begin, end = b"{", b"}"
+    elif isinstance(value, list) and value and isinstance(value[0], dict | list):
+        entries = [(b"", entry) for entry in value]
+        begin, end = b"[", b"]"
+    else:
+        yield _json(value)
+        return
+    yield begin
+    for index, (name, entry) in enumerate(entries):
+        yield b"," * (index > 0) + name
+        yield from json_pieces(entry)
+    yield end
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,0 +1,126 @@
+"""The API keys of a front: where they come from, which one a request carries, and the namespace that each one has.
+
+Owns keys in memory and the form of a key file. A key is never logged: its name and its namespace stand for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edgelm.errors import EdgeLMError
+
+MAX_FILE_BYTES = 2**20
+MIN_KEY_LEN = 8  # of a key in a file; a shorter one is guessed
+ADMIN = "admin"
+CLIENT = "x-edgelm-client"  # header from the front to an engine process: who takes turns with others
+USAGE = "x-edgelm-usage"  # header from the front to an engine process: the name under which it asks for the usage
+NAMESPACE = "x-edgelm-namespace"  # header from the front to an engine process: the namespace of the request's key
+_HINT = "write a line `NAME KEY`, `NAME KEY admin` or only `KEY` for each key"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """An API key. What one key stored or computed serves no other."""
+
+    name: str
+    secret: str = field(repr=False)
+    admin: bool = False  # may load, unload, pull and delete models
+    of_user: bool = False  # of the commands of the user who started the front
+
+    @property
+    def cache_namespace(self) -> str:
+        """A hash of the key, for files and other processes; empty: as a request without a key."""
+        return "" if self.of_user else hashlib.sha256(self.secret.encode()).hexdigest()[:32]
+
+    @property
+    def label(self) -> str:
+        """The key in a log."""
+        rights = f", {ADMIN}" if self.admin else ""
+        return f"{self.name} ({self.cache_namespace[:8]}{rights})"
+
+
+class Keys:
+    """The keys that a front accepts; none: it accepts every request."""
+
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self._keys = tuple(keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._keys)
+
+    def find(self, headers: Mapping[str, str]) -> Key | None:
+        """Return the key of a request's headers: `Authorization: Bearer KEY`, or `x-api-key: KEY`."""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        sent = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+        match = None
+        for key in self._keys:  # all are compared: the time tells nothing of their order
+            if hmac.compare_digest(sent.encode(), key.secret.encode()):
+                match = key
+        return match
+
+
+def read_key_file(path: Path) -> list[Key]:
+    """Return the keys of a file: a key per line, or its name, the key and perhaps `admin`; `#` begins a comment.
+
+    Raises EdgeLMError for a file that others can read or that is no file of this user, and for a wrong line.
+    """
+    keys: list[Key] = []
+    for number, line in enumerate(_private_text(path).splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        name, secret, *rest = words if len(words) > 1 else (f"key {number}", words[0])
+        if rest not in ([], [ADMIN]):
+            raise EdgeLMError(f"line {number} of {path} has more than a name, a key and `{ADMIN}`", _HINT)
+        check_secret(secret, f"the key in line {number} of {path}")
+        if any(name == key.name or secret == key.secret for key in keys):
+            raise EdgeLMError(f"line {number} of {path} repeats a name or a key", "remove it")
+        keys.append(Key(name, secret, bool(rest)))
+    if not keys:
+        raise EdgeLMError(f"{path} has no key", _HINT)
+    return keys
+
+
+def check_secret(secret: str, place: str) -> None:
+    """Raise EdgeLMError for a key that is easily guessed or that no header can carry; the error names the place."""
+    hint = "make one with `openssl rand -hex 24`"
+    if len(secret) < MIN_KEY_LEN:
+        raise EdgeLMError(f"{place} is shorter than {MIN_KEY_LEN} characters", hint)
+    if not (secret.isascii() and secret.isprintable()):
+        raise EdgeLMError(f"{place} has characters that are not printable ASCII", hint)
+    if secret != secret.strip():
+        raise EdgeLMError(f"{place} begins or ends with a space", hint)
+
+
+def _private_text(path: Path) -> str:
+    """Return the text of a file that only this user can read. Raises EdgeLMError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        reason = "is a symbolic link" if path.is_symlink() else f"cannot be read: {error.strerror}"
+        raise EdgeLMError(f"the key file {path} {reason}", "give a file of your own") from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            raise EdgeLMError(f"the key file {path} is not a file of yours", "give a file of your own")
+        if status.st_mode & 0o077:
+            raise EdgeLMError(f"others can read the key file {path}", f"chmod 600 {path}")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    try:
+        if len(data) > MAX_FILE_BYTES:
+            raise EdgeLMError(f"the key file {path} is larger than {MAX_FILE_BYTES // 2**20} MiB", _HINT)
+        return data.decode()
+    except UnicodeDecodeError:
+        raise EdgeLMError(f"the key file {path} is not text", _HINT) from None

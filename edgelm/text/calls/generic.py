@@ -1,0 +1,87 @@
+"""The generic call format, for models whose template knows no tools or whose format is not found.
+
+The tools are described in a text of ours, at the end of the system message; calls and results stand in ordinary
+messages. Under a grammar every model can write the calls.
+
+Owns that text and the rewriting of messages. Knows no template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgelm.text.calls.format import Call, CallFormat, to_json, write_calls
+from edgelm.text.calls.known import HERMES
+
+GENERIC = HERMES
+_EXAMPLE = Call("NAME", {"PARAMETER": "VALUE"}, "abcdefgh1")
+
+
+def tools_text(form: CallFormat, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text that tells a model which tools it has, and how to call them."""
+    lines = "\n".join(to_json(tool.get("function", tool)) for tool in tools)
+    example = write_calls(form, [_EXAMPLE])
+    return (
+        "You can call tools. This is one JSON object a tool, with its name, its description and the JSON schema of its "
+        f"parameters:\n<tools>\n{lines}\n</tools>\n"
+        "Call a tool only if it helps to answer. To call one, write exactly this, with the tool's name and its "
+        f"parameters:\n{example}\n"
+        "Then stop: the result comes in the next message, between <tool_response> and </tool_response>."
+    )
+
+
+def with_tools_text(
+    messages: Sequence[Mapping[str, Any]], form: CallFormat, tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the messages with the description of the tools in the system message."""
+    text = tools_text(form, tools)
+    read = [dict(message) for message in messages]
+    if read and read[0].get("role") in ("system", "developer") and isinstance(read[0].get("content"), str):
+        read[0]["content"] = f"{read[0]['content']}\n\n{text}".strip()
+        return read
+    return [{"role": "system", "content": text}, *read]
+
+
+def with_plain_calls(messages: Sequence[Mapping[str, Any]], form: CallFormat) -> list[dict[str, Any]]:
+    """Return the messages with calls as text of the assistant, and results as messages of the user."""
+    read: list[dict[str, Any]] = []
+    results = False  # whether the last message is one of results
+    for message in messages:
+        if message.get("role") == "tool":
+            text = f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"
+            if results:
+                read[-1]["content"] += "\n" + text
+            else:
+                read.append({"role": "user", "content": text})
+            results = True
+            continue
+        results = False
+        plain = {key: value for key, value in message.items() if key != "tool_calls"}
+        calls = message.get("tool_calls")
+        if calls:
+            plain["content"] = (
+                f"{_text(message.get('content'))}\n{write_calls(form, [_call(one) for one in calls])}".strip()
+            )
+        read.append(plain)
+    return read
+
+
+def _call(call: Mapping[str, Any]) -> Call:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = {"__raw": arguments}
+    return Call(
+        str(function.get("name")), arguments if isinstance(arguments, Mapping) else {}, str(call.get("id") or "")
+    )
+
+
+def _text(content: object) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,150 @@
+"""Which forms of messages a chat template shows: probes tell, short chats of known words, rendered once per template.
+
+Owns the probes. The forms themselves are in message_forms.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from edgelm.errors import EdgeLMError, RequestError
+from edgelm.text.message_forms import CallForm, Message, typed
+
+if TYPE_CHECKING:
+    from edgelm.text.template import ChatTemplate
+
+# Words that no template writes by itself.
+_TOOL, _KEY, _VALUE, _RESULT = "probe_tool", "probe_key", "probe_value", "probe_result"
+_TEXT, _THOUGHT = "probe_text", "probe_thought"
+_OTHER = "_other"  # what the names of a second call end with
+_TOOLS = [  # a tool that the probes do not call: its name in the text is not that of a call
+    {
+        "type": "function",
+        "function": {
+            "name": "listed",
+            "description": "A tool.",
+            "parameters": {"type": "object", "properties": {"word": {"type": "string", "description": "A word."}}},
+        },
+    }
+]
+
+
+def _probe(*, content: str = "", reasoning: str = "", calls: int = 1, long_ids: bool = False) -> list[Message]:
+    """Return a chat with calls and their results, in the common form."""
+    ends = ("", _OTHER)[:calls]
+    ids = [f"call_0123456789abcdef{number}" if long_ids else f"probeid0{number}" for number in range(calls)]
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message |= {"thinking": reasoning, "reasoning_content": reasoning}
+    message["tool_calls"] = [
+        {"id": call_id, "type": "function", "function": {"name": _TOOL + end, "arguments": {_KEY: _VALUE + end}}}
+        for call_id, end in zip(ids, ends, strict=True)
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": call_id, "name": _TOOL + end, "content": _RESULT + end}
+        for call_id, end in zip(ids, ends, strict=True)
+    ]
+    return [{"role": "user", "content": "Hi"}, message, *results]
+
+
+class Habits:
+    """Which forms of messages one template shows. Each habit is probed when a chat first needs it."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+
+    @cached_property
+    def wants_parts(self) -> bool:
+        """Whether content is shown as a list of parts only."""
+        plain = [{"role": "user", "content": _TEXT}]
+        in_parts = self._render([typed(message) for message in plain])
+        printed = "'text'" in in_parts  # as an object of Python
+        return _TEXT not in self._render(plain) and _TEXT in in_parts and not printed
+
+    @cached_property
+    def shows_developer(self) -> bool:
+        """Whether the template has a role `developer`. One that only prints any role has none."""
+        return "developer" in self._template.source and self._shows_instructions(["developer", "user"])
+
+    @cached_property
+    def shows_system(self) -> bool:
+        return self._shows_instructions(["system", "user"])
+
+    @cached_property
+    def shows_leading_instructions(self) -> bool:
+        return self._shows_instructions(["system", "system", "user"])
+
+    @cached_property
+    def shows_later_instructions(self) -> bool:
+        return self._shows_instructions(["system", "user", "assistant", "system", "user"])
+
+    def shape_calls(self, messages: list[Message]) -> list[Message]:
+        form = self._call_form
+        result = form.apply(messages)
+        if form.one_call and self._drops_second_call:
+            for message in result:
+                if len(message.get("tool_calls") or []) > 1:
+                    raise RequestError(
+                        "the model's chat template shows one tool call of a message, and not all calls of a message "
+                        "have a result",
+                        "send a tool message with its tool_call_id for each call",
+                    )
+        return result
+
+    @cached_property
+    def _call_form(self) -> CallForm:
+        """The form of messages with calls: each choice is taken only if the template shows more that way."""
+        contents: list[tuple[str | None, bool]] = [("", True), (None, True), (None, False)]
+        forms = [CallForm(empty, has, strings) for strings, (empty, has) in product((False, True), contents)]
+        form = self._best(forms, _probe())
+        if self._render(form.apply(_probe())):  # one that fails is to say why
+            form = self._better(form, _probe(), calls_as_text=True)
+            form = self._better(form, _probe(), results_as_text=True)
+        form = self._better(form, _probe(long_ids=True), ids_of_nine=True)
+        form = self._better(form, _probe(content=_TEXT), text_apart=True)
+        form = self._better(form, _probe(content=_TEXT, reasoning=_THOUGHT), text_as_reasoning=True)
+        return self._better(form, _probe(calls=2), one_call=True)
+
+    @cached_property
+    def _drops_second_call(self) -> bool:
+        """Whether the template neither shows nor refuses a second call."""
+        return bool(self._render(replace(self._call_form, one_call=False).apply(_probe(calls=2))))
+
+    def _better(self, form: CallForm, chat: list[Message], **changes: Any) -> CallForm:
+        return self._best([form, replace(form, **changes)], chat)
+
+    def _best(self, forms: Sequence[CallForm], chat: list[Message]) -> CallForm:
+        """Return the first form in which the template shows most of the calls and results."""
+        words = [call["function"]["name"] for call in chat[1]["tool_calls"]]
+        words += [call["function"]["arguments"][_KEY] for call in chat[1]["tool_calls"]]
+        words += [message["content"] for message in chat[2:]]
+        scores = []
+        for form in forms:
+            text = self._render(form.apply(chat))
+            # The other call's words begin with the same letters.
+            score = sum(text.replace(word + _OTHER, "").count(word) > 0 for word in words)
+            scores.append(score - text.count("{'" + _KEY))  # an object printed by Python: it wants a string
+            if scores[-1] == len(words):
+                break
+        return forms[scores.index(max(scores))]
+
+    def _shows_instructions(self, roles: Sequence[str]) -> bool:
+        chat = [{"role": role, "content": f"{_TEXT}{number}"} for number, role in enumerate(roles)]
+        text = self._render(chat)
+        return all(message["content"] in text for message in chat)
+
+    def _render(self, messages: list[Message]) -> str:
+        """Return the text of a probe; empty: the template fails."""
+        for tools in (_TOOLS,) if any(message.get("tool_calls") for message in messages) else (None, []):
+            try:
+                return self._template.render(messages, tools=tools)
+            except EdgeLMError:
+                pass
+        return ""
+
+
+habits_of = lru_cache(maxsize=4)(Habits)

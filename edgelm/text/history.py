@@ -1,0 +1,169 @@
+"""Brings the messages of a request into the form in which a model's template shows all of them.
+
+The common form is that of transformers: text content, never None; arguments as objects; reasoning under all its names;
+results with the name of their tool. A template that refuses or drops something in that form gets another one of
+message_forms.py; habits.py finds out which.
+
+Owns the common form. Knows nothing of special tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from edgelm.errors import RequestError
+from edgelm.text.habits import Habits, habits_of
+from edgelm.text.message_forms import REASONING, Message, typed
+
+if TYPE_CHECKING:
+    from edgelm.text.template import ChatTemplate
+
+RAW_ARGUMENTS = "__raw"  # the key of arguments that are no JSON object
+
+_INSTRUCTIONS = ("system", "developer")
+
+
+def normalized(messages: Sequence[Message], template: ChatTemplate) -> list[Message]:
+    """Return one message in the common form for each message. Raises RequestError for invalid messages."""
+    read = [_normalized(message, template) for message in messages]
+    _name_results(read)
+    return read
+
+
+def shaped(messages: Sequence[Message], template: ChatTemplate) -> list[Message]:
+    """Return messages of the common form in the form that the template wants; there may be more or fewer of them.
+
+    Raises RequestError for calls that the template cannot show.
+    """
+    habits = habits_of(template)
+    shaped = _with_merged_instructions(list(messages), habits)
+    if any(message.get("tool_calls") for message in shaped):
+        shaped = habits.shape_calls(shaped)
+    return [typed(message) for message in shaped] if habits.wants_parts else shaped
+
+
+def reasoning_of(message: Message) -> str:
+    """Return the reasoning of a message, under whichever name it has."""
+    value = next((message[name] for name in REASONING if message.get(name)), "")
+    return value if isinstance(value, str) else ""
+
+
+def turn_key(message: Message) -> str:
+    """Return a key that is equal for messages with the same content, reasoning and calls.
+
+    White space at the ends, the ids of calls and the spelling of their arguments do not count.
+    """
+    functions = [call.get("function") for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    calls = [
+        [function.get("name"), _arguments(function.get("arguments"))]
+        for function in functions
+        if isinstance(function, dict)
+    ]
+    value = [_text_of(message.get("content")).strip(), reasoning_of(message).strip(), calls]
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _normalized(message: Message, template: ChatTemplate) -> Message:
+    if not isinstance(message.get("role"), str):
+        raise RequestError("a message has no role", "give each message a role and content")
+    read = {name: value for name, value in message.items() if value is not None}
+    read["content"] = _text_of(message.get("content"))
+    if read["role"] == "developer" and not habits_of(template).shows_developer:
+        read["role"] = "system"
+    reasoning = next((read[name] for name in REASONING if name in read), None)
+    if reasoning is not None:
+        read = {"thinking": reasoning, **read, "reasoning_content": reasoning}
+    if calls := read.pop("tool_calls", None):  # some templates take an empty list for calls
+        read["tool_calls"] = [_normalized_call(call) for call in calls]
+    return read
+
+
+def _text_of(content: object) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError("the content of a message is neither text nor a list of parts", "send it as text")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(
+                f"a message holds a part of type {str(kind)[:40]!r}", "send text: the model reads no other"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _normalized_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    return {"type": "function", **call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(arguments: object) -> dict[str, Any]:
+    """Return the arguments of a call as an object. A call that was cut off has none, but must not fail its chat."""
+    if isinstance(arguments, dict):
+        return arguments
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    return value if isinstance(value, dict) else {RAW_ARGUMENTS: text}
+
+
+def _name_results(messages: list[Message]) -> None:
+    """Add the id and the name of its call to each result: by the id if it has one, otherwise in order."""
+    names: dict[str, str] = {}
+    waiting: list[tuple[Any, Any]] = []  # the id and name of calls without a result
+    for message in messages:
+        if message["role"] == "assistant":
+            calls = [call for call in message.get("tool_calls", []) if isinstance(call, dict)]
+            waiting = [(call.get("id"), (call.get("function") or {}).get("name")) for call in calls]
+            names |= {call_id: name for call_id, name in waiting if isinstance(call_id, str)}
+        elif message["role"] == "tool":
+            call_id = message.get("tool_call_id")
+            match = next((call for call in waiting if call_id in (None, call[0])), (call_id, names.get(str(call_id))))
+            if match in waiting:
+                waiting.remove(match)
+            for field, value in zip(("tool_call_id", "name"), match, strict=True):
+                if field not in message and isinstance(value, str):
+                    message[field] = value
+
+
+def _with_merged_instructions(messages: list[Message], habits: Habits) -> list[Message]:
+    """Merge system messages into the first one if the template would refuse or drop the others."""
+    places = [index for index, message in enumerate(messages) if message["role"] in _INSTRUCTIONS]
+    if not places:
+        return messages
+    if not habits.shows_system:
+        return _with_instructions_of_user(messages)
+    leading = places == list(range(len(places)))
+    if places == [0] or (habits.shows_leading_instructions if leading else habits.shows_later_instructions):
+        return messages
+    first = messages[places[0]]
+    content = "\n\n".join(text for index in places if (text := messages[index]["content"]))
+    others = [message for message in messages if message["role"] not in _INSTRUCTIONS]
+    return [{**first, "content": content}, *others]
+
+
+def _with_instructions_of_user(messages: list[Message]) -> list[Message]:
+    """Put system messages at the beginning of the user's first one, for a template that has no such role."""
+    content = "\n\n".join(message["content"] for message in messages if message["role"] in _INSTRUCTIONS)
+    others = [message for message in messages if message["role"] not in _INSTRUCTIONS]
+    first = next((index for index, message in enumerate(others) if message["role"] == "user"), None)
+    if first is None or not content:
+        return messages if content else others
+    others[first] = {**others[first], "content": f"{content}\n\n{others[first]['content']}"}
+    return others

@@ -1,1 +1,0 @@
-"""Readers and layouts of model files."""

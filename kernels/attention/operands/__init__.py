@@ -1,1 +1,0 @@
-"""Device functions that turn rows of q and blocks of the cache into operands of the tensor cores; see triton.py."""

@@ -1,0 +1,110 @@
+"""The GPU that kernels are compiled for and measured on: its size, its software, and the dot operands Triton chooses.
+
+Owns these facts. Knows nothing of any op.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from edgelm.kernels.choice import has_triton, interpreting
+
+OFFLINE_CAPABILITY = 90  # compute capability that kernels are compiled for where there is no GPU
+
+
+class Target(NamedTuple):
+    """A GPU and its software: everything that a measurement depends on."""
+
+    gpu: str
+    capability: int  # 90: sm_90
+    num_sms: int
+    memory_bytes: int
+    l2_bytes: int
+    driver: str
+    cuda: str
+    torch: str
+    triton: str
+
+
+@cache
+def target_of(device: torch.device) -> Target:
+    """Describe a device. The CPU is described as a GPU without memory."""
+    versions = {"torch": torch.__version__, "triton": triton_version()}
+    if device.type != "cuda":
+        return Target("cpu", 0, num_sms(device), 0, 0, "none", "none", **versions)
+    properties = torch.cuda.get_device_properties(device)
+    return Target(
+        gpu=properties.name,
+        capability=10 * properties.major + properties.minor,
+        num_sms=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        l2_bytes=properties.L2_cache_size,
+        driver=_driver_version(),
+        cuda=torch.version.cuda or "none",
+        **versions,
+    )
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors; 4 on the CPU, so that the interpreter splits small inputs too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def triton_version() -> str:
+    """Return Triton's version, or "none"."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
+
+
+@cache
+def kwidth() -> int:
+    """Return how many neighbours along K a thread holds of a 16-bit dot operand: 2 or 4 (twice that for 8 bits).
+
+    Triton 3.6 chooses 4, Triton 3.9 chooses 2. Kernels must join their operands in the same order, or each dot needs a
+    shuffle; the result is the same. The width is read from a compiled probe, which Triton keeps in its disk cache.
+    """
+    if interpreting() or not has_triton():
+        return 2
+    layout = _compiled_dot_probe().asm["ttgir"]
+    widths = {int(width) for width in re.findall(r"kWidth = (\d+)", layout)}
+    assert widths in ({2}, {4}), f"a 16-bit dot has kWidth {sorted(widths)} in Triton {triton_version()}"
+    return widths.pop()
+
+
+def _compiled_dot_probe() -> Any:
+    """Compile the probe for this GPU, or for OFFLINE_CAPABILITY where there is none."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from edgelm.kernels.unpack import dot_probe
+
+    capability = OFFLINE_CAPABILITY
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        capability = 10 * major + minor
+    signature = {"words": "*i32", "x": "*fp16", "out": "*fp32"}
+    aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(signature))}
+    source = ASTSource(dot_probe, signature, {}, aligned)
+    options = {"enable_fp_fusion": True, "num_warps": 4}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _driver_version() -> str:
+    """Return the driver's version as its kernel module reports it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "unknown"
+    match = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
+    return match[0] if match else "unknown"

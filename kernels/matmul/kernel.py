@@ -1,0 +1,363 @@
+"""Matmul in Triton for 1 to ROWS rows: reads each weight once, at the speed of the memory. More rows go elsewhere.
+
+Owns the kernels, their configs and their launch. A program has MT tiles of 16 rows of the weight. Each of its NW warps
+takes every NW-th chunk of 64 columns: the warps are the batch of a three-dimensional dot, so no warp waits for another
+before the end. The codes are exact in the dot; the scale multiplies its float32 result. Rows of x come in TT blocks of
+8, and the result of a row depends on no other row. SPLITS programs may share K: each writes its sums, and
+`combine_kernel` adds them in order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from edgelm.kernels.activation import Gate
+from edgelm.kernels.activation.kernel import gate_constants, gated_values
+from edgelm.kernels.choice import interpreting
+from edgelm.kernels.dequant_gemm import dequant_gemm
+from edgelm.kernels.gpu_target import kwidth
+from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight, layout_constants
+from edgelm.kernels.matmul import ROWS
+from edgelm.kernels.matmul.reference import Norm
+from edgelm.kernels.matmul.step_kernel import load_words, load_x, multiply
+from edgelm.kernels.norm import rms_norm
+from edgelm.kernels.tuning import TABLE
+
+PROGRAMS = 256  # enough for every GPU of up to 132 multiprocessors; more splits cost another pass
+
+
+class Config(NamedTuple):
+    """The layout of a decode matmul. A program multiplies `tiles` tiles of 16 rows; its warps share K.
+
+    Nothing here depends on the number of rows of x, so a row's sums are made in one order for any batch.
+    """
+
+    warps: int
+    tiles: int
+    prefetch: bool  # hold the words of the next step in registers
+    splits: int  # programs that share K; more than one need a second kernel
+
+
+def tuning_key(weight: Weight, gated: bool) -> str:
+    """Return the shapes and the format that a tuned config holds for: never the number of rows of x."""
+    name = weight.layout.name if isinstance(weight, PackedWeight) else str(weight.data.dtype).removeprefix("torch.")
+    return f"{name} {weight.rows}x{weight.columns}{' gated' if gated else ''}"
+
+
+def default_config(weight: Weight, gated: bool) -> Config:
+    """Return a config that is never bad: enough programs first, then few reads of x."""
+    tiles = -(-weight.rows // TILE)
+    steps = -(-weight.columns // CHUNK)
+    program_tiles = 2 if gated or tiles >= 2 * PROGRAMS else 1
+    warps = 8 if steps >= 64 and tiles < 4 * PROGRAMS else 4
+    programs = -(-tiles // program_tiles)
+    splits = 1
+    while programs * splits < PROGRAMS and splits < 8 and steps // (warps * splits * 2) >= 4:
+        splits *= 2
+    return Config(warps, program_tiles, True, splits)
+
+
+def float32_config(config: Config, gated: bool) -> Config:
+    """Return a config for float32 operands, which go through shared memory: a larger one does not fit every GPU."""
+    return config._replace(warps=4, tiles=2 if gated else 1, prefetch=False)
+
+
+def candidates(weight: Weight, gated: bool) -> list[Config]:
+    """Return the configs that tuning tries, the default first."""
+    steps = -(-weight.columns // CHUNK)
+    configs = [default_config(weight, gated)]
+    for warps in (4, 8):
+        for tiles in (2, 4) if gated else (1, 2, 4):
+            for prefetch in (False, True):
+                for splits in (1, 2, 4, 8):
+                    config = Config(warps, tiles, prefetch, splits)
+                    fits = tiles * TILE <= weight.rows and steps >= 2 * warps * splits
+                    if config not in configs and (splits == 1 or fits):
+                        configs.append(config)
+    return configs
+
+
+@triton.jit
+def with_bias(y, bias, n, N: tl.constexpr):
+    """Add the bias of the rows n of a weight of N rows."""
+    if bias is not None:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def store_rows(y, out, residual, residual_stride, row, n, mask, WIDTH: tl.constexpr):
+    """Add the residual to y and write it to out [rows, WIDTH]."""
+    if residual is not None:
+        y += tl.load(residual + row.to(tl.int64) * residual_stride + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * WIDTH + n, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def decode_kernel(
+    x,  # [rows, K]
+    codes,
+    high,
+    scales,
+    offsets,
+    supers,
+    bias,
+    residual,
+    norm,  # float32 [K], or None
+    out,  # [rows, N], with a gate [rows, N / 2]
+    partial,  # float32 [SPLITS, 16, N padded to tiles], or None
+    partial_squares,  # float32 [SPLITS, 16], or None
+    x_stride,
+    residual_stride,
+    rows,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of a tile in the planes, padding included
+    BITS: tl.constexpr,  # 16: dense rows
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    CODE: tl.constexpr,
+    ZERO: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BOOK: tl.constexpr,
+    GATE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    DTYPE: tl.constexpr,  # of the dot's operands
+    NW: tl.constexpr,
+    MT: tl.constexpr,
+    TT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PF: tl.constexpr,
+    KW: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Multiply MT tiles by all rows of x, over one of SPLITS parts of K."""
+    pid = tl.program_id(0)
+    split = tl.program_id(1)  # never a constant 0: a loop of known length would be unrolled
+    NORM: tl.constexpr = norm is not None
+    FULL: tl.constexpr = K // 64 // NW  # steps in which no warp reaches the border
+    EACH: tl.constexpr = (FULL + SPLITS - 1) // SPLITS
+    acc: tl.tuple = ()
+    for _ in tl.static_range(MT * TT):
+        acc += (tl.zeros([NW, 16, 8], tl.float32),)
+    squares: tl.tuple = ()
+    COLUMNS: tl.constexpr = 16 if x.dtype.element_ty == tl.float32 else 32  # loaded together
+    if NORM:
+        for _ in tl.static_range(TT):
+            squares += (tl.zeros([NW * 8, COLUMNS], tl.float32),)
+    first = split * EACH
+    last = tl.minimum(first + EACH, FULL)
+    if FULL > 0:
+        if PF:
+            words = load_words(codes, high, pid, tl.minimum(first, FULL - 1), N, K, CHUNKS, BITS, NW, MT, False)
+        for step in range(first, last):
+            if PF:
+                now = words
+                words = load_words(codes, high, pid, tl.minimum(step + 1, last - 1), N, K, CHUNKS, BITS, NW, MT, False)
+            else:
+                now = load_words(codes, high, pid, step, N, K, CHUNKS, BITS, NW, MT, False)
+            b, squares = load_x(x, norm, x_stride, rows, step, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, False)
+            acc = multiply(
+                acc, now, b, scales, offsets, supers, pid, step, N, K, CHUNKS, BITS, GROUP, SCALE, CODE, ZERO,
+                OFFSET, BOOK, DTYPE, NW, MT, TT, KW, ASM, False,
+            )  # fmt: skip
+    if K % (64 * NW) == 0:
+        pass
+    elif split == SPLITS - 1:
+        now = load_words(codes, high, pid, FULL, N, K, CHUNKS, BITS, NW, MT, True)
+        b, squares = load_x(x, norm, x_stride, rows, FULL, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, True)
+        acc = multiply(
+            acc, now, b, scales, offsets, supers, pid, FULL, N, K, CHUNKS, BITS, GROUP, SCALE, CODE, ZERO,
+            OFFSET, BOOK, DTYPE, NW, MT, TT, KW, ASM, True,
+        )  # fmt: skip
+    WIDTH: tl.constexpr = N // 2 if GATE is not None else N
+    PADDED: tl.constexpr = (N + 15) // 16 * 16
+    lane = tl.arange(0, 16)[:, None]
+    for tt in tl.static_range(TT):
+        row = tt * 8 + tl.arange(0, 8)[None, :]
+        if NORM:
+            total = tl.sum(tl.sum(tl.reshape(squares[tt], [NW, 8, COLUMNS]), 2), 0)
+            if SPLITS > 1 and pid == 0:
+                tl.store(partial_squares + split * 16 + tt * 8 + tl.arange(0, 8), total)
+            factor = tl.rsqrt(total / K + eps)[None, :]
+        for mt in tl.static_range(MT):
+            y = tl.sum(acc[mt * TT + tt], 0)  # [16, 8]
+            n = (pid * MT + mt) * 16 + lane
+            if SPLITS > 1:
+                tl.store(partial + (split * 16 + row) * PADDED + n, y, mask=(row < rows) & (n < N))
+            else:
+                if NORM:
+                    y *= factor
+                y = with_bias(y, bias, n, N)
+                if GATE is None:
+                    store_rows(y, out, residual, residual_stride, row, n, (row < rows) & (n < N), WIDTH)
+                elif mt % 2 == 0:
+                    gate_rows = y
+                else:
+                    n = (pid * MT + mt) // 2 * 16 + lane
+                    y = gated_values(gate_rows, y, GATE, LIMIT, ALPHA)
+                    store_rows(y, out, residual, residual_stride, row, n, (row < rows) & (n < WIDTH), WIDTH)
+
+
+@triton.jit
+def combine_kernel(
+    partial,  # float32 [SPLITS, 16, N padded to tiles]
+    partial_squares,  # float32 [SPLITS, 16]
+    bias,
+    residual,
+    out,  # [rows, N], with a gate [rows, N / 2]
+    residual_stride,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    NORM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the parts of K of one row, then apply norm, bias, gate and residual."""
+    row = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    WIDTH: tl.constexpr = N // 2 if GATE is not None else N
+    PADDED: tl.constexpr = (N + 15) // 16 * 16
+    mask = n < WIDTH
+    at = n // 16 * 32 + n % 16 if GATE is not None else n
+    y = tl.zeros([BLOCK], tl.float32)
+    up = y
+    total = 0.0
+    for split in tl.static_range(SPLITS):
+        part = partial + (split * 16 + row) * PADDED + at
+        y += tl.load(part, mask=mask, other=0.0)
+        if GATE is not None:
+            up += tl.load(part + 16, mask=mask, other=0.0)
+        if NORM:
+            total += tl.load(partial_squares + split * 16 + row)
+    if NORM:
+        factor = tl.rsqrt(total / K + eps)
+        y *= factor
+        up *= factor
+    y = with_bias(y, bias, at, N)
+    if GATE is not None:
+        y = gated_values(y, with_bias(up, bias, at + 16, N), GATE, LIMIT, ALPHA)
+    store_rows(y, out, residual, residual_stride, row, n, mask, WIDTH)
+
+
+def matmul(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gate: Gate | None,
+    norm: Norm | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiply by the kernel for the number of rows: up to ROWS the one below, more by `dequant_gemm`."""
+    # The decode kernel divides by the root at the end. Until then float16 cannot hold x times the norm's weight.
+    operand = operand_type(x.dtype, norm is not None, out_dtype)
+    if norm is not None and (x.shape[0] > ROWS or operand == torch.float16):
+        x = rms_norm(x, norm.weight, norm.eps, out_dtype=operand, implementation="triton")
+        norm = None
+    if x.shape[0] <= ROWS:
+        return decode(x, weight, bias, residual, gate, norm, out_dtype)
+    return dequant_gemm(x, weight, bias, residual, gate, out_dtype, implementation="triton")
+
+
+def decode(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gate: Gate | None,
+    norm: Norm | None,
+    out_dtype: torch.dtype,
+    config: Config | None = None,
+) -> Tensor:
+    """Multiply 1 to ROWS rows."""
+    planes, constants = planes_and_constants(weight, operand_type(x.dtype, norm is not None, out_dtype))
+    if config is None:
+        paired = gate is not None
+        config = TABLE.best("matmul", tuning_key(weight, paired), lambda: candidates(weight, paired))
+        if constants["DTYPE"] is tl.float32 and not interpreting():
+            config = float32_config(config, paired)
+    assert gate is None or config.tiles % 2 == 0
+    rows = x.shape[0]
+    blocks = 1 if rows <= 8 else 2
+    norm_weight = None if norm is None else norm.weight
+    if isinstance(weight, PackedWeight) and weight.order is not None:
+        x = x.index_select(1, weight.order)
+        norm_weight = None if norm_weight is None else norm_weight.index_select(0, weight.order)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    width = weight.rows // 2 if gate else weight.rows
+    out = torch.empty((rows, width), dtype=out_dtype, device=x.device)
+    partial = squares = None
+    tiles = -(-weight.rows // TILE)
+    if config.splits > 1:
+        partial = torch.empty((config.splits, 16, tiles * TILE), dtype=torch.float32, device=x.device)
+        squares = torch.empty((config.splits, 16), dtype=torch.float32, device=x.device)
+    epilogue = gate_constants(gate)
+    eps = norm.eps if norm else 0.0
+    residual_stride = 0 if residual is None else residual.stride(0)
+    decode_kernel[(-(-tiles // config.tiles), config.splits)](
+        x, *planes, bias, residual, norm_weight, out, partial, squares, x.stride(0), residual_stride, rows, eps,
+        N=weight.rows, K=weight.columns, **constants, **epilogue, NW=config.warps, MT=config.tiles,
+        TT=blocks, SPLITS=config.splits, PF=config.prefetch, KW=kwidth(),
+        num_warps=config.warps, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    if config.splits > 1:
+        combine_kernel[(-(-width // 128), rows)](
+            partial, squares, bias, residual, out, residual_stride, eps, N=weight.rows, K=weight.columns, **epilogue,
+            NORM=norm is not None, SPLITS=config.splits, BLOCK=128, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
+
+
+def operand_type(x: torch.dtype, normed: bool, out: torch.dtype) -> torch.dtype:
+    """Return the type in which x is multiplied: its own; for a residual stream that is normed, the result's."""
+    return out if normed and x == torch.float32 else x
+
+
+def planes_and_constants(weight: Weight, dtype: torch.dtype) -> tuple[tuple[Tensor | None, ...], dict[str, object]]:
+    """Return the planes as `decode_kernel` takes them, and the constexprs that describe them."""
+    if not isinstance(weight, PackedWeight):
+        # two different 16-bit types meet in float32: slow, and exact
+        common = dtype if weight.data.dtype == dtype else torch.float32
+        constants = layout_constants(None) | {"CHUNKS": -(-weight.columns // CHUNK)} | _dot_constants(common)
+        return (weight.data, None, None, None, None), constants
+    planes = (
+        weight.codes,
+        weight.high,
+        _entry_words(weight.scales),
+        None if weight.offsets is None else _entry_words(weight.offsets),
+        None if weight.supers is None else _entry_words(weight.supers),
+    )
+    return planes, layout_constants(weight.layout) | {"CHUNKS": weight.codes.shape[-2]} | _dot_constants(dtype)
+
+
+def _dot_constants(dtype: torch.dtype) -> dict[str, object]:
+    """Return the type of the dot's operands, and whether assembly makes them: it makes 16-bit types only."""
+    kinds = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    if interpreting():
+        # the interpreter's dot takes the bits of bfloat16 for integers; in float32 the result is the same
+        kinds[torch.bfloat16] = tl.float32
+    return {"DTYPE": kinds[dtype], "ASM": not interpreting() and dtype != torch.float32}
+
+
+def _entry_words(plane: Tensor) -> Tensor:
+    """Return scales with one word for each entry, where an entry has several scales that fit into 32 bits."""
+    assert plane.is_contiguous()
+    width = plane.shape[-1] * plane.element_size()
+    if plane.shape[-1] == 1 or width > 4:
+        return plane
+    return plane.flatten(-2).view(torch.int16 if width == 2 else torch.int32)  # a stack keeps its stride

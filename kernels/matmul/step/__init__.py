@@ -1,1 +1,0 @@
-"""Device functions of the matmul; see triton.py. No op."""

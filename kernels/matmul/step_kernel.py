@@ -1,0 +1,331 @@
+"""One step of a decode matmul: each warp multiplies a chunk of 64 columns of some tiles by up to 16 rows of x.
+
+Owns how scales, words and x are read, and the order of the sums. Knows nothing of grids or of what follows the product.
+`chunk` is [NW, 1], a chunk for each warp. MASKED: a chunk may reach or lie beyond K; what lies there is read as 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from edgelm.kernels.unpack import (
+    arrange_words,
+    fragment,
+    high_words,
+    joined_x_fragment,
+    row_fragment,
+    unpack_bytes,
+    unpack_nibbles,
+    x_fragment,
+)
+
+
+@triton.jit
+def scale_number(word, I: tl.constexpr, KIND: tl.constexpr):
+    """Return scale I of an entry as float32, from the word that holds all scales of the entry, or only this one."""
+    if KIND == "f32":
+        return word
+    elif word.dtype.is_floating():
+        return word.to(tl.float32)
+    elif KIND == "f16":
+        return (word >> (16 * I)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif KIND == "bf16":
+        return (word >> (16 * I)).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    elif KIND == "i8":
+        return ((word.to(tl.int32) << (24 - 8 * I)) >> 24).to(tl.float32)
+    else:
+        byte = (word.to(tl.int32) >> (8 * I)) & 255
+        if KIND == "e8m0":  # 2 ** (byte - 128)
+            # The byte becomes the exponent; for the two smallest, which are subnormal, the second term is larger.
+            return tl.maximum((byte << 23) - (1 << 23), (byte << 21) + (1 << 21)).to(tl.float32, bitcast=True)
+        else:
+            return byte.to(tl.float32)
+
+
+@triton.jit
+def load_scales(plane, entry, columns, K: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr):
+    """Return the scales of the chunks that begin at `columns` [NW, 1]: a tuple of float32 [NW, 16], 0 beyond K."""
+    PER: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
+    SIZE: tl.constexpr = 4 if KIND == "f32" else 2 if KIND == "f16" or KIND == "bf16" else 1
+    TOGETHER: tl.constexpr = PER > 1 and PER * SIZE <= 4  # an entry is one word
+    at = entry * 16 + tl.arange(0, 16)[None, :]
+    out: tl.tuple = ()
+    if TOGETHER:
+        word = tl.load(plane + at, mask=columns < K, other=0) if MASKED else tl.load(plane + at)
+        for i in tl.static_range(PER):
+            value = scale_number(word, i, KIND)
+            out += (tl.where(columns + i * GROUP < K, value, 0.0) if MASKED else value,)
+    else:
+        for i in tl.static_range(PER):
+            if MASKED:
+                word = tl.load(plane + at * PER + i, mask=columns + i * GROUP < K, other=0)
+                out += (tl.where(columns + i * GROUP < K, scale_number(word, 0, KIND), 0.0),)
+            else:
+                out += (scale_number(tl.load(plane + at * PER + i), 0, KIND),)
+    return out
+
+
+@triton.jit
+def times(values, factor):
+    """Multiply each tensor of a tuple."""
+    out: tl.tuple = ()
+    for i in tl.static_range(len(values)):
+        out += (values[i] * factor,)
+    return out
+
+
+@triton.jit
+def tile_scales(
+    scales,
+    offsets,
+    supers,
+    tile,
+    chunk,
+    CHUNKS: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return the scales and the offsets of a tile's chunks, each a tuple of float32 [NW, 16], one for each group."""
+    FACTOR: tl.constexpr = GROUP // 64 if GROUP > 64 else 1  # chunks that share an entry
+    PER: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
+    SIZE: tl.constexpr = 4 if SCALE == "f32" else 2 if SCALE == "f16" or SCALE == "bf16" else 1
+    STRIDE: tl.constexpr = CHUNKS // FACTOR * 16  # from tile to tile, in entries of one row
+    columns = chunk * 64
+    entry = chunk // FACTOR
+    WORDS: tl.constexpr = 1 if PER * SIZE <= 4 else PER
+    scale = load_scales(scales + tile * (STRIDE * WORDS), entry, columns, K, GROUP, SCALE, MASKED)
+    offset = scale
+    if OFFSET == "min":
+        offset = load_scales(offsets + tile * (STRIDE * WORDS), entry, columns, K, GROUP, SCALE, MASKED)
+    elif OFFSET == "zero":
+        offset = load_scales(offsets + tile * STRIDE, entry, columns, K, GROUP, "u8", MASKED)
+    if SCALE == "u8" or SCALE == "i8":
+        at = tile * (CHUNKS * 4) + (chunk // 4) * 16 + tl.arange(0, 16)[None, :]
+        word = tl.load(supers + at, mask=columns < K, other=0) if MASKED else tl.load(supers + at)
+        scale = times(scale, scale_number(word, 0, "f16"))
+        if OFFSET == "min":
+            offset = times(offset, scale_number(word, 1, "f16"))
+    return scale, offset
+
+
+@triton.jit
+def tile_number(pid, mt: tl.constexpr, N: tl.constexpr, MT: tl.constexpr):
+    """Return the index of a program's tile `mt`; beyond the last tile it is the last, whose results are not stored."""
+    tile = pid.to(tl.int64) * MT + mt  # int64 from the start, so that the tiles of a program share their addresses
+    return tile if N % (16 * MT) == 0 else tl.minimum(tile, (N + 15) // 16 - 1)
+
+
+@triton.jit
+def load_words(
+    codes,
+    high,
+    pid,
+    step,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BITS: tl.constexpr,
+    NW: tl.constexpr,
+    MT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load the words of a step: a tuple of one to four tensors for each of MT tiles."""
+    out: tl.tuple = ()
+    WORDS: tl.constexpr = 32 * (BITS - 4)  # words of a chunk in the plane `high`
+    chunk = step * NW + tl.arange(0, NW)[:, None]
+    for mt in tl.static_range(MT):
+        tile = tile_number(pid, mt, N, MT)
+        if BITS >= 16:  # rows 0 to 7 and 8 to 15 of either half of the chunks
+            i = tl.arange(0, NW * 8)[:, None]
+            column = (step * NW + i // 8) * 64 + tl.arange(0, 32)[None, :]
+            for part in tl.static_range(4):
+                row = tile * 16 + (part % 2) * 8 + i % 8
+                at = codes + row * K + column + part // 2 * 32
+                if MASKED:
+                    out += (tl.load(at, mask=(row < N) & (column + part // 2 * 32 < K), other=0.0),)
+                elif N % 16 != 0:
+                    out += (tl.load(at, mask=row < N, other=0.0),)
+                else:
+                    out += (tl.load(at),)
+        elif BITS == 8:
+            at = codes + tile * (CHUNKS * 256) + chunk * 256 + tl.arange(0, 128)[None, :]
+            for g in tl.static_range(2):
+                if MASKED:
+                    out += (tl.load(at + g * 128, mask=chunk * 64 + g * 32 < K, other=0),)
+                else:
+                    out += (tl.load(at + g * 128),)
+        else:
+            at = codes + tile * (CHUNKS * 128) + chunk * 128 + tl.arange(0, 128)[None, :]
+            out += (tl.load(at, mask=chunk * 64 < K, other=0) if MASKED else tl.load(at),)
+            if BITS > 4:
+                at = high + tile * (CHUNKS * WORDS) + chunk * WORDS + tl.arange(0, WORDS)[None, :]
+                out += (tl.load(at, mask=chunk * 64 < K, other=0) if MASKED else tl.load(at),)
+    return out
+
+
+@triton.jit
+def tile_fragments(
+    words,
+    mt: tl.constexpr,
+    BITS: tl.constexpr,
+    CODE: tl.constexpr,
+    ZERO: tl.constexpr,
+    BOOK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NW: tl.constexpr,
+    KW: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Unpack both halves of a tile's chunks into left operands [NW, 16, 32] of DTYPE."""
+    if BITS >= 16:
+        low = row_fragment(words[4 * mt].to(DTYPE), words[4 * mt + 1].to(DTYPE), NW, KW)
+        top = row_fragment(words[4 * mt + 2].to(DTYPE), words[4 * mt + 3].to(DTYPE), NW, KW)
+        return low, top
+    elif BITS == 8:
+        u = unpack_bytes(arrange_words(words[2 * mt], NW, 2), CODE, ZERO, DTYPE, ASM)
+        v = unpack_bytes(arrange_words(words[2 * mt + 1], NW, 2), CODE, ZERO, DTYPE, ASM)
+        return fragment(u[0], u[1], u[2], u[3], NW, KW), fragment(v[0], v[1], v[2], v[3], NW, KW)
+    else:
+        if BITS == 4:
+            low = arrange_words(words[mt], NW, 2)
+            u = unpack_nibbles(low, low, BITS, ZERO, BOOK, DTYPE, ASM)
+        else:
+            low = arrange_words(words[2 * mt], NW, 2)
+            u = unpack_nibbles(low, high_words(words[2 * mt + 1], BITS, NW, 2), BITS, ZERO, BOOK, DTYPE, ASM)
+        return fragment(u[0], u[1], u[2], u[3], NW, KW), fragment(u[4], u[5], u[6], u[7], NW, KW)
+
+
+@triton.jit
+def load_x(
+    x,
+    norm,
+    x_stride,
+    rows,
+    step,
+    squares,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NW: tl.constexpr,
+    TT: tl.constexpr,
+    KW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return x as right operands [NW, 32, 8], for each block of 8 rows the halves of a chunk, and the sums of squares.
+
+    With groups of 16 there are four operands instead of two: in each the columns of the other group are 0.
+    """
+    PARTS: tl.constexpr = 4 if GROUP == 16 else 2
+    PIECES: tl.constexpr = 2 if x.dtype.element_ty == tl.float32 else 1  # a thread's 8 columns, 16 bytes at a time
+    i = tl.arange(0, NW * 8)[:, None]
+    column = tl.arange(0, 32 // PIECES)[None, :]
+    out: tl.tuple = ()
+    sums: tl.tuple = ()
+    for tt in tl.static_range(TT):
+        # A mask would cost more: beyond the last row it is read again, and those results are not stored.
+        row = tl.minimum(tt * 8 + i % 8, rows - 1)
+        if NORM:
+            total = squares[tt]
+        for part in tl.static_range(PARTS):
+            values: tl.tuple = ()
+            for piece in tl.static_range(PIECES):
+                j = column if PIECES == 1 else column // 4 * 8 + piece * 4 + column % 4
+                at = (step * NW + i // 8) * 64 + part * 2 // PARTS * 32 + j
+                if GROUP == 16:
+                    mask = (j < 16) if part % 2 == 0 else (j >= 16)
+                    if MASKED:
+                        mask = mask & (at < K)
+                    value = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
+                elif MASKED:
+                    value = tl.load(x + row * x_stride + at, mask=at < K, other=0.0)
+                else:
+                    value = tl.load(x + row * x_stride + at)
+                if NORM:
+                    wide = value.to(tl.float32)
+                    total = tl.fma(wide, wide, total)
+                    factor = tl.load(norm + at, mask=at < K, other=0.0) if MASKED else tl.load(norm + at)
+                    value = (wide * factor).to(value.dtype)
+                values += (value.to(DTYPE),)
+            if PIECES == 1:
+                out += (x_fragment(values[0], NW, KW),)
+            else:
+                out += (joined_x_fragment(values[0], values[1], NW, KW),)
+        if NORM:
+            sums += (total,)
+    return out, sums
+
+
+@triton.jit
+def multiply(
+    acc,
+    words,
+    b,
+    scales,
+    offsets,
+    supers,
+    pid,
+    step,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    CODE: tl.constexpr,
+    ZERO: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BOOK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NW: tl.constexpr,
+    MT: tl.constexpr,
+    TT: tl.constexpr,
+    KW: tl.constexpr,
+    ASM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the products of a step to the sums, [NW, 16, 8] for each of MT tiles and TT blocks of rows."""
+    PARTS: tl.constexpr = 4 if GROUP == 16 else 2
+    GROUPS: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
+    chunk = step * NW + tl.arange(0, NW)[:, None]
+    sums: tl.tuple = ()  # of x over each group, the same in every row of a tile
+    if OFFSET != "none":
+        # joined like a tile's operand: Triton 3.6 chooses the layout of x by how the left operand was joined
+        one = tl.full([NW, 16, 8], 1.0, DTYPE)
+        ones = fragment(one, one, one, one, NW, KW)
+        for tt in tl.static_range(TT):
+            for i in tl.static_range(GROUPS):
+                total = tl.dot(ones, b[tt * PARTS + i], input_precision="ieee")
+                if GROUPS == 1:
+                    total = tl.dot(ones, b[tt * PARTS + 1], total, input_precision="ieee")
+                sums += (total,)
+    out: tl.tuple = ()
+    for mt in tl.static_range(MT):
+        a = tile_fragments(words, mt, BITS, CODE, ZERO, BOOK, DTYPE, NW, KW, ASM)
+        if BITS < 16:
+            tile = tile_number(pid, mt, N, MT)
+            scale, offset = tile_scales(scales, offsets, supers, tile, chunk, CHUNKS, K, GROUP, SCALE, OFFSET, MASKED)
+        for tt in tl.static_range(TT):
+            y = acc[mt * TT + tt]
+            if BITS >= 16:
+                y = tl.dot(a[0], b[tt * 2], y, input_precision="ieee")
+                y = tl.dot(a[1], b[tt * 2 + 1], y, input_precision="ieee")
+            else:
+                for i in tl.static_range(GROUPS):
+                    t = tl.dot(a[i * 2 // GROUPS], b[tt * PARTS + i], input_precision="ieee")
+                    if GROUPS == 1:
+                        t = tl.dot(a[1], b[tt * PARTS + 1], t, input_precision="ieee")
+                    s = tl.broadcast_to(scale[i][:, :, None], [NW, 16, 8])
+                    if OFFSET == "zero":
+                        o = tl.broadcast_to(offset[i][:, :, None], [NW, 16, 8])
+                        t = tl.fma(-o, sums[tt * GROUPS + i], t)
+                    y = tl.fma(t, s, y)
+                    if OFFSET == "min":
+                        o = tl.broadcast_to(offset[i][:, :, None], [NW, 16, 8])
+                        y = tl.fma(o, sums[tt * GROUPS + i], y)
+            out += (y,)
+    return out

@@ -1,1 +1,0 @@
-"""The last pass of the Triton sampler: a row's threshold, and its token."""

@@ -1,0 +1,1 @@
+"""From the tensors of a checkpoint to a model on its device."""

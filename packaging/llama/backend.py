@@ -1,0 +1,123 @@
+"""The build backend of edgelm-llama, and the writer of its wheels: the same files give the same bytes.
+
+Owns the formats of wheel and sdist. Uses the standard library only, so that a build needs nothing from an index. A
+wheel that is built from the sdist holds no libraries: it requires llama-cpp-python, which pip then compiles.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gzip
+import hashlib
+import io
+import os
+import shutil
+import tarfile
+import time
+import tomllib
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+SOURCES = ("LICENSE", "backend.py", "pyproject.toml")
+EPOCH = 1_767_225_600  # 2026-01-01, where SOURCE_DATE_EPOCH is not set; zip knows no time before 1980
+TERMINAL = Path("/dev/tty")
+COMPILERS = ("cc", "gcc", "clang")
+NOTICE = (
+    "edgelm: there is no ready-made llama.cpp for this platform, so pip compiles it: some minutes, and it needs a C++\n"
+    "compiler and cmake. To avoid that: use Linux (glibc, x86_64 or aarch64) or macOS, a current pip, and do not set\n"
+    "--no-binary.\n"
+)
+NO_COMPILER = "there is no ready-made llama.cpp for this platform, and no C compiler to make it: install one, or set CC"
+
+
+def project() -> Mapping[str, object]:
+    """Return pyproject.toml's table `project`."""
+    table: Mapping[str, object] = tomllib.loads((FOLDER / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return table
+
+
+def metadata(requirements: Iterable[str]) -> str:
+    """Return the text of METADATA."""
+    table = project()
+    lines = ["Metadata-Version: 2.4", f"Name: {table['name']}", f"Version: {table['version']}"]
+    lines += [f"Summary: {table['description']}", f"License-Expression: {table['license']}", "License-File: LICENSE"]
+    lines += [f"Requires-Python: {table['requires-python']}"]
+    lines += [f"Requires-Dist: {requirement}" for requirement in requirements]
+    return "\n".join(lines) + "\n"
+
+
+def write_wheel(folder: Path, tag: str, files: Mapping[str, bytes], requirements: Iterable[str]) -> Path:
+    """Write a wheel of `files` into `folder`, with times and order that do not change, and return its path."""
+    stem = f"edgelm_llama-{project()['version']}"
+    info = f"{stem}.dist-info"
+    pure = tag.endswith("-any")
+    members = dict(sorted(files.items()))
+    members[f"{info}/METADATA"] = metadata(requirements).encode()
+    members[f"{info}/WHEEL"] = (
+        f"Wheel-Version: 1.0\nGenerator: edgelm\nRoot-Is-Purelib: {str(pure).lower()}\nTag: {tag}\n".encode()
+    )
+    members[f"{info}/licenses/LICENSE"] = (FOLDER / "LICENSE").read_bytes()
+    record = f"{info}/RECORD"
+    lines = [f"{name},sha256={_digest(data)},{len(data)}" for name, data in members.items()]
+    members[record] = "\n".join([*lines, f"{record},,", ""]).encode()
+    path = folder / f"{stem}-{tag}.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, data in members.items():
+            entry = zipfile.ZipInfo(name, _zip_time())
+            entry.external_attr = (0o100755 if ".so" in name or name.endswith(".dylib") else 0o100644) << 16
+            archive.writestr(entry, data, zipfile.ZIP_DEFLATED, 9)
+    return path
+
+
+def write_sdist(folder: Path) -> Path:
+    """Write the sdist into `folder` and return its path."""
+    stem = f"edgelm_llama-{project()['version']}"
+    members = {name: (FOLDER / name).read_bytes() for name in SOURCES}
+    members["PKG-INFO"] = metadata(_requirements()).encode()
+    path = folder / f"{stem}.tar.gz"
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name, data in sorted(members.items()):
+            entry = tarfile.TarInfo(f"{stem}/{name}")
+            entry.size, entry.mtime, entry.mode = len(data), _epoch(), 0o644
+            archive.addfile(entry, io.BytesIO(data))
+    path.write_bytes(gzip.compress(packed.getvalue(), 9, mtime=_epoch()))
+    return path
+
+
+def _requirements() -> list[str]:
+    requirements = project()["dependencies"]
+    assert isinstance(requirements, list)
+    return requirements
+
+
+def _epoch() -> int:
+    return int(os.environ.get("SOURCE_DATE_EPOCH") or EPOCH)
+
+
+def _zip_time() -> tuple[int, int, int, int, int, int]:
+    return time.gmtime(_epoch())[:6]
+
+
+def _digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+# -- the functions that pip and build call -----------------------------------------------------------------------------
+
+
+def build_wheel(wheel_directory: str, _settings: object = None, _metadata: object = None) -> str:
+    """Write the wheel that makes pip compile llama-cpp-python, and say so. Raises SystemExit without a compiler."""
+    if not (os.environ.get("CC") or any(map(shutil.which, COMPILERS))):
+        raise SystemExit(f"error: {NO_COMPILER}")
+    with contextlib.suppress(OSError), TERMINAL.open("w", encoding="utf-8") as terminal:  # pip hides our output
+        terminal.write(NOTICE)
+    return write_wheel(Path(wheel_directory), "py3-none-any", {}, _requirements()).name
+
+
+def build_sdist(sdist_directory: str, _settings: object = None) -> str:
+    """Write the sdist."""
+    return write_sdist(Path(sdist_directory)).name

@@ -1,0 +1,1 @@
+complete --command edgelm --no-files --arguments "(env _EDGELM_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) edgelm)" --condition "env _EDGELM_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) edgelm"

@@ -1,0 +1,255 @@
+"""The checks of vulkan_check.py, which runs this file where llama.cpp has the device Vulkan0. Prints a table.
+
+A check returns its details, or raises AssertionError. The processor's results come from the same library.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgelm import __version__
+from edgelm.backends.llama.api import native_log
+from edgelm.backends.llama.devices import llama_devices
+from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
+from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.llama.offload import OffloadedMemory
+from edgelm.backends.llama.placement import ON_CPU, Placement, Wish
+from edgelm.backends.model import open_model
+from edgelm.checkpoints.summary import ModelFacts
+from edgelm.config import Settings
+from edgelm.core import Chunk, Load, Op, SamplingParams, Save, Sequence, Step
+from edgelm.llama_binding import L
+from edgelm.text.tokenizer import LlamaTokenizer
+from tests.tiny import write_tiny
+
+STARTER = Path(__file__).resolve().parent.parent / "models" / "starter" / "starter.gguf"
+PROMPT = "Hello! Please tell me what you are, where you run, and what somebody can do with you on this computer. "
+NUM_TOKENS = 12
+TOLERANCE = 0.02  # of the range of the logits
+CONTEXT = 512
+SEQUENCES = 2
+QUICK = ("-p", "16", "-n", "2", "-r", "1", "--json")
+MIB = 2**20
+REPORTED = re.compile(r"Vulkan0 (model|KV|compute) buffer size = +([\d.]+) MiB")
+
+
+class Runner:
+    """A model in one placement."""
+
+    def __init__(self, path: Path, placement: Placement, kv: str = "f16") -> None:
+        model = LlamaModel(path, placement=placement)
+        lines = native_log.lines
+        self._executor = LlamaExecutor(model, options(kv))
+        self._tokenizer = LlamaTokenizer.of_model(model.native, model)
+        self.place = self._executor.info.device
+        self.reported = dict.fromkeys(("model", "KV", "compute"), 0.0)  # MiB on the device, by llama.cpp
+        for line in [*lines, *native_log.lines]:
+            if match := REPORTED.search(line):
+                self.reported[match[1]] += float(match[2])
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, special=False, bos=True)
+
+    def run(self, tokens: list[int], start: int = 0, slot: int = 0, ops: tuple[Op, ...] = ()) -> NDArray[np.float32]:
+        """Run tokens and return the logits of the last one."""
+        step = Step((Chunk(Sequence(slot, tokens, len(tokens), SamplingParams()), start, tokens, 1, slot),), ops)
+        self._executor.forward(step)
+        return self._executor.logits(step)[0].copy()
+
+    def save(self, slot: int, key: int) -> None:
+        self._executor.forward(Step((), (Save(slot, key),)))
+
+    def follow(self, prompt: list[int], tokens: list[int]) -> NDArray[np.float32]:
+        """Return the logits after the prompt, and after each of the tokens."""
+        rows = [self.run(prompt)]
+        rows += [self.run([token], len(prompt) + index) for index, token in enumerate(tokens)]
+        return np.stack(rows)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def options(kv: str) -> LlamaOptions:
+    return LlamaOptions(context=CONTEXT, kv=kv, max_sequences=SEQUENCES, threads=2, batch_threads=2)
+
+
+def facts_of(path: Path) -> ModelFacts:
+    with open_model(path) as model:
+        return model.facts
+
+
+def memory_of(path: Path, **settings: object) -> OffloadedMemory:
+    wish = Wish.of(Settings(**settings), llama_devices())  # type: ignore[arg-type]
+    return OffloadedMemory(facts_of(path), wish, sequences=SEQUENCES)
+
+
+def same_as_processor(path: Path, kv: str = "f16", **settings: object) -> str:
+    """Compare the logits of the tokens that the processor samples greedily, and the tokens of the trained model."""
+    with closing(Runner(path, ON_CPU, kv)) as cpu:
+        prompt = cpu.encode(PROMPT)
+        assert len(prompt) >= 32, "the device takes over long prompts of layers that are not its own"
+        rows, tokens = [cpu.run(prompt)], []
+        while len(tokens) < NUM_TOKENS:
+            tokens.append(int(rows[-1].argmax()))
+            rows.append(cpu.run([tokens[-1]], len(prompt) + len(tokens) - 1))
+    with closing(Runner(path, memory_of(path, **settings).placement(kv, CONTEXT), kv)) as gpu:
+        actual = gpu.follow(prompt, tokens)
+    expected = np.stack(rows)
+    assert "Vulkan0" in gpu.place, gpu.place
+    difference, spread = float(np.abs(actual - expected).max()), float(np.ptp(expected))
+    assert difference <= TOLERANCE * spread, f"{difference:.3f} of {spread:.1f}"
+    equal = sum(int(row.argmax()) == token for row, token in zip(actual, tokens, strict=False))
+    if path == STARTER:  # random weights make near ties
+        assert equal == NUM_TOKENS
+    return f"{gpu.place}; {equal} of {NUM_TOKENS} tokens equal, logits differ by {difference:.4f} of {spread:.1f}"
+
+
+def snapshot(path: Path, **settings: object) -> str:
+    """Save a sequence, restore it into another one, and continue both."""
+    with closing(Runner(path, memory_of(path, **settings).placement("f16", CONTEXT))) as gpu:
+        prompt = gpu.encode(PROMPT)
+        gpu.run(prompt)
+        gpu.save(0, 1)
+        straight = gpu.run([300], len(prompt))
+        restored = gpu.run([300], len(prompt), slot=1, ops=(Load(1, 1),))
+        difference = float(np.abs(straight - restored).max())
+        assert difference <= TOLERANCE * float(np.ptp(straight)), difference
+        return f"{gpu.place}; {len(prompt)} tokens, logits differ by {difference:.4f}"
+
+
+def sizes(path: Path, kv: str = "f16", **settings: object) -> str:
+    """Compare the plan's bytes on the device with those that llama.cpp reports."""
+    memory = memory_of(path, **settings)
+    (part,) = memory.devices(kv, CONTEXT)
+    with closing(Runner(path, memory.placement(kv, CONTEXT), kv)) as gpu:
+        true = {name: size * MIB for name, size in gpu.reported.items()}
+    text = ", ".join(
+        f"{name} {planned / MIB:.1f} for {true[key] / MIB:.1f}"
+        for name, key, planned in (
+            ("weights", "model", part.weights),
+            ("KV", "KV", part.kv),
+            ("compute", "compute", part.workspace),
+        )
+    )
+    assert abs(part.weights - true["model"]) <= 0.01 * MIB + 0.01 * part.weights, text
+    assert abs(part.kv - true["KV"]) <= 0.01 * MIB, text
+    assert true["compute"] <= 1.05 * part.workspace + MIB, text
+    assert part.workspace <= 2 * true["compute"] + 8 * MIB, text
+    return f"{gpu.place}; MiB planned for true: {text}"
+
+
+def short_device(folder: Path) -> str:
+    """Load a model with a driver that says that it has room, and then refuses what is more than half of it."""
+    path = write_tiny(folder / "deep.gguf", layers=8, width=256, ffn=2048, heads=8)
+    (part,) = memory_of(path, gpu_layers="all").devices("f16", 2048)
+    limit = str((part.weights + part.kv) // 2 + part.workspace)
+    short = {"LD_PRELOAD": os.environ["EDGELM_SMALL_DEVICE"], "EDGELM_DEVICE_BYTES": limit}
+    refused = edgelm("bench", str(path), *QUICK, "--gpu-layers", "all", **short)
+    assert refused.returncode == 1, refused.stdout
+    message = refused.stderr.strip().splitlines()[-1]
+    assert message.startswith("error: Vulkan0 has no memory for 9 layers"), refused.stderr
+    retried = edgelm("bench", str(path), *QUICK, **short)
+    place = json.loads(retried.stdout)["device"]
+    assert re.match(r"Vulkan0, [1-8] of 9 layers", place), place
+    return f"--gpu-layers all: {message!r}; auto: {place}"
+
+
+def command_line() -> str:
+    """Answer with `edgelm run` on both devices."""
+    flags = ("--temperature", "0", "--max-tokens", "8", "--spec", "off")
+    answers = [edgelm("run", "starter", "Hello", "--device", device, *flags).stdout for device in ("cpu", "gpu")]
+    assert answers[0].strip()
+    assert answers[0] == answers[1], answers
+    return repr(answers[0].strip())
+
+
+def planned() -> str:
+    """Ask `edgelm plan` for the bytes on the device."""
+    document = json.loads(edgelm("plan", "starter", "--device", "gpu", "--gpu-layers", "4", "--json").stdout)
+    (device,) = document["devices"]
+    assert (device["name"], device["layers"]) == ("Vulkan0", 4)
+    return f"{device['layers']} layers, {device['total_bytes'] / MIB:.1f} MiB of {device['free_bytes'] / MIB:.0f}"
+
+
+def doctor() -> str:
+    """Ask `edgelm doctor` for the devices."""
+    findings = {item["topic"]: item["text"] for item in json.loads(edgelm("doctor", "--json").stdout)["findings"]}
+    text: str = findings["GPUs of llama.cpp"]
+    assert "Vulkan0" in text
+    return text
+
+
+def edgelm(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "edgelm", *arguments]
+    environment = os.environ | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+
+
+def checks(folder: Path) -> dict[str, Callable[[], str]]:
+    # The processor rounds the inputs of quantized matrices to 8 bits, which may send a token to another expert.
+    mixture = write_tiny(folder / "mixture.gguf", layers=4, width=128, ffn=256, experts=8, quant="f32")
+    wide = write_tiny(folder / "wide-ffn.gguf", layers=2, width=1024, heads=16, head_dim=64, ffn=4096, quant="q8_0")
+    same, restore, count = same_as_processor, snapshot, sizes
+    return {
+        "starter, all layers": partial(same, STARTER),
+        "starter, 3 layers": partial(same, STARTER, gpu_layers="3"),
+        "starter, output only": partial(same, STARTER, gpu_layers="1"),
+        "starter, flash attention, int8": partial(same, STARTER, "int8"),
+        "starter, attention on CPU": partial(same, STARTER, override_tensor=("attn_=CPU",)),
+        "mixture, all layers": partial(same, mixture, gpu_layers="all"),
+        "mixture, --n-cpu-moe 2": partial(same, mixture, n_cpu_moe="2"),
+        "mixture, --n-cpu-moe all": partial(same, mixture, n_cpu_moe="all"),
+        "mixture, only experts on GPU": partial(same, mixture, gpu_layers="0", override_tensor=("_exps=Vulkan0",)),
+        "snapshot, all layers": partial(restore, STARTER),
+        "snapshot, 3 layers": partial(restore, STARTER, gpu_layers="3"),
+        "snapshot, experts on CPU": partial(restore, mixture, n_cpu_moe="all"),
+        "sizes, all layers": partial(count, wide, gpu_layers="all"),
+        "sizes, 2 layers": partial(count, wide, gpu_layers="2"),
+        "sizes, int8": partial(count, wide, "int8", gpu_layers="all"),
+        "sizes, experts on CPU": partial(count, mixture, n_cpu_moe="all"),
+        "device without memory": partial(short_device, folder),
+        "edgelm plan": planned,
+        "edgelm run": command_line,
+        "edgelm doctor": doctor,
+    }
+
+
+def main() -> int:
+    logging.getLogger("llama.cpp").addHandler(logging.NullHandler())
+    print(f"edgelm {__version__} on llama.cpp's GPU side, {datetime.now(UTC):%Y-%m-%dT%H:%MZ}")
+    for device in llama_devices():
+        print(f"{device.name}: {device.description}, {device.free_bytes / MIB:.0f} MiB free")
+    print(f"llama.cpp {L.llama_version().decode()}, {os.cpu_count()} cores; times include loading twice\n")
+    failures = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, check in checks(Path(temporary)).items():
+            if not any(part in name for part in sys.argv[1:] or [""]):
+                continue
+            start = time.perf_counter()
+            try:
+                state, details = "ok", check()
+            except AssertionError as error:
+                state, details = "FAILED", str(error)
+                failures += 1
+            print(f"{name:30} {state:7} {time.perf_counter() - start:6.1f} s  {details}", flush=True)
+    print(f"\n{failures} failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

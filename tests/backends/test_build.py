@@ -1,0 +1,119 @@
+"""The choices before a model is loaded: context, KV cache, engine, and whether the model fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import edgelm.backends.build as build_package
+from edgelm.backends.build import build, choose
+from edgelm.backends.choice import EngineChoice
+from edgelm.backends.llama import build as build_module
+from edgelm.backends.model import open_model
+from edgelm.config import Settings
+from edgelm.core import ExecutorInfo
+from edgelm.errors import EdgeLMError, ModelError
+from edgelm.machine.gpu import CudaState
+from edgelm.models.loading.stored import BLOCK_TYPES
+from tests.tiny import write_tiny
+
+MIB = 2**20
+POSITION_BYTES = {"f16": 65_536, "k8v16": 50_176, "int8": 34_816, "k8v4": 26_624}
+KV_MODES = {size: kv for kv, size in POSITION_BYTES.items()}
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A model whose cache takes 64 KiB a position in f16: 8 layers of 8 heads of 256 numbers, twice."""
+    return write_tiny(tmp_path / "wide.gguf", layers=8, heads=8, kv_heads=8, head_dim=256, context=32768)
+
+
+def built(path: Path, monkeypatch: pytest.MonkeyPatch, free_mib: int, **settings: object) -> ExecutorInfo:
+    monkeypatch.setattr(build_module, "available_memory_bytes", lambda: free_mib * MIB)
+    loaded = build(path, Settings(**{"threads": 1} | settings))
+    loaded.engine.close()
+    return loaded.engine.info
+
+
+def choice(path: Path, monkeypatch: pytest.MonkeyPatch, free_mib: int, **settings: object) -> tuple[int, str]:
+    info = built(path, monkeypatch, free_mib, **settings)
+    return info.context, KV_MODES[info.kv_bytes_per_token]
+
+
+def test_short_memory_asks_for_a_smaller_cache_and_then_for_less_context(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choice(wide, monkeypatch, 4000) == (8192, "f16")
+    assert choice(wide, monkeypatch, 800) == (8192, "k8v16")
+    assert choice(wide, monkeypatch, 500) == (8192, "int8")
+    assert choice(wide, monkeypatch, 350) == (8192, "k8v4")
+    assert choice(wide, monkeypatch, 300) == (4096, "int8")
+
+
+def test_what_was_chosen_is_kept_or_refused(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choice(wide, monkeypatch, 4000, ctx=100, kv="k8v4") == (100, "k8v4")
+    assert choice(wide, monkeypatch, 800, kv="f16") == (4096, "f16")
+    assert choice(wide, monkeypatch, 800, ctx=16_384) == (16_384, "int8")
+    with pytest.raises(
+        ModelError, match=r"needs 0\.80 GiB of memory with --ctx 8192 --kv f16, 0\.74 GiB are free"
+    ) as no:
+        built(wide, monkeypatch, 800, ctx=8192, kv="f16")
+    assert no.value.hint == "--ctx 8192 --kv k8v16 would fit"
+    with pytest.raises(EdgeLMError, match="more than the 32,768"):
+        built(wide, monkeypatch, 1000, ctx=32_769)
+
+
+def test_what_cannot_be_is_refused_before_it_is_loaded(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "LlamaModel", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(ModelError, match="take a smaller model"):
+        built(wide, monkeypatch, 50)
+    with pytest.raises(ModelError, match="would fit"):
+        built(wide, monkeypatch, 800, ctx=32_768, kv="f16")
+    odd = write_tiny(tmp_path / "odd.gguf", heads=4, kv_heads=4, head_dim=48)
+    with pytest.raises(ModelError, match="--kv int8 needs key heads of a multiple of 32 numbers, this model's have 48"):
+        built(odd, monkeypatch, 4000, kv="int8")
+
+
+def test_heads_that_cannot_be_quantized_get_less_context_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = write_tiny(tmp_path / "odd.gguf", layers=8, heads=16, kv_heads=16, head_dim=80, context=32_768)
+    info = built(odd, monkeypatch, 600)
+    assert info.kv_bytes_per_token == 8 * 16 * 80 * 2 * 2
+    assert info.context == 4096
+
+
+@pytest.fixture
+def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_package, "find_cuda", lambda: CudaState("", "", "GPU X", 80 * 2**30, 80 * 2**30))
+
+
+def chosen(path: Path, **settings: object) -> EngineChoice:
+    with open_model(path) as model:
+        return choose(model, Settings(**settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("with_a_gpu")
+def test_what_the_kernels_cannot_take_is_llama_cpps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = write_tiny(tmp_path / "plain.gguf", quant="q8_0")
+    assert chosen(plain) == EngineChoice("torch", "cuda")
+    odd = write_tiny(tmp_path / "odd.gguf", head_dim=48)
+    assert chosen(odd).engine == "llama"
+    assert "its heads have 48 numbers" in chosen(odd).reasons[0]
+    assert chosen(odd, engine="torch").device == "cpu"  # by the reference ops
+    with pytest.raises(EdgeLMError, match="--device cuda: its heads have 48 numbers"):
+        chosen(odd, engine="torch", device="cuda")
+    monkeypatch.delitem(BLOCK_TYPES, "Q8_0")  # as if it were one of the formats that no kernel reads
+    assert chosen(plain).engine == "llama"
+    assert "is Q8_0, which the GPU kernels do not support" in chosen(plain).reasons[0]
+    with pytest.raises(ModelError, match=r"cannot be run with --engine torch: .*; use --engine llama"):
+        chosen(plain, engine="torch")
+
+
+@pytest.mark.parametrize("kv", ["fp8", "k6v4"])
+def test_a_cache_that_only_another_engine_has_is_refused_with_the_reason(wide: Path, kv: str) -> None:
+    with pytest.raises(ModelError, match=rf"--kv {kv} is not among the KV caches of llama\.cpp \(f16, k8v16"):
+        build(wide, Settings(kv=kv))

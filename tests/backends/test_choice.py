@@ -1,0 +1,120 @@
+"""The choice of an engine by settings, model and machine, and the error line where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from edgelm.backends.choice import EngineChoice, Situation, choose_engine
+from edgelm.config import Settings
+from edgelm.errors import EdgeLMError, ModelError
+from edgelm.machine.gpu import CudaState
+
+GPU = CudaState("", "", "GPU X", 80 * 2**30, 80 * 2**30)
+NO_DRIVER = CudaState("no NVIDIA driver was found")
+NO_TRITON = CudaState("triton is not installed", "pipx install 'edgelm[cuda]'")
+GGUF = Situation(model="m", has_torch=True, cuda=GPU)
+FOLDER = replace(GGUF, llama_problem="llama.cpp does not read safetensors")
+BARE = Situation(model="m", cuda=NO_DRIVER)
+BARE_TORCH = replace(BARE, has_torch=True)
+
+
+def choose(situation: Situation, **settings: object) -> tuple[str, str]:
+    choice = choose_engine(Settings(**settings), situation)  # type: ignore[arg-type]
+    return choice.engine, choice.device
+
+
+def test_auto_takes_cuda_where_all_of_it_is_there() -> None:
+    assert choose_engine(Settings(), GGUF) == EngineChoice("torch", "cuda")
+    assert choose(FOLDER) == ("torch", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cuda": NO_DRIVER}, "no NVIDIA driver"),
+        ({"cuda": NO_TRITON}, "triton is not installed"),
+        ({"torch_problem": "mamba is unknown"}, "mamba"),
+        ({"fit_problem": "it needs 100 GiB"}, "100 GiB"),
+    ],
+)
+def test_otherwise_llama_cpp_and_the_reason_is_told(changes: dict[str, object], message: str) -> None:
+    choice = choose_engine(Settings(), replace(GGUF, **changes))  # type: ignore[arg-type]
+    assert (choice.engine, choice.device) == ("llama", "cpu")
+    assert len(choice.reasons) == 1
+    assert message in choice.reasons[0]
+    offload = choose_engine(Settings(), replace(GGUF, has_offload=True, **changes))  # type: ignore[arg-type]
+    assert (offload.engine, offload.device) == ("llama", "gpu")
+
+
+def test_what_was_asked_for_is_kept() -> None:
+    assert choose(GGUF, engine="llama") == ("llama", "cpu")
+    assert choose(GGUF, device="cpu") == ("llama", "cpu")
+    assert choose(GGUF, engine="torch", device="cpu") == ("torch", "cpu")
+    assert choose(replace(GGUF, cuda=NO_DRIVER), engine="torch") == ("torch", "cpu")
+    assert choose(replace(GGUF, has_offload=True), device="gpu") == ("llama", "gpu")
+    assert choose(replace(GGUF, has_offload=True), engine="llama", gpu_layers="0") == ("llama", "cpu")
+    assert choose(replace(GGUF, has_offload=True), engine="llama", gpu_layers="20") == ("llama", "gpu")
+
+
+def test_what_only_llama_cpp_has_is_not_lost_on_cuda() -> None:
+    situation = replace(GGUF, has_offload=True)
+    choice = choose_engine(Settings(gpu_layers="12"), situation)
+    assert (choice.engine, choice.device) == ("llama", "gpu")
+    assert "only llama.cpp has --gpu-layers" in choice.reasons[0]
+    assert choose(situation, gpu_layers="12", device="cuda") == ("torch", "cuda")  # --device cuda says more
+
+
+def test_a_draft_model_runs_where_the_model_runs() -> None:
+    assert choose(GGUF, draft="small") == ("torch", "cuda")
+    assert choose(replace(GGUF, cuda=NO_DRIVER), draft="small") == ("llama", "cpu")
+    strange = replace(GGUF, draft_problem="mamba is unknown")
+    choice = choose_engine(Settings(draft="small"), strange)
+    assert choice == EngineChoice("llama", "cpu", ("CUDA is not used: the draft model: mamba is unknown",))
+    with pytest.raises(ModelError, match="--draft with the torch engine: mamba is unknown; omit it"):
+        choose(strange, draft="small", engine="torch")
+    with pytest.raises(ModelError, match="mamba"):
+        choose(replace(FOLDER, draft_problem="mamba is unknown"), draft="small")
+
+
+def test_safetensors_without_a_gpu_run_on_the_processor() -> None:
+    choice = choose_engine(Settings(), replace(FOLDER, cuda=NO_DRIVER))
+    reasons = ("CUDA is not used: no NVIDIA driver was found", "llama.cpp does not read safetensors")
+    assert choice == EngineChoice("torch", "cpu", reasons)
+    assert choose(replace(FOLDER, cuda=NO_DRIVER), gpu_layers="12") == ("torch", "cpu")  # nothing else can run it
+    assert choose(replace(FOLDER, cuda=NO_DRIVER), device="cpu") == ("torch", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("situation", "settings", "message", "hint"),
+    [
+        (BARE, {"engine": "torch"}, "needs torch", "edgelm[cuda]"),
+        (BARE, {"device": "cuda"}, "--device cuda: no NVIDIA driver", "--device auto"),
+        (replace(GGUF, cuda=NO_TRITON), {"device": "cuda"}, "triton", "edgelm[cuda]"),
+        (replace(GGUF, torch_problem="mamba is unknown"), {"engine": "torch"}, "mamba", "--engine llama"),
+        (replace(GGUF, fit_problem="it needs 9 GiB"), {"engine": "torch"}, "9 GiB", "--ctx"),
+        (replace(FOLDER, has_torch=False, cuda=NO_DRIVER), {}, "needs torch", "edgelm[cuda]"),
+        (replace(FOLDER, torch_problem="mamba is unknown"), {}, "mamba", "GGUF"),
+        (FOLDER, {"engine": "llama"}, "does not read safetensors", "--engine torch"),
+        (GGUF, {"device": "gpu"}, "processor only", "edgelm doctor"),
+        (GGUF, {"engine": "llama", "gpu_layers": "8"}, "processor only", "--gpu-layers"),
+        (GGUF, {"engine": "torch", "device": "gpu"}, "only llama.cpp has --device gpu", "--device cuda"),
+        (GGUF, {"engine": "torch", "gpu_layers": "12"}, "only llama.cpp has --gpu-layers", "omit"),
+        (BARE_TORCH, {"engine": "torch", "device": "cuda"}, "--device cuda: no NVIDIA driver", "--device auto"),
+        (replace(GGUF, cuda=NO_TRITON), {"engine": "torch", "device": "cuda"}, "triton", "edgelm[cuda]"),
+        (replace(FOLDER, cuda=NO_DRIVER), {"device": "gpu"}, "it cannot run safetensors", "--device auto"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_do(
+    situation: Situation, settings: dict[str, object], message: str, hint: str
+) -> None:
+    with pytest.raises(EdgeLMError) as caught:
+        choose(situation, **settings)
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_a_model_that_nothing_runs_is_the_models_fault() -> None:
+    with pytest.raises(ModelError):
+        choose(replace(FOLDER, torch_problem="mamba is unknown"))

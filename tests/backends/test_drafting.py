@@ -1,0 +1,225 @@
+"""Drafting in a built engine: its data is kept, the settings apply, a draft model must fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence as Seq
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgelm.backends.build import build
+from edgelm.backends.drafting import require_same_vocabulary, throttled
+from edgelm.backends.llama import build as build_module
+from edgelm.backends.model import LoadedModel
+from edgelm.backends.plan import Plan
+from edgelm.config import Places, Settings
+from edgelm.core import SamplingParams, Sequence, Stats
+from edgelm.engine.clock import DecodeStep, Measured, StepClock, StepCosts
+from edgelm.errors import ModelError
+from tests.engine.fake import SimpleDrafter
+from tests.tiny import write_tiny
+
+PROMPT = [7, 300, 41, 260, 33, 9, 120]
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    names = ("CONFIG", "DATA", "CACHE", "RUNTIME")
+    return Places({f"EDGELM_{name}_DIR": str(tmp_path / name.lower()) for name in names})
+
+
+@pytest.fixture(autouse=True)
+def cheap_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a row more cost a hundredth of a step, however busy this machine is."""
+    costs = [Measured(1, 0, 0.010), Measured(64, 0, 0.0163)]
+    monkeypatch.setattr(build_module, "measured_clock", lambda *_: StepClock(StepCosts(costs)))
+    monkeypatch.setattr(StepClock, "observe", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("models") / "m.gguf", quant="q8_0", width=128, ffn=256, endless=True)
+
+
+def built(path: Path, places: Places | None, **settings: object) -> LoadedModel:
+    return build(path, Settings(**{"threads": 1, "ctx": 512, "kv": "int8"} | settings), places=places)
+
+
+def ask(loaded: LoadedModel, count: int = 100, **where: object) -> tuple[list[int], Stats]:
+    async def answer() -> tuple[list[int], Stats]:
+        ids, stats = [], None
+        async for event in loaded.engine.submit(PROMPT, SamplingParams(temperature=0, max_tokens=count), **where):
+            ids += [sample.id for sample in event.sampled]
+            stats = event.stats
+        assert stats
+        return ids, stats
+
+    return asyncio.run(answer())
+
+
+def ask_new(path: Path, places: Places | None, **settings: object) -> tuple[list[int], Stats]:
+    """Ask in an engine of its own."""
+    loaded = built(path, places, **settings)
+    try:
+        return ask(loaded)
+    finally:
+        loaded.engine.close()
+
+
+def test_an_answer_that_comes_again_in_another_process_is_drafted(model: Path, places: Places) -> None:
+    first, _ = ask_new(model, places)
+    second, stats = ask_new(model, places)
+    assert second == first
+    assert stats.accepted > 30
+
+
+def test_without_memory_nothing_of_the_answer_is_kept(model: Path, places: Places) -> None:
+    ask_new(model, places, memory=False)
+    assert not (places.data / "memory").exists()
+
+
+def test_off_is_off(model: Path, places: Places) -> None:
+    ask_new(model, places)
+    _, stats = ask_new(model, places, spec="off")
+    assert stats.drafted == 0
+    before = sorted(places.cache.rglob("*"))
+    ask_new(model, None)
+    assert sorted(places.cache.rglob("*")) == before
+
+
+def test_a_number_bounds_each_draft(model: Path, places: Places) -> None:
+    first, _ = ask_new(model, places, spec="2")
+    second, stats = ask_new(model, places, spec="2")
+    assert second == first
+    assert 0 < stats.accepted <= 66  # of 100 tokens, in steps of at most three
+
+
+def test_a_drafter_that_loses_does_not_stop_another() -> None:
+    class Constant(SimpleDrafter):
+        def __init__(self, token: int) -> None:
+            self.token = token
+
+        def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+            return [self.token] * (4 if len(seq.tokens) % 2 == self.token else 0)
+
+    clock = StepClock(StepCosts([Measured(1, 0, 0.01), Measured(64, 0, 0.02)]))
+    clock.last = DecodeStep(1, 5, 0.02, 0.01)
+    drafter = throttled([Constant(0), Constant(1)], clock, Settings())
+    seq = Sequence(0, [1], 1, SamplingParams())
+    drafter.begin(seq)
+    drafted = []
+    for _ in range(40):
+        draft = drafter.propose(seq, [0.1] * 8)
+        if draft:
+            drafter.observe(seq, 4, 4 * draft[0])  # the first one is never right
+        drafted.append(draft[:1])
+        seq.tokens.append(1)
+    assert drafted.count([0]) == 3
+    assert drafted.count([1]) == 20
+
+
+def test_what_one_owner_was_answered_drafts_for_no_other(model: Path, places: Places) -> None:
+    loaded = built(model, places)
+    ask(loaded, cache_namespace="a")
+    _, other = ask(loaded, cache_namespace="b")
+    _, same = ask(loaded, cache_namespace="a")
+    loaded.engine.close()
+    assert same.accepted > other.accepted
+
+
+def test_what_was_said_before_the_context_is_drafted_from(model: Path, places: Places) -> None:
+    answer, _ = ask_new(model, None)
+    loaded = built(model, places, memory=False)
+    _, stats = ask(loaded, past=[*PROMPT, *answer])
+    loaded.engine.close()
+    assert stats.accepted > 30
+
+
+def test_a_draft_model_drafts(model: Path, places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepClock, "plain_s", lambda _: 1.0)  # the model drafts for itself, which is no faster
+    plain, _ = ask_new(model, None)
+    drafted, stats = ask_new(model, places, memory=False, draft=str(model))
+    assert drafted == plain
+    assert stats.accepted > 30
+
+
+@pytest.mark.parametrize("other", [{"vocab_size": 1024}, {"vocab_size": 500, "seed": 9}])
+def test_a_draft_model_of_another_vocabulary_is_refused(
+    model: Path, places: Places, tmp_path: Path, other: dict[str, object]
+) -> None:
+    small = write_tiny(tmp_path / "small.gguf", **other)
+    with pytest.raises(ModelError, match=r"small\.gguf cannot draft for this model: it has another vocabulary"):
+        built(model, places, draft=str(small))
+
+
+def test_a_draft_model_that_is_not_there_is_one_line(model: Path, places: Places, tmp_path: Path) -> None:
+    with pytest.raises(ModelError):
+        built(model, places, draft=str(tmp_path / "none.gguf"))
+
+
+def test_the_draft_model_s_memory_is_taken_into_account(
+    model: Path, places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_context = build_module.plan_context
+
+    def reserved(ctx: int) -> int:
+        plans: list[Plan] = []
+
+        def spy(*arguments: Any, **options: Any) -> Plan:
+            plans.append(plan_context(*arguments, **options))
+            return plans[-1]
+
+        monkeypatch.setattr(build_module, "plan_context", spy)
+        built(model, places, draft=str(model), ctx=ctx).engine.close()
+        (planned,) = plans
+        return planned.require().draft_bytes
+
+    short, long = reserved(256), reserved(2048)
+    assert short > model.stat().st_size
+    assert long > short, "its cache is as long as the model's"
+
+
+def test_a_draft_model_that_does_not_fit_beside_the_model_is_refused(
+    model: Path, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = write_tiny(tmp_path / "large.gguf", layers=24, width=512, ffn=2048)  # beside it: 350 MB
+    monkeypatch.setattr(build_module, "available_memory_bytes", lambda: 300 * 2**20)
+    built(model, places).engine.close()
+    monkeypatch.setattr(build_module, "LlamaModel", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(ModelError, match=r"tiny .* with the draft model tiny .* needs .* GiB") as caught:
+        built(model, places, draft=str(large))
+    assert "omit --draft" in caught.value.hint
+
+
+class Words:
+    """A vocabulary of texts; "<…>" is a control token."""
+
+    def __init__(self, *texts: str, stop_ids: tuple[int, ...] = ()) -> None:
+        self.texts = texts
+        self.num_tokens = len(texts)
+        self.stop_ids = frozenset(stop_ids)
+
+    def piece(self, token: int) -> bytes:
+        return b"" if self.texts[token].startswith("<") else self.texts[token].encode()
+
+    def text_of(self, token: int) -> str:
+        return self.texts[token]
+
+
+@pytest.mark.parametrize(
+    ("small", "same"),
+    [
+        (Words("a", "b", "<end>", stop_ids=(2,)), True),
+        (Words("a", "b", "<end>", "<pad>", stop_ids=(2, 3)), True),  # a GGUF and a folder name other ends and padding
+        (Words("a", "b"), True),
+        (Words("a", "c", "<end>", stop_ids=(2,)), False),
+        (Words("a", "b", "<user>", stop_ids=(2,)), False),
+    ],
+)
+def test_a_vocabulary_is_the_same_if_each_token_is(small: Words, same: bool) -> None:
+    large: Any = Words("a", "b", "<end>", stop_ids=(2,))
+    with nullcontext() if same else pytest.raises(ModelError, match="it has another vocabulary"):
+        require_same_vocabulary(large, small, "s")  # type: ignore[arg-type]

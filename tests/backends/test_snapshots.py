@@ -1,0 +1,354 @@
+"""Snapshots in RAM and in files come back unchanged and within bounds, whatever happened to the folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgelm.backends import snapshot_files
+from edgelm.backends.snapshot_files import Bounds, SnapshotFolder
+from edgelm.backends.snapshots import SnapshotStore
+from edgelm.core import Store
+from edgelm.errors import SnapshotError
+from tests.counts import Count
+
+MODEL, OTHER = b"m" * 16, b"o" * 16
+ROOMY = Bounds(2**30, 1e6)
+
+
+def tokens_of(seed: int, length: int = 300) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1000, length, np.int32)
+
+
+def state_of(seed: int, size: int = 5_000) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def folder(root: Path, identity: bytes = MODEL, bounds: Bounds = ROOMY) -> SnapshotFolder:
+    return SnapshotFolder(root / "prefixes", identity, bounds)
+
+
+def paths(root: Path) -> list[Path]:
+    return sorted((root / "prefixes").rglob("*.kv"))
+
+
+def set_age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_another_process_reads_what_one_wrote(tmp_path: Path) -> None:
+    folder(tmp_path).write(tokens_of(1), "ann", state_of(1))
+    reader = folder(tmp_path)
+    (stored,) = reader.files()
+    assert (stored.tokens.tolist(), stored.cache_namespace) == (tokens_of(1).tolist(), "ann")
+    np.testing.assert_array_equal(reader.read(stored.name), state_of(1))
+
+
+def test_only_the_user_can_read_files_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "prefixes").mkdir(mode=0o755)
+    folder(tmp_path).write(tokens_of(1), "", state_of(1))
+    (path,) = paths(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.parent.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_model_sees_its_own_files_only(tmp_path: Path) -> None:
+    folder(tmp_path).write(tokens_of(1), "", state_of(1))
+    assert folder(tmp_path, OTHER).files() == ()
+
+
+def test_what_another_process_writes_and_deletes_is_seen_at_once(tmp_path: Path) -> None:
+    one, two = folder(tmp_path), folder(tmp_path)
+    for seed in range(3):
+        one.write(tokens_of(seed), "", state_of(seed))
+        assert len(two.files()) == seed + 1
+    two.remove([two.files()[0].name])
+    assert len(one.files()) == 2
+    assert one.files() is not None
+
+
+def test_the_same_files_are_the_same_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_files, "SETTLED_S", 0.0)
+    one = folder(tmp_path)
+    one.write(tokens_of(1), "", state_of(1))
+    assert one.files() is one.files()
+
+
+def test_shared_prefixes_are_deleted_last(tmp_path: Path) -> None:
+    one = folder(tmp_path, bounds=Bounds(30_000, 1e6))
+    assert one.write(tokens_of(0), "ann", state_of(0), shared=True)
+    for seed in range(1, 12):
+        one.write(tokens_of(seed), "", state_of(seed))
+    stored = one.files()
+    assert 2 <= len(stored) <= 5
+    (shared,) = [file for file in stored if file.shared]
+    assert shared.cache_namespace == "ann"
+    np.testing.assert_array_equal(folder(tmp_path).read(shared.name), state_of(0))
+
+
+def test_the_shared_prefixes_of_one_key_cannot_fill_the_disk(tmp_path: Path) -> None:
+    one = folder(tmp_path, bounds=Bounds(30_000, 1e6))
+    one.write(tokens_of(0), "ann", state_of(0), shared=True)
+    for seed in range(1, 12):
+        one.write(tokens_of(seed), "bob", state_of(seed), shared=True)
+    assert sum(file.cache_namespace == "ann" for file in one.files()) == 1
+
+
+def test_a_shared_prefix_that_is_too_old_is_deleted_too(tmp_path: Path) -> None:
+    one = folder(tmp_path, bounds=Bounds(10**6, 100))
+    one.write(tokens_of(0), "ann", state_of(0), shared=True)
+    set_age(paths(tmp_path)[0], 200)
+    one.write(tokens_of(1), "ann", state_of(1))
+    assert [file.shared for file in one.files()] == [False]
+
+
+def test_a_file_of_another_model_under_this_ones_name_is_deleted(tmp_path: Path) -> None:
+    folder(tmp_path, OTHER).write(tokens_of(1), "", state_of(1))
+    (path,) = paths(tmp_path)
+    path.parent.rename(path.parent.parent / MODEL.hex())
+    assert folder(tmp_path).files() == ()
+    assert not paths(tmp_path)
+
+
+def test_whatever_is_damaged_is_never_given_and_is_deleted(tmp_path: Path) -> None:
+    """One byte changed anywhere, or the end cut off anywhere: before the folder is read, or between that and use."""
+    rng = random.Random(seed := random.SystemRandom().randrange(2**32))
+    print("seed", seed)
+    for _ in range(Count(test=300, soak=20_000)):
+        writer = folder(tmp_path)
+        writer.write(tokens_of(1, rng.randint(32, 400)), "ann", state_of(1, rng.randint(1, 3_000)))
+        (path,) = paths(tmp_path)
+        data = bytearray(path.read_bytes())
+        reader = folder(tmp_path)
+        late = rng.random() < 0.5
+        names = [file.name for file in reader.files()] if late else []
+        if rng.random() < 0.5:
+            data[at := rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        else:
+            del data[(at := rng.randrange(len(data))) :]
+        path.write_bytes(data)
+        names = names or [file.name for file in reader.files()]
+        states = [reader.read(name) for name in names]
+        for state in states:
+            if state is not None:  # the head was read before it was damaged: the state is as it was
+                assert late, at
+                np.testing.assert_array_equal(state, state_of(1, len(state)))
+                path.unlink()
+        assert not paths(tmp_path), at
+        assert reader.files() == ()
+
+
+def test_a_file_that_cannot_be_deleted_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = folder(tmp_path)
+    writer.write(tokens_of(1), "", state_of(1))
+    (path,) = paths(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1])
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
+    reader = folder(tmp_path)
+    assert reader.files() == ()
+    monkeypatch.undo()
+    assert path.exists()
+    assert reader.files() == ()
+
+
+def test_the_least_recently_used_files_of_all_models_go_first(tmp_path: Path) -> None:
+    bounds = Bounds(4 * 6_300, 1e6)
+    one, two = folder(tmp_path, MODEL, bounds), folder(tmp_path, OTHER, bounds)
+    for seed in range(3):
+        one.write(tokens_of(seed), "", state_of(seed))
+        set_age(max(paths(tmp_path), key=lambda path: path.stat().st_mtime), 100 - seed)
+    oldest = min(paths(tmp_path), key=lambda path: path.stat().st_mtime)
+    assert one.read(oldest.name) is not None, "it is used now"
+    two.write(tokens_of(7), "", state_of(7))
+    two.write(tokens_of(8), "", state_of(8))
+    assert len(two.files()) == 2
+    assert len(one.files()) == 2
+    assert oldest.exists()
+    assert sum(path.stat().st_size for path in paths(tmp_path)) <= bounds.max_bytes
+
+
+def test_a_file_above_the_bound_is_not_written_and_costs_no_other(tmp_path: Path) -> None:
+    one = folder(tmp_path, bounds=Bounds(10_000, 1e6))
+    one.write(tokens_of(1), "", state_of(1))
+    assert not one.write(tokens_of(2), "", state_of(2, 20_000))
+    assert len(one.files()) == 1
+
+
+def test_old_files_are_deleted(tmp_path: Path) -> None:
+    one = folder(tmp_path, bounds=Bounds(2**30, 3600))
+    one.write(tokens_of(1), "", state_of(1))
+    one.write(tokens_of(2), "", state_of(2))
+    set_age(paths(tmp_path)[0], 4000)
+    one.prune()
+    assert len(paths(tmp_path)) == 1
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    one = folder(tmp_path, bounds=Bounds(0, 0))
+    (tmp_path / "prefixes" / "x").mkdir(parents=True)
+    (tmp_path / "prefixes" / "x" / "letter.txt").write_text("dear")
+    one.prune()
+    assert (tmp_path / "prefixes" / "x" / "letter.txt").exists()
+
+
+def test_a_full_disk_costs_a_line_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with caplog.at_level(logging.WARNING):
+        assert not folder(tmp_path).write(tokens_of(1), "", state_of(1))
+    assert "No space left on device" in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing half-written stays"
+
+
+def test_what_a_killed_process_left_half_written_goes_away(tmp_path: Path) -> None:
+    one = folder(tmp_path)
+    one.write(tokens_of(1), "", state_of(1))
+    partial = paths(tmp_path)[0].with_name(".abc.123")
+    partial.write_bytes(b"x")
+    folder(tmp_path).files()
+    assert partial.exists(), "its writer may be at work"
+    set_age(partial, 3600)
+    folder(tmp_path).files()
+    assert not partial.exists()
+
+
+def test_two_processes_that_write_read_and_prune_do_not_disturb_each_other(tmp_path: Path) -> None:
+    bounds = Bounds(10 * 6_300, 1e6)
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        mine = folder(tmp_path, bounds=bounds)
+        try:
+            for _ in range(60):
+                seed = rng.randrange(30)
+                mine.write(tokens_of(seed), "", state_of(seed))
+                for file in mine.files():
+                    state = mine.read(file.name)
+                    seed = next(s for s in range(30) if np.array_equal(tokens_of(s), file.tokens))
+                    assert state is None or np.array_equal(state, state_of(seed))
+        except Exception as error:  # noqa: BLE001 - the main thread fails with it
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert sum(path.stat().st_size for path in paths(tmp_path)) <= bounds.max_bytes
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def test_snapshots_take_what_they_take_and_no_more_than_the_limit() -> None:
+    store = SnapshotStore(12_000)
+    store.put(1, state_of(1))
+    store.put(2, state_of(2))
+    assert not store.has_room(5_000)
+    assert (store.nbytes(1), store.nbytes(3), store.num_bytes) == (5_000, None, 10_000)
+    store.drop(1)
+    store.drop(1)
+    assert store.num_bytes == 5_000
+    np.testing.assert_array_equal(store.get(2), state_of(2))
+    with pytest.raises(SnapshotError):
+        store.get(1)
+
+
+def test_a_dropped_snapshot_is_written_all_the_same_and_can_be_fetched(tmp_path: Path) -> None:
+    store = SnapshotStore(10_000, folder(tmp_path))
+    store.put(1, state_of(1))
+    store.store(Store(1, tokens_of(1), "ann"))
+    store.drop(1)
+    store.flush()
+    (stored,) = store.files()
+    assert store.fetch(stored.name, 2)
+    np.testing.assert_array_equal(store.get(2), state_of(1))
+    assert store.num_bytes == 0, "what was read is loaded and dropped in the same step"
+    store.drop(2)
+    assert store.num_bytes == 0
+    store.close()
+
+
+def test_a_longer_conversation_takes_the_place_of_its_beginning(tmp_path: Path) -> None:
+    store = SnapshotStore(10**6, folder(tmp_path))
+    for key, length, cache_namespace in ((1, 100, "ann"), (2, 100, "bob"), (3, 300, "ann")):
+        store.put(key, state_of(key))
+        store.store(Store(key, tokens_of(1)[:length], cache_namespace))
+        store.flush()
+    assert sorted((len(file.tokens), file.cache_namespace) for file in store.files()) == [(100, "bob"), (300, "ann")]
+    store.close()
+
+
+def test_a_longer_conversation_does_not_replace_a_shared_prefix(tmp_path: Path) -> None:
+    store = SnapshotStore(10**6, folder(tmp_path))
+    for key, length, shared in ((1, 260, True), (2, 280, False), (3, 300, False)):
+        store.put(key, state_of(key))
+        store.store(Store(key, tokens_of(1)[:length], "", shared))
+        store.flush()
+    assert sorted((len(file.tokens), file.shared) for file in store.files()) == [(260, True), (300, False)]
+    store.close()
+
+
+def test_of_states_that_serve_whole_only_dispensable_ones_make_way(tmp_path: Path) -> None:
+    store = SnapshotStore(100_000, folder(tmp_path))
+    store.divisible = False
+    long = tokens_of(1, 1000)
+    for key, length in enumerate((300, 970, 980, 990, 1000)):
+        store.put(key, state_of(key))
+        store.store(Store(key, long[:length], ""))
+        store.flush()
+    assert sorted(len(file.tokens) for file in store.files()) == [300, 970, 990, 1000]
+    store.close()
+
+
+def test_what_waits_for_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = threading.Event()
+    write = SnapshotFolder.write
+    monkeypatch.setattr(SnapshotFolder, "write", lambda *args: slow.wait(60) and write(*args))
+    store = SnapshotStore(40_000, folder(tmp_path))
+    for key in range(6):
+        store.put(key, state_of(key))
+        store.store(Store(key, tokens_of(key), ""))
+    slow.set()
+    store.flush()
+    assert len(store.files()) == 2
+    store.close()
+
+
+def test_a_snapshot_that_cannot_be_loaded_takes_its_file_with_it(tmp_path: Path) -> None:
+    folder(tmp_path).write(tokens_of(1), "", state_of(1))
+    store = SnapshotStore(10_000, folder(tmp_path))
+    assert store.fetch(store.files()[0].name, 1)
+    store.refuse(1)
+    assert not paths(tmp_path)
+    assert store.files() == ()
+
+
+def test_the_end_waits_for_the_disk_no_longer_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgelm.backends.snapshots.FLUSH_S", 0.05)
+    stuck = threading.Event()
+    monkeypatch.setattr(SnapshotFolder, "write", lambda *_: stuck.wait(60))
+    store = SnapshotStore(10_000, folder(tmp_path))
+    store.put(1, state_of(1))
+    store.store(Store(1, tokens_of(1), ""))
+    store.flush()
+    store.close()
+    stuck.set()

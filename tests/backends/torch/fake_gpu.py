@@ -1,0 +1,189 @@
+"""A fake GPU: tensors with shapes but no numbers, kernel launches that are recorded but not run.
+
+    with FakeGpu() as gpu: ...
+
+Its tensors are on torch's device "meta" and claim to be on CUDA; every number copied back is 1. Host tensors are real.
+Owns checks of the host's possible mistakes: reading a number from the device, mixing devices, copying or waiting during
+the capture of a graph, passing host memory to a kernel. Triton must not interpret in this process, so tests run it in
+a child. Knows nothing of kernels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, Self
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+from triton.runtime.jit import JITFunction
+
+HOST, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
+DEVICE_OF, IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
+MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu})
+READS = frozenset({torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.numpy, torch.nonzero})
+UPLOADING = frozenset({torch.tensor, torch.as_tensor})  # their numbers come from the host
+
+
+class FakeGpu(TorchFunctionMode):
+    """An H200. `launches` counts kernels by name, `captured` those of each graph, `copies` transfers by direction.
+
+    `blocking` counts the copies that the host waits for; events are not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.captured: list[Counter[str]] = []
+        self.replays = 0
+        self.copies: Counter[str] = Counter()  # "up" and "down"
+        self.blocking = 0
+        self._capturing: Counter[str] | None = None
+        self._stack = ExitStack()
+        self._storages: list[torch.UntypedStorage] = []
+
+    def __enter__(self) -> Self:
+        properties = SimpleNamespace(
+            name="NVIDIA H200",
+            major=9,
+            minor=0,
+            multi_processor_count=132,
+            total_memory=141 * 2**30,
+            L2_cache_size=50 * 2**20,
+        )
+        gpu = self
+
+        class Event:
+            def __init__(self, **_: object) -> None: ...
+
+            def record(self, *_: object) -> None: ...
+
+            def synchronize(self) -> None:
+                gpu._on_the_host("an event is waited for")
+
+        class Stream:
+            def wait_stream(self, _: object) -> None: ...
+
+        class Graph:
+            def pool(self) -> tuple[int, int]:
+                return (0, 1)
+
+            def replay(self) -> None:
+                gpu.replays += 1
+
+        @contextmanager
+        def capture(graph: Graph, **_: object) -> Iterator[None]:
+            assert gpu._capturing is None
+            gpu._capturing = Counter()
+            yield
+            gpu.captured.append(gpu._capturing)
+            gpu._capturing = None
+
+        @contextmanager
+        def on_stream(_: Stream) -> Iterator[None]:
+            yield
+
+        cuda: dict[str, object] = {
+            "is_available": lambda: True,
+            "current_device": lambda: 0,
+            "get_device_name": lambda *_: properties.name,
+            "get_device_capability": lambda *_: (9, 0),
+            "get_device_properties": lambda *_: properties,
+            "mem_get_info": lambda *_: (100 * 2**30, properties.total_memory),
+            "empty_cache": lambda: None,
+            "is_current_stream_capturing": lambda: gpu._capturing is not None,
+            "Event": Event,
+            "Stream": Stream,
+            "current_stream": lambda *_: Stream(),
+            "stream": on_stream,
+            "CUDAGraph": Graph,
+            "graph": capture,
+        }
+        for name, value in cuda.items():
+            self._stack.enter_context(patch.object(torch.cuda, name, value))
+        self._stack.enter_context(patch.object(JITFunction, "run", self._launch()))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        if func == DEVICE_OF:
+            return CUDA if func(*args) == META else func(*args)
+        if func == IS_CUDA:
+            return DEVICE_OF(*args) == META
+        if "device" in kwargs and kwargs["device"] is not None and func not in MOVES:
+            if torch.device(kwargs["device"]).type == CUDA.type:
+                if func in UPLOADING:
+                    self._transfer("up", blocking=True)
+                kwargs["device"] = META
+            return func(*args, **kwargs)
+        if func in MOVES:
+            return self._moved(func, args, kwargs)
+        if func is torch.Tensor.copy_ and is_on_gpu(args[0]) != is_on_gpu(args[1]):
+            return self._copied(args[0], args[1], blocking=not kwargs.get("non_blocking"))
+        if func is torch.Tensor.__setitem__ and torch.is_tensor(args[2]) and is_on_gpu(args[0]) != is_on_gpu(args[2]):
+            self._copied(args[0][args[1]], args[2], blocking=True)
+            return None
+        if func in READS:
+            assert not is_on_gpu(args[0]), f"{func.__name__}: a number is read from the device"
+        if func is torch.Tensor.data_ptr and is_on_gpu(args[0]):
+            storage = args[0].untyped_storage()
+            self._storages.append(storage)  # kept alive, so that no other one gets its address
+            return storage._cdata + args[0].storage_offset() * args[0].itemsize
+        tensors = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x) and x.ndim]
+        assert len({is_on_gpu(x) for x in tensors}) < 2, f"{func.__name__} mixes devices"
+        return func(*args, **kwargs)
+
+    def _moved(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        options = [*args[1:], *kwargs.values()]
+        target = next((torch.device(x) for x in options if isinstance(x, str | torch.device)), None)
+        target = {torch.Tensor.cuda: CUDA, torch.Tensor.cpu: HOST}.get(func, target)
+        to_gpu = is_on_gpu(tensor) if target is None else target.type == CUDA.type
+        dtype = next((x for x in options if isinstance(x, torch.dtype)), tensor.dtype)
+        if to_gpu == is_on_gpu(tensor):
+            return func(tensor, dtype) if func is torch.Tensor.to else tensor
+        self._transfer("up" if to_gpu else "down", blocking=not kwargs.get("non_blocking"))
+        return torch.zeros(tensor.shape, dtype=dtype, device=META if to_gpu else HOST)
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor, *, blocking: bool) -> torch.Tensor:
+        assert target.shape == torch.broadcast_shapes(target.shape, source.shape), (target.shape, source.shape)
+        self._transfer("up" if is_on_gpu(target) else "down", blocking=blocking)
+        return target if is_on_gpu(target) else target.fill_(1)
+
+    def _transfer(self, direction: str, *, blocking: bool) -> None:
+        self._on_the_host(f"something is copied {direction}")
+        self.copies[direction] += 1
+        self.blocking += blocking
+
+    def _on_the_host(self, action: str) -> None:
+        assert self._capturing is None, f"{action} while a graph is captured"
+
+    def _launch(self) -> Callable[..., None]:
+        def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            bound = kernel.signature.bind(*args, **{name: v for name, v in kwargs.items() if name in kernel.arg_names})
+            bound.apply_defaults()
+            for name, value in bound.arguments.items():
+                assert not torch.is_tensor(value) or is_on_gpu(value), f"{kernel.__name__}: {name} is on the host"
+            size = grid(bound.arguments) if callable(grid) else grid
+            assert all(isinstance(n, int) and n > 0 for n in size), (kernel.__name__, size)
+            self.launches[kernel.__name__] += 1
+            if self._capturing is not None:
+                self._capturing[kernel.__name__] += 1
+
+        return run
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is on the fake GPU."""
+    return tensor.is_meta

@@ -1,0 +1,161 @@
+"""Check the host's work for a GPU without a GPU: `python -m tests.backends.torch.fake_gpu_checks FOLDER`.
+
+test_fake_gpu.py runs this as a child process, where kernels are not interpreted. It loads every family and every format
+of weights and cache onto a fake GPU, captures its graphs and runs a few steps, and prints a line of JSON for each. The
+first mistake that the fake finds ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
+from edgelm.backends.torch.graphs import SIZES
+from edgelm.checkpoints.gguf import open_gguf
+from edgelm.checkpoints.safetensors import open_safetensors
+from edgelm.core import LAST, Chunk, SamplingParams, Sequence, Step
+from edgelm.kernels.cache import BLOCK_LEN, FORMATS
+from edgelm.models.config import read_config
+from edgelm.models.decoder import Decoder
+from edgelm.models.loading.decoder import load
+from edgelm.models.loading.sources import FolderSource, GGUFSource
+from tests.backends.torch.fake_gpu import FakeGpu
+from tests.models.tiny_models import MODELS, build, write
+from tests.tiny import TYPES, write_tiny
+
+CONTEXT = 256
+NUM_SEQUENCES = 4
+PROMPT = 40
+
+
+def check(name: str, gpu: FakeGpu, decoder: Decoder, kv: str = "f16") -> None:
+    """Run steps of each kind, and print their kernels."""
+    gpu.captured.clear()
+    gpu.launches.clear()
+    executor = TorchExecutor(
+        decoder, TorchOptions(context=CONTEXT, capacity=CONTEXT * NUM_SEQUENCES, kv=kv, max_sequences=NUM_SEQUENCES)
+    )
+    decoding = len([size for size in SIZES if size <= NUM_SEQUENCES])
+    compiled = set(gpu.launches)
+    num_graphs = decoding + len(SIZES) - 1
+    assert len(gpu.captured) == 2 * num_graphs  # for the model and the sampler
+    for kind, step, replayed in _steps():
+        gpu.copies.clear()
+        gpu.launches.clear()
+        gpu.blocking, replays = 0, gpu.replays
+        executor.forward(step)
+        assert (not gpu.launches) == replayed, f"{kind}: {gpu.launches}"
+        samples = executor.sample(step, _masks(executor, step) if kind == "masked" else None)
+        assert gpu.blocking == 0, f"{kind}: the host waits for the device"
+        alone = kind == "penalized"  # the sampler's graph is for rows without penalties
+        assert gpu.replays - replays == (2 - alone) * replayed, kind
+        assert (not gpu.launches) == (replayed and not alone), f"{kind}: {gpu.launches}"
+        if alone:
+            assert gpu.launches.keys() >= {"bias_kernel", "penalize_kernel"}
+        assert gpu.copies["down"] == 1, f"{kind}: {gpu.copies}"
+        assert gpu.copies["up"] == {"masked": 3, "penalized": 6}.get(kind, 2), f"{kind}: {gpu.copies}"
+        samples.read()
+        assert gpu.copies["down"] == 1
+        assert gpu.launches.keys() <= compiled, f"{kind}: a kernel is compiled during a request"
+    executor.close()
+    kernels = sum(gpu.captured[num_graphs - 1].values())  # of the smallest graph
+    sampling = sorted(gpu.captured[-1])
+    print(json.dumps({"name": name, "kv": kv, "kernels": kernels, "sampling": sampling}), flush=True)
+
+
+def find_faults() -> None:
+    """Do everything that a step must not do; the fake must find each of these faults."""
+
+    @triton.jit
+    def kernel(x_ptr):
+        tl.store(x_ptr, 1)
+
+    def capture(work: Callable[[], object]) -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            work()
+
+    with FakeGpu() as gpu:
+        on_gpu, on_host = torch.zeros(4, device="cuda"), torch.zeros(4)
+        faults: list[Callable[[], object]] = [
+            lambda: on_gpu.sum().item(),
+            on_gpu.tolist,
+            lambda: bool(on_gpu[0]),
+            lambda: on_gpu + on_host,
+            lambda: on_gpu.index_select(0, torch.tensor([1])),
+            lambda: kernel[(1,)](on_host),
+            lambda: kernel[(0,)](on_gpu),
+            lambda: capture(lambda: on_gpu.copy_(on_host)),
+            lambda: capture(lambda: torch.tensor([1], device="cuda")),
+            lambda: capture(lambda: torch.cuda.Event().synchronize()),
+            lambda: capture(on_gpu.cpu),
+        ]
+        for number, fault in enumerate(faults):
+            gpu._capturing = None
+            try:
+                fault()
+            except (AssertionError, RuntimeError):
+                continue
+            sys.exit(f"fault {number} was not found")
+        gpu._capturing = None
+        kernel[(1,)](on_gpu)
+        on_gpu.cpu()
+        on_gpu.copy_(on_host, non_blocking=True)
+        assert (gpu.launches, gpu.blocking, gpu.copies) == ({"kernel": 1}, 1, {"up": 1, "down": 1})
+
+
+def _steps() -> Iterator[tuple[str, Step, bool]]:
+    """Yield each kind of step, and whether it replays a graph."""
+    seqs = [Sequence(i, [5] * PROMPT, PROMPT, SamplingParams(seed=i, num_logprobs=i)) for i in range(NUM_SEQUENCES)]
+    block_tables = [tuple(range(i * 8, i * 8 + CONTEXT // BLOCK_LEN)) for i in range(NUM_SEQUENCES)]
+
+    def step(position: int, tokens: list[int], rows: int, *, only: int = NUM_SEQUENCES) -> Step:
+        return Step(tuple(Chunk(seq, position, tokens, rows, block_tables[seq.id]) for seq in seqs[:only]))
+
+    yield "prompts", step(0, [5] * PROMPT, 1), False
+    yield "decoding", step(PROMPT, [6], 1), True
+    yield "ahead", step(PROMPT + 1, [LAST], 1), True
+    yield "ahead of fewer", step(PROMPT + 2, [LAST], 1, only=3), True
+    yield "verifying", step(PROMPT + 3, [7] * 4, 4), True
+    yield "verifying one", step(PROMPT + 7, [7] * 11, 11, only=1), True
+    yield "masked", step(PROMPT + 18, [8], 1, only=2), True
+    yield "more than a graph", step(PROMPT + 19, [8] * 5, 5), False
+    yield "one token of a prompt", step(PROMPT + 24, [9], 1, only=1), True
+    heavy = SamplingParams(repetition_penalty=1.1, logit_bias=((3, 2.0),))
+    seq = Sequence(9, [5] * (PROMPT + 26), PROMPT, heavy)
+    yield "penalized", Step((Chunk(seq, PROMPT + 25, [9], 1, block_tables[0]),)), True
+
+
+def _masks(executor: TorchExecutor, step: Step) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    return np.full((step.num_rows, (executor.info.num_vocab + 31) // 32), 5, np.int32)
+
+
+def main(folder: Path) -> None:
+    """Check everything."""
+    find_faults()
+    for name in MODELS:
+        write(build(name), folder / name)
+    for quant in TYPES:
+        write_tiny(folder / f"{quant}.gguf", quant=quant, width=256, heads=4, kv_heads=2, head_dim=64, ffn=256)
+    for name in MODELS:
+        settings = json.loads((folder / name / "config.json").read_text())
+        with FakeGpu() as gpu, open_safetensors(folder / name) as model:
+            source = FolderSource(model, settings)
+            check(name, gpu, load(read_config(settings), source, "cuda", torch.bfloat16, "triton", context=CONTEXT))
+    for quant in TYPES:
+        with FakeGpu() as gpu, open_gguf(folder / f"{quant}.gguf") as gguf:
+            config = read_config(gguf.metadata)
+            decoder = load(config, GGUFSource(gguf), "cuda", torch.bfloat16, "triton", context=CONTEXT)
+            for kv in FORMATS if quant == "q8_0" else ["f16"]:
+                check(quant, gpu, decoder, kv)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

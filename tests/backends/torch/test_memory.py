@@ -1,0 +1,206 @@
+"""The formulas of the torch executor's memory against real allocations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from edgelm.backends.plan import MachineMemory, plan
+from edgelm.backends.torch.graphs import SIZES
+from edgelm.backends.torch.memory import (
+    BLOCK_LEN,
+    GRAPH_TOKENS,
+    TorchMemory,
+    capacity,
+    chunk_sum_bytes,
+    head_bytes,
+    num_chunks,
+    split_sum_bytes,
+)
+from edgelm.checkpoints.gguf import open_gguf
+from edgelm.checkpoints.summary import model_facts
+from edgelm.config import Settings
+from edgelm.kernels import cache
+from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, planes
+from edgelm.models.loading.sources import GGUFSource
+from tests.tiny import write_tiny
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("kv", cache.FORMATS)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
+def test_a_position_has_the_bytes_of_the_cache(kv: str, head_dim: int) -> None:
+    assert 3 * head_bytes(kv, head_dim) == cache.FORMATS[kv].bytes_per_token(3, head_dim)
+    layer = cache.allocate(cache.FORMATS[kv], 2, 3, head_dim, "cpu")
+    assert sum(plane.nbytes for plane in layer.planes.values()) == 2 * BLOCK_LEN * 3 * head_bytes(kv, head_dim)
+
+
+def test_the_block_length_is_that_of_the_cache() -> None:
+    assert BLOCK_LEN == cache.BLOCK_LEN
+
+
+def test_the_chunks_of_a_context_are_those_of_the_kernel() -> None:
+    from edgelm.kernels.attention import launch
+
+    for length in (1, 32, 256, 257, 8192, 8193, 24576, 24577, 131072, 10**6):
+        assert num_chunks(length) == launch.num_chunks(length)
+    assert SIZES[-1] == GRAPH_TOKENS
+
+
+class _NoKernel:
+    """Replaces a kernel, and does nothing when launched."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def allocated(
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    sequences: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    context: int,
+    rows: int,
+) -> tuple[int, int]:
+    """Return the bytes that a call of attention allocates: for decode and verify, and for prompts."""
+    from edgelm.kernels.attention import launch
+
+    sizes: list[int] = []
+    real = torch.empty
+
+    def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        tensor = real(shape, dtype=dtype, device=device)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device="meta")
+
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    for name in ("attend_chunks", "combine_chunks", "attend_tiles"):
+        monkeypatch.setattr(launch, name, _NoKernel())
+    layer = cache.allocate(cache.FORMATS["int8"], 1, num_kv_heads, head_dim, "meta")
+    q = torch.zeros(tokens, num_heads, head_dim, device="meta")
+    block_tables = integers(sequences, -(-context // BLOCK_LEN))
+    query_start_loc, seq_lens = integers(sequences + 1), integers(sequences)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        launch.run(q, layer, block_tables, query_start_loc, seq_lens, 1.0, 0, 0.0, None, rows, q)
+    return sum(sizes[:2]), sum(sizes[2:]) if rows > launch.VERIFY_LEN and sequences == 1 else 0
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "context"), [(32, 8, 128, 131072), (4, 2, 80, 2048), (16, 4, 256, 40_000)]
+)
+def test_the_scratch_of_attention_equals_its_allocations(
+    num_heads: int, num_kv_heads: int, head_dim: int, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = num_heads, num_kv_heads, head_dim, context
+    width, positions = -(-head_dim // 32) * 32, -(-context // BLOCK_LEN) * BLOCK_LEN
+    for tokens, sequences in ((1, 1), (4, 4), (16, 1), (16, 16), (512, 1), (512, 3), (512, 16), (512, 40)):
+        numbers = {1, 2, 3, sequences // 2, sequences - 1, sequences} & set(range(1, sequences + 1))
+        few = max(
+            allocated(monkeypatch, min(tokens, number * rows), number, *shape, rows)[0]
+            for number in numbers
+            for rows in (1, 4, 8, 11, 16)
+        )
+        planned = chunk_sum_bytes(tokens, sequences, num_heads, width, positions)
+        assert 0.7 * planned <= few <= planned, (tokens, sequences)
+    for tokens in (17, 32, 33, 64, 100, 128, 512):
+        _, prompts = allocated(monkeypatch, tokens, 1, *shape, rows=tokens)
+        assert prompts == split_sum_bytes(tokens, num_heads, num_kv_heads, width, positions), tokens
+        assert prompts < 16 * 2**20
+
+
+def test_a_plan_has_room_for_attention(tmp_path: Path) -> None:
+    """Graphs and other steps each have sums, which grow with the context."""
+    with open_gguf(write_tiny(tmp_path / "m.gguf", heads=4, kv_heads=2, head_dim=80, width=64)) as gguf:
+        memory = TorchMemory(model_facts(gguf), sequences=8)
+    grown = memory.workspace_bytes("f16", 131072) - memory.workspace_bytes("f16", 8192)
+    chunks = num_chunks(131072) - num_chunks(8192)
+    assert grown == (16 + 8 * 16) * 4 * chunks * (96 + 2) * 4
+
+
+def nbytes(weight: Weight) -> int:
+    if isinstance(weight, PackedWeight):
+        return sum(plane.nbytes for plane in planes(weight).values())
+    assert isinstance(weight, DenseWeight)
+    return weight.data.nbytes
+
+
+@pytest.mark.parametrize("quant", ["f32", "q8_0", "q4_0", "q4_k"])
+def test_weights_have_the_predicted_size(tmp_path: Path, quant: str) -> None:
+    path = write_tiny(tmp_path / "m.gguf", quant=quant, width=256, ffn=512, head_dim=64)
+    with open_gguf(path) as gguf:
+        predicted = TorchMemory(model_facts(gguf), sequences=1).weights.resident
+        source = GGUFSource(gguf)
+        held = sum(
+            nbytes(source.matrix(name)) if len(source.shape(name)) == 2 else source.vector(name).nbytes
+            for name in source.names
+        )
+    assert held == pytest.approx(predicted, rel=0.01)
+
+
+def test_int4_makes_weights_smaller(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf", quant="f32", layers=1, width=128, ffn=256)
+    with open_gguf(path) as gguf:
+        facts = model_facts(gguf)
+        plain, small = (
+            TorchMemory(facts, sequences=1, quantize=quantize).weights.resident for quantize in ("off", "int4")
+        )
+        source = GGUFSource(gguf, quantize="int4")
+        held = sum(
+            nbytes(source.matrix(name)) if len(source.shape(name)) == 2 else source.vector(name).nbytes
+            for name in source.names
+        )
+    assert small < plain / 6
+    assert held == pytest.approx(small, rel=0.02)
+
+
+def test_less_memory_gives_a_smaller_cache_and_then_less_context(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf", layers=8, heads=8, kv_heads=8, head_dim=256, context=32768)
+    with open_gguf(path) as gguf:
+        facts = model_facts(gguf)
+    memory = TorchMemory(facts, sequences=8)
+
+    def chosen(free: float) -> tuple[str, int]:
+        option = plan(facts, Settings(), MachineMemory(free_bytes=int(free), cores=1), memory).require()
+        assert option.total_bytes <= 0.95 * free
+        return option.kv, option.context
+
+    def needed(kv: str) -> float:
+        return (memory.weights.resident + memory.kv_bytes(kv, 8192) + memory.workspace_bytes(kv, 8192)) / 0.95
+
+    assert chosen(8 * GIB) == ("f16", 8192)
+    assert chosen(needed("f16") * 0.99) == ("int8", 8192)
+    assert chosen(needed("k8v4") * 0.99) == ("k6v4", 8192)
+    assert chosen(needed("k6v4") * 0.99)[1] < 8192
+
+
+def test_the_largest_matrix_as_float32_is_counted_on_the_cpu(tmp_path: Path) -> None:
+    """The reference dequantizes it in each step, and the process keeps that memory."""
+    sizes = {}
+    for vocab in (512, 100_512):
+        path = write_tiny(tmp_path / f"{vocab}.gguf", vocab_size=vocab, width=64, layers=1)
+        with open_gguf(path) as gguf:
+            sizes[vocab] = TorchMemory(model_facts(gguf), sequences=1, device="cpu").workspace_bytes("f16", 512)
+    logits = 64 * 100_000 * 4 * 2
+    assert sizes[100_512] - sizes[512] - logits == 4 * 64 * (100_512 - 512)
+
+
+def test_a_mode_of_llama_cpp_is_refused(tmp_path: Path) -> None:
+    with open_gguf(write_tiny(tmp_path / "m.gguf")) as gguf:
+        memory = TorchMemory(model_facts(gguf), sequences=1)
+    assert "torch engine" in memory.refusal("k8v16")
+    assert not memory.refusal("k6v4")
+
+
+def test_capacity_holds_the_context_and_a_block_for_each_sequence() -> None:
+    assert capacity(100, 3) == (4 + 3) * BLOCK_LEN
+    assert torch.tensor(capacity(8192, 8)).item() % BLOCK_LEN == 0

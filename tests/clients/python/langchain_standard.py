@@ -1,0 +1,73 @@
+"""LangChain's standard tests of a chat model, for ChatOpenAI (chat completions, responses) and ChatAnthropic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from checks import ADDRESS, MODEL
+from langchain_anthropic import ChatAnthropic
+from langchain_core.language_models import BaseChatModel
+from langchain_openai import ChatOpenAI
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+
+
+class _Standard(ChatModelIntegrationTests):
+    has_tool_calling = True
+    has_tool_choice = True
+    has_structured_output = True
+    supports_json_mode = True
+    supports_anthropic_inputs = False
+    supports_image_inputs = False
+    supports_image_urls = False
+    supports_pdf_inputs = False
+    supports_audio_inputs = False
+    model_override_value = MODEL
+
+
+class TestChatCompletions(_Standard):
+    """ChatOpenAI by /v1/chat/completions."""
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatOpenAI
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {
+            "model": MODEL,
+            "base_url": f"{ADDRESS}/v1",
+            "api_key": "any",
+            "max_retries": 0,
+            "timeout": 60,
+            "stream_usage": True,
+        }
+
+
+class TestResponses(TestChatCompletions):
+    """ChatOpenAI by /v1/responses."""
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return super().chat_model_params | {"use_responses_api": True}
+
+
+class TestMessages(_Standard):
+    """ChatAnthropic by /v1/messages."""
+
+    supports_json_mode = False
+    supports_anthropic_inputs = True
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatAnthropic
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {
+            "model": MODEL,
+            "base_url": ADDRESS,
+            "api_key": "any",
+            "max_retries": 0,
+            "timeout": 60,
+            "max_tokens": 500,
+        }

@@ -1,0 +1,229 @@
+"""Runs outside programs against `edgelm serve`, and prints one table. `make clients` installs them and starts this.
+
+It must run in a network namespace that has loopback alone: no client can reach the internet, and none needs to. Owns
+the list of clients, the failures that are known with their reasons, and the table. Exit code 1: an unexpected outcome.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from edgelm import __version__
+from edgelm.launch.agents import AGENTS
+from tests.clients.agents import Outcome, Place, llm
+from tests.clients.launched import checked
+from tests.clients.serve import MODEL, serving
+
+HERE = Path(__file__).resolve().parent
+LIMIT_S = 400
+NO_WIT = "the model knows nothing: its answer has the form that was asked for, and not the content"
+# client: check: reason. One that passes is reported too, so that the list stays true.
+KNOWN = {
+    "langchain": {
+        f"{group}::{test}": NO_WIT
+        for test in ("test_json_mode", "test_unicode_tool_call_integration")
+        for group in ("TestChatCompletions", "TestResponses", "TestMessages")
+        if (group, test) != ("TestMessages", "test_json_mode")  # skipped there
+    }
+}
+NOT_RUN = {
+    "OpenResponses compliance": "no package of npm or PyPI has it",
+    "llama.cpp's server tests": "they compare the words of models that they download",
+    "Pi 1.5.2": "its dependency @earendil-works/pi-codemode has no version that it accepts; 0.73.1 is run",
+    "Zed, VS Code": "no command line to run them by",
+    "Open WebUI": "its package is far too large; open_webui.py sends its requests by hand",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client, and how its checks run: a script that prints lines of JSON, pytest, agents.py, or launched.py."""
+
+    name: str
+    script: str = ""
+    venv: str = "venv"  # of the build folder: some packages do not go together
+    launched: bool = False  # by `edgelm launch`, against a model of its own (launched.py)
+
+
+CLIENTS = (
+    Client("openai-python", "openai_sdk.py"),
+    Client("anthropic-python", "anthropic_sdk.py"),
+    Client("langchain", "langchain_standard.py"),
+    Client("embeddings", "embeddings_checks.py"),
+    Client("openai-node", "openai_sdk.mjs"),
+    Client("anthropic-node", "anthropic_sdk.mjs"),
+    Client("ai-sdk", "ai_sdk.mjs"),
+    Client("llm"),
+    Client("ollama-python", "ollama_sdk.py", "ollama"),
+    Client("langchain-ollama", "langchain_with_ollama.py", "ollama"),
+    Client("llama-index", "llama_index_checks.py", "ollama"),
+    Client("open-webui", "open_webui.py", "ollama"),
+    Client("cline, continue", "ollama_agents.py", "ollama"),
+    *(Client(agent.name, launched=True) for agent in AGENTS if agent.name != "llm"),
+)
+
+
+@dataclass(slots=True)
+class Report:
+    """The outcomes of a client."""
+
+    name: str
+    version: str
+    outcomes: list[Outcome]
+    seconds: float = 0.0
+
+    def count(self, outcome: str) -> int:
+        return sum(one.outcome == outcome for one in self.outcomes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("clients", nargs="*", help=f"some of: {', '.join(client.name for client in CLIENTS)}")
+    parser.add_argument("--build", type=Path, required=True, help="folder with venv/ and node/")
+    arguments = parser.parse_args()
+    build = arguments.build.resolve()
+    chosen = [client for client in CLIENTS if not arguments.clients or client.name in arguments.clients]
+    reports = []
+    with tempfile.TemporaryDirectory(prefix="edgelm-clients-") as folder, serving(Path(folder)) as address:
+        for client in chosen:
+            begin = time.monotonic()
+            report = run(client, build, Path(folder), address)
+            report.seconds = time.monotonic() - begin
+            reports.append(report)
+            print(f"# {row(report)}", flush=True)
+    print()
+    print_table(reports)
+    return any(one.outcome in ("failed", "unexpected pass") for report in reports for one in report.outcomes)
+
+
+def run(client: Client, build: Path, folder: Path, address: str) -> Report:
+    """Run the checks of a client."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "LANG": "C.UTF-8"}
+    environment |= {
+        "EDGELM_ADDRESS": address,
+        "EDGELM_MODEL": MODEL,
+        "OPENAI_API_KEY": "any",
+        "ANTHROPIC_API_KEY": "any",
+    }
+    python = build / client.venv / "bin" / "python"
+    try:
+        if client.script == "langchain_standard.py":
+            report = run_pytest(client, python, folder, environment)
+        elif client.script.endswith(".py"):
+            report = run_script(client, [python, HERE / "python" / client.script], build, environment)
+        elif client.script:
+            for script in (HERE / "node").glob("*.mjs"):
+                shutil.copy(script, build / "node")  # modules are looked for beside the script
+            report = run_script(client, ["node", client.script], build / "node", environment)
+        elif client.launched:
+            report = run_launched(client.name, build)
+        else:
+            place = Place(folder / client.name, build / "venv", address, MODEL)
+            report = run_launched(client.name, build)
+            report.outcomes = [*llm(place), *report.outcomes]
+            if report.count("failed"):
+                print(place.log.read_text()[-4000:])
+    except subprocess.TimeoutExpired:
+        report = Report(client.name, "?", [Outcome("all", "failed", f"it ran past {LIMIT_S} s")])
+    known = KNOWN.get(client.name, {})
+    report.outcomes = [judged(one, known) for one in report.outcomes]
+    return report
+
+
+def judged(one: Outcome, known: dict[str, str]) -> Outcome:
+    """Return an outcome in the light of the failures that are known."""
+    if one.check not in known or one.outcome == "skipped":
+        return one
+    return Outcome(one.check, "known" if one.outcome == "failed" else "unexpected pass", known[one.check])
+
+
+def run_script(client: Client, command: list[str | Path], cwd: Path, environment: dict[str, str]) -> Report:
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=LIMIT_S, check=False
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = next((line["version"] for line in lines if "version" in line), "?")
+    outcomes = [Outcome(**line) for line in lines if "check" in line]
+    if done.returncode or not outcomes or any(one.outcome == "failed" for one in outcomes):
+        print(done.stderr[-4000:])
+    if done.returncode or not outcomes:
+        outcomes.append(Outcome("all", "failed", f"exit code {done.returncode}"))
+    return Report(client.name, found, outcomes)
+
+
+def run_pytest(client: Client, python: Path, folder: Path, environment: dict[str, str]) -> Report:
+    """Run LangChain's standard tests; one event loop for all, because its clients are kept between tests."""
+    found = folder / "junit.xml"
+    scopes = ["-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session"]
+    scopes += ["-o", "asyncio_default_fixture_loop_scope=session"]
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", HERE / "python"]
+    command += ["--confcutdir", HERE / "python", *scopes, "--timeout", "60", "--tb=short", f"--junitxml={found}"]
+    done = subprocess.run(
+        [*command, HERE / "python" / client.script], env=environment, text=True, capture_output=True, timeout=LIMIT_S,
+        check=False,
+    )  # fmt: skip
+    if not found.exists():
+        print(done.stdout[-4000:], done.stderr[-4000:])
+        return Report(client.name, "?", [Outcome("all", "failed", f"pytest ended with {done.returncode}")])
+    package = "langchain-openai"
+    query = [python, "-c", f"from importlib.metadata import version; print(version({package!r}))"]
+    number = subprocess.run(query, text=True, capture_output=True, check=True).stdout.strip()
+    return Report(client.name, number, list(_cases(found)))
+
+
+def _cases(junit: Path) -> Iterator[Outcome]:
+    for case in ET.parse(junit).iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        outcome, reason = "passed", ""
+        for child in case:
+            if child.tag in ("failure", "error"):
+                outcome, reason = "failed", child.get("message", "")
+            elif child.tag == "skipped":
+                outcome, reason = "skipped", child.get("message", "")
+        yield Outcome(name, outcome, " ".join(reason.split())[:200])
+
+
+def run_launched(name: str, build: Path) -> Report:
+    """Run an agent by `edgelm launch`; its transcript goes to the build folder."""
+    programs = [build / "node" / "node_modules" / ".bin", build / "venv" / "bin", build / "aider" / "bin"]
+    outcomes = list(checked(name, programs, build / "agents"))
+    transcript = build / "agents" / f"{name}.txt"
+    skipped = outcomes[0].outcome == "skipped"
+    return Report(name, "" if skipped else transcript.read_text().split(" by ")[0].split()[-1], outcomes)
+
+
+def row(report: Report) -> str:
+    counts = [report.count(outcome) for outcome in ("passed", "known", "skipped", "failed")]
+    seconds = f"{report.seconds:6.1f} s"
+    return f"{report.name:<18} {report.version:<10} " + " ".join(f"{count:>7}" for count in counts) + f"  {seconds}"
+
+
+def print_table(reports: list[Report]) -> None:
+    """Print the table, and below it the reason of each outcome that is not a pass."""
+    print(f"edgelm {__version__}\n")
+    print(f"{'client':<18} {'version':<10} {'passed':>7} {'known':>7} {'skipped':>7} {'failed':>7}")
+    for report in reports:
+        print(row(report))
+    for outcome in ("failed", "unexpected pass", "known", "skipped"):
+        rest = [(report.name, one) for report in reports for one in report.outcomes if one.outcome == outcome]
+        if rest:
+            print(f"\n{outcome}:")
+        for name, one in rest:
+            print(f"  {name}: {one.check}: {one.reason}")
+    print("\nnot run:")
+    for name, reason in NOT_RUN.items():
+        print(f"  {name}: {reason}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,259 @@
+"""PagedKV with files: idle prefixes are stored, and found again by the next process."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from edgelm.core import Drop, Load, Op, Save, Sequence, Store
+from edgelm.engine.kv_paged import PagedKV
+from edgelm.engine.prefixes import MIN_PREFIX_LEN
+from edgelm.engine.scheduler import Scheduler
+from edgelm.errors import SnapshotError
+from tests.counts import Count
+from tests.engine.fake import FakeExecutor, FakeFiles, Fault, PagedMemory
+from tests.engine.loop import Loop
+from tests.engine.simulation import fresh_seed
+
+CONVERSATIONS = Count(test=60, soak=2_000)
+A, B = ([token] * 50 for token in (1, 2))
+SYSTEM = [7, 8] * 30
+
+
+class Disk(Loop):
+    """A loop whose prefixes reach files, and that can continue as a new process."""
+
+    def __init__(self, block_len: int = 16, **facts: object) -> None:
+        self.files = FakeFiles()
+        self.block_len = block_len
+        super().__init__("paged", block_len=block_len, **facts)
+        self.start()
+
+    def start(self) -> None:
+        self.memory = memory = PagedMemory(self.info, self.block_len, self.files)
+        self.kv = PagedKV(self.info, self.block_len, memory, min_stored_len=MIN_PREFIX_LEN)
+        self.executor = FakeExecutor(self.info, memory)
+        self.scheduler = Scheduler(self.info, self.kv, self.clock)
+
+    def flush_idle(self) -> list[Op]:
+        step = self.scheduler.flush_idle()
+        if step:
+            self.executor.forward(step)
+        assert isinstance(self.memory, PagedMemory)
+        assert not self.memory.snapshots
+        return list(step.ops) if step else []
+
+    def restart(self) -> None:
+        self.flush_idle()
+        self.start()
+
+    def lengths(self) -> list[int]:
+        return sorted(len(file.tokens) for file in self.files.found)
+
+
+def kinds(ops: list[Op]) -> list[type]:
+    return [type(op) for op in ops]
+
+
+def test_a_conversation_continues_after_a_restart() -> None:
+    loop = Disk()
+    first = loop.ask(A)  # 57 positions
+    loop.restart()
+    second = loop.ask([*first.tokens, 7, 8])
+    assert second.cached == 48
+    assert loop.executor.num_computed == len(first.tokens) + 2 - 48 + second.completion_len - 1
+    assert loop.ask([*first.tokens, 9]).cached == 48, "it is in the cache now"
+    assert loop.files.num_fetched == 1
+
+
+def test_an_idle_flush_writes_each_conversation_once() -> None:
+    loop = Disk()
+    tokens = A
+    for _ in range(3):
+        tokens = loop.ask([*tokens, 9]).tokens
+    loop.ask(B)
+    assert not loop.ops
+    assert kinds(loop.flush_idle()) == [Save, Store, Drop] * 2
+    assert loop.flush_idle() == []
+    assert loop.lengths() == [48, (len(tokens) - 1) // 16 * 16]
+    more = loop.ask([*tokens, *SYSTEM])
+    assert kinds(loop.flush_idle()) == [Save, Store, Drop]
+    assert max(loop.lengths()) == (len(more.tokens) - 1) // 16 * 16
+
+
+def test_the_last_used_conversation_is_written_first() -> None:
+    loop = Disk()
+    loop.ask(A)
+    loop.ask(B)
+    loop.ask(A)
+    stored = [op.tokens[0] for op in loop.flush_idle() if isinstance(op, Store)]
+    assert stored == [1, 2]
+
+
+def test_branches_are_files_of_their_own() -> None:
+    loop = Disk()
+    first, second = loop.ask([*SYSTEM, *A]), loop.ask([*SYSTEM, *B])
+    loop.restart()
+    assert loop.lengths() == [112, 112]
+    assert loop.ask([*first.tokens, 5]).cached == 112
+    before = loop.files.num_fetched
+    assert loop.ask([*second.tokens, 5]).cached == 112
+    loads = [op for op in loop.ops if isinstance(op, Load)]
+    assert [(len(op.kv), op.first) for op in loads if isinstance(op.kv, tuple)] == [(7, 0), (4, 3)]
+    assert loop.files.num_fetched == before + 1
+
+
+def test_a_short_prefix_is_no_file_and_a_short_match_is_not_loaded() -> None:
+    loop = Disk()
+    loop.ask([5] * 20, max_tokens=1)
+    loop.ask(A)
+    loop.restart()
+    assert loop.lengths() == [48]
+    assert loop.ask([1] * 30, max_tokens=1).cached == 0  # one block
+    loop.start()
+    assert loop.ask([1] * 40, max_tokens=1).cached == 32
+    assert loop.ask([1] * 60).cached == 32, "one more block is not worth reading a file"
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    loop = Disk()
+    loop.ask(A)
+    loop.restart()
+    assert loop.ask([1] * 48).cached == 32
+    loop.start()
+    assert loop.ask([1] * 49).cached == 48
+
+
+def test_a_prefix_whose_head_was_evicted_is_no_file() -> None:
+    loop = Disk(context=128, capacity=128)
+    loop.ask(A, max_tokens=1)
+    assert isinstance(loop.kv, PagedKV)
+    digest = next(digest for digest, link in loop.kv._links.items() if not link.previous)
+    head = loop.kv._reusable[digest]
+    del loop.kv._idle[head]
+    loop.kv._forget(head)
+    assert loop.flush_idle() == []
+
+
+def test_a_prefix_serves_no_other_namespace() -> None:
+    loop = Disk()
+    for namespace, cached in (("a", 0), ("b", 0), ("a", 48), ("b", 48)):
+        loop.restart()
+        seq = loop.add(A)
+        seq.cache_namespace = namespace
+        loop.finish()
+        assert seq.cached == cached, namespace
+
+
+def test_a_damaged_file_is_deleted_and_the_next_best_serves() -> None:
+    loop = Disk()
+    long = loop.ask([*SYSTEM, *A])
+    loop.ask([*SYSTEM, *B])
+    loop.restart()
+    best = next(file.name for file in loop.files.found if file.tokens[-1] != 2)
+    loop.files.spoiled.add(best)
+    assert loop.ask([*long.tokens, 7]).cached in (len(SYSTEM) // 16 * 16, 112)
+    loop.restart()
+    loop.files.spoiled.update(loop.files.entries)
+    assert loop.ask([*long.tokens, 7]).cached == 0
+    assert not loop.files.found
+
+
+def test_a_state_that_cannot_be_loaded_is_computed_again() -> None:
+    loop = Disk()
+    first = loop.ask(A)
+    loop.restart()
+    seq = loop.add([*first.tokens, 7])
+    step = loop.scheduler.plan()
+    assert step
+    assert seq.cached == 48
+    assert isinstance(loop.memory, PagedMemory)
+    loop.memory.snapshots.clear()
+    with pytest.raises(SnapshotError):
+        loop.executor.forward(step)
+    loop.scheduler.recompute()
+    loop.executor.lenient = True
+    loop.files.spoiled.update(loop.files.entries)
+    loop.finish()
+    assert seq.completion_len == 8
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_step_that_fails_leaves_no_snapshot_and_no_wrong_block(done: int) -> None:
+    loop = Disk()
+    first = loop.ask(A)
+    loop.restart()
+    loop.executor.faults = {0: Fault("ops", done)}
+    loop.ask([*first.tokens, 7])
+    loop.executor.lenient = True
+    assert loop.ask([*first.tokens, 7]).completion_len == 8
+    assert isinstance(loop.memory, PagedMemory)
+    assert not loop.memory.snapshots
+
+
+def test_a_prompt_is_loaded_beside_running_sequences() -> None:
+    loop = Disk(context=128, capacity=256)
+    first = loop.ask(A)
+    loop.restart()
+    loop.add(B, max_tokens=40)
+    loop.step()
+    second = loop.add([*first.tokens, 3], max_tokens=20)
+    third = loop.add([*first.tokens, 4], max_tokens=20)
+    loop.finish()
+    assert (second.cached, third.cached) == (48, 48)
+    assert loop.files.num_fetched == 1
+
+
+def test_without_files_nothing_is_kept_for_a_later_process() -> None:
+    loop = Loop("paged")
+    loop.ask(A)
+    assert loop.scheduler.flush_idle() is None
+    assert isinstance(loop.kv, PagedKV)
+    assert not loop.kv._links
+
+
+def random_prompt(rng: random.Random, action: str, systems: list[list[int]], chats: list[Sequence]) -> list[int]:
+    if action == "new" or not chats:
+        return rng.choice(systems) + rng.choices(range(40), k=rng.randint(1, 20))
+    tokens = rng.choice(chats).tokens
+    if action == "turn":
+        return tokens + rng.choices(range(40), k=rng.randint(1, 10))
+    return tokens[: rng.randint(1, len(tokens))] + rng.choices(range(40), k=rng.choice([0, 3]))  # a branch, or a retry
+
+
+def disturb(rng: random.Random, action: str, loop: Disk) -> None:
+    loop.finish()
+    if action == "idle":
+        loop.flush_idle()
+    elif action == "restart":
+        loop.restart()
+    elif loop.files.found:
+        loop.files.spoiled.add(rng.choice(loop.files.found).name)
+
+
+def test_random_conversations_answer_as_without_a_cache() -> None:
+    """Turns, branches, parallel requests, restarts, damage: `Loop` compares each answer with that of one alone."""
+    rng = random.Random(seed := fresh_seed())
+    print("seed", seed)
+    fetched = 0
+    for _ in range(CONVERSATIONS):
+        capacity = rng.choice([256, 320, 1024])
+        loop = Disk(rng.choice([4, 16, 32]), capacity=capacity, max_sequences=rng.choice([1, 2, 4]))
+        systems = [rng.choices(range(40), k=rng.randint(1, 60)) for _ in range(2)]
+        chats: list[Sequence] = []
+        for _ in range(14):
+            action = rng.choice(["new", "turn", "turn", "branch", "idle", "restart", "restart", "damage"])
+            if chats and action in ("idle", "restart", "damage"):
+                disturb(rng, action, loop)
+                continue
+            prompt = random_prompt(rng, action, systems, chats)
+            if len(prompt) >= loop.info.context - 30:
+                continue
+            chats.append(loop.add(prompt, max_tokens=rng.randint(1, 20)))
+            chats[-1].cache_namespace = rng.choice(["", "", "other"])
+            for _ in range(rng.choice([0, 1, 3, 100])):
+                loop.step()
+        loop.finish()
+        fetched += loop.files.num_fetched
+    assert fetched >= CONVERSATIONS // 2

@@ -1,0 +1,124 @@
+"""The prompt that all sessions of an agent begin with outlives other conversations, within a limit for each key."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from edgelm.core import Save, Sequence, Store
+from edgelm.engine.kv_slots import SlotKV
+from edgelm.engine.prefixes import MIN_PREFIX_LEN
+from edgelm.engine.shared_prefixes import MAX_POINTS, SHARED_SHARE, BranchPoints, kept_longest
+from tests.engine.loop import Loop
+from tests.engine.simulation import fresh_seed
+
+SYSTEM = 300  # tokens
+BYTES = 10  # of one token's KV, in the fake
+
+
+def agent(rng: random.Random) -> list[int]:
+    return rng.choices(range(40), k=SYSTEM)
+
+
+def ask(loop: Loop, prompt: list[int], cache_namespace: str = "") -> Sequence:
+    seq = loop.add(prompt, max_tokens=4)
+    seq.cache_namespace = cache_namespace
+    loop.finish()
+    return seq
+
+
+def sessions(loop: Loop, system: list[int], count: int, cache_namespace: str = "") -> list[int | None]:
+    """Start sessions that begin alike; return how much of each prompt was cached."""
+    return [ask(loop, [*system, number, *[number + 1] * 60], cache_namespace).cached for number in range(count)]
+
+
+def shared_lens(loop: Loop) -> list[int]:
+    assert isinstance(loop.kv, SlotKV)
+    return [len(snapshot.tokens) for snapshot in loop.kv._snapshots if snapshot.shared]
+
+
+def test_other_conversations_do_not_evict_what_sessions_begin_with() -> None:
+    rng = random.Random(seed := fresh_seed())
+    loop = Loop(snapshot_bytes=SHARED_SHARE * 400 * BYTES, context=1024, capacity=4096)
+    system = agent(rng)
+    assert sessions(loop, system, 4)[1:] == [SYSTEM] * 3
+    assert shared_lens(loop) == [SYSTEM]
+    for _ in range(20):
+        ask(loop, rng.choices(range(40), k=350))
+    assert ask(loop, [*system, 30, 31]).cached == SYSTEM, f"seed {seed}"
+
+
+def test_the_turns_of_one_session_make_no_shared_prefix() -> None:
+    """A template may write an earlier answer in another way, so turns leave the session's own snapshots too."""
+    rng = random.Random(fresh_seed())
+    loop = Loop(context=4096, capacity=8192)
+    history = agent(rng)
+    for _ in range(12):
+        history += rng.choices(range(40), k=2 * MIN_PREFIX_LEN)
+        answer = ask(loop, history).tokens[len(history) :]
+        history += [(answer[0] + 1) % 40, *answer]
+    assert not shared_lens(loop)
+
+
+def test_a_shared_prefix_is_stored_at_once_and_a_longer_conversation_does_not_replace_it() -> None:
+    rng = random.Random(fresh_seed())
+    loop = Loop(context=1024, capacity=4096)
+    assert isinstance(loop.kv, SlotKV)
+    sessions(loop, agent(rng), 6)
+    assert sum(isinstance(op, Save) for op in loop.ops) >= 3
+    assert not [op for op in loop.ops if isinstance(op, Store)], "there is no disk"
+    assert shared_lens(loop) == [SYSTEM]
+
+
+def test_one_key_cannot_keep_more_than_its_share() -> None:
+    rng = random.Random(seed := fresh_seed())
+    loop = Loop(snapshot_bytes=SHARED_SHARE * 320 * BYTES, context=1024, capacity=4096)
+    own = agent(rng)
+    sessions(loop, own, 4, "own")
+    for _ in range(8):
+        sessions(loop, agent(rng), 4, "greedy")
+    assert ask(loop, [*own, 30, 31], "own").cached == SYSTEM, f"seed {seed}"
+
+
+def test_a_shared_prefix_serves_its_own_key_only() -> None:
+    rng = random.Random(fresh_seed())
+    loop = Loop(context=1024, capacity=4096)
+    system = agent(rng)
+    sessions(loop, system, 4, "own")
+    assert ask(loop, [*system, 30, 31], "other").cached == 0
+
+
+def test_a_prefix_that_takes_more_than_the_share_is_kept_as_any_other() -> None:
+    loop = Loop(snapshot_bytes=SHARED_SHARE * 299 * BYTES, context=1024, capacity=4096)
+    sessions(loop, agent(random.Random(fresh_seed())), 4)
+    assert not shared_lens(loop)
+
+
+def test_branch_points_are_bounded_and_forgive_a_few_equal_words() -> None:
+    rng = np.random.default_rng(seed := fresh_seed() % 2**32)
+    points = BranchPoints(256)
+    system = rng.integers(0, 1000, 600, np.int32)
+    assert not points.is_shared("a", system[:300])
+    assert not points.is_shared("b", system[:300]), "of another key"
+    assert not points.is_shared("a", system[: 301 + MIN_PREFIX_LEN])
+    assert points.is_shared("a", system[: 300 - MIN_PREFIX_LEN]), f"seed {seed}"
+    assert not points.is_shared("a", system[:255])
+    for _ in range(2 * MAX_POINTS):
+        points.is_shared("a", rng.integers(0, 1000, 300, np.int32))
+    assert len(points._points) == MAX_POINTS
+
+
+def test_each_key_keeps_its_last_used_shared_prefixes_within_its_share() -> None:
+    rng = random.Random(seed := fresh_seed())
+    for _ in range(200):
+        limit = rng.randrange(1, 1000)
+        shared = [(number, rng.choice("abc"), rng.randrange(1, 200)) for number in range(rng.randrange(12))]
+        kept = kept_longest(shared, limit)
+        for key in "abc":
+            own = [(number, nbytes) for number, owner, nbytes in shared if owner == key]
+            lens = [number in kept for number, _ in own]
+            assert lens == sorted(lens, reverse=True), f"seed {seed}: the last used ones"
+            count = sum(lens)
+            assert SHARED_SHARE * sum(nbytes for _, nbytes in own[:count]) <= limit, f"seed {seed}"
+            assert count == len(own) or SHARED_SHARE * sum(nbytes for _, nbytes in own[: count + 1]) > limit

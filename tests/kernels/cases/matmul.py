@@ -1,0 +1,231 @@
+"""The layouts, weights and compile cases of `matmul`.
+
+Owns the list of all layouts, and the making of random weights of any of them. Knows nothing of tests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from edgelm.kernels.layout import (
+    CHUNK,
+    SUPER,
+    TILE,
+    DenseWeight,
+    Layout,
+    PackedWeight,
+    layout_constants,
+    pack_codes,
+    pack_scales,
+)
+from tests.kernels.compile_case import CompileCase
+
+if TYPE_CHECKING:
+    from edgelm.kernels.matmul.kernel import Config
+
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("q4_0", 4, 32, "f16", zero=8),
+        Layout("q4_1", 4, 32, "f16", offset="min"),
+        Layout("q5_0", 5, 32, "f16", zero=16),
+        Layout("q5_1", 5, 32, "f16", offset="min"),
+        Layout("q8_0", 8, 32, "f16", code="signed"),
+        Layout("q4_k", 4, 32, "u8", offset="min"),
+        Layout("q5_k", 5, 32, "u8", offset="min"),
+        Layout("q6_k", 6, 16, "i8", zero=32),
+        Layout("iq4_nl", 4, 32, "f16", code="codebook", codebook=IQ4),
+        Layout("iq4_xs", 4, 32, "i8", code="codebook", codebook=IQ4),
+        Layout("mxfp4", 4, 32, "e8m0", code="codebook", codebook=MXFP4),
+        Layout("awq", 4, 128, "f16", offset="zero"),
+        Layout("gptq", 4, 64, "bf16", offset="zero"),
+        Layout("int4", 4, 128, "bf16", zero=8),
+        Layout("int8", 8, 192, "f32", zero=128),
+        Layout("fp8", 8, 128, "f32", code="fp8"),
+        Layout("int4_g16", 4, 16, "f16", offset="min"),
+        Layout("int6_g16", 6, 16, "f32", zero=32, offset="min"),
+        Layout("int5_g64", 5, 64, "bf16", offset="min"),
+    )
+}
+
+_SIZES = {"f16": 2, "bf16": 2, "f32": 4, "u8": 1, "i8": 1, "e8m0": 1}
+_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+
+
+def random_weight(
+    layout: Layout, rows: int, columns: int, generator: torch.Generator, *, ordered: bool = False, garbage: bool = True
+) -> PackedWeight:
+    """Make a weight of any layout, with values about as large as a model's; `ordered`: with an act-order.
+
+    With `garbage` the padding holds random codes, and scales that are NaN where the type has one.
+    """
+    width = max(CHUNK, layout.group, SUPER if layout.two_level else 0)
+    padded_rows, padded_columns = -(-rows // TILE) * TILE, -(-columns // width) * width
+    raw = torch.randint(0, 1 << layout.bits, (padded_rows, padded_columns), generator=generator).to(torch.uint8)
+    if layout.code == "fp8":
+        raw = torch.where((raw & 127) == 127, raw - 1, raw)  # no NaN
+    if not garbage:
+        raw[rows:] = 0
+        raw[:, columns:] = 0
+    codes, high = pack_codes(raw, layout.bits)
+    used = -(-columns // layout.group)
+    shape = (padded_rows, padded_columns // layout.group)
+
+    def plane(kind: str, size: float) -> Tensor:
+        fill: float
+        if kind in ("u8", "i8", "e8m0"):
+            low, top, dtype = {
+                "u8": (0, 64, torch.uint8),
+                "i8": (-128, 128, torch.int8),
+                "e8m0": (0, 132, torch.uint8),
+            }[kind]
+            values = torch.randint(low, top, shape, generator=generator).to(dtype)
+            fill = 0 if not garbage else 100
+        else:
+            values = (torch.randn(shape, generator=generator) * size).to(_DTYPES[kind])
+            fill = float("nan") if garbage else 0
+        values[rows:] = fill
+        values[:, used:] = fill
+        return pack_scales(values, layout.per_entry)
+
+    scales = plane(layout.scale, 0.1 / (1 << layout.bits))
+    offsets = None
+    if layout.offset == "min":
+        offsets = plane(layout.scale, 0.05)
+    elif layout.offset == "zero":
+        zeros = torch.randint(0, 1 << layout.bits, shape, generator=generator).to(torch.uint8)
+        offsets = pack_scales(zeros, layout.per_entry)
+    supers = None
+    if layout.two_level:
+        factors = torch.randn((2, padded_rows, padded_columns // SUPER), generator=generator) * 0.002
+        factors[:, rows:] = float("nan") if garbage else 0
+        parts = [pack_scales(f.to(torch.float16), 1) for f in factors]
+        supers = torch.cat(parts if layout.offset == "min" else parts[:1], -1).contiguous()
+    order = torch.randperm(columns, generator=generator) if ordered else None
+    return PackedWeight(layout, rows, columns, codes, scales, high, offsets, supers, order)
+
+
+def random_dense(rows: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> DenseWeight:
+    """Make a dense weight with values about as large as a model's."""
+    return DenseWeight((torch.randn(rows, columns, generator=generator) * 0.05).to(dtype))
+
+
+_POINTERS = {"f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "u8": "*u8", "i8": "*i8", "e8m0": "*u8"}
+
+
+def compile_cases() -> list[CompileCase]:
+    """Return the kernels for the shapes of an 8B model, in all formats, and with norm and gate."""
+    from edgelm.kernels.matmul.kernel import Config, combine_kernel, float32_config
+
+    # The instructions that an H200 has time for at 92 % of its bandwidth; for 16 rows of q4_k and q5_k, an H100.
+    budgets = {("q4_0", 8): 3.9, ("q4_0", 16): 3.9, ("q4_k", 8): 4.0, ("q4_k", 16): 5.0, ("q8_0", 8): 7.3}
+    budgets |= {("q5_k", 8): 5.3, ("q5_k", 16): 6.2, ("q6_k", 8): 5.65, ("q6_k", 16): 5.8, ("q8_0", 16): 7.3}
+    cases = [
+        compile_case(name, dtype, rows, Config(4, tiles, True, 1), budget=budgets.get((name, rows)))
+        for name in LAYOUTS
+        for dtype in ("fp16", "bf16")
+        for rows, tiles in ((8, 2), (16, 2))
+    ]
+    cases += [compile_case(None, dtype, rows, Config(4, 2, False, 1)) for dtype in ("fp16", "bf16") for rows in (8, 16)]
+    cases += [  # in float32, which is slow
+        compile_case(name, dtype, 16, float32_config(Config(8, 2, True, 1), False), dense=dense)
+        for name, dtype, dense in (("q6_k", "fp32", None), (None, "bf16", "fp16"))
+    ]
+    cases += [
+        compile_case("q4_k", "bf16", 8, Config(8, 1, True, 4), norm=True, x="fp32"),
+        compile_case("q4_k", "bf16", 8, Config(4, 2, True, 1), norm=True, gate="silu", x="fp32"),
+        compile_case("q4_k", "bf16", 16, Config(4, 2, True, 1), norm=True, gate="silu", x="fp32"),
+        compile_case("q6_k", "bf16", 8, Config(4, 2, True, 1), norm=True, x="fp32"),
+        compile_case(None, "bf16", 8, Config(4, 2, False, 1), norm=True, x="fp32"),
+        compile_case("q4_0", "bf16", 16, Config(4, 4, True, 1)),
+    ]
+    signature = dict.fromkeys(combine_kernel.arg_names, "constexpr")
+    signature |= {"partial": "*fp32", "out": "*fp16", "residual_stride": "i32", "eps": "fp32"}
+    constants = dict.fromkeys(("partial_squares", "bias", "residual", "GATE"), None)
+    constants |= {"N": 4096, "K": 4096, "LIMIT": 0.0, "ALPHA": 0.0, "NORM": False, "SPLITS": 4, "BLOCK": 128}
+    cases.append(CompileCase("matmul combine", combine_kernel, signature, constants, ("partial", "out")))
+    return cases
+
+
+def compile_case(
+    name: str | None,
+    dtype: str,
+    rows: int,
+    config: Config,
+    *,
+    norm: bool = False,
+    gate: str | None = None,
+    budget: float | None = None,
+    dense: str | None = None,
+    x: str | None = None,
+) -> CompileCase:
+    """Describe `decode` for 4096 x 4096 in a layout (None: dense, of x's type or another), as launched on a GPU.
+
+    `x`: its type, where it is a residual stream that is normed and multiplied as `dtype`.
+    """
+    import triton.language as tl
+
+    from edgelm.kernels.gpu_target import kwidth
+    from edgelm.kernels.matmul.kernel import decode_kernel
+
+    layout = LAYOUTS[name] if name else None
+    blocks = 1 if rows <= 8 else 2
+    kind = f"*{dtype}"
+    common = dtype if dense is None else "fp32"
+    pointers = {"x": f"*{x or dtype}", "codes": "*i32" if layout else f"*{dense or dtype}", "out": kind}
+    if layout is not None:
+        pointers |= _scale_pointers(layout)
+    if norm:
+        pointers |= {"norm": "*fp32"}
+    if config.splits > 1:
+        pointers |= {"partial": "*fp32", "partial_squares": "*fp32"}
+    integers = {"x_stride": "i32", "residual_stride": "i32", "rows": "i32"}
+    constants: dict[str, object] = {**layout_constants(layout)}
+    constants |= dict.fromkeys(
+        {"high", "scales", "offsets", "supers", "bias", "residual", "norm", "partial", "partial_squares"}
+        - set(pointers)
+    )
+    types = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
+    constants |= {
+        "N": 4096, "K": 4096, "CHUNKS": 64, "GATE": gate, "LIMIT": 0.0, "ALPHA": 0.0,
+        "ASM": common != "fp32", "DTYPE": types[common], "NW": config.warps, "MT": config.tiles,
+        "TT": blocks, "SPLITS": config.splits, "PF": config.prefetch, "KW": kwidth(),
+    }  # fmt: skip
+    signature = dict.fromkeys(decode_kernel.arg_names, "constexpr") | pointers | integers | {"eps": "fp32"}
+    after = f"{' norm' if norm else ''}{f' {gate}' if gate else ''}"
+    return CompileCase(
+        f"matmul {name or f'dense {dense}'.removesuffix(' None')} {dtype} rows={rows} {tuple(config)}{after}",
+        decode_kernel,
+        signature,
+        constants,
+        (*pointers, "x_stride"),
+        config.warps,
+        {"num_stages": 1},
+        loop_weights=32 * config.tiles
+        if layout and common != "fp32"
+        else 0,  # the loop of dense rows is unrolled for sm_80
+        budget=budget,
+        wide_loads=name not in ("int4_g16", "int6_g16"),  # their scales are half of the bytes read
+        main=dtype == "fp16" and (name, rows) in (("q4_0", 16), ("q4_k", 8), ("q6_k", 8), (None, 8)),
+    )
+
+
+def _scale_pointers(layout: Layout) -> dict[str, str]:
+    def pointer(kind: str) -> str:
+        together = {2: "*i16", 4: "*i32"}.get(_SIZES[kind] * layout.per_entry)
+        return together if together and layout.per_entry > 1 else _POINTERS[kind]
+
+    pointers = {"scales": pointer(layout.scale)}
+    if layout.bits in (5, 6):
+        pointers["high"] = "*i32"
+    if layout.offset != "none":
+        pointers["offsets"] = pointer("u8" if layout.offset == "zero" else layout.scale)
+    if layout.two_level:
+        pointers["supers"] = "*i32" if layout.offset == "min" else "*fp16"
+    return pointers

@@ -1,0 +1,73 @@
+"""Real models behind the routes of an engine process, in this process, for OpenAI's client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import openai
+
+from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
+from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.model import LoadedModel
+from edgelm.config import Settings
+from edgelm.core import Drafter
+from edgelm.engine.clock import Measured, StepClock, StepCosts
+from edgelm.engine.engine import Engine
+from edgelm.engine.kv_slots import SlotKV
+from edgelm.engine.scheduler import Scheduler
+from edgelm.jobs.answer import Answerer
+from edgelm.sampling.grammar import GrammarCompiler
+from edgelm.server.engine_app import EngineParts, engine_app
+from edgelm.text.prompt_token_cache import PromptTokenCache
+from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.tokenizer import LlamaTokenizer
+
+LIMIT_S = 120.0
+
+
+@contextmanager
+def loaded_model(path: Path, drafter: Drafter | None = None, *, context: int = 4096) -> Iterator[LoadedModel]:
+    """Run a model with arithmetic that is equal with drafts and without: flash attention and int8 KV."""
+    model = LlamaModel(path)
+    tokenizer = LlamaTokenizer.of_model(model.native, model)
+    executor = LlamaExecutor(model, LlamaOptions(context=context, kv="int8", threads=1, batch_threads=1))
+    clock = StepClock(
+        StepCosts([Measured(rows, 0, 1 + rows / 64) for rows in (1, 2, 4, 8, 16, 32)])
+    )  # rows cost little
+    engine = Engine(executor, Scheduler(executor.info, SlotKV(executor.info, 2**26), clock, drafter), clock).start()
+    try:
+        yield LoadedModel(path.stem, engine, tokenizer, PromptTokenCache())
+    finally:
+        engine.close()
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that answers."""
+
+    loaded: LoadedModel
+    answerer: Answerer
+    client: openai.AsyncOpenAI
+
+
+@asynccontextmanager
+async def served(loaded: LoadedModel, settings: Settings | None = None) -> AsyncIterator[Served]:
+    """Answer in this event loop."""
+    templates = TemplateRunner(loaded.tokenizer, loaded.prompt_tokens)
+    grammars = GrammarCompiler(loaded.tokenizer, loaded.engine.info.num_vocab)
+    answerer = Answerer(loaded, templates, grammars, settings or Settings())
+    app = engine_app(EngineParts(loaded, answerer), "key")
+    transport = httpx2.ASGITransport(app=app)
+    http = httpx2.AsyncClient(transport=transport, timeout=LIMIT_S)
+    try:
+        async with openai.AsyncOpenAI(
+            base_url="http://edgelm/v1", api_key="key", http_client=http, max_retries=0
+        ) as client:
+            yield Served(loaded, answerer, client)
+    finally:
+        await templates.close()
+        await grammars.close()

@@ -1,0 +1,271 @@
+"""/v1/completions as OpenAI's client meets it, with a real tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from numpy.typing import NDArray
+
+from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.model import LoadedModel
+from edgelm.core import Sampled
+from edgelm.errors import RequestError
+from edgelm.llama_binding import L
+from edgelm.server.api.completions import MAX_ANSWERS, MAX_PROMPTS
+from edgelm.server.api.dialects import parse_request
+from edgelm.server.api.errors import ApiError
+from edgelm.server.api.logprobs import TextOffsets, completion_logprobs
+from edgelm.text.encoding import TextEncoder
+from edgelm.text.fim import fim_tokens
+from tests.bare import BareLoop
+from tests.engine.fake import SimpleDrafter
+from tests.served import Served, loaded_model, served
+from tests.tiny import BOS, write_tiny
+
+PROMPT = "once upon a time"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("models") / "tiny.gguf", context=512, endless=True)
+
+
+class Quiet(SimpleDrafter):
+    """Drafts nothing: only known tokens are drafted."""
+
+    def propose(self, seq: Any, marginal_cost: Any, forced: Any = ()) -> list[int]:
+        return []
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Iterator[LoadedModel]:
+    with loaded_model(path, Quiet(), context=512) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+async def edgelm(model: LoadedModel) -> AsyncIterator[Served]:
+    async with served(model) as made:
+        yield made
+
+
+def create(edgelm: Served, **fields: Any) -> Any:
+    return edgelm.client.completions.create(
+        **{"model": "m", "prompt": PROMPT, "max_tokens": 6, "temperature": 0} | fields
+    )
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def plain_logprobs(path: Path, ids: list[int]) -> list[NDArray[np.float64]]:
+    """Return the log-probabilities behind each token, from llama.cpp one token at a time."""
+    model = LlamaModel(path)
+    loop = BareLoop(model.native, 512, kv="int8", flash=True, threads=1)
+    rows = []
+    for position, token in enumerate(ids):
+        loop.decode([token], position)
+        rows.append(log_softmax(np.ctypeslib.as_array(L.llama_get_logits(loop.context), (loop.num_vocab,)).copy()))
+    loop.close()
+    return rows
+
+
+@pytest.mark.parametrize("max_tokens", [0, 4])
+async def test_echo_has_the_models_own_log_probabilities(edgelm: Served, path: Path, max_tokens: int) -> None:
+    tokenizer = edgelm.loaded.tokenizer
+    ids = tokenizer.encode(PROMPT, special=True, bos=True)
+    answer = await create(edgelm, echo=True, logprobs=3, max_tokens=max_tokens)
+    (choice,) = answer.choices
+    assert choice.text.startswith(PROMPT)
+    assert choice.finish_reason == "length"
+    assert answer.usage.prompt_tokens == len(ids)
+    assert answer.usage.completion_tokens == max_tokens
+    logprobs = choice.logprobs
+    assert len(logprobs.tokens) == len(ids) + max_tokens
+    assert (logprobs.token_logprobs[0], logprobs.top_logprobs[0]) == (None, None)
+    rows = plain_logprobs(path, ids)
+    for index in range(1, len(ids)):
+        row = rows[index - 1]
+        assert logprobs.token_logprobs[index] == pytest.approx(row[ids[index]], abs=1e-3)
+        best = sorted(logprobs.top_logprobs[index].values(), reverse=True)
+        assert best == pytest.approx(np.sort(row)[::-1][:3].tolist(), abs=1e-3)
+    # The first token is the BOS, which is no text; the first word of the vocabulary begins with a space.
+    assert "".join(logprobs.tokens[1 : len(ids)]).removeprefix(" ") == PROMPT
+    for token, offset in list(zip(logprobs.tokens, logprobs.text_offset, strict=True))[2 : len(ids)]:
+        assert choice.text[offset : offset + len(token)] == token
+
+
+async def test_echo_of_ids_and_of_several_choices(edgelm: Served) -> None:
+    ids = edgelm.loaded.tokenizer.encode(PROMPT, special=True, bos=True)
+    by_ids = await create(edgelm, prompt=ids, echo=True, logprobs=0, max_tokens=0)
+    by_text = await create(edgelm, echo=True, logprobs=0, max_tokens=0)
+    assert by_ids.choices == by_text.choices
+    several = await create(edgelm, echo=True, n=4, temperature=1, logprobs=0)
+    assert all(choice.text.startswith(PROMPT) and len(choice.text) > len(PROMPT) for choice in several.choices)
+    assert len({choice.text for choice in several.choices}) > 1
+    with pytest.raises(openai.BadRequestError, match="vocabulary"):
+        await create(edgelm, prompt=[10**6], echo=True, max_tokens=0)
+    with pytest.raises(openai.BadRequestError, match="vocabulary"):
+        await create(edgelm, prompt=[-1], echo=True, max_tokens=0)
+
+
+async def test_several_prompts_are_answered_at_the_same_time_and_in_order(edgelm: Served) -> None:
+    prompts = ["the little girl", "a big dog", "he said"]
+    alone = [(await create(edgelm, prompt=prompt)).choices[0].text for prompt in prompts]
+    together = await create(edgelm, prompt=prompts)
+    assert [choice.index for choice in together.choices] == [0, 1, 2]
+    assert [choice.text for choice in together.choices] == alone
+    lengths = [len(edgelm.loaded.tokenizer.encode(prompt, special=True, bos=True)) for prompt in prompts]
+    assert together.usage.prompt_tokens == sum(lengths)
+    assert together.usage.completion_tokens == 18
+    twice = await create(edgelm, prompt=prompts, n=2)
+    assert [choice.index for choice in twice.choices] == list(range(6))
+    assert [choice.text for choice in twice.choices[::2]] == alone
+    assert (twice.usage.prompt_tokens, twice.usage.completion_tokens) == (sum(lengths), 36)
+    running = asyncio.create_task(create(edgelm, prompt=prompts, max_tokens=300))
+    while edgelm.loaded.engine.num_requests < 3:
+        assert not running.done()
+        await asyncio.sleep(0)
+    await running
+
+
+async def test_a_stream_has_the_same_text_and_counts(edgelm: Served) -> None:
+    fields: dict[str, Any] = {"prompt": ["the cat", "a dog"], "n": 2, "temperature": 1, "seed": 5, "logprobs": 1}
+    whole = await create(edgelm, **fields)
+    texts, tokens, ends = [""] * 4, [[] for _ in range(4)], [""] * 4
+    usage = None
+    async for chunk in await create(edgelm, **fields, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            tokens[choice.index] += list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+    assert texts == [choice.text for choice in whole.choices]
+    assert tokens == [
+        list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)) for choice in whole.choices
+    ]
+    assert ends == [choice.finish_reason for choice in whole.choices]
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+
+
+async def test_best_of_returns_the_most_likely(edgelm: Served) -> None:
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 3, "logprobs": 0}
+    every = await create(edgelm, **fields, n=4)
+    means = [np.mean(choice.logprobs.token_logprobs) for choice in every.choices]
+    best = await create(edgelm, **fields, n=2, best_of=4)
+    expected = sorted(every.choices, key=lambda choice: -means[choice.index])[:2]
+    assert [choice.text for choice in best.choices] == [choice.text for choice in expected]
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert best.usage.completion_tokens == 24
+
+
+async def test_suffix_without_marks_and_other_refusals(edgelm: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="filling in"):
+        await create(edgelm, suffix="b")
+    for fields in ({"prompt": ""}, {"prompt": []}, {"prompt": [[]]}):
+        try:
+            await create(edgelm, **fields)
+        except openai.BadRequestError as error:
+            assert "prompt" in str(error)  # noqa: PT017  a vocabulary with a BOS answers the empty text
+    with pytest.raises(openai.BadRequestError) as caught:
+        await create(edgelm, prompt="hello " * 2000)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "prompt"
+    clamped = await create(edgelm, max_tokens=10**6)
+    assert clamped.choices[0].finish_reason == "length"
+    assert clamped.usage.total_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"echo": True, "suffix": "x"}, "suffix"),
+        ({"prompt": ["x"] * (MAX_PROMPTS + 1)}, "prompt"),
+        ({"prompt": ["x"] * MAX_PROMPTS, "n": 2}, "n"),
+        ({"prompt": ["x"] * 33, "n": 1, "best_of": 2}, "best_of"),
+        ({"prompt": [1, "x"]}, "prompt.1"),
+        ({"prompt": [True]}, "prompt.0"),
+        ({"prompt": {}}, "prompt"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+    ],
+)
+def test_refused_fields_are_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_request("/v1/completions", {"model": "m", "prompt": "x"} | fields)
+    assert (caught.value.status, caught.value.body["error"]["param"]) == (400, param)
+
+
+def test_the_greatest_number_of_answers() -> None:
+    body = {"model": "m", "prompt": ["x"] * (MAX_ANSWERS // 8), "n": 8}
+    requests = parse_request("/v1/completions", body).answer_requests()
+    assert sum(request.num_choices for request in requests) == MAX_ANSWERS
+
+
+def test_sixteen_tokens_are_openais_default() -> None:
+    (request,) = parse_request("/v1/completions", {"model": "m", "prompt": "x"}).answer_requests()
+    assert request.sampling == {"max_tokens": 16}
+
+
+class MarkedTokenizer:
+    """A vocabulary of letters, with control tokens of some family."""
+
+    bos_id = BOS
+
+    def __init__(self, *marks: str) -> None:
+        self.marks = {mark: 1000 + index for index, mark in enumerate(marks)}
+        self.special_strings = frozenset(self.marks)
+
+    def encode(self, text: str, *, special: bool, bos: bool) -> list[int]:
+        ids = [self.marks[text]] if special and text in self.marks else [ord(letter) for letter in text]
+        return [BOS] * bos + ids
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), [BOS, 1000, 97, 1001, 98, 1002]),
+        (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), [BOS, 1000, 97, 1001, 98, 1002]),
+        (("[SUFFIX]", "[PREFIX]"), [BOS, 1000, 98, 1001, 97]),
+    ],
+)
+def test_the_marks_of_each_family(marks: tuple[str, ...], expected: list[int]) -> None:
+    def tokens(prefix: str, *marks: str) -> list[int]:
+        tokenizer: Any = MarkedTokenizer(*marks)
+        return [token for piece in fim_tokens(TextEncoder(tokenizer), prefix, "b") for token in piece]
+
+    assert tokens("a", *marks) == expected
+    injected = tokens(marks[0], *marks)
+    assert 1000 not in injected[2 if marks[0] != "[SUFFIX]" else 3 :], "a text's own marks are letters"
+    with pytest.raises(RequestError, match="filling in"):
+        tokens("a", *marks[:1])
+
+
+def test_offsets_count_characters_and_not_tokens() -> None:
+    class Pieces:
+        def piece(self, token: int) -> bytes:
+            return [b"", b"a", b"\xe6", b"\x97\xa5", b"b"][token]
+
+        def text_of(self, token: int) -> str:
+            return f"<{token}>"
+
+    tokenizer: Any = Pieces()
+    offsets = TextOffsets()
+    first = completion_logprobs(tokenizer, [Sampled(0), Sampled(1, -1.0), Sampled(2, -1.0)], offsets)
+    assert first["tokens"] == ["<0>", "a", "bytes:\\xe6"]
+    assert first["text_offset"] == [0, 0, 1]
+    assert first["token_logprobs"] == [None, -1.0, -1.0]
+    second = completion_logprobs(tokenizer, [Sampled(3, -1.0), Sampled(4, -1.0)], offsets)
+    assert second["text_offset"] == [1, 2]

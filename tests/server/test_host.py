@@ -1,0 +1,50 @@
+"""Predictions for the table of engines, by the worker that reads headers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from edgelm.config import Settings
+from edgelm.errors import EdgeLMError, ModelError
+from edgelm.library.scan import LocalModel
+from edgelm.server import host
+from edgelm.server.engine_link import Launcher
+from edgelm.server.host import Machine
+from edgelm.workers.messages import Footprint, Predict
+from tests.tiny import write_tiny
+
+
+class Questions:
+    """A launcher that starts nothing."""
+
+    async def question(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int) -> Predict:
+        return Predict(model.path, Settings(spec="off"), None, False, usable_bytes, False, freed_gpu_bytes)
+
+
+def predicted(path: Path, usable_bytes: int | None = None) -> Footprint:
+    machine = Machine(cast(Launcher, Questions()))
+    return asyncio.run(machine.predict(LocalModel("tiny", path), usable_bytes))
+
+
+def test_a_prediction_and_a_refusal(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "tiny.gguf")
+    assert predicted(path).total_bytes > path.stat().st_size
+    with pytest.raises(ModelError, match=r"0\.00 GiB are free"):  # of this class, so that the room adds who is pinned
+        predicted(path, 1)
+
+
+def test_a_file_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(EdgeLMError) as error:
+        predicted(tmp_path / "gone.gguf")
+    assert "gone.gguf" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_worker_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "WORKER", "edgelm.no_such_worker")
+    with pytest.raises(EdgeLMError, match="memory of tiny could not be predicted: the process ended with code 1"):
+        predicted(tmp_path / "tiny.gguf")

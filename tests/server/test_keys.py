@@ -1,0 +1,96 @@
+"""API keys: key files are private, and each key is found in the headers that clients send."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from starlette.datastructures import Headers
+
+from edgelm.errors import EdgeLMError
+from edgelm.server.keys import Key, Keys, read_key_file
+
+
+def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "keys"
+    path.write_text(text, encoding="utf-8")
+    path.chmod(mode)
+    return path
+
+
+def test_a_key_file_has_names_and_rights(tmp_path: Path) -> None:
+    path = key_file(tmp_path, "# our keys\neditor sk-aaaaaaaa\n\nme sk-bbbbbbbb admin\nsk-cccccccc\n")
+    assert read_key_file(path) == [
+        Key("editor", "sk-aaaaaaaa"),
+        Key("me", "sk-bbbbbbbb", admin=True),
+        Key("key 5", "sk-cccccccc"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "has no key"),
+        ("# nothing\n", "has no key"),
+        ("a short\n", "shorter than 8"),
+        ("a sk-äöüäöüäö\n", "not printable ASCII"),
+        ("a sk-aaaaaaaa root\n", "line 1 of .* has more than a name, a key and `admin`"),
+        ("a sk-aaaaaaaa\na sk-bbbbbbbb\n", "line 2 of"),
+        ("a sk-aaaaaaaa\nb sk-aaaaaaaa\n", "repeats"),
+    ],
+)
+def test_a_wrong_key_file_is_refused_by_line(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(EdgeLMError, match=problem) as caught:
+        read_key_file(key_file(tmp_path, text))
+    assert "sk-aaaaaaaa" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(EdgeLMError, match="others can read"):
+        read_key_file(key_file(tmp_path, "a sk-aaaaaaaa\n", mode))
+
+
+def test_a_link_or_a_folder_is_no_key_file(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(key_file(tmp_path, "a sk-aaaaaaaa\n"))
+    with pytest.raises(EdgeLMError, match="symbolic link"):
+        read_key_file(link)
+    with pytest.raises(EdgeLMError, match="not a file of yours"):
+        read_key_file(tmp_path)
+    with pytest.raises(EdgeLMError, match="cannot be read"):
+        read_key_file(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("headers", "name"),
+    [
+        ({"Authorization": "Bearer one-secret"}, "one"),
+        ({"authorization": "bearer  two-secret "}, "two"),
+        ({"X-Api-Key": "two-secret"}, "two"),
+        ({"Authorization": "Basic one-secret"}, None),
+        ({"Authorization": "Bearer one-secre"}, None),
+        ({"Authorization": "Bearer "}, None),
+        ({}, None),
+    ],
+)
+def test_a_key_is_found_in_the_headers_of_both_dialects(headers: dict[str, str], name: str | None) -> None:
+    keys = Keys([Key("one", "one-secret"), Key("two", "two-secret")])
+    key = keys.find(Headers(headers))
+    assert (key.name if key else None) == name
+
+
+def test_a_key_is_not_shown_and_has_a_namespace_of_its_own() -> None:
+    one, two = Key("one", "one-secret"), Key("two", "two-secret")
+    assert "secret" not in repr(one).replace("secret=", "")
+    assert one.cache_namespace != two.cache_namespace
+    assert "secret" not in one.cache_namespace
+
+
+def test_a_log_names_a_key_and_not_the_key() -> None:
+    key = Key("one", "one-secret", admin=True)
+    assert key.label == f"one ({key.cache_namespace[:8]}, admin)"
+
+
+def test_the_users_own_commands_share_what_requests_without_a_key_share() -> None:
+    assert Key("this user", "one-secret", of_user=True).cache_namespace == ""

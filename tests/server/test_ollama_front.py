@@ -1,0 +1,154 @@
+"""Ollama's routes of a real front: what a client of Ollama finds, and who may load, unload and pull."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from tests.library.test_ollama_store import store_model
+from tests.server.harness import ENDLESS, Front, serving, until
+
+FAST = {"options": {"num_predict": 3, "temperature": 0}}
+
+
+def chat(front: Front, **fields: Any) -> httpx2.Response:
+    asked = {"model": "tiny:latest", "messages": [{"role": "user", "content": "hello"}], **FAST}
+    return front.http.post("/api/chat", json=asked | fields)
+
+
+def lines(answer: httpx2.Response) -> list[dict[str, Any]]:
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def test_probes(front: Front) -> None:
+    for method in ("GET", "HEAD"):
+        answer = front.http.request(method, "/")
+        assert (answer.status_code, answer.text) == (200, "Ollama is running" if method == "GET" else "")
+    major, minor, _ = map(int, front.http.get("/api/version").json()["version"].split("."))
+    assert (major, minor) >= (0, 7), "VS Code wants 0.6.4"
+
+
+def test_a_look_loads_nothing(own: dict[str, str], models: Path, tmp_path: Path) -> None:
+    with serving(own, models / "tiny.gguf", log=tmp_path / "log") as front:
+        tags = front.http.get("/api/tags").json()["models"]
+        assert {"starter:latest", "tiny:latest"} <= {model["name"] for model in tags}
+        assert all(len(model["digest"]) == 64 and model["size"] and model["modified_at"] for model in tags)
+        shown = front.http.post("/api/show", json={"model": "tiny"}).json()
+        assert shown["capabilities"] == ["completion"], "it has no template for tools"
+        assert shown["model_info"]["llama.context_length"] == 512
+        assert front.http.get("/props").json()["default_generation_settings"] == {"n_ctx": 512}
+        assert front.http.get("/slots").json() == []
+        assert front.http.get("/api/ps").json() == {"models": []}
+        assert front.ps()["models"] == []
+
+
+def test_a_stream_and_a_whole_answer(front: Front) -> None:
+    got = lines(chat(front))
+    whole = chat(front, stream=False).json()
+    assert "".join(line["message"]["content"] for line in got) == whole["message"]["content"]
+    assert (got[-1]["done"], got[-1]["done_reason"], got[-1]["eval_count"]) == (True, "length", 3)
+    assert whole["model"] == "tiny:latest"
+    text = front.http.post(
+        "/api/generate", json={"model": "tiny", "prompt": "the", "raw": True, "stream": False} | FAST
+    )
+    assert text.json()["prompt_eval_count"] < whole["prompt_eval_count"]
+    (running,) = [model for model in front.http.get("/api/ps").json()["models"] if model["name"] == "tiny:latest"]
+    assert running["context_length"] == 512
+
+
+def test_without_a_content_type_a_program_is_heard_and_a_page_is_not(front: Front) -> None:
+    asked = json.dumps({"model": "tiny", "stream": False, "messages": [{"role": "user", "content": "x"}]} | FAST)
+    form = {"content-type": "application/x-www-form-urlencoded"}  # as `curl -d` sends it
+    for headers in ({}, form):
+        assert front.http.post("/api/chat", content=asked, headers=headers).status_code == 200
+    for more in (
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-mode": "no-cors"},
+        {"origin": front.address},
+        {"x-forwarded-for": "10.0.0.1"},
+        {"content-type": "text/plain"},
+    ):
+        assert front.http.post("/api/chat", content=asked, headers=form | more).status_code == 415, more
+    assert front.http.post("/v1/chat/completions", content=asked, headers=form).status_code == 415
+    refused = front.http.post("/api/chat", content=asked, headers=form | {"host": "evil.example"})
+    assert (refused.status_code, list(refused.json())) == (403, ["error"])
+
+
+def test_loading_and_unloading(front: Front) -> None:
+    loaded = front.http.post("/api/generate", json={"model": "tiny", "keep_alive": "20m"})
+    assert (loaded.json()["done_reason"], front.ps("tiny")["keep_alive_s"]) == ("load", 1200)
+    assert front.http.post("/api/generate", json={"model": "tiny", "keep_alive": 1e300}).status_code == 200
+    assert front.http.get("/api/ps").json()["models"][0]["expires_at"] > "2050", "as a date"
+    pid = front.ps("tiny")["pid"]
+    assert chat(front, options={**FAST["options"], "num_ctx": 32_768}).status_code == 200
+    assert front.ps("tiny")["pid"] == pid, "another num_ctx loads nothing again"
+    away = {"x-forwarded-for": "10.0.0.1"}
+    refused = front.http.post("/api/chat", json={"model": "tiny", "keep_alive": 0}, headers=away)
+    assert (refused.status_code, "admin" in refused.json()["error"]) == (403, True)
+    unloaded = front.http.post("/api/chat", json={"model": "tiny", "keep_alive": 0})
+    assert unloaded.json()["done_reason"] == "unload"
+    until("it is unloaded", lambda: front.ps("tiny") is None)
+    again = front.http.post("/api/chat", json={"model": "tiny", "keep_alive": 0})
+    assert again.status_code == 200, "as Ollama: it is not loaded, and that is what is wanted"
+
+
+def test_errors_have_ollamas_form(front: Front) -> None:
+    missing = chat(front, model="llama3:8b")
+    assert (missing.status_code, list(missing.json())) == (404, ["error"])
+    assert chat(front, messages=[{"role": "user", "content": "the " * 2000}]).status_code == 400
+    assert front.http.post("/api/show", json={"model": 3}).json()["error"]
+    assert front.http.get("/api/nothing").json() == {"error": "GET /api/nothing: not found"}
+
+
+def test_an_engine_that_dies_is_the_last_line(front: Front) -> None:
+    endless = {"model": "long", "prompt": "the", "raw": True, "options": ENDLESS | {"num_predict": 30_000}}
+    got = []
+    with front.http.stream("POST", "/api/generate", json=endless) as answer:
+        for line in answer.iter_lines():
+            got.append(json.loads(line))
+            if len(got) == 3:
+                os.kill(front.ps("long")["pid"], signal.SIGKILL)
+    assert all("response" in line for line in got[:-1])
+    assert list(got[-1]) == ["error"]
+
+
+def test_pulling_needs_the_right_to_it(front: Front) -> None:
+    assert [line["status"] for line in lines(front.http.post("/api/pull", json={"model": "tiny"}))] == [
+        "pulling manifest",
+        "success",
+    ]
+    assert front.http.post("/api/pull", json={"name": "tiny:latest", "stream": False}).json() == {"status": "success"}
+    away = front.http.post("/api/pull", json={"model": "tiny"}, headers={"x-forwarded-for": "10.0.0.1"})
+    assert away.status_code == 403
+    wrong = lines(front.http.post("/api/pull", json={"model": "no such name"}))
+    assert list(wrong[-1]) == ["error"]
+    assert front.http.post("/api/pull", json={"model": "no such name", "stream": False}).status_code == 404
+
+
+def test_a_model_of_ollamas_store_answers_at_the_second_port(own: dict[str, str], tmp_path: Path) -> None:
+    blob = store_model(tmp_path / "store", "small:1b")
+    before = blob.stat()
+    with httpx2.Client() as free:  # a free port, without a race that matters here
+        port = _free_port()
+        settings = {"OLLAMA_MODELS": str(tmp_path / "store"), "EDGELM_OLLAMA_PORT": str(port)}
+        with serving(own | settings, log=tmp_path / "log") as front:
+            second = f"http://127.0.0.1:{port}"
+            assert "ollama:small:1b" in [model["name"] for model in free.get(f"{second}/api/tags").json()["models"]]
+            asked = {"model": "small:1b", "prompt": "the", "raw": True, "stream": False} | FAST
+            assert free.post(f"{second}/api/generate", json=asked, timeout=60).json()["done"]
+            assert front.ps("ollama:small:1b")["state"] == "ready"
+    assert blob.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

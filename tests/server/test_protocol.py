@@ -1,0 +1,255 @@
+"""Connections that never become a request: they end, and they take no place from others. Answers are not cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import resource
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from edgelm.server import listener, protocol
+from edgelm.server.listener import AcceptNotices, Server, bind_tcp
+from edgelm.server.protocol import max_connections, raise_file_limit
+
+LIMIT_S = 30
+SHORT_S = 0.3
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+POST = b"POST /chat HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def pieces() -> AsyncIterator[bytes]:
+    for _ in range(5):
+        yield b"piece"
+        await asyncio.sleep(SHORT_S / 2)
+
+
+async def health(_: Request) -> Response:
+    return PlainTextResponse("well")
+
+
+async def chat(request: Request) -> Response:
+    await request.body()
+    return StreamingResponse(pieces())
+
+
+APP = Starlette(routes=[Route("/health", health, methods=["GET", "POST"]), Route("/chat", chat, methods=["POST"])])
+
+
+class Port:
+    """A server in this process."""
+
+    def __init__(self, server: Server, number: int) -> None:
+        self.server = server
+        self.number = number
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def connect(self, sent: bytes = b"") -> Streams:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.number)
+        self.writers.append(writer)
+        writer.write(sent)
+        return reader, writer
+
+    async def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+@asynccontextmanager
+async def serving(max_open: int | None = None) -> AsyncIterator[Port]:
+    sock = bind_tcp("127.0.0.1", 0)
+    server = Server(APP, grace_s=1)
+    if max_open is not None:
+        server.config.limit_concurrency = max_open
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    number = sock.getsockname()[1]
+    async with asyncio.timeout(LIMIT_S):
+        while not server.started:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+        port = Port(server, number)
+        try:
+            yield port
+        finally:
+            await port.close()
+            server.should_exit = True
+            await task
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_LIMIT_S", SHORT_S)
+    monkeypatch.setattr(protocol, "KEEP_ALIVE_S", SHORT_S)
+    monkeypatch.setattr(listener, "KEEP_ALIVE_S", SHORT_S)
+    monkeypatch.setattr(protocol, "LINGER_S", SHORT_S)
+
+
+async def drip(writer: asyncio.StreamWriter, piece: bytes) -> None:
+    """Send a little again and again, until the connection is closed."""
+    with suppress(ConnectionError):
+        while True:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(SHORT_S / 10)
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_connection_without_a_request_ends() -> None:
+    async with serving() as port:
+        reader, _ = await port.connect()
+        assert await reader.read() == b""
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("before", [b"", GET])
+async def test_a_head_that_never_ends_is_told_so(before: bytes) -> None:
+    """Also as the second request of a connection, and however often a byte comes."""
+    async with serving() as port:
+        reader, writer = await port.connect(before)
+        if before:
+            await reader.readuntil(b"well")
+        writer.write(b"POST /chat HTTP/1.1\r\n")
+        dripping = asyncio.create_task(drip(writer, b"x-more: x\r\n"))
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408")
+        assert b"connection: close" in head.lower()
+        assert json.loads(body)["error"]["code"] == "request_timeout"
+        await dripping
+        assert not port.server.server_state.connections
+
+
+@pytest.mark.usefixtures("short")
+async def test_the_rest_of_a_body_after_its_answer_ends() -> None:
+    async with serving() as port:
+        reader, writer = await port.connect(POST.replace(b"/chat", b"/health").replace(b": 9", b": 99999"))
+        await reader.readuntil(b"well")
+        await drip(writer, b"x")
+
+
+@pytest.mark.usefixtures("short")
+async def test_nothing_is_answered_after_the_rest_of_a_body() -> None:
+    async with serving() as port:
+        reader, writer = await port.connect(POST.replace(b"/chat", b"/health"))
+        await reader.readuntil(b"well")
+        writer.write(b"the body.")
+        assert await reader.read() == b""
+
+
+@pytest.mark.usefixtures("short")
+async def test_an_answer_may_take_longer_than_every_limit() -> None:
+    async with serving() as port:
+        reader, writer = await port.connect(POST + b"the body.")
+        text = await reader.readuntil(b"0\r\n\r\n")
+        assert text.count(b"piece") == 5
+        writer.write(GET)
+        assert b"well" in await reader.readuntil(b"well"), "the connection is kept"
+
+
+async def test_two_requests_sent_at_once_are_both_answered() -> None:
+    async with serving() as port:
+        reader, _ = await port.connect(GET + GET)
+        for _ in range(2):
+            await reader.readuntil(b"well")
+
+
+async def test_the_longest_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "EVICTION_S", 0.05)
+    async with serving(max_open=3) as port:
+        busy, _ = await port.connect(POST + b"the body.")
+        await busy.readuntil(b"piece")
+        oldest, _ = await port.connect()
+        await asyncio.sleep(0.1)
+        await port.connect(b"GET")
+        await asyncio.sleep(0.1)
+        newest, _ = await port.connect(GET)
+        assert b"well" in await newest.readuntil(b"well")
+        assert await oldest.read() == b""
+        assert (await busy.readuntil(b"0\r\n\r\n")).count(b"piece") == 4, "an answer is never cut"
+
+
+async def test_what_does_not_fit_is_told_to_come_back() -> None:
+    async with serving(max_open=4) as port:
+        streams = [await port.connect(POST + b"the body.") for _ in range(4)]
+        for reader, _ in streams:
+            await reader.readuntil(b"piece")
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port.number}", trust_env=False) as http:
+            for _ in range(20):
+                answer = await http.post("/chat", content=b"x" * 1000)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+                assert answer.headers["retry-after"] == "1"
+                assert answer.headers["x-request-id"].startswith("req_")
+            for reader, writer in streams:
+                await reader.readuntil(b"0\r\n\r\n")
+                writer.close()
+            await asyncio.sleep(0.1)
+            assert (await http.get("/health")).status_code == 200
+
+
+@pytest.fixture
+def file_limit() -> Iterator[int]:
+    """Give the hard limit on open files, with a low soft one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("the hard limit is too low")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_files_up_to_the_hard_limit(file_limit: int) -> None:
+    before = max_connections()
+    assert 250 < before < 512
+    raise_file_limit()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard == file_limit
+    assert 1024 < soft <= hard
+    assert before < max_connections() <= soft // 2
+    raise_file_limit()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+
+
+def test_a_full_table_of_files_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio reports every attempt to accept a connection, each with a traceback."""
+    loop, notices = asyncio.new_event_loop(), AcceptNotices()
+    context: dict[str, Any] = {"message": "out of system resource", "socket": None}
+    with caplog.at_level(logging.WARNING):
+        for _ in range(1000):
+            notices(loop, context | {"exception": OSError(errno.EMFILE, "Too many open files")})
+        assert [record.getMessage() for record in caplog.records] == [
+            "connections cannot be accepted: Too many open files; raise the limit with `ulimit -n`"
+        ]
+        notices(loop, {"message": "a bug", "exception": ZeroDivisionError()})
+    assert caplog.records[-1].exc_info, "other failures are shown whole"
+    loop.close()
+
+
+def test_a_wait_that_was_cancelled_in_the_turn_that_ends_it_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """anyio waits for a Unix socket so: without the handler each such client costs the log a traceback."""
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(AcceptNotices())
+
+    async def cancel_too_late() -> None:
+        waiting = loop.create_future()
+        loop.call_soon(waiting.set_result, None)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        loop.call_soon(int, "no number")
+        await asyncio.sleep(0)
+
+    with contextlib.closing(loop):
+        loop.run_until_complete(cancel_too_late())
+    assert [record.exc_info and record.exc_info[0] for record in caplog.records] == [ValueError]

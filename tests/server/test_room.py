@@ -1,0 +1,502 @@
+"""Memory for several models: who is loaded, who is unloaded for it, who waits, and who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from edgelm.errors import EdgeLMError, ModelError, StillLoadingError
+from edgelm.library.scan import LocalModel
+from edgelm.server import room
+from edgelm.server.room import DRAIN_S, ROOM_LIMIT_S
+from edgelm.server.slots import EngineSlot
+from edgelm.server.supervisor import EngineTable
+from edgelm.workers.messages import Footprint
+from tests.counts import Count
+from tests.server.fake_engines import FakeHost, FakeLink, Launches, footprint, model_called
+from tests.server.virtual_time import VirtualLoop
+
+LOAD_S = 2.0
+PEAK = 1.3  # of a model's size, while it loads
+EXAMPLES = Count(test=10, soak=1000)
+A, B, C, D = (model_called(name) for name in "abcd")
+
+
+class Machine(FakeHost):
+    """A machine on which engines take memory as they load, more for a moment than later."""
+
+    def __init__(self, total: int, sizes: dict[str, int], limit: int | None = None) -> None:
+        super().__init__(total, sizes)
+        self.limit = limit
+        self.most = 0
+
+    async def predict(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int = 0) -> Footprint:
+        plain = await super().predict(model, usable_bytes, freed_gpu_bytes)
+        await asyncio.sleep(0.5)
+        return footprint(plain.total_bytes, peak=int(PEAK * plain.total_bytes))
+
+    def take(self, pid: int, nbytes: int) -> None:
+        if nbytes:
+            self.taken[pid] = nbytes
+        else:
+            self.taken.pop(pid, None)
+        self.most = max(self.most, sum(self.taken.values()))
+
+
+class Engines(Launches):
+    """Engines that load in LOAD_S."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+        self.living: dict[str, FakeLink] = {}
+
+    async def __call__(self, model: LocalModel, planned: Footprint | None) -> FakeLink:
+        link = await super().__call__(model, planned)
+        loop, size = asyncio.get_running_loop(), self.machine.sizes.get(model.name, 1)
+        assert model.name not in self.living, "two engines of one model"
+        self.living[model.name] = link
+        steps = [(LOAD_S / 2, int(PEAK * size)), (LOAD_S, size)]
+        timers = [loop.call_later(delay, self.machine.take, link.pid, nbytes) for delay, nbytes in steps]
+        timers.append(loop.call_later(LOAD_S, link.load))
+
+        def ended() -> None:
+            for timer in timers:
+                timer.cancel()
+            self.machine.take(link.pid, 0)
+            self.living.pop(model.name, None)
+
+        link.on_end = ended
+        return link
+
+
+@contextmanager
+def virtual() -> Iterator[VirtualLoop]:
+    loop = VirtualLoop()
+    asyncio.set_event_loop(loop)
+    try:
+        yield loop
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    with virtual() as loop:
+        loop.run_until_complete(test)
+
+
+@asynccontextmanager
+async def served(
+    total: int, sizes: dict[str, int], *, limit: int | None = None, max_models: int | None = None
+) -> AsyncIterator[tuple[EngineTable, Engines]]:
+    engines = Engines(Machine(total, sizes, limit))
+    async with EngineTable(engines, engines.machine, limit_bytes=limit, max_models=max_models) as table:
+        yield table, engines
+
+
+async def ask(table: EngineTable, model: LocalModel, seconds: float = 1.0, keep_alive_s: float | None = None) -> None:
+    async with table.lease(model, keep_alive_s) as slot:
+        await slot.ready(600)
+        await asyncio.sleep(seconds)
+
+
+def loaded(table: EngineTable) -> list[str]:
+    return sorted(slot.model.name for slot in table.slots.values() if slot.state == "ready")
+
+
+def test_the_least_recently_used_idle_model_makes_room() -> None:
+    async def test() -> None:
+        async with served(10, {"a": 4, "b": 4, "c": 4}) as (table, _):
+            for model in (A, B, A):
+                await ask(table, model)
+            await ask(table, C)
+            assert loaded(table) == ["a", "c"]
+
+    run(test())
+
+
+def test_a_model_that_fits_beside_the_others_unloads_none() -> None:
+    async def test() -> None:
+        async with served(12, {"a": 4, "b": 4, "c": 4}) as (table, _):
+            for model in (A, B, C):
+                await ask(table, model)
+            assert loaded(table) == ["a", "b", "c"]
+
+    run(test())
+
+
+def test_two_loads_at_once_do_not_count_the_same_free_bytes() -> None:
+    async def test() -> None:
+        async with served(10, {"a": 6, "b": 6}) as (table, engines):
+            await asyncio.gather(ask(table, A, 5), ask(table, B, 5))
+            assert engines.machine.most <= PEAK * 6
+            assert loaded(table) == ["b"], "it came second, and the first was idle then"
+
+    run(test())
+
+
+def test_two_loads_at_once_where_memory_is_ample() -> None:
+    async def test() -> None:
+        async with served(100, {"a": 6, "b": 6}) as (table, _):
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            await asyncio.gather(ask(table, A, 0), ask(table, B, 0))
+            assert loop.time() - began < 2 * LOAD_S
+
+    run(test())
+
+
+def test_a_busy_model_is_waited_for_and_then_makes_room() -> None:
+    async def test() -> None:
+        async with served(10, {"a": 6, "b": 6}) as (table, _):
+            busy = asyncio.create_task(ask(table, A, 20))
+            await asyncio.sleep(5)
+            async with table.lease(B) as slot:
+                with pytest.raises(StillLoadingError, match="b waits for memory: a is in use") as waiting:
+                    await slot.ready(3)
+                assert waiting.value.retry_after_s
+                assert slot.state == "waiting"
+                await slot.ready(600)
+            assert busy.done()
+
+    run(test())
+
+
+def test_a_model_that_is_asked_all_the_time_does_not_starve_another() -> None:
+    async def test() -> None:
+        async with served(10, {"a": 6, "b": 6}) as (table, _):
+
+            async def always() -> None:
+                while True:
+                    await ask(table, A, 2)
+
+            others = [asyncio.create_task(always()) for _ in range(3)]
+            await asyncio.sleep(10)
+            async with asyncio.timeout(DRAIN_S + 2 + 2 * LOAD_S):
+                await ask(table, B)
+            before = asyncio.get_running_loop().time()
+            await ask(table, A)
+            assert asyncio.get_running_loop().time() - before < DRAIN_S + 3 * LOAD_S, "and the first is loaded again"
+            for other in others:
+                other.cancel()
+
+    run(test())
+
+
+def test_memory_that_never_becomes_free_is_a_clear_error_with_a_time_to_retry() -> None:
+    async def test() -> None:
+        async with served(10, {"a": 6, "b": 6}) as (table, _):
+            busy = asyncio.create_task(ask(table, A, 10_000))
+            await asyncio.sleep(5)
+            with pytest.raises(StillLoadingError, match=r"b got no memory within \d+ s: a is in use") as refused:
+                await ask(table, B)
+            assert refused.value.retry_after_s
+            assert asyncio.get_running_loop().time() < ROOM_LIMIT_S + 20
+            busy.cancel()
+
+    run(test())
+
+
+def test_a_model_that_can_never_fit_is_refused_at_once() -> None:
+    async def test() -> None:
+        async with served(10, {"a": 6, "b": 11}) as (table, _):
+            await ask(table, A)
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(ModelError, match="b needs 11"):
+                await ask(table, B)
+            assert asyncio.get_running_loop().time() - began < 1
+            assert loaded(table) == ["a"], "nothing was unloaded for it"
+
+    run(test())
+
+
+def test_a_pinned_model_stays_and_the_refusal_names_it() -> None:
+    async def test() -> None:
+        async with served(10, {"a": 6, "b": 6}) as (table, _):
+            await ask(table, A, keep_alive_s=math.inf)
+            with pytest.raises(ModelError, match="as a is kept for ever"):
+                await ask(table, B)
+            assert loaded(table) == ["a"]
+            await ask(table, A, keep_alive_s=60)
+            await ask(table, B)
+            assert loaded(table) == ["b"]
+
+    run(test())
+
+
+def test_max_models() -> None:
+    async def test() -> None:
+        async with served(100, {}, max_models=2) as (table, _):
+            for model in (A, B, C):
+                await ask(table, model)
+            assert loaded(table) == ["b", "c"]
+            for model in (B, C):
+                await ask(table, model, keep_alive_s=math.inf)
+            with pytest.raises(ModelError, match="--max-models is 2, and b and c are kept for ever"):
+                await ask(table, D)
+
+    run(test())
+
+
+def test_a_limit_holds_while_models_load() -> None:
+    async def test() -> None:
+        sizes = {"a": 300, "b": 300, "c": 300}
+        async with served(10_000, sizes, limit=1060) as (table, engines):
+            await asyncio.gather(*(ask(table, model, 3) for model in (A, B, C)))
+            assert engines.machine.most <= 1060
+            assert loaded(table) == ["a", "b", "c"], "with a ninth for conversations they fit"
+
+    run(test())
+
+
+def test_keep_alive_ends_a_model_in_time_and_polling_does_not_prolong_it() -> None:
+    async def test() -> None:
+        async with served(10, {}) as (table, _):
+            await ask(table, A, keep_alive_s=30)
+            await ask(table, B, keep_alive_s=0)
+            for _ in range(20):
+                await asyncio.sleep(1)
+                assert [slot.model.name for slot in table.all_slots()] == ["a"]
+                assert [slot.progress for slot in table.slots.values()] == [1.0]
+            await asyncio.sleep(10)
+            assert not table.all_slots()
+
+    run(test())
+
+
+def test_release_lets_a_busy_model_finish() -> None:
+    async def test() -> None:
+        async with served(10, {}) as (table, engines):
+            busy = asyncio.create_task(ask(table, A, 20))
+            await asyncio.sleep(5)
+            assert table.release(A)
+            assert not table.release(B)
+            await asyncio.sleep(10)
+            assert loaded(table) == ["a"]
+            await busy
+            await asyncio.sleep(0.1)
+            assert not table.slots
+            assert engines.links[0].closed
+
+    run(test())
+
+
+def test_the_end_of_a_waiting_model_leaves_the_ending_of_its_victim_alone() -> None:
+    async def test() -> None:
+        async with served(10, {"a": 6, "b": 6}) as (table, engines):
+            await ask(table, A)
+            engines.links[0].may_close.clear()
+            waiting = asyncio.create_task(ask(table, B))
+            await asyncio.sleep(1)
+            await table.unload(table.slots[B.path])
+            with pytest.raises(EdgeLMError, match="b is being unloaded"):
+                await waiting
+            engines.links[0].may_close.set()
+            await asyncio.sleep(1)
+            assert table.all_slots() == []
+            await ask(table, B)
+
+    run(test())
+
+
+def test_the_server_ends_while_a_model_makes_room() -> None:
+    async def test() -> None:
+        async with served(10, {"a": 6, "b": 6}) as (table, engines):
+            await ask(table, A)
+            engines.links[0].may_close.clear()
+            waiting = asyncio.create_task(ask(table, B))
+            await asyncio.sleep(1)
+            asyncio.get_running_loop().call_later(1, engines.links[0].may_close.set)
+            await table.close()  # fails if it waits for ever
+            with pytest.raises(EdgeLMError, match="shutting down"):
+                await waiting
+
+    run(test())
+
+
+def test_a_broken_model_that_loads_is_no_error_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    predict = Machine.predict
+
+    async def without_a(self: Machine, model: LocalModel, usable: int | None, freed: int = 0) -> Footprint:
+        if model is A:
+            raise ModelError("a is no GGUF")
+        return await predict(self, model, usable, freed)
+
+    monkeypatch.setattr(Machine, "predict", without_a)
+
+    async def test() -> None:
+        async with served(10, {"a": 4, "b": 4}) as (table, _):
+            first = asyncio.create_task(ask(table, A))
+            await asyncio.sleep(LOAD_S / 4)
+            await ask(table, B)
+            await first
+            assert loaded(table) == ["a", "b"]
+
+    run(test())
+
+
+def test_a_model_that_fails_while_it_is_predicted_keeps_no_memory() -> None:
+    async def test() -> None:
+        async with served(10, {"a": 6, "b": 6}) as (table, engines):
+            first = asyncio.create_task(ask(table, A))
+            link = await engines.number(1)
+            second = asyncio.create_task(ask(table, B))
+            await asyncio.sleep(0.25)  # the prediction of `a` takes half a second
+            link.fail(ModelError("a is no GGUF"))
+            with pytest.raises(ModelError, match="no GGUF"):
+                await first
+            await second
+            assert [slot.model.name for slot in table.engines()] == ["b"]
+
+    run(test())
+
+
+def test_nobody_is_unloaded_for_a_client_that_has_left() -> None:
+    async def test() -> None:
+        async with served(10, {"a": 6, "b": 6}) as (table, _):
+            busy = asyncio.create_task(ask(table, A, 200))
+            await asyncio.sleep(5)
+            left = asyncio.create_task(ask(table, B))
+            await asyncio.sleep(2)
+            left.cancel()
+            await busy
+            await asyncio.sleep(1)
+            assert loaded(table) == []  # it was asked to end when the other waited too long
+            assert [slot.model.name for slot in table.all_slots()] == []
+
+    run(test())
+
+
+class Table(RuleBasedStateMachine):
+    """Requests for models of different sizes, engines that crash, and time that passes."""
+
+    @initialize(
+        sizes=st.lists(st.integers(10, 60), min_size=3, max_size=6),
+        limited=st.booleans(),
+        max_models=st.sampled_from([None, None, 2, 3]),
+    )
+    def begin(self, sizes: list[int], limited: bool, max_models: int | None) -> None:
+        self.loop = VirtualLoop()
+        asyncio.set_event_loop(self.loop)
+        self.models = [model_called(f"m{number}") for number in range(len(sizes))]
+        self.budget = 200
+        total = 10_000 if limited else self.budget
+        machine = Machine(total, dict(zip((model.name for model in self.models), sizes, strict=True)))
+        self.engines = Engines(machine)
+        self.table = EngineTable(
+            self.engines,
+            machine,
+            idle_timeout_s=300,
+            limit_bytes=self.budget if limited else None,
+            max_models=max_models,
+        )
+        self.max_models = max_models
+        self.requests: list[asyncio.Task[None]] = []
+        self.pinned: set[str] = set()
+        self.problems: list[str] = []
+        self.loop.run_until_complete(self.table.__aenter__())
+        self.watch()
+
+    def watch(self) -> None:
+        """Check each engine that ends for another model."""
+        unload = self.table.room._unload
+
+        async def checked(victim: EngineSlot) -> None:
+            idle = [slot for slot in self.table.slots.values() if slot.is_idle and not slot.pinned]
+            if victim.leases or victim.pinned:
+                self.problems.append(f"{victim.model.name} is in use or pinned, and was unloaded")
+            if any(slot.idle_s > victim.idle_s for slot in idle):
+                self.problems.append(f"{victim.model.name} was used later than another one")
+            await unload(victim)
+
+        self.table.room._unload = checked
+
+    async def request(self, model: LocalModel, seconds: float, keep_alive_s: float | None) -> None:
+        async with self.table.lease(model, keep_alive_s) as slot:
+            link = await slot.ready(600)
+            assert isinstance(link, FakeLink)
+            await asyncio.sleep(seconds)
+            if link.closed and not link.crashed:
+                self.problems.append(f"{model.name} was closed during a request")
+
+    @rule(
+        number=st.integers(0, 5),
+        seconds=st.floats(0, 30),
+        keep_alive_s=st.sampled_from([None, None, None, 0.0, 5.0, 60.0]),
+    )
+    def ask(self, number: int, seconds: float, keep_alive_s: float | None) -> None:
+        model = self.models[number % len(self.models)]
+        if keep_alive_s is not None:
+            self.pinned.discard(model.name)
+        self.requests.append(self.loop.create_task(self.request(model, seconds, keep_alive_s)))
+
+    @precondition(lambda self: not self.pinned)
+    @rule(number=st.integers(0, 5))
+    def pin(self, number: int) -> None:
+        model = self.models[number % len(self.models)]
+        task = self.loop.create_task(self.request(model, 1.0, math.inf))
+        self.loop.run_until_complete(asyncio.wait({task}))
+        if not task.exception():
+            self.pinned.add(model.name)
+
+    @rule(seconds=st.floats(0.1, 60))
+    def wait(self, seconds: float) -> None:
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+    @precondition(lambda self: self.engines.living)
+    @rule(number=st.integers(0, 5))
+    def crash(self, number: int) -> None:
+        links = [*self.engines.living.values()]
+        link = links[number % len(links)]
+        link.crashed = True
+        link.die()
+        self.loop.run_until_complete(asyncio.sleep(0))
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "engines"):
+            return
+        assert not self.problems, self.problems
+        assert self.engines.machine.most <= self.budget
+        assert self.max_models is None or len(self.engines.living) <= self.max_models
+        for name in self.pinned:
+            assert any(slot.model.name == name for slot in self.table.slots.values()), f"{name} is pinned and gone"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engines"):
+            return
+        if self.requests:
+            self.loop.run_until_complete(asyncio.wait(self.requests, timeout=20 * ROOM_LIMIT_S))
+        assert all(task.done() for task in self.requests), "a request never ended"
+        self.holds()
+        for task in self.requests:
+            if error := task.exception():
+                assert isinstance(error, EdgeLMError), error
+                busy_for_long = isinstance(error, StillLoadingError)
+                assert busy_for_long or self.pinned or "died" in str(error), error
+        self.loop.run_until_complete(self.table.close())
+        assert not self.engines.living
+        asyncio.set_event_loop(None)
+        self.loop.close()
+
+
+def test_any_requests_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "ROOM_LIMIT_S", 60.0)  # fewer looks at the clock
+    monkeypatch.setattr(room, "POLL_S", 5.0)
+    run_state_machine_as_test(Table, settings=settings(max_examples=EXAMPLES, stateful_step_count=20, deadline=None))

@@ -1,0 +1,276 @@
+"""Restarts, pauses, waiting and unloading, on engine processes that a test ends and starts by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from edgelm.errors import EngineError, ModelError, StillLoadingError
+from edgelm.library.scan import LocalModel
+from edgelm.server import slots as engine_slot
+from edgelm.server.slots import EngineSlot
+from edgelm.server.supervisor import EngineTable
+from edgelm.workers.messages import Footprint
+from tests.server.fake_engines import LONG_S, FakeHost, FakeLink, Launches, until
+
+MODEL = LocalModel("fake", Path("/fake.gguf"))
+OTHER = LocalModel("other", Path("/other.gguf"))
+
+
+async def ask(table: EngineTable) -> FakeLink:
+    """Return the engine that a request gets."""
+    async with table.lease(MODEL) as slot:
+        link = await slot.ready(LONG_S)
+        assert isinstance(link, FakeLink)
+        return link
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    monkeypatch.setattr(engine_slot, "PAUSES_S", (0.0, 0.01, 0.01, 0.02, 0.02, 0.03))
+    return Launches()
+
+
+@pytest.fixture
+async def table(launches: Launches) -> AsyncIterator[EngineTable]:
+    async with asyncio.timeout(LONG_S), EngineTable(launches, FakeHost(), idle_timeout_s=0) as made:
+        yield made
+
+
+async def test_two_requests_share_one_start(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot, table.lease(MODEL) as same:
+        assert slot is same
+        waiting = [asyncio.create_task(slot.ready(LONG_S)) for _ in range(2)]
+        (await launches.number(1)).load()
+        assert {link.pid for link in await asyncio.gather(*waiting)} == {1}
+    assert len(launches.links) == 1
+
+
+async def test_who_does_not_wait_is_told_the_progress(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        with pytest.raises(StillLoadingError) as first:
+            await slot.ready(0)
+        assert first.value.progress is None
+        (await launches.number(1)).progress = 0.25
+        with pytest.raises(StillLoadingError, match="25%") as second:
+            await slot.ready(0.01)
+        assert second.value.retry_after_s is not None
+        launches.links[0].load()
+        assert (await slot.ready(LONG_S)).pid == 1
+
+
+async def test_a_start_that_fails_says_why_and_is_tried_again(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        for attempt in range(1, 4):
+            waiting = asyncio.create_task(slot.ready(LONG_S))
+            (await launches.number(attempt)).fail(ModelError(f"attempt {attempt}"))
+            with pytest.raises(ModelError, match=f"attempt {attempt}"):
+                await waiting
+            assert slot.state == "failed"
+            assert launches.links[-1].closed
+            await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(slot.ready(LONG_S))
+        (await launches.number(4)).load()
+        assert (await waiting).pid == 4
+        assert slot.error is None
+
+
+async def test_during_the_pause_the_error_is_told_at_once(
+    table: EngineTable, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_slot, "PAUSES_S", (LONG_S,) * 6)
+    async with table.lease(MODEL) as slot:
+        waiting = asyncio.create_task(slot.ready(LONG_S))
+        (await launches.number(1)).fail(ModelError("too large"))
+        for each in (waiting, slot.ready(LONG_S)):
+            with pytest.raises(ModelError, match="too large"):
+                await each
+        assert len(launches.links) == 1
+
+
+async def test_a_death_starts_another_until_they_die_without_an_answer(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        lives = engine_slot.MAX_RESTARTS + 1
+        for life in range(1, lives + 1):
+            link = await launches.number(life)
+            link.load()
+            assert (await slot.ready(LONG_S)).pid == life
+            link.die()
+            await asyncio.sleep(0)
+        await until(lambda: slot.state == "failed")
+        await asyncio.sleep(0.1)
+        assert len(launches.links) == lives
+        waiting = asyncio.create_task(slot.ready(LONG_S))
+        (await launches.number(lives + 1)).load()
+        assert (await waiting).pid == lives + 1
+
+
+async def test_a_second_death_is_followed_by_a_pause(
+    table: EngineTable, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_slot, "PAUSES_S", (0.0, 0.0, LONG_S, LONG_S, LONG_S, LONG_S))
+    async with table.lease(MODEL) as slot:
+        for life in (1, 2):
+            link = await launches.number(life)
+            link.load()
+            await slot.ready(LONG_S)
+            link.die()
+        await asyncio.sleep(0.1)
+        assert slot.state == "starting"
+        assert len(launches.links) == 2
+        with pytest.raises(StillLoadingError, match="because died"):
+            await slot.ready(0)
+
+
+async def test_a_request_during_the_unloading_gets_the_next_engine(launches: Launches) -> None:
+    async with asyncio.timeout(LONG_S), EngineTable(launches, FakeHost(), idle_timeout_s=0.05) as table:
+        async with table.lease(MODEL) as slot:
+            link = await launches.number(1)
+            link.load()
+            await slot.ready(LONG_S)
+            link.may_close.clear()
+        await until(lambda: slot.state == "stopping")
+
+        async def ask() -> int:
+            async with table.lease(MODEL) as another:
+                return (await another.ready(LONG_S)).pid
+
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0.05)
+        assert len(launches.links) == 1
+        link.may_close.set()
+        (await launches.number(2)).load()
+        assert await asking == 2
+
+
+async def test_an_engine_whose_file_was_written_into_is_replaced(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        first = await launches.number(1)
+        first.load()
+        assert await slot.ready(LONG_S) is first
+        first.change = "rewritten"
+        waiting = [asyncio.create_task(slot.ready(LONG_S)) for _ in range(2)]
+        second = await launches.number(2)
+        assert first.closed
+        second.load()
+        assert await asyncio.gather(*waiting) == [second, second]
+
+
+async def test_answers_end_with_the_model_that_was_replaced_and_later_requests_get_the_new_one(
+    table: EngineTable, launches: Launches
+) -> None:
+    async with table.lease(MODEL) as slot:
+        first = await launches.number(1)
+        first.load()
+        assert await slot.ready(LONG_S) is first
+        first.change = "replaced"
+        waiting = [asyncio.create_task(ask(table)) for _ in range(3)]
+        await until(lambda: slot.leases == 4)
+        await asyncio.sleep(0.05)
+        assert not first.closed, "an answer uses it"
+        async with table.lease(MODEL):
+            with pytest.raises(StillLoadingError, match="its file was replaced"):
+                await slot.ready(0)
+    second = await launches.number(2)
+    assert first.closed
+    assert slot.state == "starting"
+    assert slot.error is None, "this is no failure"
+    second.load()
+    assert await asyncio.gather(*waiting) == [second] * 3
+    assert len(launches.links) == 2
+
+
+async def test_an_engine_whose_file_was_replaced_is_started_again_without_a_pause(
+    table: EngineTable, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_slot, "PAUSES_S", (LONG_S,) * 6)
+    for number in range(1, engine_slot.MAX_RESTARTS + 4):
+        asking = asyncio.create_task(ask(table))
+        link = await launches.number(number)
+        link.load()
+        assert await asking is link
+        link.change = "replaced"
+
+
+async def test_an_engine_that_dies_while_its_file_is_looked_at(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        first = await launches.number(1)
+        first.load()
+        assert await slot.ready(LONG_S) is first
+        first.looked.clear()
+        waiting = asyncio.create_task(slot.ready(LONG_S))
+        await asyncio.sleep(0)
+        first.die()
+        second = await launches.number(2)
+        first.looked.set()
+        second.load()
+        assert await waiting is second
+
+
+async def test_who_does_not_wait_gets_an_engine_that_is_ready(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        link = await launches.number(1)
+        link.load()
+        await slot.ready(LONG_S)
+        link.looked.clear()
+        waiting = asyncio.create_task(slot.ready(0))
+        await asyncio.sleep(0.05)
+        link.looked.set()
+        assert await waiting is link
+
+
+async def test_an_answer_resets_the_count_of_failures(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        for life in range(1, 3 * engine_slot.MAX_RESTARTS):
+            link = await launches.number(life)
+            link.load()
+            assert (await slot.ready(LONG_S)).pid == life
+            slot.answered()
+            link.die()
+            assert (await slot.exit_error(link)).message == "died"
+
+
+async def test_only_what_nobody_uses_is_unloaded(launches: Launches) -> None:
+    async with asyncio.timeout(LONG_S), EngineTable(launches, FakeHost(), idle_timeout_s=0.05) as table:
+        async with table.lease(MODEL) as slot:
+            (await launches.number(1)).load()
+            await slot.ready(LONG_S)
+            await asyncio.sleep(0.2)
+            assert not launches.links[0].closed, "it is in use"
+        await until(lambda: launches.links[0].closed)
+        async with table.lease(MODEL) as another:
+            assert another is not slot
+            (await launches.number(2)).load()
+            assert (await another.ready(LONG_S)).pid == 2
+
+
+async def test_closing_ends_all_and_lets_nobody_wait(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as loading, table.lease(OTHER) as ready:
+        waiting = asyncio.create_task(loading.ready(LONG_S))
+        await launches.number(1)
+        (await launches.number(2)).load()
+        link = await ready.ready(LONG_S)
+        await table.close()
+        with pytest.raises(EngineError, match="shutting down"):
+            await waiting
+        assert "shutting down" in (await ready.exit_error(link)).message
+    assert all(link.closed for link in launches.links)
+    assert table.slots == {}
+    with pytest.raises(EngineError, match="shutting down"):
+        async with table.lease(MODEL):
+            pass
+
+
+async def test_a_bug_in_starting_wakes_who_waits() -> None:
+    async def launch(_: LocalModel, __: Footprint | None) -> FakeLink:
+        raise ZeroDivisionError
+
+    async def admit(_: EngineSlot) -> None: ...
+
+    slot = EngineSlot(MODEL, launch, admit)
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        await slot.ready(LONG_S)
+    await slot.stop("is gone")

@@ -1,0 +1,170 @@
+"""Tool calls, end to end: real templates, a tiny model of random weights, and OpenAI's client.
+
+A model of random weights writes anything that it may, so the calls are as good as the grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from edgelm.backends.model import LoadedModel
+from edgelm.core import Sequence
+from tests.bench.bench_tool_loop import cached_shares
+from tests.engine.fake import SimpleDrafter
+from tests.served import loaded_model, served
+from tests.tiny import write_tiny
+
+TEMPLATES = [
+    "Qwen-Qwen2.5-7B-Instruct",
+    "Qwen-Qwen3-0.6B",
+    "Qwen3.5-4B",
+    "meta-llama-Llama-3.2-3B-Instruct",
+    "mistralai-Mistral-Nemo-Instruct-2407",
+    "openai-gpt-oss-120b",
+    "google-gemma-2-2b-it",  # it does not know tools
+]
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Return the weather.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"enum": ["cat", "dog"]},
+                    "days": {"type": "integer", "minimum": 0, "maximum": 99},
+                    "exact": {"type": "boolean"},
+                },
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "tell",
+            "parameters": {
+                "type": "object",
+                "properties": {"text": {"type": "string", "maxLength": 6}},
+                "required": ["text"],
+                "additionalProperties": False,
+            },
+        },
+    },
+]
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+MESSAGES: Any = [{"role": "user", "content": "How is the weather?"}]
+
+
+class Nonsense(SimpleDrafter):
+    """Drafts the past and random letters."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(1)
+
+    def propose(self, seq: Sequence, marginal_cost: Any, forced: Any = ()) -> list[int]:
+        choices = [*range(2, 500), *seq.tokens, *[3 + byte for byte in b'"{}:, ']]
+        return [self.rng.choice(choices) for _ in range(self.rng.randrange(4))][: len(marginal_cost)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Iterator[dict[str, LoadedModel]]:
+    """One model for each template; they draft."""
+    folder = tmp_path_factory.mktemp("models")
+    with ExitStack() as stack:
+        loaded = {}
+        for name in TEMPLATES:
+            source = (shared_data / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+            path = write_tiny(folder / f"{name}.gguf", chat_template=source, context=4096, quant="q8_0")
+            loaded[name] = stack.enter_context(loaded_model(path, Nonsense()))
+        yield loaded
+
+
+def calls_of(message: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+
+
+def check_calls(calls: list[tuple[str, str]]) -> None:
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+async def streamed(client: openai.AsyncOpenAI, fields: dict[str, Any]) -> Any:
+    """Return the answer that the client's helper collects from a stream."""
+    async with client.chat.completions.stream(**fields) as events:
+        async for _event in events:
+            pass
+        try:
+            return await events.get_final_completion()
+        except openai.LengthFinishReasonError as error:
+            return error.completion
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("choice", ["required", "named", "auto"])
+async def test_calls_obey_their_schemas(models: dict[str, LoadedModel], name: str, choice: str) -> None:
+    """Streamed and whole, with drafts and without, it is the same answer."""
+    rng = random.Random(seed := secrets.randbits(32))
+    print("seed", seed)
+    tool_choice: Any = {"type": "function", "function": {"name": "tell"}} if choice == "named" else choice
+    finished = 0
+    async with served(models[name]) as edgelm:
+        for number in range(3):
+            fields: dict[str, Any] = {
+                "model": "m",
+                "messages": MESSAGES,
+                "tools": TOOLS,
+                "tool_choice": tool_choice,
+                "temperature": 1.0,
+                "seed": rng.randrange(2**31),
+                "max_completion_tokens": 300 if choice != "auto" else 40,
+                "parallel_tool_calls": number == 2,
+                "extra_body": {"reasoning_budget": 5},
+            }
+            whole = await edgelm.client.chat.completions.create(**fields)
+            (answer,) = whole.choices
+            calls = calls_of(answer.message)
+            if answer.finish_reason == "tool_calls":
+                finished += 1
+                assert calls
+                check_calls(calls)
+            else:
+                check_calls(calls[:-1])  # the last one is cut off
+            if choice == "named":
+                assert {name for name, _ in calls} <= {"tell"}
+            if choice != "auto" and answer.finish_reason == "tool_calls" and not fields["parallel_tool_calls"]:
+                assert len(calls) == 1
+            final = (await streamed(edgelm.client, fields)).choices[0]
+            assert calls_of(final.message) == calls
+            assert (final.message.content or "") == (answer.message.content or "")
+            assert final.finish_reason == answer.finish_reason
+            plain = await edgelm.client.chat.completions.create(
+                **fields | {"extra_body": {"reasoning_budget": 5, "speculation": False}}
+            )
+            assert calls_of(plain.choices[0].message) == calls
+            assert plain.choices[0].message.content == answer.message.content
+    if choice != "auto":
+        assert finished, "no answer was finished"
+
+
+async def test_a_loop_of_calls_computes_only_new_tokens(tmp_path: Path, shared_data: Path) -> None:
+    """Though a grammar ends the answers, and the client spells the arguments in its own way."""
+    source = (shared_data / "templates" / "Qwen-Qwen3-0.6B.jinja").read_text(encoding="utf-8")
+    controls = ("<|im_start|>", "<|im_end|>")
+    path = write_tiny(tmp_path / "tiny.gguf", chat_template=source, control=controls, context=8192, quant="q8_0")
+    with loaded_model(path, context=8192) as model:
+        shares = await cached_shares(model, 4)
+    assert max(lost for _, lost in shares) <= 2, shares
+    assert min(share for share, _ in shares[1:]) >= 0.95, shares

@@ -1,0 +1,141 @@
+"""The wheels of edgelm-llama: the same bytes from the same files, valid, and clear where they must be compiled."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import os
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PACKAGING = Path(__file__).resolve().parents[1] / "packaging"
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+backend = load(PACKAGING / "llama" / "backend.py")
+sys.path.insert(0, str(PACKAGING))
+libraries = load(PACKAGING / "llama_libraries.py")
+sys.path.remove(str(PACKAGING))
+
+FILES = {"edgelm_llama/lib/libllama.so": b"\x7fELF", "edgelm_llama/__init__.py": b""}
+
+
+def test_the_same_files_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, files in ((one, FILES), (other, dict(reversed(FILES.items())))):
+        folder.mkdir()
+        backend.write_wheel(folder, "py3-none-linux_x86_64", files, ["numpy"])
+        backend.write_sdist(folder)
+        os.umask(os.umask(0o027))
+    names = sorted(path.name for path in one.iterdir())
+    assert names == ["edgelm_llama-0.3.36.1-py3-none-linux_x86_64.whl", "edgelm_llama-0.3.36.1.tar.gz"]
+    assert [(one / name).read_bytes() for name in names] == [(other / name).read_bytes() for name in names]
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1800000000")
+    assert backend.write_sdist(other).read_bytes() != (one / names[1]).read_bytes()
+
+
+def test_a_wheel_is_valid(tmp_path: Path) -> None:
+    path = backend.write_wheel(tmp_path, "py3-none-linux_x86_64", FILES, ["numpy>=2"])
+    with zipfile.ZipFile(path) as archive:
+        info = "edgelm_llama-0.3.36.1.dist-info"
+        names = set(archive.namelist())
+        assert names == {*FILES, *(f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE"))}
+        for line in archive.read(f"{info}/RECORD").decode().splitlines():
+            name, digest, size = line.split(",")
+            data = archive.read(name)
+            if name != f"{info}/RECORD":
+                expected = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+                assert (digest, size) == (f"sha256={expected}", str(len(data)))
+        assert "Requires-Dist: numpy>=2\n" in archive.read(f"{info}/METADATA").decode()
+        assert "Root-Is-Purelib: false" in archive.read(f"{info}/WHEEL").decode()
+
+
+def test_the_sdist_says_that_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = tmp_path / "tty"
+    terminal.touch()
+    monkeypatch.setattr(backend, "TERMINAL", terminal)
+    monkeypatch.setattr(backend.shutil, "which", lambda name: f"/usr/bin/{name}")
+    name = backend.build_wheel(str(tmp_path))
+    assert name == "edgelm_llama-0.3.36.1-py3-none-any.whl"
+    assert "compiles" in terminal.read_text()
+    assert "To avoid that" in terminal.read_text()
+    with zipfile.ZipFile(tmp_path / name) as archive:
+        assert not [member for member in archive.namelist() if not member.startswith("edgelm_llama-")]
+        (metadata,) = (member for member in archive.namelist() if member.endswith("/METADATA"))
+        assert "Requires-Dist: llama-cpp-python>=" in archive.read(metadata).decode()
+
+
+def test_without_a_compiler_the_sdist_refuses_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(backend.shutil, "which", lambda _: None)
+    with pytest.raises(SystemExit, match=r"no ready-made llama\.cpp for this platform, and no C compiler"):
+        backend.build_wheel(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_sdist_holds_what_its_build_needs(tmp_path: Path) -> None:
+    with tarfile.open(backend.write_sdist(tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names == {"LICENSE", "PKG-INFO", "backend.py", "pyproject.toml"}
+
+
+BINDING = """
+from llama_cpp._ctypes_extensions import load_shared_library
+_override_base_path = os.environ.get("LLAMA_CPP_LIB_PATH")
+class {name}(ctypes.Structure):
+    _fields_ = [("first", ctypes.c_int32), ("value", ctypes.c_bool)]
+"""
+
+
+def write_source(folder: Path, binding: str) -> Path:
+    for name, text in (
+        ("llama_cpp/llama_cpp.py", binding),
+        ("llama_cpp/_ctypes_extensions.py", ""),
+        ("llama_cpp/__init__.py", '__version__ = "0.3.36"'),
+        ("LICENSE.md", "MIT"),
+        ("vendor/llama.cpp/LICENSE", "MIT"),
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_the_binding_finds_our_libraries_whatever_the_environment_says(tmp_path: Path) -> None:
+    files = libraries.python_files(write_source(tmp_path, BINDING.format(name="llama_batch")), "abc")
+    binding = files["edgelm_llama/llama_cpp.py"].decode()
+    assert "environ" not in binding
+    assert "from edgelm_llama._ctypes_extensions import load_shared_library" in binding
+    assert 'COMMIT = "abc"' in files["edgelm_llama/build.py"].decode()
+
+
+@pytest.mark.parametrize("gone", ["LLAMA_CPP_LIB_PATH", "llama_cpp._ctypes_extensions"])
+def test_a_binding_of_another_form_is_not_built(tmp_path: Path, gone: str) -> None:
+    source = write_source(tmp_path, BINDING.format(name="llama_batch").replace(gone, "other"))
+    with pytest.raises(libraries.BuildError, match="binding has changed"):
+        libraries.python_files(source, "abc")
+
+
+def test_the_fields_whose_layout_is_compared_are_the_bindings(tmp_path: Path) -> None:
+    binding = "\n".join(BINDING.format(name=name) for name in libraries.STRUCTURES)
+    lines = list(libraries.layout_lines(write_source(tmp_path, binding)))
+    assert lines[:3] == [
+        "STRUCT(llama_model_params)\n",
+        "FIELD(llama_model_params, first)\n",
+        "FIELD(llama_model_params, value)\n",
+    ]
+    assert "FIELD(llama_model_kv_override, value)\n" not in lines  # it has no name in C

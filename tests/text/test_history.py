@@ -1,0 +1,232 @@
+"""Each message of a history reaches the model, in the form that its template takes, or the request says why not."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgelm.errors import RequestError
+from edgelm.text.chat import render_chat
+from edgelm.text.history import turn_key
+from edgelm.text.template import ChatTemplate, RefusedError
+from tests.text.test_template import TOOLS
+
+QUESTION = {"role": "user", "content": "How is the weather?"}
+GPT_OSS = "openai-gpt-oss-120b"
+LLAMA = "meta-llama-Llama-3.2-3B-Instruct"
+MISTRAL = "mistralai-Mistral-Nemo-Instruct-2407"
+QWEN3 = "Qwen-Qwen3-0.6B"
+REFUSES_TOOLS = {"google-gemma-2-2b-it"}
+EVERY_CALL = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}"
+    "[{{ c.function.name }} {{ c.function.arguments|tojson }}]{% endfor %}{% endfor %}"
+)
+
+
+def calling(*cities: str, content: Any = None, ids: str = "abcdefgh", **more: Any) -> dict[str, Any]:
+    calls = [
+        {
+            "id": f"{ids}{number}",
+            "type": "function",
+            "function": {"name": "weather", "arguments": json.dumps({"city": city})},
+        }
+        for number, city in enumerate(cities)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls, **more}
+
+
+def result(number: int, content: Any, ids: str = "abcdefgh") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"{ids}{number}", "content": content}
+
+
+def rendered(source: str, *messages: dict[str, Any], tools: Any = TOOLS, **options: Any) -> str:
+    return render_chat(ChatTemplate(source), messages, tools=tools, **options).text
+
+
+@pytest.fixture(params=["null", "text", "reasoning", "two", "ids", "cut", "parts"])
+def history(request: pytest.FixtureRequest) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a history and the words that the model must see, in this order."""
+    cut = calling("x")
+    cut["tool_calls"][0]["function"]["arguments"] = '{"city": "Bern'
+    histories: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+        "null": ([calling("Bern"), result(0, "blue")], ["Bern", "blue"]),
+        "text": ([calling("Bern", content="Let me see."), result(0, "blue")], ["Bern", "blue"]),
+        "reasoning": (
+            [calling("Bern", content="Let me see.", reasoning_content="Hm."), result(0, "blue")],
+            ["Bern", "blue"],
+        ),
+        "two": ([calling("Bern", "Chur"), result(1, "grey"), result(0, "blue")], ["Bern", "Chur", "blue", "grey"]),
+        "ids": ([calling("Bern", ids="call_0123456789"), result(0, "blue", "call_0123456789")], ["Bern", "blue"]),
+        "cut": ([cut, result(0, "blue")], ["Bern", "blue"]),
+        "parts": (
+            [calling("Bern", content=[{"type": "text", "text": ""}]), result(0, [{"type": "text", "text": "blue"}])],
+            ["Bern", "blue"],
+        ),
+    }
+    return histories[request.param]
+
+
+def test_every_template_shows_every_call_and_result(
+    shared_data: Path, history: tuple[list[dict[str, Any]], list[str]]
+) -> None:
+    messages, words = history
+    paths = sorted((shared_data / "templates").glob("*.jinja"))
+    assert len(paths) >= 12
+    for path in paths:
+        chat = [QUESTION, *messages, {"role": "assistant", "content": "Fine."}, {"role": "user", "content": "Thanks."}]
+        template = ChatTemplate(path.read_text(encoding="utf-8"))
+        if path.stem in REFUSES_TOOLS:
+            with pytest.raises(RefusedError, match="must alternate"):
+                render_chat(template, chat, tools=TOOLS)
+            continue
+        text = render_chat(template, chat, tools=TOOLS).text
+        missing = [word for word in [*words, "Fine.", "Thanks."] if word not in text]
+        assert not missing, path.stem
+        assert "None" not in text.replace("None of", ""), path.stem
+
+
+def test_every_template_shows_every_system_message(shared_data: Path) -> None:
+    systems = [{"role": role, "content": f"Rule {n}."} for n, role in enumerate(["system", "developer", "system"])]
+    chat = [systems[0], systems[1], QUESTION, {"role": "assistant", "content": "Fine."}, systems[2], QUESTION]
+    for path in sorted((shared_data / "templates").glob("*.jinja")):
+        template = ChatTemplate(path.read_text(encoding="utf-8"))
+        text = render_chat(template, chat).text
+        assert [word for word in ("Rule 0.", "Rule 1.", "Rule 2.") if word not in text] == [], path.stem
+
+
+def load(shared_data: Path, name: str) -> str:
+    return (shared_data / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def test_two_calls_become_call_result_call_result(shared_data: Path) -> None:
+    chat = [QUESTION, calling("Bern", "Chur", content="Let me see."), result(1, "grey"), result(0, "blue")]
+    for name in (LLAMA, GPT_OSS):
+        text = rendered(load(shared_data, name), *chat)
+        places = [text.index(word) for word in ("Bern", "blue", "Chur", "grey")]
+        assert places == sorted(places), name
+
+
+def test_two_calls_without_all_results_are_refused(shared_data: Path) -> None:
+    chat = [QUESTION, calling("Bern", "Chur"), result(0, "blue")]
+    with pytest.raises(RefusedError) as refusal:
+        rendered(load(shared_data, LLAMA), *chat)
+    assert refusal.value.message == "This model only supports single tool-calls at once!"
+    with pytest.raises(RequestError, match="not all calls of a message have a result"):
+        rendered(load(shared_data, GPT_OSS), *chat)  # it would show the first call only
+
+
+def test_gpt_oss_gets_text_beside_reasoning_and_a_call(shared_data: Path) -> None:
+    chat = [QUESTION, calling("Bern", content="Let me see.", reasoning_content="Hm."), result(0, "blue")]
+    text = rendered(load(shared_data, GPT_OSS), *chat)
+    assert "<|channel|>analysis<|message|>Hm.\n\nLet me see.<|end|>" in text
+
+
+def test_ids_are_changed_alike_where_a_template_wants_nine_letters(shared_data: Path) -> None:
+    chat = [QUESTION, calling("Bern", "Chur", ids="call-"), result(0, "blue", "call-"), result(1, "grey", "call-")]
+    text = rendered(load(shared_data, MISTRAL), *chat)
+    calls, results = re.findall(r'"id": "(\w+)"', text), re.findall(r'"call_id": "(\w+)"', text)
+    assert calls == results
+    assert len(set(calls)) == 2
+    assert {len(call_id) for call_id in calls} == {9}
+    own = [QUESTION, calling("Bern"), result(0, "blue")]
+    assert '"id": "abcdefgh0"' in rendered(load(shared_data, MISTRAL), *own)
+
+
+def test_a_result_gets_the_name_of_its_call() -> None:
+    names = "{% for m in messages %}{% if m.role == 'tool' %}{{ m.name }}:{{ m.tool_call_id }} {% endif %}{% endfor %}"
+    first, second = calling("Bern", "Chur"), calling("Chur", ids="xbcdefgh")
+    first["tool_calls"][1]["function"]["name"] = "traffic"
+    chat = [first, result(1, "a"), result(0, "b"), second, {"role": "tool", "content": "c"}, result(7, "d")]
+    assert rendered(names, *chat) == "traffic:abcdefgh1 weather:abcdefgh0 weather:xbcdefgh0 :abcdefgh7 "
+    named = {**result(0, "b"), "name": "own"}
+    assert rendered(names, calling("Bern"), named) == "own:abcdefgh0 "
+
+
+def test_an_empty_list_of_calls_is_no_call() -> None:
+    source = "{% for m in messages %}{{ 'tool_calls' in m }}{{ m.content }}{% endfor %}"
+    assert rendered(source, {"role": "assistant", "content": "a", "tool_calls": []}) == "Falsea"
+
+
+def test_a_template_that_reads_parts_only_gets_parts() -> None:
+    source = "{% for m in messages %}{% for part in m.content %}{{ part['text'] }}{% endfor %}{% endfor %}"
+    assert rendered(source, QUESTION) == QUESTION["content"]
+    assert rendered(EVERY_CALL, QUESTION) == f"<user>{QUESTION['content']}"
+
+
+def test_a_template_that_wants_calls_without_content_gets_none() -> None:
+    """The template of DeepSeek R1 omits the calls of a message with content, even an empty one."""
+    source = EVERY_CALL.replace("{{ m.content }}", "{{ m.content or '' }}").replace(
+        "{% for c in m.tool_calls %}", "{% for c in m.tool_calls if m.content is none %}"
+    )
+    text = rendered(source, QUESTION, calling("Bern", content="Let me see."), result(0, "blue"))
+    assert text.endswith('<assistant>Let me see.<assistant>[weather {"city": "Bern"}]<tool>blue')
+    assert rendered(source, QUESTION, calling("Bern"), result(0, "b")).endswith(
+        '<assistant>[weather {"city": "Bern"}]<tool>b'
+    )
+
+
+def test_arguments_are_strings_where_the_template_prints_objects() -> None:
+    source = EVERY_CALL.replace("|tojson", "")
+    assert '[weather {"city": "Bern"}]' in rendered(source, QUESTION, calling("Bern"), result(0, "blue"))
+
+
+def test_calls_are_text_where_the_template_has_none() -> None:
+    source = "{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    chat = [QUESTION, calling("Bern", "Chur", content="Let me see."), result(0, "blue"), result(1, "grey")]
+    assert rendered(source, *chat) == (
+        "<user>How is the weather?<assistant>Let me see."
+        '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+        '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Chur"}}\n</tool_call>'
+        "<user><tool_response>\nblue\n</tool_response>\n<tool_response>\ngrey\n</tool_response>"
+    )
+
+
+def test_system_messages_are_merged_only_where_the_template_shows_the_first_alone() -> None:
+    system = {"role": "system", "content": "One."}
+    chat = [system, QUESTION, {**system, "content": "Two."}, {**system, "content": ""}]
+    assert rendered(EVERY_CALL, *chat) == "<system>One.<user>How is the weather?<system>Two.<system>"
+    shown = "{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    first_only = f"{{% for m in messages %}}{shown}{{% endfor %}}"
+    assert rendered(first_only, *chat) == "<system>One.\n\nTwo.<user>How is the weather?"
+    assert rendered(first_only, QUESTION, system) == "<system>One.<user>How is the weather?"
+
+
+def test_the_last_message_is_continued(shared_data: Path) -> None:
+    begun = {"role": "assistant", "content": "The sky is "}
+    for path in sorted((shared_data / "templates").glob("*.jinja")):
+        source = path.read_text(encoding="utf-8")
+        text = rendered(source, QUESTION, begun, tools=None, continue_final_message=True)
+        assert text.endswith("The sky is "), path.stem
+        assert text.count("The sky is") == 1
+    for last in (QUESTION, calling("Bern", content="a"), {"role": "assistant", "content": None}):
+        with pytest.raises(RequestError, match="continue_final_message"):
+            rendered(EVERY_CALL, QUESTION, last, continue_final_message=True)
+    with pytest.raises(RequestError, match="continue_final_message"):
+        rendered(EVERY_CALL, continue_final_message=True)
+    with pytest.raises(RequestError, match="does not show the last message"):
+        rendered("{{ messages[0].content }}", QUESTION, begun, continue_final_message=True)
+
+
+def test_options_reach_the_template(shared_data: Path) -> None:
+    source = load(shared_data, QWEN3)
+    assert rendered(source, QUESTION, enable_thinking=False).endswith("<think>\n\n</think>\n\n")
+    assert "Reasoning: high" in rendered(load(shared_data, GPT_OSS), QUESTION, reasoning_effort="high")
+
+
+def test_the_key_of_a_message_is_its_meaning() -> None:
+    one = calling("Bern", content=" a", reasoning_content="r\n")
+    other = calling("Bern", content=[{"type": "text", "text": "a"}], ids="other", reasoning="r", refusal=None)
+    other["tool_calls"][0]["function"]["arguments"] = {"city": "Bern"}
+    assert turn_key(one) == turn_key(other)
+    different = [
+        calling("Bern", content="b", reasoning="r"),
+        calling("Bern", content="a"),
+        calling("Chur", content="a", reasoning="r"),
+        calling("Bern", "Bern", content="a", reasoning="r"),
+    ]
+    assert len({turn_key(message) for message in [one, *different]}) == 5
+    assert turn_key({"content": None}) == turn_key({"content": "", "tool_calls": []})

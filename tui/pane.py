@@ -1,0 +1,172 @@
+"""The open chat on the screen: its title, the conversation, the list of commands and the prompt.
+
+Owns how a session becomes message views, which message is being edited, and the keys that move between its widgets.
+Knows nothing of how chats are opened, saved and answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.widgets import Static
+
+from edgelm.chats.history import Message, split_sent
+from edgelm.tui.answers import Answer
+from edgelm.tui.commands import Command, find_command
+from edgelm.tui.drafted import Spans
+from edgelm.tui.lines import clean
+from edgelm.tui.prompt import Completion, Prompt
+from edgelm.tui.session import Session
+from edgelm.tui.transcript import Transcript
+from edgelm.tui.views import MessageView
+
+
+class ChatPane(Vertical):
+    """The widgets of one chat. `editing` is the id of the message whose new version is in the prompt."""
+
+    DEFAULT_CSS = """
+    ChatPane { width: 1fr; height: 1fr; }
+    ChatPane #title { height: 1; padding: 0 1; color: $text-muted; text-style: bold; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="chat")
+        self.transcript = Transcript()
+        self.prompt = Prompt()
+        self.editing: int | None = None
+        self._title = Static(id="title", markup=False)
+        self._completion = Completion()
+        self._show_reasoning = False
+        self._refolded: set[int] = set()  # messages whose reasoning is shown unlike that of the others
+
+    def compose(self) -> ComposeResult:
+        yield self._title
+        yield self.transcript
+        yield self._completion
+        yield self.prompt
+
+    # The conversation
+
+    def show(self, session: Session, answer: Answer | None, drafted: Mapping[int, Spans]) -> None:
+        """Show a chat from its end; `answer` is the one being written, `drafted` has the spans of messages."""
+        self.transcript.show(self._views(session, answer, drafted))
+        self._show_title(session)
+
+    def update(
+        self, session: Session, answer: Answer | None, drafted: Mapping[int, Spans], selected: int | None = None
+    ) -> None:
+        """Show a chat's branch in its present state without scrolling; `selected` becomes the selected message."""
+        self.transcript.replace(self._views(session, answer, drafted), selected)
+        self._show_title(session)
+
+    def toggle_reasoning(self) -> None:
+        """Show the model's reasoning in all messages, or hide it."""
+        self._show_reasoning = not self._show_reasoning
+        self._refolded.clear()
+        self._refold()
+
+    @on(Transcript.Folded)
+    def _folded(self, event: Transcript.Folded) -> None:
+        self._refolded ^= {event.message_id}
+        self._refold()
+
+    def _refold(self) -> None:
+        for view in self.transcript.views:
+            view.show_reasoning(self._shows_reasoning(view.message))
+        self.transcript.refold()
+
+    def _shows_reasoning(self, message: Message) -> bool:
+        return self._show_reasoning != (message.id in self._refolded)
+
+    def _show_title(self, session: Session) -> None:
+        self._title.update(Text(clean(session.chat.title), no_wrap=True, overflow="ellipsis"))
+
+    def _views(self, session: Session, answer: Answer | None, drafted: Mapping[int, Spans]) -> list[MessageView]:
+        path = session.tree.path()
+        left_out, sent = split_sent(path)
+        views = []
+        for message in path:
+            versions = session.tree.siblings(message.id)
+            version, num_versions = versions.index(message.id) + 1, len(versions)
+            if answer is not None and answer.message is message:
+                answer.view.set_versions(version, num_versions)
+                answer.view.show_reasoning(self._shows_reasoning(message))
+                views.append(answer.view)
+                continue
+            views.append(
+                MessageView(
+                    message,
+                    version=version,
+                    num_versions=num_versions,
+                    show_reasoning=self._shows_reasoning(message),
+                    num_left_out=len(left_out) if message is sent[0] else 0,
+                    drafted=drafted.get(message.id),
+                )
+            )
+        return views
+
+    @on(Transcript.Left)
+    def _left_transcript(self) -> None:
+        self.transcript.follow()
+        self.prompt.focus()
+
+    @on(Prompt.Paged)
+    def _paged(self, event: Prompt.Paged) -> None:
+        if event.by < 0:
+            self.transcript.scroll_page_up(animate=False)
+        else:
+            self.transcript.scroll_page_down(animate=False)
+
+    # The prompt
+
+    def begin_edit(self, message: Message) -> None:
+        """Put a message into the prompt; sending it makes a new version beside the old one."""
+        self.editing = message.id
+        self.prompt.put(message.text)
+        self.prompt.add_class("-editing")
+        self.prompt.border_title = "Edit: Enter sends it as a new branch, Esc leaves"
+        self.prompt.focus()
+
+    def leave_edit(self) -> None:
+        """Return from editing a message to writing a new one."""
+        if self.editing is not None:
+            self.editing = None
+            self.prompt.put("")
+        self.prompt.remove_class("-editing")
+        self.prompt.border_title = ""
+
+    def clear_sent(self, text: str) -> None:
+        """Empty the prompt, whose text was sent, and add the text to the history."""
+        self.prompt.put("")
+        self.prompt.sent.add(text)
+
+    def find_command(self, text: str, call: tuple[str, str]) -> Command | None:
+        """Return the command that a call in the prompt means: the chosen line of the list, else by its name."""
+        self._completion.update(text)  # keys may be faster than the list
+        name, argument = call
+        return self._completion.chosen if self._completion.chosen and not argument else find_command(name)
+
+    def close_commands(self) -> bool:
+        """Hide the list of commands; return whether it was open."""
+        was_open = self._completion.close()
+        if was_open:
+            self.prompt.completing = False
+        return was_open
+
+    @on(Prompt.Typed)
+    def _typed(self, event: Prompt.Typed) -> None:
+        self._completion.update(event.text)
+        self.prompt.completing = self._completion.chosen is not None
+
+    @on(Prompt.Moved)
+    def _moved(self, event: Prompt.Moved) -> None:
+        self._completion.move(event.by)
+
+    @on(Prompt.TabPressed)
+    def _complete(self) -> None:
+        if self._completion.chosen is not None:
+            self.prompt.put(f"/{self._completion.chosen.name} ")

@@ -1,0 +1,152 @@
+"""The state behind the chat screen: the open chat, the list of chats, the answers being written, and the model.
+
+Owns which chat is open and which model answers it. Knows nothing of widgets: the caller that changes this
+state tells the screen to show it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from edgelm.chats.history import Chat
+from edgelm.chats.store import Store
+from edgelm.chats.store_thread import StoreThread
+from edgelm.client.endpoint import ModelEntry
+from edgelm.errors import RequestError
+from edgelm.tui.answers import Answer, Answers, choose_model
+from edgelm.tui.drafted import Spans
+from edgelm.tui.link import Link
+from edgelm.tui.session import Session
+
+NUM_SENT = 500  # earlier messages for the Up key
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ChatDefaults:
+    """The model and the sampling that the command line and the settings name."""
+
+    model: str = ""
+    sampling: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+class LastRun(NamedTuple):
+    """The state of earlier runs that the chat screen restores."""
+
+    sent: list[str]  # messages of the user, oldest first
+    settings: dict[str, str]
+
+
+class Workspace:
+    """The chats of this process."""
+
+    def __init__(self, store: StoreThread, link: Link, defaults: ChatDefaults, answers: Answers) -> None:
+        self.store = store
+        self.link = link
+        self.defaults = defaults
+        self.answers = answers
+        self.session = Session(store, Chat(), [])
+        self.chats: dict[int, Chat] = {}
+        self.drafted: dict[int, Spans] = {}  # by message, of the answers since the start
+        self._last_model = ""
+
+    # Saved state
+
+    async def read(self, read: Callable[[Store], T]) -> T:
+        """Read from the store. Raises ChatsError."""
+        return await asyncio.wrap_future(self.store.read(read))
+
+    def remember(self, name: str, value: str) -> None:
+        """Save a setting for the next run."""
+        self.store.write(lambda store: store.put_setting(name, value))
+
+    async def load(self) -> LastRun:
+        """Load the list of chats and return the rest of the last run's state. Raises ChatsError."""
+        chats = await self.read(Store.chats)
+        sent = await self.read(lambda store: store.prompts(NUM_SENT))
+        settings = await self.read(Store.settings)
+        self.chats = {chat.id: chat for chat in chats} | self.chats
+        self._last_model = self._last_model or settings.get("model", "")
+        return LastRun(sent, settings)
+
+    # The open chat
+
+    async def open_chat(self, chat_id: int, message_id: int | None = None) -> bool:
+        """Open a chat, on the branch of a message if one is given; return False if it is gone. Raises ChatsError."""
+        answer = self.answers.of_chat(chat_id)
+        if answer is not None:
+            self.session = answer.session
+        else:
+            chat = await self.read(lambda store: store.chat(chat_id)) or self.chats.get(chat_id)
+            messages = await self.read(lambda store: store.messages(chat_id))
+            if chat is None:
+                return False
+            self.session = Session(self.store, chat, messages)
+            self.chats[chat_id] = chat
+        if message_id is not None:
+            self.session.show(message_id)
+        return True
+
+    def new_chat(self) -> None:
+        """Open an empty chat with the model and sampling of the one before."""
+        before = self.session.chat
+        self.session = Session(self.store, Chat(model=before.model, sampling=before.sampling), [])
+
+    async def delete_chat(self, chat_id: int) -> None:
+        """Stop the answer of a chat and delete the chat."""
+        await self.answers.end(chat_id)
+        self.store.write(lambda store: store.delete_chat(chat_id))
+        self.chats.pop(chat_id, None)
+
+    # Models
+
+    @property
+    def preferred_models(self) -> list[str]:
+        """Return the models for the open chat, the most preferred first; an empty name is no preference."""
+        return [self.session.chat.model, self.defaults.model, self._last_model]
+
+    @property
+    def model(self) -> str:
+        """Return the most preferred model; empty while none is known."""
+        return next(filter(None, self.preferred_models), "")
+
+    def set_model(self, model: str) -> None:
+        """Answer this chat, and new ones, with a model."""
+        self.session.set_model(model)
+        self._last_model = model
+        self.remember("model", model)
+
+    def choose_default(self, models: Sequence[ModelEntry]) -> None:
+        """Answer chats without a model of their own with an offered one. Raises RequestError if there is none."""
+        self._last_model = choose_model([self.defaults.model, self._last_model], models)
+
+    # Answers
+
+    @property
+    def answer(self) -> Answer | None:
+        """Return the answer that is being written in the open chat."""
+        return self.answers.of_chat(self.session.chat.id)
+
+    def require_no_answer(self) -> None:
+        """Raise RequestError while an answer is written in the open chat."""
+        if self.answer is not None:
+            raise RequestError("an answer is being written", "Esc stops it")
+
+    def send(self, text: str, edited: int | None = None) -> None:
+        """Send a message at the end of the branch, or as a new version of an edited one. Raises RequestError."""
+        self.require_no_answer()
+        session = self.session
+        parent = session.tree.leaf if edited is None else session.tree.messages[edited].parent
+        self.chats[session.chat.id] = session.chat
+        self.begin_answer(session.add_question(text, parent).id)
+
+    def begin_answer(self, parent: int, sent_from: int | None = None) -> None:
+        """Answer a message; `sent_from` shortens the conversation from here on."""
+        message = self.session.begin_answer(parent, self.model, sent_from)
+        answer = Answer(self.session, message, {**self.defaults.sampling, **self.session.chat.sampling})
+        self.drafted[message.id] = answer.drafted
+        self.answers.start(answer, self.preferred_models)
