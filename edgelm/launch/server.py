@@ -20,12 +20,12 @@ from typing import Any
 
 import httpx2
 
-from edgelm.config import Places
 from edgelm.errors import EdgeLMError, EngineError
+from edgelm.places import Places
 from edgelm.runtime import FrontRecord, find_fronts, is_alive
 
 START_S = 60.0
-STOP_S = 15.0
+STOP_S = 25.0  # the engines may save conversations for SAVING_S
 WAKE_S = 20.0
 ASK_S = 10.0
 POLL_S = 0.05

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LIMIT_S = 120
+from tests.clients.programs import run_program
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Place:
         (self.folder / "project" / "README.md").write_text("hello\n")
         subprocess.run(["git", "init", "-q", "."], cwd=self.folder / "project", check=False)
 
-    def run(self, *command: str | Path, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end, or to the time limit, which counts as exit code 124."""
+    def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end."""
         home = self.folder / "home"
         places = {"HOME": home, "LLM_USER_PATH": home / "llm"}
         places |= {f"XDG_{kind}_HOME": home / f".{kind.lower()}" for kind in ("CONFIG", "DATA", "CACHE", "STATE")}
@@ -56,18 +56,10 @@ class Place:
             "NO_COLOR": "1",
             "EDGELM_KEY": "any",
         }
-        environment |= {name: str(path) for name, path in places.items()} | variables
-        words = list(map(str, command))
-        try:
-            done = subprocess.run(
-                words, input=stdin, text=True, capture_output=True, timeout=LIMIT_S, env=environment,
-                cwd=self.folder / "project", check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as late:
-            shown = (late.stdout or b"").decode(errors="replace")
-            done = subprocess.CompletedProcess(words, 124, shown, f"it ran past {LIMIT_S} s")
+        environment |= {name: str(path) for name, path in places.items()}
+        done = run_program(command, self.folder / "project", environment)
         with self.log.open("a") as log:
-            log.write(f"$ {' '.join(words)}\n{done.stdout}\n{done.stderr}\nexit code {done.returncode}\n")
+            log.write(f"$ {' '.join(done.args)}\n{done.stdout}\n{done.stderr}\nexit code {done.returncode}\n")
         return done
 
 

@@ -19,19 +19,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from edgelm import __version__
 from edgelm.launch.agents import AGENTS, find_agent
 from tests.clients.agents import Outcome
-from tests.clients.recorder import Exchange, recording
+from tests.clients.programs import LIMIT_S, run_program
+from tests.clients.recorder import Exchange, Record, recording
 from tests.clients.scripted import ANSWER, ASIDE, CONTEXT, ENDLESS, TALK, Call, write_scripted
 from tests.clients.serve import serving_model
 
-LIMIT_S = 400
 KEY = "a-key-of-the-tests"
 MODEL = "scripted"
 CUT = ("length", "max_tokens", "incomplete")  # ends of an answer, by dialect
@@ -49,7 +51,6 @@ class Script:
     second: Call
     num_tools: int = 2
     context: int = 32_768  # a quarter of it is the longest answer
-    variables: dict[str, str] = field(default_factory=dict)
     closed_text: bool = False  # its licence keeps its text: only the model's answer is in the transcript
 
 
@@ -85,7 +86,7 @@ SCRIPTS = {
     ),
     "pi": Script(("-p", "PROMPT"), Call("read", {"path": "README.md"}), _shell("bash")),
     "cline": Script(
-        ("--timeout", "390", "PROMPT"),
+        ("--timeout", f"{LIMIT_S:.0f}", "PROMPT"),
         Call("read_files", {"files": [{"path": "PROJECT/README.md"}]}),
         Call("run_commands", {"commands": ["echo 42"]}),
         context=65_536,
@@ -94,6 +95,23 @@ SCRIPTS = {
     "continue": Script(("-p", "PROMPT", "--auto"), Call("Read", {"filepath": "PROJECT/README.md"}), _shell("Bash")),
     "llm": Script(("--td", "--functions", FUNCTIONS, "PROMPT"), Call("read", {"path": "README.md"}), _shell("run")),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where an agent runs: a project of its own, and a server of its script's model behind a recorder."""
+
+    root: Path  # of all folders
+    project: Path
+    record: Record
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    def log(self) -> str:
+        """Return the end of the server's log."""
+        return (self.root / "server" / "serve.log").read_text()[-2000:]
 
 
 @dataclass(slots=True)
@@ -124,12 +142,35 @@ def main() -> int:
 
 def checked(name: str, programs: Sequence[Path], out: Path) -> Iterator[Outcome]:
     """Run an agent twice, write its transcript into a folder, and yield the outcome of each check."""
-    path = os.pathsep.join([*(str(folder.resolve()) for folder in programs), os.environ["PATH"]])
+    path = search_path(programs)
     if shutil.which(find_agent(name).command, path=path) is None:
         yield Outcome("all", "skipped", "not installed here")
         return
     script = SCRIPTS[name]
-    with tempfile.TemporaryDirectory(prefix="edgelm-launched-") as folder:
+    with stage(script, {"EDGELM_API_KEY": KEY}) as place:
+        environment = _environment(place, path)
+        version = version_of(name, environment)
+        task = _run(name, script, TASK, place, environment)
+        cut = _run(name, script, f"{TALK} until you are cut off", place, environment)
+        shown = _print(name, environment, place.project)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.txt").write_text(_scrubbed(_transcript(name, version, script, shown, task, cut), place.root))
+        outcomes = list(_outcomes(script, task, cut))
+        if any(one.outcome == "failed" for one in outcomes):
+            print(task.output[-3000:], "\n----", cut.output[-1500:])
+            print(place.log())
+    yield from outcomes
+
+
+def search_path(programs: Sequence[Path]) -> str:
+    """Return PATH with the folders of the agents' programs before it."""
+    return os.pathsep.join([*(str(folder.resolve()) for folder in programs), os.environ["PATH"]])
+
+
+@contextmanager
+def stage(script: Script, settings: Mapping[str, str]) -> Iterator[Stage]:
+    """Serve a script's model while the block runs, with a home and a project beside it."""
+    with tempfile.TemporaryDirectory(prefix="edgelm-launched-", ignore_cleanup_errors=True) as folder:
         root = Path(folder)
         (root / "home").mkdir()
         (project := root / "project").mkdir()
@@ -138,20 +179,9 @@ def checked(name: str, programs: Sequence[Path], out: Path) -> Iterator[Outcome]
         first, second = (Call(call.name, _placed(call.arguments, project)) for call in (script.first, script.second))
         (models := root / "models").mkdir()
         model = write_scripted(models / f"{MODEL}.gguf", first, second, ASIDE if script.num_tools else ANSWER)
-        settings = {"EDGELM_API_KEY": KEY, "EDGELM_MAX_TOKENS": "400", "EDGELM_CTX": str(script.context)}
-        with serving_model(root / "server", model, settings) as address, recording(address) as (door, seen):
-            environment = _environment(root, path, door)
-            version = version_of(name, environment)
-            task = _run(name, script, TASK, project, environment, seen)
-            cut = _run(name, script, f"{TALK} until you are cut off", project, environment, seen)
-            shown = _print(name, environment, project)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.txt").write_text(_scrubbed(_transcript(name, version, script, shown, task, cut), root))
-        outcomes = list(_outcomes(script, task, cut))
-        if any(one.outcome == "failed" for one in outcomes):
-            print(task.output[-3000:], "\n----", cut.output[-1500:])
-            print((root / "server" / "serve.log").read_text()[-2000:])
-    yield from outcomes
+        settings = {"EDGELM_MAX_TOKENS": "400", "EDGELM_CTX": str(script.context), **settings}
+        with serving_model(root / "server", model, settings) as address, recording(address) as record:
+            yield Stage(root, project, record)
 
 
 def _outcomes(script: Script, task: Run, cut: Run) -> Iterator[Outcome]:
@@ -175,24 +205,24 @@ def _placed(arguments: dict[str, object], project: Path) -> dict[str, Any]:
     return placed
 
 
-def _environment(root: Path, path: str, door: str) -> dict[str, str]:
-    """Return the environment of a user: a home, and a runtime folder whose front is the recorder."""
-    runtime = root / "runtime"
+def user_environment(home: Path, path: str) -> dict[str, str]:
+    """Return the environment of a user with a home of their own, without a terminal."""
+    folders = {f"XDG_{kind}_HOME": str(home / f".{kind.lower()}") for kind in ("CONFIG", "DATA", "CACHE", "STATE")}
+    return {"PATH": path, "HOME": str(home), "TERM": "dumb", "LANG": "C.UTF-8", "NO_COLOR": "1", **folders}
+
+
+def _environment(place: Stage, path: str) -> dict[str, str]:
+    """Return the environment of a user whose front, by the record in the runtime folder, is the recorder."""
+    root, runtime = place.root, place.root / "runtime"
     runtime.mkdir()
-    (runtime / "front.json").write_text(json.dumps({"pid": os.getpid(), "address": door, "key": KEY}))
-    home = root / "home"
-    return {
-        "PATH": path,
-        "HOME": str(home),
-        "TERM": "dumb",
-        "LANG": "C.UTF-8",
-        "NO_COLOR": "1",
+    front = {"pid": os.getpid(), "address": place.record.address, "key": KEY}
+    (runtime / "front.json").write_text(json.dumps(front))
+    return user_environment(place.home, path) | {
         "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         "EDGELM_RUNTIME_DIR": str(runtime),
         "EDGELM_CACHE_DIR": str(root / "cache"),
         "EDGELM_DATA_DIR": str(root / "data"),
         "EDGELM_MODEL_DIRS": str(root / "models"),
-        **{f"XDG_{kind}_HOME": str(home / f".{kind.lower()}") for kind in ("CONFIG", "DATA", "CACHE", "STATE")},
     }
 
 
@@ -200,42 +230,21 @@ def _command(name: str, *words: str) -> list[str]:
     return [sys.executable, "-P", "-m", "edgelm", "launch", name, "--model", MODEL, *words]
 
 
-def _run(
-    name: str, script: Script, prompt: str, project: Path, environment: dict[str, str], seen: list[Exchange]
-) -> Run:
-    begin = len(seen)
+def _run(name: str, script: Script, prompt: str, place: Stage, environment: dict[str, str]) -> Run:
     arguments = [prompt if word == "PROMPT" else word for word in script.arguments]
-    command = _command(name, "--", *arguments)
-    try:
-        done = subprocess.run(
-            command, cwd=project, env=environment | script.variables, stdin=subprocess.DEVNULL, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False, errors="replace",
-        )  # fmt: skip
-        code, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as late:
-        code, output = 124, (late.stdout or b"").decode(errors="replace")
-    return Run(code, output, seen[begin:])
+    done = run_program(_command(name, "--", *arguments), place.project, environment, one_output=True)
+    return Run(done.returncode, done.stdout, place.record.take())
 
 
 def version_of(name: str, environment: dict[str, str]) -> str:
     """Return the version that an agent prints."""
-    done = subprocess.run(
-        [find_agent(name).command, "--version"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_program([find_agent(name).command, "--version"], Path(environment["HOME"]), environment)
     match = re.search(r"\d+\.\d+[\w.+-]*", done.stdout + done.stderr)
     return match[0] if match else "?"
 
 
 def _print(name: str, environment: dict[str, str], project: Path) -> str:
-    done = subprocess.run(
-        _command(name, "--print"), cwd=project, env=environment, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    done = run_program(_command(name, "--print"), project, environment)
     assert KEY not in done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -243,8 +252,9 @@ def _print(name: str, environment: dict[str, str], project: Path) -> str:
 def _transcript(name: str, version: str, script: Script, shown: str, task: Run, cut: Run) -> str:
     agent = find_agent(name)
     does = "reasons, calls two tools, and answers" if script.num_tools else "answers, since the program has no tools"
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
     parts = [
-        f"{agent.title} {version} by `edgelm launch {name}`, edgelm {__version__}; no network but loopback",
+        f"{agent.title} {version} by `edgelm launch {name}`, edgelm {__version__}; no network but loopback; {today}",
         f"the model is scripted: it {does}; told to talk, it does not end",
         f"\n$ edgelm launch {name} --model scripted --print\n{shown.rstrip()}",
     ]

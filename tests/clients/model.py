@@ -25,7 +25,8 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<|act|>", "<tool_call>", "</tool_call>
 MARKS = [*'"{}[]:,.0123456789-', "true", "false", "null"]
 STRINGS = ["echo", "hello"]  # of JSON: an agent's command, path or question
 THOUGHTS = [SPACE + word for word in ("hmm", "let", "me", "see", "what", "users", "want")]
-TEMPLATE = """{%- if tools %}
+# What templates begin with: the tools, and all messages.
+TEMPLATE_HEAD = """{%- if tools %}
     {{- '<|im_start|>system\\nYou may call these functions:\\n<tools>' }}
     {%- for tool in tools %}{{- '\\n' ~ (tool | tojson) }}{%- endfor %}
     {{- '\\n</tools>\\nA call is: <tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' }}
@@ -42,12 +43,16 @@ TEMPLATE = """{%- if tools %}
     {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}
+"""
+TEMPLATE = (
+    TEMPLATE_HEAD
+    + """{%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
     {%- if tools and messages[-1].role == 'user' %}{{- '<|act|>' }}
     {%- elif enable_thinking %}{{- '<think>' }}
     {%- endif %}
 {%- endif %}"""
+)
 
 
 def write_model(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""A door before the server that notes the shape of each request and of its answer: no text of an agent is kept.
+"""A door before the server that notes the shape of each request and of its answer. It keeps no text of an agent.
 
 It announces itself as the front, so that `edgelm launch` finds it.
 """
@@ -15,6 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.clients.programs import LIMIT_S
+
+NOTED = ("/v1/", "/api/", "/chat/completions")  # in paths: APIs of OpenAI and Anthropic, Ollama, llama.cpp
+NOTE_LIMIT_S = 120.0
 ENDS = ("finish_reason", "stop_reason", "status", "done_reason")
 
 
@@ -42,10 +46,40 @@ class Exchange:
         return f"POST {self.path}: {shape} -> {self.status} {reasoned}{self.ended} ({used})"
 
 
+class Record:
+    """The exchanges so far, and how many requests have no answer yet."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address  # of the door
+        self._changed = threading.Condition()
+        self._exchanges: list[Exchange] = []
+        self._open = 0
+
+    def begin(self) -> None:
+        with self._changed:
+            self._open += 1
+
+    def end(self, exchange: Exchange | None) -> None:
+        with self._changed:
+            self._open -= 1
+            self._exchanges += [exchange] if exchange else []
+            self._changed.notify_all()
+
+    def take(self) -> list[Exchange]:
+        """Return the exchanges since the last call.
+
+        A program can end before its last answer is noted here, so this waits until no request is open.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._open, NOTE_LIMIT_S):
+                raise TimeoutError(f"{self._open} requests without an end")
+            taken, self._exchanges = self._exchanges, []
+        return taken
+
+
 @contextmanager
-def recording(address: str) -> Iterator[tuple[str, list[Exchange]]]:
-    """Forward to the server at an address while the block runs; yield our address, and the list that grows."""
-    seen: list[Exchange] = []
+def recording(address: str) -> Iterator[Record]:
+    """Forward to the server at an address while the block runs; yield what is noted."""
 
     class Door(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.0"  # the end of the connection ends a body
@@ -63,9 +97,18 @@ def recording(address: str) -> Iterator[tuple[str, list[Exchange]]]:
             pass
 
         def _forward(self) -> None:
+            exchange = None
+            record.begin()
+            try:
+                exchange = self._answer()
+            finally:
+                record.end(exchange)
+
+        def _answer(self) -> Exchange | None:
+            """Forward a request and its answer; return the exchange if it is one with a model."""
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             parts = urlsplit(address)
-            server = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=600)
+            server = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=LIMIT_S)
             kept = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
             server.request(self.command, self.path, body, kept)
             answer = server.getresponse()
@@ -84,16 +127,18 @@ def recording(address: str) -> Iterator[tuple[str, list[Exchange]]]:
                 pass
             finally:
                 server.close()
-            if self.command == "POST" and "/v1/" in self.path:
-                keyed = any(name.lower() in ("authorization", "x-api-key") for name in self.headers)
-                seen.append(_exchange(Exchange(self.path, keyed, answer.status), body, bytes(sent)))
+            if self.command != "POST" or not any(part in self.path for part in NOTED):
+                return None
+            keyed = any(name.lower() in ("authorization", "x-api-key") for name in self.headers)
+            return _exchange(Exchange(self.path, keyed, answer.status), body, bytes(sent))
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Door)
     server.daemon_threads = True
+    record = Record(f"http://127.0.0.1:{server.server_address[1]}")
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", seen
+        yield record
     finally:
         server.shutdown()
         server.server_close()
@@ -102,7 +147,7 @@ def recording(address: str) -> Iterator[tuple[str, list[Exchange]]]:
 
 def _exchange(found: Exchange, body: bytes, sent: bytes) -> Exchange:
     """Note the shape of a request and of its answer."""
-    request = json.loads(body)
+    request = json.loads(body or b"{}")
     entries = request.get("messages") or request.get("input") or []
     found.body_bytes = len(body)
     found.messages = len(entries) if isinstance(entries, list) else 1
@@ -120,9 +165,9 @@ def _tool_name(tool: dict[str, Any]) -> str:
 
 
 def _documents(sent: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the JSON documents of a body or of its events."""
+    """Yield the JSON documents of a body, of its events (SSE), or of its lines (Ollama)."""
     text = sent.decode(errors="replace")
-    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")] or [text]
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")] or [text, *text.splitlines()]
     for line in lines:
         try:
             document = json.loads(line)
@@ -142,6 +187,8 @@ def _read(document: dict[str, Any], found: Exchange) -> None:
         for name in ENDS:
             if isinstance(place.get(name), str) and place[name] != "in_progress":
                 found.ended = place[name]
+        counts = {name: place[name] for name in ("prompt_eval_count", "eval_count") if place.get(name)}  # Ollama's
+        found.usage |= counts
         if isinstance(usage := place.get("usage"), dict):
             found.usage |= {name: count for name, count in usage.items() if isinstance(count, int) and count}
             for details in ("prompt_tokens_details", "input_tokens_details"):

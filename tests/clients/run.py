@@ -22,10 +22,12 @@ from edgelm import __version__
 from edgelm.launch.agents import AGENTS
 from tests.clients.agents import Outcome, Place, llm
 from tests.clients.launched import checked
+from tests.clients.pointed import POINTED
+from tests.clients.pointed import checked as checked_pointed
+from tests.clients.programs import run_program
 from tests.clients.serve import MODEL, serving
 
 HERE = Path(__file__).resolve().parent
-LIMIT_S = 400
 NO_WIT = "the model knows nothing: its answer has the form that was asked for, and not the content"
 # client: check: reason. One that passes is reported too, so that the list stays true.
 KNOWN = {
@@ -47,12 +49,12 @@ NOT_RUN = {
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client, and how its checks run: a script that prints lines of JSON, pytest, agents.py, or launched.py."""
+    """A client, and how its checks run: a script that prints lines of JSON, pytest, or a module beside this one."""
 
     name: str
     script: str = ""
     venv: str = "venv"  # of the build folder: some packages do not go together
-    launched: bool = False  # by `edgelm launch`, against a model of its own (launched.py)
+    kind: str = ""  # "launched", "pointed": the module that runs it, with a model and a server of its own
 
 
 CLIENTS = (
@@ -67,9 +69,10 @@ CLIENTS = (
     Client("ollama-python", "ollama_sdk.py", "ollama"),
     Client("langchain-ollama", "langchain_with_ollama.py", "ollama"),
     Client("llama-index", "llama_index_checks.py", "ollama"),
+    Client("instructor", "instructor_checks.py", "ollama"),
     Client("open-webui", "open_webui.py", "ollama"),
-    Client("cline, continue", "ollama_agents.py", "ollama"),
-    *(Client(agent.name, launched=True) for agent in AGENTS if agent.name != "llm"),
+    *(Client(name, kind="pointed") for name in POINTED),
+    *(Client(agent.name, kind="launched") for agent in AGENTS if agent.name != "llm"),
 )
 
 
@@ -92,6 +95,8 @@ def main() -> int:
     parser.add_argument("--build", type=Path, required=True, help="folder with venv/ and node/")
     arguments = parser.parse_args()
     build = arguments.build.resolve()
+    if unknown := set(arguments.clients) - {client.name for client in CLIENTS}:
+        parser.error(f"no such client: {', '.join(sorted(unknown))}")
     chosen = [client for client in CLIENTS if not arguments.clients or client.name in arguments.clients]
     reports = []
     with tempfile.TemporaryDirectory(prefix="edgelm-clients-") as folder, serving(Path(folder)) as address:
@@ -125,7 +130,9 @@ def run(client: Client, build: Path, folder: Path, address: str) -> Report:
             for script in (HERE / "node").glob("*.mjs"):
                 shutil.copy(script, build / "node")  # modules are looked for beside the script
             report = run_script(client, ["node", client.script], build / "node", environment)
-        elif client.launched:
+        elif client.kind == "pointed":
+            report = run_pointed(client.name, build)
+        elif client.kind == "launched":
             report = run_launched(client.name, build)
         else:
             place = Place(folder / client.name, build / "venv", address, MODEL)
@@ -133,8 +140,8 @@ def run(client: Client, build: Path, folder: Path, address: str) -> Report:
             report.outcomes = [*llm(place), *report.outcomes]
             if report.count("failed"):
                 print(place.log.read_text()[-4000:])
-    except subprocess.TimeoutExpired:
-        report = Report(client.name, "?", [Outcome("all", "failed", f"it ran past {LIMIT_S} s")])
+    except (OSError, RuntimeError) as error:  # no server, a request without an end: the next client still runs
+        report = Report(client.name, "?", [Outcome("all", "failed", f"{type(error).__name__}: {error}"[:400])])
     known = KNOWN.get(client.name, {})
     report.outcomes = [judged(one, known) for one in report.outcomes]
     return report
@@ -148,9 +155,7 @@ def judged(one: Outcome, known: dict[str, str]) -> Outcome:
 
 
 def run_script(client: Client, command: list[str | Path], cwd: Path, environment: dict[str, str]) -> Report:
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=LIMIT_S, check=False
-    )
+    done = run_program(command, cwd, environment)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found = next((line["version"] for line in lines if "version" in line), "?")
     outcomes = [Outcome(**line) for line in lines if "check" in line]
@@ -166,17 +171,15 @@ def run_pytest(client: Client, python: Path, folder: Path, environment: dict[str
     found = folder / "junit.xml"
     scopes = ["-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session"]
     scopes += ["-o", "asyncio_default_fixture_loop_scope=session"]
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", HERE / "python"]
-    command += ["--confcutdir", HERE / "python", *scopes, "--timeout", "60", "--tb=short", f"--junitxml={found}"]
-    done = subprocess.run(
-        [*command, HERE / "python" / client.script], env=environment, text=True, capture_output=True, timeout=LIMIT_S,
-        check=False,
-    )  # fmt: skip
+    scripts = str(HERE / "python")
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", scripts]
+    command += ["--confcutdir", scripts, *scopes, "--timeout", "600", "--tb=short", f"--junitxml={found}"]
+    done = run_program([*command, f"{scripts}/{client.script}"], folder, environment)
     if not found.exists():
         print(done.stdout[-4000:], done.stderr[-4000:])
         return Report(client.name, "?", [Outcome("all", "failed", f"pytest ended with {done.returncode}")])
     package = "langchain-openai"
-    query = [python, "-c", f"from importlib.metadata import version; print(version({package!r}))"]
+    query = [str(python), "-c", f"from importlib.metadata import version; print(version({package!r}))"]
     number = subprocess.run(query, text=True, capture_output=True, check=True).stdout.strip()
     return Report(client.name, number, list(_cases(found)))
 
@@ -195,11 +198,22 @@ def _cases(junit: Path) -> Iterator[Outcome]:
 
 def run_launched(name: str, build: Path) -> Report:
     """Run an agent by `edgelm launch`; its transcript goes to the build folder."""
-    programs = [build / "node" / "node_modules" / ".bin", build / "venv" / "bin", build / "aider" / "bin"]
-    outcomes = list(checked(name, programs, build / "agents"))
+    outcomes = list(checked(name, programs(build), build / "agents"))
     transcript = build / "agents" / f"{name}.txt"
     skipped = outcomes[0].outcome == "skipped"
     return Report(name, "" if skipped else transcript.read_text().split(" by ")[0].split()[-1], outcomes)
+
+
+def run_pointed(name: str, build: Path) -> Report:
+    """Run an agent that a user has pointed at the server."""
+    found = list(checked_pointed(name, programs(build)))
+    version = next((one for one in found if isinstance(one, str)), "")
+    return Report(name, version, [one for one in found if isinstance(one, Outcome)])
+
+
+def programs(build: Path) -> list[Path]:
+    """Return the folders of the agents' programs."""
+    return [build / "node" / "node_modules" / ".bin", build / "venv" / "bin", build / "aider" / "bin"]
 
 
 def row(report: Report) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from gguf import TokenType
 
-from tests.clients.model import vocabulary, write_table
+from tests.clients.model import TEMPLATE_HEAD, vocabulary, write_table
 
 CONTEXT = 131_072
 TALK = "TALK"  # in a message of the user: the answer does not end
@@ -25,26 +25,13 @@ ANSWER = "The file says hello, and the command printed 42."
 ASIDE = "Two small steps"
 ENDLESS = " and so on"
 TURNS = 3
-TEMPLATE = """{%- if tools %}
-    {{- '<|im_start|>system\\nYou may call these functions:\\n<tools>' }}
-    {%- for tool in tools %}{{- '\\n' ~ (tool | tojson) }}{%- endfor %}
-    {{- '\\n</tools>\\nA call is: <tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' }}
-{%- endif %}
-{%- set count = namespace(results=0, talk=false) %}
+TEMPLATE = (
+    TEMPLATE_HEAD
+    + """{%- set count = namespace(results=0, talk=false) %}
 {%- for message in messages %}
     {%- if message.role == 'user' %}
         {%- set count.results = 0 %}{%- set count.talk = 'TALK' in (message.content or '') %}
     {%- elif message.role == 'tool' %}{%- set count.results = count.results + 1 %}{%- endif %}
-    {{- '<|im_start|>' ~ message.role ~ '\\n' }}
-    {%- if message.reasoning_content %}{{- '<think>' ~ message.reasoning_content ~ '</think>' }}{%- endif %}
-    {{- message.content or '' }}
-    {%- for call in message.tool_calls or [] %}
-        {%- set arguments = call.function.arguments %}
-        {{- '<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
-        {{- arguments if arguments is string else arguments | tojson }}
-        {{- '}\\n</tool_call>' }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
@@ -53,6 +40,7 @@ TEMPLATE = """{%- if tools %}
     {%- else %}{{- '<|turn' ~ [count.results, 2] | min ~ '|>' }}
     {%- endif %}
 {%- endif %}"""
+)
 
 
 @dataclass(frozen=True, slots=True)

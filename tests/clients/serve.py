@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.clients.model import CONTEXT, write_model
+from tests.ending import end_server
 
-START_LIMIT_S = 60.0
+START_LIMIT_S = 300.0
 MODEL = "clients"
 
 
@@ -41,18 +42,10 @@ def serving_model(folder: Path, model: Path, settings: dict[str, str]) -> Iterat
             ready, _, _ = select.select([process.stdout], [], [], START_LIMIT_S)
             line = process.stdout.readline() if ready else b""
             if not line:
-                raise SystemExit(f"edgelm serve did not start: {(folder / 'serve.log').read_text()[-2000:]}")
+                raise RuntimeError(f"edgelm serve did not start: {(folder / 'serve.log').read_text()[-2000:]}")
             yield json.loads(line)["address"]
         finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            for stream in (process.stdin, process.stdout):
-                assert stream
-                stream.close()
+            end_server(process)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,11 +16,12 @@ from typing import Any, NoReturn
 import pytest
 
 from edgelm.cli import run_cli
-from edgelm.config import Places
 from edgelm.launch import server
 from edgelm.launch.server import end_front, start_front
+from edgelm.places import Places
 from edgelm.runtime import find_fronts, is_alive
 from tests.clients.model import write_model
+from tests.ports import free_port
 from tests.tiny import write_tiny
 
 LAUNCH = [sys.executable, "-P", "-m", "edgelm", "launch"]
@@ -29,8 +29,11 @@ LIMIT_S = 90
 KEY = "a-key-of-this-test"
 AGENT = """#!{python} -P
 import json, os, sys, time
-json.dump({{"arguments": sys.argv[1:], "environment": dict(os.environ), "pid": os.getpid()}}, open({file!r}, "w"))
-time.sleep(float(os.environ.get("SLEEP_S", 0)))
+file, limit = {file!r}, time.monotonic() + 120
+json.dump({{"arguments": sys.argv[1:], "environment": dict(os.environ), "pid": os.getpid()}}, open(file + "~", "w"))
+os.rename(file + "~", file)
+while "UNTIL" in os.environ and not os.path.exists(os.environ["UNTIL"]) and time.monotonic() < limit:
+    time.sleep(0.05)
 sys.exit(7)
 """
 
@@ -121,6 +124,15 @@ def start_agent(runtime: Path) -> subprocess.Popen[bytes]:
     return agent
 
 
+def wait_for_agents(agents: list[subprocess.Popen[Any]], seen: list[Path]) -> None:
+    """Wait until each agent runs and has written down how it was started."""
+    deadline = time.monotonic() + LIMIT_S
+    while not all(file.exists() for file in seen):
+        assert time.monotonic() < deadline
+        assert all(agent.poll() is None for agent in agents)
+        time.sleep(0.05)
+
+
 def wait_gone(pid: int) -> None:
     deadline = time.monotonic() + 60
     while is_alive(pid):
@@ -199,16 +211,14 @@ def test_the_server_lives_as_long_as_the_agent(environment: dict[str, str], mode
     seen = install(tmp_path, "claude")
     limits = {"EDGELM_IDLE_TIMEOUT": "0.5", "EDGELM_API_KEY": KEY}
     command = [*LAUNCH, "claude", "--model", model, "--", "-p", "--model", "x"]
-    variables = environment | limits | {"SLEEP_S": "2"}
+    variables = environment | limits | {"UNTIL": str(tmp_path / "end")}
     with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as agent:
-        deadline = time.monotonic() + LIMIT_S
-        while not seen.exists() or not seen.read_text():
-            assert time.monotonic() < deadline
-            assert agent.poll() is None
-            time.sleep(0.05)
+        wait_for_agents([agent], [seen])
         [pid] = front_pids(environment)
+        time.sleep(2)
+        assert is_alive(pid)  # although it is idle for much longer than its limit
+        (tmp_path / "end").touch()
         assert agent.wait(LIMIT_S) == 7  # the agent's own exit code: it has taken this process's place
-        assert is_alive(pid)  # although it was idle for much longer than its limit
         assert agent.stderr is not None
         assert agent.stderr.read() == b""
     told = json.loads(seen.read_text())
@@ -334,22 +344,17 @@ def test_names_of_any_length_and_script_have_folders_of_their_own(
 
 
 def test_two_launches_at_once_share_one_server(environment: dict[str, str], model: str, tmp_path: Path) -> None:
-    for program in ("llm", "aider"):
-        install(tmp_path, program)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    variables = environment | {"EDGELM_IDLE_TIMEOUT": "1", "EDGELM_PORT": port, "SLEEP_S": "3"}
+    seen = [install(tmp_path, program) for program in ("llm", "aider")]
+    end = tmp_path / "end"
+    variables = environment | {"EDGELM_IDLE_TIMEOUT": "1", "EDGELM_PORT": str(free_port()), "UNTIL": str(end)}
     agents = [
         subprocess.Popen([*LAUNCH, name, "--model", model], env=variables, stderr=subprocess.PIPE, text=True)
         for name in ("llm", "aider")
     ]
-    pids: set[int] = set()
-    while any(agent.poll() is None for agent in agents):
-        pids.update(front_pids(environment))
-        time.sleep(0.1)
-    assert [(agent.returncode, agent.communicate()[1]) for agent in agents] == [(7, ""), (7, "")]
-    [pid] = pids
+    wait_for_agents(agents, seen)
+    [pid] = front_pids(environment)
+    end.touch()
+    assert [(agent.communicate(timeout=LIMIT_S)[1], agent.returncode) for agent in agents] == [("", 7), ("", 7)]
     wait_gone(pid)
 
 
@@ -365,9 +370,7 @@ def test_a_path_that_is_no_text_is_refused(launch: Launch, tmp_path: Path) -> No
 @pytest.mark.skipif(shutil.which("systemd-socket-activate") is None, reason="systemd-socket-activate is not installed")
 def test_an_installed_service_is_woken(launch: Launch, environment: dict[str, str], model: str, tmp_path: Path) -> None:
     install(tmp_path, "llm")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     unit = tmp_path / "xdg" / "systemd" / "user" / "edgelm.socket"
     unit.parent.mkdir(parents=True)
     unit.write_text(f"[Socket]\nListenStream={address}\n")

@@ -1,8 +1,8 @@
 // @anthropic-ai/sdk: messages, stream helper, and the tool runner.
 import Anthropic from '@anthropic-ai/sdk'
-import { ADDRESS, MODEL, assert, main } from './checks.mjs'
+import { ADDRESS, MODEL, PATIENCE_MS, assert, main } from './checks.mjs'
 
-const client = new Anthropic({ baseURL: ADDRESS, apiKey: 'any', maxRetries: 0, timeout: 60_000 })
+const client = new Anthropic({ baseURL: ADDRESS, apiKey: 'any', maxRetries: 0, timeout: PATIENCE_MS })
 const model = MODEL
 const messages = [{ role: 'user', content: 'Hello there, what is the weather?' }]
 const input_schema = { type: 'object', properties: { city: { type: 'string' } }, required: ['city'] }

@@ -3,6 +3,7 @@ import { readFileSync } from 'node:fs'
 
 export const ADDRESS = process.env.EDGELM_ADDRESS
 export const MODEL = process.env.EDGELM_MODEL
+export const PATIENCE_MS = 600_000 // for one answer: the machine may be busy, and no check is about speed
 
 export function assert(true_, message) {
   if (!true_) throw new Error(`not true: ${message}`)

@@ -2,9 +2,9 @@
 import OpenAI from 'openai'
 import { zodResponseFormat, zodTextFormat } from 'openai/helpers/zod'
 import { z } from 'zod'
-import { ADDRESS, MODEL, assert, main } from './checks.mjs'
+import { ADDRESS, MODEL, PATIENCE_MS, assert, main } from './checks.mjs'
 
-const client = new OpenAI({ baseURL: `${ADDRESS}/v1`, apiKey: 'any', maxRetries: 0, timeout: 60_000 })
+const client = new OpenAI({ baseURL: `${ADDRESS}/v1`, apiKey: 'any', maxRetries: 0, timeout: PATIENCE_MS })
 const messages = [{ role: 'user', content: 'Hello there, what is the weather?' }]
 const model = MODEL
 const Weather = z.object({ city: z.string(), sky: z.enum(['clear', 'cloudy']) })

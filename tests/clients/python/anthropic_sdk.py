@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import anthropic
 from anthropic import Anthropic
-from checks import ADDRESS, MODEL, check, error_of, main
+from checks import ADDRESS, MODEL, PATIENCE_S, check, error_of, main
 from pydantic import BaseModel
 
-client = Anthropic(base_url=ADDRESS, api_key="any", max_retries=0, timeout=60)
+client = Anthropic(base_url=ADDRESS, api_key="any", max_retries=0, timeout=PATIENCE_S)
 USER: list[Any] = [{"role": "user", "content": "Hello there, what is the weather?"}]
 SCHEMA = {
     "type": "object",

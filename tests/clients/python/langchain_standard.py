@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from checks import ADDRESS, MODEL
+from checks import ADDRESS, MODEL, PATIENCE_S
 from langchain_anthropic import ChatAnthropic
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
@@ -38,7 +38,7 @@ class TestChatCompletions(_Standard):
             "base_url": f"{ADDRESS}/v1",
             "api_key": "any",
             "max_retries": 0,
-            "timeout": 60,
+            "timeout": PATIENCE_S,
             "stream_usage": True,
         }
 
@@ -68,6 +68,6 @@ class TestMessages(_Standard):
             "base_url": ADDRESS,
             "api_key": "any",
             "max_retries": 0,
-            "timeout": 60,
+            "timeout": PATIENCE_S,
             "max_tokens": 500,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from checks import ADDRESS, MODEL, check, main
+from checks import ADDRESS, MODEL, PATIENCE_S, check, main
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.embeddings.ollama import OllamaEmbedding
@@ -13,7 +13,7 @@ from llama_index.llms.ollama import Ollama
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 
-llm = Ollama(model=MODEL, base_url=ADDRESS, request_timeout=60, context_window=8192, keep_alive="5m")
+llm = Ollama(model=MODEL, base_url=ADDRESS, request_timeout=PATIENCE_S, context_window=8192, keep_alive="5m")
 USER = [ChatMessage(role="system", content="Be brief"), ChatMessage(role="user", content="what is the weather?")]
 openai: dict[str, Any] = {"model": MODEL, "api_base": f"{ADDRESS}/v1", "api_key": "any", "context_window": 8192}
 
@@ -65,7 +65,7 @@ def ollama_structured() -> None:
 
 @check
 def ollama_thinking() -> None:
-    thinking = Ollama(model=MODEL, base_url=ADDRESS, request_timeout=60, thinking=True, context_window=8192)
+    thinking = Ollama(model=MODEL, base_url=ADDRESS, request_timeout=PATIENCE_S, thinking=True, context_window=8192)
     assert thinking.chat(USER).message.blocks
 
 

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import ollama
-from checks import ADDRESS, MODEL, check, error_of, main
+from checks import ADDRESS, MODEL, PATIENCE_S, check, error_of, main
 from ollama import AsyncClient, Client
 from pydantic import BaseModel
 
-client = Client(host=ADDRESS, timeout=60)
+client = Client(host=ADDRESS, timeout=PATIENCE_S)
 USER: list[Any] = [{"role": "user", "content": "Hello there, what is the weather?"}]
 SHORT = {"num_predict": 8, "temperature": 0}
 
@@ -181,7 +181,7 @@ def errors() -> None:
 def async_client() -> None:
     async def ask() -> str:
         text = ""
-        async for part in await AsyncClient(host=ADDRESS, timeout=60).chat(MODEL, USER, stream=True):
+        async for part in await AsyncClient(host=ADDRESS, timeout=PATIENCE_S).chat(MODEL, USER, stream=True):
             text += part.message.content or ""
         return text
 

@@ -10,9 +10,10 @@ from datetime import datetime
 from typing import Any
 
 import httpx
-from checks import ADDRESS, MODEL, check, main
+from checks import ADDRESS, MODEL, PATIENCE_S, check, main
 
-http = httpx.Client(base_url=ADDRESS, timeout=60, headers={"User-Agent": "Mozilla/5.0 (compatible; Open WebUI)"})
+HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; Open WebUI)"}
+http = httpx.Client(base_url=ADDRESS, timeout=PATIENCE_S, headers=HEADERS)
 NAME = f"{MODEL}:latest"
 USER = [{"role": "user", "content": "Hello there"}]
 

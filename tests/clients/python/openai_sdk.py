@@ -7,11 +7,11 @@ import json
 from typing import Any, Literal
 
 import openai
-from checks import ADDRESS, MODEL, check, error_of, main
+from checks import ADDRESS, MODEL, PATIENCE_S, check, error_of, main
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
-client = OpenAI(base_url=f"{ADDRESS}/v1", api_key="any", max_retries=0, timeout=60)
+client = OpenAI(base_url=f"{ADDRESS}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S)
 USER: list[Any] = [{"role": "user", "content": "Hello there, what is the weather?"}]
 PARAMETERS = {
     "type": "object",
@@ -233,7 +233,7 @@ def chat_errors() -> None:
 @check
 def chat_async_and_cancelled() -> None:
     async def talk() -> None:
-        async with AsyncOpenAI(base_url=f"{ADDRESS}/v1", api_key="any", max_retries=0, timeout=60) as many:
+        async with AsyncOpenAI(base_url=f"{ADDRESS}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S) as many:
             answers = await asyncio.gather(
                 *(many.chat.completions.create(model=MODEL, messages=USER) for _ in range(6))
             )

@@ -1,0 +1,79 @@
+"""instructor: typed answers by each way that it asks an OpenAI-compatible server for them, and its own retries."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import instructor
+from checks import ADDRESS, MODEL, PATIENCE_S, check, error_of, main
+from instructor.core import InstructorRetryException
+from openai import OpenAI
+from pydantic import BaseModel, field_validator
+
+USER: list[Any] = [{"role": "user", "content": "Hello there, what is the weather?"}]
+MODES = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)
+
+
+class Weather(BaseModel):
+    """A form of an answer."""
+
+    city: str
+    days: int
+    sky: Literal["clear", "cloudy"]
+
+
+class Refused(Weather):
+    """A form that no answer has."""
+
+    @field_validator("city")
+    @classmethod
+    def no_city(cls, city: str) -> str:
+        raise ValueError(f"{city} is unknown")
+
+
+def client(mode: instructor.Mode) -> instructor.Instructor:
+    """Return instructor's client of our server."""
+    openai = OpenAI(base_url=f"{ADDRESS}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S)
+    return instructor.from_openai(openai, mode=mode)
+
+
+@check
+def create() -> None:
+    for mode in MODES:
+        assert isinstance(client(mode).create(Weather, USER, model=MODEL), Weather), mode
+
+
+@check
+def create_with_completion() -> None:
+    made, completion = client(instructor.Mode.TOOLS).create_with_completion(USER, Weather, model=MODEL)
+    assert isinstance(made, Weather)
+    assert completion.usage.completion_tokens > 0
+    assert completion.choices[0].message.tool_calls
+
+
+@check
+def create_by_responses() -> None:
+    assert isinstance(client(instructor.Mode.RESPONSES_TOOLS).create(Weather, USER, model=MODEL), Weather)
+
+
+@check
+def create_partial() -> None:
+    for mode in MODES:
+        parts = list(client(mode).create_partial(Weather, USER, model=MODEL))
+        assert len(parts) > 1, mode
+        assert Weather.model_validate(parts[-1].model_dump()), mode
+
+
+@check
+def a_wrong_answer_is_asked_for_again() -> None:
+    """The second request has the call, and the tool's result says what was wrong."""
+    error = error_of(
+        InstructorRetryException,
+        lambda: client(instructor.Mode.TOOLS).create(Refused, USER, model=MODEL, max_retries=1),
+    )
+    assert error.n_attempts == 2, error.n_attempts
+    assert "is unknown" in str(error)
+
+
+if __name__ == "__main__":
+    main("instructor")
