@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ PRIVATE = 0o600  # readable by the user alone
 FOLDER_ATTEMPTS = 10
 
 
-def atomic_write(path: Path, *parts: bytes | memoryview, mode: int = PRIVATE) -> None:
-    """Replace a file by these parts, one after the other. Raises OSError.
+def atomic_write(
+    path: Path, *parts: bytes | memoryview, mode: int = PRIVATE, on_part: Callable[[], None] = lambda: None
+) -> None:
+    """Replace a file by these parts, one after the other; `on_part` is called after each. Raises OSError.
 
     Missing folders are created, the last one private. The umask applies to `mode`. After a crash, a temporary file
     `.NAME.*.tmp` may remain in the folder.
@@ -27,6 +30,7 @@ def atomic_write(path: Path, *parts: bytes | memoryview, mode: int = PRIVATE) ->
         with os.fdopen(_create(temporary, mode), "wb") as file:
             for part in parts:
                 file.write(part)
+                on_part()
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):

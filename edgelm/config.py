@@ -1,22 +1,21 @@
 """Settings: the defaults, then `config.toml`, then `EDGELM_…`, then flags.
 
-Owns every setting (its name, default, check, help, and the commands that have a flag for it) and the places of our
-files: no other module reads them from the environment. Does not know the effect of a setting.
+Owns every setting (its name, default, check, help, and the commands that have a flag for it): no other module reads
+them from the environment. Does not know the effect of a setting.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from edgelm.errors import EdgeLMError, UsageError
 from edgelm.kv_modes import KV_MODES
 from edgelm.model_tables import ModelTable, owner_of, parse_tables, table_of
+from edgelm.places import Places
 from edgelm.setting_checks import (
     Check,
     Kind,
@@ -156,6 +155,12 @@ class Settings:
         "delete idle conversations on disk that were not used for this many days",
         "serve",
     )
+    prefix_cache_shared: float = _setting(
+        25.0,
+        number(float, 0, 100, "0 to 100"),
+        "percent of the prefix cache, in memory and on disk, in which the shared prompts of each key are deleted last",
+        "serve",
+    )
     temperature: float = _setting(0.8, number(float, 0, 100, "0 to 100"), "0 is greedy", "run", sampling=True)
     top_k: int = _setting(
         40, number(int, 0, 2**31 - 1, "0 (off) or more"), "sample among the K most likely tokens", "run", sampling=True
@@ -283,93 +288,6 @@ MODEL_SETTINGS: Mapping[str, Setting] = {
 }
 # Environment variables with a key: a child process starts without them, unless it needs them.
 API_KEYS = tuple(f"EDGELM_{name.upper()}" for name, setting in SETTINGS.items() if setting.secret)
-HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-
-
-@dataclass(frozen=True)
-class Places:
-    """The folders of our files. `environment` may move them: EDGELM_{CONFIG,DATA,CACHE,RUNTIME}_DIR."""
-
-    environment: Mapping[str, str]
-
-    def _place(self, kind: Literal["config", "data", "cache", "runtime"]) -> Path:
-        if moved := self.environment.get(f"EDGELM_{kind.upper()}_DIR"):
-            return Path(moved)
-        from platformdirs import PlatformDirs  # here, since every worker imports this module
-
-        return Path(getattr(PlatformDirs("edgelm", appauthor=False), f"user_{kind}_dir"))
-
-    @cached_property
-    def config(self) -> Path:
-        return self._place("config")
-
-    @cached_property
-    def data(self) -> Path:
-        return self._place("data")
-
-    @cached_property
-    def cache(self) -> Path:
-        return self._place("cache")
-
-    @property
-    def prefixes(self) -> Path:
-        """Idle conversations for the next process. These files hold their text, as tokens."""
-        return self.cache / "prefixes"
-
-    @cached_property
-    def runtime(self) -> Path:
-        """Sockets, and the record of a running `edgelm serve`."""
-        with warnings.catch_warnings(action="ignore"):  # without a session folder platformdirs takes a temporary one
-            return self._place("runtime")
-
-    @cached_property
-    def hub(self) -> Path:
-        """Return the folder where huggingface_hub keeps its downloads, by that package's own variables."""
-        cache = Path(self.environment.get("XDG_CACHE_HOME") or "~/.cache")
-        home = Path(self.environment.get("HF_HOME") or cache / "huggingface")
-        given = self.environment.get("HF_HUB_CACHE") or self.environment.get("HUGGINGFACE_HUB_CACHE")
-        return Path(given or home / "hub").expanduser()
-
-    @property
-    def systemd_units(self) -> Path:
-        """Where the units of this user are, by systemd.unit(5)."""
-        return Path(self.environment.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
-
-    @property
-    def ollama(self) -> list[Path]:
-        """Where Ollama keeps its models, by its own variable; the folders that exist."""
-        given = self.environment.get("OLLAMA_MODELS")
-        service = Path("/usr/share/ollama/.ollama/models")  # of the service that its installer sets up
-        places = [Path(given)] if given else [Path("~/.ollama/models").expanduser(), service]
-        return [place for place in places if os.access(place / "manifests", os.R_OK | os.X_OK)]
-
-    @property
-    def wait_policy(self) -> Literal["", "sleep", "spin"]:
-        """How threads wait for each other, by the user's own variables of OpenMP; empty: there are none."""
-        given = [self.environment.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")]
-        if not any(given):
-            return ""
-        return "sleep" if any(value and value.strip().lower() in ("0", "passive") for value in given) else "spin"
-
-    @property
-    def hub_endpoint(self) -> str:
-        return (self.environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-
-
-def variables_of_a_shell(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables that change what edgelm does, and that a service does not see."""
-    kept = (*HUB_TOKENS, "EDGELM_HOST", "EDGELM_PORT", "EDGELM_API_KEY_FILE")  # its files have the last three
-    return sorted(name for name in environment if name.startswith(("EDGELM_", "HF_")) and name not in kept)
-
-
-def take_variables(*names: str) -> dict[str, str]:
-    """Return variables of this process and remove them, so that no child gets them."""
-    return {name: value for name in names if (value := os.environ.pop(name, None)) is not None}
-
-
-def own_places() -> Places:
-    """Return the places of this process's own environment, for workers."""
-    return Places(os.environ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,8 +329,8 @@ class Config:
 def load_config(flags: Mapping[str, object], environment: Mapping[str, str] | None = None) -> Config:
     """Return the settings; a flag that is None was not given.
 
-    Raises EdgeLMError for a file that cannot be read, an unknown setting, or a value that does not fit; UsageError for
-    the value of a flag.
+    Raises EdgeLMError for a file that cannot be read, and UsageError for an unknown setting and a value that does not
+    fit.
     """
     environment = os.environ if environment is None else environment
     places = Places(environment)
@@ -437,13 +355,12 @@ def load_config(flags: Mapping[str, object], environment: Mapping[str, str] | No
 
 def _parse(name: str, value: object, source: str) -> object:
     if name not in SETTINGS:
-        raise EdgeLMError(f"{source}: there is no setting {name}", "the settings are " + ", ".join(SETTINGS))
+        raise UsageError(f"{source}: there is no setting {name}", "the settings are " + ", ".join(SETTINGS))
     try:
         return SETTINGS[name].parse(value)
     except ValueError as error:
-        kind = UsageError if source.startswith("--") else EdgeLMError
         values = value if SETTINGS[name].kind == "list" and isinstance(value, list) else [value]
-        raise kind(f"{source}: {name} is {', '.join(map(repr, values))}", f"give {error}") from None
+        raise UsageError(f"{source}: {name} is {', '.join(map(repr, values))}", f"give {error}") from None
 
 
 def _read_file(path: Path) -> dict[str, object]:
@@ -457,4 +374,4 @@ def _read_file(path: Path) -> dict[str, object]:
     except OSError as error:
         raise EdgeLMError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # tomllib's own, no UTF-8, a number of thousands of digits
-        raise EdgeLMError(f"{path} is not valid TOML: {error}", "correct or remove it") from None
+        raise UsageError(f"{path} is not valid TOML: {error}", "correct or remove it") from None

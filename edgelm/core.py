@@ -6,6 +6,7 @@ Owns types only, made of integers, strings and plain arrays. Knows nothing of te
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
@@ -311,6 +312,9 @@ class StoredPrefix:
     shared: bool = False
 
 
+OnSaving = Callable[[int], None]  # called on progress while states are saved at the end: how many are left
+
+
 class Snapshots(Protocol):
     """The store of snapshots, as a `KVCache` sees it. Keys identify snapshots in memory, names those in files."""
 
@@ -325,8 +329,8 @@ class Snapshots(Protocol):
     def fetch(self, name: str, key: int) -> bool:
         """Read a file into memory under a new key; False: it is damaged or missing, and no longer one of `files`."""
 
-    def flush(self) -> None:
-        """Wait, within a time limit, until all pending snapshots are in files."""
+    def flush(self, on_saving: OnSaving) -> None:
+        """Wait until all pending snapshots are in files: within a time limit, and while the disk makes progress."""
 
 
 class KVCache(Protocol):
@@ -366,7 +370,7 @@ class KVCache(Protocol):
     def take_ops(self) -> tuple[Op, ...]:
         """Return the device effects since the last call, in order."""
 
-    def close(self) -> None:
+    def close(self, on_saving: OnSaving) -> None:
         """Wait for the background work of the ops that `flush_idle` made."""
 
 

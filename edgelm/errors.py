@@ -4,6 +4,8 @@ Owns the error types that all modules raise for files, memory, requests and nati
 instead. Knows nothing of where an error is shown.
 """
 
+USAGE_EXIT_CODE = 2  # of a command with a wrong flag or a wrong setting: it fails again until somebody changes that
+
 
 class EdgeLMError(Exception):
     """Something outside edgelm's control failed: `message` says what happened, `hint` what to do."""
@@ -18,7 +20,7 @@ class EdgeLMError(Exception):
 
 
 class UsageError(EdgeLMError):
-    """A flag has a value that is not allowed."""
+    """A flag, a variable or a file with settings says what is not allowed."""
 
 
 class ModelError(EdgeLMError):

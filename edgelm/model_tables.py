@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgelm.durations import parse_keep_alive
-from edgelm.errors import EdgeLMError
+from edgelm.errors import UsageError
 
 OWN_KEYS = ("alias", "keep_alive")  # beside the settings
 Parse = Callable[[object], Any]
@@ -30,17 +30,17 @@ class ModelTable:
 def parse_tables(document: object, file: str, parsers: Mapping[str, Parse]) -> tuple[ModelTable, ...]:
     """Return the tables of the key `models`; `parsers` has the settings that a model can have of its own.
 
-    Raises EdgeLMError for an unknown key, a value that does not fit, or an alias that another model has too.
+    Raises UsageError for an unknown key, a value that does not fit, or an alias that another model has too.
     """
     if not isinstance(document, dict):
-        raise EdgeLMError(f"{file}: models is no table", 'write [models."NAME"] and the settings below it')
+        raise UsageError(f"{file}: models is no table", 'write [models."NAME"] and the settings below it')
     tables = tuple(_table(name, entries, file, parsers) for name, entries in document.items())
     owners = {table.name.casefold(): table.name for table in tables}
     for table in tables:
         for alias in table.aliases:
             if owners.setdefault(alias.casefold(), table.name) != table.name:
                 message = f"{table.source}: alias {alias!r} is a name of {owners[alias.casefold()]!r} too"
-                raise EdgeLMError(message, "give each name to one model")
+                raise UsageError(message, "give each name to one model")
     return tables
 
 
@@ -59,14 +59,14 @@ def owner_of(tables: Iterable[ModelTable], alias: str) -> str | None:
 def _table(name: str, entries: object, file: str, parsers: Mapping[str, Parse]) -> ModelTable:
     source = f'{file} [models."{name}"]'
     if not isinstance(entries, dict):
-        raise EdgeLMError(f"{file}: models.{name} is no table", f'write [models."{name}"] and the settings below it')
+        raise UsageError(f"{file}: models.{name} is no table", f'write [models."{name}"] and the settings below it')
     settings: dict[str, Any] = {}
     for key, value in entries.items():
         if key in OWN_KEYS:
             continue
         if key not in parsers:
             known = ", ".join([*OWN_KEYS, *parsers])
-            raise EdgeLMError(f"{source}: a model has no setting {key}", f"its settings are {known}")
+            raise UsageError(f"{source}: a model has no setting {key}", f"its settings are {known}")
         settings[key] = _parsed(key, value, source, parsers[key])
     keep_alive_s = entries.get("keep_alive")
     return ModelTable(
@@ -82,7 +82,7 @@ def _parsed(key: str, value: object, source: str, parse: Parse) -> Any:
     try:
         return parse(value)
     except ValueError as error:
-        raise EdgeLMError(f"{source}: {key} is {value!r}", f"give {error}") from None
+        raise UsageError(f"{source}: {key} is {value!r}", f"give {error}") from None
 
 
 def _parse_aliases(value: object) -> tuple[str, ...]:

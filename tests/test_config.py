@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgelm.config import Places, Settings, load_config
+from edgelm.config import Settings, load_config
 from edgelm.errors import EdgeLMError
 
 
@@ -82,10 +82,3 @@ def test_any_text_in_a_flag_gives_settings_or_one_line(flags: dict[str, str]) ->
         assert settings.ctx is None or settings.ctx >= 1
     else:
         assert "\n" not in str(error)
-
-
-def test_places_can_be_moved() -> None:
-    moved = Places({"EDGELM_DATA_DIR": "/there", "HF_HUB_CACHE": "/hub"})
-    assert moved.data == Path("/there")
-    assert moved.hub == Path("/hub")
-    assert Places({}).config.name == "edgelm"

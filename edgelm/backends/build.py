@@ -18,7 +18,7 @@ from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
 from edgelm.backends.torch.memory import TorchMemory
 from edgelm.checkpoints.summary import ModelFacts
-from edgelm.config import Places, Settings
+from edgelm.config import Settings
 from edgelm.errors import ModelError
 from edgelm.evaluation.evaluate import Evaluation
 from edgelm.library.local import find_draft_model, require_gguf
@@ -26,6 +26,7 @@ from edgelm.machine.cpu import usable_cores
 from edgelm.machine.cuda import find_cuda
 from edgelm.machine.gpu import CudaState, has_torch
 from edgelm.machine.memory import USABLE, available_memory_bytes
+from edgelm.places import Places
 from edgelm.text.template_file import read_template_file
 from edgelm.workers.messages import EvalSide, Footprint
 
@@ -187,7 +188,8 @@ def choose(
 
     `freed_gpu_bytes` of the GPU's memory are taken now and will be free. Raises ModelError, EdgeLMError.
     """
-    from edgelm.backends.llama.devices import llama_devices  # it imports llama.cpp
+    from edgelm.backends.llama.devices import llama_devices  # these import llama.cpp
+    from edgelm.llama_binding import gpu_problem
 
     prefers_torch = settings.engine == "torch" or settings.device == "cuda"
     may_use_cuda = settings.engine != "llama" and settings.device in ("auto", "cuda")
@@ -214,6 +216,7 @@ def choose(
             draft_problem=draft_problem,
             has_torch=has_torch(),
             has_offload=model.gguf is not None and bool(llama_devices()),
+            offload_problem=gpu_problem,
             cuda=cuda,
         ),
     )

@@ -28,6 +28,7 @@ class Situation:
     draft_problem: str = ""  # why the torch engine cannot run the draft model
     has_torch: bool = False
     has_offload: bool = False  # this build of llama.cpp can compute on a GPU
+    offload_problem: str = ""  # why an installed backend for GPUs is not used
     cuda: CudaState
 
 
@@ -108,14 +109,16 @@ def _choose_llama(settings: Settings, situation: Situation, reasons: tuple[str, 
         hint = "use --engine torch, or take a GGUF of the same model"
         raise ModelError(f"{situation.model}: {situation.llama_problem}", hint)
     named = settings.device == "cuda" or names_llama_device(settings)
-    wants_gpu = named or settings.gpu_layers not in ("auto", "0")
-    if wants_gpu and not situation.has_offload:
+    given_layers = settings.gpu_layers not in ("auto", "0")
+    if settings.device == "cpu":
+        unused = (f"--gpu-layers {settings.gpu_layers} is not used: --device is cpu",) if given_layers else ()
+        return EngineChoice("llama", "cpu", (*reasons, *unused))
+    if (named or given_layers) and not situation.has_offload:
         raise EdgeLMError(
-            "this build of llama.cpp computes on the processor only",
+            situation.offload_problem or "this build of llama.cpp computes on the processor only",
             "omit --device and --gpu-layers; `edgelm doctor` says how to get a GPU",
         )
-    on_gpu = situation.has_offload and settings.device != "cpu"
-    on_gpu = on_gpu and (settings.gpu_layers != "0" or bool(settings.override_tensor))
+    on_gpu = situation.has_offload and (settings.gpu_layers != "0" or bool(settings.override_tensor))
     return EngineChoice("llama", "gpu" if on_gpu else "cpu", reasons)
 
 

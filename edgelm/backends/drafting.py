@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from edgelm.config import Places, Settings
+from edgelm.config import Settings
 from edgelm.core import Drafter, Executor
 from edgelm.engine.clock import Measured, StepClock, StepCosts
 from edgelm.errors import ModelError
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.facts import machine_key
 from edgelm.machine.step_times import StepTimes
+from edgelm.places import Places
 from edgelm.speculation.acceptance import Acceptance
 from edgelm.speculation.ngram_drafter import NgramDrafter
 from edgelm.speculation.past_answers import AnswersFile, PastAnswers, path_for

@@ -60,13 +60,14 @@ def _predict(request: Predict, child: Child) -> None:
 
 def _describe_llama(_: DescribeLlama, child: Child) -> None:
     from edgelm.backends.llama.devices import llama_devices
-    from edgelm.llama_binding import BUILD, L, cpu_library
+    from edgelm.llama_binding import BUILD, L, cpu_library, gpu_problem
 
     devices = llama_devices()
     parts = [part.strip() for part in L.llama_print_system_info().decode().replace(" : ", " | ").split("|")]
     features = tuple(name for part in parts if (name := part.removesuffix(" = 1")) != part)
     package = f"{BUILD.package} {BUILD.version}"
-    child.send(LlamaBuild(L.llama_version().decode(), features, devices, package, str(cpu_library)))
+    version = L.llama_version().decode()
+    child.send(LlamaBuild(version, features, devices, package, str(cpu_library), gpu_problem))
 
 
 def _lay_out(request: LayOutContext, child: Child) -> None:

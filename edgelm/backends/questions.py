@@ -61,6 +61,7 @@ class LlamaBuild:
     devices: tuple[Device, ...]  # GPUs
     package: str  # that it came with, and its version
     library: str  # the file with the kernels for the processor
+    gpu_problem: str = ""  # why an installed GPU backend is not used
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import os
 import struct
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 from edgelm.atomic import atomic_write
 from edgelm.config import Settings
 from edgelm.core import StoredPrefix
-from edgelm.engine.shared_prefixes import kept_longest
+from edgelm.engine.shared_prefixes import SHARED_SHARE, kept_longest
 
 SUFFIX = ".kv"
 SHARED_SUFFIX = ".shared.kv"  # of a prefix that several conversations begin with; before it, its namespace's digest
@@ -40,6 +41,7 @@ MAX_FILES = 512  # of one model, the last used ones
 MAX_TOKENS = 2**22  # a head with more is damaged
 MAX_NAMESPACE_BYTES = 4096
 STALE_S = 600.0  # no process still writes an incomplete file that is so old
+PIECE = 2**20  # bytes of a state between two signs of progress
 SETTLED_S = 0.1  # a folder may change again with the same time stamp within this time
 _MAGIC = b"edgelmKV"
 # magic, format, size of this head, identity, namespace bytes, tokens, state bytes, CRC of the state
@@ -52,14 +54,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The bounds over the files of all models: their total size, and the age of one that is not used."""
+    """The bounds over the files of all models: their total size, and the age of one that is not used.
+
+    The shared prefixes of each namespace are deleted last, up to `shared_share` of the size.
+    """
 
     max_bytes: int
     max_age_s: float
+    shared_share: float = SHARED_SHARE
 
     @classmethod
     def of(cls, settings: Settings) -> Bounds:
-        return cls(int(settings.prefix_cache_disk * 2**30), settings.prefix_cache_days * 86400)
+        max_bytes, shared_share = int(settings.prefix_cache_disk * 2**30), settings.prefix_cache_shared / 100
+        return cls(max_bytes, settings.prefix_cache_days * 86400, shared_share)
 
 
 class SnapshotFolder:
@@ -71,6 +78,7 @@ class SnapshotFolder:
         self._identity = identity
         self._bounds = bounds
         self.path = root / identity.hex()
+        self.num_pieces = 0  # that were written or prepared, for those who wait for the disk
         self._files: tuple[StoredPrefix, ...] = ()
         self._listed_ns = 0  # the folder's modification time when `_files` was listed
         self._refused: set[str] = set()  # unreadable files, deleted or not
@@ -120,9 +128,10 @@ class SnapshotFolder:
         key = hashlib.blake2b(namespace_bytes).digest()
         name = hashlib.blake2b(token_bytes, key=key, digest_size=16).hexdigest()
         path = self.path / (f"{name}.{key.hex()[:16]}{SHARED_SUFFIX}" if shared else name + SUFFIX)
+        pieces = [state.data[at : at + PIECE] for at in range(0, state.size, PIECE)]
         head = _HEAD.pack(
             *(_MAGIC, _FORMAT, _HEAD.size, self._identity),
-            *(len(namespace_bytes), len(tokens), state.size, zlib.crc32(state.data)),
+            *(len(namespace_bytes), len(tokens), state.size, self._crc(pieces)),
         )
         head += namespace_bytes + token_bytes
         head += _CRC.pack(zlib.crc32(head))
@@ -131,7 +140,7 @@ class SnapshotFolder:
         try:
             _private_folder(self._root)
             _private_folder(self.path)
-            atomic_write(path, head, state.data)
+            atomic_write(path, head, *pieces, on_part=self._note_progress)
             self._refused.discard(path.name)
             self._make_room(0)  # other processes may have written too; the last one sees all files
         except OSError as error:
@@ -157,6 +166,16 @@ class SnapshotFolder:
         self._make_room(0)
 
     # --------------------------------------------------------------------------------------------------------------
+
+    def _note_progress(self) -> None:
+        self.num_pieces += 1
+
+    def _crc(self, pieces: Sequence[memoryview]) -> int:
+        crc = 0
+        for piece in pieces:
+            crc = zlib.crc32(piece, crc)
+            self._note_progress()
+        return crc
 
     def _names(self) -> list[str]:
         """Return the names of the last used files, and delete incomplete files that a process left."""
@@ -215,7 +234,8 @@ class SnapshotFolder:
                     files.append((stat.st_mtime, stat.st_size, entry.path))
         files.sort()
         shared = [file for file in files[::-1] if file[2].endswith(SHARED_SUFFIX)]
-        last = kept_longest(((file, file[2].split(".")[-3], file[1]) for file in shared), most)
+        share = int(most * self._bounds.shared_share)
+        last = kept_longest(((file, file[2].split(".")[-3], file[1]) for file in shared), share)
         total = sum(size for _, size, _ in files)
         for file in sorted(files, key=last.__contains__):
             used, size, path = file

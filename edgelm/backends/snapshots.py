@@ -7,7 +7,6 @@ content of a state, and not which snapshot is worth keeping.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from dataclasses import dataclass
@@ -16,14 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.backends.snapshot_files import SnapshotFolder
-from edgelm.core import Store, StoredPrefix
+from edgelm.core import OnSaving, Store, StoredPrefix
 from edgelm.engine.prefixes import common_len
 from edgelm.engine.save_points import dispensable
 from edgelm.errors import SnapshotError
 
 State = NDArray[np.uint8]
 
-FLUSH_S = 1.5  # how long the end of a process waits for the disk; its parent waits 2 s
+FLUSH_S = 12.0  # how long the end of a process waits for a disk that writes; SAVING_S of workers/wire.py is longer
+STALLED_S = 1.5  # how long it waits for a disk that writes nothing
+REPORT_S = 0.1  # between two reports of progress
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ class _Job:
 class SnapshotStore:
     """The `Snapshots` of one executor. All methods run on the engine's thread; only files are written on another.
 
-    Snapshots take at most `limit_bytes` of RAM. States that are being written, or were read to be loaded in the same
-    step, come on top: one of each, or as many as fit in a quarter of the limit.
+    Snapshots take at most `limit_bytes` of RAM. States that were dropped while they wait for the disk, or were read to
+    be loaded in the same step, come on top: one of each, or as many as fit in a quarter more.
     """
 
     def __init__(self, limit_bytes: int, folder: SnapshotFolder | None = None) -> None:
@@ -52,10 +53,10 @@ class SnapshotStore:
         self.divisible = True  # set by the executor: whether a longer state serves every prefix that a shorter one does
         self._states: dict[int, State] = {}
         self._fetched: dict[int, str] = {}  # key of a state that was read: its file
-        self._lock = threading.Lock()  # guards the next two
-        self._writing: dict[int, int] = {}  # key of a state that is being written: its bytes
+        self._changed = threading.Condition()  # guards the next three
+        self._jobs: dict[int, _Job] = {}  # by key, in the order in which they are written
+        self._writing: int | None = None  # the key of the one that is being written
         self._stopping = False
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
 
     # -- for the executor ------------------------------------------------------------------------------------------
@@ -77,10 +78,11 @@ class SnapshotStore:
         return state
 
     def drop(self, key: int) -> None:
-        """Forget a snapshot, which may not exist. One that is being written is still written."""
+        """Forget a snapshot, which may not exist. One that waits for the disk is still written if memory allows it."""
         state = self._states.pop(key, None)
         if state is not None and self._fetched.pop(key, None) is None:
             self.num_bytes -= state.size
+            self._bound_dropped(key)
 
     def refuse(self, key: int) -> None:
         """Forget a snapshot that the executor rejects, and delete its file."""
@@ -90,24 +92,23 @@ class SnapshotStore:
             self._folder.delete(name, "it does not fit this KV cache")
 
     def store(self, op: Store) -> None:
-        """Queue a snapshot for writing, unless it was not saved or too much is being written already."""
+        """Queue a snapshot for writing, unless it was not saved."""
         state = self._states.get(op.key)
         if state is None or self._folder is None:
             return
-        with self._lock:
-            writing = sum(self._writing.values())
-            if op.key in self._writing or (writing and 4 * (writing + state.size) > self._limit):
-                return
-            self._writing[op.key] = state.size
-        self._jobs.put(_Job(op, state, self._replaced_by(op)))
+        job = _Job(op, state, self._replaced_by(op))
+        with self._changed:
+            self._jobs.setdefault(op.key, job)
+            self._changed.notify_all()
         if self._writer is None:
             self._writer = threading.Thread(target=self._write_all, name="snapshots", daemon=True)
             self._writer.start()
 
     def close(self) -> None:
         """Drop everything. Snapshots that are not written yet are lost."""
-        self._stopping = True
-        self._jobs.put(None)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
         self._states.clear()
         self._fetched.clear()
         self.num_bytes = 0
@@ -129,23 +130,52 @@ class SnapshotStore:
         self._fetched[key] = name
         return True
 
-    def flush(self) -> None:
-        deadline = time.monotonic() + FLUSH_S
-        while self._writing and time.monotonic() < deadline:
-            time.sleep(0.005)
+    def flush(self, on_saving: OnSaving = lambda _: None) -> None:
+        if self._folder is None:
+            return
+        began = moved = time.monotonic()
+        before = (self._folder.num_pieces, len(self._jobs))
+        with self._changed:
+            while self._jobs and (now := time.monotonic()) - began < FLUSH_S and now - moved < STALLED_S:
+                self._changed.wait(REPORT_S)
+                progress = (self._folder.num_pieces, len(self._jobs))
+                if progress != before:
+                    before, moved = progress, time.monotonic()
+                    on_saving(len(self._jobs))
 
     # -- the writer's thread ---------------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
         assert self._folder
         self._folder.prune()
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next_job()) is not None:
             op = job.op
-            if not self._stopping and self._folder.write(op.tokens, op.cache_namespace, job.state, op.shared):
+            if self._folder.write(op.tokens, op.cache_namespace, job.state, op.shared):
                 self._folder.remove(job.replaced)
-            with self._lock:
-                del self._writing[op.key]
+            with self._changed:
+                del self._jobs[op.key]
+                self._writing = None
+                self._changed.notify_all()
             del job, op  # frees the state before the wait for the next job
+
+    def _next_job(self) -> _Job | None:
+        """Wait for a state to write; None: the store is closed."""
+        with self._changed:
+            while not self._jobs and not self._stopping:
+                self._changed.wait()
+            if self._stopping:
+                return None
+            self._writing = next(iter(self._jobs))
+            return self._jobs[self._writing]
+
+    def _bound_dropped(self, key: int) -> None:
+        """Give up writing a snapshot that was dropped, if too much memory would wait for the disk."""
+        with self._changed:
+            if key not in self._jobs or key == self._writing:
+                return
+            dropped = [job.state.size for other, job in self._jobs.items() if other not in self._states]
+            if len(dropped) > 1 and 4 * (self.num_bytes + sum(dropped)) > 5 * self._limit:
+                del self._jobs[key]
 
     def _replaced_by(self, op: Store) -> list[str]:
         """Return the files that are not needed beside the new one: those of its prefixes, as far as it serves them.

@@ -25,6 +25,7 @@ COUNTS = {
     "generation_tokens_total": "Generated tokens.",
     "prefix_cache_queries_total": "Prompt tokens that were looked up in the prefix cache.",
     "prefix_cache_hits_total": "Prompt tokens that were found in the prefix cache.",
+    "num_preemptions_total": "Times that a running sequence made way: for an older one, or for an editor's.",
     "spec_decode_num_drafts_total": "Drafts that were verified.",
     "spec_decode_num_draft_tokens_total": "Draft tokens that were verified, without those that a grammar forced.",
     "spec_decode_num_accepted_tokens_total": "Draft tokens that were accepted, without those that a grammar forced.",
@@ -85,6 +86,10 @@ class Counters:
         """Count the tokens of a later step, and the time since the step before it."""
         self._counts["generation_tokens_total"] += num_tokens
         self._histograms["inter_token_latency_seconds"].observe(took_s / num_tokens, num_tokens)
+
+    def preempted(self, num_preemptions: int) -> None:
+        """Note how often sequences made way until now."""
+        self._counts["num_preemptions_total"] = num_preemptions
 
     def draft(self, num_drafted: int, num_accepted: int) -> None:
         """Count a verified draft."""

@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
@@ -26,10 +26,14 @@ from edgelm.core import (
     ExecutorInfo,
     FinishReason,
     Matcher,
+    OnSaving,
+    Op,
     SamplingParams,
+    Save,
     Sequence,
     Stats,
     Step,
+    Store,
 )
 from edgelm.engine.clock import StepClock
 from edgelm.engine.counters import Counters
@@ -107,11 +111,12 @@ class Engine:
         self._embeddings = EmbeddingQueue(make_embedder, self.counters.embedded)
         self._max_requests = max_requests
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # for the next four
+        self._lock = threading.Lock()  # for the next five
         self._open: dict[int, _Request] = {}
         self._jobs: set[EmbeddingJob] = set()  # open requests for vectors
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._closing = False
+        self._on_saving: OnSaving = lambda _: None
         self._end_lock = threading.Lock()  # for the next one
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -217,10 +222,13 @@ class Engine:
         self._embeddings.close()
         self._executor.close()
 
-    def stop(self) -> None:
-        """End the thread after its step, fail open requests, and save state for the next process. Idempotent."""
+    def stop(self, on_saving: OnSaving = lambda _: None) -> None:
+        """End the thread after its step, fail open requests, and save state for the next process. Idempotent.
+
+        `on_saving` is called, by any thread, whenever the saving makes progress.
+        """
         with self._lock:
-            self._closing = True
+            self._closing, self._on_saving = True, on_saving
         self._inbox.put(lambda: None)
         if self._thread.ident is not None:
             self._thread.join()
@@ -228,7 +236,7 @@ class Engine:
         with self._end_lock:
             if not self._ended:
                 self._ended = True
-                self._scheduler.close()
+                self._scheduler.close(on_saving)
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
@@ -242,6 +250,7 @@ class Engine:
                 return None
             sampled = self._pipeline.run(step)
             events = self._scheduler.commit(step, sampled)
+            self.counters.preempted(self._scheduler.num_preemptions)
             self._scheduler.work(min(WORK_SHARE * self._pipeline.step_s, MAX_WORK_S))
             return events
         except SnapshotError as error:
@@ -293,7 +302,7 @@ class Engine:
             for seq in [*self._scheduler.running, *self._scheduler.waiting]:
                 self._scheduler.abort(seq.id)
             self._pipeline.reset()
-            self._flush_idle()
+            self._flush_idle(self._on_saving)
         finally:  # even if a bug ends the thread, no client may wait for it
             self._fail_open()
 
@@ -305,12 +314,15 @@ class Engine:
         for job in list(self._jobs):
             job.finish(_CLOSED)
 
-    def _flush_idle(self) -> None:
+    def _flush_idle(self, on_saving: OnSaving = lambda _: None) -> None:
         """Store idle prefixes, so that they outlive the process; an error costs these prefixes and nothing else."""
         try:
             step = self._scheduler.flush_idle()
-            if step:
-                self._executor.forward(step)
+            ops = step.ops if step else ()
+            num_stored = sum(isinstance(op, Store) for op in ops)
+            for part in _by_save(ops):  # to copy a state may take a second, and each copy is progress
+                self._executor.forward(Step((), part))
+                on_saving(num_stored)
         except EdgeLMError as error:
             log.warning("idle prefixes are not stored: %s", error)
             self._scheduler.recompute()
@@ -367,6 +379,13 @@ class Engine:
         if seq.drafted > request.drafted:
             self.counters.draft(seq.drafted - request.drafted, seq.accepted - request.accepted)
             request.drafted, request.accepted = seq.drafted, seq.accepted
+
+
+def _by_save(ops: Seq[Op]) -> Iterator[tuple[Op, ...]]:
+    """Yield the ops in parts; a part has at most one Save, as its first op."""
+    starts = [index for index, op in enumerate(ops) if index == 0 or isinstance(op, Save)]
+    for start, end in itertools.pairwise([*starts, len(ops)]):
+        yield tuple(ops[start:end])
 
 
 def _post_all(mail: list[tuple[Mailbox, Event]]) -> None:

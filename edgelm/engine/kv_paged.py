@@ -6,8 +6,9 @@ begins with the same tokens shares the block: nothing is copied. Knows nothing o
 
     block      referred to by sequences │ idle: held by none, its content can be reused │ empty
 
-Empty blocks are taken before idle ones, and idle ones least recently used first. A sequence releases its blocks from
-the tail, so the tail of a prefix is evicted before its head, without which the tail is useless.
+Empty blocks are taken before idle ones, and idle ones least recently used first, those of shared prefixes last
+(shared_prefixes.py). A sequence releases its blocks from the tail, so the tail of a prefix is evicted before its head,
+without which the tail is useless.
 
 With a store that keeps files, idle prefixes are saved when nothing runs, and a later process loads the blocks that it
 does not have into new ones: Save and Load name the blocks, and the store holds a snapshot only on its way.
@@ -17,7 +18,9 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
@@ -25,8 +28,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from edgelm.core import Drop, ExecutorInfo, Load, Op, Save, Sequence, Snapshots, Store
+from edgelm.core import Drop, ExecutorInfo, Load, OnSaving, Op, Save, Sequence, Snapshots, Store
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, MIN_STORED_LEN, FileIndex
+from edgelm.engine.shared_prefixes import SHARED_SHARE, BranchPoints, SharedChains
 
 BLOCK_LEN = 16
 SPARE_LEN = 16  # positions left to each running sequence when another one is admitted
@@ -46,14 +50,15 @@ class _Link(NamedTuple):
     """The place of a reusable block in its prefix."""
 
     previous: bytes  # digest of the block before it; empty: it is the first one
-    tokens: bytes  # int32
+    tokens: bytes  # int32; empty: there is no store
     cache_namespace: str
 
 
 class PagedKV:
     """The `KVCache` of an executor whose kernels read KV through block tables.
 
-    `store` keeps idle prefixes of at least `min_stored_len` tokens in files; None: they end with the process.
+    `store` keeps idle prefixes of at least `min_stored_len` tokens in files; None: they end with the process. The share
+    `shared_share` of the blocks is for the shared prefixes of each namespace.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class PagedKV:
         block_len: int = BLOCK_LEN,
         store: Snapshots | None = None,
         min_stored_len: int = MIN_STORED_LEN,
+        shared_share: float = SHARED_SHARE,
     ) -> None:
         num_blocks = info.capacity // block_len
         assert -(-info.context // block_len) <= num_blocks
@@ -71,11 +77,15 @@ class PagedKV:
         self._reusable: dict[bytes, int] = {}  # block by digest
         self._empty = list(reversed(range(num_blocks)))
         self._idle: dict[int, None] = {}  # least recently used first
+        self._idle_last: dict[int, None] = {}  # those of shared prefixes, the same
         self._tables: dict[Sequence, Table] = {}
         self._store = store if store and store.keeps_files else None
         self._min_stored_len = min_stored_len
         self._files = FileIndex(self._store)
-        self._links: dict[bytes, _Link] = {}  # of the reusable blocks by digest, if there is a store
+        self._links: dict[bytes, _Link] = {}  # of the reusable blocks by digest
+        self._num_next: Counter[bytes] = Counter()  # how many reusable blocks continue a block, by its digest
+        self._points = BranchPoints(min_stored_len)
+        self._shared = SharedChains(int(num_blocks * shared_share))
         self._keys = itertools.count()
         self._ops: list[Op] = []
         self._taken: tuple[Op, ...] = ()  # by the last step, which may have failed in the middle
@@ -95,9 +105,11 @@ class PagedKV:
             return False
         for block in hits:
             self._idle.pop(block, None)
+            self._idle_last.pop(block, None)
             self._refs[block] += 1
         seq.kv = self._tables[seq] = table = Table(seq, hits, len(hits))
-        self._load_stored(table)
+        leaves_file = self._load_stored(table)
+        self._note_shared(seq, table.num_full, leaves_file)
         seq.computed = table.num_full * self._block_len
         return True
 
@@ -148,32 +160,27 @@ class PagedKV:
         self._digests = [None] * num_blocks
         self._reusable.clear()
         self._links.clear()
+        self._num_next.clear()
         self._empty = list(reversed(range(num_blocks)))
         self._idle.clear()
+        self._idle_last.clear()
         self._ops = [op for op in (*self._taken, *self._ops) if isinstance(op, Drop)]  # these may not be done
 
     def flush_idle(self) -> None:
         if self._store is None:
             return
-        for digests in list(self._idle_prefixes()):
-            links = [self._links[digest] for digest in digests]
-            tokens = np.frombuffer(b"".join(link.tokens for link in links), np.int32)
-            namespace = links[0].cache_namespace
-            if len(tokens) < self._min_stored_len:
-                continue
-            if any(common == len(tokens) for _, common in self._files.matches(namespace, tokens)):
-                continue
-            key = next(self._keys)
-            blocks = tuple(self._reusable[digest] for digest in digests)
-            self._ops += [Save(blocks, key), Store(key, tokens, namespace), Drop(key)]
+        recent_first = [(digests, False) for digests in self._idle_prefixes()]
+        shared = [(digests, True) for digests in self._shared.kept() if self._reusable.keys() >= set(digests)]
+        for digests, is_shared in [*recent_first[:1], *shared, *recent_first[1:]]:  # time may be short
+            self._keep(digests, is_shared)
 
     def take_ops(self) -> tuple[Op, ...]:
         self._taken, self._ops = tuple(self._ops), []
         return self._taken
 
-    def close(self) -> None:
+    def close(self, on_saving: OnSaving) -> None:
         if self._store:
-            self._store.flush()
+            self._store.flush(on_saving)
 
     # -- admission -------------------------------------------------------------------------------------------------
 
@@ -206,46 +213,53 @@ class PagedKV:
         )
         spare = self._num_blocks(SPARE_LEN) * len(self._tables)
         needed = self._num_blocks(len(seq.tokens) + 1) - len(hits)
-        free = self._num_free - sum(block in self._idle for block in hits)
+        free = self._num_free - sum(self._refs[block] == 0 for block in hits)
         return needed + promised + spare <= free
 
     # -- files -----------------------------------------------------------------------------------------------------
 
-    def _load_stored(self, table: Table) -> None:
-        """Load more blocks of a prefix from a file, if one has enough of them to be worth it."""
+    def _load_stored(self, table: Table) -> bool:
+        """Load more blocks of a prefix from a file, if one has enough of them to be worth it.
+
+        Return whether the file goes on otherwise than the sequence.
+        """
         seq, num_hits = table.seq, table.num_full
         fetched = self._fetch(seq, num_hits)
         if fetched is None:
-            return
-        key, num_blocks = fetched
+            return False
+        key, num_blocks, is_longer = fetched
         table.blocks += [self._take() for _ in range(num_hits, num_blocks)]
         self._ops += [Load(key, tuple(table.blocks[num_hits:]), num_hits), Drop(key)]
         for index in range(num_hits, num_blocks):
             self._register(table.blocks[index], seq, index)
         table.num_full = num_blocks
+        return is_longer
 
-    def _fetch(self, seq: Sequence, num_hits: int) -> tuple[int, int] | None:
-        """Read the file with the most blocks of a sequence; return its key, and how many blocks can be used."""
+    def _fetch(self, seq: Sequence, num_hits: int) -> tuple[int, int, bool] | None:
+        """Read the file with the most blocks of a sequence.
+
+        Return its key, how many blocks can be used, and whether it has more.
+        """
         if self._store is None:
             return None
         tokens = np.array(seq.tokens, np.int32)
         least = num_hits + self._num_blocks(MIN_PREFIX_LEN)
         while True:
-            name, most = "", 0
+            name, most, is_longer = "", 0, False
             for file, common in self._files.matches(seq.cache_namespace, tokens):
                 num_blocks = min(common, len(tokens) - 1) // self._block_len
                 if num_blocks >= max(least, most + 1):
-                    name, most = file.name, num_blocks
+                    name, most, is_longer = file.name, num_blocks, len(file.tokens) // self._block_len > num_blocks
             if not name:
                 return None
             key = next(self._keys)
             if self._store.fetch(name, key):
-                return key, most
+                return key, most, is_longer
 
     def _idle_prefixes(self) -> Iterator[list[bytes]]:
         """Yield the digests of each whole prefix that no longer one continues, most recently used first."""
         continued = {link.previous for link in self._links.values()}
-        for block in reversed(self._idle):
+        for block in [*reversed(self._idle), *reversed(self._idle_last)]:
             digest = self._digests[block]
             assert digest is not None
             if digest in continued:
@@ -256,11 +270,47 @@ class PagedKV:
             if not previous:  # or else its head was evicted
                 yield digests[::-1]
 
+    def _keep(self, digests: Seq[bytes], is_shared: bool) -> None:
+        """Write the blocks of a prefix to a file, unless a file covers it."""
+        links = [self._links[digest] for digest in digests]
+        tokens = np.frombuffer(b"".join(link.tokens for link in links), np.int32)
+        namespace = links[0].cache_namespace
+        if len(tokens) < self._min_stored_len:
+            return
+        for file, common in self._files.matches(namespace, tokens):
+            if common == len(tokens) and file.shared >= is_shared:
+                return
+        key = next(self._keys)
+        blocks = tuple(self._reusable[digest] for digest in digests)
+        self._ops += [Save(blocks, key), Store(key, tokens, namespace, is_shared), Drop(key)]
+
+    # -- shared prefixes -------------------------------------------------------------------------------------------
+
+    def _note_shared(self, seq: Sequence, num_hits: int, leaves_file: bool) -> None:
+        """Note the shared prefixes that a sequence begins with, and whether it leaves one behind its first blocks."""
+        digests = [self._digest(seq, index) for index in range(num_hits)]
+        before = self._shared.last
+        self._shared.use(digests)
+        if num_hits and (leaves_file or self._num_next[digests[-1]]) and self._leaves_at(seq, num_hits):
+            self._shared.add(seq.cache_namespace, digests)
+        if self._shared.last is not before:
+            idle = [*self._idle, *self._idle_last]
+            self._idle_last = {block: None for block in idle if self._digests[block] in self._shared.last}
+            self._idle = {block: None for block in idle if block not in self._idle_last}
+
+    def _leaves_at(self, seq: Sequence, num_blocks: int) -> bool:
+        """Tell whether another sequence left a longer prefix behind these blocks of one that goes on, too."""
+        if num_blocks >= (len(seq.tokens) - 1) // self._block_len:
+            return False
+        return self._points.is_shared(
+            seq.cache_namespace, np.array(seq.tokens[: num_blocks * self._block_len], np.int32)
+        )
+
     # -- blocks ----------------------------------------------------------------------------------------------------
 
     @property
     def _num_free(self) -> int:
-        return len(self._empty) + len(self._idle)
+        return len(self._empty) + len(self._idle) + len(self._idle_last)
 
     def _num_blocks(self, length: int) -> int:
         return -(-length // self._block_len)
@@ -270,8 +320,9 @@ class PagedKV:
         if self._empty:
             block = self._empty.pop()
         else:
-            block = next(iter(self._idle))
-            del self._idle[block]
+            idle = self._idle or self._idle_last
+            block = next(iter(idle))
+            del idle[block]
             self._forget(block)
         self._refs[block] = 1
         return block
@@ -286,6 +337,8 @@ class PagedKV:
             if self._refs[block] == 0:
                 if self._digests[block] is None:
                     self._empty.append(block)
+                elif self._digests[block] in self._shared.last:
+                    self._idle_last[block] = None
                 else:
                     self._idle[block] = None
 
@@ -295,17 +348,20 @@ class PagedKV:
         if digest not in self._reusable:
             self._reusable[digest] = block
             self._digests[block] = digest
-            if self._store:
-                previous = self._digest(seq, index - 1) if index else b""
-                tokens = array("i", seq.tokens[index * self._block_len : (index + 1) * self._block_len])
-                self._links[digest] = _Link(previous, tokens.tobytes(), seq.cache_namespace)
+            previous = self._digest(seq, index - 1) if index else b""
+            self._num_next[previous] += 1
+            first, end = (index * self._block_len, (index + 1) * self._block_len) if self._store else (0, 0)
+            self._links[digest] = _Link(previous, array("i", seq.tokens[first:end]).tobytes(), seq.cache_namespace)
 
     def _forget(self, block: int) -> None:
         digest = self._digests[block]
         if digest is not None:
             del self._reusable[digest]
             self._digests[block] = None
-            self._links.pop(digest, None)
+            previous = self._links.pop(digest).previous
+            self._num_next[previous] -= 1
+            if not self._num_next[previous]:
+                del self._num_next[previous]
 
     def _digest(self, seq: Sequence, index: int) -> bytes:
         """Return the digest of a sequence's tokens up to the end of a block."""

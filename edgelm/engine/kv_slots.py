@@ -20,7 +20,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgelm.core import Copy, Drop, ExecutorInfo, Load, Op, Save, Sequence, Snapshots, Store, StoredPrefix, Trim
+from edgelm.core import (
+    Copy,
+    Drop,
+    ExecutorInfo,
+    Load,
+    OnSaving,
+    Op,
+    Save,
+    Sequence,
+    Snapshots,
+    Store,
+    StoredPrefix,
+    Trim,
+)
 from edgelm.engine.cells import Cells
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, MIN_STORED_LEN, FileIndex, PrefixIndex, Tokens, common_prefix_len
 from edgelm.engine.save_points import SAVED_SHARE, StateSizes, dispensable, save_points
@@ -89,7 +102,8 @@ class _Match:
 class SlotKV:
     """The `KVCache` of the llama executor. `snapshot_bytes` limits the snapshots in RAM, which `store` holds.
 
-    Prefixes of fewer than `min_stored_len` tokens are not worth a file.
+    The share `shared_share` of it is for the shared prefixes of each namespace. Prefixes of fewer than `min_stored_len`
+    tokens are not worth a file.
     """
 
     def __init__(
@@ -98,6 +112,7 @@ class SlotKV:
         snapshot_bytes: int,
         store: Snapshots | None = None,
         min_stored_len: int = MIN_STORED_LEN,
+        shared_share: float = SHARED_SHARE,
     ) -> None:
         self._info = info
         self._store = store
@@ -111,6 +126,7 @@ class SlotKV:
         self._unmeasured: list[Snapshot] = []  # saved by recent steps
         self._divisible = info.can_trim and info.keeps_all  # whether a part of a prefix can be used
         self._max_bytes = snapshot_bytes
+        self._max_shared_bytes = int(snapshot_bytes * shared_share)
         self._min_stored_len = min_stored_len
         self._sizes = StateSizes(max(info.kv_bytes_per_token, 1))
         self._points = BranchPoints(min_stored_len)
@@ -211,9 +227,9 @@ class SlotKV:
         self._unmeasured += [snapshot for snapshot in self._snapshots if snapshot.key in saved] if saved else []
         return self._taken
 
-    def close(self) -> None:
+    def close(self, on_saving: OnSaving) -> None:
         if self._store:
-            self._store.flush()
+            self._store.flush(on_saving)
 
     # -- reusable prefixes -----------------------------------------------------------------------------------------
 
@@ -343,7 +359,7 @@ class SlotKV:
         """
         tokens, cache_namespace = np.array(slot.tokens[: slot.length], np.int32), slot.cache_namespace
         nbytes = self._sizes.estimate(len(tokens))
-        if len(tokens) < MIN_PREFIX_LEN or nbytes * (SHARED_SHARE if shared else 1) > self._max_bytes:
+        if len(tokens) < MIN_PREFIX_LEN or nbytes > (self._max_shared_bytes if shared else self._max_bytes):
             return
         similar = list(self._snapshots.matches(cache_namespace, tokens))
         rivals = [(other, common) for other, common in similar if other.shared] if shared else similar
@@ -371,7 +387,7 @@ class SlotKV:
     def _kept_longest(self) -> set[Snapshot]:
         """Return the snapshots of shared prefixes that are evicted after all others."""
         shared = [snapshot for snapshot in list(self._snapshots)[::-1] if snapshot.shared]
-        return kept_longest(((one, one.cache_namespace, one.nbytes) for one in shared), self._max_bytes)
+        return kept_longest(((one, one.cache_namespace, one.nbytes) for one in shared), self._max_shared_bytes)
 
     def _dispensable(self, snapshot: Snapshot, similar: list[tuple[Snapshot, int]]) -> list[Snapshot]:
         """Return the snapshots of prefixes of this one that can go before any other conversation's."""

@@ -19,6 +19,7 @@ from edgelm.core import (
     ExecutorInfo,
     FinishReason,
     KVCache,
+    OnSaving,
     Sampled,
     SamplingParams,
     Sequence,
@@ -59,6 +60,7 @@ class Scheduler:
         self._drafter = drafter if info.can_trim else None  # a rejected draft must be cut off
         self.waiting = AdmissionQueue()
         self.running: list[Sequence] = []  # the first one was admitted before the others
+        self.num_preemptions = 0
         self._blocked: Sequence | None = None  # on memory; cleared when blocks are freed
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -103,11 +105,11 @@ class Scheduler:
         ops = self._kv.take_ops()
         return Step((), ops) if ops else None
 
-    def close(self) -> None:
+    def close(self, on_saving: OnSaving = lambda _: None) -> None:
         """Save what the drafter learnt, and wait until prefixes are stored."""
-        self._kv.close()
         if self._drafter:
             self._drafter.close()
+        self._kv.close(on_saving)
 
     @property
     def kv_usage(self) -> float:
@@ -347,6 +349,7 @@ class Scheduler:
         return self._max_draft_len(seq) <= 0
 
     def _preempt(self, seq: Sequence) -> None:
+        self.num_preemptions += 1
         self._blocked = None
         seq.draft, seq.num_forced = [], 0
         self.running.remove(seq)

@@ -1,4 +1,4 @@
-"""Usage: what one request of a client cost, with all its prompts and choices.
+"""Usage: what one request of a client cost, with all its prompts and choices, or all its inputs.
 
 Lives in one event loop. Knows nothing of steps and of HTTP.
 """
@@ -35,6 +35,10 @@ class Usage:
         self._num_open += 1
         self._all_ended.clear()
         return partial(self._end, time.perf_counter() - self._arrived, counts_prompt)
+
+    def add_inputs(self, num_tokens: int) -> None:
+        """Count the tokens of texts whose vectors or scores were computed."""
+        self._prompt_tokens += num_tokens
 
     def _end(self, submitted_s: float, counts_prompt: bool, event: Event) -> None:
         stats = event.stats

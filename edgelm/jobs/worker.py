@@ -14,11 +14,11 @@ from typing import Any
 
 from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
-from edgelm.config import own_places
 from edgelm.jobs.embed import embed_texts
 from edgelm.jobs.embed_request import EmbedJob
 from edgelm.jobs.evaluate import evaluate_file
 from edgelm.jobs.speed import BenchJob, check, measure
+from edgelm.places import own_places
 from edgelm.text.template_worker import start_template_worker
 from edgelm.workers.child import Child, Handler, report_loading, run_job
 from edgelm.workers.messages import EngineJob, EvalJob, Result, RunJob, Status
@@ -41,7 +41,7 @@ def work_with_engine(
 
     def save() -> None:
         loaded.prompt_tokens.save()
-        loaded.engine.stop()
+        loaded.engine.stop(child.saving)
 
     child.at_end(save)
     try:

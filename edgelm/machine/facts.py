@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from edgelm.atomic import atomic_json, read_json
-from edgelm.config import Places
 from edgelm.errors import EdgeLMError, EngineError
 from edgelm.llama_build import find_build
 from edgelm.machine.cpu import Cores, OtherLoad, read_text, usable_cores
+from edgelm.places import Places
 from edgelm.workers.parent import Worker, WorkerDiedError, ask
 
 Canary = Literal["ok", "no_repack", "failed"]

@@ -68,10 +68,15 @@ def engine_app(parts: EngineParts, key: str) -> Starlette:
         async with bodies.read(request) as body:
             return await bodies.parse(body, lambda body: parse_request(path, read_json(body)))
 
-    async def answer(request: Request) -> Response:
+    def usage_of(request: Request) -> Usage:
+        """Return the usage of a request that arrives now."""
         asked = Usage(request.headers.get(REQUEST_ID, ""))
         if name := request.headers.get(USAGE):
             usages[name] = asked
+        return asked
+
+    async def answer(request: Request) -> Response:
+        asked = usage_of(request)
         return await _answer(parts, request, await read(request), asked)
 
     async def count_tokens(request: Request) -> Response:
@@ -105,7 +110,7 @@ def engine_app(parts: EngineParts, key: str) -> Starlette:
             *(Route(path, answer, methods=["POST"]) for path in DIALECTS),
             *(Route(path, count_tokens, methods=["POST"]) for path in COUNTS),
             *text_routes(parts.answerer, TextEncoder(parts.loaded.tokenizer), parts.open_answers, read),
-            *pooled_routes(Embeddings(parts.loaded), bodies),
+            *pooled_routes(Embeddings(parts.loaded), bodies, usage_of),
             Route("/stats", stats),
             Route("/usage/{name}", usage),
         ],

@@ -45,6 +45,10 @@ class EngineLink(Protocol):
     @property
     def exited(self) -> bool: ...
 
+    @property
+    def num_saving(self) -> int:
+        """The number of conversations that it still has to save, while it ends."""
+
     async def file_change(self) -> Change | None:
         """Return how the model's files changed since it loaded them.
 
@@ -58,7 +62,10 @@ class EngineLink(Protocol):
         """Wait for its end and return the reason."""
 
     async def close(self) -> None:
-        """End it, and wait until it is gone."""
+        """End it, and wait until it is gone: up to SAVING_S more while it saves conversations."""
+
+    def kill(self) -> None:
+        """End it at once."""
 
 
 class Launcher:
@@ -163,6 +170,10 @@ class EngineProcess:
     def exited(self) -> bool:
         return self._worker.exited
 
+    @property
+    def num_saving(self) -> int:
+        return 0 if self.exited else self._worker.num_saving
+
     async def file_change(self) -> Change | None:
         return await asyncio.to_thread(self._file_change)
 
@@ -188,6 +199,9 @@ class EngineProcess:
         if self._job.socket is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._job.socket)  # noqa: PTH108 - the event loop must not wait for pathlib's checks
+
+    def kill(self) -> None:
+        self._worker.kill()
 
     async def _start(self) -> None:
         """Follow the loading. Raises EdgeLMError with the worker's own error, or with how it died."""

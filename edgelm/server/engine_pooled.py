@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from edgelm.engine.usage import Usage
 from edgelm.errors import RequestError
 from edgelm.jobs.embed import Embeddings
 from edgelm.jobs.embed_request import Embedded, EmbedRequest, Ranked
@@ -26,11 +27,11 @@ from edgelm.server.keys import CLIENT
 from edgelm.server.sse import unless_client_leaves
 
 
-def pooled_routes(embeddings: Embeddings, bodies: Bodies) -> list[Route]:
+def pooled_routes(embeddings: Embeddings, bodies: Bodies, usage_of: Callable[[Request], Usage]) -> list[Route]:
     """Return the routes. A request whose client leaves is cancelled."""
 
     async def answer(request: Request) -> Response:
-        path = request.url.path
+        usage, path = usage_of(request), request.url.path
         async with bodies.read(request) as body:
             parsed = await bodies.parse(body, lambda body: parse_pooled(path, read_json(body)))
         asked, client = parsed.pooled_request(), request.headers.get(CLIENT, "")
@@ -45,6 +46,8 @@ def pooled_routes(embeddings: Embeddings, bodies: Bodies) -> list[Route]:
             raise ApiError(400, "context_length_exceeded", str(error), param=field) from error
         except RequestError as error:
             raise ApiError(400, "invalid_value", str(error)) from error
+
+        usage.add_inputs(sum(result.num_tokens))
 
         def content() -> bytes:
             return b"".join(json_pieces(parsed.response(result, parsed.model)))

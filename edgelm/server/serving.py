@@ -18,8 +18,9 @@ from typing import Any
 
 import httpx2
 
-from edgelm.config import Config, Places, Settings
+from edgelm.config import Config, Settings
 from edgelm.errors import EdgeLMError
+from edgelm.places import Places
 from edgelm.runtime import FrontRecord, agents_run, announced, find_front
 from edgelm.server.access import Rules, is_loopback
 from edgelm.server.engine_link import Launcher
@@ -38,6 +39,9 @@ from edgelm.server.unused import wait_unused
 RESPONSES_FILE = "responses.sqlite"
 GRACE_S = 3  # for open responses when the front ends
 ASK_LIMIT_S = 2.0
+AGAIN_S = 0.3  # a wrapper may pass on a Ctrl-C that this process had from the terminal: it is no second one
+SILENT_S = 1.0  # that saving takes before a line tells of it
+SAVING_POLL_S = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +58,15 @@ class ServeOptions:
     listener: socket.socket | None = None  # of a service manager, which has bound it
 
 
-def serve(config: Config, options: ServeOptions, announce: Callable[[FrontRecord], None]) -> None:
+def serve(
+    config: Config,
+    options: ServeOptions,
+    announce: Callable[[FrontRecord], None],
+    on_saving: Callable[[int], None] = lambda _: None,
+) -> None:
     """Serve until a signal or the end of standard input; `announce` is called when the socket listens.
+
+    At the end, while engines save conversations, `on_saving` is called with their number. A second signal ends that.
 
     Raises EdgeLMError if it cannot start, KeyboardInterrupt after SIGINT.
     """
@@ -102,7 +113,8 @@ def serve(config: Config, options: ServeOptions, announce: Callable[[FrontRecord
             logs_requests=settings.log_format == "json",
         )
         agents = partial(agents_run, places.runtime)
-        running = _serve(config, launcher, front, rules, listeners, tls, options, agents, lambda: announce(record))
+        ready = partial(announce, record)
+        running = _serve(config, launcher, front, rules, listeners, tls, options, agents, ready, on_saving)
         ended_by = asyncio.run(running)
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
@@ -118,11 +130,14 @@ async def _serve(
     options: ServeOptions,
     agents: Callable[[], bool],
     announce: Callable[[], None],
+    on_saving: Callable[[int], None],
 ) -> int | None:
     """Serve; return the signal that ended it."""
     loop = asyncio.get_running_loop()
     ended_by: list[int] = []
     endings: list[asyncio.Task[None]] = []
+    telling: list[asyncio.Task[None]] = []
+    again_at = 0.0
     settings = config.settings
     async with EngineTable(
         launcher,
@@ -139,10 +154,16 @@ async def _serve(
         )
 
         def stop(number: int | None) -> None:
-            if number is not None:
+            nonlocal again_at
+            if number is not None and loop.time() >= again_at:
                 ended_by.append(number)
+                again_at = loop.time() + AGAIN_S
             if not endings:  # the engines end first, so that open streams end with an error event
                 endings.append(loop.create_task(table.close()))
+                telling.append(loop.create_task(_tell_of_saving(table, on_saving)))
+            if len(ended_by) > 1:
+                table.kill()
+                server.force_exit = True
             server.should_exit = True
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -156,7 +177,22 @@ async def _serve(
         await server.serve(sockets=listeners)
         for task in endings:
             await task
+        for task in telling:
+            task.cancel()
     return ended_by[0] if ended_by else None
+
+
+async def _tell_of_saving(table: EngineTable, on_saving: Callable[[int], None]) -> None:
+    """Report how many conversations the ending engines still save, and log it once if that takes long."""
+    loop = asyncio.get_running_loop()
+    tell_at: float | None = loop.time() + SILENT_S
+    while True:
+        await asyncio.sleep(SAVING_POLL_S)
+        if count := table.num_saving:
+            on_saving(count)
+            if tell_at is not None and loop.time() >= tell_at:
+                log.warning("saving %d conversation%s… (Ctrl-C again ends at once)", count, "s" if count > 1 else "")
+                tell_at = None
 
 
 def _ollama_listener(settings: Settings, stack: ExitStack) -> list[socket.socket]:
@@ -174,7 +210,7 @@ def _ollama_listener(settings: Settings, stack: ExitStack) -> list[socket.socket
 def _keys(settings: Settings, options: ServeOptions) -> list[Key]:
     """Return the keys that clients may have. Raises EdgeLMError for a key file that is not right."""
     given = {"api-key": settings.api_key, "typed": options.typed_key}
-    keys = [Key(name, secret) for name, secret in given.items() if secret is not None]
+    keys = [Key(name, secret, admin=None) for name, secret in given.items() if secret is not None]  # they have no mark
     if settings.api_key is not None:
         try:
             check_secret(settings.api_key, "the key of --api-key or EDGELM_API_KEY")

@@ -95,6 +95,17 @@ class EngineTable:
         reason = "is gone: the server is shutting down"
         await asyncio.gather(*(self.unload(slot, reason) for slot in self.all_slots()))
 
+    @property
+    def num_saving(self) -> int:
+        """The number of conversations that engines still have to save, while they end."""
+        return sum(slot.link.num_saving for slot in self.all_slots() if slot.link is not None)
+
+    def kill(self) -> None:
+        """End the processes at once, also while they save conversations. Call it after `close` has begun."""
+        for slot in self.all_slots():
+            if slot.link is not None:
+                slot.link.kill()
+
     async def unload(self, slot: EngineSlot, reason: str = UNLOADED) -> None:
         """End an engine, also if the caller is cancelled; requests that use it get an error with the reason."""
         await asyncio.shield(self._ending(slot, reason))

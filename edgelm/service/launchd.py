@@ -35,6 +35,8 @@ class Launchd:
             "ProgramArguments": [*definition.command, "--host", definition.address, "--port", str(definition.port)],
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": 60,  # s between two starts: launchd cannot tell settings that are wrong from a crash
+            "ExitTimeOut": 30,  # s, so that the engines can save conversations
             "ProcessType": "Interactive",  # a background process gets slow cores
             "StandardOutPath": str(self.log),
             "StandardErrorPath": str(self.log),

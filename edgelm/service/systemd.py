@@ -1,6 +1,8 @@
 """The service as two units of systemd's user manager: a socket, and the server that its first connection starts.
 
-Facts: systemd.unit(5), systemd.socket(5), systemd.service(5). Owns the text of the units.
+Facts: systemd.unit(5), systemd.socket(5), systemd.service(5), systemd.kill(5). Owns the text of the units. A stop
+reaches the front alone at first (KillMode=mixed), so that its engines can save conversations. A server that refuses its
+settings is not started again, and one that always fails is given up after some starts: then its socket fails too.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgelm.errors import EdgeLMError
+from edgelm.errors import USAGE_EXIT_CODE, EdgeLMError
 from edgelm.service.system import OURS, Definition, Outcome, Run, remove_files, run_command, write_files
 
 SOCKET, SERVICE = "edgelm.socket", "edgelm.service"
@@ -31,13 +33,17 @@ _SERVICE_UNIT = """\
 Description=edgelm, language models for the programs of this machine
 Requires={socket}
 After={socket}
+StartLimitIntervalSec=120
+StartLimitBurst=5
 
 [Service]
 Type=simple
 ExecStart={command}
 Restart=on-failure
 RestartSec=2
-TimeoutStopSec=15
+RestartPreventExitStatus={usage}
+TimeoutStopSec=30
+KillMode=mixed
 NoNewPrivileges=yes
 
 [Install]
@@ -73,7 +79,9 @@ class Systemd:
         command = " ".join([f'"{program.replace("%", "%%")}"', *map(_quoted, arguments)])
         return {
             self.folder / SOCKET: _SOCKET_UNIT.format(ours=OURS, address=listen),
-            self.folder / SERVICE: _SERVICE_UNIT.format(ours=OURS, socket=SOCKET, command=command),
+            self.folder / SERVICE: _SERVICE_UNIT.format(
+                ours=OURS, socket=SOCKET, command=command, usage=USAGE_EXIT_CODE
+            ),
         }
 
     def install(self, definition: Definition, *, linger: bool) -> list[str]:
@@ -83,6 +91,7 @@ class Systemd:
         write_files(files)
         self._checked("daemon-reload")
         self._systemctl("stop", SERVICE, SOCKET)  # of an earlier definition
+        self._systemctl("reset-failed", SERVICE, SOCKET)  # it may have failed too often to be started again
         self._checked("enable", "--now", SOCKET)
         lines = [f"{path} is written" for path in files]
         if not linger:

@@ -1,6 +1,6 @@
 """The worker's side of the protocol: requests come in, replies go out, and the worker never outlives its parent.
 
-    standard input    one line a request; when it closes, the process ends at once
+    standard input    one line a request; when it closes, the process ends at once, or when it has saved conversations
     standard output   one line a reply
     standard error    the log: what native code, Python and a dying process print
 
@@ -9,19 +9,21 @@ Owns the three streams of a worker process. Knows nothing of what the worker doe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any
 
 from edgelm.errors import EdgeLMError
-from edgelm.workers.wire import Failed, decode, encode
+from edgelm.workers.wire import SAVING_S, Failed, Saving, decode, encode
 
-ENDING_S = 1.8  # for the actions at the end; the parent waits 2 s
+ENDING_S = 1.8  # for the actions at the end, or from one progress in saving to the next; the parent waits 2 s
 
 
 class Child:
@@ -30,6 +32,7 @@ class Child:
     def __init__(self, requests: tuple[type, ...]) -> None:
         self._kinds = requests
         self._at_end: list[Callable[[], None]] = []
+        self._exit_at = self._last_exit_at = 0.0  # once standard input is closed, by the monotonic clock
         self._requests: SimpleQueue[Any] = SimpleQueue()
         # Replies keep the real standard output; other output of this process goes to standard error.
         self._replies = os.fdopen(os.dup(1), "wb")
@@ -49,6 +52,16 @@ class Child:
         except BrokenPipeError:
             os._exit(1)  # the parent is gone
 
+    def saving(self, num_left: int) -> None:
+        """Note progress in saving conversations, of which some are left, so that this process may end later.
+
+        If the parent is gone, they are for the next one all the same.
+        """
+        self._exit_at = min(time.monotonic() + ENDING_S, self._last_exit_at)
+        with contextlib.suppress(OSError):
+            self._replies.write(encode(Saving(num_left)))
+            self._replies.flush()
+
     def at_end(self, action: Callable[[], None]) -> None:
         """Call `action` when the parent closes standard input, before this process ends."""
         self._at_end.append(action)
@@ -64,13 +77,19 @@ class Child:
             finally:
                 os._exit(2)
         try:
-            limit = threading.Timer(ENDING_S, os._exit, [1])
-            limit.daemon = True
-            limit.start()
+            self._last_exit_at = time.monotonic() + SAVING_S
+            self._exit_at = time.monotonic() + ENDING_S
+            threading.Thread(target=self._limit_end, daemon=True).start()
             for action in self._at_end:
                 action()
         finally:
             os._exit(1)
+
+    def _limit_end(self) -> None:
+        """End the process when its time is over, which may be prolonged meanwhile."""
+        while (left_s := self._exit_at - time.monotonic()) > 0:
+            time.sleep(left_s)
+        os._exit(1)
 
 
 def report_loading(child: Child, share: float) -> bool:

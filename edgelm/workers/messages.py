@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edgelm.config import Settings
+from edgelm.knowledge.passages import Passage
 from edgelm.workers.grammars import GrammarSpec
 
 Thinking = Literal["auto", "off", "low", "medium", "high"]
@@ -35,6 +36,7 @@ class RunJob(EngineJob):
     grammar: GrammarSpec | None = None  # of the answer, without its reasoning
     grammar_file: str = ""  # where the grammar was read, for errors
     think: Thinking = "auto"  # auto: as the chat template decides
+    passages: tuple[Passage, ...] | None = None  # that fit the prompt, best first; None: no knowledge was named
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,13 @@ class Status:
     """A line for the person who waits."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The passages that the model gets with the prompt."""
+
+    passages: tuple[Passage, ...]
 
 
 @dataclass(frozen=True, slots=True)

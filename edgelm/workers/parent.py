@@ -12,14 +12,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Self, TypeVar
 
-from edgelm.config import API_KEYS, HUB_TOKENS
+from edgelm.config import API_KEYS
 from edgelm.errors import EdgeLMError, EngineError
-from edgelm.workers.wire import Failed, decode, encode
+from edgelm.places import HUB_TOKENS
+from edgelm.workers.wire import SAVING_S, Failed, Saving, decode, encode
 
 if TYPE_CHECKING:  # half of the callers wait without it, and its import takes 20 ms
     import asyncio
@@ -64,8 +66,9 @@ class Worker:
     `replies` are the messages it may send besides `Failed`, which is raised as one of `errors` or as EdgeLMError.
     `environment` sets variables, None removes one; `defaults` are set unless they are inherited. Of the variables with
     a key, only those in `keys` are inherited. With `echo` the worker's log is printed on standard error, each line
-    after that prefix; with `log` it goes into that file instead and is not kept here. `command` replaces
-    `python -m MODULE`. Raises EngineError where no process can be started.
+    after that prefix; with `log` it goes into that file instead and is not kept here. `on_saving` is called while the
+    worker saves conversations at its end, with how many are left. `command` replaces `python -m MODULE`. Raises
+    EngineError where no process can be started.
     """
 
     def __init__(
@@ -80,12 +83,16 @@ class Worker:
         echo: str | None = None,
         log: IO[bytes] | None = None,
         grace_s: float | None = None,
+        on_saving: Callable[[int], None] = lambda _: None,
         command: tuple[str, ...] = (),
     ) -> None:
-        self._kinds = (*replies, Failed)
+        self.num_saving = 0  # conversations that the worker still has to save at its end
+        self._kinds = (*replies, Failed, Saving)
         self._errors = errors
         self._echo = echo
         self._grace_s = GRACE_S if grace_s is None else grace_s  # between closing standard input and SIGKILL
+        self._on_saving = on_saving
+        self._saved_at = 0.0  # the last progress in saving
         self._arrived: deque[Any] = deque()
         self._log: deque[str] = deque(maxlen=MAX_LOG_LINES)
         self._exit: Exit | None = None  # the process is gone, and its last replies are here
@@ -166,13 +173,23 @@ class Worker:
     def close(self) -> None:
         """End the worker, and echo its log to the end.
 
-        It leaves when its standard input closes, or is killed after its grace.
+        It leaves when its standard input closes, or is killed after its grace. While it saves conversations, each
+        progress gives it another grace, for SAVING_S in all.
         """
         assert self._process.stdin
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        if not self._wait(lambda: self.exited, self._grace_s):
+        closed = time.monotonic()
+        try:
+            while not self.exited:
+                kill_at = min(max(closed, self._saved_at), closed + SAVING_S) + self._grace_s
+                if time.monotonic() >= kill_at:
+                    self.kill()
+                    break
+                self._wait(lambda: self.exited, kill_at - time.monotonic())
+        except BaseException:  # Ctrl-C: the user does not wait
             self.kill()
+            raise
         self._wait(lambda: self._exit is not None, GRACE_S)  # the kernel may hold a process; we do not wait for it
 
     async def aclose(self) -> None:
@@ -229,11 +246,18 @@ class Worker:
             with self._process.stdout as stdout:
                 for line in stdout:
                     if line.endswith(b"\n"):  # or else it was killed
-                        self._arrived.append(self._decode(line))
-                        self._notify()
+                        self._arrive(self._decode(line))
         finally:  # a worker without standard output cannot reply any more
             if not self._wait(lambda: self.exited, GRACE_S):
                 self.kill()
+
+    def _arrive(self, reply: Any) -> None:
+        if isinstance(reply, Saving):
+            self.num_saving, self._saved_at = reply.num_left, time.monotonic()
+            self._on_saving(reply.num_left)
+        else:
+            self._arrived.append(reply)
+            self._notify()
 
     def _decode(self, line: bytes) -> Any:
         try:

@@ -16,6 +16,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from edgelm.errors import EdgeLMError
 
+SAVING_S = 15.0  # that a worker may go on saving after its parent has left, as long as it makes progress
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """The worker made progress in saving conversations at its end: its parent waits longer for it."""
+
+    num_left: int
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:

@@ -58,6 +58,12 @@ def test_what_was_asked_for_is_kept() -> None:
     assert choose(replace(GGUF, has_offload=True), engine="llama", gpu_layers="20") == ("llama", "gpu")
 
 
+@pytest.mark.parametrize("has_offload", [False, True])
+def test_a_cpu_has_no_layers_of_a_gpu(has_offload: bool) -> None:
+    choice = choose_engine(Settings(device="cpu", gpu_layers="5"), replace(GGUF, has_offload=has_offload))
+    assert choice == EngineChoice("llama", "cpu", ("--gpu-layers 5 is not used: --device is cpu",))
+
+
 def test_what_only_llama_cpp_has_is_not_lost_on_cuda() -> None:
     situation = replace(GGUF, has_offload=True)
     choice = choose_engine(Settings(gpu_layers="12"), situation)
@@ -99,6 +105,7 @@ def test_safetensors_without_a_gpu_run_on_the_processor() -> None:
         (FOLDER, {"engine": "llama"}, "does not read safetensors", "--engine torch"),
         (GGUF, {"device": "gpu"}, "processor only", "edgelm doctor"),
         (GGUF, {"engine": "llama", "gpu_layers": "8"}, "processor only", "--gpu-layers"),
+        (replace(GGUF, offload_problem="vulkan is not used"), {"device": "gpu"}, "vulkan is not used", "edgelm doctor"),
         (GGUF, {"engine": "torch", "device": "gpu"}, "only llama.cpp has --device gpu", "--device cuda"),
         (GGUF, {"engine": "torch", "gpu_layers": "12"}, "only llama.cpp has --gpu-layers", "omit"),
         (BARE_TORCH, {"engine": "torch", "device": "cuda"}, "--device cuda: no NVIDIA driver", "--device auto"),

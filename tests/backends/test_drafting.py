@@ -15,10 +15,11 @@ from edgelm.backends.drafting import require_same_vocabulary, throttled
 from edgelm.backends.llama import build as build_module
 from edgelm.backends.model import LoadedModel
 from edgelm.backends.plan import Plan
-from edgelm.config import Places, Settings
+from edgelm.config import Settings
 from edgelm.core import SamplingParams, Sequence, Stats
 from edgelm.engine.clock import DecodeStep, Measured, StepClock, StepCosts
 from edgelm.errors import ModelError
+from edgelm.places import Places
 from tests.engine.fake import SimpleDrafter
 from tests.tiny import write_tiny
 

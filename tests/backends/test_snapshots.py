@@ -7,12 +7,13 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from edgelm.backends import snapshot_files
+from edgelm.backends import snapshot_files, snapshots
 from edgelm.backends.snapshot_files import Bounds, SnapshotFolder
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.core import Store
@@ -319,17 +320,32 @@ def test_of_states_that_serve_whole_only_dispensable_ones_make_way(tmp_path: Pat
     store.close()
 
 
-def test_what_waits_for_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_dropped_and_waits_for_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = threading.Event()
+    write = SnapshotFolder.write
+    monkeypatch.setattr(SnapshotFolder, "write", lambda *args: slow.wait(60) and write(*args))
+    store = SnapshotStore(20_000, folder(tmp_path))
+    for key in range(20):
+        store.put(key, state_of(key))
+        store.store(Store(key, tokens_of(key), ""))
+        store.drop(key)
+    slow.set()
+    store.flush()
+    assert len(store.files()) == 5, "a quarter more than the limit"
+    store.close()
+
+
+def test_all_that_memory_holds_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = threading.Event()
     write = SnapshotFolder.write
     monkeypatch.setattr(SnapshotFolder, "write", lambda *args: slow.wait(60) and write(*args))
     store = SnapshotStore(40_000, folder(tmp_path))
-    for key in range(6):
+    for key in range(8):
         store.put(key, state_of(key))
         store.store(Store(key, tokens_of(key), ""))
     slow.set()
     store.flush()
-    assert len(store.files()) == 2
+    assert len(store.files()) == 8
     store.close()
 
 
@@ -342,13 +358,64 @@ def test_a_snapshot_that_cannot_be_loaded_takes_its_file_with_it(tmp_path: Path)
     assert store.files() == ()
 
 
-def test_the_end_waits_for_the_disk_no_longer_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgelm.backends.snapshots.FLUSH_S", 0.05)
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes a thousand bytes in 0.02 s."""
+    monkeypatch.setattr(snapshot_files, "PIECE", 1_000)
+    write = snapshot_files.atomic_write
+
+    def slowly(path: Path, *parts: bytes, on_part: Callable[[], None]) -> None:
+        def wait() -> None:
+            time.sleep(0.02)
+            on_part()
+
+        write(path, *parts, on_part=wait)
+
+    monkeypatch.setattr(snapshot_files, "atomic_write", slowly)
+
+
+def store_of(root: Path, num_states: int, size: int) -> SnapshotStore:
+    store = SnapshotStore(10**6, folder(root))
+    for key in range(num_states):
+        store.put(key, state_of(key, size))
+        store.store(Store(key, tokens_of(key), ""))
+    return store
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_the_end_waits_for_a_slow_disk_as_long_as_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "STALLED_S", 0.8)
+    store = store_of(tmp_path, 3, 20_000)
+    reports: list[int] = []
+    store.flush(reports.append)  # it takes 1.2 s
+    assert len(store.files()) == 3
+    assert reports == sorted(reports, reverse=True)
+    assert {1, 2, 3} <= set(reports), "it tells how many are left while it writes them"
+    store.close()
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_the_end_waits_for_a_disk_that_writes_no_longer_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "FLUSH_S", 0.7)
+    store = store_of(tmp_path, 60, 15_000)
+    store.flush()
+    store.close()
+    assert 1 <= len(store.files()) < 60
+    assert len(folder(tmp_path).files()) == len(store.files()), "whole files only"
+
+
+@pytest.mark.parametrize("limit", ["STALLED_S", "FLUSH_S"])
+def test_the_end_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(snapshots, limit, 0.05)
     stuck = threading.Event()
     monkeypatch.setattr(SnapshotFolder, "write", lambda *_: stuck.wait(60))
-    store = SnapshotStore(10_000, folder(tmp_path))
-    store.put(1, state_of(1))
-    store.store(Store(1, tokens_of(1), ""))
-    store.flush()
+    store = store_of(tmp_path, 2, 5_000)
+    reports: list[int] = []
+    store.flush(reports.append)
+    assert not reports
     store.close()
     stuck.set()

@@ -34,6 +34,7 @@ from gguf import GGUFReader
 
 from edgelm.machine.cpu import usable_cores
 from tests.bench.random_models import SHAPES, write_model
+from tests.ending import end_server
 
 STARTER = Path(__file__).resolve().parents[2] / "models" / "starter" / "starter.gguf"  # its tokenizer is used
 CONTEXT = 32_768
@@ -187,15 +188,7 @@ class Server:
         if process is None:
             return 0.0
         began = time.perf_counter()
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for stream in (process.stdin, process.stdout):
-            assert stream
-            stream.close()
+        end_server(process)
         return time.perf_counter() - began
 
 

@@ -26,6 +26,7 @@ from edgelm.core import (
     FinishReason,
     Load,
     Masks,
+    OnSaving,
     Op,
     Sampled,
     SamplingParams,
@@ -297,7 +298,7 @@ class FakeSnapshots:
         self._files.num_fetched += 1
         return True
 
-    def flush(self) -> None: ...
+    def flush(self, on_saving: OnSaving) -> None: ...
 
 
 class SlotMemory(FakeSnapshots):

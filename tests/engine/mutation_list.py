@@ -577,11 +577,18 @@ MUTATIONS = [
         "            self._forget(block)\n        self._refs",
         "        self._refs",
     ),
+    Mutation("kv_paged", "the newest prefix goes first", "block = next(iter(idle))", "block = next(reversed(idle))"),
+    Mutation(
+        "kv_paged", "shared blocks go as any other", "elif self._digests[block] in self._shared.last:", "elif False:"
+    ),
     Mutation(
         "kv_paged",
-        "the newest prefix goes first",
-        "block = next(iter(self._idle))",
-        "block = next(reversed(self._idle))",
+        "every prefix that another leaves is shared",
+        "if num_blocks >= (len(seq.tokens) - 1) // self._block_len:\n            return False\n        return",
+        "if num_blocks < 0:\n            return False\n        return True or",
+    ),
+    Mutation(
+        "engine", "an end without conversations fails", "itertools.pairwise([*starts, len(ops)])", "[(0, starts[0])]"
     ),
     Mutation("kv_paged", "known blocks go before empty ones", "if self._empty:", "if not self._idle:"),
     Mutation(
@@ -593,7 +600,7 @@ MUTATIONS = [
     Mutation(
         "kv_paged",
         "idle hits count as free",
-        "self._num_free - sum(block in self._idle for block in hits)",
+        "self._num_free - sum(self._refs[block] == 0 for block in hits)",
         "self._num_free",
     ),
     Mutation(

@@ -5,6 +5,7 @@ Owns the invariants of the engine's integers. Each AssertionError names the seed
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -234,8 +235,14 @@ class Simulation:
         assert len(ids) == len(set(ids)) == self.scheduler.num_unfinished
         assert set(ids) == self.sequences.keys() - self.finished.keys()
         turns = [seq.turn for seq in [*running, *waiting] if seq.turn is not None]
+        assert len(turns) == len(set(turns))
+        editors = [seq for seq in self.sequences.values() if seq.interactive]
         of_others = [seq.turn for seq in [*running, *waiting] if seq.turn is not None and not seq.interactive]
-        assert of_others == sorted(set(of_others)), "the first ones that were admitted run, but for editors"
+        for turn, behind in itertools.pairwise(of_others):
+            # A sequence that makes way for an editor's, which may find no memory, need not be the youngest: only one
+            # whose state can be kept does.
+            made_way = any(editor.turn is None or editor.turn > behind for editor in editors)
+            assert turn < behind or made_way, "the first ones that were admitted run, but for editors"
         assert [seq.turn for seq in waiting[len(turns) - len(running) :]] == [None] * (len(ids) - len(turns))
         if len(turns) > len(running):
             assert self.scheduler.waiting.head() is waiting[0], "a preempted sequence comes before new ones"
@@ -337,14 +344,15 @@ class Simulation:
         tables = [kv.kv_location(seq) for seq in self.scheduler.running]
         refs = Counter(block for table in tables for block in table)
         assert all(kv._refs[block] == refs[block] for block in range(len(kv._refs)))
-        free = [*kv._empty, *kv._idle]
+        free = [*kv._empty, *kv._idle, *kv._idle_last]
         assert sorted(free) == [block for block in range(len(kv._refs)) if refs[block] == 0], (
             "a block is free if no sequence holds it"
         )
         assert kv._reusable == {digest: block for block, digest in enumerate(kv._digests) if digest is not None}
         assert all(kv._digests[block] is None for block in kv._empty)
-        assert all(kv._digests[block] is not None for block in kv._idle)
-        assert kv._links.keys() == (kv._reusable.keys() if self.files else set())
+        assert all(kv._digests[block] is not None for block in (*kv._idle, *kv._idle_last))
+        assert kv._links.keys() == kv._reusable.keys()
+        assert kv._num_next == Counter(link.previous for link in kv._links.values())
         for block in kv._empty:
             self.memory.poison(block)
         ends = {chunk.seq: chunk.end for chunk in self.flight[0].chunks} if self.flight else {}

@@ -42,6 +42,17 @@ async def test_tokens_and_times_are_counted() -> None:
         assert set(counts) == set(COUNTS)
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+async def test_sequences_that_made_way_are_counted(runs_ahead: bool) -> None:
+    with running_engine(context=160, capacity=160, runs_ahead=runs_ahead) as (engine, _):
+        alone = await events_of(engine.submit([1] * 60, greedy(60)))
+        assert alone[-1].finish_reason == "length"
+        assert engine.counters.copy()["counts"]["num_preemptions_total"] == 0
+        streams = [engine.submit([number] * 60, greedy(60)) for number in range(2)]
+        await asyncio.gather(*map(events_of, streams))
+        assert engine.counters.copy()["counts"]["num_preemptions_total"] >= 1
+
+
 async def test_drafts_are_counted_as_the_requests_have_them() -> None:
     with running_engine(drafter=Repeating()) as (engine, _):
         streams = [engine.submit([number] * 5, SamplingParams(max_tokens=30, seed=number)) for number in range(6)]

@@ -210,7 +210,28 @@ def test_without_files_nothing_is_kept_for_a_later_process() -> None:
     loop.ask(A)
     assert loop.scheduler.flush_idle() is None
     assert isinstance(loop.kv, PagedKV)
-    assert not loop.kv._links
+    assert not any(link.tokens for link in loop.kv._links.values())
+
+
+def test_what_sessions_begin_with_is_a_file_of_its_own_written_after_the_last_conversation() -> None:
+    loop = Disk(context=256, capacity=1024)
+    loop.ask(B)
+    for token in range(20, 24):
+        loop.ask([*SYSTEM, *[token] * 40])
+    stored = [op for op in loop.flush_idle() if isinstance(op, Store)]
+    assert [op.shared for op in stored] == [False, True, *[False] * 4]
+    assert (stored[0].tokens[-1], stored[1].tokens.tolist()) == (23, SYSTEM[:48])
+    assert stored[-1].tokens[0] == 2, "the oldest conversation is the last"
+    assert loop.flush_idle() == []
+
+
+def test_sessions_that_leave_a_file_of_the_last_process_show_a_shared_prefix() -> None:
+    loop = Disk(context=256, capacity=1024)
+    loop.ask([*SYSTEM, *A])
+    loop.restart()
+    for token in range(20, 22):
+        loop.ask([*SYSTEM, *[token] * 40])
+    assert [op.shared for op in loop.flush_idle() if isinstance(op, Store)] == [False, True, False]
 
 
 def random_prompt(rng: random.Random, action: str, systems: list[list[int]], chats: list[Sequence]) -> list[int]:

@@ -25,6 +25,7 @@ def test_the_list_says_what_runs(tmp_path: Path) -> None:
     content = plistlib.loads(file.read_bytes())
     assert content["ProgramArguments"] == ['/opt/a & "b"/edgelm', "serve", "--host", "::1", "--port", "11500"]
     assert content["KeepAlive"] == {"SuccessfulExit": False}
+    assert content["ThrottleInterval"] == 60, "wrong settings are read again once a minute"
     assert content["StandardErrorPath"] == str(tmp_path / "logs" / "edgelm.log")
     assert (tmp_path / "logs").is_dir()
     domain = f"gui/{os.getuid()}"

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.errors import EdgeLMError
+from edgelm.errors import USAGE_EXIT_CODE, EdgeLMError
 from edgelm.service.system import Definition, Outcome
 from edgelm.service.systemd import SERVICE, SOCKET, Systemd, socket_address
+
+START_S = 10  # in which a slow machine finds that the server cannot start
 
 
 class Commands:
@@ -63,6 +65,7 @@ def test_the_socket_is_enabled_and_an_earlier_service_ended(tmp_path: Path) -> N
         "systemctl --user show-environment",
         "systemctl --user daemon-reload",
         "systemctl --user stop edgelm.service edgelm.socket",
+        "systemctl --user reset-failed edgelm.service edgelm.socket",
         "systemctl --user enable --now edgelm.socket",
     ]
     assert "--linger" in lines[-1]
@@ -72,6 +75,17 @@ def test_the_socket_is_enabled_and_an_earlier_service_ended(tmp_path: Path) -> N
     Systemd(tmp_path, linger).install(definition(address="::1"), linger=True)
     assert linger.ran[-1] == "loginctl enable-linger"
     assert "ListenStream=[::1]:11500\n" in (tmp_path / SOCKET).read_text()
+
+
+def test_a_server_that_always_fails_is_not_started_for_ever(tmp_path: Path) -> None:
+    Systemd(tmp_path, Commands()).install(definition(), linger=False)
+    unit = (tmp_path / SERVICE).read_text()
+    keys = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
+    assert int(keys["RestartPreventExitStatus"]) == USAGE_EXIT_CODE
+    starts_s = int(keys["StartLimitBurst"]) * (int(keys["RestartSec"]) + START_S)
+    assert starts_s < int(keys["StartLimitIntervalSec"]), "or the limit is never reached"
+    head, _, _ = unit.partition("[Service]")
+    assert "StartLimitBurst" in head, "systemd ignores it in another section"
 
 
 def test_nothing_is_written_without_a_user_manager(tmp_path: Path) -> None:

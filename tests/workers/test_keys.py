@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from edgelm.client.local import OwnFront
-from edgelm.config import API_KEYS, HUB_TOKENS, Settings
+from edgelm.config import API_KEYS, Settings
+from edgelm.places import HUB_TOKENS
 from edgelm.workers.parent import Worker
 
 KEYS = {"EDGELM_API_KEY": "the key of the server", "HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2"}

@@ -38,7 +38,8 @@ ECHO = "answer_requests({Text: lambda request, child: child.send(Text(request.te
 
 
 def worker(program: str, **options: Any) -> Worker:
-    """Start a Python program as a worker."""
+    """Start a Python program as a worker. Its grace is long: a busy machine is not a failure."""
+    options = {"grace_s": LIMIT_S} | options
     return Worker("", replies=REPLIES, command=(sys.executable, "-c", PRELUDE + program), **options)
 
 
@@ -174,7 +175,7 @@ def test_a_reply_that_does_not_come_in_time() -> None:
     begun = time.monotonic()
     with pytest.raises(TimeoutError):
         ask(worker("time.sleep(600)"), Text(""), 0.3)
-    assert time.monotonic() - begun < parent.GRACE_S, "it is killed without grace"
+    assert time.monotonic() - begun < LIMIT_S, "it is killed without grace"
 
 
 def test_a_deaf_worker_is_killed_after_its_grace() -> None:
@@ -254,12 +255,97 @@ def test_an_action_at_the_end_that_hangs_is_cut_off() -> None:
     program = (
         "def do(request, child):\n child.at_end(lambda: time.sleep(600))\n child.send(Text(''))\n time.sleep(600)\n"
     )
-    with worker(program + "run_job({Text: do})") as hanging:
+    with worker(program + "run_job({Text: do})", grace_s=parent.GRACE_S) as hanging:
         hanging.send(Text(""))
         hanging.receive(LIMIT_S)
         begun = time.monotonic()
-    assert time.monotonic() - begun < parent.GRACE_S + 0.5
+    assert time.monotonic() - begun < LIMIT_S
     assert hanging.exit().code in (1, -signal.SIGKILL)
+
+
+# A worker that saves at its end, with progress every 0.02 s; `request.text` is a file that shows the end of it.
+SAVES = """
+import threading
+from edgelm.workers import child as module
+def save(child, path):
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        child.saving(2)
+        time.sleep(0.02)
+    open(path, 'w').close()
+def do(request, child):
+    child.at_end(lambda: save(child, request.text))
+    child.send(Text(''))
+    threading.Event().wait()
+"""
+
+
+def saving_worker(tmp_path: Path, seconds: float, setup: str = "", **options: Any) -> Worker:
+    program = f"SECONDS = {seconds}\n{SAVES}{setup}\nrun_job({{Text: do}})"
+    saving = worker(program, **options)
+    saving.send(Text(str(tmp_path / "saved")))
+    assert saving.receive(LIMIT_S) == Text("")
+    return saving
+
+
+def test_a_worker_that_saves_gets_the_time_for_it(tmp_path: Path) -> None:
+    reports: list[int] = []
+    saving = saving_worker(tmp_path, 3.0, "module.ENDING_S = 1.5", grace_s=1.7, on_saving=reports.append)
+    assert saving.num_saving == 0
+    saving.close()
+    assert (tmp_path / "saved").exists()
+    assert set(reports) == {2} == {saving.num_saving}
+    assert saving.exit().code == 1
+
+
+def test_progress_without_end_is_cut_off_by_the_worker_itself(tmp_path: Path) -> None:
+    with saving_worker(tmp_path, 600.0, "module.SAVING_S = 0.3") as endless:
+        begun = time.monotonic()
+    assert time.monotonic() - begun < LIMIT_S
+    assert endless.exit().code == 1
+    assert not (tmp_path / "saved").exists()
+
+
+def test_progress_without_end_is_cut_off_by_the_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "SAVING_S", 0.3)
+    with saving_worker(tmp_path, 600.0, grace_s=0.3) as endless:
+        pass
+    assert endless.exit().code == -signal.SIGKILL
+
+
+def test_saving_without_progress_is_cut_off_as_any_other_end(tmp_path: Path) -> None:
+    setup = "def save(child, path):\n child.saving(2)\n time.sleep(600)"
+    with saving_worker(tmp_path, 0.0, setup) as stuck:
+        begun = time.monotonic()
+    assert time.monotonic() - begun < parent.GRACE_S + 1.5
+    assert stuck.exit().code in (1, -signal.SIGKILL)
+
+
+def test_ctrl_c_ends_a_worker_that_saves_at_once(tmp_path: Path) -> None:
+    saving = saving_worker(tmp_path, 600.0)
+    main = threading.get_ident()
+    interrupt = threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        saving.close()
+    interrupt.join()
+    assert saving.exit().code == -signal.SIGKILL
+
+
+def test_a_worker_whose_parent_was_killed_saves_for_the_next_one(tmp_path: Path) -> None:
+    program = f"""{PRELUDE}
+from edgelm.workers.parent import Worker
+program = "SECONDS = 1.0\\n" + {PRELUDE + SAVES!r} + "\\nrun_job({{Text: do}})"
+child = Worker("", replies=(Text,), command=(sys.executable, "-c", program))
+child.send(Text({str(tmp_path / "saved")!r}))
+child.receive()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=LIMIT_S, check=False)
+    deadline = time.monotonic() + LIMIT_S
+    while not (tmp_path / "saved").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_worker_does_not_outlive_a_parent_that_is_killed() -> None:

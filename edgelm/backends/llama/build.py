@@ -29,7 +29,7 @@ from edgelm.backends.snapshots import SnapshotStore
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
 from edgelm.checkpoints.summary import ModelFacts, model_facts
-from edgelm.config import Places, Settings
+from edgelm.config import Settings
 from edgelm.core import Drafter
 from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
@@ -38,6 +38,7 @@ from edgelm.engine.scheduler import Scheduler
 from edgelm.errors import EdgeLMError, ModelError
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.memory import available_memory_bytes
+from edgelm.places import Places
 from edgelm.speculation.model_drafter import ModelDrafter
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
@@ -127,7 +128,8 @@ def build_llama(
         except EdgeLMError:
             executor.close()
             raise
-    scheduler = Scheduler(executor.info, SlotKV(executor.info, snapshot_bytes, store), clock, drafter)
+    kv = SlotKV(executor.info, snapshot_bytes, store, shared_share=settings.prefix_cache_shared / 100)
+    scheduler = Scheduler(executor.info, kv, clock, drafter)
     prompt_tokens = PromptTokenCache(folder.path / PROMPT_TOKENS if folder else None)
     footprint = planned.footprint("gpu" if gpu else "cpu", snapshot_bytes)
     make_embedder = partial(embedder_of, model, facts, options.context, planned.threads)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from edgelm.config import own_places
 from edgelm.llama_binding import BUILD, L, cpu_library
 from edgelm.machine.cpu import OtherLoad
+from edgelm.places import own_places
 
 CHECK_S = 0.2  # between two looks at the load; the kernel counts in hundredths of seconds
 SPIN_US = 2000  # longer than the host's work between two steps

@@ -32,7 +32,7 @@ from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.gguf_parse import Array
 from edgelm.checkpoints.json_scan import read_json
 from edgelm.checkpoints.summary import ModelFacts
-from edgelm.config import Places, Settings
+from edgelm.config import Settings
 from edgelm.core import Drafter, ExecutorInfo
 from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
@@ -47,6 +47,7 @@ from edgelm.models.config import CONTEXT_FREE_ROPES, read_config
 from edgelm.models.decoder import Decoder
 from edgelm.models.loading.decoder import load
 from edgelm.models.loading.sources import FolderSource, GGUFSource
+from edgelm.places import Places
 from edgelm.speculation.model_drafter import ModelDrafter
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
@@ -99,7 +100,9 @@ def build_torch(
         except EdgeLMError:
             executor.close()
             raise
-    scheduler = Scheduler(executor.info, PagedKV(executor.info, executor.info.block_len, store), clock, drafter)
+    shared_share = settings.prefix_cache_shared / 100
+    paged = PagedKV(executor.info, executor.info.block_len, store, shared_share=shared_share)
+    scheduler = Scheduler(executor.info, paged, clock, drafter)
     prompt_tokens = PromptTokenCache(folder.path / PROMPT_TOKENS if folder else None)
     summary = model.facts.summary
     make_embedder = partial(TorchEmbedder, decoder, summary.pooling, executor.info.context)
