@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgelm.errors import EngineError
-from edgelm.llama_build import INSTALL, InstalledLlama, find_build, package_folder
+from edgelm.llama_build import INSTALL, VULKAN, InstalledLlama, find_build, vulkan_library
 
 if TYPE_CHECKING:
     from llama_cpp import llama_cpp as L
 
-__all__ = ["BUILD", "L", "cpu_library"]
+__all__ = ["BUILD", "L", "cpu_library", "gpu_problem"]
 
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+_DRIVER = "install your GPU's driver for Vulkan (Debian, Ubuntu: libvulkan1 mesa-vulkan-drivers)"
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
 
 
@@ -56,11 +57,12 @@ def layout_difference(binding: Any, entries: Any) -> str:
     raise AssertionError("the entries have an end")
 
 
-def _load(build: InstalledLlama) -> tuple[Any, Path]:
-    """Return the binding, and the library that computes on the processor. Raises EngineError."""
+def _load(build: InstalledLlama) -> tuple[Any, Path, str]:
+    """Return the binding, the library that computes on the processor, and `gpu_problem`. Raises EngineError."""
     try:
         if not build.ready_made:
-            return import_module("llama_cpp.llama_cpp"), build.lib_dir / f"libggml-cpu{_SUFFIX}"
+            binding = import_module("llama_cpp.llama_cpp")
+            return binding, build.lib_dir / f"libggml-cpu{_SUFFIX}", _load_vulkan(binding, build)
         binding = import_module("edgelm_llama.llama_cpp")
         entries = ctypes.CDLL(str(build.lib_dir / f"libedgelm_abi{_SUFFIX}"))
     except (OSError, RuntimeError, AttributeError) as error:
@@ -68,11 +70,11 @@ def _load(build: InstalledLlama) -> tuple[Any, Path]:
     table = ctypes.cast(ctypes.byref(ctypes.c_char.in_dll(entries, "edgelm_abi")), ctypes.POINTER(_Entry))
     if difference := layout_difference(binding, table):
         raise EngineError(f"edgelm-llama is damaged: {difference}", INSTALL)
-    return binding, _load_backends(binding, build.lib_dir)
+    return binding, *_load_backends(binding, build)
 
 
-def _load_backends(binding: Any, folder: Path) -> Path:
-    """Load the best CPU variant for this processor, and the GPU backends. Return the former's path.
+def _load_backends(binding: Any, build: InstalledLlama) -> tuple[Path, str]:
+    """Load the best CPU variant for this processor, and the GPU backends. Return the former's path, and `gpu_problem`.
 
     Not by ggml_backend_load_all_from_path, which also loads the library in GGML_BACKEND_PATH. Raises EngineError.
     """
@@ -80,19 +82,37 @@ def _load_backends(binding: Any, folder: Path) -> Path:
     load = binding._lib.ggml_backend_load  # noqa: SLF001 - the binding leaves these functions out
     load.argtypes, load.restype = [ctypes.c_char_p], ctypes.c_void_p
     # Backends are modules, which have this suffix on macOS, too.
-    variants = sorted(((_score(path), path) for path in folder.glob("libggml-cpu-*.so")), reverse=True)
+    variants = sorted(((_score(path), path) for path in build.lib_dir.glob("libggml-cpu-*.so")), reverse=True)
     for score, path in variants:
         if score > 0 and load(str(path).encode()):
             break
     else:
         raise EngineError("edgelm-llama has no kernels for this processor", "pip install llama-cpp-python")
-    gpus = [folder / "libggml-metal.so"]
-    if extra := package_folder("edgelm_llama_vulkan"):  # a wheel of its own, for it is three times as large
-        gpus.append(extra / "lib" / "libggml-vulkan.so")
-    for library in gpus:
-        if library.exists():  # it is refused where the system has no driver
-            load(str(library).encode())
-    return path
+    metal = build.lib_dir / "libggml-metal.so"
+    if metal.exists():
+        load(str(metal).encode())
+    return path, _load_vulkan(binding, build)
+
+
+def _load_vulkan(binding: Any, build: InstalledLlama) -> str:
+    """Load the backend of edgelm-llama-vulkan. Return why it is of no use; empty: it is, or is not installed."""
+    try:
+        library = vulkan_library(build)
+    except EngineError as error:
+        return f"{error.message}; {error.hint}"
+    if library is None:
+        return ""
+    native = binding._lib  # noqa: SLF001 - as above
+    native.ggml_backend_load.restype = ctypes.c_void_p
+    backend = native.ggml_backend_load(str(library).encode())
+    native.ggml_backend_reg_dev_count.argtypes = [ctypes.c_void_p]
+    if backend and native.ggml_backend_reg_dev_count(backend):
+        return ""
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:  # most often: the system has no libvulkan.so.1
+        return f"{VULKAN} cannot be loaded: {error}; {_DRIVER}"
+    return f"{VULKAN} finds no GPU; {_DRIVER}"
 
 
 def _score(library: Path) -> int:
@@ -105,6 +125,7 @@ def _score(library: Path) -> int:
 
 BUILD = find_build()
 if not TYPE_CHECKING:
-    L, cpu_library = _load(BUILD)
+    L, cpu_library, gpu_problem = _load(BUILD)
 else:
     cpu_library: Path
+    gpu_problem: str  # why an installed GPU backend is not used

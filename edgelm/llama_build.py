@@ -13,8 +13,9 @@ from pathlib import Path
 from edgelm.errors import EngineError
 
 SUPPORTED = "0.3.36"  # of llama-cpp-python: another release has other structures (packaging/llama/pyproject.toml)
-COMPILED, READY_MADE = "llama-cpp-python", "edgelm-llama"
+COMPILED, READY_MADE, VULKAN = "llama-cpp-python", "edgelm-llama", "edgelm-llama-vulkan"
 INSTALL = "reinstall edgelm, or: pip install edgelm-llama"
+VULKAN_INSTALL = "reinstall 'edgelm[vulkan]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,25 @@ def find_build() -> InstalledLlama:
     if compiled:
         raise EngineError(f"edgelm works with llama-cpp-python {SUPPORTED}, and {other} is installed", INSTALL)
     raise EngineError("llama.cpp is not installed", INSTALL)
+
+
+def vulkan_library(build: InstalledLlama) -> Path | None:
+    """Return the backend in edgelm-llama-vulkan; None if that is not installed.
+
+    Raises EngineError if it belongs to another build: it calls the functions and reads the structures of this one.
+    """
+    folder = package_folder("edgelm_llama_vulkan")
+    if folder is None:
+        return None
+    if not build.ready_made:
+        raise EngineError(
+            f"{VULKAN} is not used beside {build.package}, which was compiled here",
+            f"uninstall {build.package}, or compile it with Vulkan",
+        )
+    ours = _version(VULKAN)
+    if ours != build.version:
+        raise EngineError(f"{VULKAN} {ours} is not used, for {READY_MADE} is {build.version}", VULKAN_INSTALL)
+    return folder / "lib" / "libggml-vulkan.so"
 
 
 def package_folder(name: str) -> Path | None:

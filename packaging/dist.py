@@ -1,8 +1,9 @@
 """Builds all that is released for this platform into a folder: edgelm's sdist and wheel, and edgelm-llama's.
 
-Two builds of one commit have the same bytes; SOURCE_DATE_EPOCH sets their time.
+Two builds of one commit have the same bytes; SOURCE_DATE_EPOCH sets their time. With --vulkan, also the wheel of
+edgelm-llama-vulkan, which needs Vulkan's headers and glslc (vulkan_library.py).
 
-    python packaging/dist.py dist
+    python packaging/dist.py [--vulkan] dist
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ def build_edgelm(out: Path, epoch: int) -> None:
 
 def main() -> int:
     """Build everything into the folder that is named."""
-    if len(sys.argv) != 2:
-        print("usage: dist.py FOLDER", file=sys.stderr)
+    folders = [argument for argument in sys.argv[1:] if argument != "--vulkan"]
+    if len(folders) != 1:
+        print("usage: dist.py [--vulkan] FOLDER", file=sys.stderr)
         return 2
-    out = Path(sys.argv[1]).resolve()
+    out = Path(folders[0]).resolve()
     out.mkdir(parents=True, exist_ok=True)
     for old in (*out.glob("edgelm*.whl"), *out.glob("edgelm*.tar.gz")):
         old.unlink()
@@ -51,8 +53,9 @@ def main() -> int:
     try:
         build_edgelm(out, epoch)
         write_sdist(out)
-        libraries = [sys.executable, str(ROOT / "packaging" / "llama_libraries.py"), "--out", str(out)]
-        subprocess.run(libraries, check=True, stdout=subprocess.DEVNULL)
+        for script in ("llama_libraries.py", *(["vulkan_library.py"] if "--vulkan" in sys.argv else [])):
+            command = [sys.executable, str(ROOT / "packaging" / script), "--out", str(out)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     except subprocess.CalledProcessError as error:
         return error.returncode or 1
     for path in sorted(out.iterdir()):

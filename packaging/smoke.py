@@ -124,6 +124,8 @@ def check_pipx(wheel: Path, scratch: Path, environment: Mapping[str, str]) -> No
     command = Path(environment["PIPX_BIN_DIR"]) / "edgelm"
     version = run(command, "--version", cwd=scratch, environment=environment).strip()
     require(version == f"edgelm {wheel.name.split('-')[1]}", f"`edgelm --version` printed {version!r}")
+    guide = run(command, "help", "start", cwd=scratch, environment=environment)
+    require(guide.startswith("# Start\n"), f"`edgelm help start` printed {guide[:80]!r}")  # a page that must be shipped
     model = write_model(scratch / "tiny.gguf")
     options = ("--max-tokens", "8", "--temperature", "0")
     answers = [run(command, "run", model, "hello", *options, cwd=scratch, environment=environment) for _ in range(2)]

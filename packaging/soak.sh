@@ -2,13 +2,13 @@
 # Runs the tests with the big counts, and keeps the output with what it was measured on.
 #
 #     packaging/soak.sh [PYTEST ARGUMENTS]
-#     packaging/soak.sh vulkan
+#     packaging/soak.sh vulkan [FOLDER]      (of `make dist VULKAN=1`; without it, npm's build of llama.cpp)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 mkdir -p docs/results
 if [ "${1:-}" = vulkan ]; then  # llama.cpp's GPU side on a software device; downloads 33 MB
-    exec .venv/bin/python packaging/vulkan_check.py --out "docs/results/vulkan-lavapipe-$(date -u +%Y-%m-%d).txt"
+    exec .venv/bin/python packaging/vulkan_check.py ${2:+--wheels "$2"} --out "docs/results/vulkan-lavapipe-$(date -u +%Y-%m-%d).txt"
 fi
 result=docs/results/soak-$(date -u +%Y-%m-%d).txt
 changed=$(git status --porcelain --untracked-files=no 2>/dev/null | wc -l | tr -d ' ')

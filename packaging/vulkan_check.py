@@ -1,11 +1,12 @@
-"""Check llama.cpp's GPU side on a software device: Mesa's lavapipe, with a ready-made Vulkan build of llama.cpp.
+"""Check llama.cpp's GPU side on a software device, Mesa's lavapipe, with our wheels or another Vulkan build.
 
-    python packaging/vulkan_check.py [--libraries FOLDER] [--keep FOLDER] [--out FILE] [NAME ...]
+    python packaging/vulkan_check.py [--wheels FOLDER | --libraries FOLDER] [--keep FOLDER] [--out FILE] [NAME ...]
 
-It downloads Debian's Mesa (apt) and npm's build of llama.cpp 0.5.0 with Vulkan, makes the functions that this release
-lacks (a small library in C, by cc), and runs vulkan_checks.py in that environment: text and logits equal to the
-processor's, snapshots, mixtures of experts, predicted against true sizes, a device without memory. It installs nothing.
---libraries takes a folder with another build of the same llama.cpp: libllama.so, libggml*.so, libggml-vulkan.so.
+It downloads Debian's Mesa (apt) and runs vulkan_checks.py with it: text and logits equal to the processor's, snapshots,
+mixtures of experts, predicted against true sizes, a device without memory. It installs nothing on the system.
+--wheels takes what `make dist VULKAN=1` made, and installs it into an environment of its own. Without it, llama.cpp is
+npm's build of release 0.5.0, with the functions that this release lacks (a small library in C, by cc), or the build in
+the folder of --libraries: libllama.so, libggml*.so, libggml-vulkan.so.
 
 Owns the downloads and the environment. Needs Linux on x86_64 with apt and npm. Tests only: edgelm never downloads code.
 """
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import venv
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -93,7 +95,9 @@ static function ours(const char *name) {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--libraries", type=Path, help="a folder with a Vulkan build of llama.cpp, instead of npm's")
+    build = parser.add_mutually_exclusive_group()
+    build.add_argument("--wheels", type=Path, help="a folder that `make dist VULKAN=1` made, instead of npm's build")
+    build.add_argument("--libraries", type=Path, help="a folder with a Vulkan build of llama.cpp, instead of npm's")
     parser.add_argument("--keep", type=Path, help="keep the downloads there for the next run")
     parser.add_argument("--out", type=Path, help="write the table into this file, too")
     parser.add_argument("names", nargs="*", metavar="NAME", help="run the checks with this in their name only")
@@ -101,10 +105,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="edgelm-vulkan-") as temporary:
         folder = (arguments.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        environment = vulkan_environment(folder, arguments.libraries)
-        command = [sys.executable, str(HERE / "vulkan_checks.py"), *arguments.names]
+        environment = os.environ | lavapipe(folder)
+        if arguments.wheels:
+            python = installed_wheels(folder, arguments.wheels.resolve())
+            environment["PYTHONPATH"] = str(_tests_only(folder / "path"))
+        else:
+            python = Path(sys.executable)
+            built = arguments.libraries.resolve() if arguments.libraries else _npm_libraries(folder / "npm")
+            environment["LLAMA_CPP_LIB_PATH"] = str(_binding_folder(folder / "lib", built))
+            environment["PYTHONPATH"] = str(HERE.parent)
+        command = [str(python), str(HERE / "vulkan_checks.py"), *arguments.names]
         lines = []
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=HERE.parent) as process:
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 print(line, end="", flush=True)
@@ -114,24 +126,37 @@ def main() -> int:
     return process.returncode
 
 
-def vulkan_environment(folder: Path, libraries: Path | None = None) -> dict[str, str]:
-    """Return the environment variables under which edgelm finds llama.cpp with Vulkan on lavapipe."""
+def lavapipe(folder: Path) -> dict[str, str]:
+    """Return the environment variables under which a Vulkan backend finds lavapipe."""
     system = _mesa(folder / "mesa")
-    built = libraries.resolve() if libraries else _npm_libraries(folder / "npm")
     icd = folder / "lavapipe.json"
     driver = {"api_version": "1.1.230", "library_path": str(system / "libvulkan_lvp.so")}
     icd.write_text(json.dumps({"file_format_version": "1.0.0", "ICD": driver}), encoding="utf-8")
     return {
-        **os.environ,
-        "LLAMA_CPP_LIB_PATH": str(_binding_folder(folder / "lib", built)),
         "LD_LIBRARY_PATH": str(system),
         "VK_ICD_FILENAMES": str(icd),
         "VK_DRIVER_FILES": str(icd),
         "GGML_NO_BACKTRACE": "1",
         "GGML_VK_VISIBLE_DEVICES": "0",  # without it, llama.cpp skips devices of the type CPU
-        "PYTHONPATH": str(HERE.parent),
         "EDGELM_SMALL_DEVICE": str(_small_device(folder)),
     }
+
+
+def installed_wheels(folder: Path, wheels: Path) -> Path:
+    """Install all wheels of a folder into a new environment, and return its Python."""
+    venv.create(folder / "venv", clear=True, with_pip=True)
+    python = folder / "venv" / "bin" / "python"
+    files = sorted(map(str, wheels.glob("*.whl")))
+    _run([str(python), "-m", "pip", "install", "--quiet", *files], folder)
+    return python
+
+
+def _tests_only(folder: Path) -> Path:
+    """Return a folder with the tests' helpers and without edgelm, which is to be the installed one."""
+    folder.mkdir(exist_ok=True)
+    if not (folder / "tests").is_symlink():
+        (folder / "tests").symlink_to(HERE.parent / "tests")
+    return folder
 
 
 def _small_device(folder: Path) -> Path:

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
-from edgelm import llama_binding
+from edgelm import llama_binding, llama_build
 from edgelm.errors import EngineError
+from edgelm.llama_build import InstalledLlama
 
 SCORES = {"x64": 1, "haswell": 40, "zen4": 700, "sapphirerapids": 0}
 
 
 class Library:
-    """llama.cpp's library: remembers which backends were loaded; some cannot be."""
+    """llama.cpp's library: remembers which backends were loaded; some cannot be, or find no device."""
 
-    def __init__(self, broken: str = "") -> None:
+    def __init__(self, broken: str = "", num_gpus: int = 1) -> None:
         self.broken = broken
+        self.num_gpus = num_gpus
         self.loaded: list[Path] = []
 
     def ggml_backend_load(self, path: bytes) -> int | None:
@@ -54,8 +56,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(folder: Path, library: Library) -> Path:
-    native = SimpleNamespace(ggml_backend_load=Settable(library.ggml_backend_load))
-    return llama_binding._load_backends(SimpleNamespace(_lib=native, llama_log_set=lambda *_: None), folder)
+    return load_all(folder, library)[0]
+
+
+def load_all(folder: Path, library: Library) -> tuple[Path, str]:
+    native = SimpleNamespace(
+        ggml_backend_load=Settable(library.ggml_backend_load),
+        ggml_backend_reg_dev_count=Settable(lambda _: library.num_gpus),
+    )
+    build = InstalledLlama("edgelm-llama", "0.3.36.1", folder)
+    return llama_binding._load_backends(SimpleNamespace(_lib=native, llama_log_set=lambda *_: None), build)
 
 
 def test_the_best_variant_is_loaded_and_then_the_next(folder: Path) -> None:
@@ -76,17 +86,51 @@ def test_a_variant_that_cannot_be_loaded_is_passed_over(folder: Path) -> None:
     assert load(folder, Library(broken="zen4")).name == "libggml-cpu-haswell.so"
 
 
-def test_gpu_backends_are_loaded_from_packages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = folder / "edgelm_llama_vulkan"
-    vulkan = package / "lib" / "libggml-vulkan.so"
-    vulkan.parent.mkdir(parents=True)
-    vulkan.touch()
+@pytest.fixture
+def vulkan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """edgelm-llama-vulkan, installed in the version of edgelm-llama."""
+    library = folder / "edgelm_llama_vulkan" / "lib" / "libggml-vulkan.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setattr(llama_build, "package_folder", {"edgelm_llama_vulkan": library.parent.parent}.get)
+    monkeypatch.setattr(llama_build, "version", lambda _: "0.3.36.1")
+    return library
+
+
+def test_gpu_backends_are_loaded_from_packages(folder: Path, vulkan: Path) -> None:
     (folder / "libggml-metal.so").touch()
     (folder / "libggml-cuda.so").touch()
-    monkeypatch.setattr(llama_binding, "package_folder", {"edgelm_llama_vulkan": package}.get)
     library = Library()
-    load(folder, library)
+    assert load_all(folder, library) == (folder / "libggml-cpu-zen4.so", "")
     assert library.loaded == [folder / "libggml-cpu-zen4.so", folder / "libggml-metal.so", vulkan]
+
+
+@pytest.mark.parametrize("version", ["0.3.36.2", "0.3.37.1", "unknown"])
+def test_a_vulkan_backend_of_another_build_is_not_loaded_and_one_line_says_why(
+    folder: Path, vulkan: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(llama_build, "version", lambda _: version)
+    library = Library()
+    path, problem = load_all(folder, library)
+    assert library.loaded == [path]
+    assert problem == (
+        f"edgelm-llama-vulkan {version} is not used, for edgelm-llama is 0.3.36.1; reinstall 'edgelm[vulkan]'"
+    )
+
+
+def test_a_vulkan_backend_without_a_gpu_or_a_loader_says_so(
+    folder: Path, vulkan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_all(folder, Library(num_gpus=0))[1].startswith("edgelm-llama-vulkan finds no GPU; install")
+
+    def open_library(path: str) -> SimpleNamespace:
+        if path == str(vulkan):
+            raise OSError("libvulkan.so.1: cannot open shared object file")
+        return SimpleNamespace(ggml_backend_score=lambda: 1)
+
+    monkeypatch.setattr(llama_binding.ctypes, "CDLL", open_library)
+    _, problem = load_all(folder, Library(broken="libggml-vulkan"))
+    assert problem.startswith("edgelm-llama-vulkan cannot be loaded: libvulkan.so.1: cannot open")
 
 
 def test_a_gpu_backend_without_a_driver_is_no_error(folder: Path) -> None:

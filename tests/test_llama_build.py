@@ -12,7 +12,7 @@ import pytest
 from edgelm import llama_build
 from edgelm.errors import EngineError
 from edgelm.llama_binding import layout_difference
-from edgelm.llama_build import SUPPORTED, find_build
+from edgelm.llama_build import SUPPORTED, find_build, vulkan_library
 
 PROJECT = Path(__file__).resolve().parents[1] / "packaging" / "llama" / "pyproject.toml"
 
@@ -24,7 +24,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, **packages: str) -> N
         return SimpleNamespace(origin=str(folder / name / "__init__.py")) if name in packages else None
 
     def version(distribution: str) -> str:
-        return packages[{"llama-cpp-python": "llama_cpp", "edgelm-llama": "edgelm_llama"}[distribution]]
+        return packages["llama_cpp" if distribution == "llama-cpp-python" else distribution.replace("-", "_")]
 
     monkeypatch.setattr(llama_build, "find_spec", find_spec)
     monkeypatch.setattr(llama_build, "version", version)
@@ -41,6 +41,20 @@ def test_our_wheel_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 def test_a_build_of_this_machine_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str) -> None:
     install(monkeypatch, tmp_path, edgelm_llama="0.3.36.1", llama_cpp=version)
     assert find_build().lib_dir == tmp_path / "llama_cpp" / "lib"
+
+
+def test_the_vulkan_wheel_belongs_to_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path, edgelm_llama="0.3.36.1")
+    assert vulkan_library(find_build()) is None
+    install(monkeypatch, tmp_path, edgelm_llama="0.3.36.1", edgelm_llama_vulkan="0.3.36.1")
+    library = vulkan_library(find_build())
+    assert library == tmp_path / "edgelm_llama_vulkan" / "lib" / "libggml-vulkan.so"
+    install(monkeypatch, tmp_path, edgelm_llama="0.3.36.2", edgelm_llama_vulkan="0.3.36.1")
+    with pytest.raises(EngineError, match=r"vulkan 0\.3\.36\.1 is not used, for edgelm-llama is 0\.3\.36\.2"):
+        vulkan_library(find_build())
+    install(monkeypatch, tmp_path, edgelm_llama="0.3.36.1", edgelm_llama_vulkan="0.3.36.1", llama_cpp=SUPPORTED)
+    with pytest.raises(EngineError, match="is not used beside llama-cpp-python, which was compiled here"):
+        vulkan_library(find_build())
 
 
 def test_another_release_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

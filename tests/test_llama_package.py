@@ -30,6 +30,7 @@ def load(path: Path) -> ModuleType:
 backend = load(PACKAGING / "llama" / "backend.py")
 sys.path.insert(0, str(PACKAGING))
 libraries = load(PACKAGING / "llama_libraries.py")
+vulkan = load(PACKAGING / "vulkan_library.py")
 sys.path.remove(str(PACKAGING))
 
 FILES = {"edgelm_llama/lib/libllama.so": b"\x7fELF", "edgelm_llama/__init__.py": b""}
@@ -63,6 +64,20 @@ def test_a_wheel_is_valid(tmp_path: Path) -> None:
                 assert (digest, size) == (f"sha256={expected}", str(len(data)))
         assert "Requires-Dist: numpy>=2\n" in archive.read(f"{info}/METADATA").decode()
         assert "Root-Is-Purelib: false" in archive.read(f"{info}/WHEEL").decode()
+
+
+def test_the_vulkan_wheel_requires_the_build_that_it_belongs_to(tmp_path: Path) -> None:
+    library, licence = tmp_path / "libggml-vulkan.so", tmp_path / "LICENSE"
+    library.write_bytes(b"\x7fELF")
+    licence.write_text("MIT")
+    path = vulkan.package_library(library, licence, tmp_path)
+    assert path.name == vulkan.wheel_name()
+    version = backend.project()["version"]
+    with zipfile.ZipFile(path) as archive:
+        assert archive.read("edgelm_llama_vulkan/lib/libggml-vulkan.so") == b"\x7fELF"
+        metadata = archive.read(f"edgelm_llama_vulkan-{version}.dist-info/METADATA").decode().splitlines()
+    assert "Name: edgelm-llama-vulkan" in metadata
+    assert {f"Version: {version}", f"Requires-Dist: edgelm-llama=={version}"} <= set(metadata)
 
 
 def test_the_sdist_says_that_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,13 +29,14 @@ from edgelm import __version__
 from edgelm.backends.llama.placement import Device
 from edgelm.backends.questions import ask_cuda, ask_llama_build
 from edgelm.commands.config import settings_of
-from edgelm.config import Config, Places, load_config
+from edgelm.config import Config, load_config
 from edgelm.errors import EdgeLMError
 from edgelm.library.scan import scan
 from edgelm.machine import facts as machine
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.gpu import nvidia_gpus
 from edgelm.machine.memory import available_memory_bytes
+from edgelm.places import Places
 
 State = Literal["ok", "note", "problem"]
 LOW_MEMORY_BYTES = 2 * 2**30
@@ -43,10 +44,10 @@ LOW_DISK_BYTES = 5 * 2**30
 HUB_TIMEOUT_S = 5
 MAX_SHOWN = 3  # problems in one line
 GPU_BUILDS = (
-    "a GPU needs pipx install 'edgelm[cuda]' (NVIDIA, our own kernels), Metal (in the macOS wheel), "
-    "or a build of llama.cpp with Vulkan (AMD, Intel, NVIDIA)"
+    "a GPU needs pipx install 'edgelm[cuda]' (Linux, NVIDIA: our own kernels), "
+    "'edgelm[vulkan]' (Linux, AMD, Intel and NVIDIA: llama.cpp), or Metal (in the macOS wheel)"
 )
-PACKAGES = ("edgelm-llama", "llama-cpp-python", "numpy", "textual", "openai", "torch", "triton")
+PACKAGES = ("edgelm-llama", "edgelm-llama-vulkan", "llama-cpp-python", "numpy", "textual", "openai", "torch", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,7 @@ def _native(places: Places) -> Iterator[Finding]:
     yield Finding(
         "llama.cpp", "ok", f"{build.version} of {build.package}, uses {build.library} ({' '.join(build.features)})"
     )
-    yield llama_gpus(build.devices)
+    yield llama_gpus(build.devices, build.gpu_problem)
     if facts.repack:
         yield Finding("canary", "ok", "fast kernels are safe here")
     else:
@@ -238,8 +239,10 @@ def _native(places: Places) -> Iterator[Finding]:
         )
 
 
-def llama_gpus(devices: Sequence[Device]) -> Finding:
-    """Name the GPUs that llama.cpp can use, or say how to get a build that can."""
+def llama_gpus(devices: Sequence[Device], problem: str = "") -> Finding:
+    """Name the GPUs that llama.cpp can use, or say how to get a build that can; `problem`: why this one cannot."""
+    if not devices and problem:
+        return Finding("GPUs of llama.cpp", "note", problem)
     if not devices:
         return Finding("GPUs of llama.cpp", "ok", f"none; {GPU_BUILDS}")
     names = [

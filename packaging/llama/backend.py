@@ -39,9 +39,9 @@ def project() -> Mapping[str, object]:
     return table
 
 
-def metadata(requirements: Iterable[str]) -> str:
-    """Return the text of METADATA."""
-    table = project()
+def metadata(requirements: Iterable[str], **changes: str) -> str:
+    """Return the text of METADATA. `changes` replace entries of the project: another distribution of this version."""
+    table = {**project(), **changes}
     lines = ["Metadata-Version: 2.4", f"Name: {table['name']}", f"Version: {table['version']}"]
     lines += [f"Summary: {table['description']}", f"License-Expression: {table['license']}", "License-File: LICENSE"]
     lines += [f"Requires-Python: {table['requires-python']}"]
@@ -49,13 +49,19 @@ def metadata(requirements: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_wheel(folder: Path, tag: str, files: Mapping[str, bytes], requirements: Iterable[str]) -> Path:
-    """Write a wheel of `files` into `folder`, with times and order that do not change, and return its path."""
-    stem = f"edgelm_llama-{project()['version']}"
+def write_wheel(
+    folder: Path, tag: str, files: Mapping[str, bytes], requirements: Iterable[str], **changes: str
+) -> Path:
+    """Write a wheel of `files` into `folder`, with times and order that do not change, and return its path.
+
+    `changes` are those of `metadata`.
+    """
+    table = {**project(), **changes}
+    stem = f"{str(table['name']).replace('-', '_')}-{table['version']}"
     info = f"{stem}.dist-info"
     pure = tag.endswith("-any")
     members = dict(sorted(files.items()))
-    members[f"{info}/METADATA"] = metadata(requirements).encode()
+    members[f"{info}/METADATA"] = metadata(requirements, **changes).encode()
     members[f"{info}/WHEEL"] = (
         f"Wheel-Version: 1.0\nGenerator: edgelm\nRoot-Is-Purelib: {str(pure).lower()}\nTag: {tag}\n".encode()
     )

@@ -50,7 +50,9 @@ def test_a_healthy_machine_has_no_problem(places: Path, capsys: pytest.CaptureFi
 
 
 def test_the_gpus_of_llama_cpp_are_named_or_how_to_get_one() -> None:
-    assert all(name in doctor.llama_gpus([]).text for name in ("none", "edgelm[cuda]", "Metal", "Vulkan"))
+    assert all(name in doctor.llama_gpus([]).text for name in ("none", "edgelm[cuda]", "Metal", "edgelm[vulkan]"))
+    problem = doctor.llama_gpus([], "edgelm-llama-vulkan finds no GPU; install its driver")
+    assert (problem.state, problem.text) == ("note", "edgelm-llama-vulkan finds no GPU; install its driver")
     card = Device("Vulkan0", "AMD Radeon", 8 * 2**30, 6 * 2**30)
     assert doctor.llama_gpus([card]).text.startswith("Vulkan0 is AMD Radeon, 6.0 of 8.0 GiB free; --device gpu")
 
