@@ -26,7 +26,7 @@ from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.config import Config, load_config
 from edgelm.errors import ModelError, RequestError
 from edgelm.kv_modes import KV_MODES
-from edgelm.library.local import runnable_model
+from edgelm.library.local import model_config, runnable_model
 from edgelm.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
 
 PACKAGES = ("llama-cpp-python", "torch", "triton")  # another version of these rounds differently
@@ -47,8 +47,9 @@ def eval_model(
 ) -> None:
     """Print the perplexity, and the distance from a reference if there is one. Raises EdgeLMError."""
     config = load_config(flags)
-    settings = config.settings
-    side = EvalSide(runnable_model(model, config).path, "f16" if settings.kv == "auto" else settings.kv)
+    local = runnable_model(model, config)
+    settings = model_config(local, config).settings  # also for the reference, so that no more than one thing differs
+    side = EvalSide(local.path, "f16" if settings.kv == "auto" else settings.kv)
     reference = _reference(side, against, config)
     text = _find_text(file)
     key = {

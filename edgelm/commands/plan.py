@@ -30,13 +30,14 @@ from edgelm.checkpoints.summary import ModelFacts, ModelSummary, model_facts
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.plan_devices import device_documents, device_table, placement_line
 from edgelm.commands.plan_loaded import loaded_beside
-from edgelm.config import Config, Places, Settings, load_config
+from edgelm.config import Config, Settings, load_config
 from edgelm.library.local import find_draft_model, model_config, require_gguf, runnable_model
 from edgelm.machine import facts as machine
 from edgelm.machine.bandwidth import read_bandwidth
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.gpu import Gpu, nvidia_gpus
 from edgelm.machine.memory import available_memory_bytes
+from edgelm.places import Places
 
 BAR_LEN = 60  # characters
 PARTS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import logging
@@ -18,7 +19,7 @@ from edgelm.server.keys import check_secret
 from edgelm.server.listener import inherited_listener
 from edgelm.server.serving import ServeOptions, serve
 from edgelm.workers.messages import Serving
-from edgelm.workers.wire import encode
+from edgelm.workers.wire import Saving, encode
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,11 @@ def serve_models(
         else:
             print(f"edgelm listens at {front.address}/v1 (Ctrl-C ends it)", flush=True)
 
+    def on_saving(num_left: int) -> None:
+        if until_stdin_closes:  # our parent waits longer for it
+            with contextlib.suppress(OSError):
+                print(encode(Saving(num_left)).decode(), end="", flush=True)
+
     options = ServeOptions(
         paths,
         typed_key,
@@ -62,7 +68,7 @@ def serve_models(
         verbose=verbose,
         listener=listener,
     )
-    serve(config, options, announce)
+    serve(config, options, announce, on_saving)
 
 
 def _log_to_stderr(log_format: str, *, verbose: bool) -> None:

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from edgelm.config import Config, load_config, variables_of_a_shell
+from edgelm.config import Config, load_config
 from edgelm.errors import EdgeLMError
+from edgelm.places import variables_of_a_shell
 from edgelm.server.keys import read_key_file
 from edgelm.service.launchd import Launchd
 from edgelm.service.system import Definition, Manager

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from edgelm.client.endpoint import normalize_address
+from edgelm.client.addresses import normalize_address
 from edgelm.config import load_config
 from edgelm.errors import EdgeLMError
 from edgelm.library.names import shown

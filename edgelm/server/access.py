@@ -115,12 +115,12 @@ def check(rules: Rules, method: str, path: str, headers: Headers, client: str) -
 def may_administer(request: Request) -> bool:
     """Return whether a request that the Guard let in may change the server: load, unload, pull or delete models.
 
-    It needs a key marked admin, or comes from this machine itself: neither from a web page nor through a proxy that
-    shows itself in Host or in a header.
+    A key of a file decides by its mark, wherever the request comes from. Without one it must come from this machine
+    itself: neither from a web page nor through a proxy that shows itself in Host or in a header.
     """
     key: Key | None = request.state.key
-    if key is not None and key.admin:
-        return True
+    if key is not None and key.admin is not None:
+        return key.admin
     headers = request.headers
     local = request.client is not None and is_loopback(request.client.host) and is_loopback(_name(headers["host"]))
     return local and "origin" not in headers and FORWARDED.isdisjoint(headers.keys())

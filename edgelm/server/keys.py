@@ -30,7 +30,7 @@ class Key:
 
     name: str
     secret: str = field(repr=False)
-    admin: bool = False  # may load, unload, pull and delete models
+    admin: bool | None = False  # may load, unload, pull and delete models; None: only from the server's own machine
     of_user: bool = False  # of the commands of the user who started the front
 
     @property

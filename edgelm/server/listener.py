@@ -23,8 +23,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from edgelm.config import take_variables
 from edgelm.errors import EdgeLMError
+from edgelm.places import take_variables
 from edgelm.runtime import is_alive
 from edgelm.server.protocol import KEEP_ALIVE_S, LimitedProtocol, max_connections
 

@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from edgelm import __version__
-from edgelm.config import HUB_TOKENS
 from edgelm.errors import EdgeLMError, ModelError
 from edgelm.library.progress import EVENTS, Checking, Event, Listed, Progress, Pulled, PullJob, Retrying, Waiting
+from edgelm.places import HUB_TOKENS
 from edgelm.server.access import may_administer, permitted_keep_alive
 from edgelm.server.admin import wait_limit_s
 from edgelm.server.api.errors import ApiError, as_api_error

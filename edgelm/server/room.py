@@ -2,9 +2,15 @@
 
     free for another = free memory - what engines were promised and have not taken yet       (and within --max-memory)
 
-Engines are admitted in the order in which they came. Idle ones end for them, the least recently used first; busy ones
-are waited for, and one that is asked all the time gets no more requests until the waiting one has its turn. Pinned
-ones stay. Knows nothing of processes and HTTP: a `Host` predicts and measures.
+Engines are admitted in the order in which they came. Idle ones end for the first of the queue, the least recently used
+first; busy ones are waited for, and one that is asked all the time gets no more requests until the first one is
+admitted. Pinned ones stay.
+
+While the first waits for engines that must end, a later one goes ahead if it fits into memory that is free now, and if
+the first will fit beside it when those engines have ended. So their memory is kept for the first, and those that go
+ahead cannot delay it by more than the time in which they load. No engine ends for one that goes ahead.
+
+Knows nothing of processes and HTTP: a `Host` predicts and measures.
 """
 
 from __future__ import annotations
@@ -83,7 +89,8 @@ class Room:
         self._unload = unload
         self._drain = drain
         self._max_models = max_models
-        self._turn = asyncio.Lock()  # first come, first served
+        self._queue: list[EngineSlot] = []  # first come, first served
+        self._looking = asyncio.Lock()  # one decision at a time: it takes time to measure, and to end an engine
         self._news = asyncio.Event()
 
     def changed(self) -> None:
@@ -96,27 +103,40 @@ class Room:
 
         Raises StillLoadingError if there is none within ROOM_LIMIT_S, EdgeLMError if the model can never fit.
         """
-        if self._turn.locked():
-            slot.wait_for("others came first")
+        if self._queue:
+            slot.wait_for(_came_first(self._queue[0]))
         try:
             async with asyncio.timeout(ROOM_LIMIT_S):
-                while self._is_twin_alive(slot):  # without a turn, since it may answer for minutes
+                while self._is_twin_alive(slot):  # outside of the queue, since it may answer for minutes
                     slot.wait_for("its last process is ending")
                     await _change(self._news)
-                async with self._turn:
-                    began = slot.now()
-                    news = self._news
-                    while reason := await self._attempt(slot, drains=slot.now() - began >= DRAIN_S):
-                        slot.wait_for(reason)
-                        if slot.idle_s > UNWANTED_S:
-                            message = f"{slot.model.name} is not loaded: nobody waits for it"
-                            raise StillLoadingError(message, "try again")
-                        await _change(news)
-                        news = self._news
+                self._queue.append(slot)
+                try:
+                    await self._wait_in_queue(slot)
+                finally:
+                    self._queue.remove(slot)
+                    self.changed()
         except TimeoutError:
             reason = slot.blocker or "the memory is in use"
             message = f"{slot.model.name} got no memory within {ROOM_LIMIT_S:.0f} s: {reason}"
             raise StillLoadingError(message, "try again later", retry_after_s=RETRY_S) from None
+
+    async def _wait_in_queue(self, slot: EngineSlot) -> None:
+        first_since = None  # when it became the first of the queue
+        while True:
+            async with self._looking:
+                news = self._news
+                if self._queue[0] is not slot:
+                    reason = await self._attempt_ahead(slot)
+                else:
+                    first_since = slot.now() if first_since is None else first_since
+                    reason = await self._attempt(slot, drains=slot.now() - first_since >= DRAIN_S)
+            if not reason:
+                return
+            slot.wait_for(reason)
+            if slot.idle_s > UNWANTED_S and not slot.pinned:
+                raise StillLoadingError(f"{slot.model.name} is not loaded: nobody waits for it", "try again")
+            await _change(news)
 
     async def measure(self, engines: Sequence[EngineSlot]) -> Measured:
         """Return the memory of the machine and of these engines now."""
@@ -155,34 +175,62 @@ class Room:
         return Standing({"ram": free if limited is None else min(free, limited), "gpu": gpu_free}, gains)
 
     async def _attempt(self, slot: EngineSlot, *, drains: bool) -> str:
-        """Admit a slot if there is memory, or can be; return what it waits for otherwise."""
+        """Admit the first of the queue if there is memory, or can be; return what it waits for otherwise."""
         while True:
             engines = [engine for engine in self._engines() if engine is not slot]
             if not engines and self.limit_bytes is None:  # the engine itself checks whether it fits
                 slot.footprint, slot.admitted = None, True
                 return ""
             standing = await self.standing(engines)
-            movable = [engine for engine in engines if not engine.pinned or engine.state == "stopping"]
+            movable = _movable(engines)
             footprint = await self._footprint(slot, standing, movable, engines)
             pool = pool_of(footprint)
             need = self._need(footprint, standing.with_gains(pool, movable), engines)
-            surplus = len(engines) + 1 - (self._max_models or len(engines) + 1)
+            surplus = self._surplus(engines)
             if standing.free[pool] >= need and surplus <= 0:
                 self._promise(slot, footprint, need)
                 return ""
             loading = [engine for engine in engines if engine.state == "starting"]
             if surplus <= 0 and standing.free[pool] + _settling(loading, pool) >= need:
                 return _are(loading, "being loaded")  # then it takes less
-            idle = sorted((engine for engine in movable if engine.is_idle), key=lambda engine: -engine.idle_s)
+            idle = _idle(movable)
             victim = next((engine for engine in idle if surplus > 0 or pool_of(engine.footprint) == pool), None)
             if victim is None or len(idle) < surplus or standing.with_gains(pool, idle) < need:
-                going = [engine for engine in movable if engine.state == "stopping" or engine.is_leaving]
-                busy = [engine for engine in movable if engine not in going and engine.state == "ready"]
-                if drains:
-                    self._drain_enough(busy, going + idle, standing, pool, need, surplus)
+                going, busy = _going(movable), _busy(movable)
+                for engine in _ends(movable, standing, pool, need, surplus) if drains else ():
+                    if engine in busy:
+                        self._drain(engine)
                 return _are(busy or going or engines, "in use")
             log.info("%s is unloaded to make room for %s", victim.model.name, slot.model.name)
             await self._unload(victim)
+
+    async def _attempt_ahead(self, slot: EngineSlot) -> str:
+        """Admit a later one of the queue if the first does not need the memory; return why not otherwise."""
+        first = self._queue[0]
+        engines = [engine for engine in self._engines() if engine is not slot]
+        if first.footprint is None or not engines:  # the first has not looked yet
+            return _came_first(first)
+        standing = await self.standing(engines)
+        movable = _movable(engines)
+        footprint = await self._footprint(slot, standing, movable, engines)
+        pool, pool_of_first = pool_of(footprint), pool_of(first.footprint)
+        need = self._need(footprint, standing.with_gains(pool, movable), engines)
+        if standing.free[pool] < need or self._surplus(engines) > 0 or self._queue[0] is not first:
+            return _came_first(first)
+        need_of_first = self._need(first.footprint, standing.with_gains(pool_of_first, movable), ())
+        loading = [engine for engine in engines if engine.state == "starting"]
+        if standing.free[pool_of_first] + _settling(loading, pool_of_first) >= need_of_first:
+            return _came_first(first)  # it waits for nothing but the end of a load
+        ends = _ends(movable, standing, pool_of_first, need_of_first, 0)
+        left = standing.with_gains(pool_of_first, ends) - (need if pool == pool_of_first else 0)
+        if left < need_of_first:  # --max-models needs no such look: an engine ends, and one goes ahead
+            return _came_first(first)
+        self._promise(slot, footprint, need)
+        return ""
+
+    def _surplus(self, engines: Sequence[EngineSlot]) -> int:
+        """Return how many engines must end before another one begins, by --max-models."""
+        return len(engines) + 1 - (self._max_models or len(engines) + 1)
 
     async def _footprint(
         self, slot: EngineSlot, standing: Standing, movable: Sequence[EngineSlot], engines: Sequence[EngineSlot]
@@ -219,30 +267,14 @@ class Room:
             return footprint.promise_bytes
         return max(footprint.promise_bytes, min(footprint.load_peak_bytes, most))
 
-    def _drain_enough(
-        self,
-        busy: Sequence[EngineSlot],
-        going: list[EngineSlot],
-        standing: Standing,
-        pool: str,
-        need: int,
-        surplus: int,
-    ) -> None:
-        """Give no more requests to busy engines, the least recently used first, until the rest is enough."""
-        for engine in sorted(busy, key=lambda engine: engine.asked_at):
-            if standing.with_gains(pool, going) >= need and len(going) >= surplus:
-                return
-            if surplus > 0 or pool_of(engine.footprint) == pool:
-                self._drain(engine)
-                going.append(engine)
-
     def _promise(self, slot: EngineSlot, footprint: Footprint, nbytes: int = 0) -> None:
         slot.footprint, slot.admitted = footprint, True
         slot.promised_bytes = max(nbytes, footprint.promise_bytes)
 
     def _is_twin_alive(self, slot: EngineSlot) -> bool:
-        """Return whether an earlier process of the same model has not ended yet."""
-        return any(engine.model.path == slot.model.path for engine in self._engines() if engine is not slot)
+        """Return whether an earlier process of the same model has not ended yet, or waits for memory after a crash."""
+        others = [engine for engine in (*self._engines(), *self._queue) if engine is not slot]
+        return any(engine.model.path == slot.model.path for engine in others)
 
 
 async def _change(news: asyncio.Event) -> None:
@@ -250,6 +282,40 @@ async def _change(news: asyncio.Event) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(POLL_S):
             await news.wait()
+
+
+def _movable(engines: Sequence[EngineSlot]) -> list[EngineSlot]:
+    return [engine for engine in engines if not engine.pinned or engine.state == "stopping"]
+
+
+def _going(engines: Sequence[EngineSlot]) -> list[EngineSlot]:
+    return [engine for engine in engines if engine.state == "stopping" or engine.is_leaving]
+
+
+def _idle(engines: Sequence[EngineSlot]) -> list[EngineSlot]:
+    """Return the engines that may end at once, the least recently used first."""
+    return sorted((engine for engine in engines if engine.is_idle), key=lambda engine: -engine.idle_s)
+
+
+def _busy(engines: Sequence[EngineSlot]) -> list[EngineSlot]:
+    """Return the engines that must be waited for, the least recently used first."""
+    going = _going(engines)
+    busy = [engine for engine in engines if engine.state == "ready" and not engine.is_idle and engine not in going]
+    return sorted(busy, key=lambda engine: engine.asked_at)
+
+
+def _ends(
+    movable: Sequence[EngineSlot], standing: Standing, pool: str, need: int, surplus: int
+) -> Sequence[EngineSlot]:
+    """Return the engines whose end makes room for another: no more than it needs, those that end soonest first."""
+    ends = _going(movable)
+    loading = [engine for engine in movable if engine.state == "starting" and engine not in ends]
+    for engine in [*_idle(movable), *_busy(movable), *loading]:
+        if standing.with_gains(pool, ends) >= need and len(ends) >= surplus:
+            break
+        if engine not in ends and (pool_of(engine.footprint) == pool or len(ends) < surplus):
+            ends.append(engine)
+    return ends
 
 
 def _held(engine: EngineSlot, measured: Measured) -> int:
@@ -271,6 +337,10 @@ def _settling(loading: Sequence[EngineSlot], pool: str) -> int:
     """Return the bytes that engines give back when they are loaded."""
     own = [engine for engine in loading if pool_of(engine.footprint) == pool]
     return sum(engine.promised_bytes - engine.footprint.promise_bytes for engine in own if engine.footprint)
+
+
+def _came_first(first: EngineSlot) -> str:
+    return f"{first.model.name} came first"
 
 
 def _are(engines: Sequence[EngineSlot], doing: str) -> str:

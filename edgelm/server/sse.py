@@ -6,7 +6,7 @@ Events are server-sent ones, or lines of JSON. Knows nothing of their content.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -37,20 +37,24 @@ class EventStream(StreamingResponse):
         headers: Mapping[str, str] = HEADERS,
         media_type: str = MEDIA_TYPE,
     ) -> None:
-        super().__init__(_in_turns(events), headers=headers, media_type=media_type)
+        super().__init__(self._in_turns(), headers=headers, media_type=media_type)
+        self._events = events
         self._cleanup = cleanup
+
+    def pass_through(self, stage: Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]) -> None:
+        """Send what a stage makes of the events. Call it before the first one is sent."""
+        self._events = stage(self._events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._cleanup:
             scope.setdefault("state", {})[STREAMS_EVENTS] = True
             await super().__call__(scope, receive, send)
 
-
-async def _in_turns(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Let the event loop run between two events that are ready: it notices that the client has left."""
-    async for event in events:
-        yield event
-        await asyncio.sleep(0)
+    async def _in_turns(self) -> AsyncIterator[bytes]:
+        """Let the event loop run between two events that are ready: it notices that the client has left."""
+        async for event in self._events:
+            yield event
+            await asyncio.sleep(0)
 
 
 async def unless_client_leaves(request: Request, work: Awaitable[T]) -> T:

@@ -65,7 +65,7 @@ class Turn:
             return response
         if isinstance(response, EventStream):
             without_body = replace(self, body=b"")  # the engine has it, and a stream may take long
-            response.body_iterator = without_body.storing(response.body_iterator)  # type: ignore[arg-type]
+            response.pass_through(without_body.storing)
         else:
             await self._put(bytes(response.body), json.loads)
         return response

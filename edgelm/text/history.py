@@ -143,27 +143,46 @@ def _name_results(messages: list[Message]) -> None:
 
 
 def _with_merged_instructions(messages: list[Message], habits: Habits) -> list[Message]:
-    """Merge system messages into the first one if the template would refuse or drop the others."""
+    """Move system messages that the template would refuse or drop to where it shows them."""
     places = [index for index, message in enumerate(messages) if message["role"] in _INSTRUCTIONS]
     if not places:
         return messages
-    if not habits.shows_system:
-        return _with_instructions_of_user(messages)
     leading = places == list(range(len(places)))
-    if places == [0] or (habits.shows_leading_instructions if leading else habits.shows_later_instructions):
+    if habits.shows_system and (
+        places == [0] or (habits.shows_leading_instructions if leading else habits.shows_later_instructions)
+    ):
         return messages
-    first = messages[places[0]]
-    content = "\n\n".join(text for index in places if (text := messages[index]["content"]))
-    others = [message for message in messages if message["role"] not in _INSTRUCTIONS]
-    return [{**first, "content": content}, *others]
-
-
-def _with_instructions_of_user(messages: list[Message]) -> list[Message]:
-    """Put system messages at the beginning of the user's first one, for a template that has no such role."""
-    content = "\n\n".join(message["content"] for message in messages if message["role"] in _INSTRUCTIONS)
-    others = [message for message in messages if message["role"] not in _INSTRUCTIONS]
-    first = next((index for index, message in enumerate(others) if message["role"] == "user"), None)
-    if first is None or not content:
-        return messages if content else others
-    others[first] = {**others[first], "content": f"{content}\n\n{others[first]['content']}"}
+    front, others = _moved_instructions(messages)
+    if not front:
+        return others
+    if habits.shows_system:
+        return [{**messages[places[0]], "content": _joined(front)}, *others]
+    user = next((index for index, message in enumerate(others) if message["role"] == "user"), None)
+    if user is None:
+        return messages if any(front) else others
+    others[user] = {**others[user], "content": _joined([*front, others[user]["content"]])}
     return others
+
+
+def _moved_instructions(messages: list[Message]) -> tuple[list[str], list[Message]]:
+    """Return the system texts for the front, and the other messages.
+
+    A later system message goes into the user's message behind it: with its text at the front, the conversation before
+    it would have to be computed again.
+    """
+    front: list[str] = []
+    pending: list[str] = []
+    others: list[Message] = []
+    for message in messages:
+        if message["role"] in _INSTRUCTIONS:
+            (pending if others else front).append(message["content"])
+            continue
+        if message["role"] == "user" and pending:
+            message = {**message, "content": _joined([*pending, message["content"]])}
+            pending = []
+        others.append(message)
+    return front + pending, others
+
+
+def _joined(texts: list[str]) -> str:
+    return "\n\n".join(filter(None, texts))

@@ -76,6 +76,14 @@ def evaluate(edgelm: Edgelm, *arguments: str | Path) -> dict[str, Any]:
     return result
 
 
+def test_the_models_own_settings_hold_and_flags_beat_them(edgelm: Edgelm, models: Path, text: Path) -> None:
+    config = Path(edgelm.environment["EDGELM_CONFIG_DIR"])
+    config.mkdir(exist_ok=True)
+    (config / "config.toml").write_text("kv = 'int8'\n[models.\"f32\"]\nkv = 'k8v4'\n")
+    assert evaluate(edgelm, models / "f32.gguf", text, "--limit", "1")["kv"] == "k8v4"
+    assert evaluate(edgelm, models / "f32.gguf", text, "--limit", "1", "--kv", "f16")["kv"] == "f16"
+
+
 class FakeChild:
     """Keeps the replies of a job as its parent would receive them."""
 

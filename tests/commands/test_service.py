@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
+
+from tests.ports import free_port
 
 LIMIT_S = 60
 
@@ -80,9 +81,7 @@ def test_without_one_the_status_says_so(server_environment: dict[str, str], tmp_
 
 @pytest.mark.skipif(shutil.which("systemd-socket-activate") is None, reason="systemd-socket-activate is not installed")
 def test_a_connection_starts_the_server_on_the_socket_of_systemd(server_environment: dict[str, str]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     assigned = [f"--setenv={name}={value}" for name, value in server_environment.items() if name.startswith("EDGELM_")]
     command = ["systemd-socket-activate", f"--listen=127.0.0.1:{port}", *assigned, "--setenv=PYTHONPATH"]
     serve = [sys.executable, "-m", "edgelm", "serve", "--port", "1"]  # a port that it could not bind

@@ -132,11 +132,12 @@ async def test_a_chat_does_not_wait_for_the_schemas_of_others(model: LoadedModel
             return time.monotonic() - began
 
         await chat_s()  # starts the process of templates
+        limit_s = 5 + 20 * await chat_s()  # a busy machine is not a failure
         tasks = [asyncio.create_task(hostile(number)) for number in range(8)]
         await asyncio.sleep(2)
         assert not any(task.done() for task in tasks)
-        assert await chat_s() < 5
+        assert await chat_s() < limit_s
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert await chat_s() < 5
+        assert await chat_s() < limit_s

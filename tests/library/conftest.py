@@ -14,7 +14,7 @@ from edgelm.library.progress import Event
 from edgelm.library.pull import pull
 from tests.library.hub_server import HubServer
 
-QUICK = RetryPolicy(stall_s=0.4, first_wait_s=0.01, max_wait_s=0.05, max_retry_after_s=2.0, max_failures=4)
+QUICK = RetryPolicy(stall_s=1.0, first_wait_s=0.01, max_wait_s=0.05, max_retry_after_s=2.0, max_failures=4)
 
 
 @pytest.fixture

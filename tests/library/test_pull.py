@@ -210,7 +210,7 @@ def test_a_full_disk_is_noticed_before_the_download(
 
 
 def test_cancelling_keeps_the_downloaded_part(server: HubServer, puller: Puller, content: bytes) -> None:
-    server.rate = 2e6
+    server.rate = 1e6
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -226,7 +226,7 @@ def test_cancelling_keeps_the_downloaded_part(server: HubServer, puller: Puller,
     puller.cancelled.set()
     thread.join()
     assert errors
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     kept = puller.parts()[0].stat().st_size
     assert kept > 400_000
     server.rate = None

@@ -104,7 +104,7 @@ def test_it_ends_with_its_parent_and_keeps_the_downloaded_part(slow_server: HubS
     slow_server.wait_for_bytes(500_000)
     assert child.stdin is not None
     child.stdin.close()
-    assert child.process.wait(timeout=10) == 1
+    assert child.process.wait(timeout=60) == 1
     events = child.events()
     assert {event["event"] for event in events} <= {"listed", "progress"}
     (part,) = tmp_path.glob("*/blobs/*.part")

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.config import Places
 from edgelm.errors import EngineError
 from edgelm.llama_build import InstalledLlama
 from edgelm.machine import facts as machine
 from edgelm.machine.cpu import Cores
 from edgelm.machine.facts import MachineFacts, child_environment, facts, machine_key
+from edgelm.places import Places
 
 FAKE_CHILD = """
 import json, os, signal, sys, time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,9 +44,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[s
 
 
 @pytest.fixture
-def own(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
-    """The environment with a runtime folder for one test alone."""
-    return environment | {"EDGELM_RUNTIME_DIR": str(tmp_path / "run")}
+def own(environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    """The environment with a runtime folder for one test alone, whose path is short enough for sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="edgelm-test-", ignore_cleanup_errors=True) as folder:
+        yield environment | {"EDGELM_RUNTIME_DIR": str(Path(folder, "run"))}
 
 
 @pytest.fixture(scope="session")

@@ -65,8 +65,10 @@ class FakeLink:
         self.pid = pid
         self.progress: float | None = None
         self.info: Ready | None = None
-        self.client = httpx2.AsyncClient()
+        self.client = httpx2.AsyncClient(verify=False)  # it makes no connection, and certificates take 20 ms to read
         self.closed = False
+        self.num_saving = 0
+        self.killed = False
         self.crashed = False  # by the test
         self.on_end: Callable[[], None] = lambda: None
         self.change: Change | None = None  # of the model's file
@@ -96,6 +98,10 @@ class FakeLink:
         await self.may_close.wait()
         self.closed = True
         self.die("closed")
+
+    def kill(self) -> None:
+        self.killed = True
+        self.may_close.set()
 
     def load(self) -> None:
         self._readiness.set_result(None)

@@ -19,7 +19,9 @@ from edgelm.server.api.handlers import EXCEPTION_HANDLERS
 from edgelm.server.bodies import Bodies
 from edgelm.server.keys import Key, Keys
 
-KEYS = Keys([Key("editor", "a secret"), Key("me", "my own secret", admin=True)])
+KEYS = Keys(
+    [Key("editor", "a secret"), Key("me", "my own secret", admin=True), Key("api-key", "of --api-key", admin=None)]
+)
 LOCAL = Rules(loopback=True, max_body_bytes=1000)
 OPEN = Rules(loopback=False, keys=KEYS, max_body_bytes=1000)
 HOST = "127.0.0.1:11500"
@@ -153,7 +155,11 @@ async def test_routes_know_the_key(headers: dict[str, str], name: str | None) ->
         (LOCAL, "127.0.0.1", {"x-forwarded-for": "10.0.0.7"}, False),
         (LOCAL, "127.0.0.1", {"forwarded": "for=10.0.0.7"}, False),
         (replace(LOCAL, allowed_hosts=frozenset({"box.lan"})), "127.0.0.1", {"host": "box.lan"}, False),
-        (OPEN, "127.0.0.1", {"x-api-key": "a secret"}, True),
+        (LOCAL, "127.0.0.1", {"x-api-key": "of no use here"}, True),
+        (OPEN, "127.0.0.1", {"x-api-key": "a secret"}, False),
+        (OPEN, "127.0.0.1", {"x-api-key": "my own secret"}, True),
+        (OPEN, "127.0.0.1", {"x-api-key": "of --api-key"}, True),
+        (OPEN, "10.0.0.7", {"x-api-key": "of --api-key"}, False),
         (OPEN, "10.0.0.7", {"x-api-key": "a secret"}, False),
         (OPEN, "10.0.0.7", {"x-api-key": "my own secret"}, True),
         (WITH_PAGE, "127.0.0.1", {"x-api-key": "a secret", "origin": PAGE}, False),

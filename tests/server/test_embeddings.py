@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +27,7 @@ def front(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
         write_tiny(folder / "tiny.gguf", context=512),
     ]
     log = tmp_path_factory.mktemp("log") / "front.log"
-    with serving(environment, *models, log=log) as running:
+    with serving(environment, *models, "--log-format", "json", log=log) as running:
         yield running
     assert "Traceback" not in log.read_text()
 
@@ -53,6 +54,19 @@ def test_openais_client_gets_normalized_vectors(client: openai.OpenAI, model: st
     assert cut == pytest.approx(as_base64[0, :8] / np.linalg.norm(as_base64[0, :8]), abs=1e-5)
     usage = client.embeddings.create(model=model, input="the cat").usage
     assert usage.prompt_tokens == usage.total_tokens > 0
+
+
+def test_the_log_of_requests_has_their_tokens(front: Front, client: openai.OpenAI) -> None:
+    usage = client.embeddings.create(model="bert", input=["the cat", "a dog"]).usage
+    ranking = {"model": "ranker", "query": "a cat", "documents": ["the cat", "a dog"]}
+    ranked = front.http.post("/v1/rerank", json=ranking).json()["usage"]["total_tokens"]
+
+    def logged(route: str) -> list[int]:
+        lines = [json.loads(line) for line in front.log.read_text().splitlines() if f'"{route}"' in line]
+        return [line["prompt_tokens"] for line in lines if line["status"] == 200]
+
+    assert usage.prompt_tokens in until("the request is logged", lambda: logged("/v1/embeddings"))
+    assert until("the ranking is logged", lambda: logged("/v1/rerank")) == [ranked]
 
 
 def test_what_a_model_does_not_do_is_said_in_a_line(front: Front, client: openai.OpenAI) -> None:

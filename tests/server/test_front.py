@@ -150,7 +150,10 @@ async def test_an_answer_comes_as_the_engine_gave_it(model: Path, monkeypatch: p
         assert answer.json()["error"]["code"] == "engine_died"
 
 
-async def test_what_an_ending_engine_did_not_take_goes_to_one_other(model: Path) -> None:
+async def test_what_an_ending_engine_did_not_take_goes_to_one_other(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "ENDING_S", LIMIT_S)
     launches = Fakes()
     async with fronted(launches, model) as http:
         waiting = asyncio.create_task(chat(http))

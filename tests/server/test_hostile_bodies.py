@@ -23,7 +23,7 @@ MESSAGES = Count(test=40_000, soak=300_000)
 TEXT_BYTES = Count(test=4 * MIB, soak=15 * MIB)
 CHUNKS = Count(test=100_000, soak=500_000)
 AT_ONCE = Count(test=6, soak=24)
-MAX_HEALTH_S = 1.5  # a busy machine is not a failure; before these bodies were limited it was 10 s and more
+MAX_HEALTH_S = 1.5  # before these bodies were limited it was 10 s and more
 MAX_RSS_BYTES = 300 * MIB
 
 HEAD = b'{"model":"starter","max_tokens":1,"messages":['
@@ -111,7 +111,7 @@ def test_one_body_stops_nothing(starter: Front, name: str) -> None:
     figures = f"{len(content) / MIB:.1f} MiB, {took_s:.2f} s, /health {watch.slowest_s * 1e3:.0f} ms"
     print(f"{name}: {figures}, front's peak {rss / MIB:.0f} MiB: {status} {code}")
     assert status in (400, 413)
-    assert watch.slowest_s < MAX_HEALTH_S
+    watch.check(MAX_HEALTH_S)
     assert rss < MAX_RSS_BYTES
 
 
@@ -124,7 +124,7 @@ def test_many_such_bodies_at_once(starter: Front) -> None:
     rss = peak_rss_bytes(starter)
     print(f"/health {watch.slowest_s * 1e3:.0f} ms, front's peak {rss / MIB:.0f} MiB")
     assert {status for status, _ in answers} <= {400, 413, 429}
-    assert watch.slowest_s < MAX_HEALTH_S
+    watch.check(MAX_HEALTH_S)
     assert rss < MAX_RSS_BYTES
 
 
@@ -135,7 +135,7 @@ def test_a_body_in_chunks_of_one_byte(starter: Front) -> None:
         sock.sendall(head.encode() + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n[\r\n" * CHUNKS + b"0\r\n\r\n")
         assert sock.recv(1000).startswith(b"HTTP/1.1 4")
     print(f"/health {watch.slowest_s * 1e3:.0f} ms")
-    assert watch.slowest_s < MAX_HEALTH_S
+    watch.check(MAX_HEALTH_S)
 
 
 def test_one_long_text_reaches_the_model(starter: Front) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
 from tests.library.test_ollama_store import store_model
+from tests.ports import free_port
 from tests.server.harness import ENDLESS, Front, serving, until
 
 FAST = {"options": {"num_predict": 3, "temperature": 0}}
@@ -135,8 +135,8 @@ def test_pulling_needs_the_right_to_it(front: Front) -> None:
 def test_a_model_of_ollamas_store_answers_at_the_second_port(own: dict[str, str], tmp_path: Path) -> None:
     blob = store_model(tmp_path / "store", "small:1b")
     before = blob.stat()
-    with httpx2.Client() as free:  # a free port, without a race that matters here
-        port = _free_port()
+    with httpx2.Client() as free:
+        port = free_port()
         settings = {"OLLAMA_MODELS": str(tmp_path / "store"), "EDGELM_OLLAMA_PORT": str(port)}
         with serving(own | settings, log=tmp_path / "log") as front:
             second = f"http://127.0.0.1:{port}"
@@ -145,10 +145,3 @@ def test_a_model_of_ollamas_store_answers_at_the_second_port(own: dict[str, str]
             assert free.post(f"{second}/api/generate", json=asked, timeout=60).json()["done"]
             assert front.ps("ollama:small:1b")["state"] == "ready"
     assert blob.stat().st_mtime_ns == before.st_mtime_ns
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

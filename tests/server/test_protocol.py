@@ -35,6 +35,7 @@ async def pieces() -> AsyncIterator[bytes]:
     for _ in range(5):
         yield b"piece"
         await asyncio.sleep(SHORT_S / 2)
+    await APP.state.may_end.wait()
 
 
 async def health(_: Request) -> Response:
@@ -47,6 +48,8 @@ async def chat(request: Request) -> Response:
 
 
 APP = Starlette(routes=[Route("/health", health, methods=["GET", "POST"]), Route("/chat", chat, methods=["POST"])])
+APP.state.may_end = asyncio.Event()  # the answers of /chat; a test may set another one
+APP.state.may_end.set()
 
 
 class Port:
@@ -181,7 +184,9 @@ async def test_the_longest_idle_connection_makes_room(monkeypatch: pytest.Monkey
         assert (await busy.readuntil(b"0\r\n\r\n")).count(b"piece") == 4, "an answer is never cut"
 
 
-async def test_what_does_not_fit_is_told_to_come_back() -> None:
+async def test_what_does_not_fit_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = asyncio.Event()
+    monkeypatch.setattr(APP.state, "may_end", may_end)
     async with serving(max_open=4) as port:
         streams = [await port.connect(POST + b"the body.") for _ in range(4)]
         for reader, _ in streams:
@@ -192,6 +197,7 @@ async def test_what_does_not_fit_is_told_to_come_back() -> None:
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
                 assert answer.headers["retry-after"] == "1"
                 assert answer.headers["x-request-id"].startswith("req_")
+            may_end.set()
             for reader, writer in streams:
                 await reader.readuntil(b"0\r\n\r\n")
                 writer.close()

@@ -46,12 +46,13 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(proxy, "PING_S", 0.05)
+    monkeypatch.setattr(proxy, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(proxy, "PING_S", 0.01)
 
 
 def later(action: Any, *arguments: Any) -> None:
-    asyncio.get_running_loop().call_later(0.2, action, *arguments)
+    """Act when a waiting client is far out of patience, also where this process hardly runs."""
+    asyncio.get_running_loop().call_later(0.4, action, *arguments)
 
 
 def error_in(events: bytes) -> Any:
@@ -302,7 +303,7 @@ async def test_a_long_event_is_not_copied_for_every_piece_of_it() -> None:
 
 
 async def test_a_body_leaves_its_room_when_its_answer_begins(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "ROOM_LIMIT_S", 6.0)
+    monkeypatch.setattr(bodies, "ROOM_LIMIT_S", LIMIT_S / 2)
     streams: list[Parts] = []
 
     def answer(_: httpx2.Request) -> httpx2.Response:

@@ -28,7 +28,7 @@ LEAVING = Count(test=60, soak=1000)
 LEAVING_AT_ONCE = 12
 STREAMS = Count(test=60, soak=300)
 STREAMS_LIMIT_S = 280.0
-MAX_HEALTH_S = 5.0  # on a machine that is busy with other tests
+MAX_HEALTH_S = 5.0
 MAX_FRONT_GROWTH_BYTES = 32 * 2**20
 MAX_ENGINE_GROWTH_BYTES = 256 * 2**20  # the prefix cache keeps prompts of clients that left
 MAX_FILES_GROWTH = 8
@@ -176,7 +176,7 @@ async def test_clients_that_leave(front: Front) -> None:
     print(f"/health: at most {watch.slowest_s * 1e3:.0f} ms")
     check_growth(before, after)
     assert front.ps("starter")["pid"] == engine
-    assert watch.slowest_s < MAX_HEALTH_S
+    watch.check(MAX_HEALTH_S)
 
 
 def stream_body(path: str, number: int) -> dict[str, Any]:
@@ -225,4 +225,4 @@ async def test_many_streams_of_all_dialects(front: Front) -> None:
     print(f"{STREAMS} streams in {took_s:.1f} s: {dict(outcomes)}; /health {watch.slowest_s * 1e3:.0f} ms")
     assert sum(outcomes[path] for path in PATHS) == STREAMS
     check_growth(before, await asyncio.to_thread(settled, front))
-    assert watch.slowest_s < MAX_HEALTH_S
+    watch.check(MAX_HEALTH_S)

@@ -28,8 +28,8 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(tokenizer: LlamaTokenizer,
 
 def test_a_prompt_that_is_too_long_is_refused_before_it_is_encoded(tokenizer: LlamaTokenizer) -> None:
     pieces = TextEncoder(tokenizer).prompt("</s>" * 200_000, special=True)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ContextError, match="more than 512 tokens"):
         prompt_ids(pieces, 512)
-    assert time.monotonic() - began < 10  # in one piece: minutes
+    assert time.process_time() - began < 10  # in one piece: minutes
     assert next(pieces, None), "the rest is not encoded"

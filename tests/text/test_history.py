@@ -195,6 +195,21 @@ def test_system_messages_are_merged_only_where_the_template_shows_the_first_alon
     assert rendered(first_only, QUESTION, system) == "<system>One.<user>How is the weather?"
 
 
+def test_a_later_system_message_goes_into_the_users_message_behind_it() -> None:
+    """At the front it would change the prompt before everything that is cached."""
+    begin = [{"role": "system", "content": "One."}, QUESTION, {"role": "assistant", "content": "Fine."}]
+    later = [{"role": "system", "content": "Two."}, {"role": "developer", "content": "Three."}]
+    for kept in ("m.role != 'system' or loop.first", "m.role != 'system'"):  # the first alone; none
+        shown = "<{{ m.role }}>{{ m.content }}"
+        source = f"{{% for m in messages %}}{{% if {kept} %}}{shown}{{% endif %}}{{% endfor %}}"
+        text = rendered(source, *begin, *later, {"role": "user", "content": "And now?"})
+        assert text.endswith("<user>Two.\n\nThree.\n\nAnd now?")
+        assert text.startswith(rendered(source, *begin))
+        assert rendered(source, *begin[1:], *later, QUESTION).startswith(
+            "<user>How is the weather?<assistant>Fine.<user>Two."
+        )
+
+
 def test_the_last_message_is_continued(shared_data: Path) -> None:
     begun = {"role": "assistant", "content": "The sky is "}
     for path in sorted((shared_data / "templates").glob("*.jinja")):

@@ -226,7 +226,8 @@ Generated from `edgelm/server/api/field_table.py`; a test compares.
   llama-server's other names; and `/completions` is `/completion`.
 - `GET /models`: as `/v1/models`, by the name that llama-server's router has; both tell each model's `status`.
 - `POST /models/load` with `{"model": NAME, "keep_alive": TIME}`, `POST /models/unload` with `{"model": NAME}`; they
-  need a key marked `admin`, or come from a program on the server's own machine.
+  need a key marked `admin`, or come from a program on the server's own machine without a key of a key file: a key
+  that is not marked may not, wherever it comes from.
 
 ## Request ids
 
