@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from edgelm.config import Places
 from edgelm.errors import EdgeLMError
 from edgelm.jobs.embed_request import Vector
 from edgelm.library.local import find_draft_model
 from edgelm.library.scan import note_use
 from edgelm.machine import facts as machine
+from edgelm.places import Places
 from edgelm.workers.exit_reason import ModelFiles, exit_reason
-from edgelm.workers.messages import EngineJob, EvalRestarted, EvalState, Loading, Result, Status, Text, Thought
+from edgelm.workers.messages import EngineJob, EvalRestarted, EvalState, Loading, Read, Result, Status, Text, Thought
 from edgelm.workers.parent import Worker
 
 WORKER = "edgelm.jobs.worker"
-REPLIES = (Loading, Status, Text, Thought, EvalState, EvalRestarted, Vector, Result)
+SILENT_S = 1.0  # that saving takes before a line tells of it
+REPLIES = (Loading, Status, Read, Text, Thought, EvalState, EvalRestarted, Vector, Result)
 
 
 @contextmanager
@@ -40,9 +42,13 @@ def run_job(job: EngineJob, places: Places, verbose: bool) -> Iterator[Iterator[
     echo = "" if verbose else None
     flags = ["-v"] if verbose else []
     environment = machine.child_environment(places)
-    with Worker(WORKER, *flags, replies=REPLIES, environment=environment, echo=echo) as worker:
-        worker.send(replace(job, settings=job.settings.without_keys, repack=facts.repack))
-        yield _watch(_replies(worker, files), status, job.model.name, lambda: note_use(places.data, job.model))
+    worker = Worker(WORKER, *flags, replies=REPLIES, environment=environment, echo=echo, on_saving=_Saving(status).show)
+    try:
+        with worker:
+            worker.send(replace(job, settings=job.settings.without_keys, repack=facts.repack))
+            yield _watch(_replies(worker, files), status, job.model.name, lambda: note_use(places.data, job.model))
+    finally:
+        status.clear()
 
 
 @contextmanager
@@ -108,3 +114,17 @@ class _Status:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
             self._shown = ""
+
+
+class _Saving:
+    """The line for conversations that the worker saves at its end, once that takes long."""
+
+    def __init__(self, status: _Status) -> None:
+        self._status = status
+        self._tell_at: float | None = None
+
+    def show(self, num_left: int) -> None:
+        now = time.monotonic()
+        self._tell_at = self._tell_at or now + SILENT_S
+        if now >= self._tell_at:
+            self._status.show(f"saving {num_left} conversation{'s' if num_left > 1 else ''}…")

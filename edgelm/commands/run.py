@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.config import load_config
 from edgelm.errors import EdgeLMError, RequestError, UsageError
+from edgelm.knowledge.passages import Passage
 from edgelm.library.local import model_config, runnable_model
+from edgelm.places import Places
 from edgelm.workers.grammars import GrammarSpec
-from edgelm.workers.messages import Result, RunJob, Text, Thinking, Thought
+from edgelm.workers.messages import Read, Result, RunJob, Text, Thinking, Thought
 
 MAX_INPUT_BYTES = 64 * 2**20
 
@@ -27,6 +29,7 @@ def run_model(
     grammar: GrammarSpec | None,
     grammar_file: str,
     think: Thinking,
+    know: Sequence[str] = (),
     raw: bool,
     as_json: bool,
     verbose: bool,
@@ -34,17 +37,21 @@ def run_model(
     """Print the answer to a prompt as it is decoded. `grammar_file` is for errors. Raises EdgeLMError."""
     if raw and think != "auto":
         raise UsageError("--raw and --think cannot be used together", "a model reasons with its chat template only")
+    if raw and know:
+        raise UsageError("--raw and --know cannot be used together", "put what the model should read into the prompt")
     config = load_config(flags)
     local = runnable_model(model, config)
     config = model_config(local, config)
+    text = _read_prompt(prompt)
     job = RunJob(
         model=local.path,
         settings=config.settings,
-        prompt=_read_prompt(prompt),
+        prompt=text,
         stop=tuple(stop),
         grammar=grammar,
         grammar_file=grammar_file,
         think=think,
+        passages=_passages(know, text, config.places, verbose) if know else None,
         raw=raw,
         prefixes=config.places.prefixes,
         drafts=True,
@@ -53,7 +60,9 @@ def run_model(
     thoughts = _Output(sys.stderr, dim=True)
     with reader_may_leave(), _ended_line(output, thoughts), run_job(job, config.places, verbose) as replies:
         for reply in replies:
-            if isinstance(reply, Thought) and thoughts.terminal and not as_json:
+            if isinstance(reply, Read):
+                _note_passages(reply, len(job.passages or ()))
+            elif isinstance(reply, Thought) and thoughts.terminal and not as_json:
                 thoughts.write(reply.text)
             elif isinstance(reply, Text) and not as_json:
                 thoughts.end()
@@ -62,6 +71,23 @@ def run_model(
                 thoughts.end()
                 _finish(reply.document, output, as_json, verbose)
                 _note_end(reply.document)
+
+
+def _passages(roots: Sequence[str], question: str, places: Places, verbose: bool) -> tuple[Passage, ...]:
+    from edgelm.commands.knowledge import find_passages  # most prompts need no SQLite
+
+    return find_passages(roots, question, places, verbose=verbose)
+
+
+def _note_passages(read: Read, num_found: int) -> None:
+    """Say on standard error what the model gets to read."""
+    if read.passages:
+        names = ", ".join(f"{number} {passage.name}" for number, passage in enumerate(read.passages, 1))
+    elif num_found:
+        names = "nothing: the context has no room; raise --ctx"
+    else:
+        names = "nothing: no passage fits the question"
+    print(f"read: {names}", file=sys.stderr)
 
 
 def _read_prompt(prompt: str | None) -> str:

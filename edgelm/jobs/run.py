@@ -5,7 +5,9 @@ Owns the document that `--json` prints. Knows nothing of terminals and flags.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 from edgelm.backends.model import LoadedModel
@@ -13,10 +15,12 @@ from edgelm.core import Stats
 from edgelm.errors import RequestError
 from edgelm.jobs.answer import Answerer, prompt_ids
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
+from edgelm.knowledge.passages import Passage
+from edgelm.knowledge.quote import fitting, share_of_context, system_message
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.template_worker import TemplateRunner
 from edgelm.workers.child import Child
-from edgelm.workers.messages import Result, RunJob, Text, Thought
+from edgelm.workers.messages import Read, Result, RunJob, Text, Thought
 from edgelm.workers.parent import Worker
 
 MAX_TOKEN_LEN = 128  # characters: the longest token of the known vocabularies
@@ -45,7 +49,11 @@ async def answer_prompt(template_worker: Worker | None, loaded: LoadedModel, job
                 await grammars.check(job.grammar)
             except RequestError as error:
                 raise RequestError(f"{job.grammar_file}: {error.message}", "correct the file") from None
-        prepared = await answerer.prepare(_chat_request(job) if is_chat else _text_request(loaded, job))
+        passages = _fitting(loaded, job.passages or ())
+        if job.passages is not None:
+            child.send(Read(tuple(passages)))
+        request = _chat_request(job, passages) if is_chat else _text_request(loaded, job, passages)
+        prepared = await answerer.prepare(request)
         async with aclosing(answerer.answer(prepared)) as deltas:
             async for delta in deltas:
                 if delta.reasoning:
@@ -58,23 +66,40 @@ async def answer_prompt(template_worker: Worker | None, loaded: LoadedModel, job
                 if delta.stats:
                     thought = {"reasoning": reasoning} if reasoning else {}
                     answer = {"text": text, **thought, "token_ids": ids, "finish_reason": delta.reason}
-                    child.send(Result({"model": loaded.name, **answer, **_measured(delta.stats)}))
+                    read = {} if job.passages is None else {"passages": [_document(passage) for passage in passages]}
+                    child.send(Result({"model": loaded.name, **answer, **read, **_measured(delta.stats)}))
     finally:
         await templates.close()
         if grammars:
             await grammars.close()
 
 
-def _text_request(loaded: LoadedModel, job: RunJob) -> AnswerRequest:
-    pieces = TextEncoder(loaded.tokenizer).prompt(job.prompt, special=False)
+def _fitting(loaded: LoadedModel, passages: Sequence[Passage]) -> list[Passage]:
+    """Return the best passages that fit the model's context: by characters, and no more tokens than half of it."""
+    context = loaded.engine.info.context
+    chosen = fitting(passages, share_of_context(context))
+    texts = TextEncoder(loaded.tokenizer, unknown=True)
+    while chosen and sum(map(len, texts.plain(system_message(chosen)))) > context // 2:
+        chosen.pop()
+    return chosen
+
+
+def _document(passage: Passage) -> dict[str, str]:
+    return {"name": passage.name, **asdict(passage)}
+
+
+def _text_request(loaded: LoadedModel, job: RunJob, passages: Sequence[Passage]) -> AnswerRequest:
+    text = "\n\n".join(filter(None, (system_message(passages), job.prompt)))
+    pieces = TextEncoder(loaded.tokenizer).prompt(text, special=False)
     ids = prompt_ids(pieces, loaded.engine.info.context)
     return AnswerRequest(prompt=ids, grammar=job.grammar, stop=job.stop)
 
 
-def _chat_request(job: RunJob) -> AnswerRequest:
+def _chat_request(job: RunJob, passages: Sequence[Passage]) -> AnswerRequest:
     effort = None if job.think == "auto" else job.think
+    read = [{"role": "system", "content": system_message(passages)}] if passages else []
     return AnswerRequest(
-        messages=[{"role": "user", "content": job.prompt}],
+        messages=[*read, {"role": "user", "content": job.prompt}],
         grammar=job.grammar,
         template_kwargs=thinking_kwargs(effort, None),
         stop=job.stop,

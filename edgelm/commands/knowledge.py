@@ -1,0 +1,51 @@
+"""The passages of `edgelm run --know`: read and searched in this process, whatever the model is.
+
+Owns the lines on standard error about what was left out. Knows nothing of the model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+
+from edgelm.errors import EdgeLMError
+from edgelm.knowledge.files import LeftOut
+from edgelm.knowledge.index import Knowledge
+from edgelm.knowledge.passages import Passage
+from edgelm.knowledge.quote import MOST_CHARS
+from edgelm.places import Places
+
+NUM_NAMED = 3  # files that are left out and named without --verbose
+
+
+def find_passages(roots: Sequence[str], question: str, places: Places, *, verbose: bool) -> tuple[Passage, ...]:
+    """Return the passages of files and folders that fit a question, best first, as many as the largest context takes.
+
+    How many of them fit this model's context is known once it is loaded: its worker drops the last ones. So files and
+    the index stay with the user's process, and the worker gets text alone. Raises EdgeLMError.
+    """
+    terminal = sys.stderr.isatty()
+    if terminal:
+        print(f"reading {', '.join(roots)}"[:70], end="\r", file=sys.stderr, flush=True)
+    try:
+        with closing(Knowledge(places.cache / "knowledge.db")) as knowledge:
+            state = knowledge.refresh(roots)
+            passages = knowledge.search(roots, question, max_chars=MOST_CHARS)
+    finally:
+        if terminal:
+            print("\x1b[K", end="", file=sys.stderr, flush=True)
+    if not state.num_passages:
+        reason = next((f"{path}: {reason}" for path, reason in state.left_out), "name a folder with text files")
+        raise EdgeLMError(f"there is nothing to read in {', '.join(roots)}", reason)
+    _note_left_out(state.left_out, verbose)
+    return tuple(passages)
+
+
+def _note_left_out(left_out: Sequence[LeftOut], verbose: bool) -> None:
+    named = left_out if verbose else left_out[:NUM_NAMED]
+    if not named:
+        return
+    names = ", ".join(f"{path} ({reason})" for path, reason in named)
+    rest = len(left_out) - len(named)
+    print(f"note: not read: {names}" + (f" and {rest} more; --verbose names them" if rest else ""), file=sys.stderr)

@@ -1,0 +1,58 @@
+"""Which files hold keys and passwords, by their names and by how they begin.
+
+Knows nothing of folders and limits. Of the secrets in the middle of a text only private keys are found.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import translate
+
+# Names in lower case. Hidden files, such as .env and .netrc, are never read; these are names without a dot.
+_NAMES = (
+    "*.pem *.key *.ppk *.p8 *.p12 *.pfx *.pkcs12 *.jks *.jceks *.keystore *.keytab *.asc *.gpg *.pgp *.age *.kdb "
+    "*.kdbx *.psafe3 *.agilekeychain *.1pux *.ovpn *.rdp *.tfstate *.tfstate.* *.tfvars *.mobileprovision id_rsa* "
+    "id_dsa* id_ecdsa* id_ed25519* *_rsa *_dsa *_ecdsa *_ed25519 ssh_host_*_key authorized_keys env *.env "
+    "env.local env.production netrc _netrc pgpass htpasswd htdigest shadow gshadow kubeconfig credential "
+    "credentials credential.* credentials.* secret secrets secret.* secrets.* *.secret *.secrets password "
+    "passwords password.* passwords.* passwd passwd.* token tokens *.token *_history *.history "
+    "logins.json key3.db key4.db wallet.dat master.key"
+).split()
+# The same, except where it is a page or code about such things.
+_NAME_PARTS = (
+    "credential* *credentials* secret* *secrets* *password* *apikey* *api_key* *api-key* *service?account* "
+    "token.* tokens.*".split()
+)
+_PAGES_AND_CODE = tuple(
+    ".md .markdown .rst .adoc .tex .html .py .pyi .js .mjs .jsx .ts .tsx .go .rs .c .h .cc .cpp .hpp .java .kt .swift "
+    ".cs .rb .php .sh .sql".split()
+)
+_NAME, _NAME_PART = (re.compile("|".join(map(translate, names))) for names in (_NAMES, _NAME_PARTS))
+_FOLDERS = frozenset(".ssh .gnupg .aws .azure .kube .docker .password-store .pki .electrum .bitcoin".split())
+
+_HEADER = re.compile(
+    rb"\s*(?:-----BEGIN [A-Z0-9 ]*PRIVATE KEY|---- BEGIN SSH2 ENCRYPTED PRIVATE KEY|PuTTY-User-Key-File-\d|"
+    rb"AGE-SECRET-KEY-1|-----BEGIN PGP (?:PRIVATE KEY BLOCK|MESSAGE)|-----BEGIN AGE ENCRYPTED FILE|\$ANSIBLE_VAULT;)"
+)
+_KEY_INSIDE = re.compile(
+    rb"^[^\S\n]*-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----[^\S\n]*\n"
+    rb"(?:[\w-]+: [^\n]*\n|\r?\n)*"  # headers
+    rb"[^\S\n]*[A-Za-z0-9+/=]{40}",
+    re.MULTILINE,
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Tell whether a file holds a secret, as its name says."""
+    name = name.lower()
+    return bool(_NAME.match(name) or (_NAME_PART.match(name) and not name.endswith(_PAGES_AND_CODE)))
+
+
+def is_secret_folder(name: str) -> bool:
+    """Tell whether all that lies in a folder of this name is secret."""
+    return name.lower() in _FOLDERS
+
+
+def holds_key(data: bytes) -> bool:
+    """Tell whether a file begins as one with a private key or what is encrypted, or holds a whole private key."""
+    return bool(_HEADER.match(data) or _KEY_INSIDE.search(data))
