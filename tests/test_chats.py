@@ -32,8 +32,10 @@ from edgelm.chats.history import (
     to_json,
     to_markdown,
 )
+from edgelm.chats.reading import Reading
 from edgelm.chats.store import SCHEMA_VERSION, ChatsError, Store
 from edgelm.chats.store_thread import StoreThread
+from edgelm.knowledge.passages import Passage
 from tests.counts import Count
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40)
@@ -86,7 +88,8 @@ class ChatsMachine(RuleBasedStateMachine):
 
     @rule(title=TEXTS, system=TEXTS)
     def add_chat(self, title: str, system: str) -> None:
-        chat = Chat(title=title, system=system, sampling={"temperature": 0.5})
+        chat = Chat(title=title, system=system, sampling={"temperature": 0.5}, knowledge=("/a", title))
+        chat.consents = {"http://gpu.example": True, system: False}
         self.chats[chat.id] = replace(chat)
         self.store.put_chat(chat)
 
@@ -99,6 +102,7 @@ class ChatsMachine(RuleBasedStateMachine):
             st.sampled_from([None, *(message.id for message in self.messages.values() if message.chat == chat)])
         )
         message = Message(chat=chat, parent=parent, role=role, text=text, state="streaming")  # type: ignore[arg-type]
+        message.reading = Reading(("/a",), (Passage("a.md", text, text),), text) if role == "user" else None
         self.messages[message.id] = replace(message)
         self.store.put_message(message)
 
@@ -262,13 +266,39 @@ def test_a_killed_process_loses_at_most_the_token_being_written(path: Path) -> N
 
 def test_a_file_of_the_first_version_is_taken_over(store: Store, path: Path) -> None:
     chat, _ = add_chat(store, "kept")
-    store._db.execute("ALTER TABLE message DROP COLUMN sent_from")
+    for table, column in (
+        ("message", "sent_from"), ("message", "reading"), ("chat", "knowledge"), ("chat", "consents"),
+    ):  # fmt: skip
+        store._db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
     store._db.execute("PRAGMA user_version = 1")
     store.close()
     for _ in range(2):
         again = Store(path)
         assert again._db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
         assert [message.sent_from for message in again.messages(chat.id)] == [None]
+        again.close()
+
+
+def test_a_file_without_knowledge_is_taken_over(store: Store, path: Path) -> None:
+    chat, (message,) = add_chat(store, "kept")
+    for table, column in (("chat", "knowledge"), ("chat", "consents"), ("message", "reading")):
+        store._db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+    store._db.execute("PRAGMA user_version = 2")
+    store.close()
+    again = Store(path)
+    assert again.chats() == [chat]
+    assert again.messages(chat.id) == [message]
+    chat.knowledge, chat.consents = ("/notes",), {"http://gpu.example": False}
+    message.reading = Reading(("/notes",), (Passage("gpu.md", "Memory", "It has the word pelican."),))
+    again.put_chat(chat)
+    again.put_message(message)
+    again.close()
+    for _ in range(2):
+        again = Store(path)
+        assert again.chats() == [chat]
+        assert again.messages(chat.id) == [message]
+        assert again.search("kept")
+        assert not again.search("pelican"), "only what was written in the chat is searched"
         again.close()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.client.addresses import is_loopback, normalize_address
 from edgelm.client.endpoint import (
     AnswerStats,
     ChatRequest,
@@ -22,15 +23,14 @@ from edgelm.client.endpoint import (
     Delta,
     Finished,
     ModelEntry,
-    Turn,
     _reasoning,
     _spans,
-    normalize_address,
     stats_from_json,
     stats_to_json,
 )
 from edgelm.client.failures import ContextFullError, UnreachableError
 from edgelm.client.local import OwnFront
+from edgelm.client.turns import Turn
 from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError
 from edgelm.runtime import FrontRecord, announced, find_front, find_fronts
 from edgelm.workers import parent
@@ -338,6 +338,47 @@ async def test_a_cancelled_answer_ends_its_request(client: Client, endpoint: Fak
 )
 def test_addresses(address: str, url: str) -> None:
     assert normalize_address(address) == url
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("http://localhost:1/v1", True), ("http://127.9.0.1", True), ("http://[::1]:1", True),
+        ("http://localhost.gpu.example", False), ("http://127.gpu.example:1", False), ("http://10.0.0.1", False),
+    ],
+)  # fmt: skip
+def test_addresses_of_this_machine(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_a_server_that_takes_no_late_system_message_gets_it_in_the_users(
+    client: Client, endpoint: FakeEndpoint, status: int
+) -> None:
+    turns = (Turn("user", "a"), Turn("assistant", "b"), Turn("system", "passage"), Turn("user", "q"))
+    endpoint.refuse_late_system = status
+    for _ in range(2):
+        assert (await ask(client, ChatRequest("starter", turns)))[0] == ANSWER
+    roles = [[message["role"] for message in request["messages"]] for request in endpoint.requests]
+    assert roles == [["user", "assistant", "system", "user"]] + 2 * [["user", "assistant", "user"]], "it is remembered"
+    assert endpoint.requests[-1]["messages"][-1]["content"] == "passage\n\nq"
+
+
+async def test_another_refusal_of_a_late_system_message_is_told(client: Client, endpoint: FakeEndpoint) -> None:
+    turns = (Turn("user", "a"), Turn("system", "passage"), Turn("user", "q"))
+    endpoint.refuse = (400, {"error": {"message": "no such model"}})
+    with pytest.raises(RequestError, match="no such model"):
+        await ask(client, ChatRequest("starter", turns))
+    endpoint.refuse = None
+    await ask(client, ChatRequest("starter", turns))
+    assert [message["role"] for message in endpoint.requests[-1]["messages"]] == ["user", "system", "user"]
+
+
+async def test_vectors(client: Client, endpoint: FakeEndpoint) -> None:
+    assert await client.embed("minilm", ["a cat", "a dog"]) == [[1.0, 0.0], [0.0, 1.0]]
+    endpoint.refuse_embeddings = True
+    with pytest.raises(EngineError, match="signal 9"):
+        await client.embed("minilm", ["a cat"])
 
 
 @pytest.mark.parametrize("address", ["", "ftp://x", "http://", "http://x:99999", "http://x:y", "http://x/?a=b"])

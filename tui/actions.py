@@ -21,20 +21,21 @@ from edgelm.errors import EdgeLMError, RequestError
 from edgelm.library.catalog import hub_reference
 from edgelm.library.progress import size_text
 from edgelm.machine.memory import available_memory_bytes
-from edgelm.tui.commands import HelpScreen
 from edgelm.tui.dialogs import Choice, ConfirmScreen, LineScreen, PickScreen, TextScreen
+from edgelm.tui.knowledge import KnowledgeActions, KnowledgeView
 from edgelm.tui.lines import clean
 from edgelm.tui.markdown import code_blocks
 from edgelm.tui.params import EFFORTS, ParamsScreen, Value, effort_name, parse_params
 from edgelm.tui.picker import Installed, PickerScreen
 from edgelm.tui.pulls import Pull, Pulls
+from edgelm.tui.reader import Reader
 from edgelm.tui.shortening import ShortenScreen, plan_shortening
 from edgelm.tui.workspace import Workspace
 
 T = TypeVar("T")
 
 
-class View(Protocol):
+class View(KnowledgeView, Protocol):
     """The part of the chat screen that commands use."""
 
     shows_drafts: bool
@@ -54,7 +55,7 @@ class View(Protocol):
 class Actions:
     """Runs commands. Each method takes the command's argument, which may be empty, and may raise EdgeLMError."""
 
-    def __init__(self, app: App[Any], workspace: Workspace, pulls: Pulls, view: View) -> None:
+    def __init__(self, app: App[Any], workspace: Workspace, pulls: Pulls, reader: Reader, view: View) -> None:
         self._app = app
         self._workspace = workspace
         self._pulls = pulls
@@ -78,7 +79,7 @@ class Actions:
             "export": self._export,
             "delete": self._delete,
             "theme": self._theme,
-            "help": self._help,
+            **KnowledgeActions(app, workspace, reader, view).by_name,
             "quit": self._quit,
         }
 
@@ -207,9 +208,6 @@ class Actions:
             self._notify("drafted words will be tinted, in answers from now on")
         else:
             self._notify("drafted words are tinted" if self._view.shows_drafts else "drafted words are not tinted")
-
-    async def _help(self, _argument: str) -> None:
-        self._app.push_screen(HelpScreen())
 
     async def _quit(self, _argument: str) -> None:
         workspace = self._workspace

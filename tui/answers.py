@@ -21,6 +21,7 @@ from edgelm.client.failures import ContextFullError, UnreachableError
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.drafted import Spans
 from edgelm.tui.link import Link
+from edgelm.tui.reader import Reader
 from edgelm.tui.session import Session
 from edgelm.tui.thought import ThoughtClock, ThoughtFigures, estimate_tokens
 from edgelm.tui.views import GO_ON, MessageView
@@ -43,9 +44,16 @@ class Answer:
     drafted: Spans = field(default_factory=Spans)  # of the message's text
     clock: ThoughtClock = field(default_factory=ThoughtClock)
     num_thoughts: int = 0  # deltas of reasoning
+    preparing: str = ""  # what is done before the request
 
     def __post_init__(self) -> None:
         self.view = MessageView(self.message, live=True)
+
+    @property
+    def question(self) -> Message:
+        """Return the message that is answered."""
+        assert self.message.parent is not None, "an answer has a question"
+        return self.session.tree.messages[self.message.parent]
 
     @property
     def activity(self) -> str:
@@ -89,9 +97,14 @@ class Answers:
     """Starts and stops answers. `run` starts a worker for a coroutine."""
 
     def __init__(
-        self, link: Link, run: Callable[[Coroutine[Any, Any, None]], Worker[None]], watcher: AnswerWatcher
+        self,
+        link: Link,
+        reader: Reader,
+        run: Callable[[Coroutine[Any, Any, None]], Worker[None]],
+        watcher: AnswerWatcher,
     ) -> None:
         self._link = link
+        self._reader = reader
         self._run = run
         self._watcher = watcher
         self._running: dict[int, tuple[Answer, Worker[None]]] = {}  # by chat
@@ -127,7 +140,7 @@ class Answers:
 
     async def _write(self, answer: Answer, models: Sequence[str]) -> None:
         try:
-            await _write_answer(self._link, answer, models, self._watcher)
+            await _write_answer(self._link, self._reader, answer, models, self._watcher)
         finally:
             del self._running[answer.session.chat.id]
             self._watcher.answer_ended(answer)
@@ -135,21 +148,24 @@ class Answers:
 
 def choose_model(preferred: Sequence[str], models: Sequence[ModelEntry]) -> str:
     """Return the first preferred model that is offered, else the first offered one. Raises RequestError without any."""
-    offered = [model.id for model in models]
+    offered = [model.id for model in models if model.kind in ("", "text")]
+    listed = [model.id for model in models]
     for name in filter(None, preferred):
         # A path need not be listed: the endpoint takes any.
-        if name in offered or name.startswith("/") or ("/" in name and name.endswith(".gguf")):
+        if name in listed or name.startswith("/") or ("/" in name and name.endswith(".gguf")):
             return name
     if not offered:
         raise RequestError("the endpoint offers no model", "install one, or name a .gguf file or a folder with --model")
     return offered[0]
 
 
-async def _write_answer(link: Link, answer: Answer, models: Sequence[str], watcher: AnswerWatcher) -> None:
+async def _write_answer(
+    link: Link, reader: Reader, answer: Answer, models: Sequence[str], watcher: AnswerWatcher
+) -> None:
     """Stream an answer into its session and view. A failure becomes the final state of the message; none is raised."""
     session, message = answer.session, answer.message
     try:
-        finished = await _stream(link, answer, models, watcher)
+        finished = await _stream(link, reader, answer, models, watcher)
     except EdgeLMError as error:
         if isinstance(error, ContextFullError):
             error = ContextFullError(error.message, GO_ON)
@@ -168,7 +184,9 @@ async def _write_answer(link: Link, answer: Answer, models: Sequence[str], watch
     watcher.answer_progressed(answer, "ready" if link.is_ready else "not connected", stats)
 
 
-async def _stream(link: Link, answer: Answer, models: Sequence[str], watcher: AnswerWatcher) -> Finished:
+async def _stream(
+    link: Link, reader: Reader, answer: Answer, models: Sequence[str], watcher: AnswerWatcher
+) -> Finished:
     for attempt in (1, 2):
         client: Client | None = None
         reporting = asyncio.create_task(_report_progress(link, answer, watcher))
@@ -177,12 +195,8 @@ async def _stream(link: Link, answer: Answer, models: Sequence[str], watcher: An
             model = choose_model(models, await link.models())
             if model != answer.message.model:
                 answer.view.set_model(model)
-            past, turns = answer.session.turns(answer.message)
-            request = ChatRequest(model, turns, answer.sampling, past)
-            async for item in client.chat(request):
-                if isinstance(item, Finished):
-                    return item
-                _append(answer, item, watcher)
+            await _read(reader, answer, client, model, watcher)
+            return await _request(reader, answer, client, model, watcher)
         except UnreachableError:
             await link.lost()
             # Retry once where an existing connection was lost before the first text.
@@ -190,7 +204,34 @@ async def _stream(link: Link, answer: Answer, models: Sequence[str], watcher: An
                 raise
         finally:
             reporting.cancel()
-    raise AssertionError("an answer ends with Finished or an error")
+    raise AssertionError("the second attempt returns or raises")
+
+
+async def _read(reader: Reader, answer: Answer, client: Client, model: str, watcher: AnswerWatcher) -> None:
+    """Read for the question, and show what was read."""
+
+    def show(activity: str) -> None:
+        answer.preparing = activity
+
+    await reader.read(answer.session, answer.question, client, model, show)
+    answer.preparing = ""
+    watcher.answer_changed(answer)
+
+
+async def _request(reader: Reader, answer: Answer, client: Client, model: str, watcher: AnswerWatcher) -> Finished:
+    """Stream the answer; send fewer passages where the context has no room for them."""
+    while True:
+        past, turns = answer.session.turns(answer.message)
+        try:
+            async for item in client.chat(ChatRequest(model, turns, answer.sampling, past)):
+                if isinstance(item, Finished):
+                    return item
+                _append(answer, item, watcher)
+            raise AssertionError("an answer ends with Finished or an error")
+        except ContextFullError:
+            if answer.message.text or not reader.drop_half(answer.session, answer.question):
+                raise
+            watcher.answer_changed(answer)
 
 
 def _append(answer: Answer, delta: Delta, watcher: AnswerWatcher) -> None:
@@ -220,16 +261,16 @@ async def _report_progress(link: Link, answer: Answer, watcher: AnswerWatcher) -
                 answer.show_thought()
                 watcher.answer_changed(answer)
         else:
-            status, waited_s = "waiting", time.monotonic() - answer.started
+            status, waited_s = answer.preparing or "waiting", time.monotonic() - answer.started
             if (client := link.connected) is None:
                 status = "connecting"
-            else:
+            elif not answer.preparing:
                 with suppress(EdgeLMError):
                     if (loading := await client.loading(answer.message.model)) is not None:
                         share = f" {100 * loading.progress:.0f} %" if loading.progress is not None else ""
                         status = f"loading the model{share}"
             if answer.first_token is None:  # it may have come during the request
-                seconds = f", {waited_s:.0f} s" if waited_s >= 2 else ""
+                seconds = f", {waited_s:.0f} s" if waited_s >= 2 and not answer.preparing else ""
                 answer.view.set_status(f"{status}{seconds}")
                 watcher.answer_progressed(answer, status, None)
                 watcher.answer_changed(answer)

@@ -23,6 +23,7 @@ from edgelm.chats.store_thread import StoreThread
 from edgelm.tui.commands import COMMANDS
 from edgelm.tui.link import Link
 from edgelm.tui.pulls import COMMAND
+from edgelm.tui.reader import Reader, SendQuestion
 from edgelm.tui.screen import ChatScreen
 from edgelm.tui.workspace import ChatDefaults
 
@@ -67,12 +68,22 @@ class ChatApp(App[None]):
     Toast { max-width: 60; }
     """
 
-    def __init__(self, chats: Path, link: Link, defaults: ChatDefaults, pull_command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self,
+        chats: Path,
+        link: Link,
+        defaults: ChatDefaults,
+        pull_command: Sequence[str] = COMMAND,
+        *,
+        knowledge: Path | None = None,
+    ) -> None:
+        """`knowledge` is the file of the index; it is made beside the chats where none is given."""
         super().__init__()
         self._link = link
         self._loop: asyncio.AbstractEventLoop | None = None
         self._store = StoreThread(chats, self._report_problem)
-        self._chat = ChatScreen(self._store, link, defaults, pull_command)
+        self._reader = Reader(knowledge or chats.with_name("knowledge.db"), link, self._ask_to_send)
+        self._chat = ChatScreen(self._store, link, self._reader, defaults, pull_command)
         self.num_lost = 0  # changes that were not saved when the app ended
 
     def get_default_screen(self) -> Screen[None]:
@@ -87,6 +98,11 @@ class ChatApp(App[None]):
     async def action_quit(self) -> None:
         self._chat.run_command("quit", "")
 
+    async def _ask_to_send(self, question: SendQuestion) -> bool:
+        from edgelm.tui.knowledge import SendScreen  # after the first paint
+
+        return await self.push_screen_wait(SendScreen(question))
+
     def _report_problem(self, problem: ChatsError | None) -> None:
         """Pass on a report of the store's thread, which may come before the screen exists and after it is gone."""
         if self._loop is not None and not self._loop.is_closed():
@@ -99,4 +115,5 @@ class ChatApp(App[None]):
     async def on_unmount(self) -> None:
         self._chat.save_unsent()
         self.num_lost = await asyncio.to_thread(self._store.close, CLOSE_S)
+        await asyncio.to_thread(self._reader.thread.close)
         await self._link.close()

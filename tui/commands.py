@@ -19,6 +19,16 @@ from textual.widgets import Static
 
 
 @dataclass(frozen=True, slots=True)
+class Suggestion:
+    """What the text in the prompt may become, and how the list shows it."""
+
+    text: str
+    usage: str
+    help: str = ""
+    command: Command | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """One command; `tui/actions.py` has the function that runs it."""
 
@@ -30,6 +40,10 @@ class Command:
     def usage(self) -> str:
         return f"/{self.name} {self.argument}".rstrip()
 
+    @property
+    def suggestion(self) -> Suggestion:
+        return Suggestion(f"/{self.name} ", self.usage, self.help, self)
+
 
 COMMANDS = (
     Command("new", "Start a new chat"),
@@ -38,6 +52,7 @@ COMMANDS = (
     Command("system", "Set the system prompt of this chat", "[TEXT]"),
     Command("params", "Set how this chat is sampled", "[NAME=VALUE …]"),
     Command("think", "Set how much the model thinks", "[EFFORT]"),
+    Command("know", "List, add or remove what is read for each question", "[PATH|off [PATH]]"),
     Command("title", "Rename the chat", "[TITLE]"),
     Command("pull", "Pull a model from the hub; stop keeps partial files", "[NAME|stop]"),
     Command("regenerate", "Answer again; the old answer is kept"),
@@ -50,7 +65,7 @@ COMMANDS = (
     Command("export", "Write the chat to a file", "[md|json] [FILE]"),
     Command("delete", "Delete the chat"),
     Command("theme", "Choose the colours", "[NAME]"),
-    Command("help", "Show every key and command"),
+    Command("help", "Show every key and command, or ask about edgelm", "[QUESTION]"),
     Command("quit", "Quit"),
 )
 
@@ -134,7 +149,7 @@ GLOBAL_KEYS = (
     Key("ctrl+y", "run('copy')", "Copy the last answer", priority=True),
     Key("ctrl+g", "run('code')", "Copy a block of code", priority=True),
     Key("ctrl+o", "run('model')", "Choose the model, or pull one", priority=True),
-    Key("ctrl+t", "toggle_reasoning", "Show or hide the model's reasoning", priority=True),
+    Key("ctrl+t", "toggle_reasoning", "Show or hide the model's reasoning, and what was read", priority=True),
     Key("f2", "run('title')", "Rename the chat", priority=True),
     Key("f3", "run('drafts')", "Tint the drafted words in answers of this run", priority=True),
     Key("f5", "run('shorten')", "Go on without the oldest messages", priority=True),
@@ -146,7 +161,7 @@ PROMPT_KEYS = (
     Key("enter", "", "Send"),
     Key("alt+enter,ctrl+j,shift+enter", "", "Break the line"),
     Key("up", "", "In the first line: your earlier messages"),
-    Key("/", "", "Commands; Tab completes"),
+    Key("/", "", "Commands; Tab completes them and paths"),
     Key("pageup,pagedown", "", "Scroll the conversation"),
     Key("shift+tab", "", "Go to the messages: copy, edit, versions"),
 )
@@ -158,7 +173,7 @@ TRANSCRIPT_KEYS = (
     Key("right", "act('next')", "The next version"),
     Key("e", "act('edit')", "Edit it: a new branch"),
     Key("r", "act('regenerate')", "Answer it again: a new branch"),
-    Key("enter", "fold", "Show or hide its reasoning"),
+    Key("enter", "fold", "Show or hide its reasoning, or what was read"),
     Key("c,y", "act('copy')", "Copy it"),
     Key("g", "act('code')", "Copy one of its blocks of code"),
     Key("home", "scroll_home", "Go to the beginning"),

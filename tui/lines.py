@@ -21,6 +21,7 @@ from edgelm.tui.palette import Palette
 # Rich requires a console to wrap and render text; its settings do not change the result.
 CONSOLE = Console(force_terminal=True, color_system="truecolor", width=80, height=24, legacy_windows=False)
 SEND_ALL = "(/whole sends all) "
+HINT = "  Ctrl+T shows it"
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -195,6 +196,30 @@ class CutRow(Row):
 
     def guess(self, width: int) -> int:
         return 1 + len(self._text) // max(width, 1)
+
+
+class FoldRow(Row):
+    """A line about a text that is folded away: a click on it unfolds the text, and folds it again."""
+
+    def __init__(self, words: str = "", *, unfolded: bool = False) -> None:
+        super().__init__()
+        self._words, self._unfolded = words, unfolded
+
+    def show(self, words: str, *, unfolded: bool) -> None:
+        """Replace the words."""
+        if (words, unfolded) != (self._words, self._unfolded):
+            self._words, self._unfolded = words, unfolded
+            self.forget()
+
+    def draw(self, width: int, palette: Palette) -> list[Line]:
+        text = Text(f"{'▾' if self._unfolded else '▸'} {self._words}", palette.muted)
+        if not self._unfolded and text.cell_len + len(HINT) <= width:
+            text.append(HINT)
+        text.truncate(max(width, 1), overflow="ellipsis")
+        return [Line(text, prefix=len(text))]
+
+    def guess(self, width: int) -> int:
+        return 1
 
 
 class PlainRow(Row):

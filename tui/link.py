@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from edgelm.client.addresses import is_loopback
 from edgelm.client.endpoint import Client, ModelEntry
 from edgelm.client.failures import UnreachableError
 from edgelm.client.local import OwnFront
-from edgelm.runtime import FrontRecord, find_front
+from edgelm.runtime import FrontRecord, find_front, find_fronts
 
 
 class Link:
@@ -62,6 +64,15 @@ class Link:
         if self._models is None or again:
             self._models = await client.models()
         return self._models
+
+    async def is_own(self) -> bool:
+        """Return whether the endpoint is a front of this user on this machine; a tunnel to another machine is not."""
+        if self.remote is None:
+            return True
+        fronts = await asyncio.to_thread(find_fronts, self._runtime)
+        return is_loopback(self.remote) and any(
+            urlsplit(front.address).port == urlsplit(self.remote).port for front in fronts
+        )
 
     async def lost(self) -> None:
         """Drop a broken connection: the next call connects again."""

@@ -6,10 +6,11 @@ Knows nothing of how chats are opened, saved and answered.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 from rich.text import Text
-from textual import on
+from textual import on, work
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import Static
@@ -19,6 +20,7 @@ from edgelm.tui.answers import Answer
 from edgelm.tui.commands import Command, find_command
 from edgelm.tui.drafted import Spans
 from edgelm.tui.lines import clean
+from edgelm.tui.paths import common_start, suggest_paths
 from edgelm.tui.prompt import Completion, Prompt
 from edgelm.tui.session import Session
 from edgelm.tui.transcript import Transcript
@@ -41,7 +43,7 @@ class ChatPane(Vertical):
         self._title = Static(id="title", markup=False)
         self._completion = Completion()
         self._show_reasoning = False
-        self._refolded: set[int] = set()  # messages whose reasoning is shown unlike that of the others
+        self._refolded: set[int] = set()  # messages whose folded text is shown unlike that of the others
 
     def compose(self) -> ComposeResult:
         yield self._title
@@ -63,8 +65,15 @@ class ChatPane(Vertical):
         self.transcript.replace(self._views(session, answer, drafted), selected)
         self._show_title(session)
 
+    def answer_changed(self, answer: Answer) -> None:
+        """Draw the answer at the end, and what was read for its question."""
+        for view in self.transcript.views[-2:]:
+            if view.message is answer.question:
+                view.show_reading()
+        self.transcript.changed()
+
     def toggle_reasoning(self) -> None:
-        """Show the model's reasoning in all messages, or hide it."""
+        """Show the model's reasoning and what was read in all messages, or hide both."""
         self._show_reasoning = not self._show_reasoning
         self._refolded.clear()
         self._refold()
@@ -148,7 +157,8 @@ class ChatPane(Vertical):
         """Return the command that a call in the prompt means: the chosen line of the list, else by its name."""
         self._completion.update(text)  # keys may be faster than the list
         name, argument = call
-        return self._completion.chosen if self._completion.chosen and not argument else find_command(name)
+        chosen = self._completion.chosen
+        return (chosen.command if chosen and not argument else None) or find_command(name)
 
     def close_commands(self) -> bool:
         """Hide the list of commands; return whether it was open."""
@@ -169,4 +179,16 @@ class ChatPane(Vertical):
     @on(Prompt.TabPressed)
     def _complete(self) -> None:
         if self._completion.chosen is not None:
-            self.prompt.put(f"/{self._completion.chosen.name} ")
+            self.prompt.put(self._completion.chosen.text)
+        else:
+            self._complete_path(self.prompt.text)
+
+    @work(group="paths", exclusive=True)
+    async def _complete_path(self, text: str) -> None:
+        """Complete the path of a command as a shell does: as far as it is clear, then list what it may be."""
+        suggestions = await asyncio.to_thread(suggest_paths, text)
+        if suggestions and self.prompt.text == text:
+            common = common_start(suggestions)
+            self._completion.show_for(common, suggestions if len(suggestions) > 1 else [])
+            self.prompt.completing = len(suggestions) > 1
+            self.prompt.put(common)

@@ -16,7 +16,7 @@ from textual.message import Message as Event
 from textual.widget import Widget
 from textual.widgets import TextArea
 
-from edgelm.tui.commands import Command, complete
+from edgelm.tui.commands import Suggestion, complete
 
 LINE_BREAK_KEYS = frozenset({"alt+enter", "ctrl+j", "shift+enter"})
 PLACEHOLDER = "Message: Enter sends, Ctrl+J breaks the line"
@@ -90,7 +90,7 @@ class Prompt(TextArea):
         text: str
 
     class TabPressed(Event):
-        """Tab was pressed on a command, which may be completed."""
+        """Tab was pressed on a command, which may be completed, or its path."""
 
     @dataclass
     class Moved(Event):
@@ -158,7 +158,7 @@ class Prompt(TextArea):
 
 
 class Completion(Widget):
-    """The commands that the typed text may become; hidden where there is none."""
+    """The commands that the typed text may become, or the paths that Tab found; hidden where there is none."""
 
     DEFAULT_CSS = """
     Completion {
@@ -170,44 +170,50 @@ class Completion(Widget):
 
     def __init__(self) -> None:
         super().__init__(id="completion")
-        self._commands: list[Command] = []
+        self._suggestions: list[Suggestion] = []
         self._index = 0
+        self._text = ""  # that the suggestions are for
 
     @property
-    def chosen(self) -> Command | None:
-        return self._commands[self._index] if self._commands else None
+    def chosen(self) -> Suggestion | None:
+        return self._suggestions[self._index] if self._suggestions else None
 
     def update(self, text: str) -> None:
-        """Show the commands that a text is a prefix of."""
-        commands = complete(text)
-        if commands != self._commands:
-            self._commands, self._index = commands, 0
-            self.set_class(bool(commands), "-open")
+        """Show the commands that a text is a prefix of; keep the suggestions that are shown for it."""
+        if text != self._text:
+            self.show_for(text, [command.suggestion for command in complete(text)])
+
+    def show_for(self, text: str, suggestions: list[Suggestion]) -> None:
+        """Show what a text may become."""
+        self._text = text
+        if suggestions != self._suggestions:
+            self._suggestions, self._index = suggestions, 0
+            self.set_class(bool(suggestions), "-open")
             self.refresh(layout=True)
 
     def move(self, by: int) -> None:
         """Choose the line above (-1) or below (1)."""
-        if self._commands:
-            self._index = (self._index + by) % len(self._commands)
+        if self._suggestions:
+            self._index = (self._index + by) % len(self._suggestions)
             self.refresh()
 
     def close(self) -> bool:
         """Hide the list; return whether it was open."""
-        was_open = bool(self._commands)
-        self._commands = []
+        was_open = bool(self._suggestions)
+        self._suggestions, self._text = [], ""
         self.remove_class("-open")
         return was_open
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
-        return min(len(self._commands), MAX_LISTED)
+        return min(len(self._suggestions), MAX_LISTED)
 
     def render(self) -> RenderResult:
-        width = max((len(command.usage) for command in self._commands), default=0) + 2
-        first = max(0, min(self._index - MAX_LISTED // 2, len(self._commands) - MAX_LISTED))
+        width = max((len(suggestion.usage) for suggestion in self._suggestions), default=0) + 2
+        first = max(0, min(self._index - MAX_LISTED // 2, len(self._suggestions) - MAX_LISTED))
         text = Text(no_wrap=True, overflow="ellipsis")
-        for i, command in enumerate(self._commands[first : first + MAX_LISTED], first):
+        for i, suggestion in enumerate(self._suggestions[first : first + MAX_LISTED], first):
             style = "reverse" if i == self._index else ""
-            text.append(f"{command.usage:<{width}}", f"bold {style}".strip())
-            text.append(command.help + "\n", style or "dim")
+            text.append(f"{suggestion.usage:<{width}}", f"bold {style}".strip())
+            text.append(suggestion.help + "\n", style or "dim")
         text.rstrip()
         return text

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from textual.worker import Worker as TextualWorker
 from textual.worker import WorkerError
 
-from edgelm.config import HUB_TOKENS
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.library.progress import (
     EVENTS,
@@ -31,6 +30,7 @@ from edgelm.library.progress import (
     size_text,
     time_text,
 )
+from edgelm.places import HUB_TOKENS
 
 WORKER = "edgelm.library.pull_worker"
 COMMAND: tuple[str, ...] = ()  # replaces the worker in tests

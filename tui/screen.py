@@ -27,11 +27,13 @@ from edgelm.client.endpoint import AnswerStats, stats_from_json
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.answers import Answer, Answers
 from edgelm.tui.commands import GLOBAL_KEYS, parse_call
+from edgelm.tui.garbage import delay_full_collections
 from edgelm.tui.lines import clean
 from edgelm.tui.link import Link
 from edgelm.tui.pane import ChatPane
 from edgelm.tui.prompt import Prompt
-from edgelm.tui.pulls import COMMAND, Pull, Pulls
+from edgelm.tui.pulls import Pull, Pulls
+from edgelm.tui.reader import Reader
 from edgelm.tui.sidebar import Sidebar
 from edgelm.tui.status import PullBar, StatusLine
 from edgelm.tui.transcript import Transcript
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
 TWICE_S = 2.0  # for the second Ctrl+C
 COLLECT_AFTER_S = 1.0  # from the end of the last answer to a full garbage collection
 UNSENT_S = 0.5  # between two saves of the text in the prompt
-NEVER = 1_000_000_000  # as a threshold of the garbage collector
 
 
 class ChatScreen(Screen[None]):
@@ -53,10 +54,11 @@ class ChatScreen(Screen[None]):
     DEFAULT_CSS = "ChatScreen { layers: base above; }"
 
     def __init__(
-        self, store: StoreThread, link: Link, defaults: ChatDefaults, pull_command: Sequence[str] = COMMAND
+        self, store: StoreThread, link: Link, reader: Reader, defaults: ChatDefaults, pull_command: Sequence[str]
     ) -> None:
         super().__init__()
-        answers = Answers(link, lambda coroutine: self.run_worker(coroutine, group="answers"), self)
+        self._reader = reader
+        answers = Answers(link, reader, lambda coroutine: self.run_worker(coroutine, group="answers"), self)
         self.workspace = Workspace(store, link, defaults, answers)
         self.pulls = Pulls(
             lambda coroutine: self.run_worker(coroutine, group="pulls"),
@@ -145,7 +147,7 @@ class ChatScreen(Screen[None]):
             return
         transcript.set_notice("")
         self.status.change(activity="ready")
-        _delay_full_collections()
+        delay_full_collections()
         try:
             self.workspace.choose_default(models)
         except EdgeLMError as error:
@@ -292,9 +294,9 @@ class ChatScreen(Screen[None]):
             except RequestError as error:
                 self._complain(error)
 
-    def send(self, text: str) -> None:
+    def send(self, text: str, roots: tuple[str, ...] = ()) -> None:
         """Send a message, as a new version of the one being edited if there is one. Raises RequestError."""
-        self.workspace.send(text, self.pane.editing)
+        self.workspace.send(text, self.pane.editing, roots)
         self.pane.leave_edit()
         self.pane.clear_sent(text)
         self.show_chat()
@@ -308,8 +310,12 @@ class ChatScreen(Screen[None]):
         self.pane.begin_edit(message)
 
     def answer_changed(self, answer: Answer) -> None:
-        if answer.session is self.workspace.session:
-            self.pane.transcript.changed()
+        if answer.session is self.workspace.session and self._is_composed:
+            self.pane.answer_changed(answer)
+
+    def show_reading(self, activity: str) -> None:
+        """Show that files are indexed; empty: no longer."""
+        self.status.change(reading=activity)
 
     def answer_progressed(self, answer: Answer, activity: str, stats: AnswerStats | None) -> None:
         if answer.session is not self.workspace.session:
@@ -390,7 +396,7 @@ class ChatScreen(Screen[None]):
     def _actions(self) -> Actions:
         from edgelm.tui.actions import Actions  # delays the dialogs' imports until after the first paint
 
-        return Actions(self.app, self.workspace, self.pulls, self)
+        return Actions(self.app, self.workspace, self.pulls, self._reader, self)
 
     def action_run(self, name: str) -> None:
         self.run_command(name, "")
@@ -429,13 +435,3 @@ class ChatScreen(Screen[None]):
 
     def action_toggle_reasoning(self) -> None:
         self.pane.toggle_reasoning()
-
-
-def _delay_full_collections() -> None:
-    """Let Python's garbage collector collect only young objects; `_collect_garbage` collects the others.
-
-    With a long chat open, a full collection holds the event loop for 50 ms and more, and comes at any moment.
-    """
-    gc.freeze()  # all present objects stay: never look at them again
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, NEVER)

@@ -7,12 +7,15 @@ Knows nothing of endpoints and widgets.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from edgelm.chats.history import Chat, Message, State, Tree, make_title, split_sent
+from edgelm.chats.reading import Reading
 from edgelm.chats.store_thread import StoreThread
-from edgelm.client.endpoint import AnswerStats, Turn, stats_to_json
+from edgelm.client.endpoint import AnswerStats, stats_to_json
+from edgelm.client.turns import Turn
+from edgelm.knowledge.quote import system_message
 
 
 class Session:
@@ -26,13 +29,14 @@ class Session:
             self.tree.show(messages[0].id)
         self._saved = bool(messages)
 
-    def add_question(self, text: str, parent: int | None) -> Message:
-        """Add a message of the user below another."""
+    def add_question(self, text: str, parent: int | None, roots: tuple[str, ...] = ()) -> Message:
+        """Add a message of the user below another; `roots` are searched for it instead of the chat's knowledge."""
         if not self.tree.messages and not self.chat.renamed:
             self.chat.title = make_title(text)
         self.chat.changed = time.time()
         sent_from = self._inherited_cut(parent)
         message = Message(chat=self.chat.id, parent=parent, role="user", text=text, sent_from=sent_from)
+        message.reading = Reading(roots) if roots else None
         past, sent = split_sent(self.tree.path())
         if past and sent[0].parent == parent:  # a new version of the first message that is sent
             message.sent_from = message.id
@@ -99,6 +103,24 @@ class Session:
         self.chat.sampling = dict(sampling)
         self.save()
 
+    def set_knowledge(self, roots: Sequence[str]) -> None:
+        """Set the files and folders that are searched; passages of more of them need the user's consent again."""
+        if not set(roots) <= set(self.chat.knowledge):
+            self.chat.consents = {}
+        self.chat.knowledge = tuple(roots)
+        self.save()
+
+    def set_consent(self, endpoint: str, may_send: bool) -> None:
+        """Keep whether passages may be sent to an endpoint."""
+        self.chat.consents = {**self.chat.consents, endpoint: may_send}
+        self.save()
+
+    def set_reading(self, question: Message, reading: Reading | None) -> None:
+        """Keep what was read for a question."""
+        if reading != question.reading:
+            question.reading = reading
+            self._write(question)
+
     def save(self) -> None:
         """Write the chat itself, if it has messages."""
         if self._saved:
@@ -106,10 +128,17 @@ class Session:
             self._store.write(lambda store: store.put_chat(chat))
 
     def turns(self, answer: Message) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
-        """Return the turns before an answer: those that are not sent to the model any more, and those that are."""
+        """Return the turns before an answer: those that are not sent to the model any more, and those that are.
+
+        What was read for the question stands right before it, and what was read for earlier ones is not sent again:
+        the turns above are the same in each request, so that the endpoint's prefix cache has them.
+        """
         past, sent = split_sent(self.tree.path_to(answer.id))
         system = [Turn("system", self.chat.system)] if self.chat.system.strip() else []
-        return _turns(past), (*system, *_turns(sent[:-1]))
+        turns = _turns(sent[:-1])
+        reading = self.tree.messages[answer.parent].reading if answer.parent is not None else None
+        read = [Turn("system", system_message(reading.passages))] if reading and reading.passages else []
+        return _turns(past), (*system, *turns[:-1], *read, *turns[-1:])
 
     def _inherited_cut(self, parent: int | None) -> int | None:
         """Return the `sent_from` of the branch on screen if a new message below `parent` must repeat it."""

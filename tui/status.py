@@ -29,6 +29,7 @@ class Status:
     model: str = ""
     endpoint: str = ""  # empty: on this machine
     activity: str = "starting"
+    reading: str = ""  # which files are indexed now
     stats: AnswerStats | None = None
     unsaved: str = ""  # why the chats are not saved
 
@@ -85,7 +86,7 @@ def _ranked_parts(status: Status) -> list[tuple[int, str]]:
         drafts = f"drafts {stats.accepted or 0}/{stats.drafted}"
     return [
         (0, clean(short_name(status.model)) or "no model"),
-        (1, status.activity),
+        (1, clean(status.reading) or status.activity),
         (7, clean(status.endpoint)),
         (5, engine),
         (2, f"{stats.tokens_per_second:.1f} tok/s" if stats.tokens_per_second else ""),

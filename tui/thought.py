@@ -9,12 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import monotonic
 
-from rich.text import Text
+from edgelm.tui.lines import FoldRow, PlainRow, Row, SpaceRow
 
-from edgelm.tui.lines import Line, PlainRow, Row, SpaceRow
-from edgelm.tui.palette import Palette
-
-HINT = "  Ctrl+T shows it"
 CHARS_PER_TOKEN = 5  # few texts have more on average
 
 
@@ -78,35 +74,11 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-class ThoughtLine(Row):
-    """The line about a thought: a click on it folds and unfolds the thought."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._words = ""
-        self._unfolded = False
-
-    def show(self, words: str, *, unfolded: bool) -> None:
-        if (words, unfolded) != (self._words, self._unfolded):
-            self._words, self._unfolded = words, unfolded
-            self.forget()
-
-    def draw(self, width: int, palette: Palette) -> list[Line]:
-        text = Text(f"{'▾' if self._unfolded else '▸'} {self._words}", palette.muted)
-        if not self._unfolded and len(text) + len(HINT) <= width:
-            text.append(HINT)
-        text.truncate(max(width, 1), overflow="ellipsis")
-        return [Line(text, prefix=len(text))]
-
-    def guess(self, width: int) -> int:
-        return 1
-
-
 class Thought:
     """The rows of one thought. A folded one has a line only, whatever its length."""
 
     def __init__(self) -> None:
-        self._line = ThoughtLine()
+        self._line = FoldRow()
         self._paragraphs: list[PlainRow] = []
         self._num_closed = 0  # paragraphs that never change again
         self._open_at = 0  # the character at which the last paragraph begins

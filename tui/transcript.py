@@ -65,7 +65,7 @@ class Transcript(ScrollView, can_focus=True):
 
     @dataclass
     class Folded(Event):
-        """The thought of a message is to be shown, or hidden again."""
+        """The thought of a message, or what was read for it, is to be shown, or hidden again."""
 
         message_id: int
 
@@ -107,7 +107,7 @@ class Transcript(ScrollView, can_focus=True):
         self._arrange()
 
     def refold(self) -> None:
-        """Draw messages whose thought was folded or unfolded; the lines above it stay where they are."""
+        """Draw messages whose folded text was unfolded, or folded again; the lines above it stay where they are."""
         if not any(view.live for view in self.views):  # a thought that grows is followed to its end
             self._following = False
             self._set_anchor(round(self.scroll_y))
@@ -283,7 +283,7 @@ class Transcript(ScrollView, can_focus=True):
             return
         y = round(self.scroll_y) + event.y
         view = self._flow.view_at(y)
-        if view is not None and self._flow.is_thought_line(y):
+        if view is not None and self._flow.is_fold_line(y):
             self.post_message(self.Folded(view.message.id))
             return
         if view is not None:

@@ -16,9 +16,10 @@ from edgelm.chats.history import Message
 from edgelm.client.endpoint import stats_from_json
 from edgelm.tui.document import Document
 from edgelm.tui.drafted import Span, Spans
-from edgelm.tui.lines import CutRow, HeadRow, Line, NoteRow, PlainRow, Row, SpaceRow, guess_height, short_name
+from edgelm.tui.lines import CutRow, FoldRow, HeadRow, Line, NoteRow, PlainRow, Row, SpaceRow, guess_height, short_name
 from edgelm.tui.palette import Palette
-from edgelm.tui.thought import Thought, ThoughtFigures, ThoughtLine
+from edgelm.tui.passages import reading_rows
+from edgelm.tui.thought import Thought, ThoughtFigures
 
 GO_ON = "F5 goes on from a shortened conversation"
 
@@ -67,6 +68,7 @@ class MessageView:
         self.live = live
         self._show_reasoning = show_reasoning
         self._thought = Thought()
+        self._reading = message.reading
         self._figures = self._saved_figures()
         self._status = ""
         self._version, self._num_versions = version, num_versions
@@ -107,9 +109,14 @@ class MessageView:
         self._head.select(selected)
 
     def show_reasoning(self, shown: bool) -> None:
-        """Show all of the model's reasoning below the line about it, or the line alone."""
+        """Show all of the model's reasoning, or of what was read, below the line about it, or the line alone."""
         if shown != self._show_reasoning:
             self._show_reasoning = shown
+            self._compose()
+
+    def show_reading(self) -> None:
+        """Show what was read for this question since it was drawn."""
+        if self.message.reading != self._reading:
             self._compose()
 
     def set_thought(self, figures: ThoughtFigures) -> None:
@@ -152,6 +159,9 @@ class MessageView:
                 if i:
                     rows.append(SpaceRow())
                 rows.append(row)
+        self._reading = message.reading
+        if message.reading is not None:
+            rows += reading_rows(message.reading, unfolded=self._show_reasoning)
         if self.live and not message.text and not message.reasoning and self._status:
             rows.append(NoteRow(self._status))
         if message.state == "failed":
@@ -259,10 +269,10 @@ class Flow:
         index, _ = self.locate(y)
         return self._owners[index] if index >= 0 else None
 
-    def is_thought_line(self, y: int) -> bool:
-        """Tell whether a line is the one about a thought."""
+    def is_fold_line(self, y: int) -> bool:
+        """Tell whether a line is the one about a folded text: a thought, or what was read."""
         index, _ = self.locate(y)
-        return index >= 0 and isinstance(self.rows[index], ThoughtLine)
+        return index >= 0 and isinstance(self.rows[index], FoldRow)
 
     def span_of(self, view: MessageView) -> tuple[int, int] | None:
         """Return the first line of a message and the line after its last; None where it is not stacked."""

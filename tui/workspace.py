@@ -19,6 +19,7 @@ from edgelm.errors import RequestError
 from edgelm.tui.answers import Answer, Answers, choose_model
 from edgelm.tui.drafted import Spans
 from edgelm.tui.link import Link
+from edgelm.tui.reader import guide_roots
 from edgelm.tui.session import Session
 
 NUM_SENT = 500  # earlier messages for the Up key
@@ -136,13 +137,18 @@ class Workspace:
         if self.answer is not None:
             raise RequestError("an answer is being written", "Esc stops it")
 
-    def send(self, text: str, edited: int | None = None) -> None:
-        """Send a message at the end of the branch, or as a new version of an edited one. Raises RequestError."""
+    def send(self, text: str, edited: int | None = None, roots: tuple[str, ...] = ()) -> None:
+        """Send a message at the end of the branch, or as a new version of an edited one; `roots` are searched for it
+        instead of the chat's knowledge. Raises RequestError.
+        """
         self.require_no_answer()
         session = self.session
-        parent = session.tree.leaf if edited is None else session.tree.messages[edited].parent
+        parent = session.tree.leaf
+        if edited is not None:
+            before = session.tree.messages[edited]
+            parent, roots = before.parent, roots or guide_roots(before)
         self.chats[session.chat.id] = session.chat
-        self.begin_answer(session.add_question(text, parent).id)
+        self.begin_answer(session.add_question(text, parent, roots).id)
 
     def begin_answer(self, parent: int, sent_from: int | None = None) -> None:
         """Answer a message; `sent_from` shortens the conversation from here on."""

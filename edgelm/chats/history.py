@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
+from edgelm.chats.reading import Reading
+
 Role = Literal["user", "assistant"]
 State = Literal["done", "streaming", "stopped", "failed"]
 
@@ -44,7 +46,11 @@ def new_id() -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Chat:
-    """One conversation and how it is answered. `sampling` holds only the user's choices for this chat."""
+    """One conversation and how it is answered. `sampling` holds only the user's choices for this chat.
+
+    `knowledge` are the files and folders that are searched for each question. `consents` says for an endpoint whether
+    passages of them may be sent to it; one that is missing is asked about.
+    """
 
     id: int = field(default_factory=new_id)
     title: str = UNTITLED
@@ -52,6 +58,8 @@ class Chat:
     system: str = ""
     model: str = ""  # empty: the first model that the endpoint offers
     sampling: Mapping[str, float | int | str] = field(default_factory=dict)
+    knowledge: tuple[str, ...] = ()
+    consents: Mapping[str, bool] = field(default_factory=dict)
     leaf: int | None = None  # the last message of the branch on screen
     created: float = field(default_factory=time.time)
     changed: float = field(default_factory=time.time)
@@ -62,7 +70,7 @@ class Message:
     """One turn. `note` is the reason why it failed, in one line; `stats` is the answer's statistics as JSON.
 
     `sent_from` shortens the conversation for this message and those below it: the messages of the branch before that
-    one are not sent to the model.
+    one are not sent to the model. `reading` are the passages that are sent before this question, of the user.
     """
 
     id: int = field(default_factory=new_id)
@@ -76,6 +84,7 @@ class Message:
     model: str = ""
     stats: str = ""
     sent_from: int | None = None
+    reading: Reading | None = None
     created: float = field(default_factory=time.time)
 
 
@@ -191,6 +200,7 @@ def to_json(chat: Chat, tree: Tree) -> str:
             "model": message.model,
             "stats": json.loads(message.stats) if message.stats else None,
             "sent_from": message.sent_from,
+            "reading": message.reading.as_json() if message.reading else None,
             "created": _iso_time(message.created),
         }
         for message in tree.messages.values()

@@ -21,21 +21,23 @@ from pathlib import Path
 from typing import Any
 
 from edgelm.chats.history import Chat, Hit, Message
+from edgelm.chats.reading import reading_from_text, reading_to_text
 from edgelm.errors import EdgeLMError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BUSY_MS = 250  # the caller retries; a longer wait here would only block it
 
 _SCHEMA = """
 CREATE TABLE chat (
     id INTEGER PRIMARY KEY, title TEXT NOT NULL, renamed INTEGER NOT NULL, system TEXT NOT NULL, model TEXT NOT NULL,
-    sampling TEXT NOT NULL, leaf INTEGER, created REAL NOT NULL, changed REAL NOT NULL);
+    sampling TEXT NOT NULL, leaf INTEGER, created REAL NOT NULL, changed REAL NOT NULL,
+    knowledge TEXT NOT NULL DEFAULT '[]', consents TEXT NOT NULL DEFAULT '{}');
 CREATE INDEX chat_changed ON chat (changed);
 CREATE TABLE message (
     id INTEGER PRIMARY KEY, chat INTEGER NOT NULL REFERENCES chat ON DELETE CASCADE,
     parent INTEGER REFERENCES message ON DELETE CASCADE, role TEXT NOT NULL, text TEXT NOT NULL,
     reasoning TEXT NOT NULL, state TEXT NOT NULL, note TEXT NOT NULL, model TEXT NOT NULL, stats TEXT NOT NULL,
-    created REAL NOT NULL, sent_from INTEGER);
+    created REAL NOT NULL, sent_from INTEGER, reading TEXT NOT NULL DEFAULT '');
 CREATE INDEX message_chat ON message (chat);
 CREATE INDEX message_parent ON message (parent);
 CREATE TABLE piece (
@@ -64,11 +66,18 @@ CREATE TRIGGER chat_removed AFTER DELETE ON chat BEGIN
 """
 
 # The statements that turn a file of this version into one of the next version.
-_MIGRATIONS = {1: "ALTER TABLE message ADD COLUMN sent_from INTEGER;"}
+_MIGRATIONS = {
+    1: "ALTER TABLE message ADD COLUMN sent_from INTEGER;",
+    2: """
+    ALTER TABLE chat ADD COLUMN knowledge TEXT NOT NULL DEFAULT '[]';
+    ALTER TABLE chat ADD COLUMN consents TEXT NOT NULL DEFAULT '{}';
+    ALTER TABLE message ADD COLUMN reading TEXT NOT NULL DEFAULT '';
+    """,
+}
 
-_CHAT_COLUMNS = "id, title, renamed, system, model, sampling, leaf, created, changed"
+_CHAT_COLUMNS = "id, title, renamed, system, model, sampling, leaf, created, changed, knowledge, consents"
 _CHAT = ", ".join(f"chat.{column}" for column in _CHAT_COLUMNS.split(", "))
-_MESSAGE = "id, chat, parent, role, text, reasoning, state, note, model, stats, created, sent_from"
+_MESSAGE = "id, chat, parent, role, text, reasoning, state, note, model, stats, created, sent_from, reading"
 
 
 class ChatsError(EdgeLMError):
@@ -151,7 +160,7 @@ class Store:
         sampling = json.dumps(dict(chat.sampling))
         self._put("chat", _CHAT_COLUMNS, (
             chat.id, _clean(chat.title), chat.renamed, _clean(chat.system), _clean(chat.model), sampling, chat.leaf,
-            chat.created, chat.changed,
+            chat.created, chat.changed, json.dumps(chat.knowledge), json.dumps(dict(chat.consents)),
         ))  # fmt: skip
 
     def put_message(self, message: Message) -> None:
@@ -159,7 +168,7 @@ class Store:
         self._put("message", _MESSAGE, (
             message.id, message.chat, message.parent, message.role, _clean(message.text), _clean(message.reasoning),
             message.state, _clean(message.note), _clean(message.model), message.stats, message.created,
-            message.sent_from,
+            message.sent_from, reading_to_text(message.reading),
         ))  # fmt: skip
         with self._translated():
             self._db.execute("DELETE FROM piece WHERE message = ?", (message.id,))
@@ -303,15 +312,17 @@ def _statements(script: str) -> Iterator[str]:
 
 
 def _chat(row: Any) -> Chat:
-    id_, title, renamed, system, model, sampling, leaf, created, changed = row
+    id_, title, renamed, system, model, sampling, leaf, created, changed, knowledge, consents = row
     return Chat(
         id=id_, title=title, renamed=bool(renamed), system=system, model=model, sampling=json.loads(sampling),
-        leaf=leaf, created=created, changed=changed,
+        leaf=leaf, created=created, changed=changed, knowledge=tuple(json.loads(knowledge)),
+        consents=json.loads(consents),
     )  # fmt: skip
 
 
 def _message(row: Any) -> Message:
-    return Message(**dict(zip(_MESSAGE.split(", "), row, strict=True)))
+    values = dict(zip(_MESSAGE.split(", "), row, strict=True))
+    return Message(**values | {"reading": reading_from_text(values["reading"])})
 
 
 def _clean(text: str) -> str:

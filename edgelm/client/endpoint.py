@@ -10,13 +10,15 @@ import asyncio
 import importlib
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
+from edgelm.client.addresses import is_loopback, normalize_address
 from edgelm.client.failures import explained, no_protocol
+from edgelm.client.json_values import clean_text, mapping, number, read_vectors, whole
+from edgelm.client.turns import Turn, as_messages, may_refuse_system, with_joined_system
 from edgelm.errors import EngineError, RequestError, StillLoadingError
 
 if TYPE_CHECKING:
@@ -26,8 +28,7 @@ if TYPE_CHECKING:
 
 OWN_OPTIONS = frozenset({"top_k", "min_p", "repetition_penalty"})  # not in OpenAI's API: sent to edgelm only
 OPTIONAL = ("stream_options", "reasoning_content")  # fields that are omitted after an endpoint has refused them
-LOOPBACK = ("localhost", "127.", "[::1]", "::1")
-CONNECT_S, READ_S, SHORT_S = 10.0, 900.0, 10.0
+CONNECT_S, READ_S, SHORT_S, EMBED_S = 10.0, 900.0, 10.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +42,7 @@ class ModelEntry:
     quantization: str = ""
     loaded: bool | None = None
     path: str = ""  # on the endpoint's machine
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One message of the conversation; the role is `system`, `user` or `assistant`.
-
-    `reasoning` is the thought before an answer: sent to edgelm only, since other endpoints may refuse the field.
-    """
-
-    role: str
-    text: str
-    reasoning: str = ""
+    kind: str = ""  # text, embedding or rerank
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +103,6 @@ class Loading:
     error: str
 
 
-def normalize_address(address: str) -> str:
-    """Return the base URL of an endpoint: a bare host gets http, an empty path gets /v1. Raises RequestError."""
-    url = address.strip()
-    if "://" not in url:
-        url = f"http://{url}"
-    try:
-        parts = urlsplit(url)
-        port_ok = parts.port is None or parts.port > 0
-    except ValueError:
-        port_ok = False
-        parts = urlsplit("")
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_ok or parts.query or parts.fragment:
-        raise RequestError(f"{address!r} is not an endpoint", "give a URL such as http://127.0.0.1:11500")
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
-
-
 class Client:
     """A connection to one endpoint. Every method raises EdgeLMError; cancelling a call ends its request."""
 
@@ -140,6 +114,7 @@ class Client:
         self._root = self.base_url.removesuffix("/v1")
         self._opened: openai.AsyncOpenAI | None = None
         self._refused: set[str] = set()  # those of `OPTIONAL`
+        self._takes_late_system = True
 
     @property
     def address(self) -> str:
@@ -172,15 +147,25 @@ class Client:
 
     async def loading(self, model: str) -> Loading | None:
         """Return the loading state of a model's engine; None if it is ready or the endpoint does not report it."""
-        if not self.is_edgelm:
+        item = await self._engine(model)
+        if item.get("state", "ready") == "ready":
             return None
+        return Loading(str(item["state"]), number(item.get("progress")), str(item.get("error") or ""))
+
+    async def context(self, model: str) -> int | None:
+        """Return the context size of a model's engine; None if it is not loaded or the endpoint does not report it."""
+        return whole((await self._engine(model)).get("context"))
+
+    async def _engine(self, model: str) -> dict[str, Any]:
+        """Return the state of a model's engine; empty where there is none or the endpoint is not edgelm."""
+        if not self.is_edgelm:
+            return {}
         client = await self._client()
         with explained(self.address):
             body: Any = await client.get(f"{self._root}/edgelm/ps", cast_to=object, options={"timeout": SHORT_S})
-            for item in body.get("models", []) if isinstance(body, dict) else []:
-                if item.get("model") == model and item.get("state") != "ready":
-                    return Loading(str(item.get("state")), _number(item.get("progress")), str(item.get("error") or ""))
-        return None
+        items = mapping(body).get("models")
+        engines = map(mapping, items if isinstance(items, list) else ())
+        return next((engine for engine in engines if engine.get("model") == model), {})
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[Delta | Finished]:
         """Stream an answer; the last item is Finished.
@@ -188,6 +173,7 @@ class Client:
         Waits for an engine that is still starting. Raises EngineError if the answer is cut off.
         """
         started = time.perf_counter()
+        joined = False  # tried with late system turns in the user's
         while True:
             try:
                 async with aclosing(self._stream(request, started)) as items:
@@ -196,11 +182,25 @@ class Client:
                 return
             except StillLoadingError as loading:
                 await asyncio.sleep(loading.retry_after_s or 0.0)
-            except RequestError as error:
+            except (RequestError, EngineError) as error:
                 refused = {name for name in OPTIONAL if name in error.message} - self._refused
-                if not refused:
+                if refused and isinstance(error, RequestError):
+                    self._refused |= refused  # retry without them
+                elif self._takes_late_system and may_refuse_system(error, request.turns):
+                    self._takes_late_system, joined = False, True
+                else:
+                    self._takes_late_system |= joined  # that was not the reason
                     raise
-                self._refused |= refused  # retry without them
+
+    async def embed(self, model: str, texts: Sequence[str]) -> list[list[float]]:
+        """Return the vector of each text."""
+        client = await self._client()
+        body = {"model": model, "input": list(texts)}
+        with explained(self.address):
+            reply = await client.post("/embeddings", body=body, cast_to=object, options={"timeout": EMBED_S})
+        if (vectors := read_vectors(reply, len(texts))) is None:
+            raise no_protocol(self.address)
+        return vectors
 
     async def close(self) -> None:
         if self._opened is not None:
@@ -238,9 +238,10 @@ class Client:
         }
         body["model"] = request.model
         with_reasoning = self.is_edgelm and "reasoning_content" not in self._refused
-        body["messages"] = _messages(request.turns, with_reasoning)
+        turns = request.turns if self._takes_late_system else with_joined_system(request.turns)
+        body["messages"] = as_messages(turns, with_reasoning)
         if request.past and self.is_edgelm:
-            body["edgelm"] = {"past": _messages(request.past, with_reasoning)}
+            body["edgelm"] = {"past": as_messages(request.past, with_reasoning)}
         body["stream"] = True
         if "stream_options" not in self._refused:
             body["stream_options"] = {"include_usage": True}
@@ -254,7 +255,6 @@ class Client:
     def _open(self) -> openai.AsyncOpenAI:
         import openai
 
-        local = (urlsplit(self.base_url).hostname or "").startswith(LOOPBACK)
         client = openai.AsyncOpenAI(
             base_url=self.base_url,
             # Never the key in OPENAI_API_KEY: it is not meant for this endpoint.
@@ -262,7 +262,7 @@ class Client:
             max_retries=0,
             timeout=openai.Timeout(READ_S, connect=CONNECT_S),
             # A proxy from the environment cannot reach this machine's own ports.
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not local, verify=self._verify),
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_loopback(self.base_url), verify=self._verify),
         )
         importlib.import_module("openai.types.chat")  # here on the thread: it takes another half second
         return client
@@ -283,7 +283,7 @@ class _Reading:
 
     def take(self, chunk: Any) -> Delta | None:
         self.chunks += 1
-        own = _mapping((chunk.model_extra or {}).get("edgelm"))
+        own = mapping((chunk.model_extra or {}).get("edgelm"))
         self._own |= own
         self._usage = chunk.usage or self._usage
         if not chunk.choices:
@@ -291,8 +291,8 @@ class _Reading:
         choice = chunk.choices[0]
         self.reason = choice.finish_reason or self.reason
         extra = choice.delta.model_extra or {} if choice.delta else {}
-        text = _clean((choice.delta.content or "") if choice.delta else "")
-        reasoning = _clean(_reasoning(extra))
+        text = clean_text((choice.delta.content or "") if choice.delta else "")
+        reasoning = clean_text(_reasoning(extra))
         if not text and not reasoning:
             return None
         self._last = time.perf_counter()
@@ -303,30 +303,30 @@ class _Reading:
 
     def finish(self) -> Finished:
         own, usage = self._own, self._usage
-        timings, speculation, context = (_mapping(own.get(name)) for name in ("timings", "speculation", "context"))
-        completion = _whole(getattr(usage, "completion_tokens", None))
-        prompt = _whole(getattr(usage, "prompt_tokens", None))
+        timings, speculation, context = (mapping(own.get(name)) for name in ("timings", "speculation", "context"))
+        completion = whole(getattr(usage, "completion_tokens", None))
+        prompt = whole(getattr(usage, "prompt_tokens", None))
         measured = 1000 * (self._first - self._started) if self._first else None
-        used = _whole(context.get("used"))
+        used = whole(context.get("used"))
         if used is None and prompt is not None and completion is not None:
             used = prompt + completion
-        first_token_ms = _number(timings.get("first_token_ms"))
+        first_token_ms = number(timings.get("first_token_ms"))
         details = getattr(usage, "completion_tokens_details", None)
         return Finished(
             str(own.get("finish_reason") or self.reason),
             AnswerStats(
                 prompt_tokens=prompt,
-                cached_tokens=_whole(own.get("cached_tokens")),
+                cached_tokens=whole(own.get("cached_tokens")),
                 completion_tokens=completion,
                 first_token_ms=measured if first_token_ms is None else first_token_ms,
-                tokens_per_second=_number(timings.get("decode_tokens_per_second")) or self._speed(completion),
-                drafted=_whole(speculation.get("drafted")),
-                accepted=_whole(speculation.get("accepted")),
+                tokens_per_second=number(timings.get("decode_tokens_per_second")) or self._speed(completion),
+                drafted=whole(speculation.get("drafted")),
+                accepted=whole(speculation.get("accepted")),
                 context_used=used,
-                context_size=_whole(context.get("size")),
+                context_size=whole(context.get("size")),
                 engine=str(own.get("engine") or ""),
                 device=str(own.get("device") or ""),
-                reasoning_tokens=_whole(getattr(details, "reasoning_tokens", None)) or None,
+                reasoning_tokens=whole(getattr(details, "reasoning_tokens", None)) or None,
             ),
         )
 
@@ -336,25 +336,18 @@ class _Reading:
 
 
 def _model_entry(entry: Mapping[str, Any]) -> ModelEntry:
-    own = _mapping(entry.get("edgelm"))
+    own = mapping(entry.get("edgelm"))
     loaded = own.get("loaded")
     return ModelEntry(
         id=entry["id"],
-        bytes=_whole(own.get("bytes")),
-        context=_whole(own.get("context")) or _whole(entry.get("max_model_len")),  # vLLM's name
+        bytes=whole(own.get("bytes")),
+        context=whole(own.get("context")) or whole(entry.get("max_model_len")),  # vLLM's name
         architecture=str(own.get("architecture") or ""),
         quantization=str(own.get("quantization") or ""),
         loaded=loaded if isinstance(loaded, bool) else None,
         path=str(own.get("path") or ""),
+        kind=str(own.get("kind") or ""),
     )
-
-
-def _messages(turns: tuple[Turn, ...], with_reasoning: bool) -> list[dict[str, str]]:
-    return [
-        {"role": turn.role, "content": turn.text}
-        | ({"reasoning_content": turn.reasoning} if with_reasoning and turn.reasoning else {})
-        for turn in turns
-    ]
 
 
 def _reasoning(delta: Mapping[str, Any]) -> str:
@@ -373,24 +366,6 @@ def _spans(own: Mapping[str, Any], length: int) -> tuple[tuple[int, int], ...]:
             return ()
         spans.append((begin, end))
     return tuple(spans)
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _whole(value: object) -> int | None:
-    number = _number(value)
-    return None if number is None else int(number)
-
-
-def _clean(text: str) -> str:
-    """Replace unpaired surrogates, which JSON can carry but UTF-8 cannot."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text
 
 
 def stats_to_json(stats: AnswerStats) -> str:

@@ -54,7 +54,7 @@ class OwnFront:
         return FrontRecord(self._worker.pid, reply.address, reply.key, reply.certificate)
 
     async def stop(self) -> None:
-        """End it; kill it if it does not leave within STOP_S."""
+        """End it; kill it if it does not leave within STOP_S, or longer while it saves conversations."""
         worker, self._worker = self._worker, None
         if worker is not None:
             await worker.aclose()

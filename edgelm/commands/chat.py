@@ -16,7 +16,7 @@ def open_chat(endpoint: str | None, model: str | None, flags: Mapping[str, objec
     # Textual draws on standard error.
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise EdgeLMError("the chat needs a terminal", "use `edgelm run MODEL` in scripts; --help shows all commands")
-    from edgelm.client.endpoint import normalize_address
+    from edgelm.client.addresses import normalize_address
     from edgelm.tui.app import ChatApp
     from edgelm.tui.link import Link
     from edgelm.tui.workspace import ChatDefaults
@@ -49,7 +49,9 @@ def open_chat(endpoint: str | None, model: str | None, flags: Mapping[str, objec
         for name, setting in SETTINGS.items()
         if setting.sampling and is_own(name) and (value := getattr(settings, name)) is not None
     }
-    app = ChatApp(places.data / "chats.db", link, ChatDefaults(model or "", options))
+    app = ChatApp(
+        places.data / "chats.db", link, ChatDefaults(model or "", options), knowledge=places.cache / "knowledge.db"
+    )
     app.run()
     if app.num_lost:
         raise EdgeLMError(f"the last {app.num_lost:,} changes of the chats were not saved", "the reason is above")

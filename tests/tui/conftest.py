@@ -31,7 +31,7 @@ class Driver:
         self.app = app
         self.pilot = pilot
         self.endpoint = endpoint
-        self.patience_s = 15.0
+        self.patience_s = 60.0
 
     @property
     def screen(self) -> ChatScreen:

@@ -59,6 +59,11 @@ class FakeEndpoint:
     refuse_key: bool = False
     refuse_usage: bool = False
     refuse_reasoning: bool = False  # in a message, as edgelm 0.3.1 does
+    refuse_late_system: int = 0  # the status that a system message behind the first message gets; 0: it is taken
+    max_chars: int | None = None  # of all messages; more are refused as too long for the context
+    embedding: dict[str, bool] = field(default_factory=dict)  # embedding models, and whether they are loaded
+    refuse_embeddings: bool = False
+    embedded: list[list[str]] = field(default_factory=list)  # the inputs of each request for vectors
     finish_reason: str = "stop"  # as edgelm says it
     drafted: str = ""  # tokens that hold one of these characters were drafted
     reasoning: str = ""
@@ -107,7 +112,10 @@ class FakeEndpoint:
         if (method, path) == ("POST", "/v1/chat/completions"):
             self.headers.append(headers)
             return await self._chat(json.loads(body), reader, writer)
-        status, document = self._page(path)
+        if (method, path) == ("POST", "/v1/embeddings"):
+            status, document = self._embed(json.loads(body)["input"])
+        else:
+            status, document = self._page(path)
         await _send(writer, status, document)
         return True
 
@@ -118,6 +126,8 @@ class FakeEndpoint:
             own = {"edgelm": {"bytes": 3_900_000, "context": self.context, "architecture": "llama",
                               "quantization": "Q8_0", "loaded": True}} if self.is_edgelm else {}  # fmt: skip
             data = [{"id": name, "object": "model", "created": 1, "owned_by": "test", **own} for name in self.models]
+            data += [{"id": name, "edgelm": {"kind": "embedding", "loaded": loaded}}
+                     for name, loaded in self.embedding.items()]  # fmt: skip
             for model in data:
                 if model["id"] in self.paths:
                     model["edgelm"] = {"path": self.paths[model["id"]]}
@@ -127,6 +137,14 @@ class FakeEndpoint:
             return 200, {"pid": 1, "models": [{"model": name, "error": None, "progress": None, **state}
                                               for name in self.models]}  # fmt: skip
         return 404, {"error": {"message": f"there is nothing at {path}", "code": "not_found"}}
+
+    def _embed(self, texts: list[str]) -> tuple[int, dict[str, Any]]:
+        """Return vectors of two numbers: whether a text is about cats, and whether it is not."""
+        self.embedded.append(texts)
+        if self.refuse_embeddings:
+            return 500, {"error": {"message": "the engine was ended by signal 9"}}
+        cats = [float("feline" in text.lower() or "cat" in text.lower()) for text in texts]
+        return 200, {"data": [{"embedding": [cat, 1 - cat], "index": i} for i, cat in enumerate(cats)]}
 
     async def _chat(self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         self.requests.append(request)
@@ -140,6 +158,13 @@ class FakeEndpoint:
             return True
         if self.refuse_reasoning and any("reasoning_content" in message for message in request["messages"]):
             await _send(writer, 400, {"error": {"message": "there is no field messages.1.reasoning_content"}})
+            return True
+        if self.refuse_late_system and any(message["role"] == "system" for message in request["messages"][1:]):
+            await _send(writer, self.refuse_late_system, {"error": {"message": "System message must be first."}})
+            return True
+        if self.max_chars is not None and sum(len(item["content"]) for item in request["messages"]) > self.max_chars:
+            error = {"code": "context_length_exceeded", "message": "the prompt is too long"}
+            await _send(writer, 400, {"error": error})
             return True
         if self.refuse is not None:
             await _send(writer, *self.refuse)

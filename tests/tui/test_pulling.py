@@ -186,7 +186,7 @@ async def test_the_process_ends_with_the_chat(open_chat: Open, pulling: list[str
         await chat.ready()
         await chat.ask("/pull qwen3:0.6b")
         await chat.sees("90 %")
-    for _ in range(500):
+    for _ in range(2000):
         if not await processes(folder):
             return
         await asyncio.sleep(0.02)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +15,20 @@ from typing import Any
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import Label
+from textual.widgets import Input, Label, TextArea
 
 from edgelm.chats.history import Chat, Message
+from edgelm.chats.reading import Reading
 from edgelm.chats.store import Store
 from edgelm.client.endpoint import AnswerStats, stats_to_json
+from edgelm.knowledge.files import LeftOut
+from edgelm.knowledge.index import GUIDE, Refreshed
+from edgelm.knowledge.passages import Passage
 from edgelm.library.catalog import entries
 from edgelm.tui.app import ChatApp
+from edgelm.tui.knowledge import Entry, KnowledgeScreen, SendScreen
 from edgelm.tui.link import Link
+from edgelm.tui.reader import SendQuestion
 from edgelm.tui.screen import ChatScreen
 from edgelm.tui.status import StatusLine
 from edgelm.tui.workspace import ChatDefaults
@@ -101,8 +108,22 @@ def keys(*groups: str, theme: str = "textual-dark") -> Any:
             while len(pilot.app.screen_stack) == 1 and screen.workers:
                 await pilot.pause(0.02)
             await pilot.pause(0.2)
+            await settle(pilot)
 
     return run
+
+
+async def settle(pilot: Pilot[None]) -> None:
+    """Wait until the picture is the same for a while: on a busy machine, work that was asked for may begin late."""
+    for field in pilot.app.screen.query("Input, TextArea"):
+        assert isinstance(field, Input | TextArea)
+        field.cursor_blink = False
+    last, since = None, time.monotonic()
+    while last is None or time.monotonic() - since < 0.1:
+        picture = [strip.text for strip in pilot.app.screen._compositor.render_strips()]
+        if picture != last:
+            last, since = picture, time.monotonic()
+        await pilot.pause(0.02)
 
 
 OPEN_QUICKSORT = "ctrl+f down enter"
@@ -158,6 +179,69 @@ def fill_thoughts(path: Path) -> None:
 def test_thoughts(app: ChatApp, front: Path, pressed: tuple[str, ...], snap_compare: Any) -> None:
     fill_thoughts(front / "chats.db")
     assert snap_compare(app, terminal_size=(80, 24), run_before=keys(OPEN_QUICKSORT, *pressed))
+
+
+def fill_readings(path: Path) -> None:
+    """Write a chat with what was read for its questions; nothing was read for the last one."""
+    store = Store(path)
+    chat = Chat(title="The GPU", created=MARCH_2025, changed=MARCH_2025, knowledge=("/srv/notes",))
+    store.put_chat(chat)
+    parent = None
+    passages = (
+        Passage("README.md", "Install", "## Install\n\nRun `make all`, then `make check`."),
+        Passage("docs/gpu.md", "Memory › What a model takes", "A model of 8 B takes **5 GB**.\n\n- KV: 1 GB"),
+    )
+    for question, text, reading in (
+        ("How much memory does it need?", "About **6 GB** [2].", Reading(chat.knowledge, passages)),
+        ("Who was Ada Lovelace?", "A mathematician.", Reading(chat.knowledge, note="no passage fits the question")),
+    ):
+        user = Message(chat=chat.id, parent=parent, role="user", text=question, reading=reading)
+        answer_message = Message(chat=chat.id, parent=user.id, role="assistant", text=text, model="starter")
+        store.put_message(user)
+        store.put_message(answer_message)
+        parent = answer_message.id
+    chat.leaf = parent
+    store.put_chat(chat)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("pressed", "theme"),
+    [((), "textual-dark"), (("ctrl+t",), "textual-dark"), (("ctrl+t",), "textual-light")],
+    ids=["folded", "unfolded", "light"],
+)
+def test_what_was_read(app: ChatApp, front: Path, pressed: tuple[str, ...], theme: str, snap_compare: Any) -> None:
+    fill_readings(front / "chats.db")
+    assert snap_compare(app, terminal_size=(80, 26), run_before=keys(OPEN_QUICKSORT, *pressed, theme=theme))
+
+
+@pytest.mark.parametrize("theme", ["textual-dark", "textual-light"])
+def test_asking_before_passages_are_sent(app: ChatApp, theme: str, snap_compare: Any) -> None:
+    passages = (Passage("README.md", "Install", "Run `make all`."), Passage("docs/gpu.md", "", "x" * 900))
+
+    async def run(pilot: Pilot[None]) -> None:
+        await keys(theme=theme)(pilot)
+        pilot.app.push_screen(SendScreen(SendQuestion("gpu.example:11500", ("/srv/notes", "/srv/plan.md"), passages)))
+        await pilot.pause(0.2)
+
+    assert snap_compare(app, terminal_size=(80, 24), run_before=run)
+
+
+@pytest.mark.parametrize("theme", ["textual-dark", "textual-light"])
+def test_the_knowledge_of_a_chat(app: ChatApp, theme: str, snap_compare: Any) -> None:
+    left_out = (LeftOut("link.md", "a symbolic link"), LeftOut("model.gguf", "it is not text"))
+    listed = (
+        Entry("/srv/notes", Refreshed(12, 140, 0, left_out)),
+        Entry(GUIDE, Refreshed(20, 154, 0, ())),
+        Entry("/srv/gone", error="/srv/gone does not exist; name a folder or a file that is there"),
+    )
+
+    async def run(pilot: Pilot[None]) -> None:
+        await keys(theme=theme)(pilot)
+        pilot.app.push_screen(KnowledgeScreen(listed))
+        await pilot.pause(0.2)
+
+    assert snap_compare(app, terminal_size=(80, 24), run_before=run)
 
 
 def test_search(app: ChatApp, front: Path, snap_compare: Any) -> None:

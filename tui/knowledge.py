@@ -1,0 +1,242 @@
+"""The commands about knowledge, and their dialogs: what a chat reads for its questions, and what may leave the machine.
+
+Owns what is asked and reported. How passages are found for a question is in reader.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from rich.text import Text
+from textual import on
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Label, OptionList, Static
+from textual.widgets.option_list import Option
+
+from edgelm.errors import EdgeLMError, RequestError
+from edgelm.knowledge.index import GUIDE, Refreshed
+from edgelm.tui.commands import HelpScreen
+from edgelm.tui.dialogs import DIALOG_CSS
+from edgelm.tui.lines import clean
+from edgelm.tui.passages import one_line
+from edgelm.tui.paths import absolute_path
+from edgelm.tui.reader import Reader, SendQuestion, names_of
+from edgelm.tui.workspace import Workspace
+
+MAX_LISTED = 200  # files that are left out
+
+
+class KnowledgeView(Protocol):
+    """The part of the chat screen that these commands use."""
+
+    def send(self, text: str, roots: tuple[str, ...] = ()) -> None: ...
+    def show_reading(self, activity: str) -> None: ...
+
+
+class KnowledgeActions:
+    """Runs the commands `know` and `help`. Each may raise EdgeLMError."""
+
+    def __init__(self, app: App[Any], workspace: Workspace, reader: Reader, view: KnowledgeView) -> None:
+        self._app = app
+        self._workspace = workspace
+        self._reader = reader
+        self._view = view
+        self.by_name: dict[str, Callable[[str], Awaitable[None]]] = {"know": self._know, "help": self._help}
+
+    async def _help(self, argument: str) -> None:
+        """Ask about edgelm, with the guide as the knowledge of this question; without one, show keys and commands."""
+        if argument:
+            self._view.send(argument, (GUIDE,))
+        else:
+            self._app.push_screen(HelpScreen())
+
+    async def _know(self, argument: str) -> None:
+        verb, _, path = argument.partition(" ")
+        if not argument:
+            await self._list()
+        elif verb == "off":
+            await self._remove(path.strip())
+        else:
+            await self._add(argument)
+
+    async def _add(self, argument: str) -> None:
+        """Index a file or folder, and read it for the questions of this chat from now on."""
+        session = self._workspace.session
+        root = argument if argument == GUIDE else await asyncio.to_thread(absolute_path, argument)
+        refreshed = await self._refresh((root,))
+        left_out = f"; {len(refreshed.left_out):,} left out: /know shows why" if refreshed.left_out else ""
+        if not refreshed.num_passages:
+            reason = refreshed.left_out[0].reason if refreshed.left_out else "it is empty"
+            raise RequestError(f"there is nothing to read in {root}: {reason}", "give text, Markdown or code")
+        session.set_knowledge([*(known for known in session.chat.knowledge if known != root), root])
+        self._notify(f"{names_of((root,))}: {size_words(refreshed)}{left_out}")
+
+    async def _remove(self, path: str) -> None:
+        session = self._workspace.session
+        known = session.chat.knowledge
+        if not known:
+            raise RequestError("this chat has no knowledge", "/know PATH adds a file or folder")
+        root = path if path in known else await asyncio.to_thread(absolute_path, path) if path else ""
+        if root and root not in known:
+            raise RequestError(f"{root} is no knowledge of this chat", "/know shows what is")
+        kept = [other for other in known if root and other != root]
+        session.set_knowledge(kept)
+        removed = names_of([other for other in known if other not in kept])
+        self._notify(f"{removed} will not be read any more")
+
+    async def _list(self) -> None:
+        session = self._workspace.session
+        entries = [await self._look(root) for root in session.chat.knowledge]
+        if not entries:
+            raise RequestError("this chat has no knowledge", "/know PATH adds a file or folder")
+        removed = await self._app.push_screen_wait(KnowledgeScreen(entries))
+        if removed is not None:
+            await self._remove(removed)
+
+    async def _look(self, root: str) -> Entry:
+        try:
+            return Entry(root, await self._refresh((root,)))
+        except EdgeLMError as error:
+            return Entry(root, error=str(error))
+
+    async def _refresh(self, roots: tuple[str, ...]) -> Refreshed:
+        """Index what is new and changed in roots, with a line of progress."""
+        try:
+            activity = f"reading {one_line(names_of(roots))}"
+            return await self._reader.thread.run(
+                lambda knowledge: knowledge.refresh(roots), self._view.show_reading, activity
+            )
+        finally:
+            self._view.show_reading("")
+
+    def _notify(self, text: str) -> None:
+        self._app.notify(clean(text), markup=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A root of a chat, and what is read there or why nothing is."""
+
+    root: str
+    refreshed: Refreshed | None = None
+    error: str = ""
+
+
+def size_words(refreshed: Refreshed) -> str:
+    """Return the number of files and passages."""
+    files = "1 file" if refreshed.num_files == 1 else f"{refreshed.num_files:,} files"
+    passages = "1 passage" if refreshed.num_passages == 1 else f"{refreshed.num_passages:,} passages"
+    return f"{files}, {passages}"
+
+
+class KnowledgeScreen(ModalScreen[str | None]):
+    """What a chat reads, and what is left out there. Returns the root to remove."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss(None)", "Close", show=False),
+        Binding("delete", "remove", "Remove", show=False),
+    ]
+    DEFAULT_CSS = (
+        DIALOG_CSS.format(name="KnowledgeScreen")
+        + """
+        KnowledgeScreen OptionList { margin: 1 0 0 0; max-height: 8; }
+        KnowledgeScreen VerticalScroll { height: auto; max-height: 12; margin: 1 0; scrollbar-size-vertical: 1; }
+        KnowledgeScreen #left-out { height: auto; color: $text-muted; }
+        """
+    )
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        super().__init__()
+        self._entries = entries
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = "Knowledge of this chat"
+            box.border_subtitle = "↑↓ choose, Del removes, Esc closes"
+            yield Label("The best passages for each question are read from these; files that change are read again.")
+            yield OptionList(*(Option(_outline(entry)) for entry in self._entries), compact=True)
+            with VerticalScroll():
+                yield Static(id="left-out", markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(OptionList).highlighted = 0
+
+    @on(OptionList.OptionHighlighted)
+    def _highlighted(self, event: OptionList.OptionHighlighted) -> None:
+        self.query_one("#left-out", Static).update(_left_out(self._entries[event.option_index]))
+
+    def action_remove(self) -> None:
+        if (index := self.query_one(OptionList).highlighted) is not None:
+            self.dismiss(self._entries[index].root)
+
+
+def _outline(entry: Entry) -> Text:
+    words = entry.error if entry.refreshed is None else size_words(entry.refreshed)
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(one_line(names_of((entry.root,))), "bold")
+    text.append(f"  {one_line(words)}", "" if entry.refreshed else "bold red")
+    if entry.root != GUIDE:
+        text.append(f"  {one_line(shortened(entry.root))}", "dim")
+    return text
+
+
+def _left_out(entry: Entry) -> Text:
+    if entry.refreshed is None:
+        return Text(one_line(entry.error))
+    left_out = entry.refreshed.left_out
+    lines = [f"{one_line(item.path)}: {one_line(item.reason)}" for item in left_out[:MAX_LISTED]]
+    if len(left_out) > MAX_LISTED:
+        lines.append(f"and {len(left_out) - MAX_LISTED:,} more")
+    return Text("\n".join(["Left out:", *lines]) if lines else "Nothing is left out.")
+
+
+def shortened(path: str) -> str:
+    """Return a path with ~ for the user's home."""
+    home = str(Path.home())
+    return "~" + path[len(home) :] if path == home or path.startswith(home + os.sep) else path
+
+
+class SendScreen(ModalScreen[bool]):
+    """Ask before passages of the user's files go to another machine or program. Returns whether they may."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,n", "dismiss(False)", "No", show=False),
+        Binding("y", "dismiss(True)", "Yes", show=False),
+    ]
+    DEFAULT_CSS = DIALOG_CSS.format(name="SendScreen") + "SendScreen Label { margin: 0 0 1 0; }"
+
+    def __init__(self, question: SendQuestion) -> None:
+        super().__init__()
+        self._question = question
+
+    def compose(self) -> ComposeResult:
+        question = self._question
+        with Vertical() as box:
+            box.border_title = "Send passages of your files?"
+            box.border_subtitle = "y or n"
+            roots = "\n".join(f"  {one_line(shortened(root))}" for root in question.roots)
+            names = "\n".join(f"  {n} {one_line(passage.name)}" for n, passage in enumerate(question.passages, 1))
+            num_chars = sum(len(passage.text) for passage in question.passages)
+            host = clean(question.host)
+            yield Label(f"This chat is answered by {host}. It reads these for each question:\n{roots}", markup=False)
+            yield Label(f"For this question it would send {num_chars:,} characters of them:\n{names}", markup=False)
+            yield OptionList(
+                Option("No: ask without them in this chat", id="no"),
+                Option(Text(f"Yes: send passages to {host} in this chat"), id="yes"),
+                compact=True,
+            )
+
+    def on_mount(self) -> None:
+        self.query_one(OptionList).focus()
+
+    @on(OptionList.OptionSelected)
+    def _selected(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(event.option_id == "yes")
