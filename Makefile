@@ -9,8 +9,9 @@ INPUTS := pyproject.toml edgelm/__init__.py packaging/llama/pyproject.toml packa
 READY := .venv/ready-$(shell cat $(INPUTS) | cksum | tr ' ' '-')
 # Threads of OpenMP that wait do not spin: tests run beside each other, and beside other work.
 export OMP_WAIT_POLICY ?= passive
-# Tests that only compute run on all cores, a file on each. Tests with time limits (signals, sockets, screens) run alone,
-# and first: the lines that libraries print at exit would follow the summary.
+# Tests run on all cores, a file on each. Those that start processes or wait for sockets and screens run beside each other:
+# they wait more than they compute. Beside tests that only compute they would be late. They run first: the lines that
+# libraries print at exit would follow the summary.
 TIMED := tests/commands tests/server tests/tui
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ? 4 : $$1 }')
 export OMP_NUM_THREADS ?= 1
@@ -23,6 +24,7 @@ RERUNS := --reruns 1 -rR
 ARGS ?=
 MODEL ?=
 OUT ?= dist
+VULKAN ?=
 # The time of the last commit: two builds of one commit have the same bytes.
 EPOCH = $(shell git log -1 --format=%ct 2>/dev/null || echo 1767225600)
 
@@ -36,7 +38,7 @@ chat: $(READY) ## Chat with the built-in model in this terminal
 
 test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest $(RERUNS) --cov --cov-report= $(TIMED)
+	$(BIN)/python -m pytest $(RERUNS) -n $(JOBS) --dist loadfile --cov --cov-report= $(TIMED)
 	$(BIN)/python -m pytest $(RERUNS) -n $(JOBS) --dist loadfile --cov --cov-append --cov-report=term:skip-covered \
 		$(addprefix --ignore=,$(TIMED))
 else
@@ -54,7 +56,7 @@ lint: $(READY) ## Check style, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p edgelm
-	MYPYPATH=packaging/llama $(BIN)/mypy --strict packaging/llama_wheel.py packaging/llama_libraries.py packaging/dist.py packaging/smoke.py
+	MYPYPATH=packaging/llama $(BIN)/mypy --strict packaging/llama_wheel.py packaging/llama_libraries.py packaging/vulkan_library.py packaging/dist.py packaging/smoke.py
 	$(BIN)/lint-imports
 
 format: $(READY) ## Format the code
@@ -71,10 +73,10 @@ bench: $(READY) ## Measure the sampler, and with MODEL=FILE.gguf the engine agai
 wheel: $(READY) ## Build sdist and wheel into dist/
 	$(BIN)/python -m build --outdir dist
 
-dist: ## Build what is released into dist/: edgelm, and llama.cpp for this platform (20 minutes of a core, then cached)
+dist: ## Build what is released into dist/: edgelm, and llama.cpp for this platform (20 minutes of a core, then cached); VULKAN=1 for its GPU wheel, too
 	"$(PYTHON)" -m venv build/dist
 	build/dist/bin/pip install --quiet 'build>=1.3,<2'
-	SOURCE_DATE_EPOCH=$(EPOCH) build/dist/bin/python packaging/dist.py $(OUT)
+	SOURCE_DATE_EPOCH=$(EPOCH) build/dist/bin/python packaging/dist.py $(if $(VULKAN),--vulkan) $(OUT)
 
 clean: ## Remove what was built here; the wheel of llama.cpp stays in its cache
 	rm -rf .venv build dist *.egg-info .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -15,7 +15,7 @@ from typer import exceptions as usage
 
 from edgelm import __version__
 from edgelm.commands.flags import Json, Model, Verbose, Yes, with_settings
-from edgelm.errors import EdgeLMError, UsageError
+from edgelm.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError
 from edgelm.jobs.embed_request import Format
 from edgelm.workers.messages import Thinking
 
@@ -39,7 +39,7 @@ def run_cli() -> int:
         return error.exit_code
     except EdgeLMError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        return USAGE_EXIT_CODE if isinstance(error, UsageError) else 1
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EIO):
             raise
@@ -103,6 +103,10 @@ def run(
     think: Annotated[
         Thinking, typer.Option(help="How long to reason before the answer, where the model can.", show_default=False)
     ] = "auto",
+    know: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="Answer from this file or folder. May be repeated.", show_default=False),
+    ] = None,
     as_json: Json = False,
     verbose: Verbose = False,
     *,
@@ -120,6 +124,7 @@ def run(
         grammar=chosen_grammar(schema=schema, json_object=json_object, regex=regex, choices=choice, grammar=grammar),
         grammar_file=schema or grammar or "",
         think=think,
+        know=know or [],
         raw=raw,
         as_json=as_json,
         verbose=verbose,
@@ -481,6 +486,19 @@ def clear_memory(yes: Yes = False, as_json: Json = False) -> None:
     from edgelm.commands.memory import clear_answers
 
     raise typer.Exit(clear_answers(yes=yes, as_json=as_json))
+
+
+@app.command("help")
+def help_(
+    topic: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TOPIC]", help="A topic, or words to look for; none: all topics.", show_default=False),
+    ] = None,
+) -> None:
+    """Explain how to use edgelm, by topic: start, chat, models, memory, serve, troubleshooting and others."""
+    from edgelm.commands.help import show_help
+
+    show_help(topic or [])
 
 
 @app.command()

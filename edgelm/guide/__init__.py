@@ -1,0 +1,94 @@
+"""The guide: pages of Markdown about using edgelm, and the search for a section of them.
+
+Owns the topics and their order, and how a page is cut into sections. The pages are in docs/guide, which `pages` beside
+this file links to. Knows nothing of commands and terminals.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from edgelm.errors import UsageError
+
+FOLDER = Path(__file__).parent / "pages"
+TOPICS = (
+    "start", "chat", "keys", "knowledge", "models", "memory", "speed", "run", "tools-and-json", "embeddings", "serve",
+    "service", "apis", "agents", "editors", "gpu", "settings", "commands", "measuring", "privacy", "troubleshooting",
+)  # fmt: skip
+MAX_FOUND = 3  # sections
+TITLE_WEIGHT = 3.0  # of a word in a title; in the text: 1
+LEAST_SHARE = 0.6  # of the best section's score
+_MARK = re.compile(r"<!--.*?-->\n?", re.DOTALL)  # of packaging/guide_pages.py
+_STOP_WORDS = frozenset(
+    "a an and are as at be by can do does for from get has have how i if in is it its me my of on or so that the there "
+    "these this to use want was what when where which why will with you your".split()
+)
+
+
+class Section(NamedTuple):
+    """A passage under a heading `##`."""
+
+    topic: str
+    title: str
+    text: str  # Markdown, without the heading
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Yield the topics and their pages, as Markdown."""
+    for topic in TOPICS:
+        yield topic, page(topic)
+
+
+def page(topic: str) -> str:
+    """Return the page of a topic, as Markdown. Raises UsageError."""
+    if topic not in TOPICS:
+        raise UsageError(f"the guide has no topic {topic!r}", "the topics are " + ", ".join(TOPICS))
+    text = (FOLDER / f"{topic}.md").read_text(encoding="utf-8")
+    return re.sub(r"\n{3,}", "\n\n", _MARK.sub("", text))
+
+
+def summary(topic: str) -> str:
+    """Return what a page is about, in one sentence: its first paragraph."""
+    return " ".join(page(topic).split("\n\n")[1].split())
+
+
+@cache
+def sections() -> tuple[Section, ...]:
+    """Return the sections of all pages, in order."""
+    found = []
+    for topic, text in pages():
+        for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+            title, _, body = part.partition("\n")
+            found.append(Section(topic, title.strip(), body.strip()))
+    return tuple(found)
+
+
+def find_sections(words: str) -> list[Section]:
+    """Return the sections that fit a few words best; none if no section has any of them."""
+    titles = [_terms(section.title) for section in sections()]
+    texts = [_terms(section.text) for section in sections()]
+    counts = {
+        term: sum(term in title or term in text for title, text in zip(titles, texts, strict=True))
+        for term in _terms(words)
+    }
+    scores = [
+        sum(
+            math.log(1 + len(texts) / count) * (TITLE_WEIGHT * (term in title) + (term in text))
+            for term, count in counts.items()
+            if count
+        )
+        for title, text in zip(titles, texts, strict=True)
+    ]
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[:MAX_FOUND]
+    return [sections()[index] for index in best if scores[index] > LEAST_SHARE * scores[best[0]]]
+
+
+def _terms(text: str) -> set[str]:
+    """Return the words that a search compares: lower case, no endings of plurals, no words that every text has."""
+    words = set(re.findall(r"[a-z0-9][a-z0-9.]*[a-z0-9]|[a-z0-9]", text.lower())) - _STOP_WORDS
+    return {word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word for word in words}
