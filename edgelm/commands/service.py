@@ -32,7 +32,8 @@ def install_service(flags: Mapping[str, object], *, linger: bool, show: bool) ->
     for line in manager.install(definition, linger=linger):
         print(line)
     host = f"[{definition.address}]" if ":" in definition.address else definition.address
-    scheme = "https" if config.settings.tls_cert else "http"
+    has_certificate = config.settings.tls_cert and not config.sources["tls_cert"].startswith(UNSEEN)
+    scheme = "https" if has_certificate else "http"
     print(f"edgelm listens at {scheme}://{host}:{definition.port}/v1, also after the next log-in")
     if lost := variables_of_a_shell(config.places.environment):
         print(f"note: the service does not see {', '.join(lost)}: `edgelm config` shows the file for settings")

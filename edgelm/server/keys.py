@@ -79,6 +79,8 @@ def read_key_file(path: Path) -> list[Key]:
         if not words or words[0].startswith("#"):
             continue
         name, secret, *rest = words if len(words) > 1 else (f"key {number}", words[0])
+        if secret == ADMIN:
+            raise EdgeLMError(f"line {number} of {path} marks a key as `{ADMIN}` without a name for it", _HINT)
         if rest not in ([], [ADMIN]):
             raise EdgeLMError(f"line {number} of {path} has more than a name, a key and `{ADMIN}`", _HINT)
         check_secret(secret, f"the key in line {number} of {path}")

@@ -108,6 +108,8 @@ class Room:
         try:
             async with asyncio.timeout(ROOM_LIMIT_S):
                 while self._is_twin_alive(slot):  # outside of the queue, since it may answer for minutes
+                    if slot.is_leaving:  # it crashed: the other process is the later one
+                        raise StillLoadingError(f"{slot.model.name} has ended to make room", "try again")
                     slot.wait_for("its last process is ending")
                     await _change(self._news)
                 self._queue.append(slot)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgelm.errors import EdgeLMError
-from edgelm.service.system import OURS, Definition, Outcome, Run, remove_files, run_command, write_files
+from edgelm.service.system import OURS, Definition, Outcome, Run, our_files, remove_files, run_command, write_files
 
 LABEL = "edgelm.serve"
 
@@ -59,7 +59,7 @@ class Launchd:
 
     def remove(self) -> list[str]:
         """Unload and remove the agent."""
-        if not self._file.exists():
+        if not our_files([self._file]):
             return []
         self._launchctl("bootout", f"{self._domain}/{LABEL}")
         return [f"{path} is removed" for path in remove_files([self._file])]

@@ -83,9 +83,14 @@ def write_files(files: dict[Path, str]) -> None:
             raise EdgeLMError(f"{path} cannot be written: {error.strerror}") from None
 
 
+def our_files(paths: Sequence[Path]) -> list[Path]:
+    """Return those files that are there and ours."""
+    return [path for path in paths if path.exists() and _is_ours(path)]
+
+
 def remove_files(paths: Sequence[Path]) -> list[Path]:
     """Remove those files that are ours; return them. Raises EdgeLMError."""
-    ours = [path for path in paths if path.exists() and _is_ours(path)]
+    ours = our_files(paths)
     for path in ours:
         try:
             path.unlink()

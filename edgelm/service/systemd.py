@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgelm.errors import USAGE_EXIT_CODE, EdgeLMError
-from edgelm.service.system import OURS, Definition, Outcome, Run, remove_files, run_command, write_files
+from edgelm.service.system import OURS, Definition, Outcome, Run, our_files, remove_files, run_command, write_files
 
 SOCKET, SERVICE = "edgelm.socket", "edgelm.service"
 
@@ -103,11 +103,12 @@ class Systemd:
 
     def remove(self) -> list[str]:
         """Stop and remove the units."""
-        if not self._installed:
+        units = our_files([self.folder / SOCKET, self.folder / SERVICE])
+        if not units:
             return []
         self._checked("show-environment")
-        self._systemctl("disable", "--now", SOCKET, SERVICE)
-        lines = [f"{path} is removed" for path in remove_files([self.folder / SOCKET, self.folder / SERVICE])]
+        self._systemctl("disable", "--now", *(path.name for path in units))
+        lines = [f"{path} is removed" for path in remove_files(units)]
         self._checked("daemon-reload")
         return lines
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -32,7 +33,7 @@ class Child:
     def __init__(self, requests: tuple[type, ...]) -> None:
         self._kinds = requests
         self._at_end: list[Callable[[], None]] = []
-        self._exit_at = self._last_exit_at = 0.0  # once standard input is closed, by the monotonic clock
+        self._exit_at = self._last_exit_at = math.inf  # known once standard input is closed, by the monotonic clock
         self._requests: SimpleQueue[Any] = SimpleQueue()
         # Replies keep the real standard output; other output of this process goes to standard error.
         self._replies = os.fdopen(os.dup(1), "wb")

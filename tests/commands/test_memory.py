@@ -103,5 +103,5 @@ def test_the_setting_is_a_switch(
         assert call(monkeypatch, "show", "--json") == 0
         assert json.loads(capsys.readouterr().out)["on"] is shown
     monkeypatch.setenv("EDGELM_MEMORY", "maybe")
-    assert call(monkeypatch, "show") == 1
+    assert call(monkeypatch, "show") == 2
     assert "EDGELM_MEMORY: memory is 'maybe'" in capsys.readouterr().err

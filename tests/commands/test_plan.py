@@ -164,4 +164,4 @@ def test_a_draft_model_that_does_not_fit_is_an_error(
 def test_a_draft_model_that_is_not_here_is_one_line(edgelm: Edgelm, model: Path, tmp_path: Path) -> None:
     code, out, errors = edgelm("plan", model, "--draft", tmp_path / "none.gguf")
     assert (code, out, errors.count("\n")) == (1, "", 1)
-    assert "none.gguf does not exist" in errors
+    assert "does not exist; give the path" in errors

@@ -71,6 +71,26 @@ def test_a_file_of_keys_that_a_variable_names_is_in_the_unit(
     assert str(keys) in done.stderr
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="systemd's units")
+def test_a_certificate_of_a_variable_is_not_that_of_the_service(
+    server_environment: dict[str, str], tmp_path: Path
+) -> None:
+    systemctl = tmp_path / "bin" / "systemctl"
+    systemctl.parent.mkdir()
+    systemctl.write_text("#!/bin/sh\n")
+    systemctl.chmod(0o755)
+    environment = server_environment | {
+        "PATH": f"{systemctl.parent}:{os.environ['PATH']}",
+        "XDG_CONFIG_HOME": str(tmp_path / "xdg"),
+        "EDGELM_TLS_CERT": str(tmp_path / "cert.pem"),
+    }
+    done = service(environment, "install")
+    assert done.returncode == 0, done.stderr
+    assert "edgelm listens at http://127.0.0.1" in done.stdout
+    note = next(line for line in done.stdout.splitlines() if line.startswith("note: the service does not see"))
+    assert "EDGELM_TLS_CERT" in note
+
+
 def test_without_one_the_status_says_so(server_environment: dict[str, str], tmp_path: Path) -> None:
     environment = server_environment | {"XDG_CONFIG_HOME": str(tmp_path / "xdg"), "HOME": str(tmp_path)}
     done = service(environment, "status")

@@ -30,4 +30,4 @@ def test_a_draft_model_that_is_missing_is_told_to_the_client(own: dict[str, str]
     with serving(environment, models / "tiny.gguf", log=tmp_path / "log") as front:
         reply = front.chat()
         assert reply.status_code == 503
-        assert "none.gguf does not exist" in reply.json()["error"]["message"]
+        assert "does not exist; give the path" in reply.json()["error"]["message"]

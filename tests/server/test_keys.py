@@ -34,6 +34,7 @@ def test_a_key_file_has_names_and_rights(tmp_path: Path) -> None:
         ("# nothing\n", "has no key"),
         ("a short\n", "shorter than 8"),
         ("a sk-äöüäöüäö\n", "not printable ASCII"),
+        ("sk-aaaaaaaa admin\n", "line 1 of .* without a name for it; write a line"),
         ("a sk-aaaaaaaa root\n", "line 1 of .* has more than a name, a key and `admin`"),
         ("a sk-aaaaaaaa\na sk-bbbbbbbb\n", "line 2 of"),
         ("a sk-aaaaaaaa\nb sk-aaaaaaaa\n", "repeats"),

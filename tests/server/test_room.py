@@ -503,6 +503,29 @@ def test_a_model_that_can_never_fit_is_refused_while_another_one_waits() -> None
     run(test())
 
 
+def test_an_engine_that_crashes_as_it_ends_leaves_its_place_to_the_next_one_at_once() -> None:
+    """Requests that it had not taken yet are told to try again: they would wait until the next one has ended."""
+
+    async def test() -> None:
+        async with served(10, {"a": 6, "b": 6}) as (table, engines):
+            async with table.lease(A) as slot:
+                await slot.ready(600)
+                asked = [asyncio.create_task(ask(table, B, 30))]
+                await asyncio.sleep(DRAIN_S + 3)
+                assert slot.is_leaving
+                asked.append(asyncio.create_task(ask(table, A, 500)))
+                await asyncio.sleep(2)
+                engines.living["a"].die()
+                began = slot.now()
+                with pytest.raises(StillLoadingError, match="a has ended to make room; try again"):
+                    await slot.ready(600)
+                assert slot.now() - began < 10
+            await asyncio.gather(*asked)
+            assert engines.models == ["a", "b", "a"]
+
+    run(test())
+
+
 class Table(RuleBasedStateMachine):
     """Requests for models of different sizes, engines that crash, and time that passes.
 

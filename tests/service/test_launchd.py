@@ -49,3 +49,11 @@ def test_its_state_and_its_removal(tmp_path: Path) -> None:
     assert shown.state() == {LABEL: "running"}
     assert len(service.remove()) == 1
     assert service.state() == {}
+
+
+def test_an_agent_of_others_is_not_unloaded(tmp_path: Path) -> None:
+    run = Commands()
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents" / f"{LABEL}.plist").write_text("<plist/>")
+    assert agent(tmp_path, run).remove() == []
+    assert not run.ran

@@ -110,6 +110,16 @@ def test_files_of_others_are_neither_replaced_nor_removed(tmp_path: Path) -> Non
     assert own.read_text().endswith("/bin/true\n")
 
 
+def test_units_of_others_are_not_stopped(tmp_path: Path) -> None:
+    run = Commands()
+    (tmp_path / SERVICE).write_text("[Service]\nExecStart=/my/own\n")
+    assert Systemd(tmp_path, run).remove() == []
+    assert not run.ran
+    (tmp_path / SOCKET).write_text(Systemd(tmp_path, run).files(definition())[tmp_path / SOCKET])
+    assert len(Systemd(tmp_path, run).remove()) == 1
+    assert "systemctl --user disable --now edgelm.socket" in run.ran
+
+
 def test_removal_stops_first_and_leaves_nothing(tmp_path: Path) -> None:
     run = Commands()
     service = Systemd(tmp_path, run)
