@@ -144,10 +144,10 @@ class Root:
             finally:
                 os.close(descriptor)
             if _identity(before) == _identity(after) and len(data) == after.st_size:
-                if holds_key(data):
-                    return Text("", _stamp(after), IS_PRIVATE)
                 text = plain_text(data)
-                return Text("", _stamp(after), NOT_TEXT) if text is None else Text(text, _stamp(after))
+                if text is None:
+                    return Text("", _stamp(after), NOT_TEXT)
+                return Text("", _stamp(after), IS_PRIVATE) if holds_key(text) else Text(text, _stamp(after))
         return Text("", "", "it changed while it was read")
 
     def _walk(self) -> Iterator[tuple[str, os.stat_result]]:
@@ -177,7 +177,7 @@ class Root:
             descriptor = self._open(folder.split("/")[:-1], os.O_DIRECTORY)
         except OSError as error:
             if error.errno != errno.ENOENT:
-                self.leave_out(folder, error.strerror or str(error))
+                self.leave_out(folder or self._named, error.strerror or str(error))
             return []
         try:
             with os.scandir(descriptor) as found:
@@ -187,8 +187,13 @@ class Root:
                     if not entry.name.isprintable():  # control characters, and bytes that are no UTF-8
                         self.leave_out(f"{folder}{entry.name!a}", "its name has characters that cannot be shown")
                         continue
-                    with suppress(OSError):  # it is gone
-                        entries.append((f"{folder}{entry.name}", entry.stat(follow_symlinks=False)))
+                    name = f"{folder}{entry.name}"
+                    try:
+                        entries.append((name, entry.stat(follow_symlinks=False)))
+                    except FileNotFoundError:
+                        continue
+                    except OSError as error:  # such as in a folder whose names may be read, and no more
+                        self.leave_out(name, error.strerror or str(error))
                     if len(entries) > MAX_ENTRIES:
                         break
         except OSError as error:

@@ -27,7 +27,10 @@ _BOMS = {
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
-_UNSHOWN = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufeff\ud800-\udfff]")
+# Escape sequences, control characters, and the tags of Unicode: hidden letters, in which orders to a model can stand.
+_UNSHOWN = re.compile(
+    r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
+)
 MAX_CONTROL_SHARE = 0.01
 MAX_BROKEN_SHARE = 0.1  # of the characters outside of ASCII, in a text that is UTF-8
 

@@ -13,6 +13,7 @@ MAX_QUESTION = 2_000  # characters that are read
 MAX_TERMS = 48
 LEAST_PREFIX = 4  # letters of a word that stands for longer ones, too
 LEAST_CORRECTED = 4  # letters of a word that may have a typing error
+MOST_CORRECTED = 30  # ... and more is no word: it has thousands of neighbours of its own length
 LEAST_REPLACED = 6  # letters of a word in which one may be wrong: short words have too many neighbours
 
 _WORD = re.compile(r"[^\W_]+")
@@ -73,7 +74,7 @@ def _names(question: str) -> set[str]:
 
 def _corrections(word: str, words: Words) -> Iterator[str]:
     """Yield the words of the index that a word with one typing error may stand for, if the index does not have it."""
-    if len(word) < LEAST_CORRECTED or not (word.isascii() and word.isalpha()) or words.has(word):
+    if not LEAST_CORRECTED <= len(word) <= MOST_CORRECTED or not (word.isascii() and word.isalpha()) or words.has(word):
         return
     found = words.which(stem for edit in _edits(word) for stem in _stems(edit))
     yield from sorted(stem for stem in found if len(stem) >= LEAST_CORRECTED - 1 and stem not in _STOP_WORDS)[:4]

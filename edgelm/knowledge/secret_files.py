@@ -31,14 +31,13 @@ _NAME, _NAME_PART = (re.compile("|".join(map(translate, names))) for names in (_
 _FOLDERS = frozenset(".ssh .gnupg .aws .azure .kube .docker .password-store .pki .electrum .bitcoin".split())
 
 _HEADER = re.compile(
-    rb"\s*(?:-----BEGIN [A-Z0-9 ]*PRIVATE KEY|---- BEGIN SSH2 ENCRYPTED PRIVATE KEY|PuTTY-User-Key-File-\d|"
-    rb"AGE-SECRET-KEY-1|-----BEGIN PGP (?:PRIVATE KEY BLOCK|MESSAGE)|-----BEGIN AGE ENCRYPTED FILE|\$ANSIBLE_VAULT;)"
+    r"\s*(?:-----BEGIN [A-Z0-9 ]*PRIVATE KEY|---- BEGIN SSH2 ENCRYPTED PRIVATE KEY|PuTTY-User-Key-File-\d|"
+    r"AGE-SECRET-KEY-1|-----BEGIN PGP (?:PRIVATE KEY BLOCK|MESSAGE)|-----BEGIN AGE ENCRYPTED FILE|\$ANSIBLE_VAULT;)"
 )
 _KEY_INSIDE = re.compile(
-    rb"^[^\S\n]*-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----[^\S\n]*\n"
-    rb"(?:[\w-]+: [^\n]*\n|\r?\n)*"  # headers
-    rb"[^\S\n]*[A-Za-z0-9+/=]{40}",
-    re.MULTILINE,
+    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----[^\S\n]*(?:\\r)?(?:\n|\\n)"  # \n: in a string of JSON or code
+    r"(?:[\w-]+: [^\n]*\n|\n)*"  # headers
+    r"[^\S\n]*[A-Za-z0-9+/=]{40}"
 )
 
 
@@ -53,6 +52,6 @@ def is_secret_folder(name: str) -> bool:
     return name.lower() in _FOLDERS
 
 
-def holds_key(data: bytes) -> bool:
-    """Tell whether a file begins as one with a private key or what is encrypted, or holds a whole private key."""
-    return bool(_HEADER.match(data) or _KEY_INSIDE.search(data))
+def holds_key(text: str) -> bool:
+    """Tell whether a text begins as one with a private key or what is encrypted, or holds a whole private key."""
+    return bool(_HEADER.match(text) or _KEY_INSIDE.search(text))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import socket
 import threading
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
@@ -153,9 +158,15 @@ def test_a_page_or_code_about_secrets_is_none(name: str) -> None:
         "$ANSIBLE_VAULT;1.1;AES256\n",
         "Notes\n\n" + KEY,
         "Notes\r\n  -----BEGIN RSA PRIVATE KEY-----\r\nDEK-Info: AES\r\n\r\n" + "A" * 64,
+        ("\ufeff" + KEY).encode(),
+        KEY.encode("utf-16"),
+        KEY.replace("\n", "\r"),
+        json.dumps({"type": "service_account", "private_key": KEY}),
+        json.dumps([KEY.replace("\n", "\r\n")]),
+        f'KEY = """{KEY}"""',
     ],
 )
-def test_a_file_with_a_private_key_is_not_read(folder: Path, write: Write, content: str) -> None:
+def test_a_file_with_a_private_key_is_not_read(folder: Path, write: Write, content: str | bytes) -> None:
     write("notes.txt", content)
     assert read(folder) == ({}, {"notes.txt": files.IS_PRIVATE})
 
@@ -241,6 +252,33 @@ def test_an_unreadable_file_is_named(folder: Path, write: Write) -> None:
         (folder / "b").chmod(0o700)
 
 
+def test_a_folder_whose_names_alone_may_be_read_is_named(
+    folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a folder has the mode r--; the system's answers are given here, since root may read everything."""
+    write("a.md", "text")
+    write("b/c.md", "text")
+    with closing(Root(str(folder))) as opened, monkeypatch.context() as patched:
+        scan = os.scandir
+        patched.setattr(os, "scandir", lambda path: unreadable(scan(path)))
+        assert list(opened.files()) == []
+        assert opened.left_out == [("a.md", "Permission denied"), ("b", "Permission denied")]
+    with closing(Root(str(folder))) as opened, monkeypatch.context() as patched:
+        patched.setattr(opened, "_open", denied)
+        assert list(opened.files()) == []
+        assert opened.left_out == [(str(folder), "Permission denied")]
+
+
+def denied(*_: object, **__: object) -> NoReturn:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextmanager
+def unreadable(scan: AbstractContextManager[Iterator[os.DirEntry[str]]]) -> Iterator[list[SimpleNamespace]]:
+    with scan as entries:
+        yield sorted((SimpleNamespace(name=entry.name, stat=denied) for entry in entries), key=lambda e: e.name)
+
+
 # -- texts ---------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +300,7 @@ def test_binary_files_are_left_out(folder: Path, write: Write) -> None:
         ("Grüße, äöü, äöü, äöü".encode() + b"\xff", "Grüße, äöü, äöü, äöü\ufffd"),
         (b"\x1b[31mred\x1b[0m\x07 bell" + b"." * 100, "red bell" + "." * 100),
         (b"", ""),
+        ("a\U000e0041b\U0001f600".encode(), "ab\U0001f600"),  # letters that no screen shows, and that a model reads
     ],
 )
 def test_encodings(data: bytes, text: str | None) -> None:

@@ -6,12 +6,14 @@ import multiprocessing
 import sqlite3
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from edgelm.errors import EdgeLMError
-from edgelm.knowledge import tables
+from edgelm.knowledge import index, tables
+from edgelm.knowledge.files import File, Root, Text
 from edgelm.knowledge.index import Knowledge
 from tests.knowledge.conftest import Write
 from tests.knowledge.test_index import ALL, find
@@ -25,15 +27,26 @@ def test_the_file_is_private(tmp_path: Path, folder: Path, write: Write, knowled
     assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
 
 
-def test_nothing_stays_of_a_deleted_file(tmp_path: Path, folder: Path, write: Write, knowledge: Knowledge) -> None:
+@pytest.mark.parametrize("gone", ["file", "text", "root"])
+def test_nothing_stays_of_a_deleted_file(
+    tmp_path: Path, folder: Path, write: Write, knowledge: Knowledge, gone: str
+) -> None:
     write("a.md", "unforgettable words")
     write("b.md", "others")
-    knowledge.refresh([str(folder)])
-    (folder / "a.md").unlink()
-    knowledge.refresh([str(folder)])
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "c.md").write_text("more")
+    knowledge.refresh([str(tmp_path / "more"), str(folder)])
+    if gone == "file":
+        (folder / "a.md").unlink()
+    elif gone == "text":
+        write("a.md", "other words")
+    else:
+        folder.rename(tmp_path / "moved")
+    with suppress(EdgeLMError):  # the root is gone
+        knowledge.refresh([str(folder)])
     knowledge.close()
     for path in (tmp_path / "cache").iterdir():
-        assert b"unforgettable words" not in path.read_bytes()
+        assert b"unforg" not in path.read_bytes()  # neither the text nor a word of the index
 
 
 @pytest.mark.parametrize("damage", ["no database", "cut", "bytes", "empty", "no table", "other version"])
@@ -78,6 +91,22 @@ def test_a_full_disk_is_one_line(folder: Path, write: Write, tmp_path: Path) -> 
         knowledge.refresh([str(folder)])
     assert find(knowledge, folder, "apples") == ["a.md"]
     knowledge.close()
+
+
+def test_a_disk_without_room_for_shared_memory_is_one_line(
+    folder: Path, write: Write, knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite reports an I/O error where a full disk has no room for the file beside the index."""
+
+    def fails(_: Path) -> sqlite3.Connection:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode, error.sqlite_errorname = sqlite3.SQLITE_IOERR_SHMSIZE, "SQLITE_IOERR_SHMSIZE"
+        raise error
+
+    write("a.md", "apples")
+    monkeypatch.setattr(tables, "_open", fails)
+    with pytest.raises(EdgeLMError, match="disk I/O error; it may be full"):
+        knowledge.refresh([str(folder)])
 
 
 def test_a_locked_index_is_one_line(
@@ -125,3 +154,30 @@ def test_two_processes_index_at_once(folder: Path, write: Write, tmp_path: Path)
         process.join(timeout=60)
     assert counts == [8] * 10
     assert [process.exitcode for process in processes] == [0, 0]
+
+
+def test_a_root_that_another_process_forgets_meanwhile_is_not_mixed_with_the_next_one(
+    tmp_path: Path, folder: Path, write: Write, knowledge: Knowledge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is renamed while this process reads it; SQLite gives the id of its row to the next root."""
+    for number in range(4):
+        write(f"{number}.md", f"private words {number}")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "o.md").write_text("words")
+    other = Knowledge(tmp_path / "cache" / "knowledge.db")
+    reading = Root.read
+
+    def renamed_meanwhile(opened: Root, file: File) -> Text | None:
+        if file.name == "2.md":
+            folder.rename(tmp_path / "moved")
+            with pytest.raises(EdgeLMError, match="does not exist"):
+                other.refresh([str(folder)])
+            other.refresh([str(tmp_path / "other")])
+            monkeypatch.undo()
+        return reading(opened, file)
+
+    monkeypatch.setattr(index, "BATCH_BYTES", 1)
+    monkeypatch.setattr(Root, "read", renamed_meanwhile)
+    knowledge.refresh([str(folder)])
+    assert find(other, tmp_path / "other", "private words") == ["o.md"]
+    other.close()
