@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.client.addresses import is_loopback, normalize_address
+from edgelm.client.addresses import is_loopback, is_same_server, normalize_address
 from edgelm.client.endpoint import (
     AnswerStats,
     ChatRequest,
@@ -286,6 +286,38 @@ async def test_an_unreachable_address() -> None:
     with pytest.raises(UnreachableError, match="cannot be reached"):
         await client.connect()
     await client.close()
+
+
+async def test_a_redirect_to_another_server_is_not_followed(endpoint: FakeEndpoint) -> None:
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        place = f"{endpoint.address}/v1/chat/completions"
+        head = f"HTTP/1.1 307 Temporary Redirect\r\nLocation: {place}\r\nContent-Length: 0\r\n\r\n"
+        writer.write(head.encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(redirect, "127.0.0.1", 0)
+    client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with server:
+        _, error = await fail(client)
+        await client.close()
+    assert error.message == f"{client.address} redirects to {endpoint.address}"
+    assert endpoint.requests == [], "only the server that the user named gets the conversation"
+
+
+@pytest.mark.parametrize(
+    ("target", "same"),
+    [
+        ("http://gpu.example/v1/models/", True),
+        ("http://gpu.example:80/v1", True),
+        ("https://gpu.example/v1", True),
+        ("https://other.example/v1", False),
+        ("http://gpu.example:8080/v1", False),
+    ],
+)
+def test_the_server_of_a_redirect(target: str, same: bool) -> None:
+    assert is_same_server("http://gpu.example/v1/models", target) == same
 
 
 async def test_another_kind_of_server() -> None:

@@ -9,7 +9,6 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from textual.app import App
@@ -26,6 +25,7 @@ from edgelm.tui.knowledge import KnowledgeActions, KnowledgeView
 from edgelm.tui.lines import clean
 from edgelm.tui.markdown import code_blocks
 from edgelm.tui.params import EFFORTS, ParamsScreen, Value, effort_name, parse_params
+from edgelm.tui.paths import file_to_write
 from edgelm.tui.picker import Installed, PickerScreen
 from edgelm.tui.pulls import Pull, Pulls
 from edgelm.tui.reader import Reader
@@ -124,7 +124,7 @@ class Actions:
             if chosen is None:
                 return
             name = chosen
-        path = await asyncio.to_thread(Path(name.strip()).expanduser)
+        path = await asyncio.to_thread(file_to_write, name.strip())
         text = (to_json if kind == "json" else to_markdown)(session.chat, session.tree)
         if await asyncio.to_thread(path.exists) and not await self._ask(ConfirmScreen(f"{path} exists.", "Replace it")):
             return
@@ -132,7 +132,7 @@ class Actions:
             await asyncio.to_thread(path.write_text, text, encoding="utf-8")
         except OSError as error:
             raise EdgeLMError(f"{path} cannot be written: {error.strerror}", "choose another file") from error
-        self._notify(f"written to {path.absolute()}")
+        self._notify(f"written to {path}")
 
     async def _delete(self, argument: str) -> None:
         workspace = self._workspace

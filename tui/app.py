@@ -20,7 +20,7 @@ from textual.screen import Screen
 
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
-from edgelm.tui.commands import COMMANDS
+from edgelm.tui.commands import COMMANDS, Command
 from edgelm.tui.link import Link
 from edgelm.tui.pulls import COMMAND
 from edgelm.tui.reader import Reader, SendQuestion
@@ -36,24 +36,27 @@ for _sequence in ("\x1b\r", "\x1b[27;3;13~", "\x1b[27;2;13~"):
 
 
 class ChatCommands(Provider):
-    """The commands of the prompt, for the palette."""
+    """The commands of the prompt, for the palette; none of them while a dialog is open."""
+
+    @property
+    def _commands(self) -> Sequence[Command]:
+        return COMMANDS if isinstance(self.screen, ChatScreen) else ()
 
     async def discover(self) -> Hits:
-        for command in COMMANDS:
+        for command in self._commands:
             yield DiscoveryHit(f"/{command.name}", partial(self._run, command.name), help=command.help)
 
     async def search(self, query: str) -> Hits:
         matcher = self.matcher(query)
-        for command in COMMANDS:
+        for command in self._commands:
             score = matcher.match(f"/{command.name} {command.help}")
             if score > 0:
                 shown = matcher.highlight(f"/{command.name}")
                 yield Hit(score, shown, partial(self._run, command.name), help=command.help)
 
     def _run(self, name: str) -> None:
-        screen = self.app.screen
-        assert isinstance(screen, ChatScreen)
-        screen.run_command(name, "")
+        assert isinstance(self.screen, ChatScreen)
+        self.screen.run_command(name, "")
 
 
 class ChatApp(App[None]):

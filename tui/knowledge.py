@@ -29,6 +29,7 @@ from edgelm.tui.lines import clean
 from edgelm.tui.passages import one_line
 from edgelm.tui.paths import absolute_path
 from edgelm.tui.reader import Reader, SendQuestion, names_of
+from edgelm.tui.session import Session
 from edgelm.tui.workspace import Workspace
 
 MAX_LISTED = 200  # files that are left out
@@ -76,7 +77,7 @@ class KnowledgeActions:
         if not refreshed.num_passages:
             reason = refreshed.left_out[0].reason if refreshed.left_out else "it is empty"
             raise RequestError(f"there is nothing to read in {root}: {reason}", "give text, Markdown or code")
-        session.set_knowledge([*(known for known in session.chat.knowledge if known != root), root])
+        self._now(session).add_knowledge(root)
         self._notify(f"{names_of((root,))}: {size_words(refreshed)}{left_out}")
 
     async def _remove(self, path: str) -> None:
@@ -87,10 +88,16 @@ class KnowledgeActions:
         root = path if path in known else await asyncio.to_thread(absolute_path, path) if path else ""
         if root and root not in known:
             raise RequestError(f"{root} is no knowledge of this chat", "/know shows what is")
-        kept = [other for other in known if root and other != root]
-        session.set_knowledge(kept)
-        removed = names_of([other for other in known if other not in kept])
-        self._notify(f"{removed} will not be read any more")
+        self._forget(session, (root,) if root else known)
+
+    def _forget(self, session: Session, roots: tuple[str, ...]) -> None:
+        session.remove_knowledge(roots)
+        self._notify(f"{names_of(roots)} will not be read any more")
+
+    def _now(self, session: Session) -> Session:
+        """Return the session of the same chat: while files were read, the user may have opened it again."""
+        opened = self._workspace.session
+        return opened if opened.chat.id == session.chat.id else session
 
     async def _list(self) -> None:
         session = self._workspace.session
@@ -99,7 +106,7 @@ class KnowledgeActions:
             raise RequestError("this chat has no knowledge", "/know PATH adds a file or folder")
         removed = await self._app.push_screen_wait(KnowledgeScreen(entries))
         if removed is not None:
-            await self._remove(removed)
+            self._forget(self._now(session), (removed,))
 
     async def _look(self, root: str) -> Entry:
         try:
@@ -205,13 +212,19 @@ def shortened(path: str) -> str:
 
 
 class SendScreen(ModalScreen[bool]):
-    """Ask before passages of the user's files go to another machine or program. Returns whether they may."""
+    """Ask before passages of the user's files go to another machine or program. Returns whether they may.
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,n", "dismiss(False)", "No", show=False),
-        Binding("y", "dismiss(True)", "Yes", show=False),
-    ]
-    DEFAULT_CSS = DIALOG_CSS.format(name="SendScreen") + "SendScreen Label { margin: 0 0 1 0; }"
+    No letter answers: the dialog comes when files were read, and the user may be typing the next message.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(False)", "No", show=False)]
+    DEFAULT_CSS = (
+        DIALOG_CSS.format(name="SendScreen")
+        + """
+        SendScreen Label { margin: 0 0 1 0; }
+        SendScreen VerticalScroll { height: auto; max-height: 60vh; scrollbar-size-vertical: 1; }
+        """
+    )
 
     def __init__(self, question: SendQuestion) -> None:
         super().__init__()
@@ -221,13 +234,15 @@ class SendScreen(ModalScreen[bool]):
         question = self._question
         with Vertical() as box:
             box.border_title = "Send passages of your files?"
-            box.border_subtitle = "y or n"
+            box.border_subtitle = "↑↓ choose, Enter confirms, Esc: no"
             roots = "\n".join(f"  {one_line(shortened(root))}" for root in question.roots)
             names = "\n".join(f"  {n} {one_line(passage.name)}" for n, passage in enumerate(question.passages, 1))
             num_chars = sum(len(passage.text) for passage in question.passages)
             host = clean(question.host)
-            yield Label(f"This chat is answered by {host}. It reads these for each question:\n{roots}", markup=False)
-            yield Label(f"For this question it would send {num_chars:,} characters of them:\n{names}", markup=False)
+            title = one_line(question.title)
+            with VerticalScroll():
+                yield Label(f"The chat “{title}” is answered by {host}. It reads these:\n{roots}", markup=False)
+                yield Label(f"For this question it would send {num_chars:,} characters of them:\n{names}", markup=False)
             yield OptionList(
                 Option("No: ask without them in this chat", id="no"),
                 Option(Text(f"Yes: send passages to {host} in this chat"), id="yes"),

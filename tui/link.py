@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from edgelm.client.addresses import is_loopback
+from edgelm.client.addresses import is_loopback, is_same_server
 from edgelm.client.endpoint import Client, ModelEntry
 from edgelm.client.failures import UnreachableError
 from edgelm.client.local import OwnFront
@@ -70,9 +69,7 @@ class Link:
         if self.remote is None:
             return True
         fronts = await asyncio.to_thread(find_fronts, self._runtime)
-        return is_loopback(self.remote) and any(
-            urlsplit(front.address).port == urlsplit(self.remote).port for front in fronts
-        )
+        return is_loopback(self.remote) and any(is_same_server(self.remote, front.address) for front in fronts)
 
     async def lost(self) -> None:
         """Drop a broken connection: the next call connects again."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
+from edgelm.knowledge.files import real_root
 from edgelm.tui.commands import Suggestion
 
 MAX_SUGGESTED = 200
@@ -18,10 +19,15 @@ _CALL = re.compile(r"(/know\s+(?:off\s+)?)(\S.*)?", re.DOTALL)
 
 
 def absolute_path(text: str) -> str:
-    """Return the absolute form of a typed path, which may begin with ~ and stand in quotes."""
+    """Return the absolute form of a typed path, which may begin with ~ and stand in quotes. Raises EdgeLMError."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
         text = text[1:-1]
-    return str(Path(text).expanduser().resolve())
+    return real_root(text)
+
+
+def file_to_write(text: str) -> Path:
+    """Return the absolute form of a typed path; a user that ~ names and that is unknown stays as it is written."""
+    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111 - Path raises for an unknown user
 
 
 def suggest_paths(text: str) -> list[Suggestion]:

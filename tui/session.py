@@ -7,7 +7,7 @@ Knows nothing of endpoints and widgets.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from edgelm.chats.history import Chat, Message, State, Tree, make_title, split_sent
@@ -103,11 +103,15 @@ class Session:
         self.chat.sampling = dict(sampling)
         self.save()
 
-    def set_knowledge(self, roots: Sequence[str]) -> None:
-        """Set the files and folders that are searched; passages of more of them need the user's consent again."""
-        if not set(roots) <= set(self.chat.knowledge):
-            self.chat.consents = {}
-        self.chat.knowledge = tuple(roots)
+    def add_knowledge(self, root: str) -> None:
+        """Search a file or folder, too. Whether passages may be sent is asked again, also about a known one."""
+        self.chat.consents = {}
+        self.chat.knowledge = (*(known for known in self.chat.knowledge if known != root), root)
+        self.save()
+
+    def remove_knowledge(self, roots: Collection[str]) -> None:
+        """Search these files and folders no more."""
+        self.chat.knowledge = tuple(known for known in self.chat.knowledge if known not in roots)
         self.save()
 
     def set_consent(self, endpoint: str, may_send: bool) -> None:

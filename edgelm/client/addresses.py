@@ -6,7 +6,7 @@ Owns how an address that a person writes is read. Knows nothing of requests.
 from __future__ import annotations
 
 from ipaddress import ip_address
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from edgelm.errors import RequestError
 
@@ -34,3 +34,15 @@ def is_loopback(address: str) -> bool:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:  # another name
         return False
+
+
+def is_same_server(address: str, target: str) -> bool:
+    """Return whether a URL leads to the same server as another one, or from HTTP to HTTPS on the same host."""
+    before, after = urlsplit(address), urlsplit(target)
+    if before.hostname != after.hostname:
+        return False
+    return (before.scheme, after.scheme) == ("http", "https") or _port(before) == _port(after)
+
+
+def _port(parts: SplitResult) -> int:
+    return parts.port or (443 if parts.scheme == "https" else 80)

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from edgelm.client.addresses import is_loopback, normalize_address
+from edgelm.client.addresses import is_loopback, is_same_server, normalize_address
 from edgelm.client.failures import explained, no_protocol
 from edgelm.client.json_values import clean_text, mapping, number, read_vectors, whole
 from edgelm.client.turns import Turn, as_messages, may_refuse_system, with_joined_system
@@ -24,6 +24,7 @@ from edgelm.errors import EngineError, RequestError, StillLoadingError
 if TYPE_CHECKING:
     import ssl
 
+    import httpx2
     import openai
 
 OWN_OPTIONS = frozenset({"top_k", "min_p", "repetition_penalty"})  # not in OpenAI's API: sent to edgelm only
@@ -262,10 +263,24 @@ class Client:
             max_retries=0,
             timeout=openai.Timeout(READ_S, connect=CONNECT_S),
             # A proxy from the environment cannot reach this machine's own ports.
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_loopback(self.base_url), verify=self._verify),
+            http_client=openai.DefaultAsyncHttpxClient(
+                trust_env=not is_loopback(self.base_url),
+                verify=self._verify,
+                event_hooks={"response": [_check_redirect]},
+            ),
         )
         importlib.import_module("openai.types.chat")  # here on the thread: it takes another half second
         return client
+
+
+async def _check_redirect(response: httpx2.Response) -> None:
+    """Raise RequestError for a redirect to another server: the user has not said that the conversation may go there."""
+    if response.has_redirect_location:
+        url = response.request.url
+        target = url.join(response.headers["location"])
+        if not is_same_server(str(url), str(target)):
+            origins = [f"{place.scheme}://{place.netloc.decode()}" for place in (url, target)]
+            raise RequestError(" redirects to ".join(origins), "give that address with --endpoint")
 
 
 class _Reading:

@@ -63,6 +63,7 @@ class FakeEndpoint:
     max_chars: int | None = None  # of all messages; more are refused as too long for the context
     embedding: dict[str, bool] = field(default_factory=dict)  # embedding models, and whether they are loaded
     refuse_embeddings: bool = False
+    stall_embeddings: bool = False
     embedded: list[list[str]] = field(default_factory=list)  # the inputs of each request for vectors
     finish_reason: str = "stop"  # as edgelm says it
     drafted: str = ""  # tokens that hold one of these characters were drafted
@@ -114,6 +115,8 @@ class FakeEndpoint:
             return await self._chat(json.loads(body), reader, writer)
         if (method, path) == ("POST", "/v1/embeddings"):
             status, document = self._embed(json.loads(body)["input"])
+            if self.stall_embeddings:
+                await asyncio.Event().wait()
         else:
             status, document = self._page(path)
         await _send(writer, status, document)

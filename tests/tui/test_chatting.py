@@ -178,6 +178,12 @@ async def test_history_with_up(open_chat: Open) -> None:
         chat.prompt.put("")
         await chat.press("up")
         assert chat.prompt.text == "second\nline"
+        chat.prompt.put("/quit")
+        await chat.press("enter")
+        await chat.until(lambda: not chat.app.is_running)
+    async with open_chat() as chat:
+        await chat.until(lambda: chat.screen.workspace.chats, "the state of the last time")
+        assert chat.prompt.text == "", "the command that ended it is no draft"
 
 
 async def test_an_answer_goes_on_while_another_chat_is_open(open_chat: Open) -> None:

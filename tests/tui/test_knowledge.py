@@ -15,6 +15,7 @@ from textual.widgets import OptionList
 
 from edgelm.chats.history import Message
 from edgelm.chats.reading import Reading
+from edgelm.errors import EdgeLMError
 from edgelm.knowledge.index import GUIDE, Knowledge
 from edgelm.knowledge.passages import Passage
 from edgelm.tui.commands import Suggestion
@@ -39,11 +40,33 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return an event that files are read after."""
+    event = threading.Event()
+    refresh: Callable[..., Any] = Knowledge.refresh
+
+    def slowly(knowledge: Knowledge, roots: Any) -> Any:
+        assert event.wait(30)
+        return refresh(knowledge, roots)
+
+    monkeypatch.setattr(Knowledge, "refresh", slowly)
+    monkeypatch.setattr("edgelm.tui.reader.STARTER", "no model")  # reads nothing by itself
+    return event
+
+
 async def know(chat: Driver, path: Path) -> None:
     """Add a path to the knowledge of the chat."""
     await chat.ready()
     await chat.ask(f"/know {path}")
     await chat.until(lambda: str(path) in chat.session.chat.knowledge, "the path is added")
+
+
+async def is_asked(chat: Driver, question: str) -> None:
+    """Send a question, and wait until the chat asks whether passages may be sent."""
+    chat.prompt.put(question)
+    await chat.press("enter")
+    await chat.until(lambda: isinstance(chat.app.screen, SendScreen))
 
 
 def sent(chat: Driver) -> list[list[tuple[str, str]]]:
@@ -171,7 +194,7 @@ async def test_another_machine_gets_passages_only_after_a_yes(open_chat: Open, f
         host = chat.endpoint.address.removeprefix("http://")
         await chat.sees("Send passages of your files?", host, "It reads these", "1 gpu.md › Frobnicator")
         assert chat.endpoint.requests == [], "nothing was sent before the answer"
-        await chat.press("n")
+        await chat.press("escape")
         await chat.until(lambda: len(chat.turns) == 2)
         await chat.answered()
         assert sent(chat) == [[("user", question)]]
@@ -183,10 +206,8 @@ async def test_another_machine_gets_passages_only_after_a_yes(open_chat: Open, f
         await chat.ask("And how much memory does it need?")
         assert "40 GB" not in json.dumps(sent(chat)[-1]), "the no is stored with the chat"
         await know(chat, folder / "cats.md")
-        chat.prompt.put(question)
-        await chat.press("enter")
-        await chat.until(lambda: isinstance(chat.app.screen, SendScreen))
-        await chat.press("y")
+        await is_asked(chat, question)
+        await chat.press("down", "enter")
         await chat.until(lambda: len(chat.app.screen_stack) == 1)
         await chat.answered()
         assert "40 GB" in sent(chat)[-1][-2][1]
@@ -197,9 +218,10 @@ async def test_another_machine_gets_passages_only_after_a_yes(open_chat: Open, f
 async def test_the_dialog_does_not_send_by_accident(open_chat: Open, folder: Path) -> None:
     async with open_chat() as chat:
         await know(chat, folder)
-        chat.prompt.put("What does the frobnicator need?")
-        await chat.press("enter")
-        await chat.until(lambda: isinstance(chat.app.screen, SendScreen))
+        await is_asked(chat, "What does the frobnicator need?")
+        await chat.sees("The chat “What does the frobnicator need?” is answered by")
+        await chat.type("any hurry")  # the next message: it was begun before the dialog came
+        assert isinstance(chat.app.screen, SendScreen)
         assert chat.app.screen.query_one(OptionList).highlighted == 0
         await chat.press("enter")
         await chat.answered()
@@ -266,16 +288,8 @@ async def test_fewer_passages_are_sent_where_the_context_is_full(open_chat: Open
 
 
 async def test_the_screen_goes_on_while_files_are_indexed(
-    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+    open_chat: Open, folder: Path, go_on: threading.Event
 ) -> None:
-    go_on = threading.Event()
-    refresh: Callable[..., Any] = Knowledge.refresh
-
-    def slowly(knowledge: Knowledge, roots: Any) -> Any:
-        assert go_on.wait(30)
-        return refresh(knowledge, roots)
-
-    monkeypatch.setattr(Knowledge, "refresh", slowly)
     async with open_chat(**OWN) as chat:
         await chat.ready()
         await chat.ask(f"/know {folder}")
@@ -292,6 +306,78 @@ async def test_the_screen_goes_on_while_files_are_indexed(
         await chat.answered()
         assert chat.endpoint.requests == [], "Esc stops the question while files are read"
         go_on.set()
+
+
+async def test_both_answers_are_seen_in_a_small_terminal(open_chat: Open, folder: Path) -> None:
+    for number in range(9):
+        (folder / f"{number}-with-a-name-that-{'is-rather-' * 4}long.md").write_text(
+            f"The frobnicator needs {number} pens.\n"
+        )
+    async with open_chat((60, 20)) as chat:
+        await know(chat, folder)
+        await is_asked(chat, "What does the frobnicator need?")
+        await chat.sees("No: ask without them", "Yes: send passages to")
+
+
+async def test_a_no_is_asked_again_after_know(open_chat: Open, folder: Path) -> None:
+    question = "What does the frobnicator need?"
+    async with open_chat() as chat:
+        await know(chat, folder)
+        await is_asked(chat, question)
+        await chat.press("escape")
+        await chat.answered()
+        await chat.ask(f"/know {folder}")  # as the line below the question says
+        await chat.until(lambda: not chat.session.chat.consents, "nothing is decided")
+        await is_asked(chat, question)
+
+
+async def test_a_chat_that_was_left_while_a_folder_is_indexed_gets_it(
+    open_chat: Open, folder: Path, go_on: threading.Event
+) -> None:
+    async with open_chat(**OWN) as chat:
+        await chat.ready()
+        await chat.ask("Hello")
+        first = chat.session.chat.id
+
+        async def leave_and_return() -> None:
+            await chat.ask("/new")
+            await chat.until(lambda: chat.session.chat.id != first)
+            chat.screen.open_chat(first)
+            await chat.until(lambda: chat.session.chat.id == first)
+
+        await chat.ask(f"/know {folder}")
+        await chat.until(lambda: chat.screen.status.status.reading)
+        await leave_and_return()
+        await chat.ask("Hello again")
+        last = chat.session.tree.leaf
+        go_on.set()
+        await chat.hears("2 files")
+        assert chat.session.chat.knowledge == (str(folder),)
+        await leave_and_return()
+        assert chat.session.tree.leaf == last, "the branch on screen is the one before"
+
+
+async def test_the_chat_ends_while_a_folder_is_indexed(open_chat: Open, folder: Path, go_on: threading.Event) -> None:
+    async with open_chat(**OWN) as chat:
+        await chat.ready()
+        await chat.ask(f"/know {folder}")
+        await chat.until(lambda: chat.screen.status.status.reading)
+    go_on.set()  # an error of the end is raised above
+
+
+async def test_a_stopped_question_does_not_wait_for_its_vectors(open_chat: Open, folder: Path) -> None:
+    async with open_chat(**OWN) as chat:
+        chat.endpoint.embedding = {"all-minilm": True}
+        chat.endpoint.stall_embeddings = True
+        await know(chat, folder)
+        chat.prompt.put("The frobnicator?")
+        await chat.press("enter")
+        await chat.until(lambda: chat.endpoint.embedded)
+        await chat.press("escape")
+        await chat.answered()
+        chat.patience_s = 20.0  # less than an answer of /v1/embeddings may take
+        await chat.ask("/know")
+        await chat.sees("2 files, 2 passages")
 
 
 async def test_a_folder_that_is_gone_is_one_line(open_chat: Open, folder: Path) -> None:
@@ -330,4 +416,9 @@ def test_paths_of_the_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [item.text for item in suggest_paths("/know off ~/no")] == ["/know off ~/notes/"]
     assert suggest_paths("/know none/x") == suggest_paths("/know") == suggest_paths("/export c") == []
     assert common_start(suggest_paths("/know ~/notes/")) == "/know ~/notes/"
+    (folder / "loop").symlink_to("loop")
+    assert absolute_path("loop") == str(folder / "loop")
+    assert absolute_path("~no-such-user/notes") == str(folder / "~no-such-user" / "notes")
+    with pytest.raises(EdgeLMError, match="cannot be knowledge"):
+        absolute_path("a\0b")
     assert absolute_path("cats.md") == absolute_path('"~/notes/cats.md"') == str(folder / "cats.md")
