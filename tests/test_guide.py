@@ -18,10 +18,14 @@ from typer import exceptions as usage
 from edgelm import guide
 from edgelm.cli import app
 from edgelm.config import MODEL_SETTINGS, SETTINGS, Settings, load_config
+from edgelm.knowledge import files
+from edgelm.knowledge.index import KEPT_DAYS
 from edgelm.library.catalog import entries
 from edgelm.model_tables import OWN_KEYS
+from edgelm.server.admin import START_LIMIT_S
 from edgelm.server.api.dialects import COUNTS, DIALECTS, POOLED, TEXTS
 from edgelm.server.keys import MIN_KEY_LEN
+from edgelm.server.room import ROOM_LIMIT_S
 from edgelm.tui.commands import COMMANDS, KEY_GROUPS
 from edgelm.tui.params import parse_params
 
@@ -219,6 +223,11 @@ def gigabytes(name: str) -> str:
         ("serve", "Load, unload or keep a model", f"({Settings().idle_timeout:g} by default"),
         ("serve", "How requests wait", f"up to {Settings().parallel} requests at the same time"),
         ("serve", "Use API keys", f"at least {MIN_KEY_LEN} characters"),
+        ("serve", "How requests wait", f"{START_LIMIT_S / 60:.0f} minutes, of which up to {ROOM_LIMIT_S / 60:.0f} for"),
+        ("knowledge", "Files that are not read as knowledge", f"files over {files.MAX_FILE_BYTES // 2**20} MiB"),
+        ("knowledge", "Files that are not read as knowledge", f"{files.MAX_FILES:,} files or"),
+        ("knowledge", "Files that are not read as knowledge", f"or {files.MAX_TOTAL_BYTES // 2**20} MiB"),
+        ("knowledge", "Where knowledge goes", f"not used for {KEPT_DAYS} days"),
         ("memory", "What the context is, and how to make it longer", "at most 8192 tokens"),
         ("troubleshooting", "The disk is full", f"up to {Settings().prefix_cache_disk:g} GiB"),
         ("start", "Choose a first model", f"`qwen3:4b` ({gigabytes('qwen3:4b')} GB)"),

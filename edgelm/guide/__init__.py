@@ -1,14 +1,15 @@
 """The guide: pages of Markdown about using edgelm, and the search for a section of them.
 
 Owns the topics and their order, and how a page is cut into sections. The pages are in docs/guide, which `pages` beside
-this file links to. Knows nothing of commands and terminals.
+this file links to. `questions` has what people ask of each section, in their words: a search finds a section by
+them. Knows nothing of commands and terminals.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from edgelm.errors import UsageError
 
 FOLDER = Path(__file__).parent / "pages"
+QUESTIONS = Path(__file__).parent / "questions"
 TOPICS = (
     "start", "chat", "keys", "knowledge", "models", "memory", "speed", "run", "tools-and-json", "embeddings", "serve",
     "service", "apis", "agents", "editors", "gpu", "settings", "commands", "measuring", "privacy", "troubleshooting",
@@ -28,6 +30,22 @@ _STOP_WORDS = frozenset(
     "a an and are as at be by can do does for from get has have how i if in is it its me my of on or so that the there "
     "these this to use want was what when where which why will with you your".split()
 )
+
+
+class Page(NamedTuple):
+    """A page for a search: each paragraph on one line, and what people ask of its sections."""
+
+    topic: str
+    text: str  # Markdown
+    asked: Mapping[str, str]  # questions by the titles of the sections that answer them
+
+
+class Group(NamedTuple):
+    """Questions that a section answers. `answer`: the sentences of it that do."""
+
+    title: str
+    answer: str
+    questions: tuple[str, ...]
 
 
 class Section(NamedTuple):
@@ -50,6 +68,48 @@ def page(topic: str) -> str:
         raise UsageError(f"the guide has no topic {topic!r}", "the topics are " + ", ".join(TOPICS))
     text = (FOLDER / f"{topic}.md").read_text(encoding="utf-8")
     return re.sub(r"\n{3,}", "\n\n", _MARK.sub("", text))
+
+
+def unwrapped_page(topic: str) -> str:
+    """Return the page of a topic with each paragraph and each item of a list on one line. Raises UsageError."""
+    lines: list[str] = []
+    is_fenced = False
+    for line in page(topic).split("\n"):
+        if line.startswith("```"):
+            is_fenced = not is_fenced
+            lines.append(line)
+        elif lines and not is_fenced and _continues(line, lines[-1]):
+            lines[-1] += " " + line.strip()
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _continues(line: str, before: str) -> bool:
+    """Tell whether a line goes on with the paragraph or the item of the line before it."""
+    if not line.strip() or not before.strip() or before.startswith(("    ", "#", "|", "```")):
+        return False
+    return not re.match(r"[-*] |\d+\. |    |[#|]", line)
+
+
+def searchable_pages() -> Iterator[Page]:
+    """Yield all pages for a search."""
+    for topic in TOPICS:
+        asked: dict[str, list[str]] = {}
+        for group in question_groups(topic):
+            asked.setdefault(group.title, []).extend(group.questions)
+        yield Page(topic, unwrapped_page(topic), {title: "\n".join(texts) for title, texts in asked.items()})
+
+
+def question_groups(topic: str) -> Iterator[Group]:
+    """Yield the questions about a page, together with their answer. Raises UsageError."""
+    page(topic)
+    text = (QUESTIONS / f"{topic}.txt").read_text(encoding="utf-8")
+    for block in re.split(r"\n\s*\n", text.strip()):
+        lines = block.split("\n")
+        texts = tuple(line.removeprefix("Q: ") for line in lines if line.startswith("Q: "))
+        answer = " ".join(line.removeprefix("A: ") for line in lines if line.startswith("A: "))
+        yield Group(lines[0].removeprefix("## ").strip(), answer, texts)
 
 
 def summary(topic: str) -> str:

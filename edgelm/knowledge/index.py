@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from edgelm.errors import EdgeLMError
+from edgelm.guide import Page, searchable_pages
 from edgelm.knowledge.files import LeftOut, Root, real_root
 from edgelm.knowledge.passages import SEPARATOR, Passage, split_text
 from edgelm.knowledge.question import MAX_QUESTION, query
@@ -29,13 +31,13 @@ GUIDE = "edgelm:guide"  # a root that stands for the built-in guide
 KEPT_DAYS = 30  # a root that is not used for so long is forgotten
 NUM_CANDIDATES = 50  # of each ranking
 RANK_OFFSET = 60  # of the fusion: how little the first places differ; the paper's value
-SOURCE_WEIGHT, HEADING_WEIGHT, TEXT_WEIGHT = 2.0, 3.0, 1.0  # of a word, by where it stands
+SOURCE_WEIGHT, HEADING_WEIGHT, TEXT_WEIGHT, ASKED_WEIGHT = 2.0, 3.0, 1.0, 1.0  # of a word, by where it stands
 LEAST_SHARE = 0.3  # of the best score by words; a passage below it answers something else ...
 NUM_ANYWAY = 3  # ... but these many stay: in few passages no word is rare
 BATCH_BYTES = 2**20  # of text that is read between two writes: others may write in between
 EMBEDDED_AT_ONCE = 32  # passages
 
-Guide = Callable[[], Iterable[tuple[str, str]]]  # topic and Markdown
+Guide = Callable[[], Iterable[Page]]
 
 
 class Embed(Protocol):
@@ -63,6 +65,7 @@ class _Change(NamedTuple):
     known: KnownFile
     reason: str = ""
     passages: Sequence[Passage] | None = ()
+    asked: Mapping[str, str] = {}  # questions by the heading of the passages that answer them
 
 
 class Knowledge:
@@ -74,7 +77,7 @@ class Knowledge:
 
     def __init__(self, file: Path, guide: Guide | None = None) -> None:
         self._database = Database(file)
-        self._guide = guide or _built_in_guide
+        self._guide = guide or searchable_pages
 
     def close(self) -> None:
         self._database.close()
@@ -98,19 +101,25 @@ class Knowledge:
             num_changed += self._refresh_guide() if key == GUIDE else self._refresh_root(key, named, left_out)
         if num_changed:
             with self._database.transaction():
-                self._database.prune_vectors()
+                self._database.prune()
         num_files, num_passages = self._database.count(list(keys))
         return Refreshed(num_files, num_passages, num_changed, tuple(left_out))
 
     def _refresh_guide(self) -> int:
-        pages = dict(self._guide())
+        pages = {page.topic: page for page in self._guide()}
         with self._database.transaction():
             root = self._database.root(GUIDE)
             known = self._database.files(root)
             changes = [
-                _Change(topic, KnownFile("", _digest(text)), passages=split_text(topic, text, markdown=True))
-                for topic, text in pages.items()
-                if topic not in known or known[topic].digest != _digest(text)
+                _Change(
+                    topic,
+                    KnownFile("", _page_digest(page)),
+                    "",
+                    split_text(topic, page.text, markdown=True),
+                    page.asked,
+                )
+                for topic, page in pages.items()
+                if topic not in known or known[topic].digest != _page_digest(page)
             ]
             self._write(root, changes)
             gone = known.keys() - pages.keys()
@@ -132,10 +141,12 @@ class Knowledge:
             num_changed = 0
             for changes in _changes(opened, known, seen):
                 with self._database.transaction():
+                    root = self._database.root(key)  # another process may have forgotten it, and its id is given again
                     self._write(root, changes)
                 num_changed += sum(change.passages is not None for change in changes)
             gone = known.keys() - seen
             with self._database.transaction():
+                root = self._database.root(key)
                 self._database.remove(root, gone)
             for name, reason in self._database.left_out(root):
                 opened.leave_out(name, reason)
@@ -146,12 +157,15 @@ class Knowledge:
             return num_changed + len(gone)
 
     def _write(self, root: int, changes: Iterable[_Change]) -> None:
-        for name, known, reason, passages in changes:
+        for name, known, reason, passages, asked in changes:
             if passages is None:
                 self._database.stamp(root, name, known.stamp)
                 continue
             title = passages[0].heading.split(SEPARATOR)[0] if passages else ""
-            new = [NewPassage(f"{name} {title}", p.heading, p.text, _digest(_embedded(p))) for p in passages]
+            new = [
+                NewPassage(f"{name} {title}", p.heading, p.text, _digest(_embedded(p)), asked.get(p.heading, ""))
+                for p in passages
+            ]
             self._database.put(root, name, known, reason, new)
 
     def embed(self, roots: Sequence[str], embed: Embed, *, at_most: int = EMBEDDED_AT_ONCE) -> int:
@@ -205,7 +219,7 @@ class Knowledge:
 
     def _by_words(self, keys: list[str], question: str) -> list[tuple[int, float]]:
         asked = query(question, self._database)
-        weights = (SOURCE_WEIGHT, HEADING_WEIGHT, TEXT_WEIGHT)
+        weights = (SOURCE_WEIGHT, HEADING_WEIGHT, TEXT_WEIGHT, ASKED_WEIGHT)
         return self._database.ranked(keys, asked, weights, NUM_CANDIDATES) if asked else []
 
     def _by_vectors(self, keys: list[str], question: str, words: list[int], embed: Embed) -> list[int]:
@@ -272,6 +286,10 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()[:16]
 
 
+def _page_digest(page: Page) -> bytes:
+    return _digest("\0".join([page.text, *chain.from_iterable(page.asked.items())]))
+
+
 def _passage(row: Row) -> Passage:
     return Passage(row.source, row.heading, row.text)
 
@@ -283,9 +301,3 @@ def _embedded(passage: Passage) -> str:
 
 def _stored(vector: NDArray[np.float32]) -> bytes:
     return vector.astype("float16").tobytes()
-
-
-def _built_in_guide() -> Iterable[tuple[str, str]]:
-    from edgelm.guide import pages
-
-    return pages()

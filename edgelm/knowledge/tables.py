@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from edgelm.errors import EdgeLMError
 
-VERSION = 1  # of the tables and of the splitting: another version's file is made again
+VERSION = 2  # of the tables and of the splitting: another version's file is made again
 BUSY_MS = 10_000
 
 _SCHEMA = """
@@ -27,19 +27,20 @@ CREATE TABLE file (
     reason TEXT NOT NULL, UNIQUE (root, name));
 CREATE TABLE passage (
     id INTEGER PRIMARY KEY, root INTEGER NOT NULL, file INTEGER NOT NULL, title TEXT NOT NULL, heading TEXT NOT NULL,
-    text TEXT NOT NULL, digest BLOB NOT NULL);
+    text TEXT NOT NULL, digest BLOB NOT NULL, asked TEXT NOT NULL);
 CREATE INDEX passage_root ON passage (root);
 CREATE INDEX passage_file ON passage (file);
 CREATE INDEX passage_digest ON passage (digest);
 CREATE TABLE vector (digest BLOB NOT NULL, model TEXT NOT NULL, data BLOB NOT NULL, PRIMARY KEY (digest, model));
 CREATE VIRTUAL TABLE words USING fts5 (
-    title, heading, text, content=passage, content_rowid=id, tokenize='porter unicode61 remove_diacritics 2');
+    title, heading, text, asked, content=passage, content_rowid=id, tokenize='porter unicode61 remove_diacritics 2');
 CREATE VIRTUAL TABLE stem USING fts5vocab (words, row);
 CREATE TRIGGER passage_added AFTER INSERT ON passage BEGIN
-    INSERT INTO words (rowid, title, heading, text) VALUES (new.id, new.title, new.heading, new.text); END;
+    INSERT INTO words (rowid, title, heading, text, asked)
+    VALUES (new.id, new.title, new.heading, new.text, new.asked); END;
 CREATE TRIGGER passage_removed AFTER DELETE ON passage BEGIN
-    INSERT INTO words (words, rowid, title, heading, text)
-    VALUES ('delete', old.id, old.title, old.heading, old.text); END;
+    INSERT INTO words (words, rowid, title, heading, text, asked)
+    VALUES ('delete', old.id, old.title, old.heading, old.text, old.asked); END;
 """
 
 Done = TypeVar("Done")
@@ -63,12 +64,15 @@ class Row(NamedTuple):
 
 
 class NewPassage(NamedTuple):
-    """A passage for the index. `title` is what the words of its file's name and title are."""
+    """A passage for the index. `title` is what the words of its file's name and title are; `asked`: questions that it
+    answers, which are searched and never quoted.
+    """
 
     title: str
     heading: str
     text: str
     digest: bytes
+    asked: str = ""
 
 
 class Database:
@@ -151,6 +155,8 @@ class Database:
         roots = self._db.execute(f"SELECT id FROM root WHERE {condition}", (value,)).fetchall()
         for table, column in (("passage", "root"), ("file", "root"), ("root", "id")):
             self._db.executemany(f"DELETE FROM {table} WHERE {column} = ?", roots)
+        if roots:
+            self.prune()
 
     def files(self, root: int) -> dict[str, KnownFile]:
         """Return the files of a root, by name."""
@@ -184,7 +190,7 @@ class Database:
             "INSERT INTO file (root, name, stamp, digest, reason) VALUES (?, ?, ?, ?, ?)", (root, name, *known, reason)
         ).lastrowid
         self._db.executemany(
-            "INSERT INTO passage (root, file, title, heading, text, digest) VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO passage (root, file, title, heading, text, digest, asked) VALUES (?, ?, ?, ?, ?, ?, ?)",
             [(root, file, *passage) for passage in passages],
         )
 
@@ -197,11 +203,11 @@ class Database:
     # -- words ---------------------------------------------------------------------------------------------------------
 
     def ranked(
-        self, paths: Sequence[str], query: str, weights: tuple[float, float, float], limit: int
+        self, paths: Sequence[str], query: str, weights: tuple[float, float, float, float], limit: int
     ) -> list[tuple[int, float]]:
         """Return the ids of the passages that fit a query of FTS5 best, and their scores; higher is better."""
         rows = self._db.execute(
-            "SELECT passage.id, -bm25(words, ?, ?, ?) AS score FROM words JOIN passage ON passage.id = words.rowid"
+            "SELECT passage.id, -bm25(words, ?, ?, ?, ?) AS score FROM words JOIN passage ON passage.id = words.rowid"
             f" WHERE words MATCH ? AND passage.root IN (SELECT id FROM root WHERE path IN ({_marks(paths)}))"
             " ORDER BY score DESC, passage.id LIMIT ?",
             (*weights, query, *paths, limit),
@@ -268,9 +274,12 @@ class Database:
         """Remove a model's vectors of another width."""
         self._db.execute("DELETE FROM vector WHERE model = ? AND length(data) != ?", (model, num_bytes))
 
-    def prune_vectors(self) -> None:
-        """Remove the vectors of passages that are gone."""
+    # -- what is gone --------------------------------------------------------------------------------------------------
+
+    def prune(self) -> None:
+        """Remove the vectors and the words of passages that are gone."""
         self._db.execute("DELETE FROM vector WHERE digest NOT IN (SELECT digest FROM passage)")
+        self._db.execute("INSERT INTO words (words) VALUES ('optimize')")  # FTS5 keeps deleted words until it merges
 
 
 _HINT = "check the permissions of its folder, or move it with EDGELM_CACHE_DIR"
@@ -342,6 +351,8 @@ def _translated(error: sqlite3.Error, path: Path) -> EdgeLMError:
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith("SQLITE_FULL"):
         return EdgeLMError(f"the disk with {path} is full", "make room on it")
+    if name.startswith("SQLITE_IOERR"):  # also of a full disk, where SQLite makes its file for shared memory
+        return EdgeLMError(f"the disk with {path} fails: {error}", "it may be full: make room on it")
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return EdgeLMError(f"another program has locked {path}", "try again later")
     return EdgeLMError(f"the index {path} cannot be used: {error}", _HINT)

@@ -6,7 +6,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgelm.errors import EdgeLMError
+from edgelm.guide import Page
 from edgelm.knowledge import index
 from edgelm.knowledge.index import GUIDE, Knowledge, fused
 from edgelm.knowledge.passages import Passage
+from edgelm.knowledge.question import query
 from tests.knowledge.conftest import Write
 
 ALL = 100_000  # characters: more than eight passages have
@@ -133,7 +135,7 @@ def test_the_same_text_in_two_roots_is_found_once(folder: Path, write: Write, kn
 
 def test_the_guide_is_a_root(tmp_path: Path) -> None:
     pages = {"start": "# Start\n\n## Install\n\nRun make.\n", "keys": "# Keys\n\nctrl+q ends.\n"}
-    knowledge = Knowledge(tmp_path / "k.db", pages.items)
+    knowledge = Knowledge(tmp_path / "k.db", lambda: [Page(topic, text, {}) for topic, text in pages.items()])
     assert knowledge.refresh([GUIDE])[:3] == (2, 2, 2)
     assert find(knowledge, GUIDE, "how to install?") == ["start › Install"]
     pages["start"] = "# Start\n\n## Setup\n\nRun make.\n"
@@ -141,6 +143,19 @@ def test_the_guide_is_a_root(tmp_path: Path) -> None:
     assert knowledge.refresh([GUIDE])[:3] == (1, 1, 2)
     assert knowledge.refresh([GUIDE])[:3] == (1, 1, 0)
     assert find(knowledge, GUIDE, "ctrl") == []
+    knowledge.close()
+
+
+def test_a_section_of_the_guide_is_found_by_the_words_of_those_who_ask(tmp_path: Path) -> None:
+    text = "# Models\n\n## Pull\n\nDownloads weights.\n\n## Remove\n\nFrees the disk.\n"
+    pages = [Page("models", text, {"Pull": "how do I fetch a brain?\nobtain an LLM"})]
+    knowledge = Knowledge(tmp_path / "k.db", lambda: pages)
+    knowledge.refresh([GUIDE])
+    assert find(knowledge, GUIDE, "i want another brian") == ["models › Pull"]  # a typing error, too
+    assert all("brain" not in passage.text for passage in knowledge.search([GUIDE], "brain", max_chars=ALL))
+    pages[0] = Page("models", text, {"Remove": "how do I fetch a brain?"})
+    assert knowledge.refresh([GUIDE]).num_changed == 1
+    assert find(knowledge, GUIDE, "brain") == ["models › Remove"]
     knowledge.close()
 
 
@@ -255,6 +270,23 @@ def test_a_long_question_is_answered(write: Write, knowledge: Knowledge) -> None
     path = write("guide.md", GUIDE_PAGE)
     knowledge.refresh([str(path)])
     assert find(knowledge, path, "memory " + " ".join(f"w{n}" for n in range(100_000)))[0] == "guide.md › Memory"
+
+
+def test_a_long_string_of_letters_is_no_word_to_correct() -> None:
+    """Such as a sequence of DNA: its neighbours would take hundreds of MB."""
+    asked: list[str] = []
+
+    class Empty:
+        def has(self, _: str) -> bool:
+            return False
+
+        def which(self, stems: Iterable[str]) -> set[str]:
+            asked.extend(stems)
+            return set()
+
+    sequence = "acgt" * 500
+    assert query(sequence, Empty()) == f'"{sequence}" OR "{sequence}"*'
+    assert not asked
 
 
 def test_passages_fit_the_characters_best_first(folder: Path, write: Write, knowledge: Knowledge) -> None:
