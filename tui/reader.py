@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from textual import log
 
-from edgelm.chats.history import Chat, Message
+from edgelm.chats.history import Message
 from edgelm.chats.reading import Reading
 from edgelm.client.endpoint import Client, ModelEntry
 from edgelm.client.failures import UnreachableError
@@ -100,24 +100,36 @@ class EndpointEmbed:
 
     client: Client
     model: str
-    stopped: bool = False  # the answer was stopped: nobody waits for the vectors
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _stopped: bool = False
+    _request: Future[list[list[float]]] | None = None
 
     def __call__(self, texts: Sequence[str], /) -> NDArray[np.float32]:
         import numpy as np
 
-        if self.stopped:
-            raise EdgeLMError("the answer was stopped")
-        vectors = asyncio.run_coroutine_threadsafe(self.client.embed(self.model, texts), self.loop).result()
+        self._request = asyncio.run_coroutine_threadsafe(self.client.embed(self.model, texts), self._loop)
+        if self._stopped:  # perhaps just now, before there was a request to cancel
+            self._request.cancel()
+        try:
+            vectors = self._request.result()
+        except CancelledError:
+            raise EdgeLMError("the answer was stopped") from None
         array: NDArray[np.float32] = np.asarray(vectors, np.float32)  # [texts, width]
         array /= np.maximum(np.linalg.norm(array, axis=1, keepdims=True), np.finfo(np.float32).tiny)
         return array
+
+    def stop(self) -> None:
+        """End the request: nobody waits for the vectors any more, but others wait for the thread of the index."""
+        self._stopped = True
+        if self._request is not None:
+            self._request.cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class SendQuestion:
     """What the user is asked before passages go to an endpoint that is not this user's own on this machine."""
 
+    title: str  # of the chat, which need not be on the screen
     host: str
     roots: tuple[str, ...]
     passages: tuple[Passage, ...]  # for this question
@@ -135,7 +147,7 @@ class Reader:
         """Read what fits a question, before each answer to it; it is kept with the question. A question is sent
         without passages where they cannot be read. Raises UnreachableError.
         """
-        roots = roots_of(session.chat, question)
+        roots = guide_roots(question) or session.chat.knowledge
         reading: Reading | None = None
         if roots:
             try:
@@ -166,7 +178,7 @@ class Reader:
 
         passages = await search(None) if may_send is None else ()
         if passages:
-            may_send = await self._ask(SendQuestion(host_of(remote), roots, passages))
+            may_send = await self._ask(SendQuestion(session.chat.title, host_of(remote), roots, passages))
             session.set_consent(remote, may_send)
             if not may_send:
                 return Reading(roots, note=refusal(remote))
@@ -188,7 +200,7 @@ class Reader:
                 except EdgeLMError as error:
                     log.warning(f"knowledge is searched without {model}: {error}")
                 finally:
-                    embed.stopped = True
+                    embed.stop()
         return ()
 
     def drop_half(self, session: Session, question: Message) -> bool:
@@ -199,11 +211,6 @@ class Reader:
         kept = reading.passages[: len(reading.passages) // 2]
         session.set_reading(question, replace(reading, passages=kept, note="" if kept else "the context has no room"))
         return True
-
-
-def roots_of(chat: Chat, question: Message) -> tuple[str, ...]:
-    """Return what is searched for a question: the guide if it was asked with /help, else the chat's knowledge."""
-    return guide_roots(question) or chat.knowledge
 
 
 def guide_roots(question: Message) -> tuple[str, ...]:

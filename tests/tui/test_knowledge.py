@@ -51,7 +51,6 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         return refresh(knowledge, roots)
 
     monkeypatch.setattr(Knowledge, "refresh", slowly)
-    monkeypatch.setattr("edgelm.tui.reader.STARTER", "no model")  # reads nothing by itself
     return event
 
 
