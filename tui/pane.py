@@ -17,7 +17,7 @@ from textual.widgets import Static
 
 from edgelm.chats.history import Message, split_sent
 from edgelm.tui.answers import Answer
-from edgelm.tui.commands import Command, find_command
+from edgelm.tui.commands import Command, Suggestion, find_command
 from edgelm.tui.drafted import Spans
 from edgelm.tui.lines import clean
 from edgelm.tui.paths import common_start, suggest_paths
@@ -164,17 +164,41 @@ class ChatPane(Vertical):
         """Hide the list of commands; return whether it was open."""
         was_open = self._completion.close()
         if was_open:
-            self.prompt.completing = False
+            self._note_completion()
         return was_open
 
     @on(Prompt.Typed)
     def _typed(self, event: Prompt.Typed) -> None:
         self._completion.update(event.text)
-        self.prompt.completing = self._completion.chosen is not None
+        self._note_completion()
 
     @on(Prompt.Moved)
     def _moved(self, event: Prompt.Moved) -> None:
         self._completion.move(event.by)
+        self._note_completion()
+
+    def _note_completion(self) -> None:
+        self.prompt.completing = self._completion.chosen is not None
+        self.prompt.offering = self._completion.is_offering
+
+    def offer(self, offers: list[Suggestion]) -> None:
+        """Offer texts while the prompt is empty."""
+        self._completion.offer(offers, self.prompt.text)
+        self._note_completion()
+
+    @property
+    def chosen_offer(self) -> str:
+        """Return the text of the offer that is chosen; empty if there is none."""
+        chosen = self._completion.chosen
+        return chosen.text if chosen and self._completion.is_offering else ""
+
+    @on(Completion.Clicked)
+    def _suggestion_clicked(self, event: Completion.Clicked) -> None:
+        self.prompt.focus()
+        if self._completion.is_offering:
+            self.prompt.post_message(Prompt.Sent(event.suggestion.text))
+        else:
+            self.prompt.put(event.suggestion.text)
 
     @on(Prompt.TabPressed)
     def _complete(self) -> None:

@@ -20,14 +20,13 @@ from textual.widgets import Input, Label, OptionList
 from textual.widgets.option_list import Option
 
 from edgelm.errors import ModelError
-from edgelm.library.catalog import Entry, entries, hub_reference
+from edgelm.library.catalog import Entry, entries, hub_reference, needed_bytes
 from edgelm.library.progress import size_text
+from edgelm.machine.memory import USABLE
 from edgelm.tui.dialogs import DIALOG_CSS
 from edgelm.tui.lines import clean
 from edgelm.tui.pulls import Pull
 
-WORKSPACE_BYTES = 5 * 10**8  # beside the weights: a small KV cache and compute buffers
-USABLE = 0.95  # of the free memory
 PULL_FRAME_S = 0.5  # between two drawings of the pulls
 INTERRUPTED = 130  # exit code at Ctrl-C
 PULL, STOP = "pull ", "stop "  # prefixes of option ids
@@ -47,11 +46,6 @@ class Picked:
 
     name: str
     action: Literal["use", "pull", "stop"]
-
-
-def needed_bytes(entry: Entry) -> int:
-    """Estimate the least memory that a model of the catalogue takes."""
-    return entry.nbytes + WORKSPACE_BYTES
 
 
 class PickerScreen(ModalScreen[Picked | None]):

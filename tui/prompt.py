@@ -110,7 +110,8 @@ class Prompt(TextArea):
             highlight_cursor_line=False,
         )  # fmt: skip
         self.sent = History()
-        self.completing = False  # the list of commands is open
+        self.completing = False  # Up and Down move in the list above
+        self.offering = False  # Down moves into the list above while there is no text
 
     def put(self, text: str) -> None:
         """Replace the text, with the cursor at its end."""
@@ -124,6 +125,9 @@ class Prompt(TextArea):
         elif event.key in LINE_BREAK_KEYS:
             self._consume(event)
             self.insert("\n")
+        elif event.key == "down" and self.offering and not self.text:
+            self._consume(event)
+            self.post_message(self.Moved(1))
         elif event.key in ("up", "down") and self.completing:
             self._consume(event)
             self.post_message(self.Moved(-1 if event.key == "up" else 1))
@@ -158,7 +162,10 @@ class Prompt(TextArea):
 
 
 class Completion(Widget):
-    """The commands that the typed text may become, or the paths that Tab found; hidden where there is none."""
+    """The commands that the typed text may become, the paths that Tab found, or what an empty prompt offers.
+
+    Of offers none is chosen before Down is pressed: Enter in an empty prompt does nothing by accident.
+    """
 
     DEFAULT_CSS = """
     Completion {
@@ -173,43 +180,82 @@ class Completion(Widget):
         self._suggestions: list[Suggestion] = []
         self._index = 0
         self._text = ""  # that the suggestions are for
+        self._offers: list[Suggestion] = []
 
     @property
     def chosen(self) -> Suggestion | None:
-        return self._suggestions[self._index] if self._suggestions else None
+        return self._suggestions[self._index] if self._suggestions and self._index >= 0 else None
+
+    @property
+    def is_offering(self) -> bool:
+        return bool(self._offers) and self._suggestions is self._offers
+
+    def offer(self, offers: list[Suggestion], text: str) -> None:
+        """Show these while there is no text in the prompt; `text` is what it has now."""
+        was_offering = self.is_offering
+        self._offers = offers
+        if was_offering or not text:
+            self._show_offers()
 
     def update(self, text: str) -> None:
         """Show the commands that a text is a prefix of; keep the suggestions that are shown for it."""
-        if text != self._text:
+        if not text:
+            self._show_offers()
+        elif text != self._text:
             self.show_for(text, [command.suggestion for command in complete(text)])
 
     def show_for(self, text: str, suggestions: list[Suggestion]) -> None:
         """Show what a text may become."""
         self._text = text
         if suggestions != self._suggestions:
-            self._suggestions, self._index = suggestions, 0
-            self.set_class(bool(suggestions), "-open")
-            self.refresh(layout=True)
+            self._show(suggestions, 0)
+
+    def _show_offers(self) -> None:
+        self._text = ""
+        if self._suggestions is not self._offers:
+            self._show(self._offers, -1)
+
+    def _show(self, suggestions: list[Suggestion], index: int) -> None:
+        self._suggestions, self._index = suggestions, index
+        self.set_class(bool(suggestions), "-open")
+        self.refresh(layout=True)
 
     def move(self, by: int) -> None:
-        """Choose the line above (-1) or below (1)."""
+        """Choose the line above (-1) or below (1); of offers also none."""
         if self._suggestions:
-            self._index = (self._index + by) % len(self._suggestions)
+            none = 1 if self.is_offering else 0
+            self._index = (self._index + none + by) % (len(self._suggestions) + none) - none
             self.refresh()
 
     def close(self) -> bool:
         """Hide the list; return whether it was open."""
         was_open = bool(self._suggestions)
-        self._suggestions, self._text = [], ""
+        self._suggestions, self._text, self._offers = [], "", []
         self.remove_class("-open")
         return was_open
+
+    @dataclass
+    class Clicked(Event):
+        """A line was clicked."""
+
+        suggestion: Suggestion
+
+    def on_click(self, event: events.Click) -> None:
+        place = self._first + event.y
+        if 0 <= place < len(self._suggestions):
+            self.post_message(self.Clicked(self._suggestions[place]))
+
+    @property
+    def _first(self) -> int:
+        """Return the place of the first line that is shown."""
+        return max(0, min(self._index - MAX_LISTED // 2, len(self._suggestions) - MAX_LISTED))
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
         return min(len(self._suggestions), MAX_LISTED)
 
     def render(self) -> RenderResult:
         width = max((len(suggestion.usage) for suggestion in self._suggestions), default=0) + 2
-        first = max(0, min(self._index - MAX_LISTED // 2, len(self._suggestions) - MAX_LISTED))
+        first = self._first
         text = Text(no_wrap=True, overflow="ellipsis")
         for i, suggestion in enumerate(self._suggestions[first : first + MAX_LISTED], first):
             style = "reverse" if i == self._index else ""

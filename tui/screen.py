@@ -6,6 +6,7 @@ open chat's widgets are in `pane`, the commands in `actions`.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from edgelm.tui.commands import GLOBAL_KEYS, parse_call
 from edgelm.tui.garbage import delay_full_collections
 from edgelm.tui.lines import clean
 from edgelm.tui.link import Link
+from edgelm.tui.offers import larger_model, offers
 from edgelm.tui.pane import ChatPane
 from edgelm.tui.prompt import Prompt
 from edgelm.tui.pulls import Pull, Pulls
@@ -40,6 +42,7 @@ from edgelm.tui.transcript import Transcript
 from edgelm.tui.workspace import ChatDefaults, Workspace
 
 if TYPE_CHECKING:
+    from edgelm.library.catalog import Entry
     from edgelm.tui.actions import Actions
 
 TWICE_S = 2.0  # for the second Ctrl+C
@@ -67,6 +70,7 @@ class ChatScreen(Screen[None]):
             pull_command,
         )
         self.shows_drafts = False
+        self._larger: Entry | None = None  # a model that the starter's chat offers to pull
         self._interrupted = -TWICE_S  # when Ctrl+C was pressed
         self._unsent: str | None = None  # the text in the prompt; None until something was typed
         self._unsent_timer: Timer | None = None
@@ -148,6 +152,7 @@ class ChatScreen(Screen[None]):
         transcript.set_notice("")
         self.status.change(activity="ready")
         delay_full_collections()
+        self._larger = await asyncio.to_thread(larger_model)
         try:
             self.workspace.choose_default(models)
         except EdgeLMError as error:
@@ -186,7 +191,10 @@ class ChatScreen(Screen[None]):
         self.sidebar.show_chats(chats, self.workspace.session.chat.id)
 
     def show_model(self) -> None:
-        self.status.change(model=self.workspace.model)
+        workspace = self.workspace
+        self.status.change(model=workspace.model)
+        offered = workspace.link.remote is None and workspace.link.is_ready and workspace.answer is None
+        self.pane.offer(offers(workspace.session, workspace.model, self._larger) if offered else [])
 
     def show_drafts(self, shown: bool) -> None:
         """Tint the drafted words of answers, or stop it; the next run does the same."""
@@ -279,13 +287,14 @@ class ChatScreen(Screen[None]):
 
     @on(Prompt.Sent)
     def _sent(self, event: Prompt.Sent) -> None:
-        text, pane = event.text, self.pane
+        pane = self.pane
+        text = event.text or pane.chosen_offer
         if (call := parse_call(text)) is not None:
             command = pane.find_command(text, call)
             if command is None:
                 self.notify(f"there is no command /{call[0]}; / shows all", severity="warning", markup=False)
                 return
-            pane.clear_sent(text)
+            self._clear_sent(text)
             pane.close_commands()
             self.run_command(command.name, call[1])
         elif text.strip():
@@ -298,8 +307,13 @@ class ChatScreen(Screen[None]):
         """Send a message, as a new version of the one being edited if there is one. Raises RequestError."""
         self.workspace.send(text, self.pane.editing, roots)
         self.pane.leave_edit()
-        self.pane.clear_sent(text)
+        self._clear_sent(text)
         self.show_chat()
+
+    def _clear_sent(self, text: str) -> None:
+        """Empty the prompt, whose text was sent: the next run does not begin with it, even if this is /quit."""
+        self.pane.clear_sent(text)
+        self._unsent = ""
 
     def begin_answer(self, parent: int, sent_from: int | None = None) -> None:
         """Answer a message; `sent_from` shortens the conversation from here on."""
@@ -315,7 +329,8 @@ class ChatScreen(Screen[None]):
 
     def show_reading(self, activity: str) -> None:
         """Show that files are indexed; empty: no longer."""
-        self.status.change(reading=activity)
+        if self._is_composed:
+            self.status.change(reading=activity)
 
     def answer_progressed(self, answer: Answer, activity: str, stats: AnswerStats | None) -> None:
         if answer.session is not self.workspace.session:

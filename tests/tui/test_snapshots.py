@@ -221,7 +221,9 @@ def test_asking_before_passages_are_sent(app: ChatApp, theme: str, snap_compare:
 
     async def run(pilot: Pilot[None]) -> None:
         await keys(theme=theme)(pilot)
-        pilot.app.push_screen(SendScreen(SendQuestion("gpu.example:11500", ("/srv/notes", "/srv/plan.md"), passages)))
+        pilot.app.push_screen(
+            SendScreen(SendQuestion("The frobnicator", "gpu.example:11500", ("/srv/notes", "/srv/plan.md"), passages))
+        )
         await pilot.pause(0.2)
 
     assert snap_compare(app, terminal_size=(80, 24), run_before=run)

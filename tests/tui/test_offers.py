@@ -1,0 +1,100 @@
+"""A first conversation with the starter: questions to choose from, and a larger model where it does not know."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgelm.library.catalog import find_entry, suggested_entry
+from edgelm.library.names import CatalogName, parse_name
+from edgelm.tui.offers import EXAMPLES, UNKNOWN
+from tests.tui.conftest import Open
+from tests.tui.fake_endpoint import ANSWER
+
+DECLINED = f"{UNKNOWN} I am a very small model and know only edgelm."
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgelm.tui.offers.available_memory_bytes", lambda: 1_500_000_000)
+
+
+async def test_a_first_question_is_chosen(open_chat: Open) -> None:
+    async with open_chat(pulling=["false"]) as chat:
+        await chat.ready()
+        await chat.sees(*EXAMPLES)
+        await chat.press("enter")
+        assert chat.turns == [], "nothing was chosen"
+        await chat.press("down", "down", "up", "enter")
+        await chat.until(lambda: len(chat.turns) == 2, "the question and its answer")
+        await chat.answered()
+        assert chat.turns == [("user", EXAMPLES[0]), ("assistant", ANSWER)]
+        assert chat.endpoint.requests[-1]["messages"] == [{"role": "user", "content": EXAMPLES[0]}]
+        assert EXAMPLES[1] not in chat.text
+
+
+async def test_offers_make_way_for_what_is_typed(open_chat: Open) -> None:
+    async with open_chat(pulling=["false"]) as chat:
+        await chat.ready()
+        await chat.sees(*EXAMPLES)
+        await chat.type("x")
+        await chat.until(lambda: EXAMPLES[0] not in chat.text, "no offers")
+        await chat.press("backspace")
+        await chat.sees(*EXAMPLES)
+        await chat.press("escape")
+        await chat.until(lambda: EXAMPLES[0] not in chat.text, "no offers")
+        await chat.press("ctrl+n")
+        await chat.sees(*EXAMPLES)
+        await chat.ask("/model qwen3-4b-q4_k_m.gguf")
+        await chat.until(lambda: EXAMPLES[0] not in chat.text, "no offers of another model")
+
+
+async def test_what_the_starter_does_not_know_offers_a_larger_model(open_chat: Open, tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    pulling = [sys.executable, "-m", "tests.tui.fake_pulling", str(tmp_path / "hub")]
+    async with open_chat(pulling=pulling) as chat:
+        chat.endpoint.answers = [DECLINED, ANSWER]
+        await chat.ready()
+        await chat.ask("Who was the first king of Spain?")
+        await chat.sees("/pull qwen3:0.6b", "Down and Enter get it")
+        await chat.press("enter")
+        assert not chat.screen.pulls, "Enter alone downloads nothing"
+        await chat.press("down", "enter")
+        await chat.sees("↓ qwen3:0.6b · 90 %")
+        (tmp_path / "hub" / "go").touch()
+        await chat.until(lambda: not chat.screen.pulls, "the end of the pull")
+        await chat.ask("How do I stop an answer?")
+        assert "Down and Enter" not in chat.text
+
+
+async def test_another_server_offers_nothing(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.answers = [DECLINED]
+        await chat.ready()
+        assert EXAMPLES[0] not in chat.text
+        await chat.ask("Who was the first king of Spain?")
+        assert "Down and Enter" not in chat.text
+
+
+async def test_no_model_is_offered_where_none_fits(open_chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgelm.tui.offers.available_memory_bytes", lambda: 10**9)
+    async with open_chat(pulling=["false"]) as chat:
+        chat.endpoint.answers = [DECLINED]
+        await chat.ready()
+        await chat.ask("Who was the first king of Spain?")
+        assert "/pull" not in chat.text
+
+
+def test_the_suggested_model_fits() -> None:
+    def size(usable: float) -> str | None:
+        entry = suggested_entry(int(usable))
+        return entry.name if entry else None
+
+    assert [size(nbytes) for nbytes in (1e9, 2e9, 4e9, 6e9, 500e9)] == [
+        None, "qwen3:0.6b", "qwen3:4b", "qwen3:8b", "qwen3:8b",
+    ]  # fmt: skip
+    reference = parse_name("qwen3:8b")
+    assert isinstance(reference, CatalogName)
+    assert not find_entry(reference).gated
