@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgelm.errors import EdgeLMError
+from edgelm.errors import UsageError
 
 MAX_FILE_BYTES = 2**20
 MIN_KEY_LEN = 8  # of a key in a file; a shorter one is guessed
@@ -71,7 +71,7 @@ class Keys:
 def read_key_file(path: Path) -> list[Key]:
     """Return the keys of a file: a key per line, or its name, the key and perhaps `admin`; `#` begins a comment.
 
-    Raises EdgeLMError for a file that others can read or that is no file of this user, and for a wrong line.
+    Raises UsageError for a file that others can read or that is no file of this user, and for a wrong line.
     """
     keys: list[Key] = []
     for number, line in enumerate(_private_text(path).splitlines(), 1):
@@ -80,49 +80,49 @@ def read_key_file(path: Path) -> list[Key]:
             continue
         name, secret, *rest = words if len(words) > 1 else (f"key {number}", words[0])
         if secret == ADMIN:
-            raise EdgeLMError(f"line {number} of {path} marks a key as `{ADMIN}` without a name for it", _HINT)
+            raise UsageError(f"line {number} of {path} marks a key as `{ADMIN}` without a name for it", _HINT)
         if rest not in ([], [ADMIN]):
-            raise EdgeLMError(f"line {number} of {path} has more than a name, a key and `{ADMIN}`", _HINT)
+            raise UsageError(f"line {number} of {path} has more than a name, a key and `{ADMIN}`", _HINT)
         check_secret(secret, f"the key in line {number} of {path}")
         if any(name == key.name or secret == key.secret for key in keys):
-            raise EdgeLMError(f"line {number} of {path} repeats a name or a key", "remove it")
+            raise UsageError(f"line {number} of {path} repeats a name or a key", "remove it")
         keys.append(Key(name, secret, bool(rest)))
     if not keys:
-        raise EdgeLMError(f"{path} has no key", _HINT)
+        raise UsageError(f"{path} has no key", _HINT)
     return keys
 
 
 def check_secret(secret: str, place: str) -> None:
-    """Raise EdgeLMError for a key that is easily guessed or that no header can carry; the error names the place."""
+    """Raise UsageError for a key that is easily guessed or that no header can carry; the error names the place."""
     hint = "make one with `openssl rand -hex 24`"
     if len(secret) < MIN_KEY_LEN:
-        raise EdgeLMError(f"{place} is shorter than {MIN_KEY_LEN} characters", hint)
+        raise UsageError(f"{place} is shorter than {MIN_KEY_LEN} characters", hint)
     if not (secret.isascii() and secret.isprintable()):
-        raise EdgeLMError(f"{place} has characters that are not printable ASCII", hint)
+        raise UsageError(f"{place} has characters that are not printable ASCII", hint)
     if secret != secret.strip():
-        raise EdgeLMError(f"{place} begins or ends with a space", hint)
+        raise UsageError(f"{place} begins or ends with a space", hint)
 
 
 def _private_text(path: Path) -> str:
-    """Return the text of a file that only this user can read. Raises EdgeLMError."""
+    """Return the text of a file that only this user can read. Raises UsageError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         reason = "is a symbolic link" if path.is_symlink() else f"cannot be read: {error.strerror}"
-        raise EdgeLMError(f"the key file {path} {reason}", "give a file of your own") from None
+        raise UsageError(f"the key file {path} {reason}", "give a file of your own") from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            raise EdgeLMError(f"the key file {path} is not a file of yours", "give a file of your own")
+            raise UsageError(f"the key file {path} is not a file of yours", "give a file of your own")
         if status.st_mode & 0o077:
-            raise EdgeLMError(f"others can read the key file {path}", f"chmod 600 {path}")
+            raise UsageError(f"others can read the key file {path}", f"chmod 600 {path}")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             data = file.read(MAX_FILE_BYTES + 1)
     finally:
         os.close(descriptor)
     try:
         if len(data) > MAX_FILE_BYTES:
-            raise EdgeLMError(f"the key file {path} is larger than {MAX_FILE_BYTES // 2**20} MiB", _HINT)
+            raise UsageError(f"the key file {path} is larger than {MAX_FILE_BYTES // 2**20} MiB", _HINT)
         return data.decode()
     except UnicodeDecodeError:
-        raise EdgeLMError(f"the key file {path} is not text", _HINT) from None
+        raise UsageError(f"the key file {path} is not text", _HINT) from None

@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 
 from edgelm.config import Config, Settings
-from edgelm.errors import EdgeLMError
+from edgelm.errors import EdgeLMError, UsageError
 from edgelm.places import Places
 from edgelm.runtime import FrontRecord, agents_run, announced, find_front
 from edgelm.server.access import Rules, is_loopback
@@ -78,7 +78,7 @@ def serve(
     keys = _keys(settings, options)
     if not local and not keys:
         message = f"--host {settings.host} lets other machines in, and there is no key"
-        raise EdgeLMError(message, "add --api-key-file or --ask-key, or omit --host")
+        raise UsageError(message, "add --api-key-file or --ask-key, or omit --host")
     tls = _tls(settings)
     raise_file_limit()
     private_folder(places.runtime)
@@ -227,7 +227,7 @@ def _tls(settings: Settings) -> Tls | None:
     """Return the certificate of the settings; None: they have none. Raises EdgeLMError."""
     if settings.tls_cert is None:
         if settings.tls_key is not None:
-            raise EdgeLMError("there is a --tls-key, and no certificate", "add --tls-cert")
+            raise UsageError("there is a --tls-key, and no certificate", "add --tls-cert")
         return None
     tls = read_tls(Path(settings.tls_cert), Path(settings.tls_key) if settings.tls_key else None)
     if tls.warning:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import Headers
 
-from edgelm.errors import EdgeLMError
+from edgelm.errors import UsageError
 from edgelm.server.keys import Key, Keys, read_key_file
 
 
@@ -41,25 +41,25 @@ def test_a_key_file_has_names_and_rights(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_key_file_is_refused_by_line(tmp_path: Path, text: str, problem: str) -> None:
-    with pytest.raises(EdgeLMError, match=problem) as caught:
+    with pytest.raises(UsageError, match=problem) as caught:
         read_key_file(key_file(tmp_path, text))
     assert "sk-aaaaaaaa" not in str(caught.value)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
 def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(EdgeLMError, match="others can read"):
+    with pytest.raises(UsageError, match="others can read"):
         read_key_file(key_file(tmp_path, "a sk-aaaaaaaa\n", mode))
 
 
 def test_a_link_or_a_folder_is_no_key_file(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(key_file(tmp_path, "a sk-aaaaaaaa\n"))
-    with pytest.raises(EdgeLMError, match="symbolic link"):
+    with pytest.raises(UsageError, match="symbolic link"):
         read_key_file(link)
-    with pytest.raises(EdgeLMError, match="not a file of yours"):
+    with pytest.raises(UsageError, match="not a file of yours"):
         read_key_file(tmp_path)
-    with pytest.raises(EdgeLMError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot be read"):
         read_key_file(tmp_path / "missing")
 
 

@@ -129,7 +129,7 @@ def test_ignored_fields_are_logged_once(own: dict[str, str], models: Path, tmp_p
 
 def test_other_machines_need_a_key(environment: dict[str, str]) -> None:
     done = edgelm(environment, "serve", "--host", "0.0.0.0", "--port", "0")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "--api-key-file" in done.stderr
 

@@ -191,7 +191,7 @@ def test_wrong_files_are_one_clear_line(pair: Pair, expired: Pair, tmp_path: Pat
 
 def test_a_key_without_a_certificate_is_refused(own: dict[str, str], pair: Pair) -> None:
     done = edgelm(own, "serve", "--port", "0", "--tls-key", str(pair.key))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "--tls-cert" in done.stderr
     [line] = done.stderr.splitlines()
     assert line.startswith("error: ")
