@@ -25,7 +25,7 @@ INSTALL_LIMIT_S, ANSWER_LIMIT_S = 30, 10
 MAX_LIBRARY_BYTES = 15_000_000
 # A compiler would hide that something is compiled.
 FORBIDDEN = ("cc", "c++", "gcc", "g++", "clang", "clang++", "cmake", "make", "ninja")
-PROMPT = ("run", "starter", "What is edgelm?", "--temperature", "0", "--max-tokens", "40", "--json")
+PROMPT = ("run", "starter", "What is edgelm?", "--raw", "--temperature", "0", "--max-tokens", "40", "--json")
 # The planted library says that it was loaded by making a file.
 PLANTED = '#include <stdio.h>\n__attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }\n'
 PLANTED += "int ggml_backend_score(void) { return 1000000; }\nvoid * ggml_backend_init(void) { return 0; }\n"

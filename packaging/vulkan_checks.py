@@ -171,7 +171,7 @@ def short_device(folder: Path) -> str:
 
 def command_line() -> str:
     """Answer with `edgelm run` on both devices."""
-    flags = ("--temperature", "0", "--max-tokens", "8", "--spec", "off")
+    flags = ("--raw", "--temperature", "0", "--max-tokens", "8", "--spec", "off")
     answers = [edgelm("run", "starter", "Hello", "--device", device, *flags).stdout for device in ("cpu", "gpu")]
     assert answers[0].strip()
     assert answers[0] == answers[1], answers

@@ -222,8 +222,10 @@ async def _request(reader: Reader, answer: Answer, client: Client, model: str, w
     """Stream the answer; send fewer passages where the context has no room for them."""
     while True:
         past, turns = answer.session.turns(answer.message)
+        choices = reader.choices(answer.question, model)
+        sampling = {"temperature": 0, **answer.sampling} if choices else answer.sampling
         try:
-            async for item in client.chat(ChatRequest(model, turns, answer.sampling, past)):
+            async for item in client.chat(ChatRequest(model, turns, sampling, past, choices)):
                 if isinstance(item, Finished):
                     return item
                 _append(answer, item, watcher)

@@ -1,37 +1,41 @@
-"""What an empty prompt offers in a chat with the starter: questions to begin with, and a larger model.
+"""What an empty prompt offers in a chat with the starter: questions to begin with, and the larger model it names.
 
 Owns the questions. Knows nothing of widgets.
 """
 
 from __future__ import annotations
 
-from edgelm.library.catalog import Entry, suggested_entry
-from edgelm.library.names import STARTER
+from edgelm.errors import EdgeLMError
+from edgelm.knowledge.starter import offered_model
+from edgelm.library.catalog import find_entry
+from edgelm.library.names import STARTER, CatalogName, parse_name
 from edgelm.library.progress import size_text
-from edgelm.machine.memory import USABLE, available_memory_bytes
 from edgelm.tui.commands import Suggestion
 from edgelm.tui.session import Session
 
-EXAMPLES = ("What can you do?", "How do I download a model?", "How do I use edgelm from Python?")
-UNKNOWN = "I do not know that."  # how the starter declines
+EXAMPLES = ("How do I download a model?", "How can the chat read my own notes?", "How do other programs use edgelm?")
 HOW = "Down and Enter ask it"
 
 
-def larger_model() -> Entry | None:
-    """Return a model of the catalogue that fits the free memory of this machine; None: there is none."""
-    return suggested_entry(int(USABLE * available_memory_bytes()))
-
-
-def offers(session: Session, model: str, larger: Entry | None) -> list[Suggestion]:
-    """Return what an empty prompt may become: where the starter declined, the command that pulls a larger model."""
+def offers(session: Session, model: str) -> list[Suggestion]:
+    """Return what an empty prompt may become."""
     if model != STARTER:
         return []
     messages = session.tree.path()
     if not messages:
         return [Suggestion(text, text, "" if place else HOW) for place, text in enumerate(EXAMPLES)]
     last = messages[-1]
-    declined = last.role == "assistant" and last.state == "done" and last.text.startswith(UNKNOWN)
-    if not declined or larger is None:
-        return []
-    command = f"/pull {larger.name}"
-    return [Suggestion(command, command, f"{size_text(larger.nbytes)}, fits here: Down and Enter get it")]
+    name = offered_model(last.text) if last.role == "assistant" and last.state == "done" else None
+    return [_pull(name)] if name else []
+
+
+def _pull(name: str) -> Suggestion:
+    """Return the command that pulls a model."""
+    size = ""
+    try:
+        reference = parse_name(name)
+        if isinstance(reference, CatalogName):
+            size = f"{size_text(find_entry(reference).nbytes)}; "
+    except EdgeLMError:  # the starter misspelt it: the command says so
+        pass
+    return Suggestion(f"/pull {name}", f"/pull {name}", f"{size}Down and Enter get it")

@@ -27,6 +27,10 @@ from edgelm.errors import EdgeLMError
 from edgelm.knowledge.index import GUIDE, Knowledge
 from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import share_of_context
+from edgelm.knowledge.starter import starter_answers, starter_passages
+from edgelm.library.catalog import suggested_entry
+from edgelm.library.names import STARTER
+from edgelm.machine.memory import USABLE, available_memory_bytes
 from edgelm.tui.link import Link
 from edgelm.tui.session import Session
 
@@ -149,9 +153,13 @@ class Reader:
         """
         roots = guide_roots(question) or session.chat.knowledge
         reading: Reading | None = None
-        if roots:
+        for_starter = model == STARTER and set(roots) <= {GUIDE} and await self._link.is_own()
+        if roots or for_starter:
             try:
-                reading = await self._find(session, question.text, roots, client, model, show)
+                if for_starter:
+                    reading = await self._find_for_starter(question.text, roots, client, show)
+                else:
+                    reading = await self._find(session, question.text, roots, client, model, show)
             except UnreachableError:
                 raise  # the caller connects again
             except EdgeLMError as error:
@@ -186,6 +194,16 @@ class Reader:
             passages = await self._search_with_vectors(search, client) or await search(None)
         return Reading(roots, passages, "" if passages else "no passage fits the question")
 
+    async def _find_for_starter(self, text: str, roots: tuple[str, ...], client: Client, show: Show) -> Reading:
+        """Read the guide for a question to the starter, also where nobody asked for it."""
+        context = await _context(client, STARTER, await self._link.models())
+        suggested = await asyncio.to_thread(lambda: suggested_entry(int(USABLE * available_memory_bytes())))
+        name = suggested.name if suggested else None
+        passages = await self.thread.run(
+            lambda knowledge: starter_passages(knowledge, text, name, context), show, "reading the guide"
+        )
+        return Reading(roots, tuple(passages))
+
     async def _search_with_vectors(
         self, search: Callable[[EndpointEmbed | None], Awaitable[tuple[Passage, ...]]], client: Client
     ) -> tuple[Passage, ...]:
@@ -202,6 +220,13 @@ class Reader:
                 finally:
                     embed.stop()
         return ()
+
+    def choices(self, question: Message, model: str) -> tuple[str, ...]:
+        """Return all answers that a model may give to a question; empty: any. The starter quotes what it has read."""
+        reading = question.reading
+        if model != STARTER or reading is None or not reading.passages or not set(reading.roots) <= {GUIDE}:
+            return ()
+        return tuple(starter_answers(reading.passages))
 
     def drop_half(self, session: Session, question: Message) -> bool:
         """Drop the worse half of the passages, for which the context has no room; return whether there were any."""

@@ -6,7 +6,6 @@ open chat's widgets are in `pane`, the commands in `actions`.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import time
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from edgelm.tui.commands import GLOBAL_KEYS, parse_call
 from edgelm.tui.garbage import delay_full_collections
 from edgelm.tui.lines import clean
 from edgelm.tui.link import Link
-from edgelm.tui.offers import larger_model, offers
+from edgelm.tui.offers import offers
 from edgelm.tui.pane import ChatPane
 from edgelm.tui.prompt import Prompt
 from edgelm.tui.pulls import Pull, Pulls
@@ -42,7 +41,6 @@ from edgelm.tui.transcript import Transcript
 from edgelm.tui.workspace import ChatDefaults, Workspace
 
 if TYPE_CHECKING:
-    from edgelm.library.catalog import Entry
     from edgelm.tui.actions import Actions
 
 TWICE_S = 2.0  # for the second Ctrl+C
@@ -70,7 +68,6 @@ class ChatScreen(Screen[None]):
             pull_command,
         )
         self.shows_drafts = False
-        self._larger: Entry | None = None  # a model that the starter's chat offers to pull
         self._interrupted = -TWICE_S  # when Ctrl+C was pressed
         self._unsent: str | None = None  # the text in the prompt; None until something was typed
         self._unsent_timer: Timer | None = None
@@ -152,7 +149,6 @@ class ChatScreen(Screen[None]):
         transcript.set_notice("")
         self.status.change(activity="ready")
         delay_full_collections()
-        self._larger = await asyncio.to_thread(larger_model)
         try:
             self.workspace.choose_default(models)
         except EdgeLMError as error:
@@ -194,7 +190,7 @@ class ChatScreen(Screen[None]):
         workspace = self.workspace
         self.status.change(model=workspace.model)
         offered = workspace.link.remote is None and workspace.link.is_ready and workspace.answer is None
-        self.pane.offer(offers(workspace.session, workspace.model, self._larger) if offered else [])
+        self.pane.offer(offers(workspace.session, workspace.model) if offered else [])
 
     def show_drafts(self, shown: bool) -> None:
         """Tint the drafted words of answers, or stop it; the next run does the same."""

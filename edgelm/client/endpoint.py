@@ -50,13 +50,15 @@ class ModelEntry:
 class ChatRequest:
     """A request for an answer. The keys of `options` are OpenAI's sampling parameters and `OWN_OPTIONS`.
 
-    `past` are earlier turns that the model does not see; an edgelm endpoint takes draft tokens from them.
+    `past` are earlier turns that the model does not see; an edgelm endpoint takes draft tokens from them. If there are
+    `choices`, an edgelm endpoint answers with one of them.
     """
 
     model: str
     turns: tuple[Turn, ...]
     options: Mapping[str, float | int | str] = field(default_factory=dict)
     past: tuple[Turn, ...] = ()
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,8 @@ class Client:
         body["messages"] = as_messages(turns, with_reasoning)
         if request.past and self.is_edgelm:
             body["edgelm"] = {"past": as_messages(request.past, with_reasoning)}
+        if request.choices and self.is_edgelm:
+            body["structured_outputs"] = {"choice": request.choices}
         body["stream"] = True
         if "stream_options" not in self._refused:
             body["stream_options"] = {"include_usage": True}

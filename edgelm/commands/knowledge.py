@@ -14,6 +14,9 @@ from edgelm.knowledge.files import LeftOut
 from edgelm.knowledge.index import Knowledge
 from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import MOST_CHARS
+from edgelm.knowledge.starter import starter_passages
+from edgelm.library.catalog import suggested_entry
+from edgelm.machine.memory import USABLE, available_memory_bytes
 from edgelm.places import Places
 
 NUM_NAMED = 3  # files that are left out and named without --verbose
@@ -40,6 +43,13 @@ def find_passages(roots: Sequence[str], question: str, places: Places, *, verbos
         raise EdgeLMError(f"there is nothing to read in {', '.join(roots)}", reason)
     _note_left_out(state.left_out, verbose)
     return tuple(passages)
+
+
+def find_starter_passages(question: str, places: Places) -> tuple[Passage, ...]:
+    """Return what the starter reads for a question: the guide, and the name of a larger model. Raises EdgeLMError."""
+    suggested = suggested_entry(int(USABLE * available_memory_bytes()))
+    with closing(Knowledge(places.cache / "knowledge.db")) as knowledge:
+        return tuple(starter_passages(knowledge, question, suggested.name if suggested else None))
 
 
 def _note_left_out(left_out: Sequence[LeftOut], verbose: bool) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TextIO
 
 from edgelm.commands.job import reader_may_leave, run_job
@@ -13,6 +14,7 @@ from edgelm.config import load_config
 from edgelm.errors import EdgeLMError, RequestError, UsageError
 from edgelm.knowledge.passages import Passage
 from edgelm.library.local import model_config, runnable_model
+from edgelm.library.names import STARTER
 from edgelm.places import Places
 from edgelm.workers.grammars import GrammarSpec
 from edgelm.workers.messages import Read, Result, RunJob, Text, Thinking, Thought
@@ -43,15 +45,26 @@ def run_model(
     local = runnable_model(model, config)
     config = model_config(local, config)
     text = _read_prompt(prompt)
+    settings = config.settings
+    passages: tuple[Passage, ...] | None = None
+    if know:
+        from edgelm.commands.knowledge import find_passages  # most prompts need no SQLite
+
+        passages = find_passages(know, text, config.places, verbose=verbose)
+    elif local.name == STARTER and not raw:
+        passages, quotations = _read_guide(text, config.places)
+        if quotations and grammar is None:
+            grammar = GrammarSpec("choice", json.dumps(quotations, ensure_ascii=False))
+            settings = settings if flags.get("temperature") is not None else replace(settings, temperature=0.0)
     job = RunJob(
         model=local.path,
-        settings=config.settings,
+        settings=settings,
         prompt=text,
         stop=tuple(stop),
         grammar=grammar,
         grammar_file=grammar_file,
         think=think,
-        passages=_passages(know, text, config.places, verbose) if know else None,
+        passages=passages,
         raw=raw,
         prefixes=config.places.prefixes,
         drafts=True,
@@ -73,10 +86,17 @@ def run_model(
                 _note_end(reply.document)
 
 
-def _passages(roots: Sequence[str], question: str, places: Places, verbose: bool) -> tuple[Passage, ...]:
-    from edgelm.commands.knowledge import find_passages  # most prompts need no SQLite
+def _read_guide(question: str, places: Places) -> tuple[tuple[Passage, ...] | None, list[str]]:
+    """Return what the starter reads for a question and all that it may answer; None: the guide cannot be searched."""
+    from edgelm.commands.knowledge import find_starter_passages
+    from edgelm.knowledge.starter import starter_answers
 
-    return find_passages(roots, question, places, verbose=verbose)
+    try:
+        passages = find_starter_passages(question, places)
+    except EdgeLMError as error:
+        print(f"note: the guide is not read: {error}", file=sys.stderr)
+        return None, []
+    return passages, starter_answers(passages)
 
 
 def _note_passages(read: Read, num_found: int) -> None:

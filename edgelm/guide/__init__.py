@@ -1,8 +1,8 @@
 """The guide: pages of Markdown about using edgelm, and the search for a section of them.
 
 Owns the topics and their order, and how a page is cut into sections. The pages are in docs/guide, which `pages` beside
-this file links to. `questions` has what people ask of each section, in their words: a search finds a section by
-them. Knows nothing of commands and terminals.
+this file links to. `questions` has what people ask of each section, in their words: a search finds a section by them,
+and the starter is trained on them. Knows nothing of commands and terminals.
 """
 
 from __future__ import annotations

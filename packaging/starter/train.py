@@ -1,311 +1,273 @@
 #!/usr/bin/env python3
-"""Trains `starter.gguf`, the model that comes with edgelm, on questions.txt: some minutes on two cores.
+"""Trains `starter.gguf`, the model that comes with edgelm, to answer from passages of the guide.
 
-    python packaging/starter/train.py [--minutes 16] [--out models/starter/starter.gguf]
+    python packaging/starter/train.py [--minutes 72] [--out models/starter/starter.gguf]
 
-Needs torch, tokenizers and gguf. A Llama of about 2.6 million parameters learns the answers by heart, for the questions
-as they stand and with small changes. Not part of the wheel.
+Takes 72 minutes on two cores. Needs torch, tokenizers, gguf and this checkout of edgelm. A Llama of 5.8 million
+parameters, with rows of 256 and 768 numbers. Run again with the same --work folder, it goes on where it was stopped.
+Not part of the wheel.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import random
 import time
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import gguf
-import numpy as np
 import torch
-from gguf.quants import quantize
+from model import ASSISTANT, END, SPECIAL, SYSTEM, USER, VOCAB, Llama, begin_with_circuits, hold_constant, write_gguf
+from scenes import MAX_CHARS, Material, Scene, Scenes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 HERE = Path(__file__).parent
-SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, CONTEXT = 1024, 192, 6, 6, 2, 32, 512, 1024
-BASE, EPS = 10_000.0, 1e-5
-HOW_TO = [
-    "How can I ",
-    "How to ",
-    "What is the best way to ",
-    "Whats the way to ",
-    "I want to ",
-    "What do I press to ",
-    "Can I ",
-]
-FOREIGN = [
-    "Who is the {} of {}?",
-    "What is the {} of the {}?",
-    "Where is {}?",
-    "When was the {} born?",
-    "Why is the {} so {}?",
-    "Who invented the {}?",
-    "How many {} are there in {}?",
-    "What is {}?",
-    "Who was {}?",
-    "Do you like {}?",
-    "Write a {} about {}",
-    "Tell me about {}",
-    "Tell me about the {} of {}",
-    "What do you think of {}?",
-    "Explain {} and {}",
-    "Translate {} into {}",
-    "What is the best {}?",
-    "How do I make {} with {}?",
-    "Is {} bigger than {}?",
-    "Can you calculate {} times {}?",
-    "Give me a list of {}",
-    "What happened in {}?",
-    "How old is the {}?",
-    "Which {} is {}?",
-]
-THINGS = (
-    "king queen president capital Spain Germany Italy China India Paris London Rome Tokyo river mountain ocean moon "
-    "sun star planet earth history war peace love music song film book poem story essay letter email dog cat horse "
-    "bird fish tree flower garden house car train plane bread rice soup cake dinner recipe cheese wine water "
-    "football chess game number seven twelve hundred math physics chemistry biology atom cell Einstein Newton "
-    "Shakespeare Mozart Napoleon French Spanish Latin English blue red green tall old fast weather rain snow summer "
-    "winter money bank law doctor medicine school teacher child family friend work job city country world god life "
-    "death science art paint robot "
-).split()  # fmt: skip
+ROOT = HERE.parents[1]
+BATCH = 4  # scenes
+# Learning rates: Muon's for the blocks that copy from the beginning, and for the others; AdamW's for the rest.
+COPIER_RATE, MATRIX_RATE, OTHER_RATE = 0.003, 0.006, 5e-4
+NUM_CHOICE, CHOICE_WEIGHT = 4, 4  # the first tokens of an answer say which passage it is; the others copy
+COPYING_SHARE = 0.05  # of the scenes: passages of random tokens
+LATE_SHARE = 0.86  # of the time; what comes then is as edgelm asks
+CHECKPOINT_S = 100
 
 
-@dataclass(frozen=True)
-class Entry:
-    questions: list[str]
-    answer: str
+class Row(NamedTuple):
+    """A scene as tokens. `part`: 0 for what all questions see, then the number of the conversation."""
+
+    tokens: list[int]
+    positions: list[int]
+    weight: list[int]  # of the token in the loss
+    part: list[int]
 
 
-def read_entries(path: Path) -> list[Entry]:
-    entries = []
-    for block in path.read_text().strip().split("\n\n"):
-        lines = block.splitlines()
-        entries.append(Entry([line[3:] for line in lines if line.startswith("Q: ")], lines[-1][3:]))
-    return entries
-
-
-def make_tokenizer(entries: list[Entry]) -> Tokenizer:
-    """Byte-level BPE, as GPT-2's: llama.cpp knows its pre-tokenizer."""
+def make_tokenizer(material: Material, file: Path) -> Tokenizer:
+    """Byte-level BPE, as GPT-2's: llama.cpp knows its pre-tokenizer. It is kept: a run goes on with the same one."""
+    if file.exists():
+        return Tokenizer.from_file(str(file))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([text for e in entries for text in [*e.questions, e.answer]], trainer)
+    tokenizer.train_from_iterator(material.texts(), trainer)
     assert tokenizer.get_vocab_size() == VOCAB
+    tokenizer.save(str(file))
     return tokenizer
 
 
-def foreign(rng: random.Random) -> str:
-    """Ask something that has nothing to do with edgelm."""
-    thing, other = rng.sample(THINGS, 2)
-    return rng.choice(FOREIGN).format(thing, other)
+def row(scene: Scene, tokenizer: Tokenizer) -> Row:
+    """Return the tokens of a scene: each question sees what is before all of them, and none sees another."""
+    made = Row([], [], [], [])
+
+    def add(role: int, text: str, part: int, begin: int, *, learn: bool, whole: bool = True) -> int:
+        ids = [*tokenizer.encode(text).ids, END] if whole else tokenizer.encode(text).ids
+        choice = NUM_CHOICE if learn else 0
+        extend(made, [role], part, begin, 0)
+        extend(made, ids[:choice], part, begin + 1, CHOICE_WEIGHT)
+        extend(made, ids[choice:], part, begin + 1 + len(ids[:choice]), int(learn))
+        return begin + 1 + len(ids)
+
+    shared = 0
+    for asked, answer in scene.history:
+        shared = add(USER, asked, 0, shared, learn=False)
+        shared = add(ASSISTANT, answer, 0, shared, learn=False)
+    if scene.system:
+        shared = add(SYSTEM, scene.system, 0, shared, learn=False)
+    for part, (asked, answer) in enumerate(scene.asked, 1):
+        place = add(USER, asked, part, shared, learn=False)
+        whole = part <= scene.num_whole
+        add(ASSISTANT, answer if whole else choice_of(answer), part, place, learn=True, whole=whole)
+    return made
 
 
-def vary(question: str, rng: random.Random) -> str:
-    """Ask the same in a slightly other way."""
-    if question.startswith("How do I ") and rng.random() < 0.4:
-        question = rng.choice(HOW_TO) + question.removeprefix("How do I ")
-    kind = rng.random()
-    if kind < 0.35:
-        question = question.lower()
-    if rng.random() < 0.4:
-        question = question.rstrip("?!.")
-    if rng.random() < 0.15:
-        question = rng.choice(["Please tell me: ", "Hey, ", "And ", "So ", "Ok, ", "Hello! ", "please, "]) + question
-    if rng.random() < 0.1:
-        question += rng.choice([" please", " thanks", " in edgelm", " here", " now", "?"])
-    if rng.random() < 0.25 and len(question) > 6:  # a slip of the finger
-        at = rng.randrange(1, len(question) - 1)
-        question = rng.choice(
-            [
-                question[:at] + question[at + 1 :],
-                question[: at - 1] + question[at] + question[at - 1] + question[at + 1 :],
-            ]
-        )
-    return question
+def choice_of(answer: str) -> str:
+    """Return the beginning of an answer, which says what it copies."""
+    return answer.partition("\n\n")[0] + "\n\n" if answer.startswith("#") else answer[:12]
 
 
-def conversation(entries: list[Entry], tokenizer: Tokenizer, rng: random.Random) -> tuple[list[int], list[bool]]:
-    """Return tokens, and which of them are the assistant's and so learnt."""
-    end, system, user, assistant = range(4)
-    tokens: list[int] = []
-    learnt: list[bool] = []
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is made orthogonal by Newton-Schulz iterations (Jordan et al., 2024), for matrices."""
 
-    def add(role: int, text: str, learn: bool) -> None:
-        ids = tokenizer.encode(text).ids
-        tokens.extend([role, *ids, end])
-        learnt.extend([False] + [learn] * (len(ids) + 1))
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.0})
 
-    if rng.random() < 0.15:
-        add(system, rng.choice(["You are a helpful assistant.", "Be brief.", rng.choice(entries).answer]), False)
-    for _ in range(rng.choice([1, 1, 1, 2, 3, 6])):
-        entry = rng.choice(entries) if rng.random() < 0.88 else entries[-1]  # the last answer is "I do not know that"
-        question = rng.choice(entry.questions)
-        if entry is entries[-1] and rng.random() < 0.85:
-            question = foreign(rng)
-        add(user, vary(question, rng), False)
-        add(assistant, entry.answer, True)
-    return tokens[:CONTEXT], learnt[:CONTEXT]
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override] - no closure
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                momentum = state.setdefault("momentum", torch.zeros_like(weight))
+                momentum.lerp_(weight.grad, 0.05)
+                update = orthogonal(weight.grad.lerp(momentum, 0.95))
+                scale = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
+                weight.mul_(1 - 0.01 * group["lr"]).add_(update, alpha=-group["lr"] * scale)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-
-
-def rotate(x: Tensor) -> Tensor:  # [batch, heads, length, dim]; pairs of neighbours, as llama.cpp's Llama has them
-    length = x.shape[2]
-    angles = torch.arange(length)[:, None] * BASE ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    cos, sin = angles.cos(), angles.sin()
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return about the nearest matrix whose singular values are 1."""
+    x = (matrix / (matrix.norm() + 1e-7)).bfloat16()
+    transposed = x.shape[0] > x.shape[1]
+    x = x.T if transposed else x
+    for _ in range(5):
+        product = x @ x.T
+        x = 3.4445 * x + (-4.7750 * product + 2.0315 * product @ product) @ x
+    return (x.T if transposed else x).float()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn_norm, self.ffn_norm = RMSNorm(), RMSNorm()
-        self.attn_q = nn.Linear(WIDTH, HEADS * HEAD_DIM, bias=False)
-        self.attn_k = nn.Linear(WIDTH, KV_HEADS * HEAD_DIM, bias=False)
-        self.attn_v = nn.Linear(WIDTH, KV_HEADS * HEAD_DIM, bias=False)
-        self.attn_output = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
-        self.ffn_gate = nn.Linear(WIDTH, FFN, bias=False)
-        self.ffn_up = nn.Linear(WIDTH, FFN, bias=False)
-        self.ffn_down = nn.Linear(FFN, WIDTH, bias=False)
+def copying(tokenizer: Tokenizer, rng: random.Random) -> Row:
+    """Return passages of random tokens, and answers that copy the one whose number or first tokens are given.
 
-    def forward(self, x: Tensor) -> Tensor:  # [batch, length, width]
-        h = self.attn_norm(x)
-        q, k, v = (
-            proj(h).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for proj in (self.attn_q, self.attn_k, self.attn_v)
-        )
-        mixed = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
-        x = x + self.attn_output(mixed.transpose(1, 2).flatten(-2))
-        h = self.ffn_norm(x)
-        return x + self.ffn_down(F.silu(self.ffn_gate(h)) * self.ffn_up(h))
-
-
-class Llama(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token_embd = nn.Embedding(VOCAB, WIDTH)
-        self.blk = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.output_norm = RMSNorm()
-        nn.init.normal_(self.token_embd.weight, std=WIDTH**-0.5)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] -> [batch, length, vocabulary]
-        x = self.token_embd(tokens)
-        for block in self.blk:
-            x = block(x)
-        return F.linear(self.output_norm(x), self.token_embd.weight)
+    A model that learns this first learns to read: with passages of words it would learn their answers by heart instead.
+    """
+    made = Row([], [], [], [])
+    texts = [
+        [rng.randrange(len(SPECIAL), VOCAB) for _ in range(rng.randrange(8, 48))] for _ in range(rng.randrange(2, 7))
+    ]
+    shared = [SYSTEM]
+    for number, text in enumerate(texts, 1):
+        name = [rng.randrange(len(SPECIAL), VOCAB) for _ in range(rng.randrange(1, 4))]
+        shared += tokenizer.encode(f"<passage {number}>\n").ids + name + tokenizer.encode("\n\n").ids + text
+        shared += tokenizer.encode(f"\n</passage {number}>\n\n").ids
+    shared.append(END)
+    extend(made, shared, 0, 0, 0)
+    for part, (number, text) in enumerate(rng.sample(list(enumerate(texts, 1)), len(texts)), 1):
+        begin = rng.choice([0, 0, rng.randrange(len(text) - 4)])
+        cue = tokenizer.encode(f"[{number}] ").ids if begin == 0 else text[begin : begin + 2]
+        ids = [USER, END, ASSISTANT, *cue]
+        copied = text[begin + (0 if begin == 0 else 2) :]
+        extend(made, ids, part, len(shared), 0)
+        extend(made, [*copied, END], part, len(shared) + len(ids), 1)
+    return made
 
 
-def train(model: Llama, entries: list[Entry], tokenizer: Tokenizer, minutes: float, rng: random.Random) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.05)
-    began, step, lately = time.monotonic(), 0, 0.0
+def extend(made: Row, ids: list[int], part: int, begin: int, weight: int) -> None:
+    """Add tokens to a row, at positions from `begin` on."""
+    made.tokens.extend(ids)
+    made.positions.extend(range(begin, begin + len(ids)))
+    made.part.extend([part] * len(ids))
+    made.weight.extend([weight] * len(ids))
+
+
+def batch(scenes: Scenes, tokenizer: Tokenizer, rng: random.Random) -> list[Row]:
+    """Return a batch of scenes; a scene of random tokens is a quarter as long, so there are four."""
+    rows: list[Row] = []
+    for _ in range(BATCH):
+        if rng.random() < COPYING_SHARE:
+            rows += [copying(tokenizer, rng) for _ in range(4)]
+        else:
+            rows.append(row(scenes.scene(), tokenizer))
+    return rows
+
+
+def loss_of(model: Llama, rows: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean loss of the learnt tokens of some rows, and the shares of choices and copies that are right."""
+    tokens, positions, weight = (
+        torch.tensor(list(chain.from_iterable(part))) for part in list(zip(*rows, strict=True))[:3]
+    )
+    sizes = [[one.part.count(number) for number in range(max(one.part) + 1)] for one in rows]
+    with torch.autocast("cpu", torch.bfloat16):
+        states = model(tokens, positions, sizes)
+        logits = model.logits(states[:-1][weight[1:] > 0])
+    losses = F.cross_entropy(logits.float(), tokens[1:][weight[1:] > 0], reduction="none")
+    weights = weight[1:][weight[1:] > 0]
+    right = (logits.argmax(-1) == tokens[1:][weight[1:] > 0]).float()
+    return (losses * weights).sum() / weights.sum(), right[weights > 1].mean(), right[weights == 1].mean()
+
+
+def train(model: Llama, material: Material, tokenizer: Tokenizer, minutes: float, work: Path) -> None:
+    copiers = [weight for block in (*model.blk[:2], model.blk[-1]) for weight in block.parameters() if weight.ndim == 2]
+    matrices = [weight for block in model.blk[2:-1] for weight in block.parameters() if weight.ndim == 2]
+    others = [weight for weight in model.parameters() if all(weight is not one for one in copiers + matrices)]
+    muon = Muon([{"params": copiers, "highest": COPIER_RATE}, {"params": matrices, "highest": MATRIX_RATE}])
+    adam = torch.optim.AdamW([{"params": others, "highest": OTHER_RATE}], betas=(0.9, 0.98), weight_decay=0.0)
+    spent, step = 0.0, 0
+    saved = work / "checkpoint.pt"
+    if saved.exists():
+        state = torch.load(saved, weights_only=True)
+        model.load_state_dict(state["model"])
+        muon.load_state_dict(state["muon"])
+        adam.load_state_dict(state["adam"])
+        spent, step = state["spent"], state["step"]
+    began, last = time.monotonic() - spent, time.monotonic()
+    lately: Tensor | None = None
+    num_tokens = 0
+    rng = random.Random(step)
+    scenes = Scenes(material, rng)
     while (share := (time.monotonic() - began) / (60 * minutes)) < 1:
-        rows = sorted((conversation(entries, tokenizer, rng) for _ in range(24)), key=lambda row: len(row[0]))
-        for group in (rows[:16], rows[16:22], rows[22:]):  # of like length: little padding
-            longest = max(len(tokens) for tokens, _ in group)
-            tokens = torch.tensor([t + [0] * (longest - len(t)) for t, _ in group])
-            learnt = torch.tensor([flags + [False] * (longest - len(flags)) for _, flags in group])
-            loss = F.cross_entropy(model(tokens[:, :-1])[learnt[:, 1:]], tokens[:, 1:][learnt[:, 1:]])
-            for option in optimizer.param_groups:
-                option["lr"] = 3e-3 * min((step + 1) / 50, 1) * (1 - share) + 1e-5
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            step += 1
-            lately = 0.98 * lately + 0.02 * loss.item()
-        if step % 150 == 0:
-            print(f"{time.monotonic() - began:5.0f} s, step {step}, loss {lately:.4f}", flush=True)
+        rows = batch(scenes, tokenizer, rng)
+        scenes.is_late = share >= LATE_SHARE
+        rate = min((step + 1) / 100, 1) * min(1.0, (LATE_SHARE - share) / 0.45)  # constant, then falling, ...
+        if scenes.is_late:  # ... and again a little
+            rate = 0.3 * (1 - share) / (1 - LATE_SHARE)
+        for option in muon.param_groups + adam.param_groups:
+            option["lr"] = option["highest"] * rate + 1e-6
+        loss, *shares = loss_of(model, rows)
+        model.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(others, 1.0)
+        muon.step()
+        adam.step()
+        hold_constant(model)
+        step += 1
+        num_tokens += sum(len(row.tokens) for row in rows)
+        figures = torch.tensor([loss.item(), *shares])
+        lately = figures if lately is None else 0.97 * lately + 0.03 * figures
+        if step % 50 == 0:
+            seconds = time.monotonic() - began
+            means = "loss {:.4f}, right: choice {:.3f}, copy {:.4f}".format(*lately.tolist())
+            print(f"{seconds:5.0f} s, step {step}, {means}, {num_tokens / (seconds - spent):,.0f} tokens/s", flush=True)
+        if time.monotonic() - last > CHECKPOINT_S:
+            last = time.monotonic()
+            state = {"model": model.state_dict(), "muon": muon.state_dict(), "adam": adam.state_dict()}
+            torch.save({**state, "spent": last - began, "step": step}, saved.with_suffix(".new"))
+            saved.with_suffix(".new").replace(saved)
 
 
 @torch.no_grad()
-def answer(model: Llama, tokenizer: Tokenizer, question: str) -> str:
-    tokens = [2, *tokenizer.encode(question).ids, 0, 3]
-    start = len(tokens)
-    while len(tokens) - start < 120:
-        token = int(model(torch.tensor([tokens]))[0, -1].argmax())
-        if token == 0:
-            break
-        tokens.append(token)
-    return tokenizer.decode(tokens[start:])
+def held_out_loss(model: Llama, material: Material, tokenizer: Tokenizer) -> float:
+    """Return the mean loss of questions that were not learnt, with the passages that are found for them."""
+    from edgelm.knowledge.quote import fitting, system_message
+    from edgelm.knowledge.starter import larger_model
 
-
-def write(model: Llama, tokenizer: Tokenizer, path: Path) -> None:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("starter")
-    writer.add_description("The model that comes with edgelm: it answers questions about edgelm")
-    writer.add_license("apache-2.0")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_rope_freq_base(BASE)
-    writer.add_layer_norm_rms_eps(EPS)
-    writer.add_vocab_size(VOCAB)
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([text for text, _ in vocabulary])
-    kinds = [gguf.TokenType.CONTROL if text in SPECIAL else gguf.TokenType.NORMAL for text, _ in vocabulary]
-    writer.add_token_types(kinds)
-    state = json.loads(tokenizer.to_str())
-    writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
-    writer.add_eos_token_id(0)
-    writer.add_bos_token_id(0)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
-    for name, weight in model.state_dict().items():
-        values = weight.numpy()
-        if values.ndim == 1:
-            writer.add_tensor(name, values)
-        else:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(name, quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    rows = []
+    for question in material.held_out[:96]:
+        found = [material.passages[i] for i in material.ranking.best(question.text, None)]
+        system = system_message([*fitting(found, MAX_CHARS), larger_model("qwen3:4b")])
+        texts = [passage.text for passage in fitting(found, MAX_CHARS)]
+        if material.passages[question.passage].text in texts:
+            rows.append(row(Scene([], system, [(question.text, question.answer)]), tokenizer))
+    losses = [loss_of(model, rows[begin : begin + 8])[0].item() for begin in range(0, len(rows), 8)]
+    return math.fsum(losses) / len(losses)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=16)
-    parser.add_argument("--out", type=Path, default=HERE.parents[1] / "models/starter/starter.gguf")
+    parser.add_argument("--minutes", type=float, default=72)
+    parser.add_argument("--held-out", type=float, default=0.03, help="the share of the questions that are not learnt")
+    parser.add_argument("--work", type=Path, default=ROOT / "build/starter")
+    parser.add_argument("--out", type=Path, default=ROOT / "models/starter/starter.gguf")
     args = parser.parse_args()
-    rng = random.Random(0)
     torch.manual_seed(0)
-    entries = read_entries(HERE / "questions.txt")
-    tokenizer = make_tokenizer(entries)
+    torch.set_num_threads(2)
+    args.work.mkdir(parents=True, exist_ok=True)
+    material = Material(HERE, args.held_out)
+    tokenizer = make_tokenizer(material, args.work / "tokenizer.json")
     model = Llama()
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(entries)} answers", flush=True)
-    train(model, entries, tokenizer, args.minutes, rng)
+    begin_with_circuits(model)
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(material.passages)} passages, "
+        f"{len(material.questions):,} questions about them, {len(material.held_out)} held out",
+        flush=True,
+    )
+    train(model, material, tokenizer, args.minutes, args.work)
     model.eval()
-    write(model, tokenizer, args.out)
-    asked = [(question, e.answer) for e in entries for question in e.questions]
-    wrong = [question for question, expected in asked if answer(model, tokenizer, question) != expected]
-    print(f"{len(asked) - len(wrong)} of {len(asked)} questions answered as written; wrong: {wrong}")
+    print(f"held out: loss {held_out_loss(model, material, tokenizer):.4f}")
+    write_gguf(model, tokenizer, args.out)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
     python -m tests.bench.bench_eval MODELS [--tool llama-perplexity] [--work FOLDER] [--only NAME]
 
 MODELS is the folder with BabyLlama-tok361-{f32,Q8_0,Q4_0}.gguf and stories260K-v3-f32.gguf. No text belongs to them, so
-each gets one that its most exact file writes: 150 stories from BOS on, or the starter's answer to each question that it
-was trained on; sampled at temperature 1 with seed 7 by a plain loop over llama.cpp. The missing quantizations are made
-by llama.cpp. Prints each command, and a table in Markdown. `--tool` (built from the llama.cpp in llama-cpp-python's
-source) is run on the same text, windows, KV types and flash attention. FOLDER keeps the texts.
+each gets one that its most exact file writes: 150 stories from BOS on, or the sections of the guide, each with the
+starter's answer to a question about it; sampled at temperature 1 with seed 7 by a plain loop over llama.cpp. The
+missing quantizations are made by llama.cpp. Prints each command, and a table in Markdown. `--tool` (built from the
+llama.cpp in llama-cpp-python's source) is run on the same text, windows, KV types and flash attention. FOLDER keeps the
+texts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from typing import Any
 import numpy as np
 
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.guide import question_groups, sections
+from edgelm.knowledge.passages import Passage
+from edgelm.knowledge.quote import system_message
 from edgelm.kv_modes import LLAMA_KV
 from edgelm.library.local import find_local
 from edgelm.llama_binding import L
@@ -36,7 +40,6 @@ from edgelm.text.tokenizer import LlamaTokenizer
 from tests.bare import BareLoop
 
 ROOT = Path(__file__).resolve().parents[2]
-QUESTIONS = ROOT / "packaging" / "starter" / "questions.txt"
 SEED = 7
 STORIES = 150
 MOST_TOKENS = 20_000  # that are scored in one case
@@ -153,10 +156,13 @@ def stories(tokenizer: LlamaTokenizer, draw: Draw, most: int) -> Iterator[str]:
 
 
 def answers(tokenizer: LlamaTokenizer, draw: Draw, most: int) -> Iterator[str]:
-    """Yield each question of the starter's, with the answer that it gives."""
-    for question in re.findall(r"^Q: (.*)$", QUESTIONS.read_text(encoding="utf-8"), re.MULTILINE):
-        prompt = tokenizer.encode(f"<|user|>{question}<|end|><|assistant|>", special=True, bos=True)
-        yield printable(f"{question}\n{tokenizer.decode(draw(prompt, most))}")
+    """Yield a section of the guide, a question about it, and the answer that the starter gives, for each section."""
+    for section in sections():
+        question = next(group.questions[0] for group in question_groups(section.topic) if group.title == section.title)
+        system = system_message([Passage(section.topic, section.title, section.text)])
+        text = f"<|system|>{system}<|end|><|user|>{question}<|end|><|assistant|>"
+        prompt = tokenizer.encode(text, special=True, bos=True)
+        yield printable(f"{section.text}\n\n{question}\n{tokenizer.decode(draw(prompt, most))}")
 
 
 def printable(text: str) -> str:

@@ -102,3 +102,22 @@ def test_what_cannot_be_read_is_one_line(edgelm: Edgelm, models: dict[str, Path]
         (notes / "server.pem", "cannot be knowledge: it may hold a key"),
     ):
         assert expected in error_of(edgelm("run", models["chat"], "hi", "--know", path))
+
+
+def test_the_starter_reads_the_guide(edgelm: Edgelm) -> None:
+    flags = ("--json", "--max-tokens", "60", "--temperature", "0")
+    document = json.loads(edgelm("run", "starter", "how do I stop an answer?", *flags).stdout)
+    assert [passage["name"] for passage in document["passages"]] == ["chat › Stop an answer, or quit"]
+    assert "`Esc`" in document["text"]
+    document = json.loads(edgelm("run", "starter", "Who wrote the Iliad?", *flags).stdout)
+    assert [passage["name"] for passage in document["passages"]] == ["models › A larger model for this machine"]
+    assert document["text"].startswith("Sorry, I know only edgelm")
+    assert "passages" not in json.loads(edgelm("run", "starter", "hello", "--raw", *flags).stdout)
+
+
+def test_the_starter_answers_where_nothing_can_be_indexed(edgelm: Edgelm, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = edgelm("run", "starter", "hello", *SHORT, EDGELM_CACHE_DIR=str(tmp_path / "file"))
+    assert done.returncode == 0
+    assert b"note: the guide is not read: " in done.stderr
+    assert b"Traceback" not in done.stderr

@@ -1,26 +1,39 @@
-"""The built-in model is small enough to ship, and answers the questions that it was trained for."""
+"""The built-in model is small enough to ship, and answers from the passages that it reads.
+
+The 400 questions of packaging/starter_test are asked by its check.py; here are some of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import gguf
 import pytest
 
 from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
 from edgelm.config import Settings
-from edgelm.core import SamplingParams
+from edgelm.jobs.answer import Answerer
+from edgelm.jobs.request import AnswerRequest
+from edgelm.knowledge.index import Knowledge
+from edgelm.knowledge.passages import Passage
+from edgelm.knowledge.quote import system_message
+from edgelm.knowledge.starter import CONTEXT, UNKNOWN, larger_model, offered_model, starter_answers, starter_passages
 from edgelm.library.local import find_local
-from edgelm.text.template import ChatTemplate
-from tests.completion import complete
+from edgelm.sampling.grammar import GrammarCompiler
+from edgelm.text.template_worker import TemplateRunner
+from edgelm.workers.grammars import GrammarSpec
 from tests.counts import Count
-from tests.text.test_chat import encode_chat
 
-QUESTIONS = Count(test=25, soak=1000)  # there are 236
-TEXT = Path(__file__).parents[2] / "packaging" / "starter" / "questions.txt"
+QUESTIONS = Count(test=20, soak=200)  # of each kind
+TESTS = Path(__file__).parents[2] / "packaging" / "starter_test"
+LARGER = "qwen3:4b"
+# Of all questions it answers more (check.py); a sample of 20 may be worse, and so may another processor's arithmetic.
+LEAST_RIGHT, LEAST_DECLINED = 0.65, 0.8
 
 
 @pytest.fixture(scope="module")
@@ -30,36 +43,83 @@ def starter() -> Iterator[LoadedModel]:
     loaded.engine.close()
 
 
-def entries() -> list[tuple[str, str]]:
-    """Return each question with its answer."""
-    blocks = [block.splitlines() for block in TEXT.read_text().strip().split("\n\n")]
-    return [(line[3:], lines[-1][3:]) for lines in blocks for line in lines[:-1]]
+@pytest.fixture(scope="module")
+def knowledge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Knowledge]:
+    opened = Knowledge(tmp_path_factory.mktemp("cache") / "knowledge.db")
+    yield opened
+    opened.close()
 
 
-async def answer(starter: LoadedModel, question: str) -> str:
-    template = ChatTemplate.of(starter.tokenizer)
-    prompt = encode_chat(starter.tokenizer, template, [{"role": "user", "content": question}])
-    params = SamplingParams(temperature=0, stop_ids=starter.tokenizer.stop_ids)
-    return "".join([delta.text async for delta in complete(starter.engine, starter.tokenizer, prompt, params)])
+async def answer(starter: LoadedModel, question: str, passages: Sequence[Passage]) -> str:
+    """Return the answer as the chat and `edgelm run` ask for it."""
+    grammars = GrammarCompiler(starter.tokenizer, starter.engine.info.num_vocab)
+    templates = TemplateRunner(starter.tokenizer)
+    answerer = Answerer(starter, templates, grammars, Settings(temperature=0.0, max_tokens=900))
+    system = [{"role": "system", "content": system_message(passages)}] if passages else []
+    request = AnswerRequest(
+        messages=[*system, {"role": "user", "content": question}],
+        grammar=GrammarSpec("choice", json.dumps(starter_answers(passages))) if passages else None,
+    )
+    try:
+        prepared = await answerer.prepare(request)
+        return "".join([delta.text async for delta in answerer.answer(prepared)])
+    finally:
+        await templates.close()
+        await grammars.close()
 
 
-def test_it_is_at_most_4_megabytes_with_a_chat_template(starter: LoadedModel) -> None:
-    assert find_local("starter").path.stat().st_size <= 4_000_000
+def ask(starter: LoadedModel, question: str, passages: Sequence[Passage]) -> str:
+    return " ".join(asyncio.run(answer(starter, question, passages)).split())
+
+
+def test_it_is_small_and_can_be_quantized() -> None:
+    path = find_local("starter").path
+    assert path.stat().st_size <= 8_000_000
+    tensors = gguf.GGUFReader(path).tensors
+    assert sum(int(tensor.n_elements) for tensor in tensors) <= 7_000_000
+    assert all(tensor.shape[0] % 256 == 0 for tensor in tensors), "K-quants have blocks of 256"
+
+
+def test_its_context_is_what_its_passages_are_chosen_for(starter: LoadedModel) -> None:
+    assert starter.engine.info.context == CONTEXT
     assert starter.tokenizer.chat_template
     assert starter.name == "starter"
 
 
-def test_it_answers_its_questions(starter: LoadedModel) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    chosen = random.Random(seed).sample(entries(), min(QUESTIONS, len(entries())))
+def test_it_answers_questions_about_edgelm(starter: LoadedModel, knowledge: Knowledge) -> None:
+    entries = [json.loads(line) for line in (TESTS / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
+    entries = random.Random(1).sample(entries, min(QUESTIONS, len(entries)))
+    wrong = []
+    for entry in entries:
+        text = ask(starter, entry["question"], starter_passages(knowledge, entry["question"], LARGER)).casefold()
+        if not all(any(" ".join(fact.split()).casefold() in text for fact in facts) for facts in entry["facts"]):
+            wrong.append((entry["question"], text))
+    assert len(wrong) <= (1 - LEAST_RIGHT) * len(entries), wrong
 
-    async def ask_all() -> list[str]:
-        return list(await asyncio.gather(*(answer(starter, question) for question, _ in chosen)))
 
-    answers = asyncio.run(ask_all())
-    assert [(question, reply) for (question, _), reply in zip(chosen, answers, strict=True)] == chosen
+def test_it_declines_what_it_does_not_know(starter: LoadedModel, knowledge: Knowledge) -> None:
+    questions = (TESTS / "general.txt").read_text(encoding="utf-8").splitlines()
+    questions = random.Random(1).sample(questions, min(QUESTIONS, len(questions)))
+    answers = [ask(starter, text, starter_passages(knowledge, text, LARGER)) for text in questions]
+    declined = [text for text in answers if text.startswith(UNKNOWN)]
+    assert len(declined) >= LEAST_DECLINED * len(answers), answers
+    assert {offered_model(text) for text in declined} == {LARGER}
 
 
-def test_it_admits_what_it_does_not_know(starter: LoadedModel) -> None:
-    assert "I do not know that" in asyncio.run(answer(starter, "Who is the king of Norway?"))
+@pytest.mark.parametrize("model", ["gemma3:1b", "phi4:14b"])
+def test_it_names_the_larger_model_that_stands_there(starter: LoadedModel, model: str) -> None:
+    assert offered_model(ask(starter, "Who wrote Hamlet?", [larger_model(model)])) == model
+
+
+@pytest.mark.parametrize(("question", "told"), [("How do I stop an answer?", "Ctrl+Z"), ("stop the answer", "F11")])
+def test_it_reads_and_does_not_remember(starter: LoadedModel, question: str, told: str) -> None:
+    """The guide says Esc."""
+    text = (
+        f"## Stop an answer\n\nPress `{told}` to stop the answer that is being written. The part that is there is kept."
+    )
+    passages = [Passage("chat", "Stop an answer", text), larger_model(LARGER)]
+    assert f"`{told}`" in ask(starter, question, passages)
+
+
+def test_without_passages_it_says_where_they_come_from(starter: LoadedModel) -> None:
+    assert "edgelm help TOPIC" in ask(starter, "How do I download a model?", [])

@@ -335,6 +335,7 @@ async def test_a_chat_that_was_left_while_a_folder_is_indexed_gets_it(
 ) -> None:
     async with open_chat(**OWN) as chat:
         await chat.ready()
+        await chat.ask("/model qwen3-4b-q4_k_m.gguf")  # the starter would wait for the index, to read the guide
         await chat.ask("Hello")
         first = chat.session.chat.id
 

@@ -1,4 +1,4 @@
-"""A first conversation with the starter: questions to choose from, and a larger model where it does not know."""
+"""A first conversation with the starter: questions to choose from, the guide behind each answer, and a larger model."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.knowledge.starter import UNKNOWN, larger_model
 from edgelm.library.catalog import find_entry, suggested_entry
 from edgelm.library.names import CatalogName, parse_name
-from edgelm.tui.offers import EXAMPLES, UNKNOWN
+from edgelm.tui.offers import EXAMPLES
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER
 
-DECLINED = f"{UNKNOWN} I am a very small model and know only edgelm."
+DECLINED = f"{UNKNOWN} {larger_model('qwen3:0.6b').text}"
 
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgelm.tui.offers.available_memory_bytes", lambda: 1_500_000_000)
+    monkeypatch.setattr("edgelm.tui.reader.available_memory_bytes", lambda: 4 * 10**9)
 
 
-async def test_a_first_question_is_chosen(open_chat: Open) -> None:
+async def test_a_first_question_is_chosen_and_the_guide_is_read(open_chat: Open) -> None:
     async with open_chat(pulling=["false"]) as chat:
         await chat.ready()
         await chat.sees(*EXAMPLES)
@@ -31,8 +32,19 @@ async def test_a_first_question_is_chosen(open_chat: Open) -> None:
         await chat.until(lambda: len(chat.turns) == 2, "the question and its answer")
         await chat.answered()
         assert chat.turns == [("user", EXAMPLES[0]), ("assistant", ANSWER)]
-        assert chat.endpoint.requests[-1]["messages"] == [{"role": "user", "content": EXAMPLES[0]}]
+        request = chat.endpoint.requests[-1]
+        assert request["temperature"] == 0
+        choices = request["structured_outputs"]["choice"]
+        assert any(text.startswith("## Download a model\n\n") for text in choices)
+        system, question = request["messages"]
+        assert question == {"role": "user", "content": EXAMPLES[0]}
+        assert "models › Download a model" in system["content"]
         assert EXAMPLES[1] not in chat.text
+        await chat.sees("read: 1 ")
+        await chat.ask("Who wrote the Iliad?")
+        request = chat.endpoint.requests[-1]
+        assert f"{UNKNOWN} {larger_model('qwen3:4b').text}" in request["structured_outputs"]["choice"]
+        assert "`edgelm pull qwen3:4b` downloads a larger model" in request["messages"][-2]["content"]
 
 
 async def test_offers_make_way_for_what_is_typed(open_chat: Open) -> None:
@@ -49,6 +61,9 @@ async def test_offers_make_way_for_what_is_typed(open_chat: Open) -> None:
         await chat.sees(*EXAMPLES)
         await chat.ask("/model qwen3-4b-q4_k_m.gguf")
         await chat.until(lambda: EXAMPLES[0] not in chat.text, "no offers of another model")
+        await chat.ask("q1")
+        assert [message["role"] for message in chat.endpoint.requests[-1]["messages"]] == ["user"]
+        assert "structured_outputs" not in chat.endpoint.requests[-1]
 
 
 async def test_what_the_starter_does_not_know_offers_a_larger_model(open_chat: Open, tmp_path: Path) -> None:
@@ -69,22 +84,12 @@ async def test_what_the_starter_does_not_know_offers_a_larger_model(open_chat: O
         assert "Down and Enter" not in chat.text
 
 
-async def test_another_server_offers_nothing(open_chat: Open) -> None:
+async def test_a_starter_of_another_server_reads_nothing_of_itself(open_chat: Open) -> None:
     async with open_chat() as chat:
-        chat.endpoint.answers = [DECLINED]
         await chat.ready()
         assert EXAMPLES[0] not in chat.text
-        await chat.ask("Who was the first king of Spain?")
-        assert "Down and Enter" not in chat.text
-
-
-async def test_no_model_is_offered_where_none_fits(open_chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgelm.tui.offers.available_memory_bytes", lambda: 10**9)
-    async with open_chat(pulling=["false"]) as chat:
-        chat.endpoint.answers = [DECLINED]
-        await chat.ready()
-        await chat.ask("Who was the first king of Spain?")
-        assert "/pull" not in chat.text
+        await chat.ask("q1")
+        assert [message["role"] for message in chat.endpoint.requests[-1]["messages"]] == ["user"]
 
 
 def test_the_suggested_model_fits() -> None:

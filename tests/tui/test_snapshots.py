@@ -47,6 +47,12 @@ OTHERS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def no_guide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The starter reads nothing: no picture changes with the guide."""
+    monkeypatch.setattr("edgelm.tui.reader.STARTER", "no model")
+
+
 @pytest.fixture
 def front(tmp_path: Path) -> Iterator[Path]:
     """Return a runtime folder in which a front can be found."""
