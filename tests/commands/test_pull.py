@@ -71,11 +71,11 @@ def test_the_path_goes_to_standard_output_and_the_rest_to_standard_error(run: Ru
     assert code == 0
     assert Path(out.strip()).read_bytes() == STARTER.read_bytes()
     assert Path(out.strip()).is_relative_to(tmp_path / "hub")
-    assert err.splitlines()[0] == f"{NAME}: m-Q4_K_M.gguf, 2.76 MB"
-    assert err.splitlines()[-1].startswith("pulled 2.76 MB in ")
+    assert err.splitlines()[0] == f"{NAME}: m-Q4_K_M.gguf, 6.27 MB"
+    assert err.splitlines()[-1].startswith("pulled 6.27 MB in ")
     assert "\x1b" not in err
     code, _, err = run(f"hf.co/{NAME}:q4_k_m")
-    assert err.splitlines()[-1] == "already complete: 2.76 MB"
+    assert err.splitlines()[-1] == "already complete: 6.27 MB"
 
 
 def test_json_is_one_document(run: Run) -> None:
@@ -94,8 +94,8 @@ def test_json_is_one_document(run: Run) -> None:
 def test_a_dry_run_fetches_only_the_header(run: Run, server: HubServer, tmp_path: Path) -> None:
     code, out, _ = run(NAME, "--dry-run")
     assert code == 0
-    assert "m-Q4_K_M.gguf  2.76 MB" in out
-    assert "to download: 2.76 MB of 2.76 MB; " in out
+    assert "m-Q4_K_M.gguf  6.27 MB" in out
+    assert "to download: 6.27 MB of 6.27 MB; " in out
     assert "memory: fits: " in out
     assert [(sent.start, sent.end) for sent in server.sent] == [(0, 2**20)]
     assert not (tmp_path / "hub").exists()
@@ -116,7 +116,7 @@ def test_a_dry_run_lists_other_formats_too(run: Run) -> None:
         ((f"{NAME}:Q5_K_M",), f"error: {NAME} has no Q5_K_M; it has Q4_K_M, Q8_0"),
         (
             (f"{NAME}:x.gguf",),
-            f"error: {NAME} has no file x.gguf; it has m-Q8_0.gguf (3.00 MB), m-Q4_K_M.gguf (2.76 MB)",
+            f"error: {NAME} has no file x.gguf; it has m-Q4_K_M.gguf (6.27 MB), m-Q8_0.gguf (3.00 MB)",
         ),
         ((NAME, "--revision", "x"), f"error: {NAME} has no revision x; "),
         (("o/none",), "error: 127.0.0.1:"),
@@ -193,7 +193,7 @@ def test_an_unusable_temporary_folder_costs_only_the_plan(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     code, out, _ = run(NAME, "--dry-run")
     assert code == 0
-    assert "m-Q4_K_M.gguf  2.76 MB" in out
+    assert "m-Q4_K_M.gguf  6.27 MB" in out
     assert "memory: not known: the header cannot be stored in " in out
 
 
@@ -202,7 +202,7 @@ def test_dry_run_and_pull_need_the_same_room(run: Run, monkeypatch: pytest.Monke
     assert "30.0 MB free on the disk: not enough" in run(NAME, "--dry-run")[1]
     code, _, err = run(NAME)
     assert code == 1
-    assert f"{NAME} needs 2.76 MB more, with 67.1 MB to spare, and " in err
+    assert f"{NAME} needs 6.27 MB more, with 67.1 MB to spare, and " in err
 
 
 @pytest.mark.parametrize("lost", ["x-Q4_K_M-00002-of-00002.gguf", "model-00002-of-00002.safetensors"])
@@ -236,11 +236,11 @@ def test_offline_opens_no_socket(environment: dict[str, str], tmp_path: Path, se
     guarded = {**environment, "PYTHONPATH": str(tmp_path / "guard")}
     before = len(server.requests)
     done = subprocess.run([*command, "--offline"], check=False, env=guarded, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "2.76 MB here\n")
+    assert (done.returncode, done.stderr) == (0, "6.27 MB here\n")
     assert Path(done.stdout.strip()).read_bytes() == STARTER.read_bytes()
     by_variable = {**guarded, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, check=False, env=by_variable, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "2.76 MB here\n")
+    assert (done.returncode, done.stderr) == (0, "6.27 MB here\n")
     done = subprocess.run(command, check=False, env=guarded, capture_output=True, timeout=60)
     assert done.returncode == 99
     assert len(server.requests) == before
@@ -255,7 +255,7 @@ def test_ctrl_c_ends_it_at_once_and_prints_the_kept_bytes(environment: dict[str,
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1].startswith("interrupted: ")
-    assert err.splitlines()[-1].endswith(" of 2.76 MB are here, run it again to resume")
+    assert err.splitlines()[-1].endswith(" of 6.27 MB are here, run it again to resume")
     server.rate = None
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60)
     assert server.sent[-1].start > 200_000

@@ -67,7 +67,7 @@ def test_a_file_of_keys_that_a_variable_names_is_in_the_unit(
     assert f'"serve" "--api-key-file" "{keys}"' in done.stdout
     keys.unlink()
     done = service(environment, "install", "--print")
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert str(keys) in done.stderr
 
 
