@@ -101,7 +101,7 @@ def test_a_dry_run_fetches_only_the_header(run: Run, server: HubServer, tmp_path
     assert not (tmp_path / "hub").exists()
     document = json.loads(run(NAME, "--dry-run", "--json")[1])
     assert document["plan"]["fits"]
-    assert (document["missing_bytes"], document["licence"]) == (2_756_992, "apache-2.0")
+    assert (document["missing_bytes"], document["licence"]) == (STARTER.stat().st_size, "apache-2.0")
 
 
 def test_a_dry_run_lists_other_formats_too(run: Run) -> None:
