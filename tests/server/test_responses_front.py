@@ -216,8 +216,10 @@ def test_an_agent_works_in_five_turns(client: openai.OpenAI) -> None:
             "include": ["reasoning.encrypted_content"], "parallel_tool_calls": False, "max_output_tokens": 100,
         }  # fmt: skip
         with client.responses.stream(**fields) as stream:
-            list(stream)
-            response = stream.get_final_response()
+            last: Any = list(stream)[-1]
+        # The starter knows no tools: its last answer may not end before the budget of tokens does.
+        assert last.type in ("response.completed", "response.incomplete")[: 2 if is_last else 1]
+        response: Response = last.response
         assert response.usage
         cached.append(response.usage.input_tokens_details.cached_tokens)
         prompts.append(response.usage.input_tokens)
