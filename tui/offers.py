@@ -1,4 +1,4 @@
-"""What an empty prompt offers in a chat with the starter: questions to begin with, and the larger model it names.
+"""The suggestions under an empty prompt in a chat with the starter: first questions, and the larger model it names.
 
 Owns the questions. Knows nothing of widgets.
 """
@@ -18,7 +18,7 @@ HOW = "Down and Enter ask it"
 
 
 def offers(session: Session, model: str) -> list[Suggestion]:
-    """Return what an empty prompt may become."""
+    """Return the suggestions for an empty prompt; none with a model other than the starter."""
     if model != STARTER:
         return []
     messages = session.tree.path()

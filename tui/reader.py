@@ -28,9 +28,8 @@ from edgelm.knowledge.index import GUIDE, Knowledge
 from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import share_of_context
 from edgelm.knowledge.starter import starter_answers, starter_passages
-from edgelm.library.catalog import suggested_entry
 from edgelm.library.names import STARTER
-from edgelm.machine.memory import USABLE, available_memory_bytes
+from edgelm.library.suggestion import suggested_model
 from edgelm.tui.link import Link
 from edgelm.tui.session import Session
 
@@ -197,10 +196,9 @@ class Reader:
     async def _find_for_starter(self, text: str, roots: tuple[str, ...], client: Client, show: Show) -> Reading:
         """Read the guide for a question to the starter, also where nobody asked for it."""
         context = await _context(client, STARTER, await self._link.models())
-        suggested = await asyncio.to_thread(lambda: suggested_entry(int(USABLE * available_memory_bytes())))
-        name = suggested.name if suggested else None
+        larger = await asyncio.to_thread(suggested_model)
         passages = await self.thread.run(
-            lambda knowledge: starter_passages(knowledge, text, name, context), show, "reading the guide"
+            lambda knowledge: starter_passages(knowledge, text, larger, context), show, "reading the guide"
         )
         return Reading(roots, tuple(passages))
 

@@ -1,6 +1,6 @@
 """The passages of `edgelm run --know`: read and searched in this process, whatever the model is.
 
-Owns the lines on standard error about what was left out. Knows nothing of the model.
+Owns the lines on standard error about files that are left out. Knows nothing of the model.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from edgelm.knowledge.index import Knowledge
 from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import MOST_CHARS
 from edgelm.knowledge.starter import starter_passages
-from edgelm.library.catalog import suggested_entry
-from edgelm.machine.memory import USABLE, available_memory_bytes
+from edgelm.library.suggestion import suggested_model
 from edgelm.places import Places
 
 NUM_NAMED = 3  # files that are left out and named without --verbose
@@ -46,10 +45,9 @@ def find_passages(roots: Sequence[str], question: str, places: Places, *, verbos
 
 
 def find_starter_passages(question: str, places: Places) -> tuple[Passage, ...]:
-    """Return what the starter reads for a question: the guide, and the name of a larger model. Raises EdgeLMError."""
-    suggested = suggested_entry(int(USABLE * available_memory_bytes()))
+    """Return the passages of the guide for a question to the starter, and its larger model. Raises EdgeLMError."""
     with closing(Knowledge(places.cache / "knowledge.db")) as knowledge:
-        return tuple(starter_passages(knowledge, question, suggested.name if suggested else None))
+        return tuple(starter_passages(knowledge, question, suggested_model()))
 
 
 def _note_left_out(left_out: Sequence[LeftOut], verbose: bool) -> None:

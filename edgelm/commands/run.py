@@ -87,7 +87,7 @@ def run_model(
 
 
 def _read_guide(question: str, places: Places) -> tuple[tuple[Passage, ...] | None, list[str]]:
-    """Return what the starter reads for a question and all that it may answer; None: the guide cannot be searched."""
+    """Return passages of the guide for the starter, and its possible answers; None: the guide cannot be searched."""
     from edgelm.commands.knowledge import find_starter_passages
     from edgelm.knowledge.starter import starter_answers
 
@@ -100,7 +100,7 @@ def _read_guide(question: str, places: Places) -> tuple[tuple[Passage, ...] | No
 
 
 def _note_passages(read: Read, num_found: int) -> None:
-    """Say on standard error what the model gets to read."""
+    """Name the passages that the model reads, on standard error."""
     if read.passages:
         names = ", ".join(f"{number} {passage.name}" for number, passage in enumerate(read.passages, 1))
     elif num_found:

@@ -1,8 +1,8 @@
-"""Which section of the guide a question is about, or that it is about something else: a linear model of its words.
+"""A linear model that finds the section of the guide for a question by the question's words.
 
 Owns the features of a question, and the file of weights, which packaging/starter/train_sections.py trains on the
-questions of edgelm/guide/questions. It knows what people ask of a section in words that do not stand there; BM25 knows
-the rest.
+questions of edgelm/guide/questions. Its weights hold the words that people use and the guide does not; the ranks of
+BM25 (starter.py) hold the words of the guide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NUM_FEATURES = 8192  # words, pairs of words and pieces of words share them by their checksums
 PIECES = (3, 4)  # letters
 MAX_WORDS = 200  # of a question
-NUM_LIKELIEST = 3  # sections; many unlikely ones together say nothing
+NUM_LIKELIEST = 3  # sections; the unlikely ones would add up to a large probability
 FILE = "sections.npz"
 
 _WORD = re.compile(r"[^\W_]+")
@@ -32,14 +32,14 @@ Section = tuple[str, str]  # topic and heading
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What a question is about."""
+    """The probabilities of the sections for a question, and of "no section"."""
 
     sections: dict[Section, float]  # log-probabilities
-    unknown: float  # the probability that it is none of them, beside the NUM_LIKELIEST likeliest sections
+    unknown: float  # the probability of "no section", normalized over it and the NUM_LIKELIEST likeliest sections
 
 
 def features(question: str) -> list[int]:
-    """Return the features of a question, each once."""
+    """Return the numbers of a question's features, sorted and without duplicates."""
     words = _WORD.findall(question.lower())[:MAX_WORDS]
     text = f" {' '.join(words)} "
     names = {*words, *map(" ".join, pairwise(words))}
@@ -48,12 +48,12 @@ def features(question: str) -> list[int]:
 
 
 def guess(question: str) -> Guess:
-    """Return what a question is about."""
+    """Return the probabilities of the sections for a question."""
     import numpy as np
 
     names, weights = _model()
-    found = features(question)
-    scores = weights[found].sum(axis=0) / max(len(found), 1) ** 0.5
+    rows = features(question)
+    scores = weights[rows].sum(axis=0) / max(len(rows), 1) ** 0.5
     scores -= scores.max()
     logprobs = scores - np.log(np.exp(scores).sum())
     none, *likeliest = np.exp([logprobs[0], *np.sort(logprobs[1:])[-NUM_LIKELIEST:]])
@@ -62,7 +62,7 @@ def guess(question: str) -> Guess:
 
 @functools.cache
 def _model() -> tuple[list[Section], NDArray[np.float32]]:
-    """Return the names of the sections, and the weights [NUM_FEATURES, 1 + sections]; the first column is for none."""
+    """Return the names of the sections, and the weights [NUM_FEATURES, 1 + sections]; column 0 is "no section"."""
     import numpy as np
 
     with files("edgelm.knowledge").joinpath(FILE).open("rb") as file, np.load(file) as arrays:

@@ -1,6 +1,6 @@
-"""What the starter reads for a question, and what it may answer: it quotes a passage, or says that none fits.
+"""The passages that the starter reads for a question, and the answers that it may give: quotations, or that none fits.
 
-Owns the words that the starter was trained with. Knows nothing of the catalogue.
+Owns the sentences that the starter was trained with. Knows nothing of the catalogue.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from edgelm.knowledge.quote import MOST_CHARS, fitting, share_of_context
 from edgelm.knowledge.sections import Section, guess
 
 CONTEXT = 3072  # tokens, of the starter
-MAX_FOUND = 2  # passages: it chooses among few better than among many
-UNKNOWN_SHARE = 0.75  # the probability from which on a question is about nothing in the guide
-SURE_SHARE = 0.15  # ... and below which it is about the guide
+UNKNOWN_SHARE = 0.75  # from this probability of "no section" on, the guide has no answer
+SURE_SHARE = 0.15  # below this one, the guide certainly has the answer
 CLOSE = 1.0  # the difference of two sections, in log-probability, below which both are quoted
 RANK_COST = 0.5  # of a rank of BM25, beside the log-probability of a section
 MISSING_RANK = 4  # of a section that BM25 does not find
-MAX_WHOLE_CHARS = 480  # of a section that is always quoted as a whole
 UNKNOWN = "Sorry, I know only edgelm, and I find nothing about that in its guide."
 WITHOUT_PASSAGES = (
     "I answer from edgelm's guide, and no passage of it came with this question. The chat and `edgelm run starter` add "
@@ -49,9 +47,9 @@ _PULL = re.compile(r"`/pull (\S+)`")
 
 
 def starter_passages(knowledge: Knowledge, question: str, larger: str | None, context: int = CONTEXT) -> list[Passage]:
-    """Return what the starter reads for a question: the section that it is about, or two that are about as likely.
+    """Return the passages that the starter reads for a question: the likeliest section, or two that are almost equal.
 
-    Behind them stands `larger`, a model that fits this machine, unless the question is certainly about the guide.
+    The last one names `larger`, a model that fits this machine, unless the question is certainly about the guide.
     Raises EdgeLMError.
     """
     knowledge.refresh([GUIDE])
@@ -59,9 +57,9 @@ def starter_passages(knowledge: Knowledge, question: str, larger: str | None, co
     about = guess(question)
     if about.unknown >= UNKNOWN_SHARE:
         return [last]
-    found = {(p.source, p.heading): p for p in reversed(knowledge.search([GUIDE], question, max_chars=MOST_CHARS))}
-    ranks = {section: rank for rank, section in enumerate(reversed(found))}
-    passages = guide_passages() | found
+    matches = {(p.source, p.heading): p for p in reversed(knowledge.search([GUIDE], question, max_chars=MOST_CHARS))}
+    ranks = {section: rank for rank, section in enumerate(reversed(matches))}
+    passages = guide_passages() | matches
     costs = {
         section: RANK_COST * ranks.get(section, MISSING_RANK) - logprob
         for section, logprob in about.sections.items()
@@ -81,7 +79,7 @@ def guide_passages() -> dict[Section, Passage]:
 
 
 def larger_model(name: str | None) -> Passage:
-    """Return the passage that the starter quotes where it knows no answer; None: no model of the catalogue fits."""
+    """Return the passage that the starter quotes if it knows no answer; `name`: None if no model fits the machine."""
     if name is None:
         text = "No larger model of the catalogue fits this machine's free memory. `edgelm pull` shows the catalogue."
     else:
@@ -92,7 +90,8 @@ def larger_model(name: str | None) -> Passage:
 def starter_answers(passages: Sequence[Passage]) -> list[str]:
     """Return every answer that the starter may give after it has read these passages.
 
-    It quotes them, says that it does not know, or a sentence of its own: it cannot name a command that does not exist.
+    It quotes them, says that it does not know, or gives one of its own sentences: so it names no command that does not
+    exist.
     """
     answers = list(SMALL_TALK)
     if quoted := [passage.text.strip("\n") for passage in passages if passage.heading != _LARGER]:
@@ -102,6 +101,6 @@ def starter_answers(passages: Sequence[Passage]) -> list[str]:
 
 
 def offered_model(answer: str) -> str | None:
-    """Return the model that an answer of the starter offers because it does not know better."""
-    found = _PULL.search(answer) if answer.startswith(UNKNOWN) else None
-    return found[1] if found else None
+    """Return the model that an answer of the starter offers because the guide has no answer; None: it offers none."""
+    match = _PULL.search(answer) if answer.startswith(UNKNOWN) else None
+    return match[1] if match else None

@@ -23,8 +23,6 @@ MIN_PARAMETERS, MAX_PARAMETERS = 2 * 10**7, 10**12
 MIN_CONTEXT = {"text": 2048, "embedding": 512, "rerank": 512}
 MAX_NEAR = 3
 WORKSPACE_BYTES = 5 * 10**8  # beside the weights: a small KV cache and compute buffers
-SUGGESTED_FAMILY = "qwen3"
-MAX_SUGGESTED_PARAMETERS = 9 * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,21 +70,6 @@ def find_entry(name: CatalogName) -> Entry:
 def needed_bytes(entry: Entry) -> int:
     """Estimate the least memory that a model takes."""
     return entry.nbytes + WORKSPACE_BYTES
-
-
-def suggested_entry(usable_bytes: int) -> Entry | None:
-    """Return the best model for a first conversation that fits into some bytes; None if none does.
-
-    One of a family that answers in many languages, no larger than what a laptop's processor writes at reading speed.
-    """
-    fitting = [
-        entry
-        for entry in entries()
-        if entry.family == SUGGESTED_FAMILY
-        and entry.parameters <= MAX_SUGGESTED_PARAMETERS
-        and needed_bytes(entry) <= usable_bytes
-    ]
-    return max(fitting, key=lambda entry: entry.parameters, default=None)
 
 
 def near_names(text: str, more: Iterable[str] = ()) -> list[str]:

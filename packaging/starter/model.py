@@ -1,4 +1,4 @@
-"""The starter's architecture: a Llama of 5.8 million parameters that begins with what it takes to copy, and its GGUF.
+"""The starter's architecture: a Llama of 5.8 million parameters whose first weights can copy already, and its GGUF.
 
 Owns the sizes, the forward pass for questions that share their passages, and the first weights. Knows nothing of
 texts and of training.
@@ -29,7 +29,7 @@ TEMPLATE = (
 )
 VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN = 4096, 256, 6, 4, 2, 64, 768
 BASE, EPS = 100_000_000.0, 1e-5
-# How strong the first weights of the circuits are, tried on copies of random tokens before any training.
+# The strengths of the circuits' first weights, tried on copies of random tokens before any training.
 MATCH = 3.0  # of two equal tokens, in the scores
 WRITE, TOLD = 0.3, 1.0  # of the token that follows them: in the residual stream, and in front of the logits
 RECENT = 0.12  # of the mean of the recent tokens
@@ -55,11 +55,11 @@ HIDDEN = -30_000.0  # a score that leaves no weight
 CAUSAL = torch.full((2048, 2048), HIDDEN, dtype=torch.bfloat16).triu(1)
 
 
-Sizes = list[list[int]]  # of each scene: the tokens that all its questions see, then those of each question
+Sizes = list[list[int]]  # numbers of tokens by scene: of the part that all its questions see, then of every question
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> Tensor:
-    """Return what each token reads, [tokens, heads, dim], question by question: no padding, and no other scene."""
+    """Attention question by question, [tokens, heads, dim]: without padding, and within a scene."""
     flat = list(chain.from_iterable(sizes))
     parts = zip(*(x.transpose(0, 1).split(flat, dim=1) for x in (q, k, v)), strict=True)  # [heads, tokens, dim]
     mixed = []
@@ -73,7 +73,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes) -> Tensor:
 
 
 def weighted(q: Tensor, k: Tensor, v: Tensor, seen: int) -> Tensor:
-    """Return the mean of values by the scores of their keys; the first query sees `seen` keys before its own."""
+    """Return the mean of values, weighted by their keys' scores; the first query sees `seen` keys before its own."""
     bias = CAUSAL[seen : seen + q.shape[1], : k.shape[1]].expand(HEADS, -1, -1)
     scores = torch.baddbmm(bias, q * HEAD_DIM**-0.5, k.transpose(1, 2))
     return scores.float().softmax(-1).to(v.dtype) @ v
@@ -128,12 +128,12 @@ class Llama(nn.Module):
 
 @torch.no_grad()
 def begin_with_circuits(model: Llama) -> None:
-    """Give a new model the heads that it takes to copy and to see the question, which it would find after hours.
+    """Give a new model heads that copy and heads that see the question; training alone would find them after hours.
 
     To copy: an induction head (Olsson et al., In-context Learning and Induction Heads, 2022) over the last two tokens.
     In block 0, head 0 attends to the token before and head 2 to the one before it, by positions alone: dimension 0 of
     every embedding is the same, and the phases of k are those of one and two positions. In block 1, head 0 compares
-    the last two tokens with what stood before each other token, in the slow part of its rotations, and writes the token
+    the last two tokens with those before every other token, in the slow part of its rotations, and writes the token
     that it finds, weakly: the last block's FFN makes it strong. To see the question: in block 2, heads 0 and 2 write
     the mean of the last fifteen tokens or so, where a new head would see the mean of a thousand.
     """

@@ -4,7 +4,7 @@
     python packaging/starter/train.py [--minutes 80] [--out models/starter/starter.gguf]
 
 Takes 80 minutes on two cores. Needs torch, tokenizers, gguf and this checkout of edgelm. A Llama of 5.8 million
-parameters, with rows of 256 and 768 numbers. Run again with the same --work folder, it goes on where it was stopped.
+parameters, with rows of 256 and 768 numbers. A run that was stopped continues if it has the same --work folder.
 Not part of the wheel.
 """
 
@@ -14,13 +14,15 @@ import argparse
 import math
 import random
 import time
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from material import Material
 from model import ASSISTANT, END, SPECIAL, SYSTEM, USER, VOCAB, Llama, begin_with_circuits, hold_constant, write_gguf
-from scenes import MAX_CHARS, Material, Scene, Scenes
+from scenes import MAX_CHARS, Scene, Scenes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,16 +30,16 @@ from torch.nn import functional as F
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BATCH = 4  # scenes
-# Learning rates: Muon's for the blocks that copy from the beginning, and for the others; AdamW's for the rest.
+# Learning rates: Muon's for the blocks that copy from the beginning and for the other blocks, AdamW's for the rest.
 COPIER_RATE, MATRIX_RATE, OTHER_RATE = 0.003, 0.006, 5e-4
 NUM_CHOICE, CHOICE_WEIGHT = 4, 4  # the first tokens of an answer say which passage it is; the others copy
 COPYING_SHARE = 0.05  # of the scenes: passages of random tokens
-LATE_SHARE = 0.86  # of the time; what comes then is as edgelm asks
+LATE_SHARE = 0.86  # of the time; the scenes after it are as edgelm asks
 CHECKPOINT_S = 100
 
 
 class Row(NamedTuple):
-    """A scene as tokens. `part`: 0 for what all questions see, then the number of the conversation."""
+    """A scene as tokens. `part`: 0 for the tokens that all questions see, else the number of the conversation."""
 
     tokens: list[int]
     positions: list[int]
@@ -46,7 +48,7 @@ class Row(NamedTuple):
 
 
 def make_tokenizer(material: Material, file: Path) -> Tokenizer:
-    """Byte-level BPE, as GPT-2's: llama.cpp knows its pre-tokenizer. It is kept: a run goes on with the same one."""
+    """Return a byte-level BPE as GPT-2's: llama.cpp knows its pre-tokenizer. `file` keeps it for runs that continue."""
     if file.exists():
         return Tokenizer.from_file(str(file))
     tokenizer = Tokenizer(models.BPE())
@@ -61,7 +63,7 @@ def make_tokenizer(material: Material, file: Path) -> Tokenizer:
 
 
 def row(scene: Scene, tokenizer: Tokenizer) -> Row:
-    """Return the tokens of a scene: each question sees what is before all of them, and none sees another."""
+    """Return the tokens of a scene: every question sees the history and the system message, and none sees another."""
     made = Row([], [], [], [])
 
     def add(role: int, text: str, part: int, begin: int, *, learn: bool, whole: bool = True) -> int:
@@ -86,7 +88,7 @@ def row(scene: Scene, tokenizer: Tokenizer) -> Row:
 
 
 def choice_of(answer: str) -> str:
-    """Return the beginning of an answer, which says what it copies."""
+    """Return the beginning of an answer, which tells the passage that it copies."""
     return answer.partition("\n\n")[0] + "\n\n" if answer.startswith("#") else answer[:12]
 
 
@@ -97,7 +99,11 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.0})
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override] - no closure
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # the loss of `closure`; None without one
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for weight in group["params"]:
                 state = self.state[weight]
@@ -106,10 +112,11 @@ class Muon(torch.optim.Optimizer):
                 update = orthogonal(weight.grad.lerp(momentum, 0.95))
                 scale = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
                 weight.mul_(1 - 0.01 * group["lr"]).add_(update, alpha=-group["lr"] * scale)
+        return loss
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return about the nearest matrix whose singular values are 1."""
+    """Return a matrix near the given one whose singular values are about 1."""
     x = (matrix / (matrix.norm() + 1e-7)).bfloat16()
     transposed = x.shape[0] > x.shape[1]
     x = x.T if transposed else x

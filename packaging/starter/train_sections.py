@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains the linear model that knows which section of the guide a question is about (edgelm/knowledge/sections.py).
+"""Trains the linear model that finds the section of the guide for a question (edgelm/knowledge/sections.py).
 
     python packaging/starter/train_sections.py
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scenes import Material
+from material import Material
 from torch import Tensor
 from torch.nn import EmbeddingBag
 from torch.nn import functional as F
@@ -50,7 +50,7 @@ def main() -> None:
 
     examples = [(features(question.text), number_of(question.passage)) for question in material.questions]
     examples += [(features(text), 0) for text in (*material.general, *material.similar)]
-    examples = [(found, number) for found, number in examples if found]
+    examples = [(question, number) for question, number in examples if question]
     model = EmbeddingBag(NUM_FEATURES, 1 + len(names), mode="sum")
     torch.nn.init.zeros_(model.weight)
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
@@ -75,8 +75,8 @@ def main() -> None:
             texts = [features(question.text) for question in material.held_out]
             likeliest = logits(model, texts).topk(3).indices
         expected = torch.tensor([number_of(question.passage) for question in material.held_out])
-        found = (likeliest == expected[:, None]).any(-1).float().mean()
-        print(f"held out: {found:.2f} are among the three likeliest")
+        share = (likeliest == expected[:, None]).any(-1).float().mean()
+        print(f"held out: {share:.2f} are among the three likeliest")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Asks the starter the 400 questions of this folder as the chat does, and counts what is right.
+"""Asks the starter the 400 questions of this folder as the chat does, and counts the right answers.
 
     python packaging/starter_test/check.py [MODEL.gguf] [--wrong] [--free]
 
@@ -22,18 +22,16 @@ from typing import Any, Self
 
 import httpx2 as httpx
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from edgelm.errors import EdgeLMError
+from edgelm.knowledge.index import Knowledge
+from edgelm.knowledge.passages import Passage
+from edgelm.knowledge.quote import system_message
+from edgelm.knowledge.starter import UNKNOWN, starter_answers, starter_passages
+from edgelm.tui.commands import COMMANDS
+from tests import test_guide
+
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT)]
-
-from edgelm.errors import EdgeLMError  # noqa: E402
-from edgelm.knowledge.index import Knowledge  # noqa: E402
-from edgelm.knowledge.passages import Passage  # noqa: E402
-from edgelm.knowledge.quote import system_message  # noqa: E402
-from edgelm.knowledge.starter import UNKNOWN, starter_answers, starter_passages  # noqa: E402
-from edgelm.tui.commands import COMMANDS  # noqa: E402
-from tests import test_guide  # noqa: E402
-
 PORT = 11933
 LARGER = "qwen3:4b"
 START_S = 60.0
@@ -77,19 +75,19 @@ class Server:
 
 
 def invented(answer: str) -> list[str]:
-    """Return what an answer names and edgelm does not have."""
-    found = [flag for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", answer) if flag not in KNOWN_FLAGS]
+    """Return the flags, commands and keys in an answer that edgelm does not have."""
+    unknown = [flag for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", answer) if flag not in KNOWN_FLAGS]
     for span in test_guide.spans(answer):
         if re.fullmatch(r"/[a-z]+", span.split()[0]) and span.split()[0][1:] not in KNOWN_COMMANDS:
-            found.append(span)
+            unknown.append(span)
         if re.fullmatch(r"(Ctrl|Shift|Alt)\+\w+|F\d+|Esc|Del", span) and span not in KNOWN_KEYS:
-            found.append(span)
+            unknown.append(span)
     for line in test_guide.command_lines(answer):
         try:
             test_guide.require_valid(line)
         except (AssertionError, EdgeLMError, ValueError) as error:
-            found.append(f"{line}: {error}")
-    return found
+            unknown.append(f"{line}: {error}")
+    return unknown
 
 
 KNOWN_FLAGS = test_guide.EVERY_FLAG | test_guide.OTHERS_FLAGS
@@ -144,7 +142,7 @@ def main() -> None:
 
 
 def holds(text: str, facts: list[list[str]]) -> bool:
-    """Tell whether a text has each fact, in one of its wordings."""
+    """Tell whether a text has all facts, every one in any of its wordings."""
     joined = " ".join(text.split()).casefold()
     return all(any(" ".join(words.split()).casefold() in joined for words in fact) for fact in facts)
 

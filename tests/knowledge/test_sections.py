@@ -1,4 +1,4 @@
-"""The model that knows which section of the guide a question is about."""
+"""The linear model that finds the section of the guide for a question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the starter may answer: quotations of what it has read, and sentences of its own."""
+"""The starter's passages for a question, and its possible answers: quotations of them, and its own sentences."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from edgelm.knowledge.starter import UNKNOWN, larger_model
-from edgelm.library.catalog import find_entry, suggested_entry
+from edgelm.library.catalog import find_entry
 from edgelm.library.names import CatalogName, parse_name
+from edgelm.library.suggestion import suggested_entry
 from edgelm.tui.offers import EXAMPLES
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER
@@ -19,7 +20,7 @@ DECLINED = f"{UNKNOWN} {larger_model('qwen3:0.6b').text}"
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgelm.tui.reader.available_memory_bytes", lambda: 4 * 10**9)
+    monkeypatch.setattr("edgelm.library.suggestion.available_memory_bytes", lambda: 4 * 10**9)
 
 
 async def test_a_first_question_is_chosen_and_the_guide_is_read(open_chat: Open) -> None:
