@@ -1,74 +1,55 @@
 """The function of each command of the table.
 
-Owns the dialogs that a command asks with and what it reports. Knows the workspace, and of the screen only `View`.
+Owns the dialogs that a command asks with and what it reports. The commands about models are in model_actions.py, those
+about knowledge in knowledge.py. Knows nothing of keys.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from textual.app import App
 from textual.screen import ModalScreen
 
 from edgelm.chats.history import Message, file_name, to_json, to_markdown
-from edgelm.client.endpoint import ModelEntry
 from edgelm.errors import EdgeLMError, RequestError
-from edgelm.library.catalog import hub_reference
-from edgelm.library.progress import size_text
-from edgelm.machine.memory import available_memory_bytes
 from edgelm.tui.dialogs import Choice, ConfirmScreen, LineScreen, PickScreen, TextScreen
-from edgelm.tui.knowledge import KnowledgeActions, KnowledgeView
-from edgelm.tui.lines import clean
+from edgelm.tui.knowledge import KnowledgeActions, Send
 from edgelm.tui.markdown import code_blocks
+from edgelm.tui.model_actions import ModelActions
 from edgelm.tui.params import EFFORTS, ParamsScreen, Value, effort_name, parse_params
 from edgelm.tui.paths import file_to_write
-from edgelm.tui.picker import Installed, PickerScreen
-from edgelm.tui.pulls import Pull, Pulls
+from edgelm.tui.pulls import Pulls
 from edgelm.tui.reader import Reader
+from edgelm.tui.screen_view import ScreenView
 from edgelm.tui.shortening import ShortenScreen, plan_shortening
 from edgelm.tui.workspace import Workspace
 
 T = TypeVar("T")
 
 
-class View(KnowledgeView, Protocol):
-    """The part of the chat screen that commands use."""
-
-    shows_drafts: bool
-
-    def show_chats(self) -> None: ...
-    def show_new_chat(self) -> None: ...
-    def show_model(self) -> None: ...
-    def show_drafts(self, shown: bool) -> None: ...
-    def update_chat(self) -> None: ...
-    def begin_answer(self, parent: int, sent_from: int | None = None) -> None: ...
-    def begin_edit(self, message: Message) -> None: ...
-    def search(self, words: str) -> None: ...
-    def copy(self, text: str) -> None: ...
-    def focus_prompt(self) -> None: ...
-
-
 class Actions:
     """Runs commands. Each method takes the command's argument, which may be empty, and may raise EdgeLMError."""
 
-    def __init__(self, app: App[Any], workspace: Workspace, pulls: Pulls, reader: Reader, view: View) -> None:
+    def __init__(
+        self, app: App[Any], workspace: Workspace, pulls: Pulls, reader: Reader, view: ScreenView, send: Send
+    ) -> None:
+        """`send` sends a message in the open chat."""
         self._app = app
         self._workspace = workspace
         self._pulls = pulls
         self._view = view
+        self.models = ModelActions(app, workspace, pulls, view)
         self.by_name: dict[str, Callable[[str], Awaitable[None]]] = {
             "new": self._new,
             "search": self._search,
-            "model": self._model,
             "system": self._system,
             "params": self._params,
             "think": self._think,
             "title": self._title,
-            "pull": self._pull,
             "regenerate": self._regenerate,
             "edit": self._edit,
             "shorten": self._shorten,
@@ -79,7 +60,8 @@ class Actions:
             "export": self._export,
             "delete": self._delete,
             "theme": self._theme,
-            **KnowledgeActions(app, workspace, reader, view).by_name,
+            **self.models.by_name,
+            **KnowledgeActions(app, workspace, reader, view, send).by_name,
             "quit": self._quit,
         }
 
@@ -203,11 +185,13 @@ class Actions:
             self._workspace.remember("theme", chosen)
 
     async def _toggle_drafts(self, _argument: str) -> None:
-        self._view.show_drafts(not self._view.shows_drafts)
-        if self._view.shows_drafts and not any(self._workspace.drafted.values()):
+        shown = not self._view.shows_drafts
+        self._view.show_drafts(shown)
+        self._workspace.remember("drafts", "shown" if shown else "")
+        if shown and not any(self._workspace.drafted.values()):
             self._notify("drafted words will be tinted, in answers from now on")
         else:
-            self._notify("drafted words are tinted" if self._view.shows_drafts else "drafted words are not tinted")
+            self._notify("drafted words are tinted" if shown else "drafted words are not tinted")
 
     async def _quit(self, _argument: str) -> None:
         workspace = self._workspace
@@ -231,7 +215,7 @@ class Actions:
         message = self._message(argument) or self._last("assistant") or self._last("user")
         if message is None:
             raise RequestError("there is nothing to answer yet", "write a message")
-        self._view.begin_answer(_question_of(message))
+        self._begin_answer(_question_of(message))
         self._view.focus_prompt()
 
     async def _edit(self, argument: str) -> None:
@@ -273,6 +257,11 @@ class Actions:
         path = self._workspace.session.tree.path()
         return next((message for message in path[::-1] if message.role == role), None)
 
+    def _begin_answer(self, parent: int, sent_from: int | None = None) -> None:
+        """Answer a message; `sent_from` shortens the conversation from here on."""
+        self._workspace.begin_answer(parent, sent_from)
+        self._view.show_chat()
+
     # The sent part of the conversation
 
     async def _shorten(self, _argument: str) -> None:
@@ -291,7 +280,7 @@ class Actions:
         if sent_from is None:
             session.send_all()
         if leaf.role == "user" or leaf.state == "failed" or leaf.note == "context":
-            self._view.begin_answer(_question_of(leaf), sent_from)
+            self._begin_answer(_question_of(leaf), sent_from)
         elif sent_from is not None:
             session.shorten(leaf, sent_from)
         self._view.update_chat()
@@ -313,113 +302,6 @@ class Actions:
             models = await workspace.link.models()
             return next((model.context for model in models if model.id == workspace.model), None)
         return None
-
-    # Models
-
-    async def _model(self, argument: str) -> None:
-        """Use a model for this chat; without a name, show the installed models and those to pull."""
-        models = await self._workspace.link.models(again=True)
-        if not argument:
-            await self._pick_model(models)
-            return
-        matches = [model.id for model in models if argument.lower() in model.id.lower()]
-        exact = [name for name in matches if name == argument]
-        if not matches and not self._no_pull_reason:
-            hub_reference(argument)  # raises with similar names where this one is misspelt
-            raise RequestError(f"{argument} is not on this machine", f"/pull {argument} gets it")
-        if len(exact or matches) != 1:
-            count = "no model" if not matches else f"{len(matches)} models"
-            raise RequestError(f"{count} called {argument}", "/model shows all")
-        self._set_model((exact or matches)[0])
-
-    async def _pull(self, argument: str) -> None:
-        """Pull a model, or stop a pull."""
-        verb, _, rest = argument.partition(" ")
-        if verb == "stop":
-            self._stop_pull(rest.strip())
-        elif not argument:
-            await self._pick_model(await self._workspace.link.models(again=True))
-        else:
-            if self._no_pull_reason:
-                raise RequestError(self._no_pull_reason)
-            hub_reference(argument)  # raises at once where the name is misspelt
-            self._start_pull(argument)
-
-    async def _pick_model(self, models: list[ModelEntry]) -> None:
-        reason = self._no_pull_reason
-        if reason and not models:
-            raise RequestError("the endpoint offers no model", reason)
-        details = {model.id: _describe(model) for model in models}
-        picked = await self._ask(
-            PickerScreen(
-                "Model of this chat",
-                [Installed(name, detail) for name, detail in details.items()],
-                current=self._workspace.model,
-                note=reason,
-                free_bytes=0 if reason else await asyncio.to_thread(available_memory_bytes),
-                pulls=lambda: self._pulls.running,
-            )
-        )
-        if picked is None:
-            return
-        if picked.action == "use":
-            self._set_model(picked.name)
-        elif picked.action == "stop":
-            self._stop_pull(picked.name)
-        else:
-            self._start_pull(picked.name)
-
-    def _set_model(self, model: str) -> None:
-        self._workspace.set_model(model)
-        self._view.show_model()
-
-    @property
-    def _no_pull_reason(self) -> str:
-        """Return why no model can be pulled; empty where one can."""
-        remote = self._workspace.link.remote
-        return "" if remote is None else f"these are the models of {remote}: pull more there"
-
-    def _start_pull(self, model: str) -> None:
-        self._pulls.start(model, self._workspace.session.chat.id)
-        self._notify(f"pulling {model}; you can go on chatting")
-
-    def _stop_pull(self, model: str) -> None:
-        if not self._pulls.stop(model):
-            raise RequestError(f"{model} is not being pulled" if model else "nothing is being pulled")
-
-    async def pull_ended(self, pull: Pull) -> None:
-        """Report the end of a pull; the model answers the chat that asked for it. Raises EdgeLMError if it failed."""
-        name = clean(pull.model)
-        if pull.state == "stopped":
-            size = f" at {size_text(pull.done)}" if pull.done else ""
-            self._notify(f"the pull of {name} was stopped{size}; /pull {name} continues it")
-            return
-        if pull.state == "failed":
-            raise EdgeLMError(pull.error)
-        model = find_pulled(await self._workspace.link.models(again=True), pull)
-        if model is None:
-            self._notify(f"{name} is here, but the endpoint does not list it yet; /model shows its list")
-        elif self._workspace.session.chat.id == pull.chat_id:
-            self._set_model(model)
-            self._notify(f"{model} is here, and answers this chat from now on")
-        else:
-            self._notify(f"{model} is here: Ctrl+O chooses it")
-
-
-def find_pulled(models: list[ModelEntry], pull: Pull) -> str | None:
-    """Return the endpoint's name of a pulled model."""
-    path = os.path.realpath(pull.path)
-    return next((model.id for model in models if model.path and os.path.realpath(model.path) == path), None)
-
-
-def _describe(model: ModelEntry) -> str:
-    """Return architecture, quantization, size and context of a model, as far as they are known."""
-    size = ""
-    if model.bytes:
-        size = f"{model.bytes / 1e9:.1f} GB" if model.bytes >= 1e9 else f"{model.bytes / 1e6:.0f} MB"
-    context = f"{model.context:,} tokens" if model.context else ""
-    loaded = "loaded" if model.loaded else ""
-    return " · ".join(part for part in (model.architecture, model.quantization, size, context, loaded) if part)
 
 
 def _question_of(message: Message) -> int:

@@ -113,7 +113,7 @@ class ChatApp(App[None]):
 
     def _show_problem(self, problem: ChatsError | None) -> None:
         if self._chat.is_mounted:
-            self._chat.show_store_problem(problem)
+            self._chat.view.show_store_problem(problem)
 
     async def on_unmount(self) -> None:
         self._chat.save_unsent()

@@ -30,7 +30,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command; `tui/actions.py` has the function that runs it."""
+    """One command; `Actions` in actions.py finds the function that runs it."""
 
     name: str
     help: str

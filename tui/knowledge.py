@@ -29,33 +29,34 @@ from edgelm.tui.lines import clean
 from edgelm.tui.passages import one_line
 from edgelm.tui.paths import absolute_path
 from edgelm.tui.reader import Reader, SendQuestion, names_of
+from edgelm.tui.screen_view import ScreenView
 from edgelm.tui.session import Session
 from edgelm.tui.workspace import Workspace
 
 MAX_LISTED = 200  # files that are left out
 
 
-class KnowledgeView(Protocol):
-    """The part of the chat screen that these commands use."""
+class Send(Protocol):
+    """Sends a message in the open chat; `roots` are read for it instead of the chat's knowledge."""
 
-    def send(self, text: str, roots: tuple[str, ...] = ()) -> None: ...
-    def show_reading(self, activity: str) -> None: ...
+    def __call__(self, text: str, roots: tuple[str, ...] = ()) -> None: ...
 
 
 class KnowledgeActions:
     """Runs the commands `know` and `help`. Each may raise EdgeLMError."""
 
-    def __init__(self, app: App[Any], workspace: Workspace, reader: Reader, view: KnowledgeView) -> None:
+    def __init__(self, app: App[Any], workspace: Workspace, reader: Reader, view: ScreenView, send: Send) -> None:
         self._app = app
         self._workspace = workspace
         self._reader = reader
         self._view = view
+        self._send = send
         self.by_name: dict[str, Callable[[str], Awaitable[None]]] = {"know": self._know, "help": self._help}
 
     async def _help(self, argument: str) -> None:
         """Ask about edgelm, with the guide as the knowledge of this question; without one, show keys and commands."""
         if argument:
-            self._view.send(argument, (GUIDE,))
+            self._send(argument, (GUIDE,))
         else:
             self._app.push_screen(HelpScreen())
 

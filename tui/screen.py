@@ -1,7 +1,7 @@
 """The chat screen: composes the widgets and connects their keys and messages to the workspace.
 
-Owns the layout, what each key and message does, and the status line. The state of the chats is in `workspace`, the
-open chat's widgets are in `pane`, the commands in `actions`.
+Owns the layout, and what each key and message does. The state of the chats is in `workspace`, how it is shown in
+`screen_view`, the open chat's widgets are in `pane`, the commands in `actions`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Input
 
-from edgelm.chats.history import Message
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
-from edgelm.client.endpoint import AnswerStats, stats_from_json
+from edgelm.client.endpoint import AnswerStats
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.answers import Answer, Answers
 from edgelm.tui.commands import GLOBAL_KEYS, parse_call
 from edgelm.tui.garbage import delay_full_collections
-from edgelm.tui.lines import clean
 from edgelm.tui.link import Link
-from edgelm.tui.offers import offers
 from edgelm.tui.pane import ChatPane
 from edgelm.tui.prompt import Prompt
 from edgelm.tui.pulls import Pull, Pulls
 from edgelm.tui.reader import Reader
+from edgelm.tui.screen_view import ScreenView
 from edgelm.tui.sidebar import Sidebar
 from edgelm.tui.status import PullBar, StatusLine
 from edgelm.tui.transcript import Transcript
@@ -67,47 +65,31 @@ class ChatScreen(Screen[None]):
             self._pull_ended,
             pull_command,
         )
-        self.shows_drafts = False
+        self.sidebar, self.pane, self.status = Sidebar(), ChatPane(), StatusLine()
+        self.view = ScreenView(self, self.workspace, self.pane, self.sidebar, self.status)
         self._interrupted = -TWICE_S  # when Ctrl+C was pressed
         self._unsent: str | None = None  # the text in the prompt; None until something was typed
         self._unsent_timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
         with Horizontal():
-            yield Sidebar()
-            yield ChatPane()
+            yield self.sidebar
+            yield self.pane
         yield PullBar()
-        yield StatusLine()
-
-    @property
-    def pane(self) -> ChatPane:
-        return self.query_one(ChatPane)
-
-    @property
-    def sidebar(self) -> Sidebar:
-        return self.query_one(Sidebar)
-
-    @property
-    def status(self) -> StatusLine:
-        return self.query_one(StatusLine)
-
-    @property
-    def _is_composed(self) -> bool:
-        """Tell whether the widgets exist: workers outlive them for a moment when the app ends."""
-        return bool(self.query(PullBar))
+        yield self.status
 
     # Start
 
     def on_mount(self) -> None:
         self.sidebar.fit(self.app.size.width)
-        self.focus_prompt()
+        self.view.focus_prompt()
         self.status.change(endpoint=self.workspace.link.remote or "")
-        self.show_chat()
+        self.view.show_chat()
         self.call_after_refresh(self._begin)
 
     def _begin(self) -> None:
         """Start slow work after the first paint."""
-        self.show_store_problem(self.workspace.store.problem)
+        self.view.show_store_problem(self.workspace.store.problem)
         self._load_chats()
         self._connect()
 
@@ -117,7 +99,7 @@ class ChatScreen(Screen[None]):
         try:
             last_run = await self.workspace.load()
         except ChatsError as error:
-            self._complain(error)
+            self.view.complain(error)
             return
         settings = last_run.settings
         prompt = self.pane.prompt
@@ -126,12 +108,11 @@ class ChatScreen(Screen[None]):
         if (theme := settings.get("theme")) in self.app.available_themes and not self.app.current_theme.ansi:
             self.app.theme = theme
         if settings.get("drafts"):
-            self.shows_drafts = True
-            self.pane.transcript.show_drafts(True)
+            self.view.show_drafts(True)
         if not prompt.text and settings.get("draft"):
             prompt.put(settings["draft"])
-        self.show_chats()
-        self.show_model()
+        self.view.show_chats()
+        self.view.show_model()
 
     @work(group="connect", exclusive=True)
     async def _connect(self) -> None:
@@ -144,7 +125,7 @@ class ChatScreen(Screen[None]):
             self.status.change(activity="not connected")
             transcript.set_notice(str(error))
             if self.workspace.session.tree.messages:  # they hide the notice
-                self._complain(error)
+                self.view.complain(error)
             return
         transcript.set_notice("")
         self.status.change(activity="ready")
@@ -153,78 +134,9 @@ class ChatScreen(Screen[None]):
             self.workspace.choose_default(models)
         except EdgeLMError as error:
             transcript.set_notice(str(error))
-        self.show_model()
-
-    # What is shown
-
-    def show_chat(self) -> None:
-        """Show the open chat from its end."""
-        workspace = self.workspace
-        self.pane.show(workspace.session, workspace.answer, workspace.drafted)
-        self._show_around()
-
-    def update_chat(self, selected: int | None = None) -> None:
-        """Show the open chat's branch in its present state without scrolling."""
-        workspace = self.workspace
-        self.pane.update(workspace.session, workspace.answer, workspace.drafted, selected)
-        self._show_around()
-
-    def _show_around(self) -> None:
-        workspace = self.workspace
-        self.app.sub_title = workspace.session.chat.title
-        measured = [message for message in workspace.session.tree.path() if message.stats and message.state == "done"]
-        if workspace.answer:
-            activity = workspace.answer.activity
-        else:
-            activity = "ready" if workspace.link.is_ready else self.status.status.activity
-        self.status.change(stats=stats_from_json(measured[-1].stats) if measured else None, activity=activity)
-        self.show_model()
-        self.show_chats()
-
-    def show_chats(self) -> None:
-        """Show the list of chats, newest first."""
-        chats = sorted(self.workspace.chats.values(), key=lambda chat: (chat.changed, chat.id), reverse=True)
-        self.sidebar.show_chats(chats, self.workspace.session.chat.id)
-
-    def show_model(self) -> None:
-        workspace = self.workspace
-        self.status.change(model=workspace.model)
-        offered = workspace.link.remote is None and workspace.link.is_ready and workspace.answer is None
-        self.pane.offer(offers(workspace.session, workspace.model) if offered else [])
-
-    def show_drafts(self, shown: bool) -> None:
-        """Tint the drafted words of answers, or stop it; the next run does the same."""
-        self.shows_drafts = shown
-        self.pane.transcript.show_drafts(shown)
-        self.workspace.remember("drafts", "shown" if shown else "")
-
-    def show_store_problem(self, problem: ChatsError | None) -> None:
-        """Show why the chats are not saved; None: they are saved again."""
-        if problem is None or problem.temporary or self.workspace.store.in_memory:
-            self.status.change(unsaved=str(problem) if problem else "")
-        else:
-            self._complain(problem)
-
-    def _complain(self, error: EdgeLMError) -> None:
-        """Show an error that belongs to no message."""
-        self.notify(clean(str(error)), severity="error", timeout=10, markup=False)
-
-    def copy(self, text: str) -> None:
-        """Put a text on the clipboard of the person at the terminal."""
-        self.app.copy_to_clipboard(text)
-        num_lines = text.count("\n") + 1
-        self.notify(f"copied {num_lines:,} lines" if num_lines > 1 else f"copied {len(text):,} characters")
-
-    def focus_prompt(self) -> None:
-        self.pane.prompt.focus()
+        self.view.show_model()
 
     # Chats
-
-    def show_new_chat(self) -> None:
-        """Show the chat that was opened, with the cursor in the prompt."""
-        self.pane.leave_edit()
-        self.show_chat()
-        self.focus_prompt()
 
     @work(group="open", exclusive=True)
     async def open_chat(self, chat_id: int, message_id: int | None = None) -> None:
@@ -234,17 +146,13 @@ class ChatScreen(Screen[None]):
             if not await self.workspace.open_chat(chat_id, message_id):
                 return
         except ChatsError as error:
-            self._complain(error)
+            self.view.complain(error)
             return
-        self.show_chat()
+        self.view.show_chat()
         if message_id is not None:
             self.pane.transcript.reveal(message_id)
         else:
-            self.focus_prompt()
-
-    def search(self, words: str) -> None:
-        """Put the cursor into the search over all chats, with these words if there are any."""
-        self.sidebar.search(words)
+            self.view.focus_prompt()
 
     @on(Sidebar.Opened)
     def _chat_chosen(self, event: Sidebar.Opened) -> None:
@@ -260,7 +168,7 @@ class ChatScreen(Screen[None]):
         try:
             hits = await self.workspace.read(lambda store: store.search(words))
         except ChatsError as error:
-            self._complain(error)
+            self.view.complain(error)
         else:
             self.sidebar.show_hits(words, hits)
 
@@ -271,7 +179,7 @@ class ChatScreen(Screen[None]):
     @on(Sidebar.Closed)
     def _leave_sidebar(self) -> None:
         self.sidebar.leave()
-        self.focus_prompt()
+        self.view.focus_prompt()
 
     def action_toggle_sidebar(self) -> None:
         self.sidebar.toggle()
@@ -297,36 +205,23 @@ class ChatScreen(Screen[None]):
             try:
                 self.send(text.removeprefix("/") if text.startswith("//") else text)
             except RequestError as error:
-                self._complain(error)
+                self.view.complain(error)
 
     def send(self, text: str, roots: tuple[str, ...] = ()) -> None:
         """Send a message, as a new version of the one being edited if there is one. Raises RequestError."""
         self.workspace.send(text, self.pane.editing, roots)
         self.pane.leave_edit()
         self._clear_sent(text)
-        self.show_chat()
+        self.view.show_chat()
 
     def _clear_sent(self, text: str) -> None:
         """Empty the prompt, whose text was sent: the next run does not begin with it, even if this is /quit."""
         self.pane.clear_sent(text)
         self._unsent = ""
 
-    def begin_answer(self, parent: int, sent_from: int | None = None) -> None:
-        """Answer a message; `sent_from` shortens the conversation from here on."""
-        self.workspace.begin_answer(parent, sent_from)
-        self.show_chat()
-
-    def begin_edit(self, message: Message) -> None:
-        self.pane.begin_edit(message)
-
     def answer_changed(self, answer: Answer) -> None:
-        if answer.session is self.workspace.session and self._is_composed:
+        if answer.session is self.workspace.session and self.view.is_composed:
             self.pane.answer_changed(answer)
-
-    def show_reading(self, activity: str) -> None:
-        """Show that files are indexed; empty: no longer."""
-        if self._is_composed:
-            self.status.change(reading=activity)
 
     def answer_progressed(self, answer: Answer, activity: str, stats: AnswerStats | None) -> None:
         if answer.session is not self.workspace.session:
@@ -339,12 +234,12 @@ class ChatScreen(Screen[None]):
 
     def answer_ended(self, answer: Answer) -> None:
         self.workspace.chats[answer.session.chat.id] = answer.session.chat
-        if not self._is_composed:
+        if not self.view.is_composed:
             return
         if answer.session is self.workspace.session:
-            self._show_around()
+            self.view.show_around()
         else:
-            self.show_chats()
+            self.view.show_chats()
         self.set_timer(COLLECT_AFTER_S, self._collect_garbage)
 
     def _collect_garbage(self) -> None:
@@ -367,7 +262,9 @@ class ChatScreen(Screen[None]):
         session = self.workspace.session
         if session.turn(message_id, by):
             on_branch = {message.id for message in session.tree.path()}
-            self.update_chat(next(version for version in session.tree.siblings(message_id) if version in on_branch))
+            self.view.update_chat(
+                next(version for version in session.tree.siblings(message_id) if version in on_branch)
+            )
 
     @on(Prompt.Typed)
     def _typed(self, event: Prompt.Typed) -> None:
@@ -387,19 +284,19 @@ class ChatScreen(Screen[None]):
     # Pulls
 
     def _show_pulls(self) -> None:
-        if self._is_composed:
+        if self.view.is_composed:
             self.query_one(PullBar).show_pulls(self.pulls.running)
 
     def _pull_ended(self, pull: Pull) -> None:
-        if self._is_composed:
+        if self.view.is_composed:
             self._show_end(pull)
 
     @work(group="pulled")
     async def _show_end(self, pull: Pull) -> None:
         try:
-            await self._actions.pull_ended(pull)
+            await self._actions.models.pull_ended(pull)
         except EdgeLMError as error:
-            self._complain(error)
+            self.view.complain(error)
 
     # Keys and commands
 
@@ -407,7 +304,7 @@ class ChatScreen(Screen[None]):
     def _actions(self) -> Actions:
         from edgelm.tui.actions import Actions  # delays the dialogs' imports until after the first paint
 
-        return Actions(self.app, self.workspace, self.pulls, self._reader, self)
+        return Actions(self.app, self.workspace, self.pulls, self._reader, self.view, self.send)
 
     def action_run(self, name: str) -> None:
         self.run_command(name, "")
@@ -418,14 +315,14 @@ class ChatScreen(Screen[None]):
         try:
             await self._actions.run(name, argument)
         except EdgeLMError as error:
-            self._complain(error)
+            self.view.complain(error)
 
     def action_stop(self) -> None:
         """Close or stop the innermost thing that is open."""
         if self.pane.close_commands():
             return
         if self.focused is not self.pane.prompt:
-            self.focus_prompt()
+            self.view.focus_prompt()
         elif not self.workspace.answers.stop(self.workspace.session.chat.id):
             self.pane.leave_edit()
 
@@ -435,7 +332,7 @@ class ChatScreen(Screen[None]):
         if isinstance(self.focused, Prompt | Input) and not selected:
             selected = self.focused.selected_text
         if selected:
-            self.copy(selected)
+            self.view.copy(selected)
         elif not self.workspace.answers.stop(self.workspace.session.chat.id):
             now = time.monotonic()
             if now - self._interrupted < TWICE_S:

@@ -17,6 +17,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show llama.cpp's log and timings.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
+Flags = dict[str, object]  # by setting; None: not given
+
 
 def with_settings(command: Command) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a function one flag for each setting of the command. It gets the values as `flags`; None: not given."""

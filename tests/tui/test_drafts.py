@@ -154,7 +154,7 @@ async def test_the_choice_is_saved_and_the_spans_are_not(open_chat: Open) -> Non
         await chat.press("f3")
         await chat.sees("drafted words are tinted")
     async with open_chat() as chat:
-        await chat.until(lambda: chat.screen.shows_drafts, "the choice")
+        await chat.until(lambda: chat.screen.view.shows_drafts, "the choice")
         await chat.press("ctrl+f", "down", "enter")
         await chat.sees("one two three four")
         assert drafted_on_screen(chat) == ""

@@ -285,7 +285,7 @@ def catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("qwen3:0.6b", "qwen3:4b", "qwen3:8b", "qwen3:14b", "qwen3:32b", "gemma3:4b")
     selected = tuple(entry for entry in entries() if entry.name in names)
     monkeypatch.setattr("edgelm.tui.picker.entries", lambda: selected)
-    monkeypatch.setattr("edgelm.tui.actions.available_memory_bytes", lambda: 8 * 10**9)
+    monkeypatch.setattr("edgelm.tui.model_actions.available_memory_bytes", lambda: 8 * 10**9)
 
 
 @pytest.mark.usefixtures("catalogue")

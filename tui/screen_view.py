@@ -1,0 +1,125 @@
+"""What the chat screen shows: the open chat, the list of chats, the status line and notifications.
+
+Owns what each widget is told when the state behind it has changed. Knows nothing of keys and commands, and changes no
+chat.
+"""
+
+from __future__ import annotations
+
+from textual.screen import Screen
+
+from edgelm.chats.history import Message
+from edgelm.chats.store import ChatsError
+from edgelm.client.endpoint import stats_from_json
+from edgelm.errors import EdgeLMError
+from edgelm.tui.lines import clean
+from edgelm.tui.offers import offers
+from edgelm.tui.pane import ChatPane
+from edgelm.tui.sidebar import Sidebar
+from edgelm.tui.status import StatusLine
+from edgelm.tui.workspace import Workspace
+
+
+class ScreenView:
+    """Shows the workspace in the widgets of the chat screen."""
+
+    def __init__(
+        self, screen: Screen[None], workspace: Workspace, pane: ChatPane, sidebar: Sidebar, status: StatusLine
+    ) -> None:
+        self._screen = screen
+        self._workspace = workspace
+        self._pane = pane
+        self._sidebar = sidebar
+        self._status = status
+        self.shows_drafts = False
+
+    @property
+    def is_composed(self) -> bool:
+        """Tell whether the widgets exist: workers outlive them for a moment when the app ends."""
+        return bool(self._screen.query(StatusLine))
+
+    # The open chat
+
+    def show_chat(self) -> None:
+        """Show the open chat from its end."""
+        workspace = self._workspace
+        self._pane.show(workspace.session, workspace.answer, workspace.drafted)
+        self.show_around()
+
+    def update_chat(self, selected: int | None = None) -> None:
+        """Show the open chat's branch in its present state without scrolling; select a message if one is given."""
+        workspace = self._workspace
+        self._pane.update(workspace.session, workspace.answer, workspace.drafted, selected)
+        self.show_around()
+
+    def show_new_chat(self) -> None:
+        """Show the chat that was opened, with the cursor in the prompt."""
+        self._pane.leave_edit()
+        self.show_chat()
+        self.focus_prompt()
+
+    def show_around(self) -> None:
+        """Show what belongs to the open chat outside its pane: title, figures, model and place in the list."""
+        workspace = self._workspace
+        self._screen.app.sub_title = workspace.session.chat.title
+        measured = [message for message in workspace.session.tree.path() if message.stats and message.state == "done"]
+        if workspace.answer:
+            activity = workspace.answer.activity
+        else:
+            activity = "ready" if workspace.link.is_ready else self._status.status.activity
+        self._status.change(stats=stats_from_json(measured[-1].stats) if measured else None, activity=activity)
+        self.show_model()
+        self.show_chats()
+
+    def show_drafts(self, shown: bool) -> None:
+        """Tint the drafted words of answers, or stop it."""
+        self.shows_drafts = shown
+        self._pane.transcript.show_drafts(shown)
+
+    def begin_edit(self, message: Message) -> None:
+        self._pane.begin_edit(message)
+
+    def focus_prompt(self) -> None:
+        self._pane.prompt.focus()
+
+    # Around it
+
+    def show_chats(self) -> None:
+        """Show the list of chats, newest first."""
+        chats = sorted(self._workspace.chats.values(), key=lambda chat: (chat.changed, chat.id), reverse=True)
+        self._sidebar.show_chats(chats, self._workspace.session.chat.id)
+
+    def search(self, words: str) -> None:
+        """Put the cursor into the search over all chats, with these words if there are any."""
+        self._sidebar.search(words)
+
+    def show_model(self) -> None:
+        """Show the model of the open chat, and what an empty prompt offers with it."""
+        workspace = self._workspace
+        self._status.change(model=workspace.model)
+        offered = workspace.link.remote is None and workspace.link.is_ready and workspace.answer is None
+        self._pane.offer(offers(workspace.session, workspace.model) if offered else [])
+
+    def show_reading(self, activity: str) -> None:
+        """Show that files are indexed; empty: no longer."""
+        if self.is_composed:
+            self._status.change(reading=activity)
+
+    # Notifications
+
+    def show_store_problem(self, problem: ChatsError | None) -> None:
+        """Show why the chats are not saved; None: they are saved again."""
+        if problem is None or problem.temporary or self._workspace.store.in_memory:
+            self._status.change(unsaved=str(problem) if problem else "")
+        else:
+            self.complain(problem)
+
+    def complain(self, error: EdgeLMError) -> None:
+        """Show an error that belongs to no message."""
+        self._screen.notify(clean(str(error)), severity="error", timeout=10, markup=False)
+
+    def copy(self, text: str) -> None:
+        """Put a text on the clipboard of the person at the terminal."""
+        self._screen.app.copy_to_clipboard(text)
+        num_lines = text.count("\n") + 1
+        self._screen.notify(f"copied {num_lines:,} lines" if num_lines > 1 else f"copied {len(text):,} characters")
