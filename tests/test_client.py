@@ -16,18 +16,8 @@ from pathlib import Path
 import pytest
 
 from edgelm.client.addresses import is_loopback, is_same_server, normalize_address
-from edgelm.client.endpoint import (
-    AnswerStats,
-    ChatRequest,
-    Client,
-    Delta,
-    Finished,
-    ModelEntry,
-    _reasoning,
-    _spans,
-    stats_from_json,
-    stats_to_json,
-)
+from edgelm.client.answer_stream import AnswerStats, Delta, Finished, _reasoning, _spans, stats_from_json, stats_to_json
+from edgelm.client.endpoint import ChatRequest, Client, ModelEntry
 from edgelm.client.failures import ContextFullError, UnreachableError
 from edgelm.client.local import OwnFront
 from edgelm.client.turns import Turn

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from textual.worker import Worker, WorkerError
 
 from edgelm.chats.history import Message
-from edgelm.client.endpoint import AnswerStats, ChatRequest, Client, Delta, Finished, ModelEntry
+from edgelm.client.answer_stream import AnswerStats, Delta, Finished
+from edgelm.client.endpoint import ChatRequest, Client, ModelEntry
 from edgelm.client.failures import ContextFullError, UnreachableError
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.drafted import Spans

@@ -22,7 +22,7 @@ from textual.widgets import Input
 
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
-from edgelm.client.endpoint import AnswerStats
+from edgelm.client.answer_stream import AnswerStats
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.answers import Answer, Answers
 from edgelm.tui.commands import GLOBAL_KEYS, parse_call

@@ -10,7 +10,7 @@ from textual.screen import Screen
 
 from edgelm.chats.history import Message
 from edgelm.chats.store import ChatsError
-from edgelm.client.endpoint import stats_from_json
+from edgelm.client.answer_stream import stats_from_json
 from edgelm.errors import EdgeLMError
 from edgelm.tui.lines import clean
 from edgelm.tui.offers import offers

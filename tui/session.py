@@ -13,7 +13,7 @@ from dataclasses import replace
 from edgelm.chats.history import Chat, Message, State, Tree, make_title, split_sent
 from edgelm.chats.reading import Reading
 from edgelm.chats.store_thread import StoreThread
-from edgelm.client.endpoint import AnswerStats, stats_to_json
+from edgelm.client.answer_stream import AnswerStats, stats_to_json
 from edgelm.client.turns import Turn
 from edgelm.knowledge.quote import system_message
 

@@ -21,7 +21,7 @@ from textual.widgets import Label, OptionList
 from textual.widgets.option_list import Option
 
 from edgelm.chats.history import Message, split_sent
-from edgelm.client.endpoint import AnswerStats, stats_from_json
+from edgelm.client.answer_stream import AnswerStats, stats_from_json
 from edgelm.tui.dialogs import DIALOG_CSS
 from edgelm.tui.lines import clean
 from edgelm.tui.session import Session

@@ -15,7 +15,7 @@ from textual.app import RenderResult
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from edgelm.client.endpoint import AnswerStats
+from edgelm.client.answer_stream import AnswerStats
 from edgelm.tui.lines import clean, short_name
 from edgelm.tui.pulls import Pull
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from rich.text import Text
 
 from edgelm.chats.history import Message
-from edgelm.client.endpoint import stats_from_json
+from edgelm.client.answer_stream import stats_from_json
 from edgelm.tui.document import Document
 from edgelm.tui.drafted import Span, Spans
 from edgelm.tui.lines import CutRow, FoldRow, HeadRow, Line, NoteRow, PlainRow, Row, SpaceRow, guess_height, short_name

@@ -1,14 +1,13 @@
 """A client of one OpenAI-compatible endpoint, on the official `openai` package: its models, and streamed answers.
 
-Owns the requests, the differences between edgelm and other endpoints, and the reading of answers. Knows nothing of
-chats and screens. `openai` is imported at the first call, on a thread, because that takes half a second.
+Owns the requests, and the differences between edgelm and other endpoints in them. Knows nothing of chats and screens.
+`openai` is imported at the first call, on a thread, because that takes half a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -16,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from edgelm.client.addresses import is_loopback, is_same_server, normalize_address
+from edgelm.client.answer_stream import AnswerStream, Delta, Finished
 from edgelm.client.failures import explained, no_protocol
-from edgelm.client.json_values import clean_text, mapping, number, read_vectors, whole
+from edgelm.client.json_values import mapping, number, read_vectors, whole
 from edgelm.client.turns import Turn, as_messages, may_refuse_system, with_joined_system
 from edgelm.errors import EngineError, RequestError, StillLoadingError
 
@@ -51,7 +51,9 @@ class ChatRequest:
     """A request for an answer. The keys of `options` are OpenAI's sampling parameters and `OWN_OPTIONS`.
 
     `past` are earlier turns that the model does not see; an edgelm endpoint takes draft tokens from them. If there are
-    `choices`, an edgelm endpoint answers with one of them.
+    `choices`, an edgelm endpoint answers with one of them. With `begun`, a turn of the assistant, an edgelm endpoint
+    goes on from its text, and only the new text is the answer. `num_logprobs` is the number of likeliest tokens whose
+    probabilities an edgelm endpoint computes for each token.
     """
 
     model: str
@@ -59,42 +61,8 @@ class ChatRequest:
     options: Mapping[str, float | int | str] = field(default_factory=dict)
     past: tuple[Turn, ...] = ()
     choices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """The next part of the answer, or of the reasoning before it."""
-
-    text: str = ""
-    reasoning: str = ""
-    drafted: tuple[tuple[int, int], ...] = ()  # spans of `text` from accepted draft tokens: begin, end
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerStats:
-    """Statistics of an answer. None: the endpoint does not report it. `reasoning_ms` is measured by the caller."""
-
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    completion_tokens: int | None = None
-    first_token_ms: float | None = None
-    tokens_per_second: float | None = None
-    drafted: int | None = None
-    accepted: int | None = None
-    context_used: int | None = None
-    context_size: int | None = None
-    engine: str = ""
-    device: str = ""
-    reasoning_ms: float | None = None
-    reasoning_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The end of an answer. `reason`: stop, length, context, content_filter, or the endpoint's own."""
-
-    reason: str
-    stats: AnswerStats
+    begun: Turn | None = None
+    num_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +163,26 @@ class Client:
                     self._takes_late_system |= joined  # that was not the reason
                     raise
 
+    async def answer_at_once(self, request: ChatRequest) -> dict[str, Any]:
+        """Return a whole answer in OpenAI's form."""
+        return await self._post(f"{self.base_url}/chat/completions", self._body(request), READ_S)
+
+    async def post_own(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer of one of edgelm's own paths, such as /tokenize."""
+        return await self._post(f"{self._root}{path}", body, READ_S)
+
+    async def _post(self, url: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        client = await self._client()
+        headers = {"Prefer": "wait"} if self.is_edgelm else {}
+        with explained(self.address):
+            reply: Any = await client.post(
+                url, body=body, cast_to=object, options={"timeout": timeout_s, "headers": headers}
+            )
+        return mapping(reply)
+
     async def embed(self, model: str, texts: Sequence[str]) -> list[list[float]]:
         """Return the vector of each text."""
-        client = await self._client()
-        body = {"model": model, "input": list(texts)}
-        with explained(self.address):
-            reply = await client.post("/embeddings", body=body, cast_to=object, options={"timeout": EMBED_S})
+        reply = await self._post(f"{self.base_url}/embeddings", {"model": model, "input": list(texts)}, EMBED_S)
         if (vectors := read_vectors(reply, len(texts))) is None:
             raise no_protocol(self.address)
         return vectors
@@ -210,7 +192,7 @@ class Client:
             await self._opened.close()
 
     async def _stream(self, request: ChatRequest, started: float) -> AsyncGenerator[Delta | Finished, None]:
-        reading = _Reading(started)
+        reading = AnswerStream(started)
         client = await self._client()
         import openai
         from openai.types.chat import ChatCompletionChunk
@@ -219,7 +201,7 @@ class Client:
             # `chat.completions.create` walks all messages in Python: 0.2 s for a conversation of 400.
             async with await client.post(
                 "/chat/completions",
-                body=self._body(request),
+                body=self._body(request) | self._stream_options(),
                 options={"headers": {"Prefer": "wait"}} if self.is_edgelm else {},
                 cast_to=ChatCompletionChunk,
                 stream=True,
@@ -242,15 +224,21 @@ class Client:
         body["model"] = request.model
         with_reasoning = self.is_edgelm and "reasoning_content" not in self._refused
         turns = request.turns if self._takes_late_system else with_joined_system(request.turns)
+        if request.begun and self.is_edgelm:
+            turns = (*turns, request.begun)
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
         body["messages"] = as_messages(turns, with_reasoning)
         if request.past and self.is_edgelm:
             body["edgelm"] = {"past": as_messages(request.past, with_reasoning)}
         if request.choices and self.is_edgelm:
             body["structured_outputs"] = {"choice": request.choices}
-        body["stream"] = True
-        if "stream_options" not in self._refused:
-            body["stream_options"] = {"include_usage": True}
+        if request.num_logprobs and self.is_edgelm:
+            body |= {"logprobs": True, "top_logprobs": request.num_logprobs}
         return body
+
+    def _stream_options(self) -> dict[str, Any]:
+        usage = {} if "stream_options" in self._refused else {"stream_options": {"include_usage": True}}
+        return {"stream": True, **usage}
 
     async def _client(self) -> openai.AsyncOpenAI:
         if self._opened is None:
@@ -287,73 +275,6 @@ async def _check_redirect(response: httpx2.Response) -> None:
             raise RequestError(" redirects to ".join(origins), "give that address with --endpoint")
 
 
-class _Reading:
-    """An answer while it is read: the times of its tokens, and the endpoint's own statistics."""
-
-    def __init__(self, started: float) -> None:
-        self.reason: str | None = None
-        self.begun = False
-        self.chunks = 0
-        self._started = started
-        self._first = self._last = 0.0
-        self._deltas = 0
-        self._usage: Any = None
-        self._own: dict[str, Any] = {}
-
-    def take(self, chunk: Any) -> Delta | None:
-        self.chunks += 1
-        own = mapping((chunk.model_extra or {}).get("edgelm"))
-        self._own |= own
-        self._usage = chunk.usage or self._usage
-        if not chunk.choices:
-            return None
-        choice = chunk.choices[0]
-        self.reason = choice.finish_reason or self.reason
-        extra = choice.delta.model_extra or {} if choice.delta else {}
-        text = clean_text((choice.delta.content or "") if choice.delta else "")
-        reasoning = clean_text(_reasoning(extra))
-        if not text and not reasoning:
-            return None
-        self._last = time.perf_counter()
-        self._first = self._first or self._last
-        self._deltas += 1
-        self.begun = True
-        return Delta(text, reasoning, _spans(own, len(text)))
-
-    def finish(self) -> Finished:
-        own, usage = self._own, self._usage
-        timings, speculation, context = (mapping(own.get(name)) for name in ("timings", "speculation", "context"))
-        completion = whole(getattr(usage, "completion_tokens", None))
-        prompt = whole(getattr(usage, "prompt_tokens", None))
-        measured = 1000 * (self._first - self._started) if self._first else None
-        used = whole(context.get("used"))
-        if used is None and prompt is not None and completion is not None:
-            used = prompt + completion
-        first_token_ms = number(timings.get("first_token_ms"))
-        details = getattr(usage, "completion_tokens_details", None)
-        return Finished(
-            str(own.get("finish_reason") or self.reason),
-            AnswerStats(
-                prompt_tokens=prompt,
-                cached_tokens=whole(own.get("cached_tokens")),
-                completion_tokens=completion,
-                first_token_ms=measured if first_token_ms is None else first_token_ms,
-                tokens_per_second=number(timings.get("decode_tokens_per_second")) or self._speed(completion),
-                drafted=whole(speculation.get("drafted")),
-                accepted=whole(speculation.get("accepted")),
-                context_used=used,
-                context_size=whole(context.get("size")),
-                engine=str(own.get("engine") or ""),
-                device=str(own.get("device") or ""),
-                reasoning_tokens=whole(getattr(details, "reasoning_tokens", None)) or None,
-            ),
-        )
-
-    def _speed(self, completion_tokens: int | None) -> float | None:
-        count, seconds = (completion_tokens or self._deltas) - 1, self._last - self._first
-        return count / seconds if count > 0 and seconds > 0 else None
-
-
 def _model_entry(entry: Mapping[str, Any]) -> ModelEntry:
     own = mapping(entry.get("edgelm"))
     loaded = own.get("loaded")
@@ -367,33 +288,3 @@ def _model_entry(entry: Mapping[str, Any]) -> ModelEntry:
         path=str(own.get("path") or ""),
         kind=str(own.get("kind") or ""),
     )
-
-
-def _reasoning(delta: Mapping[str, Any]) -> str:
-    """Return the reasoning of a delta: endpoints use one of two names, or both with equal text."""
-    texts = (delta.get(name) for name in ("reasoning_content", "reasoning"))
-    return next((text for text in texts if isinstance(text, str) and text), "")
-
-
-def _spans(own: Mapping[str, Any], length: int) -> tuple[tuple[int, int], ...]:
-    """Return the drafted spans of a text of this length; none if they are not valid."""
-    items = own.get("drafted")
-    spans: list[tuple[int, int]] = []
-    for item in items if isinstance(items, list) else ():
-        begin, end = item if isinstance(item, list) and len(item) == 2 else (None, None)
-        if not (type(begin) is int and type(end) is int and (spans[-1][1] if spans else 0) <= begin < end <= length):
-            return ()
-        spans.append((begin, end))
-    return tuple(spans)
-
-
-def stats_to_json(stats: AnswerStats) -> str:
-    """Return the stats as JSON, without unknown values."""
-    values = {name: getattr(stats, name) for name in AnswerStats.__slots__}
-    return json.dumps({name: value for name, value in values.items() if value not in (None, "")})
-
-
-def stats_from_json(text: str) -> AnswerStats | None:
-    """Parse stats that `stats_to_json` wrote, possibly in another version; None for an empty text."""
-    names = AnswerStats.__slots__
-    return AnswerStats(**{name: value for name, value in json.loads(text).items() if name in names}) if text else None

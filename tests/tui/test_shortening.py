@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from edgelm.chats.history import Chat, Message
-from edgelm.client.endpoint import AnswerStats, stats_to_json
+from edgelm.client.answer_stream import AnswerStats, stats_to_json
 from edgelm.tui.session import Session
 from edgelm.tui.shortening import plan_shortening
 from tests.tui.conftest import Driver, Open

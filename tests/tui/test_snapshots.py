@@ -20,7 +20,7 @@ from textual.widgets import Input, Label, TextArea
 from edgelm.chats.history import Chat, Message
 from edgelm.chats.reading import Reading
 from edgelm.chats.store import Store
-from edgelm.client.endpoint import AnswerStats, stats_to_json
+from edgelm.client.answer_stream import AnswerStats, stats_to_json
 from edgelm.knowledge.files import LeftOut
 from edgelm.knowledge.index import GUIDE, Refreshed
 from edgelm.knowledge.passages import Passage

@@ -10,7 +10,7 @@ import pytest
 from textual.events import Click
 
 from edgelm.chats.history import Message, to_markdown
-from edgelm.client.endpoint import AnswerStats, stats_from_json, stats_to_json
+from edgelm.client.answer_stream import AnswerStats, stats_from_json, stats_to_json
 from edgelm.tui.lines import Row
 from edgelm.tui.thought import ThoughtClock, ThoughtFigures, thought_words
 from edgelm.tui.views import Flow, MessageView

@@ -13,7 +13,7 @@ from rich.text import Text
 from textual.theme import BUILTIN_THEMES
 
 from edgelm.chats.history import Message
-from edgelm.client.endpoint import AnswerStats
+from edgelm.client.answer_stream import AnswerStats
 from edgelm.tui.document import Document
 from edgelm.tui.lines import clean, wrap_cells, wrap_words
 from edgelm.tui.markdown import code_blocks

@@ -1,0 +1,147 @@
+"""An answer as it streams from an endpoint: its parts, its end, and its statistics.
+
+Owns the differences between endpoints in these. Knows nothing of requests and connections.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgelm.client.json_values import clean_text, mapping, number, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next part of the answer, or of the reasoning before it."""
+
+    text: str = ""
+    reasoning: str = ""
+    drafted: tuple[tuple[int, int], ...] = ()  # spans of `text` from accepted draft tokens: begin, end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerStats:
+    """Statistics of an answer. None: the endpoint does not report it. `reasoning_ms` is measured by the caller."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    first_token_ms: float | None = None
+    tokens_per_second: float | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    context_used: int | None = None
+    context_size: int | None = None
+    engine: str = ""
+    device: str = ""
+    reasoning_ms: float | None = None
+    reasoning_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of an answer. `reason`: stop, length, context, content_filter, or the endpoint's own."""
+
+    reason: str
+    stats: AnswerStats
+
+
+class AnswerStream:
+    """An answer while it arrives: the times of its tokens, and the endpoint's own statistics."""
+
+    def __init__(self, started: float) -> None:
+        self.reason: str | None = None
+        self.begun = False
+        self.chunks = 0
+        self._started = started
+        self._first = self._last = 0.0
+        self._deltas = 0
+        self._usage: Any = None
+        self._own: dict[str, Any] = {}
+
+    def take(self, chunk: Any) -> Delta | None:
+        self.chunks += 1
+        own = mapping((chunk.model_extra or {}).get("edgelm"))
+        self._own |= own
+        self._usage = chunk.usage or self._usage
+        if not chunk.choices:
+            return None
+        choice = chunk.choices[0]
+        self.reason = choice.finish_reason or self.reason
+        extra = choice.delta.model_extra or {} if choice.delta else {}
+        text = clean_text((choice.delta.content or "") if choice.delta else "")
+        reasoning = clean_text(_reasoning(extra))
+        if not text and not reasoning:
+            return None
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self._deltas += 1
+        self.begun = True
+        return Delta(text, reasoning, _spans(own, len(text)))
+
+    def finish(self) -> Finished:
+        own, usage = self._own, self._usage
+        timings, speculation, context = (mapping(own.get(name)) for name in ("timings", "speculation", "context"))
+        completion = whole(getattr(usage, "completion_tokens", None))
+        prompt = whole(getattr(usage, "prompt_tokens", None))
+        measured = 1000 * (self._first - self._started) if self._first else None
+        used = whole(context.get("used"))
+        if used is None and prompt is not None and completion is not None:
+            used = prompt + completion
+        first_token_ms = number(timings.get("first_token_ms"))
+        details = getattr(usage, "completion_tokens_details", None)
+        return Finished(
+            str(own.get("finish_reason") or self.reason),
+            AnswerStats(
+                prompt_tokens=prompt,
+                cached_tokens=whole(own.get("cached_tokens")),
+                completion_tokens=completion,
+                first_token_ms=measured if first_token_ms is None else first_token_ms,
+                tokens_per_second=number(timings.get("decode_tokens_per_second")) or self._speed(completion),
+                drafted=whole(speculation.get("drafted")),
+                accepted=whole(speculation.get("accepted")),
+                context_used=used,
+                context_size=whole(context.get("size")),
+                engine=str(own.get("engine") or ""),
+                device=str(own.get("device") or ""),
+                reasoning_tokens=whole(getattr(details, "reasoning_tokens", None)) or None,
+            ),
+        )
+
+    def _speed(self, completion_tokens: int | None) -> float | None:
+        count, seconds = (completion_tokens or self._deltas) - 1, self._last - self._first
+        return count / seconds if count > 0 and seconds > 0 else None
+
+
+def _reasoning(delta: Mapping[str, Any]) -> str:
+    """Return the reasoning of a delta: endpoints use one of two names, or both with equal text."""
+    texts = (delta.get(name) for name in ("reasoning_content", "reasoning"))
+    return next((text for text in texts if isinstance(text, str) and text), "")
+
+
+def _spans(own: Mapping[str, Any], length: int) -> tuple[tuple[int, int], ...]:
+    """Return the drafted spans of a text of this length; none if they are not valid."""
+    items = own.get("drafted")
+    spans: list[tuple[int, int]] = []
+    for item in items if isinstance(items, list) else ():
+        begin, end = item if isinstance(item, list) and len(item) == 2 else (None, None)
+        if not (type(begin) is int and type(end) is int and (spans[-1][1] if spans else 0) <= begin < end <= length):
+            return ()
+        spans.append((begin, end))
+    return tuple(spans)
+
+
+def stats_to_json(stats: AnswerStats) -> str:
+    """Return the stats as JSON, without unknown values."""
+    values = {name: getattr(stats, name) for name in AnswerStats.__slots__}
+    return json.dumps({name: value for name, value in values.items() if value not in (None, "")})
+
+
+def stats_from_json(text: str) -> AnswerStats | None:
+    """Parse stats that `stats_to_json` wrote, possibly in another version; None for an empty text."""
+    names = AnswerStats.__slots__
+    return AnswerStats(**{name: value for name, value in json.loads(text).items() if name in names}) if text else None
