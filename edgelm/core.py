@@ -333,12 +333,30 @@ class Snapshots(Protocol):
         """Wait until all pending snapshots are in files: within a time limit, and while the disk makes progress."""
 
 
+@dataclass(frozen=True, slots=True)
+class KVRegion:
+    """A part of the KV cache, or a saved state of one.
+
+    In the cache are `running`, `idle` (a prefix that can be reused) and `shared` (one that several conversations begin
+    with); in memory beside it are `snapshot` and `shared_snapshot`; on disk is `file`.
+    """
+
+    kind: Literal["running", "idle", "shared", "snapshot", "shared_snapshot", "file"]
+    num_tokens: int
+    nbytes: int
+    cache_namespace: str
+    seq_id: int | None = None  # of a running sequence
+
+
 class KVCache(Protocol):
     """Bookkeeping of the KV cache: which sequences hold which positions, and which prefixes can be reused."""
 
     @property
     def usage(self) -> float:
         """The share of the cache that running sequences hold, 0 to 1. For any thread."""
+
+    def regions(self) -> tuple[KVRegion, ...]:
+        """Return the regions of the cache and the saved states outside of it. For the engine's thread."""
 
     def attach(self, seq: Sequence) -> bool:
         """Bind the longest cached prefix and set `computed` (at most `len(tokens) - 1`); False: no room now."""

@@ -42,6 +42,7 @@ from edgelm.engine.pipeline import StepPipeline
 from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.stream import Mailbox, Stream
 from edgelm.engine.usage import Usage
+from edgelm.engine.watch import Watch, Watcher
 from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError, SnapshotError
 
 MAX_REQUESTS = 512  # open at the same time, running and waiting; a client alone may have half of them
@@ -107,6 +108,7 @@ class Engine:
         self.counters = Counters()
         self._executor = executor
         self._scheduler = scheduler
+        self._watch = Watch(scheduler.kv_regions)
         self._pipeline = StepPipeline(executor, scheduler, clock)
         self._embeddings = EmbeddingQueue(make_embedder, self.counters.embedded)
         self._max_requests = max_requests
@@ -203,6 +205,12 @@ class Engine:
                 self._jobs.discard(job)
             self._inbox.put(lambda: self._embeddings.cancel(job))
 
+    def watch(self) -> Watcher:
+        """Return a watcher for the running event loop, which gets a record of each step and of the KV cache."""
+        watcher = self._watch.open()
+        self._inbox.put(lambda: None)  # an idle engine tells of its cache, too
+        return watcher
+
     def _check_room(self, client: str, clients: Seq[str]) -> None:
         """Raise BusyError unless there is room for one more request of a client, besides those of `clients`.
 
@@ -249,7 +257,10 @@ class Engine:
                 self._pipeline.reset()
                 return None
             sampled = self._pipeline.run(step)
+            forced = self._watch.forced(step) if self._watch.is_on else None
             events = self._scheduler.commit(step, sampled)
+            if forced is not None:
+                self._record(step, forced, events)
             self.counters.preempted(self._scheduler.num_preemptions)
             self._scheduler.work(min(WORK_SHARE * self._pipeline.step_s, MAX_WORK_S))
             return events
@@ -260,6 +271,19 @@ class Engine:
         except Exception as error:  # the one boundary: a failed step is the failure of its requests
             log.exception("a step failed")
             return self._fail(step, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+
+    def _record(self, step: Step, forced: list[int], events: list[Event]) -> None:
+        """Tell those who watch of a step that was committed."""
+        self._watch.add_step(
+            step,
+            forced,
+            events,
+            step_s=self._pipeline.step_s,
+            num_waiting=len(self._scheduler.waiting),
+            num_running=len(self._scheduler.running),
+            request_id=lambda seq_id: request.request_id if (request := self._open.get(seq_id)) else "",
+        )
+        self._watch.add_kv(self._scheduler.kv_usage)
 
     def _plan(self) -> Step | None:
         began = time.perf_counter()
@@ -297,6 +321,8 @@ class Engine:
                 embeds = self._embeddings.work(None if events is None else self._pipeline.step_s)
                 flushed = flushed and events is None and not embeds
                 idle = events is None and not embeds and not self._scheduler.work(MAX_WORK_S)
+                if idle and self._watch.is_on:
+                    self._watch.add_kv(self._scheduler.kv_usage, now=True)
                 if events:
                     self._deliver(events)
             for seq in [*self._scheduler.running, *self._scheduler.waiting]:

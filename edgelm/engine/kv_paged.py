@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from edgelm.core import Drop, ExecutorInfo, Load, OnSaving, Op, Save, Sequence, Snapshots, Store
+from edgelm.core import Drop, ExecutorInfo, KVRegion, Load, OnSaving, Op, Save, Sequence, Snapshots, Store
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, MIN_STORED_LEN, FileIndex
 from edgelm.engine.shared_prefixes import SHARED_SHARE, BranchPoints, SharedChains
 
@@ -71,6 +71,7 @@ class PagedKV:
     ) -> None:
         num_blocks = info.capacity // block_len
         assert -(-info.context // block_len) <= num_blocks
+        self._info = info
         self._block_len = block_len
         self._refs = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks  # of the reusable blocks
@@ -96,6 +97,26 @@ class PagedKV:
     @property
     def usage(self) -> float:
         return 1 - self._num_free / len(self._refs)
+
+    def regions(self) -> tuple[KVRegion, ...]:
+        """Return the blocks of each running sequence, those that several share once, and the idle ones by namespace."""
+        size = self._info.kv_bytes_per_token
+        seen: set[int] = set()
+        regions = []
+        for seq, table in self._tables.items():
+            num_tokens = len(set(table.blocks) - seen) * self._block_len
+            seen.update(table.blocks)
+            regions.append(KVRegion("running", num_tokens, num_tokens * size, seq.cache_namespace, seq.id))
+        idle: Counter[tuple[str, bool]] = Counter()
+        for block in (*self._idle, *self._idle_last):
+            digest = self._digests[block]
+            assert digest is not None
+            idle[self._links[digest].cache_namespace, block in self._idle_last] += self._block_len
+        for (namespace, is_shared), num_tokens in idle.items():
+            kind: Literal["shared", "idle"] = "shared" if is_shared else "idle"
+            regions.append(KVRegion(kind, num_tokens, num_tokens * size, namespace))
+        lengths = [(len(file.tokens), file.cache_namespace) for file in (self._store.files() if self._store else ())]
+        return (*regions, *(KVRegion("file", length, length * size, namespace) for length, namespace in lengths))
 
     def attach(self, seq: Sequence) -> bool:
         assert seq.kv is None

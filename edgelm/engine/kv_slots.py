@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from edgelm.core import (
     Copy,
     Drop,
     ExecutorInfo,
+    KVRegion,
     Load,
     OnSaving,
     Op,
@@ -138,6 +140,21 @@ class SlotKV:
         if not any(slot.seq for slot in self._slots):  # an idle slot makes way
             return 0.0
         return 1 - self._cells.free / self._cells.capacity
+
+    def regions(self) -> tuple[KVRegion, ...]:
+        size, estimate = self._info.kv_bytes_per_token, self._sizes.estimate
+        regions = [
+            KVRegion("running", slot.length, slot.length * size, slot.cache_namespace, slot.seq.id)
+            if slot.seq
+            else KVRegion("idle", slot.length, slot.length * size, slot.cache_namespace)
+            for slot in self._slots
+            if slot.length
+        ]
+        for saved in self._snapshots:
+            kind: Literal["shared_snapshot", "snapshot"] = "shared_snapshot" if saved.shared else "snapshot"
+            regions.append(KVRegion(kind, len(saved.tokens), saved.nbytes, saved.cache_namespace))
+        lengths = [(len(file.tokens), file.cache_namespace) for file in (self._store.files() if self._store else ())]
+        return (*regions, *(KVRegion("file", length, estimate(length), namespace) for length, namespace in lengths))
 
     def attach(self, seq: Sequence) -> bool:
         assert seq.kv is None

@@ -19,6 +19,7 @@ from edgelm.core import (
     ExecutorInfo,
     FinishReason,
     KVCache,
+    KVRegion,
     OnSaving,
     Sampled,
     SamplingParams,
@@ -115,6 +116,10 @@ class Scheduler:
     def kv_usage(self) -> float:
         """The share of the KV cache that running sequences hold, 0 to 1."""
         return self._kv.usage
+
+    def kv_regions(self) -> tuple[KVRegion, ...]:
+        """Return the regions of the KV cache and the saved states outside of it. For the engine's thread."""
+        return self._kv.regions()
 
     @property
     def num_unfinished(self) -> int:
