@@ -36,6 +36,7 @@ from edgelm.server.api.errors import ApiError, as_api_error
 from edgelm.server.api.handlers import EXCEPTION_HANDLERS, error_response
 from edgelm.server.api.json_body import read_json
 from edgelm.server.bodies import Bodies
+from edgelm.server.engine_events import event_routes
 from edgelm.server.engine_pooled import pooled_routes
 from edgelm.server.engine_texts import text_routes
 from edgelm.server.keys import CLIENT, NAMESPACE, USAGE
@@ -111,6 +112,7 @@ def engine_app(parts: EngineParts, key: str) -> Starlette:
             *(Route(path, count_tokens, methods=["POST"]) for path in COUNTS),
             *text_routes(parts.answerer, TextEncoder(parts.loaded.tokenizer), parts.open_answers, read),
             *pooled_routes(Embeddings(parts.loaded), bodies, usage_of),
+            *event_routes(parts.loaded),
             Route("/stats", stats),
             Route("/usage/{name}", usage),
         ],

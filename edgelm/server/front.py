@@ -26,6 +26,7 @@ from edgelm.server.api.handlers import EXCEPTION_HANDLERS, error_response
 from edgelm.server.api.json_body import read_json
 from edgelm.server.api.ollama import OllamaRequest
 from edgelm.server.bodies import Bodies
+from edgelm.server.events import watch_routes
 from edgelm.server.llama_routes import Aliases, find_or_default, llama_routes
 from edgelm.server.metrics import Metrics
 from edgelm.server.models import ModelNames
@@ -110,6 +111,7 @@ def front_app(front: Front, rules: Rules) -> ASGIApp:
             *ollama_routes(front.table, front.models, bodies),
             *llama_routes(front.table, front.models, front.num_slots),
             *metrics.routes(),
+            *watch_routes(front.table, front.models),
             *admin_routes(front.address, front.table, front.models, bodies),
         ],
         exception_handlers={**EXCEPTION_HANDLERS, StillLoadingError: _on_still_loading},

@@ -6,6 +6,7 @@ Events are server-sent ones, or lines of JSON. Knows nothing of their content.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
@@ -19,6 +20,9 @@ NDJSON = "application/x-ndjson"
 EVENT_ENDS = {MEDIA_TYPE: b"\n\n", NDJSON: b"\n"}  # of an event, by media type
 STREAMS_EVENTS = "streams_events"  # in the state of a request: its answer is made of events, in whole ones
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+PING_S = 10.0  # without an event
+PING = b": ping\n\n"
 
 T = TypeVar("T")
 
@@ -55,6 +59,12 @@ class EventStream(StreamingResponse):
         async for event in self._events:
             yield event
             await asyncio.sleep(0)
+
+
+def named_event(name: str, document: Mapping[str, Any]) -> bytes:
+    """Return an event with a name, whose data is JSON."""
+    data = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {name}\ndata: {data}\n\n".encode()
 
 
 async def unless_client_leaves(request: Request, work: Awaitable[T]) -> T:

@@ -96,6 +96,11 @@ class EngineTable:
         await asyncio.gather(*(self.unload(slot, reason) for slot in self.all_slots()))
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the engines end, or have ended."""
+        return self._closed
+
+    @property
     def num_saving(self) -> int:
         """The number of conversations that engines still have to save, while they end."""
         return sum(slot.link.num_saving for slot in self.all_slots() if slot.link is not None)

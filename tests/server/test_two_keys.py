@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from edgelm.server.keys import Key
 from edgelm.speculation.past_answers import AnswersFile
-from tests.server.harness import Front, serving
+from tests.server.harness import Front, serving, until
 from tests.server.test_serve import edgelm
 
 STARTER = Path(__file__).resolve().parents[2] / "models" / "starter" / "starter.gguf"
@@ -138,3 +141,68 @@ def rows(file: Path) -> list[Any]:
         return []
     entries: list[Any] = json.loads(file.read_text().partition("\n")[2])
     return entries
+
+
+@contextmanager
+def watching(front: Front, key: Key) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Collect the events that a key sees while the block runs."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+    with httpx2.Client(base_url=front.address, timeout=60, trust_env=False) as http, ExitStack() as stack:
+        answer = stack.enter_context(http.stream("GET", "/edgelm/events", headers=of(key)))
+        assert answer.status_code == 200
+
+        def read() -> None:
+            name = ""
+            with suppress(httpx2.HTTPError):
+                for line in answer.iter_lines():
+                    field, _, value = line.partition(": ")
+                    if field == "event":
+                        name = value
+                    elif field == "data":
+                        seen.append((name, json.loads(value)))
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        yield seen
+        http.close()
+
+
+def chunks_of(seen: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [chunk for name, event in list(seen) if name == "step" for chunk in event["chunks"]]
+
+
+def num_ended(seen: list[tuple[str, dict[str, Any]]]) -> int:
+    return sum("finish_reason" in chunk for chunk in chunks_of(seen))
+
+
+def test_to_watch_shows_each_key_its_own_texts_and_counts_of_others(front: Front) -> None:
+    chat(front, ANN, "hello")  # now the model is loaded
+    with watching(front, ANN) as ann, watching(front, BOB) as bob:
+        for seen in (ann, bob):
+            until("the watcher is told of the engine", lambda seen=seen: any(name == "kv" for name, _ in seen))
+        texts = {
+            key: chat(front, key, f"hello from {key.name}", logprobs=True, top_logprobs=2)["choices"][0]
+            for key in (ANN, BOB)
+        }
+        for key, seen in ((ANN, ann), (BOB, bob)):
+            until("both answers end", lambda seen=seen: num_ended(seen) == 2)
+            assert seen[0][0] == "engine"
+            assert seen[0][1]["model"] == "starter"
+            own = [chunk for chunk in chunks_of(seen) if "tokens" in chunk]
+            others = [chunk for chunk in chunks_of(seen) if "tokens" not in chunk]
+            assert own
+            assert others
+            assert not any("request_id" in chunk for chunk in others)
+            told = [token for chunk in own for token in chunk["tokens"]]
+            expected = texts[key]["logprobs"]["content"]
+            assert [token["text"] for token in told[: len(expected)]] == [entry["token"] for entry in expected]
+            assert [token["logprob"] for token in told[: len(expected)]] == [entry["logprob"] for entry in expected]
+            assert {len(token["top"]) for token in told} == {2}
+            regions = [event for name, event in seen if name == "kv"]
+            assert regions[-1]["others"], "the other key's prefixes are counted"
+            assert sum(chunk["new"] for chunk in chunks_of(seen)) == 16
+
+
+def test_to_watch_needs_a_key_and_a_known_model(front: Front) -> None:
+    assert front.http.get("/edgelm/events").status_code == 401
+    assert front.http.get("/edgelm/events?model=nothing", headers=of(ANN)).status_code == 404

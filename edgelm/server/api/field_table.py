@@ -222,12 +222,38 @@ Generated from `edgelm/server/api/field_table.py`; a test compares.
 - `GET /edgelm/ps`: the loaded models, as `edgelm ps` shows them.
 - `GET /metrics`: the numbers of the server and its models for Prometheus, under vLLM's names with `edgelm:` in place of
   `vllm:`; `GET /edgelm/top`: those that `edgelm top` shows. Neither loads a model or keeps one loaded.
+- `GET /edgelm/events`: the steps of an engine as they happen, which `edgelm watch` draws; see below.
 - `/chat/completions`, `/embeddings`, `/reranking`: `/v1/chat/completions`, `/v1/embeddings` and `/v1/rerank` by
   llama-server's other names; and `/completions` is `/completion`.
 - `GET /models`: as `/v1/models`, by the name that llama-server's router has; both tell each model's `status`.
 - `POST /models/load` with `{"model": NAME, "keep_alive": TIME}`, `POST /models/unload` with `{"model": NAME}`; they
   need a key marked `admin`, or come from a program on the server's own machine without a key of a key file: a key
   that is not marked may not, wherever it comes from.
+
+## The steps of an engine
+
+`GET /edgelm/events` streams server-sent events about the engine of a loaded model: that of `?model=NAME`, or the first;
+when it ends, the next. Watching loads no model, keeps none loaded and takes no turn. The engine never waits for a
+reader: one that lags 512 events behind loses the oldest. Each event has a name and a line of JSON:
+
+- `idle`: no model is loaded.
+- `engine`, before the others of an engine: `model`, `engine`, `device`, `context`, `slots`, `step_tokens` (at most so
+  many in a step), `capacity` (positions of the KV cache), `kv_bytes_per_token`, `weights_bytes` (0: not known).
+- `step`, after each step: `step` (its number), `at` (Unix time of its end), `ms`, `running`, `waiting`, `chunks`.
+- `kv`, when the KV cache has changed, at most four times a second: `at`, `usage` (0 to 1, of running requests),
+  `regions`, `others`.
+- `lost`, after a gap: `records` (how many events).
+
+A chunk is the part of a step that belongs to one request: `sequence` (its number), `prompt` and `cached` (tokens),
+`start` (position of the first computed token), `computed` (tokens, with the draft), `drafted`, `forced` (leading tokens
+of the draft that a grammar left no choice for), `accepted`, `new` (tokens of the answer), and in its last one
+`finish_reason`. A chunk of the reader's own key has `request_id` and `tokens` too: `id`, `text`, and with `logprobs` in
+the request `logprob` and `top`.
+
+A region is a part of the KV cache or a saved state, of a `kind`: in the cache `running`, `idle` (a prefix that can be
+reused) and `shared` (one that several conversations begin with); in memory `snapshot` and `shared_snapshot`; on disk
+`file`. It has `tokens`, `bytes`, and `sequence` if it is a running request's. `regions` are those of the reader's key;
+`others` are sums of all other keys, by kind.
 
 ## Request ids
 

@@ -19,7 +19,7 @@ def chat_logprobs(tokenizer: Tokenizer, sampled: Iterable[Sampled]) -> list[dict
 
     def entry(token: int, value: float | None) -> dict[str, Any]:
         text = token_text(tokenizer, token)
-        return {"token": text, "logprob": _finite(value), "bytes": list(tokenizer.piece(token))}
+        return {"token": text, "logprob": finite(value), "bytes": list(tokenizer.piece(token))}
 
     return [
         entry(sample.id, sample.logprob) | {"top_logprobs": [entry(token, value) for token, value in sample.top]}
@@ -54,9 +54,9 @@ def completion_logprobs(tokenizer: Tokenizer, sampled: Sequence[Sampled], offset
     known = [sample.logprob is not None for sample in sampled]
     return {
         "tokens": [name(sample.id) for sample in sampled],
-        "token_logprobs": [_finite(s.logprob) if has else None for s, has in zip(sampled, known, strict=True)],
+        "token_logprobs": [finite(s.logprob) if has else None for s, has in zip(sampled, known, strict=True)],
         "top_logprobs": [
-            {name(token): _finite(value) for token, value in sample.top} if has else None
+            {name(token): finite(value) for token, value in sample.top} if has else None
             for sample, has in zip(sampled, known, strict=True)
         ],
         "text_offset": [offsets.next(tokenizer.piece(sample.id)) for sample in sampled],
@@ -69,5 +69,6 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
     return piece.decode("utf-8", "replace") if piece else tokenizer.text_of(token)
 
 
-def _finite(value: float | None) -> float:
+def finite(value: float | None) -> float:
+    """Return a log-probability as JSON can hold it."""
     return value if value is not None and value > LEAST_LOGPROB else LEAST_LOGPROB
