@@ -15,7 +15,7 @@ import typer
 from typer import exceptions as usage
 
 from edgelm import __version__
-from edgelm.cli_server import launch, load, ps, serve, service_app, top, unload
+from edgelm.cli_server import launch, load, ps, serve, service_app, top, unload, watch
 from edgelm.commands.flags import Flags, Json, Model, Verbose, Yes, with_settings
 from edgelm.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError
 from edgelm.jobs.embed_request import Format
@@ -298,7 +298,7 @@ def rm(
     raise typer.Exit(remove_models(models, {}, yes=yes, as_json=as_json))
 
 
-for _command in (serve, launch, load, unload, ps, top):  # the help lists them here
+for _command in (serve, launch, load, unload, ps, top, watch):  # the help lists them here
     app.command()(_command)
 app.add_typer(service_app, name="service")
 

@@ -1,4 +1,4 @@
-"""The names and flags of the commands about a server: serve, launch, load, unload, ps, top and service.
+"""The names and flags of the commands about a server: serve, launch, load, unload, ps, top, watch and service.
 
 cli.py has the other commands, and lists these among them. The work of a command is a module of `commands`.
 """
@@ -120,6 +120,27 @@ def top(
     from edgelm.commands.top import show_top
 
     show_top(endpoint, api_key, once=once, as_json=as_json)
+
+
+def watch(
+    model: Annotated[
+        str | None, typer.Argument(help="A loaded model; without it, the first.", show_default=False)
+    ] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Another edgelm server.", show_default=False)] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="The key for that server; others see it: EDGELM_API_KEY is better.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Watch the steps of a running engine: prompts, drafts, tokens and the KV cache. q quits.
+
+    Space stops and goes on; the arrow keys go back over the last 500 steps. Texts and probabilities are shown of your
+    own requests, of others the counts.
+    """
+    from edgelm.commands.watch import watch_server
+
+    watch_server(model, endpoint, api_key, as_json=as_json)
 
 
 service_app = typer.Typer(help="The server as a service, which other programs find at any time.", no_args_is_help=True)

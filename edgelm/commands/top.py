@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2
 from rich.console import Console, Group, RenderableType
@@ -19,14 +19,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from edgelm.client.addresses import normalize_address
-from edgelm.config import load_config
+from edgelm.commands.servers import chosen_server
 from edgelm.errors import EdgeLMError
 from edgelm.library.names import shown
-from edgelm.runtime import find_front
-
-if TYPE_CHECKING:
-    import ssl
 
 REQUEST_LIMIT_S = 5.0
 INTERVAL_S = 1.0  # between two looks
@@ -196,22 +191,11 @@ def _no_key(limit_s: float) -> str:
 @contextmanager
 def _connection(endpoint: str | None, api_key: str | None) -> Iterator[Callable[[], Document]]:
     """Give a function that asks the server. Raises EdgeLMError, as the function does."""
-    config = load_config({})
-    if endpoint is not None and api_key is None and config.sources["api_key"].startswith("EDGELM_"):
-        api_key = config.settings.api_key  # the key in config.toml is for our own server
-    front = find_front(config.places.runtime)
-    headers: dict[str, str] = {}
-    verify: ssl.SSLContext | bool = True
-    if endpoint is not None:
-        address = normalize_address(endpoint).removesuffix("/v1")
-    elif front is not None:
-        address, headers, verify = front.address, front.headers, front.tls()
-    else:
-        raise EdgeLMError("no edgelm server is running", "start one with `edgelm serve`, or give --endpoint URL")
-    if api_key is not None:
-        headers = {"authorization": f"Bearer {api_key}"}
-    with httpx2.Client(timeout=REQUEST_LIMIT_S, trust_env=endpoint is not None, headers=headers, verify=verify) as http:
-        yield lambda: _look(http, address)
+    server = chosen_server(endpoint, api_key)
+    with httpx2.Client(
+        timeout=REQUEST_LIMIT_S, trust_env=not server.is_own, headers=server.headers, verify=server.verify
+    ) as http:
+        yield lambda: _look(http, server.address)
 
 
 def _look(http: httpx2.Client, address: str) -> Document:
