@@ -67,6 +67,9 @@ def _main(
         str | None,
         typer.Option(help="The key for that server; others see it: EDGELM_API_KEY is better.", show_default=False),
     ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Chat in plain lines: for a screen reader, or an Emacs shell.")
+    ] = False,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -77,7 +80,7 @@ def _main(
     if context.invoked_subcommand is None:
         from edgelm.commands.chat import open_chat
 
-        open_chat(endpoint, model, flags, api_key)
+        open_chat(endpoint, model, flags, api_key, plain=plain)
 
 
 @app.command()

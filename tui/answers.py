@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from textual.worker import Worker, WorkerError
+from textual.worker import WorkerError
 
 from edgelm.chats.history import Message
 from edgelm.client.answer_stream import AnswerStats, Delta, Finished
@@ -26,6 +26,7 @@ from edgelm.tui.reader import Reader
 from edgelm.tui.session import Session
 from edgelm.tui.thought import ThoughtClock, ThoughtFigures, estimate_tokens
 from edgelm.tui.views import GO_ON, MessageView
+from edgelm.tui.work import Work
 
 POLL_S = 0.25  # between two reports of progress
 NOTED_REASONS = ("length", "context", "content_filter")
@@ -98,17 +99,13 @@ class Answers:
     """Starts and stops answers. `run` starts a worker for a coroutine."""
 
     def __init__(
-        self,
-        link: Link,
-        reader: Reader,
-        run: Callable[[Coroutine[Any, Any, None]], Worker[None]],
-        watcher: AnswerWatcher,
+        self, link: Link, reader: Reader, run: Callable[[Coroutine[Any, Any, None]], Work], watcher: AnswerWatcher
     ) -> None:
         self._link = link
         self._reader = reader
         self._run = run
         self._watcher = watcher
-        self._running: dict[int, tuple[Answer, Worker[None]]] = {}  # by chat
+        self._running: dict[int, tuple[Answer, Work]] = {}  # by chat
 
     def __bool__(self) -> bool:
         return bool(self._running)

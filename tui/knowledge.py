@@ -17,6 +17,7 @@ from textual import on
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Label, OptionList, Static
 from textual.widgets.option_list import Option
@@ -25,10 +26,12 @@ from edgelm.errors import EdgeLMError, RequestError
 from edgelm.knowledge.index import GUIDE, Refreshed
 from edgelm.tui.commands import HelpScreen
 from edgelm.tui.dialogs import DIALOG_CSS
+from edgelm.tui.hints import Hint, footer
 from edgelm.tui.lines import clean
+from edgelm.tui.palette import list_text
 from edgelm.tui.passages import one_line
 from edgelm.tui.paths import absolute_path
-from edgelm.tui.reader import Reader, SendQuestion, names_of
+from edgelm.tui.reader import Reader, SendQuestion, names_of, size_words
 from edgelm.tui.screen_view import ScreenView
 from edgelm.tui.session import Session
 from edgelm.tui.workspace import Workspace
@@ -138,13 +141,6 @@ class Entry:
     error: str = ""
 
 
-def size_words(refreshed: Refreshed) -> str:
-    """Return the number of files and passages."""
-    files = "1 file" if refreshed.num_files == 1 else f"{refreshed.num_files:,} files"
-    passages = "1 passage" if refreshed.num_passages == 1 else f"{refreshed.num_passages:,} passages"
-    return f"{files}, {passages}"
-
-
 class KnowledgeScreen(ModalScreen[str | None]):
     """What a chat reads, and what is left out there. Returns the root to remove."""
 
@@ -168,9 +164,12 @@ class KnowledgeScreen(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "Knowledge of this chat"
-            box.border_subtitle = "↑↓ choose, Del removes, Esc closes"
+            box.border_subtitle = footer(
+                [Hint("Del", "removes", "screen.remove"), Hint("Esc", "closes", "screen.dismiss(None)")]
+            )
             yield Label("The best passages for each question are read from these; files that change are read again.")
-            yield OptionList(*(Option(_outline(entry)) for entry in self._entries), compact=True)
+            theme = self.app.current_theme
+            yield OptionList(*(Option(list_text(_outline(entry), theme)) for entry in self._entries))
             with VerticalScroll():
                 yield Static(id="left-out", markup=False)
 
@@ -190,7 +189,7 @@ def _outline(entry: Entry) -> Text:
     words = entry.error if entry.refreshed is None else size_words(entry.refreshed)
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(one_line(names_of((entry.root,))), "bold")
-    text.append(f"  {one_line(words)}", "" if entry.refreshed else "bold red")
+    text.append(f"  {one_line(words)}", "" if entry.refreshed else "bold $text-error")
     if entry.root != GUIDE:
         text.append(f"  {one_line(shortened(entry.root))}", "dim")
     return text
@@ -235,7 +234,7 @@ class SendScreen(ModalScreen[bool]):
         question = self._question
         with Vertical() as box:
             box.border_title = "Send passages of your files?"
-            box.border_subtitle = "↑↓ choose, Enter confirms, Esc: no"
+            box.border_subtitle = footer([Hint("Esc:", "no", "screen.dismiss(False)")])
             roots = "\n".join(f"  {one_line(shortened(root))}" for root in question.roots)
             names = "\n".join(f"  {n} {one_line(passage.name)}" for n, passage in enumerate(question.passages, 1))
             num_chars = sum(len(passage.text) for passage in question.passages)
@@ -246,8 +245,7 @@ class SendScreen(ModalScreen[bool]):
                 yield Label(f"For this question it would send {num_chars:,} characters of them:\n{names}", markup=False)
             yield OptionList(
                 Option("No: ask without them in this chat", id="no"),
-                Option(Text(f"Yes: send passages to {host} in this chat"), id="yes"),
-                compact=True,
+                Option(Content(f"Yes: send passages to {host} in this chat"), id="yes"),
             )
 
     def on_mount(self) -> None:

@@ -6,7 +6,6 @@ Owns what is asked and reported. The dialog is in picker.py, the processes that 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from edgelm.library.catalog import hub_reference
 from edgelm.library.progress import size_text
 from edgelm.machine.memory import available_memory_bytes
 from edgelm.tui.lines import clean
+from edgelm.tui.model_names import describe_model, find_model, find_pulled
 from edgelm.tui.picker import Installed, PickerScreen
 from edgelm.tui.pulls import Pull, Pulls
 from edgelm.tui.screen_view import ScreenView
@@ -40,15 +40,7 @@ class ModelActions:
         if not argument:
             await self._pick_model(models)
             return
-        matches = [model.id for model in models if argument.lower() in model.id.lower()]
-        exact = [name for name in matches if name == argument]
-        if not matches and not self._no_pull_reason:
-            hub_reference(argument)  # raises with similar names where this one is misspelt
-            raise RequestError(f"{argument} is not on this machine", f"/pull {argument} gets it")
-        if len(exact or matches) != 1:
-            count = "no model" if not matches else f"{len(matches)} models"
-            raise RequestError(f"{count} called {argument}", "/model shows all")
-        self._set_model((exact or matches)[0])
+        self._set_model(find_model(models, argument, can_pull=not self._no_pull_reason))
 
     async def _pull(self, argument: str) -> None:
         """Pull a model, or stop a pull."""
@@ -67,7 +59,7 @@ class ModelActions:
         reason = self._no_pull_reason
         if reason and not models:
             raise RequestError("the endpoint offers no model", reason)
-        details = {model.id: _describe(model) for model in models}
+        details = {model.id: " · ".join(describe_model(model)) for model in models}
         picked = await self._app.push_screen_wait(
             PickerScreen(
                 "Model of this chat",
@@ -125,19 +117,3 @@ class ModelActions:
 
     def _notify(self, text: str) -> None:
         self._app.notify(text, markup=False)
-
-
-def find_pulled(models: list[ModelEntry], pull: Pull) -> str | None:
-    """Return the endpoint's name of a pulled model."""
-    path = os.path.realpath(pull.path)
-    return next((model.id for model in models if model.path and os.path.realpath(model.path) == path), None)
-
-
-def _describe(model: ModelEntry) -> str:
-    """Return architecture, quantization, size and context of a model, as far as they are known."""
-    size = ""
-    if model.bytes:
-        size = f"{model.bytes / 1e9:.1f} GB" if model.bytes >= 1e9 else f"{model.bytes / 1e6:.0f} MB"
-    context = f"{model.context:,} tokens" if model.context else ""
-    loaded = "loaded" if model.loaded else ""
-    return " · ".join(part for part in (model.architecture, model.quantization, size, context, loaded) if part)

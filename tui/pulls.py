@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from textual.worker import Worker as TextualWorker
 from textual.worker import WorkerError
 
 from edgelm.errors import EdgeLMError, RequestError
@@ -31,6 +30,7 @@ from edgelm.library.progress import (
     time_text,
 )
 from edgelm.places import HUB_TOKENS
+from edgelm.tui.work import Work
 
 WORKER = "edgelm.library.pull_worker"
 COMMAND: tuple[str, ...] = ()  # replaces the worker in tests
@@ -92,11 +92,11 @@ class Pull:
 
 
 class Pulls:
-    """Starts and stops pulls. `run` starts a Textual worker; `changed` and `ended` are called for each pull."""
+    """Starts and stops pulls. `run` starts a coroutine; `changed` and `ended` are called for each pull."""
 
     def __init__(
         self,
-        run: Callable[[Coroutine[Any, Any, None]], TextualWorker[None]],
+        run: Callable[[Coroutine[Any, Any, None]], Work],
         changed: Callable[[], None],
         ended: Callable[[Pull], None],
         command: Sequence[str] = COMMAND,
@@ -105,7 +105,7 @@ class Pulls:
         self._changed = changed
         self._ended = ended
         self._command = tuple(command)
-        self._running: dict[str, tuple[Pull, TextualWorker[None]]] = {}  # by model
+        self._running: dict[str, tuple[Pull, Work]] = {}  # by model
 
     def __bool__(self) -> bool:
         return bool(self._running)

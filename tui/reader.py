@@ -24,7 +24,7 @@ from edgelm.chats.reading import Reading
 from edgelm.client.endpoint import Client, ModelEntry
 from edgelm.client.failures import UnreachableError
 from edgelm.errors import EdgeLMError
-from edgelm.knowledge.index import GUIDE, Knowledge
+from edgelm.knowledge.index import GUIDE, Knowledge, Refreshed
 from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import share_of_context
 from edgelm.knowledge.starter import starter_answers, starter_passages
@@ -246,6 +246,13 @@ def names_of(roots: Sequence[str]) -> str:
     if len(roots) != 1:
         return f"{len(roots)} files and folders"
     return "the guide" if roots[0] == GUIDE else Path(roots[0]).name or roots[0]
+
+
+def size_words(refreshed: Refreshed) -> str:
+    """Return the number of files and passages."""
+    files = "1 file" if refreshed.num_files == 1 else f"{refreshed.num_files:,} files"
+    passages = "1 passage" if refreshed.num_passages == 1 else f"{refreshed.num_passages:,} passages"
+    return f"{files}, {passages}"
 
 
 def host_of(address: str) -> str:

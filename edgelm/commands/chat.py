@@ -1,23 +1,40 @@
-"""`edgelm` without a command: open the terminal chat."""
+"""`edgelm` without a command: open the chat, on the full screen of the terminal or in plain lines."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from io import TextIOWrapper
+from typing import TYPE_CHECKING
 
 from edgelm.config import SETTINGS, Config, load_config
 from edgelm.errors import EdgeLMError
 from edgelm.library.local import runnable_model
+from edgelm.places import Places
+
+if TYPE_CHECKING:
+    from edgelm.tui.link import Link
+    from edgelm.tui.workspace import ChatDefaults
 
 
-def open_chat(endpoint: str | None, model: str | None, flags: Mapping[str, object], api_key: str | None = None) -> None:
+def open_chat(
+    endpoint: str | None,
+    model: str | None,
+    flags: Mapping[str, object],
+    api_key: str | None = None,
+    *,
+    plain: bool = False,
+) -> None:
     """Run the chat until the user leaves it. Raises EdgeLMError."""
     config = load_config(flags)
+    is_dumb = config.places.environment.get("TERM") == "dumb"
     # Textual draws on standard error.
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise EdgeLMError("the chat needs a terminal", "use `edgelm run MODEL` in scripts; --help shows all commands")
+    if not plain and not (sys.stdin.isatty() and sys.stderr.isatty()):
+        hint = "use `edgelm run MODEL` in scripts, or --plain; --help shows all commands"
+        raise EdgeLMError("the chat needs a terminal", hint)
+    if is_dumb and not plain:
+        print("this terminal is dumb (TERM): the chat is in plain lines, as with --plain")
     from edgelm.client.addresses import normalize_address
-    from edgelm.tui.app import ChatApp
     from edgelm.tui.link import Link
     from edgelm.tui.workspace import ChatDefaults
 
@@ -49,12 +66,38 @@ def open_chat(endpoint: str | None, model: str | None, flags: Mapping[str, objec
         for name, setting in SETTINGS.items()
         if setting.sampling and is_own(name) and (value := getattr(settings, name)) is not None
     }
-    app = ChatApp(
-        places.data / "chats.db", link, ChatDefaults(model or "", options), knowledge=places.cache / "knowledge.db"
-    )
+    defaults = ChatDefaults(model or "", options)
+    run_chat = _run_plain if plain or is_dumb else _run_screen
+    num_lost = run_chat(places, link, defaults)
+    if num_lost:
+        raise EdgeLMError(f"the last {num_lost:,} changes of the chats were not saved", "the reason is above")
+
+
+def _run_screen(places: Places, link: Link, defaults: ChatDefaults) -> int:
+    """Run the chat on the full screen; return the number of changes that were not saved."""
+    from edgelm.tui.app import ChatApp
+
+    app = ChatApp(places.data / "chats.db", link, defaults, knowledge=places.cache / "knowledge.db")
     app.run()
-    if app.num_lost:
-        raise EdgeLMError(f"the last {app.num_lost:,} changes of the chats were not saved", "the reason is above")
+    return app.num_lost
+
+
+def _run_plain(places: Places, link: Link, defaults: ChatDefaults) -> int:
+    """Run the chat in plain lines; return the number of changes that were not saved."""
+    from edgelm.tui.plain import PlainChat
+    from edgelm.tui.plain_lines import LineReader, Writer
+
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    writer = Writer(sys.stdout)
+    # In an Emacs shell, readline would write the user's line a second time.
+    edits = sys.stdout.isatty() and places.environment.get("TERM") != "dumb"
+    lines = LineReader(sys.stdin, writer, edits=edits)
+    chat = PlainChat(places.data / "chats.db", link, defaults, lines, writer, knowledge=places.cache / "knowledge.db")
+    chat.run()
+    if writer.failure is not None and not isinstance(writer.failure, BrokenPipeError):
+        raise writer.failure
+    return chat.num_lost
 
 
 def _as_flag(name: str, value: object) -> str:

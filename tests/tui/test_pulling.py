@@ -13,7 +13,7 @@ from edgelm.client.endpoint import ModelEntry
 from edgelm.library.catalog import entries
 from edgelm.library.progress import Listed, ListedFile, Progress, Pulled, Retrying
 from edgelm.tui import picker
-from edgelm.tui.model_actions import find_pulled
+from edgelm.tui.model_names import find_pulled
 from edgelm.tui.picker import Installed, PickerApp, PickerScreen, needed_bytes
 from edgelm.tui.pulls import Pull
 from edgelm.tui.status import pull_text

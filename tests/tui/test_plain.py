@@ -1,0 +1,504 @@
+"""The plain chat: what a screen reader reads, from the fake endpoint and from the real command."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from edgelm.chats.history import Message
+from edgelm.chats.store import Store
+from edgelm.tui import plain_answer, plain_lines
+from edgelm.tui.commands import COMMANDS
+from edgelm.tui.link import Link
+from edgelm.tui.plain import PlainChat
+from edgelm.tui.plain_commands import OWN
+from edgelm.tui.plain_lines import LineReader, Writer
+from edgelm.tui.workspace import ChatDefaults
+from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
+
+STARTER = Path(__file__).resolve().parents[2] / "models" / "starter" / "starter.gguf"
+PATIENCE_S = 60.0
+RESEND_S = 3.0
+# Every control character but the newline; in UTF-8, those of C1 are C2 80 to C2 9F.
+CONTROL = re.compile(rb"[\x00-\x09\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
+
+
+class Output(io.StringIO):
+    """Keeps every write apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return super().write(text)
+
+
+Talk = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+def talk(endpoint: FakeEndpoint, tmp_path: Path) -> Talk:
+    """Return a function that types lines into the chat, and returns what it wrote after its first line."""
+
+    async def run(*typed: str, output: Output | None = None) -> str:
+        output = output or Output()
+        writer = Writer(output)
+        lines = LineReader(io.StringIO("".join(f"{line}\n" for line in typed)), writer, edits=False)
+        link = Link(endpoint=endpoint.address, api_key=None, runtime=tmp_path / "run", log=tmp_path / "serve.log")
+        chat = PlainChat(
+            tmp_path / "chats.db", link, ChatDefaults(), lines, writer, knowledge=tmp_path / "knowledge.db"
+        )
+        await asyncio.to_thread(chat.run)
+        assert chat.num_lost == 0
+        _head, _, text = output.getvalue().partition(", /help lists the commands\n")
+        return text
+
+    return run
+
+
+def saved_messages(folder: Path) -> list[Message]:
+    """Return the messages of the newest chat."""
+    store = Store(folder / "chats.db")
+    try:
+        return store.messages(store.chats()[0].id)
+    finally:
+        store.close()
+
+
+def sent_texts(endpoint: FakeEndpoint) -> list[str]:
+    """Return the last message of each request."""
+    return [request["messages"][-1]["content"] for request in endpoint.requests]
+
+
+# Messages and answers
+
+
+async def test_a_message_is_answered_in_lines_and_saved(talk: Talk, tmp_path: Path) -> None:
+    assert await talk("Explain quicksort") == f"starter: {ANSWER}"
+    assert [(message.text, message.state) for message in saved_messages(tmp_path)] == [
+        ("Explain quicksort", "done"),
+        (ANSWER, "done"),
+    ]
+
+
+def test_a_text_that_streams_is_written_by_sentences_and_lines() -> None:
+    output = Output()
+    writer = Writer(output)
+    for character in "One is first. Two (so they say.) follows! Is it 3.5?\r\n1. a point\n第一句。第二句":
+        writer.stream(character)
+    writer.end()
+    assert output.writes == [
+        "One is first. ",
+        "Two (so they say.) ",
+        "follows! ",
+        "Is it 3.5?\n",
+        "1. a point\n",
+        "第一句。",
+        "第二句",
+        "\n",
+    ]
+
+
+async def test_an_answer_is_not_written_by_tokens(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.answers, endpoint.tokens_per_second = ["one two three four five six. seven eight nine ten"], 200
+    output = Output()
+    await talk("go", output=output)
+    assert output.writes[1:] == ["starter: one two three four five six. ", "seven eight nine ten", "\n"]
+
+
+async def test_an_answer_cannot_move_the_cursor(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.answers = ["a\x1b[2Jb\x07 c\td\r\ne\x9b31mf\x08"]
+    text = await talk("go")
+    assert "b" in text
+    assert not CONTROL.search(text.encode())
+
+
+async def test_a_message_of_several_lines(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.answers = ["yes"]
+    await talk("one\\", "two\\", "three", '"""', "def f():", "    /new", '"""', '"""a', 'b"""', "//etc is here", "  ")
+    assert sent_texts(endpoint) == ["one\ntwo\nthree", "def f():\n    /new", "a\nb", "/etc is here"]
+
+
+async def test_a_message_that_the_end_of_the_input_cuts_is_sent(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.answers = ["yes"]
+    await talk('"""', "one", "two")
+    assert sent_texts(endpoint) == ["one\ntwo"]
+
+
+async def test_a_thought_is_one_line_until_it_is_asked_for(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.answers, endpoint.reasoning = ["42."], "Six times seven. Yes."
+    text = await talk("q1", "/reasoning", "q2")
+    assert text == (
+        "thought for a moment\nstarter: 42.\nreasoning is read\nreasoning: Six times seven. Yes.\nstarter: 42.\n"
+    )
+
+
+async def test_a_long_thought_is_told_from_time_to_time(
+    talk: Talk, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_lines, "NOTICE_S", 0.0)
+    endpoint.answers, endpoint.reasoning, endpoint.tokens_per_second = ["42."], "hm " * 20, 20
+    text = await talk("q")
+    assert re.search(r"^thinking, \d s$", text, flags=re.MULTILINE)
+    assert re.search(r"\nthought for .*\nstarter: 42.\n$", text)
+    assert "hm" not in text
+
+
+async def test_loading_is_told_rarely(talk: Talk, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_answer, "LOADING_S", 0.0)
+    endpoint.answers, endpoint.loading = ["42."], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
+    text = await talk("q")
+    assert re.fullmatch(r"loading the model \d+ %.*\nstarter: 42.\n", text)
+
+
+async def test_a_failure_is_one_line_and_the_next_message_works(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.die_after = 6
+    text = await talk("q1")
+    assert text.startswith("starter: Quicksort picks a *pivot* and splits\nerror: the engine was ended by signal 9")
+    assert text.count("\n") == 2
+    endpoint.die_after, endpoint.refuse = None, (400, {"error": {"message": "no\nway"}})
+    text = await talk("q2")
+    assert re.fullmatch(r"error: .*no way.*\n", text)
+    endpoint.refuse, endpoint.answers = None, ["yes"]
+    assert await talk("q3") == "starter: yes\n"
+
+
+async def test_the_prompt_comes_where_nothing_is_connected(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.refuse_key = True
+    output = Output()
+    await talk("q", output=output)
+    error = f"error: {endpoint.address} refuses the key: the API key is missing or wrong; give the right --api-key\n"
+    assert output.getvalue() == f"{error}edgelm, model none yet, /help lists the commands\n{error}"
+
+
+async def test_a_full_context_names_a_command_and_no_key(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.answers, endpoint.finish_reason = ["cut"], "context"
+    text = await talk("q1", "q2", "/shorten", "n", "/shorten", "y", "/whole")
+    full = "starter: cut\nthe context is full; /shorten goes on without the oldest messages\n"
+    left_out = "2 messages would be left out, up to the one before: q2\n"
+    assert text == f"{full}{full}{left_out}{left_out}{full}the whole conversation is sent again\n"
+    assert [len(request["messages"]) for request in endpoint.requests] == [1, 3, 1]
+
+
+async def test_nothing_is_written_once_the_reader_has_left(talk: Talk, endpoint: FakeEndpoint, tmp_path: Path) -> None:
+    class Left(Output):
+        def write(self, text: str) -> int:
+            if len(self.writes) > 1:
+                raise BrokenPipeError
+            return super().write(text)
+
+    await talk("q1", "q2", output=Left())
+    assert [message.state for message in saved_messages(tmp_path)] == ["done", "done"]  # the second is not sent
+
+
+async def test_chats_that_cannot_be_saved_are_told(talk: Talk, tmp_path: Path) -> None:
+    (tmp_path / "chats.db").write_bytes(b"no database" * 1000)
+    output = Output()
+    await talk("q", output=output)
+    assert output.getvalue().count("error: not saved: ") == 1
+    assert f"starter: {ANSWER}" in output.getvalue()
+
+
+# Commands
+
+
+async def test_chats_are_listed_searched_opened_and_deleted(talk: Talk, endpoint: FakeEndpoint, tmp_path: Path) -> None:
+    endpoint.answers = ["a red apple", "a blue sky"]
+    await talk("first question", "/new", "second question")
+    text = await talk("/chats", "/open 2", "/search red", "/open 1", "/title Fruit", "/delete", "n", "/delete", "y")
+    date = r"\d{4}-\d\d-\d\d \d\d:\d\d"
+    assert re.fullmatch(
+        rf"1\. second question, {date}\n2\. first question, {date}\n"
+        r"first question, messages: 2\nyou: first question\nstarter: a red apple\n"
+        r"1\. first question: a red apple\n"
+        r"first question, messages: 2\nyou: first question\nstarter: a red apple\n"
+        r"title: Fruit\n"
+        r"deleted; this is a new chat\n",
+        text,
+    )
+    store = Store(tmp_path / "chats.db")
+    assert [chat.title for chat in store.chats()] == ["second question"]
+    store.close()
+
+
+async def test_a_model_is_chosen_by_name_or_number(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.answers = ["yes"]
+    text = await talk("/model", "/model 2", "q1", "/model star", "q2", "/model 7", "/model e")
+    assert "1. starter, llama, Q8_0, 4 MB, 4,096 tokens, loaded, this chat's\n2. qwen3-4b-q4_k_m.gguf, " in text
+    assert [request["model"] for request in endpoint.requests] == ["qwen3-4b-q4_k_m.gguf", "starter"]
+    assert "qwen3-4b-q4_k_m.gguf: yes\n" in text
+    assert text.endswith("error: there is no model 7; /model lists them\nerror: 2 models called e; /model shows all\n")
+
+
+async def test_settings_of_the_chat_are_sent(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.answers = ["yes"]
+    text = await talk("/system Be brief.", "/params temperature=0.2", "/think low", "/think huge", "/system", "q")
+    (request,) = endpoint.requests
+    assert request["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (request["temperature"], request["reasoning_effort"]) == (0.2, "low")
+    assert "error: there is no effort 'huge'; give auto, off, low, medium, high\nsystem prompt: Be brief.\n" in text
+
+
+async def test_a_message_is_edited_and_answered_again(talk: Talk, endpoint: FakeEndpoint, tmp_path: Path) -> None:
+    endpoint.answers = ["a1", "a2", "a3"]
+    text = await talk("q1", "/regenerate", "/edit", "q2", "/read 2")
+    assert text == ("starter: a1\nstarter: a2\nyour last message: q1\nstarter: a3\nyou: q2\nstarter: a3\n")
+    assert [message.text for message in saved_messages(tmp_path)] == ["q1", "a1", "a2", "q2", "a3"]
+
+
+async def test_knowledge_is_not_sent_elsewhere_without_a_person(
+    talk: Talk, endpoint: FakeEndpoint, tmp_path: Path
+) -> None:
+    endpoint.answers = ["yes"]
+    (tmp_path / "cats.md").write_text("# Cats\n\nA cat sleeps 15 hours a day.\n")
+    text = await talk(f"/know {tmp_path}/cats.md", "/know", "How long does a cat sleep?", "/know off", "/know")
+    assert "cats.md: 1 file, 1 passage\n" in text
+    assert re.search(r"^this question would send \d+ characters of your files: cats.md.*$", text, flags=re.MULTILINE)
+    assert "they are not sent: only a person at a terminal can agree\nread nothing: you said that nothing goes" in text
+    assert "cats.md will not be read any more\n" in text
+    assert text.endswith("error: this chat has no knowledge; /know PATH adds a file or folder\n")
+    (request,) = endpoint.requests
+    assert [message["content"] for message in request["messages"]] == ["How long does a cat sleep?"]
+
+
+async def test_a_question_about_edgelm_reads_the_guide(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.models, endpoint.answers = ["other"], ["With pull."]
+    text = await talk("/help How do I download a model?")
+    assert re.fullmatch(r"read: 1 .*Download a model.*\nother: With pull\.\n", text)
+    assert "edgelm pull MODEL" in str(endpoint.requests[0]["messages"])
+
+
+async def test_a_chat_is_exported(talk: Talk, endpoint: FakeEndpoint, tmp_path: Path) -> None:
+    endpoint.answers = ["yes"]
+    file = tmp_path / "chat.md"
+    text = await talk("q1", f"/export {file}", f"/export md {file}", "n", "/status")
+    assert f"written to {file}\n" in text
+    assert file.read_text() == "# q1\n\n## You\n\nq1\n\n## starter\n\nyes\n"
+    assert text.count("written") == 1
+    assert "41.3 tokens per second\n" in text
+
+
+async def test_every_command_of_the_full_screen_is_there_or_says_why_not(talk: Talk, endpoint: FakeEndpoint) -> None:
+    text = await talk("/help", "/theme dark", "/cop", "/nothing", "/co")
+    listed = set(re.findall(r"^/(\w+)", text, flags=re.MULTILINE))
+    assert {command.name for command in OWN} < listed
+    assert listed & {command.name for command in COMMANDS} >= {"new", "model", "know", "quit"}
+    assert text.endswith(
+        "error: /theme works on the full screen only\n"
+        "error: /copy works on the full screen only\n"
+        "error: there is no command /nothing; /help lists them\n"
+        "error: /co may be /copy, /code\n"
+    )
+    for command in COMMANDS:
+        if command.name not in listed:
+            assert await talk(f"/{command.name}") == f"error: /{command.name} works on the full screen only\n"
+    assert endpoint.requests == []
+
+
+async def test_quit_leaves_the_rest_of_the_input(talk: Talk, endpoint: FakeEndpoint) -> None:
+    assert await talk("/quit", "not sent") == ""
+    assert endpoint.requests == []
+
+
+async def test_a_pull_is_waited_for_and_its_model_answers(
+    endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "pulling"
+    folder.mkdir()
+    (folder / "go").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "front.json").write_text(json.dumps({"pid": os.getpid(), "address": endpoint.address}))
+    endpoint.models, endpoint.answers = ["mine", "starter"], ["yes"]
+    endpoint.paths = {"mine": str(folder / "pulled.gguf")}
+    output = Output()
+    writer = Writer(output)
+    lines = LineReader(io.StringIO("/pull\n/pull o/n\nq\n"), writer, edits=False)
+    link = Link(endpoint=None, api_key=None, runtime=tmp_path / "run", log=tmp_path / "serve.log")
+    chat = PlainChat(
+        tmp_path / "chats.db", link, ChatDefaults("starter"), lines, writer, knowledge=tmp_path / "knowledge.db",
+        pull_command=(sys.executable, "-m", "tests.tui.fake_pulling", str(folder)),
+    )  # fmt: skip
+    await asyncio.to_thread(chat.run)
+    told = output.getvalue().split("\n")[2:]
+    assert told == [
+        "error: a pull needs a name; write /pull NAME; Ctrl+C stops it",
+        "pulling o/n",
+        "mine is here, and answers this chat from now on",
+        "mine: yes",
+        "",
+    ]
+
+
+# The real command
+
+
+def environment(folder: Path, term: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("EDGELM_", "HF_"))}
+    places = {f"EDGELM_{kind}_DIR": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME")}
+    return clean | places | {"HF_HOME": str(folder / "hf"), "TERM": term, "OMP_WAIT_POLICY": "passive"}
+
+
+COMMAND = (sys.executable, "-m", "edgelm")
+
+
+class Terminal:
+    """The command in a pseudo-terminal. Waits on a thread of its own: the endpoint runs in the test's loop."""
+
+    def __init__(self, process: subprocess.Popen[bytes], leader: int) -> None:
+        self.process = process
+        self._leader = leader
+        self.output = b""
+        self._read = 0
+
+    async def sees(self, words: str) -> None:
+        """Wait for words after those of the last call."""
+        await asyncio.to_thread(self._wait, words.encode())
+
+    async def type(self, text: str) -> None:
+        await asyncio.to_thread(os.write, self._leader, text.encode())
+
+    async def interrupt(self, words: str) -> None:
+        """Do what a terminal does for Ctrl+C, until these words come.
+
+        Python's readline misses a signal in the moment between its prompt and its wait for a key.
+        """
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            self.process.send_signal(signal.SIGINT)
+            with suppress(TimeoutError):
+                return await asyncio.to_thread(self._wait, words.encode(), RESEND_S)
+        raise AssertionError(self.output.decode())
+
+    async def ended(self) -> int:
+        """Read the rest and return the exit code."""
+        with suppress(EOFError):
+            await asyncio.to_thread(self._wait, b"\0")
+        return await asyncio.to_thread(self.process.wait, PATIENCE_S)
+
+    def _wait(self, words: bytes, patience_s: float = PATIENCE_S) -> None:
+        """Wait for words. Raises TimeoutError, and EOFError where the process has ended."""
+        until = time.monotonic() + patience_s
+        while words not in self.output[self._read :]:
+            if time.monotonic() > until:
+                raise TimeoutError(self.output.decode())
+            if select.select([self._leader], [], [], 0.1)[0]:
+                try:
+                    self.output += os.read(self._leader, 1 << 16)
+                except OSError:  # the last process has closed the terminal
+                    raise EOFError(self.output.decode()) from None
+        self._read = self.output.index(words, self._read) + len(words)
+
+
+@contextmanager
+def terminal(folder: Path, *arguments: str, term: str) -> Iterator[Terminal]:
+    leader, follower = pty.openpty()
+    with subprocess.Popen(
+        [*COMMAND, *arguments], env=environment(folder, term), stdin=follower, stdout=follower, stderr=follower,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        os.close(follower)
+        try:
+            yield Terminal(process, leader)
+        finally:
+            process.kill()
+            os.close(leader)
+
+
+def is_plain(output: bytes) -> bool:
+    """Tell whether a terminal got no control character; its driver makes CR LF of each newline."""
+    return not CONTROL.search(output.replace(b"\r\n", b"\n"))
+
+
+async def test_keys_stop_edit_and_quit(endpoint: FakeEndpoint, tmp_path: Path) -> None:
+    endpoint.answers, endpoint.stall_after = ["One. Two. Three"], 2
+    with terminal(tmp_path, "--plain", "--endpoint", endpoint.address, term="xterm-256color") as chat:
+        await chat.sees("you: ")
+        await chat.type("q1\r")
+        await chat.sees("starter: One. ")
+        await chat.interrupt("stopped\r\nyou: ")
+        await chat.type("/ti\tTried\r")
+        await chat.sees("/title Tried\r\ntitle: Tried\r\nyou: ")
+        endpoint.answers, endpoint.stall_after = ["a2"], None
+        await chat.type("/edit\r")
+        await chat.sees("new version: q1")
+        await chat.type("!\r")
+        await chat.sees("starter: a2\r\nyou: ")
+        await chat.type("\x10\r")  # Ctrl+P: the message before, from the history
+        await chat.sees("q1!\r\nstarter: a2\r\nyou: ")
+        await chat.interrupt("Ctrl+C once more quits\r\nyou: ")
+        await chat.interrupt("\r\n")
+        assert await chat.ended() == 0
+    assert is_plain(chat.output), chat.output
+    assert sent_texts(endpoint) == ["q1", "q1!", "q1!"]
+    states = [(message.text, message.state) for message in saved_messages(tmp_path / "data")]
+    assert states[:2] == [("q1", "done"), ("One. Two.", "stopped")]
+
+
+async def test_earlier_messages_are_in_the_history_and_unsent_text_in_the_prompt(
+    endpoint: FakeEndpoint, tmp_path: Path
+) -> None:
+    endpoint.answers = ["yes"]
+
+    async def send(prompt: str, keys: str) -> None:
+        with terminal(tmp_path, "--plain", "--endpoint", endpoint.address, term="xterm-256color") as chat:
+            await chat.sees(prompt)
+            await chat.type(keys)
+            await chat.sees("starter: yes\r\nyou: ")
+            await chat.type("\x04")  # Ctrl+D
+            assert await chat.ended() == 0
+        assert is_plain(chat.output), chat.output
+
+    await send("you: ", "hello\r")
+    await send("you: ", "\x10\r")  # Ctrl+P: the message before
+    store = Store(tmp_path / "data" / "chats.db")
+    store.put_setting("draft", "half a")  # as the full screen leaves it
+    store.close()
+    await send("you: half a", " word\r")
+    assert sent_texts(endpoint) == ["hello", "hello", "half a word"]
+
+
+needs_starter = pytest.mark.skipif(not STARTER.exists(), reason="the built-in model is not here")
+
+
+@needs_starter
+async def test_a_dumb_terminal_gets_plain_lines_by_itself(tmp_path: Path) -> None:
+    with terminal(tmp_path, term="dumb") as chat:
+        await chat.sees("this terminal is dumb (TERM): the chat is in plain lines, as with --plain\r\n")
+        await chat.sees("edgelm, model starter, /help lists the commands\r\n")
+        await chat.sees("you: ")
+        await chat.type("What is edgelm?\n")
+        await chat.sees("starter: ")
+        await chat.sees("\r\nyou: ")
+        await chat.type("\x04")
+        assert await chat.ended() == 0
+    assert is_plain(chat.output), chat.output
+
+
+@needs_starter
+def test_a_pipe_gets_an_answer_for_each_line(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [*COMMAND, "--plain"], env=environment(tmp_path, "xterm-256color"), timeout=2 * PATIENCE_S,
+        input=b"How do I download a model?\n/status\n", capture_output=True, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == (0, b"")
+    assert run.stdout.startswith(b"edgelm, model starter, /help lists the commands\n")
+    assert b"\nstarter: " in run.stdout
+    assert b"edgelm pull" in run.stdout
+    assert b"\nmodel: starter\n" in run.stdout
+    assert not CONTROL.search(run.stdout), run.stdout
