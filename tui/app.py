@@ -22,6 +22,7 @@ from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
 from edgelm.tui.commands import COMMANDS, Command
 from edgelm.tui.link import Link
+from edgelm.tui.palette import readable_variables
 from edgelm.tui.pulls import COMMAND
 from edgelm.tui.reader import Reader, SendQuestion
 from edgelm.tui.screen import ChatScreen
@@ -88,6 +89,10 @@ class ChatApp(App[None]):
         self._reader = Reader(knowledge or chats.with_name("knowledge.db"), link, self._ask_to_send)
         self._chat = ChatScreen(self._store, link, self._reader, defaults, pull_command)
         self.num_lost = 0  # changes that were not saved when the app ended
+
+    def get_css_variables(self) -> dict[str, str]:
+        self.theme_variables = readable_variables(self.current_theme, super().get_css_variables())
+        return self.theme_variables
 
     def get_default_screen(self) -> Screen[None]:
         return self._chat

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
@@ -16,6 +17,8 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
+
+from edgelm.tui.hints import Hint, footer
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ class Key:
 
 GLOBAL_KEYS = (
     Key("f1", "run('help')", "Show every key and command", priority=True),
-    Key("ctrl+p", "command_palette", "Find a command by name"),
+    Key("ctrl+p", "app.command_palette", "Find a command by name"),
     Key("ctrl+n", "run('new')", "Start a new chat", priority=True),
     Key("ctrl+f", "run('search')", "Search all chats", priority=True),
     Key("ctrl+b", "toggle_sidebar", "Show or hide the list of chats", priority=True),
@@ -207,16 +210,24 @@ class HelpScreen(ModalScreen[None]):
     HelpScreen { align: center middle; }
     HelpScreen > VerticalScroll {
         width: 84; max-width: 100%; height: auto; max-height: 100%;
-        border: round $primary; background: $surface; padding: 0 1; scrollbar-size-vertical: 1;
+        border: round $primary; border-title-color: $foreground; border-subtitle-color: $text-muted;
+        background: $surface; padding: 0 1; scrollbar-size-vertical: 1;
+        scrollbar-background: $surface; scrollbar-background-hover: $surface; scrollbar-background-active: $surface;
     }
-    HelpScreen Static { height: auto; }
+    HelpScreen Static { height: auto; link-style: none; link-color: $foreground; link-style-hover: underline; }
     """
 
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
             box.border_title = "Keys and commands"
-            box.border_subtitle = "Esc closes"
+            box.border_subtitle = footer([Hint("Esc", "closes", "screen.dismiss(None)")], "; a click runs a command")
             yield Static(_help_page())
+
+    def action_use(self, action: str) -> None:
+        """Do what the clicked line says, in the chat."""
+        chat = self.app.screen_stack[0]
+        self.dismiss(None)
+        self.app.call_later(self.app.run_action, action, chat)
 
 
 def _help_page() -> Table:
@@ -224,14 +235,21 @@ def _help_page() -> Table:
     table.add_column(width=24)
     table.add_column()
     for title, keys in KEY_GROUPS:
-        table.add_row(Text(title, "bold underline"), "")
+        table.add_row(Text.assemble((title, "bold underline")), "")
         for key in keys:
-            table.add_row(Text(key.shown, "bold"), key.help)
+            action = key.action if keys is GLOBAL_KEYS else ""
+            table.add_row(Text(key.shown, _clickable("bold", action)), Text(key.help, _clickable("", action)))
         table.add_row("", "")
-    table.add_row(Text("Commands", "bold underline"), "")
+    table.add_row(Text.assemble(("Commands", "bold underline")), "")
     for command in COMMANDS:
-        table.add_row(Text(command.usage, "bold"), command.help)
+        action = f"run({command.name!r})"
+        table.add_row(Text(command.usage, _clickable("bold", action)), Text(command.help, _clickable("", action)))
     table.add_row("", "")
     for note in HELP_NOTES:
-        table.add_row("", Text(note, "dim"))
+        table.add_row("", note)
     return table
+
+
+def _clickable(style: str, action: str) -> Style:
+    meta = {"@click": f"screen.use({action!r})"} if action else None
+    return Style.parse(style) + Style(meta=meta)

@@ -14,22 +14,49 @@ from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Label, OptionList, TextArea
 from textual.widgets.option_list import Option
 
-DIALOG_CSS = """
+from edgelm.tui.hints import CANCEL, Hint, footer
+from edgelm.tui.palette import list_text
+
+# A bar stands left of the field or list that has the focus: it is seen in 16 colours too.
+FOCUS_CSS = """
+{name} Input, {name} TextArea {{
+    border: none; border-left: blank; padding: 0; background: $boost; background-tint: transparent;
+}}
+{name} Input {{ height: 1; }}
+{name} OptionList {{
+    border: none; border-left: blank; padding: 0; background: $surface; background-tint: transparent;
+}}
+{name} Input:focus, {name} TextArea:focus, {name} OptionList:focus {{
+    border: none; border-left: outer $primary; background-tint: transparent;
+}}
+"""
+DIALOG_CSS = (
+    FOCUS_CSS
+    + """
 {name} {{ align: center middle; }}
 {name} > Vertical {{
     width: 72; max-width: 100%; height: auto; max-height: 100%;
-    border: round $primary; background: $surface; padding: 0 1;
+    border: round $primary; border-title-color: $foreground; border-subtitle-color: $text-muted;
+    background: $surface; padding: 0 1;
 }}
 {name} Label {{ width: 1fr; color: $text-muted; }}
-{name} Input {{ background: $boost; margin: 0 0 1 0; }}
+{name} Input {{ margin: 0 0 1 0; }}
+{name} OptionList:ansi:blur > .option-list--option-highlighted {{
+    color: $block-cursor-foreground; background: $block-cursor-background;
+}}
+{name} OptionList, {name} VerticalScroll {{
+    scrollbar-background: $surface; scrollbar-background-hover: $surface; scrollbar-background-active: $surface;
+}}
 {name} OptionList {{
-    height: auto; max-height: 14; background: $surface; text-wrap: nowrap; text-overflow: ellipsis;
+    height: auto; max-height: 14; scrollbar-size-vertical: 1; text-wrap: nowrap; text-overflow: ellipsis;
 }}
 """
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +82,10 @@ class PickScreen(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
-            box.border_title = self._title
-            box.border_subtitle = "Enter chooses, Esc cancels"
-            yield Input(placeholder="type to filter", compact=True)
-            yield OptionList(compact=True)
+            box.border_title = Content(self._title)
+            box.border_subtitle = footer([Hint("Enter", "chooses", "screen.choose"), CANCEL])
+            yield Input(placeholder="type to filter")
+            yield OptionList()
 
     def on_mount(self) -> None:
         self._fill("")
@@ -77,7 +104,7 @@ class PickScreen(ModalScreen[str | None]):
             text = Text(no_wrap=True, overflow="ellipsis")
             text.append(choice.label, "bold" if choice.value == self._current else "")
             text.append(f"  {choice.detail}", "dim")
-            options.add_option(Option(text, id=choice.value))
+            options.add_option(Option(list_text(text, self.app.current_theme), id=choice.value))
         if matches:
             options.highlighted = next((i for i, choice in enumerate(matches) if choice.value == self._current), 0)
 
@@ -88,7 +115,7 @@ class PickScreen(ModalScreen[str | None]):
             options.action_cursor_up() if event.key == "up" else options.action_cursor_down()
 
     @on(Input.Submitted)
-    def _submitted(self) -> None:
+    def action_choose(self) -> None:
         options = self.query_one(OptionList)
         if options.highlighted is not None:
             self.dismiss(options.get_option_at_index(options.highlighted).id)
@@ -111,13 +138,13 @@ class LineScreen(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
-            box.border_title = self._title
-            box.border_subtitle = "Enter saves, Esc cancels"
-            yield Input(self._text, compact=True)
+            box.border_title = Content(self._title)
+            box.border_subtitle = footer([Hint("Enter", "saves", "screen.save"), CANCEL])
+            yield Input(self._text)
 
     @on(Input.Submitted)
-    def _submitted(self, event: Input.Submitted) -> None:
-        self.dismiss(event.value.strip() or None)
+    def action_save(self) -> None:
+        self.dismiss(self.query_one(Input).value.strip() or None)
 
 
 class TextScreen(ModalScreen[str | None]):
@@ -137,10 +164,10 @@ class TextScreen(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
-            box.border_title = self._title
-            box.border_subtitle = "Ctrl+S saves, Esc cancels"
+            box.border_title = Content(self._title)
+            box.border_subtitle = footer([Hint("Ctrl+S", "saves", "screen.save"), CANCEL])
             yield Label(self._help)
-            yield TextArea(self._text, soft_wrap=True, highlight_cursor_line=False, compact=True)
+            yield TextArea(self._text, soft_wrap=True, highlight_cursor_line=False)
 
     def action_save(self) -> None:
         self.dismiss(self.query_one(TextArea).text.strip())
@@ -163,9 +190,11 @@ class ConfirmScreen(ModalScreen[bool]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "Are you sure?"
-            box.border_subtitle = "y or n"
+            box.border_subtitle = footer(
+                [Hint("y", "yes", "screen.dismiss(True)"), Hint("n", "no", "screen.dismiss(False)")]
+            )
             yield Label(self._question, markup=False)
-            yield OptionList(Option("No", id="no"), Option(Text(self._yes), id="yes"), compact=True)
+            yield OptionList(Option("No", id="no"), Option(Content(self._yes), id="yes"))
 
     @on(OptionList.OptionSelected)
     def _selected(self, event: OptionList.OptionSelected) -> None:

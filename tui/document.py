@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from edgelm.tui.drafted import Span, Spans, Tint
-from edgelm.tui.lines import Line, Row, guess_height
+from edgelm.tui.lines import Line, Row, guess_height, text_width
 from edgelm.tui.markdown import Highlighter, Renderer, parser
 from edgelm.tui.palette import Palette
 
@@ -41,11 +41,18 @@ class MarkdownRow(Row):
             spans = self._drafted.within(self._at, self._at + len(self._source))
             tint = Tint(self._source, spans, palette.drafted) if spans else None
         first_line = tokens[0].map[0] if tokens and tokens[0].map else 0
-        renderer = Renderer(palette, self.highlighter, growing=self._growing, tint=tint, first_line=first_line)
-        return renderer.render(tokens, width)
+        renderer = Renderer(
+            palette,
+            self.highlighter,
+            growing=self._growing,
+            tint=tint,
+            first_line=first_line,
+            extra=width - text_width(width),
+        )
+        return renderer.render(tokens, text_width(width))
 
     def guess(self, width: int) -> int:
-        return guess_height(self._source, width)
+        return guess_height(self._source, text_width(width))
 
     def is_same(self, source: str, at: int, *, growing: bool) -> bool:
         """Tell whether a row of this source, which begins at a character of the text, would look like this one."""

@@ -1,7 +1,7 @@
 """Lines of text on the screen, and rows: runs of lines that are drawn when they come into view.
 
-Owns wrapping, how lines are joined when they are copied, and the rows that are not Markdown. Knows nothing of
-Markdown and of positions on the screen.
+Owns wrapping, the column of text, how lines are joined when they are copied, and the rows that are not Markdown.
+Knows nothing of Markdown and of positions on the screen.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from edgelm.tui.palette import Palette
 
 # Rich requires a console to wrap and render text; its settings do not change the result.
 CONSOLE = Console(force_terminal=True, color_system="truecolor", width=80, height=24, legacy_windows=False)
+TEXT_WIDTH = 90  # cells; longer lines of text are tiring to read, code and tables may be wider
+GUTTER = 2  # cells left of the text: the mark of the selected message
+COLUMN = GUTTER + TEXT_WIDTH + 2
+ACT = "act"  # the meta of a style: a click there acts on the message
 SEND_ALL = "(/whole sends all) "
 HINT = "  Ctrl+T shows it"
 
@@ -33,9 +37,20 @@ class Line:
     text: Text
     prefix: int = 0  # number of characters at its start that are decoration and are not copied
     joint: str = "\n"
-    fill: Style | None = None  # background of the rest of the line
+    fill: Style | None = None  # background of the line
+    fill_to: int = 0  # the cells that the background covers at least
     strip: Strip | None = None  # the last drawing, which is valid for `strip_key`
-    strip_key: tuple[int, int, Style] | None = None
+    strip_key: tuple[int, int, Style, str] | None = None
+
+
+def margin(width: int) -> int:
+    """Return the cells left of the column of text in a pane: it is centred where there is room."""
+    return max(0, (width - COLUMN) // 2)
+
+
+def text_width(width: int) -> int:
+    """Return the width of lines of text where `width` cells are free."""
+    return min(width, TEXT_WIDTH)
 
 
 def clean(text: str) -> str:
@@ -87,6 +102,8 @@ def indent(lines: list[Line], first: Text, others: Text) -> list[Line]:
         decoration = first if i == 0 else others
         line.text = Text.assemble(decoration, line.text)
         line.prefix += len(decoration)
+        if line.fill_to:
+            line.fill_to += decoration.cell_len
     return lines
 
 
@@ -157,21 +174,17 @@ class HeadRow(Row):
         super().__init__()
         self._author, self._user = clean(author), user
         self._version, self._num_versions = version, num_versions
-        self._selected = False
-
-    def select(self, selected: bool) -> None:
-        if selected != self._selected:
-            self._selected = selected
-            self.forget()
 
     def draw(self, width: int, palette: Palette) -> list[Line]:
-        style = palette.user if self._user else palette.assistant
-        text = Text(
-            f" {self._author} " if self._selected else self._author, palette.selected if self._selected else style
-        )
+        versions = Text(style=palette.muted)
         if self._num_versions > 1:
-            text.append(f"  ◂ {self._version}/{self._num_versions} ▸", None if self._selected else palette.muted)
-        text.truncate(max(width, 1), overflow="ellipsis")
+            versions.append("  ")
+            versions.append("◂ ", Style(meta={ACT: "previous"}))
+            versions.append(f"{self._version}/{self._num_versions}")
+            versions.append(" ▸", Style(meta={ACT: "next"}))
+        author = Text(self._author)
+        author.truncate(max(text_width(width) - versions.cell_len, 1), overflow="ellipsis")
+        text = Text.assemble((author.plain, palette.user if self._user else palette.assistant), versions)
         return [Line(text, prefix=len(text))]
 
     def guess(self, width: int) -> int:
@@ -187,6 +200,7 @@ class CutRow(Row):
         self._text = f" {num_left_out:,} earlier {messages} not sent to the model any more "
 
     def draw(self, width: int, palette: Palette) -> list[Line]:
+        width = text_width(width)
         text = self._text if len(self._text) + len(SEND_ALL) > width - 4 else self._text + SEND_ALL
         lines = wrap_words(Text(text, palette.note), max(width - 2, 2))
         for line in lines:
@@ -195,7 +209,7 @@ class CutRow(Row):
         return lines
 
     def guess(self, width: int) -> int:
-        return 1 + len(self._text) // max(width, 1)
+        return 1 + len(self._text) // max(text_width(width), 1)
 
 
 class FoldRow(Row):
@@ -213,6 +227,7 @@ class FoldRow(Row):
 
     def draw(self, width: int, palette: Palette) -> list[Line]:
         text = Text(f"{'▾' if self._unfolded else '▸'} {self._words}", palette.muted)
+        width = text_width(width)
         if not self._unfolded and text.cell_len + len(HINT) <= width:
             text.append(HINT)
         text.truncate(max(width, 1), overflow="ellipsis")
@@ -231,13 +246,14 @@ class PlainRow(Row):
         self._muted = muted
 
     def draw(self, width: int, palette: Palette) -> list[Line]:
+        width = text_width(width)
         if not self._muted:
             return wrap_words(Text(self._text, palette.text), width)
         bar = Text("┊ ", palette.muted)
         return indent(wrap_words(Text(self._text, palette.muted), width - 2), bar, bar)
 
     def guess(self, width: int) -> int:
-        return guess_height(self._text, width)
+        return guess_height(self._text, text_width(width))
 
 
 class NoteRow(Row):
@@ -250,7 +266,7 @@ class NoteRow(Row):
     def draw(self, width: int, palette: Palette) -> list[Line]:
         style = palette.error if self._error else palette.muted
         mark = Text("✗ " if self._error else "· ", style)
-        return indent(wrap_words(Text(self._text, style), width - 2), mark, Text("  "))
+        return indent(wrap_words(Text(self._text, style), text_width(width) - 2), mark, Text("  "))
 
     def guess(self, width: int) -> int:
-        return 1 + len(self._text) // max(width, 1)
+        return 1 + len(self._text) // max(text_width(width), 1)

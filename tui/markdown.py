@@ -53,12 +53,15 @@ class Renderer:
         growing: bool,
         tint: Tint | None = None,
         first_line: int = 0,
+        extra: int = 0,
     ) -> None:
+        """`extra`: cells by which code and tables may be wider than text."""
         self._palette = palette
         self._highlighter = highlighter
         self._growing = growing
         self._tint = tint
         self._first_line = first_line
+        self._extra = extra
 
     def render(self, tokens: Sequence[Token], width: int) -> list[Line]:
         """Return the lines of a run of blocks, with an empty line between two of them."""
@@ -87,7 +90,7 @@ class Renderer:
             case "fence" | "code_block":
                 return self._code(head, width)
             case "table_open":
-                return self._table(inside, width)
+                return self._table(inside, width + self._extra)
             case "hr":
                 rule = Text("─" * width, palette.muted)
                 return [Line(rule, prefix=width)]
@@ -121,15 +124,16 @@ class Renderer:
             self._tint.begin(token.map[0] - self._first_line + (token.type == "fence"))
         if language:
             head = Text.assemble(bar, (clean(language), palette.muted))
-            lines.append(Line(head, prefix=len(head), fill=palette.block))
+            lines.append(Line(head, prefix=len(head)))
         texts = self._highlighter.lines(code, language, palette, growing=self._growing)
         if self._tint is not None:
             for text, source in zip(texts, code.split("\n"), strict=False):
                 self._tint.paint(text, 0, source)
         for text in texts:
-            for line in wrap_cells(text, width - 2):
-                line.fill = palette.block
-                lines += indent([line], bar, bar)
+            lines += indent(wrap_cells(text, width + self._extra - 2), bar, bar)
+        widest = max((line.text.cell_len + 1 for line in lines), default=0)
+        for line in lines:
+            line.fill, line.fill_to = palette.block, max(width, widest)
         return lines
 
     def _table(self, inside: Sequence[Token], width: int) -> list[Line]:

@@ -1,18 +1,24 @@
-"""The styles of the transcript, derived from the theme's colours.
+"""The styles of the transcript, and variables of the style sheets, derived from the theme's colours.
 
-Owns the meaning of each colour. Knows nothing of text and widgets.
+Owns the meaning of each colour, and that it can be read. Knows nothing of text and widgets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.style import Style
+from rich.text import Text
 from textual.color import Color
+from textual.content import Content, Span
 from textual.theme import Theme
 
 DRAFTED_SHARES = (0.22, 0.16, 0.12, 0.08)  # of green in the background of drafted words, strongest first
+BLOCK_SHARES = (0.07, 0.05, 0.03, 0.0)  # of the foreground in the background of code
+CURSOR_SHARES = (0.3, 0.24, 0.18, 0.12)  # of the primary colour in the background of a list's chosen line
+MUTED_SHARES = (0.62, 0.7, 0.78, 0.86)  # of the foreground in secondary text
+BORDER_SHARE = 0.35  # of the foreground in the border of a box without the focus, and in scroll bars
 MIN_CONTRAST = 4.5  # WCAG 2.2, 1.4.3: text against its background
 
 
@@ -35,7 +41,7 @@ class Palette:
     assistant: Style
     error: Style
     note: Style  # facts about the conversation that the user should notice
-    selected: Style
+    mark: Style  # left of the selected message
     drafted: Style | None  # background of drafted words; None: they are not tinted
     syntax: Mapping[str, Style]  # by a prefix of pygments' token type; the longest one applies
 
@@ -52,21 +58,20 @@ def make_palette(theme: Theme, variables: Mapping[str, str], *, drafts: bool = F
 
     background = color("background", "#000000")
     foreground = color("foreground", "#ffffff")
+    behind_code = _shade(background, foreground, BLOCK_SHARES, foreground)
 
     def paint(name: str, *, bold: bool = False, underline: bool = False) -> Style:
-        shade = color(name) if theme.ansi else _readable(color(name), background, foreground)
+        shade = color(name) if theme.ansi else _readable(color(name), (background, behind_code), foreground)
         return Style(color=shade.rich_color, bold=bold or None, underline=underline or None)
 
     text = paint("foreground")
     if theme.ansi:
         muted, block = Style(dim=True), Style()
-        selected = Style(reverse=True)
         drafted = Style(underline=True)  # none of the 16 colours is both subtle and visible on every background
     else:
-        muted = Style(color=_readable(background.blend(foreground, 0.62), background, foreground).rich_color)
-        block = Style(bgcolor=background.blend(foreground, 0.07).rich_color)
-        selected = Style(bgcolor=color("primary", "#0178d4").rich_color, color=Color.parse("#ffffff").rich_color)
-        drafted = Style(bgcolor=_tint(background, color("success", "#4ebf71"), foreground).rich_color)
+        shade = _readable(background.blend(foreground, 0.62), (background, behind_code), foreground)
+        muted, block = Style(color=shade.rich_color), Style(bgcolor=behind_code.rich_color)
+        drafted = Style(bgcolor=_shade(background, color("success", "#4ebf71"), DRAFTED_SHARES, foreground).rich_color)
     keyword = paint("accent", bold=True)
     string, number = paint("success"), paint("warning")
     syntax = {
@@ -103,25 +108,73 @@ def make_palette(theme: Theme, variables: Mapping[str, str], *, drafts: bool = F
         assistant=paint("primary", bold=True),
         error=paint("error", bold=theme.ansi),
         note=paint("warning"),
-        selected=selected,
+        mark=paint("primary"),
         drafted=drafted if drafts else None,
         syntax=syntax,
     )
 
 
-def _readable(color: Color, background: Color, foreground: Color) -> Color:
+def readable_variables(theme: Theme, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a theme with those replaced whose text is hard to read, or whose focus is hard to see."""
+    if theme.ansi:
+        return {**variables, "border-blurred": "ansi_bright_black"}  # black and white ones may vanish
+    background, foreground = Color.parse(variables["background"]), Color.parse(variables["foreground"])
+    surface, boost = Color.parse(variables["surface"]), Color.parse(variables["boost"])
+    panes = [background, surface, Color.parse(variables["panel"])]
+    panes += [pane + boost for pane in panes]
+    primary = Color.parse(variables["primary"])
+    shades = [background.blend(foreground, share) for share in MUTED_SHARES]
+    choices = [(share, shade) for share in CURSOR_SHARES for shade in shades]
+    # Not every theme's foreground can be read on all of its own panes: black or white can.
+    for percent in (70, 80, 90, 100):
+        choices += [(share, background + background.get_contrast_text(percent / 100)) for share in CURSOR_SHARES]
+    share, muted = next(
+        (choice for choice in choices if _can_read(choice[1], [*panes, surface.blend(primary, choice[0])])), choices[-1]
+    )
+    cursor, blurred = surface.blend(primary, share), surface.blend(primary, share / 2)
+    border = background.blend(foreground, BORDER_SHARE).hex
+    return {
+        **variables,
+        "text-muted": muted.hex,
+        "text-disabled": muted.hex,
+        "block-cursor-background": cursor.hex,
+        "block-cursor-foreground": "auto 87%",
+        "block-cursor-text-style": "bold",
+        "block-cursor-blurred-background": blurred.hex,
+        "border-blurred": border,
+        "scrollbar": border,
+        "scrollbar-background": background.hex,
+        "scrollbar-background-hover": background.hex,
+        "scrollbar-background-active": background.hex,
+    }
+
+
+def list_text(text: Text, theme: Theme) -> Content:
+    """Return a text of a list, in which `dim` is secondary text that can be read: 16 colours have none but dim."""
+    muted = "dim" if theme.ansi else "$text-muted"
+    spans = [Span(start, end, str(style).replace("dim", muted)) for start, end, style in text.spans if style]
+    if text.style:
+        spans.insert(0, Span(0, len(text.plain), str(text.style).replace("dim", muted)))
+    return Content(text.plain, spans)
+
+
+def _can_read(text: Color, backgrounds: Sequence[Color]) -> bool:
+    return all(contrast(text, background) >= MIN_CONTRAST for background in backgrounds)
+
+
+def _readable(color: Color, backgrounds: Sequence[Color], foreground: Color) -> Color:
     """Return a colour, blended with the foreground until it has enough contrast."""
     for tenths in range(10):
         mixed = color.blend(foreground, tenths / 10)
-        if contrast(mixed, background) >= MIN_CONTRAST:
+        if _can_read(mixed, backgrounds):
             return mixed
     return foreground
 
 
-def _tint(background: Color, hue: Color, foreground: Color) -> Color:
-    """Return the background blended with as much of a hue as keeps the text readable."""
-    shades = [background.blend(hue, share) for share in DRAFTED_SHARES]
-    return next((shade for shade in shades if contrast(foreground, shade) >= MIN_CONTRAST), shades[-1])
+def _shade(background: Color, hue: Color, shares: Sequence[float], text: Color) -> Color:
+    """Return the background blended with as much of a hue as keeps a text readable."""
+    shades = [background.blend(hue, share) for share in shares]
+    return next((shade for shade in shades if contrast(text, shade) >= MIN_CONTRAST), shades[-1])
 
 
 def contrast(one: Color, other: Color) -> float:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from rich.text import Text
-from textual import on, work
+from textual import events, on, work
 from textual.app import ComposeResult
-from textual.containers import Vertical
+from textual.containers import Horizontal, Vertical
 from textual.widgets import Static
 
 from edgelm.chats.history import Message, split_sent
 from edgelm.tui.answers import Answer
 from edgelm.tui.commands import Command, Suggestion, find_command
 from edgelm.tui.drafted import Spans
-from edgelm.tui.lines import clean
+from edgelm.tui.hints import link
+from edgelm.tui.lines import COLUMN, clean, margin
 from edgelm.tui.paths import common_start, suggest_paths
 from edgelm.tui.prompt import Completion, Prompt
 from edgelm.tui.session import Session
@@ -32,7 +32,11 @@ class ChatPane(Vertical):
 
     DEFAULT_CSS = """
     ChatPane { width: 1fr; height: 1fr; }
-    ChatPane #title { height: 1; padding: 0 1; color: $text-muted; text-style: bold; }
+    ChatPane #head { height: 1; margin-bottom: 1; padding-right: 1; }
+    ChatPane #head Static { color: $text-muted; link-style: none; link-color: $text-muted; }
+    ChatPane #list { width: 2; }
+    ChatPane #title { width: 1fr; text-style: bold; text-wrap: nowrap; text-overflow: ellipsis; }
+    ChatPane #new { width: auto; margin-left: 2; }
     """
 
     def __init__(self) -> None:
@@ -40,16 +44,28 @@ class ChatPane(Vertical):
         self.transcript = Transcript()
         self.prompt = Prompt()
         self.editing: int | None = None
-        self._title = Static(id="title", markup=False)
+        self._title = Static(id="title")
         self._completion = Completion()
         self._show_reasoning = False
         self._refolded: set[int] = set()  # messages whose folded text is shown unlike that of the others
 
     def compose(self) -> ComposeResult:
-        yield self._title
+        with Horizontal(id="head"):
+            yield Static(link("≡", "screen.toggle_sidebar"), id="list")
+            yield self._title
+            yield Static(link("+ new", "screen.run('new')"), id="new")
         yield self.transcript
         yield self._completion
         yield self.prompt
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Align all with the column of the conversation's text."""
+        self.transcript.styles.width = event.size.width  # 1fr would be less by the margins of the others
+        left = margin(event.size.width)
+        width = min(event.size.width, COLUMN)
+        for widget in (self.query_one("#head"), self._completion, self.prompt):
+            widget.styles.margin = (0, 0, widget.styles.margin.bottom, left)
+            widget.styles.width = width
 
     # The conversation
 
@@ -92,7 +108,7 @@ class ChatPane(Vertical):
         return self._show_reasoning != (message.id in self._refolded)
 
     def _show_title(self, session: Session) -> None:
-        self._title.update(Text(clean(session.chat.title), no_wrap=True, overflow="ellipsis"))
+        self._title.update(link(clean(session.chat.title), "screen.run('title')"))
 
     def _views(self, session: Session, answer: Answer | None, drafted: Mapping[int, Spans]) -> list[MessageView]:
         path = session.tree.path()
@@ -137,8 +153,9 @@ class ChatPane(Vertical):
         self.editing = message.id
         self.prompt.put(message.text)
         self.prompt.add_class("-editing")
-        self.prompt.border_title = "Edit: Enter sends it as a new branch, Esc leaves"
+        self.prompt.border_title = "Edit: Enter sends it as a new branch"
         self.prompt.focus()
+        self.prompt.refresh_bindings()  # the status line shows its hints
 
     def leave_edit(self) -> None:
         """Return from editing a message to writing a new one."""
@@ -147,6 +164,7 @@ class ChatPane(Vertical):
             self.prompt.put("")
         self.prompt.remove_class("-editing")
         self.prompt.border_title = ""
+        self.prompt.refresh_bindings()
 
     def clear_sent(self, text: str) -> None:
         """Empty the prompt, whose text was sent, and add the text to the history."""

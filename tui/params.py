@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
@@ -19,6 +19,8 @@ from textual.widgets import Input, Label
 
 from edgelm.config import SETTINGS
 from edgelm.errors import RequestError
+from edgelm.tui.dialogs import FOCUS_CSS
+from edgelm.tui.hints import CANCEL, Hint, footer
 
 Value = float | int | str
 
@@ -86,6 +88,7 @@ PARAMS = (
     Param("seed", SETTINGS["seed"].parse, "the same answer each time"),
     Param("reasoning_effort", _effort, "thought: off, low, medium or high"),
 )
+NARROW = 76  # columns of the terminal; below, only the help of the field with the focus is shown
 _BY_NAME = {param.name: param for param in PARAMS}
 
 
@@ -128,16 +131,20 @@ class ParamsScreen(ModalScreen[dict[str, Value] | None]):
     ParamsScreen { align: center middle; }
     ParamsScreen > Vertical {
         width: 76; max-width: 100%; height: auto; max-height: 100%;
-        border: round $primary; background: $surface; padding: 0 1;
+        border: round $primary; border-title-color: $foreground; border-subtitle-color: $text-muted;
+        background: $surface; padding: 0 1;
     }
     ParamsScreen VerticalScroll { height: auto; max-height: 12; }
     ParamsScreen Horizontal { height: 1; }
     ParamsScreen .name { width: 20; }
     ParamsScreen .help { width: 1fr; color: $text-muted; }
-    ParamsScreen Input { width: 12; padding: 0 1; margin-right: 1; background: $boost; }
-    ParamsScreen Input:focus { background: $primary; color: $text; }
-    ParamsScreen #problem { color: $error; height: auto; }
-    """
+    ParamsScreen Input { width: 12; margin-right: 1; }
+    ParamsScreen.-narrow .help { display: none; }
+    ParamsScreen.-narrow Input { width: 1fr; }
+    ParamsScreen #help { width: 1fr; color: $text-muted; display: none; }
+    ParamsScreen.-narrow #help { display: block; }
+    ParamsScreen #problem { color: $text-error; height: auto; }
+    """ + FOCUS_CSS.format(name="ParamsScreen")
 
     def __init__(self, current: Mapping[str, Value], defaults: Mapping[str, Value], *, is_edgelm: bool) -> None:
         super().__init__()
@@ -148,17 +155,30 @@ class ParamsScreen(ModalScreen[dict[str, Value] | None]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "Sampling of this chat"
-            box.border_subtitle = "Enter saves, Esc cancels; empty: the endpoint decides"
+            box.border_subtitle = footer(
+                [Hint("Enter", "saves", "screen.save"), CANCEL], "; empty: the endpoint decides"
+            )
             with VerticalScroll(can_focus=False):
                 for param in PARAMS:
                     with Horizontal():
                         yield Label(param.name, classes="name")
-                        default = self._defaults.get(param.name, "")
+                        default = self._defaults.get(param.name, "not set")
                         value = self._current.get(param.name, "")
-                        yield Input(str(value), placeholder=str(default), id=param.name, compact=True)
-                        unused = param.own and not self._is_edgelm
-                        yield Label("not sent: not an edgelm endpoint" if unused else param.help, classes="help")
+                        yield Input(str(value), placeholder=str(default), id=param.name)
+                        yield Label(self._help(param), classes="help")
+            yield Label("", id="help", markup=False)
             yield Label("", id="problem", markup=False)
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.set_class(event.size.width < NARROW, "-narrow")
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """Show the help of one parameter where there is no room for that of all."""
+        if (param := _BY_NAME.get(event.widget.id or "")) is not None:
+            self.query_one("#help", Label).update(self._help(param))
+
+    def _help(self, param: Param) -> str:
+        return "not sent: not an edgelm endpoint" if param.own and not self._is_edgelm else param.help
 
     @on(Input.Submitted)
     def _submitted(self) -> None:

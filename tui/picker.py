@@ -15,6 +15,7 @@ from textual import events, on
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Label, OptionList
 from textual.widgets.option_list import Option
@@ -24,7 +25,9 @@ from edgelm.library.catalog import Entry, entries, hub_reference, needed_bytes
 from edgelm.library.progress import size_text
 from edgelm.machine.memory import USABLE
 from edgelm.tui.dialogs import DIALOG_CSS
+from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.lines import clean
+from edgelm.tui.palette import list_text, readable_variables
 from edgelm.tui.pulls import Pull
 
 PULL_FRAME_S = 0.5  # between two drawings of the pulls
@@ -84,13 +87,12 @@ class PickerScreen(ModalScreen[Picked | None]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = self._title
-            box.border_subtitle = "Enter chooses, Esc cancels"
+            box.border_subtitle = footer([Hint("Enter", "chooses", "screen.choose"), CANCEL])
             yield Input(placeholder="type to filter" if self._note else "type to filter, or OWNER/NAME of the hub")
-            yield OptionList(compact=True)
+            yield OptionList()
             yield Label(self._note, markup=False)
 
     def on_mount(self) -> None:
-        self.query_one(Input).compact = True
         self.query_one(Label).display = bool(self._note)
         self._fill("")
         self.set_interval(PULL_FRAME_S, self._refresh_pulls)
@@ -106,7 +108,7 @@ class PickerScreen(ModalScreen[Picked | None]):
         lines = [_head("Installed"), *map(self._installed_line, installed)] if installed else []
         pulls = {pull.model: pull for pull in self._pulls()}
         if pulls:
-            lines += [_head("Being pulled: Enter stops; partial files are kept"), *map(_pull_line, pulls.values())]
+            lines += [_head("Being pulled: Enter stops; partial files are kept"), *map(self._pull_line, pulls.values())]
         if not self._note:
             names = {model.name.casefold() for model in self._installed} | {name.casefold() for name in pulls}
             others = [
@@ -120,7 +122,7 @@ class PickerScreen(ModalScreen[Picked | None]):
             if offered:
                 lines += [_head(f"To pull; ✓ fits the {size_text(self._free_bytes)} of memory that are free")]
                 lines += map(self._catalogue_line, offered)
-        self._show(lines or [Option(Text("no model has this name", "dim"), disabled=True)], typed)
+        self._show(lines or [Option("no model has this name", disabled=True)], typed)
 
     def _show(self, lines: Sequence[Option], typed: str) -> None:
         options = self.query_one(OptionList)
@@ -135,28 +137,34 @@ class PickerScreen(ModalScreen[Picked | None]):
         text = Text(no_wrap=True, overflow="ellipsis")
         text.append(clean(model.name), "bold" if model.name == self._current else "")
         text.append(f"  {clean(model.detail)}", "dim")
-        return Option(text, id=model.name, disabled=not self._choose_installed)
+        return Option(self._styled(text), id=model.name, disabled=not self._choose_installed)
 
     def _catalogue_line(self, entry: Entry) -> Option:
         fits = needed_bytes(entry) <= USABLE * self._free_bytes
         text = Text(no_wrap=True, overflow="ellipsis")
-        text.append("✓ " if fits else "  ", "green" if fits else "")
+        text.append("✓ " if fits else "  ", "$text-success" if fits else "")
         text.append(f"{entry.name:<22}", "" if fits else "dim")
         size = size_text(entry.nbytes)
         detail = entry.good_at if fits else f"needs about {size_text(needed_bytes(entry))} of memory"
         detail = f"needs a login to the hub; {detail}" if entry.gated else detail
         text.append(f" {size:>8}  {detail}", "dim")
-        return Option(text, id=PULL + entry.name)
+        return Option(self._styled(text), id=PULL + entry.name)
+
+    def _styled(self, text: Text) -> Content:
+        return list_text(text, self.app.current_theme)
 
     def _hub_lines(self, name: str, offered: Sequence[Entry]) -> Iterable[Option]:
         """Return a line that pulls a typed name, if it can be a name of the hub and none of `offered` is the same."""
         try:
             reference = hub_reference(name)
         except ModelError as error:
-            return [] if offered else [Option(Text(clean(str(error)), "dim"), disabled=True)]
+            return [] if offered else [Option(Content(clean(str(error))), disabled=True)]
         if any(entry.reference() == reference for entry in offered):
             return []
         return [_head("On the hub"), Option(Text(f"pull {clean(name)}"), id=PULL + name)]
+
+    def _pull_line(self, pull: Pull) -> Option:
+        return Option(self._styled(_pull_text(pull)), id=STOP + pull.model)
 
     def _refresh_pulls(self) -> None:
         """Show the progress of the pulls, and that one has ended."""
@@ -166,7 +174,7 @@ class PickerScreen(ModalScreen[Picked | None]):
         if shown != set(running):
             self._fill(self.query_one(Input).value)
         for option_id, pull in running.items():
-            options.replace_option_prompt(option_id, _pull_text(pull))
+            options.replace_option_prompt(option_id, self._styled(_pull_text(pull)))
 
     def on_key(self, event: events.Key) -> None:
         options = self.query_one(OptionList)
@@ -183,7 +191,7 @@ class PickerScreen(ModalScreen[Picked | None]):
                     options.action_page_down()  # type: ignore[no-untyped-call]
 
     @on(Input.Submitted)
-    def _submitted(self) -> None:
+    def action_choose(self) -> None:
         options = self.query_one(OptionList)
         if options.highlighted is not None:
             self._choose(options.get_option_at_index(options.highlighted).id)
@@ -211,10 +219,6 @@ def _head(text: str) -> Option:
     return Option(Text(text, "bold"), disabled=True)
 
 
-def _pull_line(pull: Pull) -> Option:
-    return Option(_pull_text(pull), id=STOP + pull.model)
-
-
 def _pull_text(pull: Pull) -> Text:
     text = Text(f"↓ {clean(pull.model)}", no_wrap=True, overflow="ellipsis")
     text.append("  " + " · ".join(map(clean, pull.progress)), "dim")
@@ -230,6 +234,10 @@ class PickerApp(App[str | None]):
     def __init__(self, installed: Sequence[Installed], free_bytes: int) -> None:
         super().__init__()
         self._screen = PickerScreen("Pull a model", installed, free_bytes=free_bytes, choose_installed=False)
+
+    def get_css_variables(self) -> dict[str, str]:
+        self.theme_variables = readable_variables(self.current_theme, super().get_css_variables())
+        return self.theme_variables
 
     def on_mount(self) -> None:
         if not self.is_headless and self.console.color_system in (None, "standard"):

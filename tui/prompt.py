@@ -17,6 +17,8 @@ from textual.widget import Widget
 from textual.widgets import TextArea
 
 from edgelm.tui.commands import Suggestion, complete
+from edgelm.tui.hints import Hint
+from edgelm.tui.palette import list_text
 
 LINE_BREAK_KEYS = frozenset({"alt+enter", "ctrl+j", "shift+enter"})
 PLACEHOLDER = "Message: Enter sends, Ctrl+J breaks the line"
@@ -52,6 +54,10 @@ class History:
         """Return the next text, the unsent one at the end; None after it."""
         return self._move(current, 1)
 
+    def shows(self, text: str) -> bool:
+        """Tell whether a text is the one that the walk has come to."""
+        return self._index < len(self._texts) and self._texts[self._index] == text
+
     def _move(self, current: str, by: int) -> str | None:
         index = self._index + by
         if not 0 <= index <= len(self._texts):
@@ -67,13 +73,14 @@ class Prompt(TextArea):
 
     DEFAULT_CSS = """
     Prompt {
-        height: auto; min-height: 3; max-height: 10;
+        height: auto; min-height: 3; max-height: 10; min-width: 5;
         border: round $border-blurred; padding: 0 1; background: transparent;
         scrollbar-size-vertical: 1;
         border-title-color: $text-muted; border-subtitle-color: $text-muted;
     }
     Prompt:focus { border: round $primary; background: transparent; }
     Prompt.-editing { border: round $warning; }
+    Prompt .text-area--placeholder { color: $text-muted; }
     Prompt .text-area--cursor-line { background: transparent; }
     """
 
@@ -112,6 +119,7 @@ class Prompt(TextArea):
         self.sent = History()
         self.completing = False  # Up and Down move in the list above
         self.offering = False  # Down moves into the list above while there is no text
+        self._had_text = False
 
     def put(self, text: str) -> None:
         """Replace the text, with the cursor at its end."""
@@ -142,7 +150,7 @@ class Prompt(TextArea):
         else:
             await super()._on_key(event)
 
-    def _consume(self, event: events.Key) -> None:
+    def _consume(self, event: events.Event) -> None:
         event.stop()
         event.prevent_default()
 
@@ -159,6 +167,38 @@ class Prompt(TextArea):
 
     def on_text_area_changed(self) -> None:
         self.post_message(self.Typed(self.text))
+        if bool(self.text) != self._had_text:
+            self._had_text = bool(self.text)
+            self.refresh_bindings()  # the status line shows other hints
+
+    # The same by mouse
+
+    @property
+    def hints(self) -> list[Hint]:
+        """Return what can be done with the text."""
+        if self.text:
+            hints = [Hint("Enter", "send", "send"), Hint("Ctrl+J", "line", "break_line")]
+        else:
+            hints = [Hint("/", "commands", "list_commands", optional=True)]
+        return [Hint("Esc", "leave", "screen.stop"), *hints] if self.has_class("-editing") else hints
+
+    def action_send(self) -> None:
+        self.post_message(self.Sent(self.text))
+
+    def action_break_line(self) -> None:
+        self.insert("\n")
+
+    def action_list_commands(self) -> None:
+        self.put("/")
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Show an earlier message, as Up does, unless a text is being written."""
+        if (not self.text or self.sent.shows(self.text)) and self._walk_history("up"):
+            self._consume(event)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        if self.text and self.sent.shows(self.text) and self._walk_history("down"):
+            self._consume(event)
 
 
 class Completion(Widget):
@@ -254,6 +294,9 @@ class Completion(Widget):
         return min(len(self._suggestions), MAX_LISTED)
 
     def render(self) -> RenderResult:
+        return list_text(self._lines(), self.app.current_theme)
+
+    def _lines(self) -> Text:
         width = max((len(suggestion.usage) for suggestion in self._suggestions), default=0) + 2
         first = self._first
         text = Text(no_wrap=True, overflow="ellipsis")

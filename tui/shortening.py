@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import ClassVar
 
 from rich.text import Text
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -23,7 +23,9 @@ from textual.widgets.option_list import Option
 from edgelm.chats.history import Message, split_sent
 from edgelm.client.answer_stream import AnswerStats, stats_from_json
 from edgelm.tui.dialogs import DIALOG_CSS
+from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.lines import clean
+from edgelm.tui.palette import list_text
 from edgelm.tui.session import Session
 
 TOKENS_PER_CHAR = 0.3  # of European languages and code, where no answer was measured
@@ -89,6 +91,16 @@ def _tokens_per_char(session: Session, measured: Sequence[tuple[Message, AnswerS
     return TOKENS_PER_CHAR
 
 
+class Exchanges(OptionList):
+    """The exchanges. A click shows what a choice means, as the arrow keys do; a second one takes it."""
+
+    async def _on_click(self, event: events.Click) -> None:
+        clicked = event.style.meta.get("option")
+        if clicked is not None and clicked != self.highlighted:
+            self.highlighted = clicked
+            event.prevent_default()
+
+
 class ShortenScreen(ModalScreen[int | None]):
     """Choose the first exchange that is sent; those above it are left out. Returns its index."""
 
@@ -109,9 +121,9 @@ class ShortenScreen(ModalScreen[int | None]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "Go on from a shortened conversation"
-            box.border_subtitle = "↑↓ choose, Enter goes on, Esc cancels"
+            box.border_subtitle = footer([Hint("Enter", "goes on", "screen.choose"), CANCEL])
             yield Label("Which is the first message that the model still gets? Your last one always stays.")
-            yield OptionList(*(Option("") for _ in self._shortening.exchanges), compact=True)
+            yield Exchanges(*(Option("") for _ in self._shortening.exchanges))
             yield Label("", id="freed")
 
     def on_mount(self) -> None:
@@ -125,7 +137,8 @@ class ShortenScreen(ModalScreen[int | None]):
         self._shown = first
         options = self.query_one(OptionList)
         for i, exchange in enumerate(self._shortening.exchanges):
-            options.replace_option_prompt_at_index(i, _outline(exchange, sent=i >= first))
+            outline = list_text(_outline(exchange, sent=i >= first), self.app.current_theme)
+            options.replace_option_prompt_at_index(i, outline)
         self.query_one("#freed", Label).update(self._summary(first))
 
     def _summary(self, first: int) -> str:
@@ -138,8 +151,8 @@ class ShortenScreen(ModalScreen[int | None]):
         return f"{messages} left out: {tokens}. They stay in the chat; /whole sends them again."
 
     @on(OptionList.OptionSelected)
-    def _selected(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(event.option_index)
+    def action_choose(self) -> None:
+        self.dismiss(self.query_one(OptionList).highlighted)
 
 
 def _outline(exchange: Exchange, *, sent: bool) -> Text:

@@ -23,27 +23,32 @@ from textual.widgets.option_list import Option
 
 from edgelm.chats.history import Chat, Hit
 from edgelm.tui.commands import SIDEBAR_KEYS
+from edgelm.tui.dialogs import FOCUS_CSS
+from edgelm.tui.hints import Hint
 from edgelm.tui.lines import clean
+from edgelm.tui.palette import list_text
 
 MAX_SHOWN = 300
-NARROW = 80  # columns of the terminal; below, the list opens over the conversation
+NARROW = 100  # columns of the terminal; below, the list opens over the conversation
 
 
 class Sidebar(Vertical):
     """The chats, or the hits of a search among them."""
 
     BINDINGS: ClassVar[list[BindingType]] = [key.binding for key in SIDEBAR_KEYS if key.action]
-    DEFAULT_CSS = """
-    Sidebar { width: 30; height: 1fr; border-right: solid $border-blurred; }
-    Sidebar.-narrow { layer: above; width: 100%; max-width: 40; dock: left; background: $background; }
-    Sidebar Input { margin: 0 1 1 1; background: transparent; }
-    Sidebar Input:focus { background: $boost; }
+    DEFAULT_CSS = (
+        FOCUS_CSS.format(name="Sidebar")
+        + """
+    Sidebar { width: 30; height: 1fr; border-right: solid $border-blurred; margin-right: 1; }
+    Sidebar.-narrow { layer: above; width: 100%; max-width: 40; dock: left; margin: 0; background: $background; }
+    Sidebar Input { margin-bottom: 1; background: transparent; }
     Sidebar OptionList {
-        height: 1fr; margin-left: 1; background: transparent; scrollbar-size-vertical: 1;
+        height: 1fr; padding-right: 1; background: transparent; scrollbar-size-vertical: 1;
         text-wrap: nowrap; text-overflow: ellipsis;
     }
     Sidebar.-searching OptionList { text-wrap: wrap; }
     """
+    )
 
     @dataclass
     class Opened(Event):
@@ -74,8 +79,8 @@ class Sidebar(Vertical):
         self._open_id: int | None = None
 
     def compose(self) -> ComposeResult:
-        yield Input(placeholder="Search  Ctrl+F", id="search", select_on_focus=True, compact=True)
-        yield OptionList(id="chats", compact=True)
+        yield Input(placeholder="Search  Ctrl+F", id="search", select_on_focus=True)
+        yield OptionList(id="chats")
 
     # Its place
 
@@ -130,11 +135,12 @@ class Sidebar(Vertical):
     def _fill(self, chats: Sequence[Chat], text: Callable[[Chat], Text]) -> None:
         options = self.query_one(OptionList)
         options.clear_options()
-        options.add_options([Option(text(chat), id=str(chat.id)) for chat in chats[:MAX_SHOWN]])
+        theme = self.app.current_theme
+        options.add_options([Option(list_text(text(chat), theme), id=str(chat.id)) for chat in chats[:MAX_SHOWN]])
         if len(chats) > MAX_SHOWN:
-            options.add_option(Option(Text(f"… {len(chats) - MAX_SHOWN:,} more: search", "dim"), disabled=True))
+            options.add_option(Option(f"… {len(chats) - MAX_SHOWN:,} more: search", disabled=True))
         if not chats:
-            options.add_option(Option(Text("nothing found" if self.words else "no chats yet", "dim"), disabled=True))
+            options.add_option(Option("nothing found" if self.words else "no chats yet", disabled=True))
         open_index = next((i for i, chat in enumerate(chats[:MAX_SHOWN]) if chat.id == self._open_id), None)
         options.highlighted = open_index
 
@@ -182,15 +188,24 @@ class Sidebar(Vertical):
     def action_delete_chat(self) -> None:
         options = self.query_one(OptionList)
         index = options.highlighted
-        if options.has_focus and index is not None and (chat_id := options.get_option_at_index(index).id) is not None:
+        if index is not None and (chat_id := options.get_option_at_index(index).id) is not None:
             self.post_message(self.Deleted(int(chat_id)))
+
+    def action_close(self) -> None:
+        """End the search, and go back to the prompt."""
+        self.query_one(Input).value = ""
+        self.post_message(self.Closed())
+
+    @property
+    def hints(self) -> list[Hint]:
+        """Return what can be done with the chosen chat."""
+        return [Hint("Del", "delete", "delete_chat"), Hint("Esc", "back", "close")]
 
     def on_key(self, event: events.Key) -> None:
         field, options = self.query_one(Input), self.query_one(OptionList)
         if event.key == "escape":
             event.stop()
-            field.value = ""
-            self.post_message(self.Closed())
+            self.action_close()
         elif event.key == "down" and field.has_focus:
             event.stop()
             self._focus_list()

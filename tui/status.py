@@ -1,25 +1,35 @@
 """The lines at the bottom: running pulls, then model, engine, speed, context and drafts.
 
-Owns which parts are omitted where the terminal is narrow. Knows nothing of where the figures come from.
+Owns which parts are omitted where the terminal is narrow, and the hints of keys, which can be clicked. Knows nothing
+of where the figures come from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.text import Text
 from textual import events
 from textual.app import RenderResult
+from textual.content import Content
+from textual.dom import DOMNode
 from textual.reactive import reactive
 from textual.widget import Widget
 
 from edgelm.client.answer_stream import AnswerStats
+from edgelm.tui.hints import HasHints, Hint, link
 from edgelm.tui.lines import clean, short_name
 from edgelm.tui.pulls import Pull
 
 PULL_FRAME_S = 0.25  # between two drawings of the pulls
+IDLE = ("starting", "connecting", "ready", "not connected")  # activities without an answer
+HELP = Hint("F1", "help", "screen.run('help')")
+STOP = Hint("Esc", "stop", "screen.stop")
+BACK = Hint("Esc", "back", "screen.stop")
+COPY = Hint("Ctrl+C", "copy", "screen.interrupt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +45,62 @@ class Status:
 
 
 class StatusLine(Widget):
-    """One line; the least important parts are omitted when it is too narrow."""
+    """One line: the status, and what can be done now. The least important parts are omitted when it is too narrow."""
 
+    ALLOW_SELECT = False
     DEFAULT_CSS = """
-    StatusLine { height: 1; padding: 0 1; color: $text-muted; }
+    StatusLine {
+        height: 1; padding: 0 1; color: $text-muted;
+        link-style: none; link-color: $text-muted; link-style-hover: underline;
+    }
     """
     status: reactive[Status] = reactive(Status())
 
     def __init__(self) -> None:
         super().__init__(id="status")
+        self._sources: list[tuple[DOMNode, Hint]] = []  # the hints of the focused widget, and whose actions they run
+        self._selecting = False  # text is selected in the conversation
+
+    def on_mount(self) -> None:
+        self.screen.bindings_updated_signal.subscribe(self, lambda _: self._update_hints())
+        self.watch(self.screen, "selections", self._selection_changed, init=False)
+
+    def _selection_changed(self) -> None:
+        if bool(self.screen.selections) != self._selecting:
+            self._selecting = not self._selecting
+            self.refresh()
+
+    def _update_hints(self) -> None:
+        focused = self.screen.focused
+        nodes = focused.ancestors_with_self if focused is not None else ()
+        source = next((node for node in nodes if isinstance(node, HasHints)), None)
+        if source is None or focused is None:
+            self._sources = []
+        else:
+            self._sources = [(source, hint) for hint in source.hints]
+        self.refresh()
+
+    def _hints(self) -> list[tuple[DOMNode, Hint]]:
+        """Return what can be done now, the most important first."""
+        own: list[tuple[DOMNode, Hint]] = [(self, COPY)] if self._selecting else []
+        focused = self.screen.focused
+        if self.status.activity in IDLE or focused is None or focused.id != "prompt":
+            return [*own, *self._sources, (self, HELP)]
+        # Optional hints come and go with the figures: none moves this one away from the pointer.
+        needed = [(source, hint) for source, hint in self._sources if not hint.optional]
+        return [*own, (self, STOP), *needed, (self, HELP)]
+
+    async def action_hint(self, key: str) -> None:
+        """Do what the hint of a key says."""
+        for source, hint in self._hints():
+            if hint.key == key and hint is not COPY:
+                await self.app.run_action(hint.action, source)
+                return
+
+    async def on_mouse_down(self, event: events.MouseDown) -> None:
+        """Copy the selected text already now: it is not selected any more when the button is released."""
+        if self._selecting and event.style.meta.get("@click") == _click(COPY):
+            await self.app.run_action(COPY.action, self)
 
     def change(self, **changes: object) -> None:
         """Replace some fields of the status."""
@@ -53,28 +110,57 @@ class StatusLine(Widget):
         self.refresh()
 
     def render(self) -> RenderResult:
-        return status_text(self.status, self.size.width)
+        return status_text(self.status, self.size.width, [hint for _, hint in self._hints()])
 
 
-def status_text(status: Status, width: int) -> Text:
+def status_text(status: Status, width: int, hints: Sequence[Hint] = (HELP,)) -> Content:
     """Return the status line at a width."""
     if status.unsaved:
-        return Text(clean(f"✗ not saved: {status.unsaved}"), "bold red", no_wrap=True, overflow="ellipsis")
-    parts = [(rank, text) for rank, text in _ranked_parts(status) if text]
-    help_text = "F1 help"
-    while len(parts) > 1 and sum(cell_len(text) + 3 for _, text in parts) + len(help_text) > width:
-        parts.remove(max(parts))
-    line = Text(no_wrap=True, overflow="ellipsis")
-    for i, (_, text) in enumerate(parts):
-        line.append((" · " if i else "") + text)
-    gap = width - cell_len(line.plain) - len(help_text)
+        return Content.styled(clean(f"✗ not saved: {status.unsaved}"), "bold $text-error").truncate(
+            width, ellipsis=True
+        )
+    parts = [part for part in _ranked_parts(status) if part.text]
+    shown = list(hints)
+    if _cells_of_parts(parts) + 2 + _cells_of(shown) > width:
+        shown = [hint for hint in shown if not hint.optional]
+    while len(shown) > 1 and parts[0].cells + 2 + _cells_of(shown) > width:
+        shown.pop()
+    while len(parts) > 1 and _cells_of_parts(parts) + 2 + _cells_of(shown) > width:
+        parts.remove(max(parts, key=lambda part: part.rank))
+    line = Content(" · ").join(link(part.text, part.action) if part.action else Content(part.text) for part in parts)
+    gap = width - line.cell_length - _cells_of(shown)
     if gap > 1:
-        line.append(" " * gap + help_text)
-    return line
+        words = (link(hint.key, _click(hint)).stylize("bold") + link(f" {hint.label}", _click(hint)) for hint in shown)
+        line += Content(" " * gap) + Content("  ").join(words)
+    return line.truncate(width, ellipsis=True)
 
 
-def _ranked_parts(status: Status) -> list[tuple[int, str]]:
-    """Return the parts in their order, each with its rank: the highest is omitted first."""
+def _cells_of_parts(parts: Sequence[Part]) -> int:
+    return sum(part.cells + 3 for part in parts) - 3
+
+
+def _click(hint: Hint) -> str:
+    return f"hint({hint.key!r})"
+
+
+def _cells_of(hints: Sequence[Hint]) -> int:
+    return sum(cell_len(hint.key) + cell_len(hint.label) + 3 for hint in hints) - 2
+
+
+class Part(NamedTuple):
+    """A part of the status line. The highest rank is omitted first; a click runs `action`."""
+
+    rank: int
+    text: str
+    action: str = ""
+
+    @property
+    def cells(self) -> int:
+        return cell_len(self.text)
+
+
+def _ranked_parts(status: Status) -> list[Part]:
+    """Return the parts in their order."""
     stats = status.stats or AnswerStats()
     engine = "/".join(name for name in (stats.engine, stats.device) if name)
     context = ""
@@ -85,14 +171,14 @@ def _ranked_parts(status: Status) -> list[tuple[int, str]]:
     if stats.drafted:
         drafts = f"drafts {stats.accepted or 0}/{stats.drafted}"
     return [
-        (0, clean(short_name(status.model)) or "no model"),
-        (1, clean(status.reading) or status.activity),
-        (7, clean(status.endpoint)),
-        (5, engine),
-        (2, f"{stats.tokens_per_second:.1f} tok/s" if stats.tokens_per_second else ""),
-        (4, f"ttft {stats.first_token_ms / 1000:.2f} s" if stats.first_token_ms is not None else ""),
-        (3, context),
-        (6, drafts),
+        Part(0, clean(short_name(status.model)) or "no model", "screen.run('model')"),
+        Part(1, clean(status.reading) or status.activity),
+        Part(7, clean(status.endpoint)),
+        Part(5, engine),
+        Part(2, f"{stats.tokens_per_second:.1f} tok/s" if stats.tokens_per_second else ""),
+        Part(4, f"ttft {stats.first_token_ms / 1000:.2f} s" if stats.first_token_ms is not None else ""),
+        Part(3, context, "screen.run('shorten')"),
+        Part(6, drafts, "screen.run('drafts')"),
     ]
 
 

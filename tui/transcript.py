@@ -25,7 +25,8 @@ from textual.strip import Strip
 from textual.timer import Timer
 
 from edgelm.tui.commands import TRANSCRIPT_KEYS
-from edgelm.tui.lines import CONSOLE, Line, NoteRow, Row, clean, wrap_words
+from edgelm.tui.hints import Hint
+from edgelm.tui.lines import ACT, CONSOLE, GUTTER, Line, NoteRow, Row, clean, margin, text_width, wrap_words
 from edgelm.tui.palette import Palette, make_palette
 from edgelm.tui.views import Flow, MessageView
 
@@ -40,6 +41,7 @@ MEASURE_SLICE_S = 0.004
 MEASURE_DELAY_S = 0.05
 MEASURED_FRAME_S = 0.02  # from a measurement to the frame that shows it
 KEPT_SCREENS = 4  # lines are kept this many screens above and below
+SELECTED, FOCUSED = "▌", "▏"  # left of the selected message, and of the others while the widget has the focus
 
 
 class Transcript(ScrollView, can_focus=True):
@@ -50,7 +52,7 @@ class Transcript(ScrollView, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [key.binding for key in TRANSCRIPT_KEYS]
     DEFAULT_CSS = """
     Transcript {
-        height: 1fr; padding: 0 0 0 1;
+        height: 1fr;
         overflow-x: hidden; overflow-y: scroll;
         scrollbar-size-vertical: 1;
     }
@@ -77,6 +79,8 @@ class Transcript(ScrollView, can_focus=True):
         super().__init__(id="transcript")
         self.views: list[MessageView] = []
         self._flow = Flow()
+        self._text_width = 0  # cells for a row: from the gutter to the scroll bar
+        self._marked: tuple[int, int] | None = None  # the lines of the selected message
         self._following = True
         self._anchor: tuple[Row, int] | None = None  # the row and its line at the top, while not following the end
         self._arranging = False
@@ -174,7 +178,9 @@ class Transcript(ScrollView, can_focus=True):
             return
         self._arranging = True
         try:
-            top = self._place(width, height)
+            self._text_width = max(width - margin(width + 1) - GUTTER - 1, 1)
+            top = self._place(self._text_width, height)
+            self._mark()
             size = Size(width, self._flow.height)
             if size != self.virtual_size:
                 self.virtual_size = size
@@ -184,6 +190,14 @@ class Transcript(ScrollView, can_focus=True):
         self.refresh()
         if self._measuring is None:
             self._measuring = self.set_timer(MEASURE_DELAY_S, self._measure)
+
+    def _mark(self) -> None:
+        """Find the lines of the selected message, without the empty one below it."""
+        self._marked = None
+        if self.selected is not None:
+            view = next((view for view in self.views if view.message.id == self.selected), None)
+            if view is not None and (span := self._flow.span_of(view)) is not None:
+                self._marked = (span[0], span[1] - 1)
 
     def _place(self, width: int, height: int) -> int:
         """Draw all rows in view and return the line at the top of the screen."""
@@ -227,23 +241,31 @@ class Transcript(ScrollView, can_focus=True):
     def render_line(self, y: int) -> Strip:
         width = self.scrollable_content_region.width
         flow_y = round(self.scroll_y) + y
-        line = self._flow.line(flow_y) if self.views else self._welcome_line(y, width)
+        line = self._flow.line(flow_y) if self.views else self._welcome_line(y)
         base = self.rich_style
-        if line is None:
-            return Strip.blank(width, base)
+        mark = self._mark_of(flow_y)
         selection = self.text_selection
         span = selection.get_span(flow_y) if selection is not None else None
+        key = (width, flow_y, base, mark)
+        if line is not None and span is None and line.strip is not None and line.strip_key == key:
+            return line.strip
+        left = Segment(" " * margin(width + 1) + mark.ljust(GUTTER), base + self.palette.mark)
+        if line is None:
+            return Strip(Segment.adjust_line_length([left], width, base), width)
         if span is not None:
-            return _make_strip(line, width, base, flow_y, span, self._selection_style)
-        key = (width, flow_y, base)
-        if line.strip is None or line.strip_key != key:
-            line.strip, line.strip_key = _make_strip(line, width, base, flow_y), key
+            return _make_strip(line, width, left, base, flow_y, span, self._selection_style)
+        line.strip, line.strip_key = _make_strip(line, width, left, base, flow_y), key
         return line.strip
 
-    def _welcome_line(self, y: int, width: int) -> Line | None:
-        palette = self.palette
-        lines = wrap_words(Text("edgelm\n\n" + WELCOME, palette.muted), width)
-        lines[0].text.stylize(palette.heading)
+    def _mark_of(self, y: int) -> str:
+        if self._marked is not None and self._marked[0] <= y < self._marked[1]:
+            return SELECTED
+        return FOCUSED if self.has_focus else ""
+
+    def _welcome_line(self, y: int) -> Line | None:
+        palette, width = self.palette, self._text_width
+        welcome = Text.assemble(("edgelm\n\n", palette.heading), (WELCOME, palette.muted))
+        lines = wrap_words(welcome, text_width(width))
         if self._notice:
             lines += [Line(Text()), *NoteRow(self._notice, error=True).draw(width, palette)]
         return lines[y] if y < len(lines) else None
@@ -283,6 +305,9 @@ class Transcript(ScrollView, can_focus=True):
             return
         y = round(self.scroll_y) + event.y
         view = self._flow.view_at(y)
+        if view is not None and (act := event.style.meta.get(ACT)) is not None:
+            self.post_message(self.Act(act, view.message.id))
+            return
         if view is not None and self._flow.is_fold_line(y):
             self.post_message(self.Folded(view.message.id))
             return
@@ -331,25 +356,44 @@ class Transcript(ScrollView, can_focus=True):
 
     def _select(self, message_id: int | None) -> None:
         self.selected = message_id
-        for view in self.views:
-            view.select(view.message.id == message_id)
+        self._mark()
+
+    @property
+    def hints(self) -> list[Hint]:
+        """Return what can be done with the selected message."""
+        actions = [("c", "copy", "copy"), ("e", "edit", "edit"), ("r", "again", "regenerate"), ("g", "code", "code")]
+        hints = [Hint(key, label, f"act({action!r})") for key, label, action in actions] if self.views else []
+        return [*hints, Hint("Esc", "back", "screen.stop")]
 
 
 def _make_strip(
-    line: Line, width: int, base: Style, y: int, span: tuple[int, int] | None = None, selection: Style | None = None
+    line: Line,
+    width: int,
+    left: Segment,
+    base: Style,
+    y: int,
+    span: tuple[int, int] | None = None,
+    selection: Style | None = None,
 ) -> Strip:
-    """Return a line as a strip of the screen; each segment has its offset in the text, for selection by mouse."""
+    """Return a line as a strip of the screen, with `left` before it.
+
+    Each segment has its offset in the text, for selection by mouse: -2 and less before it, as -1 is a line's end.
+    """
     text = line.text
     if span is not None and selection is not None:
         text = text.copy()
         start, end = span
-        text.stylize(selection, start, None if end == -1 else end)
+        text.stylize(selection, max(start, 0), None if end == -1 else max(end, 0))
     background = base + line.fill if line.fill is not None else base
-    segments: list[Segment] = []
+    before = Style.from_meta({"offset": (-len(left.text) - 1, y)})
+    segments = [Segment(left.text, (left.style or base) + before)]
     x = 0
     own = text.style if isinstance(text.style, Style) else None  # Rich omits it where a part has no style
     for part in text.render(CONSOLE):
         style = background + (part.style or own)
         segments.append(Segment(part.text, style + Style.from_meta({"offset": (x, y)})))
         x += len(part.text)
-    return Strip(Segment.adjust_line_length(segments, width, background), width)
+    filled = line.fill_to - text.cell_len
+    if filled > 0:
+        segments.append(Segment(" " * filled, background))
+    return Strip(Segment.adjust_line_length(segments, width, base), width)

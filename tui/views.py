@@ -16,7 +16,19 @@ from edgelm.chats.history import Message
 from edgelm.client.answer_stream import stats_from_json
 from edgelm.tui.document import Document
 from edgelm.tui.drafted import Span, Spans
-from edgelm.tui.lines import CutRow, FoldRow, HeadRow, Line, NoteRow, PlainRow, Row, SpaceRow, guess_height, short_name
+from edgelm.tui.lines import (
+    CutRow,
+    FoldRow,
+    HeadRow,
+    Line,
+    NoteRow,
+    PlainRow,
+    Row,
+    SpaceRow,
+    guess_height,
+    short_name,
+    text_width,
+)
 from edgelm.tui.palette import Palette
 from edgelm.tui.passages import reading_rows
 from edgelm.tui.thought import Thought, ThoughtFigures
@@ -42,7 +54,7 @@ class PendingRow(Row):
         return [Line(Text()) for _ in range(self.guess(width))]
 
     def guess(self, width: int) -> int:
-        return guess_height(self._text, width)
+        return guess_height(self._text, text_width(width))
 
 
 class MessageView:
@@ -103,10 +115,6 @@ class MessageView:
         self.message.model = model
         self._head = self._make_head()
         self._compose()
-
-    def select(self, selected: bool) -> None:
-        """Mark the message as the one that keys act on."""
-        self._head.select(selected)
 
     def show_reasoning(self, shown: bool) -> None:
         """Show all of the model's reasoning, or of what was read, below the line about it, or the line alone."""

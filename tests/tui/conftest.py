@@ -124,7 +124,7 @@ def open_chat(endpoint: FakeEndpoint, tmp_path: Path) -> Open:
 
     @asynccontextmanager
     async def run(
-        size: tuple[int, int] = (100, 30),
+        size: tuple[int, int] = (100, 32),
         defaults: ChatDefaults | None = None,
         address: str | None = None,
         pulling: Sequence[str] | None = None,  # the command of the pull worker; the endpoint is a local front

@@ -337,7 +337,7 @@ def test_a_model_that_is_being_pulled(front: Path, snap_compare: Any) -> None:
 
 @pytest.mark.parametrize("theme", ["textual-dark", "textual-light", "ansi-dark"])
 def test_what_was_drafted(app: ChatApp, theme: str, snap_compare: Any) -> None:
-    before = keys("ctrl+b", "s o r t enter", "f3", theme=theme)
+    before = keys("s o r t enter", "f3", theme=theme)
     assert snap_compare(app, terminal_size=(80, 30), run_before=before)
 
 

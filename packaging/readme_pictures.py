@@ -1,0 +1,81 @@
+"""Takes the pictures of the README: the chat with real answers of the starter, from a server that it starts.
+
+    python packaging/readme_pictures.py
+
+Writes docs/images. Run it after a change of the chat's looks, of the guide or of the starter, and look at the pictures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from textual.pilot import Pilot
+
+from edgelm.tui.app import ChatApp
+from edgelm.tui.link import Link
+from edgelm.tui.screen import ChatScreen
+from edgelm.tui.workspace import ChatDefaults
+
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
+SIZE = (110, 34)
+PATIENCE_S = 120.0
+QUESTIONS = (
+    "Does edgelm run on Windows?",
+    "How do I download a model?",
+    "How can the chat read my own notes?",
+    "Which memory does a model need?",
+    "How do other programs use edgelm?",
+)
+WORDS = "file"  # that are searched
+
+
+async def take_pictures(folder: Path) -> None:
+    """Ask the questions, each in a chat of its own, and take a picture before, after, and of a search."""
+    link = Link(endpoint=None, api_key=None, runtime=folder, log=folder / "serve.log", share=False)
+    app = ChatApp(folder / "chats.db", link, ChatDefaults(), knowledge=folder / "knowledge.db")
+    async with app.run_test(size=SIZE, notifications=True) as pilot:
+        screen = app.screen
+        assert isinstance(screen, ChatScreen)
+        screen.pane.prompt.cursor_blink = False
+        await _until(pilot, lambda: screen.status.status.activity == "ready" and not screen.workers)
+        _save(app, "first-start")
+        for question in QUESTIONS:
+            await pilot.press("ctrl+n")
+            await _until(pilot, lambda: not screen.workspace.session.tree.messages)
+            screen.pane.prompt.put(question)
+            await pilot.press("enter")
+            await _until(pilot, lambda: len(screen.workspace.session.tree.messages) == 2)
+            await _until(pilot, lambda: screen.workspace.answer is None)
+            answer = screen.workspace.session.tree.path()[-1]
+            print(f"{answer.model}: {question}\n{answer.text}\n")
+        await pilot.pause(0.5)
+        _save(app, "chat")
+        await pilot.press("ctrl+f", *WORDS)
+        await _until(pilot, lambda: bool(screen.sidebar.words) and not screen.workers)
+        await pilot.pause(0.5)
+        _save(app, "search")
+
+
+async def _until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
+    for _ in range(round(PATIENCE_S / 0.05)):
+        if condition():
+            await pilot.pause()
+            return
+        await pilot.pause(0.05)
+    raise TimeoutError("the chat does not go on")
+
+
+def _save(app: ChatApp, name: str) -> None:
+    """Write a picture that loads nothing from elsewhere."""
+    picture = re.sub(r"@font-face \{.*?\}", "", app.export_screenshot(title="edgelm"), flags=re.DOTALL)
+    picture = re.sub(r"font-family: Fira Code[^;]*;", "font-family: monospace;", picture)
+    (IMAGES / f"{name}.svg").write_text(picture.rstrip() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        asyncio.run(take_pictures(Path(temporary)))

@@ -1,0 +1,399 @@
+"""Everything that a key does can be done with the mouse: one way for each key of the tables, clicked here."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from textual.command import CommandPalette
+from textual.events import MouseScrollDown, MouseScrollUp
+from textual.widgets import Input
+
+from edgelm.tui.commands import KEY_GROUPS, HelpScreen
+from edgelm.tui.dialogs import ConfirmScreen, LineScreen
+from edgelm.tui.picker import PickerScreen
+from edgelm.tui.shortening import ShortenScreen
+from tests.tui.conftest import Driver, Open
+from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
+
+Way = Callable[[Driver], Awaitable[None]]
+WAYS: dict[tuple[str, str], Way] = {}
+CODE = ANSWER.partition("```python\n")[2].partition("\n```")[0]
+
+
+def way(group: str, keys: str) -> Callable[[Way], Way]:
+    """Register the mouse's way to do what a key does."""
+
+    def register(function: Way) -> Way:
+        WAYS[(group, keys)] = function
+        return function
+
+    return register
+
+
+async def click(chat: Driver, words: str, row: int | None = None) -> None:
+    """Click on words of the screen: the lowest ones if they are there twice."""
+
+    def rows() -> list[int]:
+        return [i for i, line in enumerate(chat.text.split("\n")) if words in line and row in (None, i)]
+
+    await chat.until(rows, words)
+    picture = ""
+    while picture != chat.text:  # other hints may come and go before it
+        picture = chat.text
+        await chat.pilot.pause(0.05)
+    place = max(rows())
+    column = chat.text.split("\n")[place].rindex(words)
+    await chat.pilot.click(offset=(column + len(words) // 2, place))
+    await chat.pilot.pause()
+
+
+async def opens(chat: Driver, screen: type[Any]) -> None:
+    await chat.until(lambda: isinstance(chat.app.screen, screen), screen.__name__)
+
+
+async def use_help(chat: Driver, words: str) -> None:
+    """Click a line of the help page."""
+    await click(chat, "F1 help")
+    await opens(chat, HelpScreen)
+    await click(chat, words)
+    await chat.until(lambda: not isinstance(chat.app.screen, HelpScreen), "the help is closed")
+
+
+async def roll(chat: Driver, event: type[MouseScrollUp | MouseScrollDown]) -> None:
+    """Turn the wheel over the conversation until it does not scroll any more."""
+    transcript = chat.transcript
+    end = 0 if event is MouseScrollUp else transcript.max_scroll_y
+    while transcript.scroll_y != end:
+        await chat.pilot._post_mouse_events([event] * 10, transcript, button=0)
+        await chat.pilot.pause()
+
+
+async def copied(chat: Driver, text: str) -> None:
+    await chat.until(lambda: chat.app.clipboard == text, f"{text[:20]} on the clipboard")
+
+
+# Everywhere
+
+
+@way("Everywhere", "f1")
+async def show_help(chat: Driver) -> None:
+    await click(chat, "F1 help")
+    await opens(chat, HelpScreen)
+    await click(chat, "Esc closes")
+    await chat.until(lambda: len(chat.app.screen_stack) == 1, "closed")
+
+
+@way("Everywhere", "ctrl+p")
+async def find_command(chat: Driver) -> None:
+    await use_help(chat, "Find a command by name")
+    await opens(chat, CommandPalette)
+
+
+@way("Everywhere", "ctrl+n")
+async def new_chat(chat: Driver) -> None:
+    await click(chat, "+ new")
+    await chat.until(lambda: chat.turns == [], "a new chat")
+
+
+@way("Everywhere", "ctrl+f")
+async def search(chat: Driver) -> None:
+    await click(chat, "Search  Ctrl+F")
+    assert isinstance(chat.app.focused, Input)
+
+
+@way("Everywhere", "ctrl+b")
+async def toggle_sidebar(chat: Driver) -> None:
+    for shown in (False, True):
+        await click(chat, "≡")
+        assert chat.screen.sidebar.display is shown
+
+
+@way("Everywhere", "escape")
+async def stop(chat: Driver) -> None:
+    chat.endpoint.stall_after = 3
+    chat.prompt.put("Stop me")
+    await click(chat, "Enter send")
+    await chat.sees("Quicksort picks")
+    await click(chat, "Esc stop")
+    await chat.answered()
+    assert chat.session.tree.path()[-1].state == "stopped"
+    chat.endpoint.stall_after = None
+
+
+@way("Everywhere", "ctrl+r")
+async def regenerate(chat: Driver) -> None:
+    await use_help(chat, "Answer again; the old answer is kept")
+    await chat.sees("◂ 2/2 ▸")
+    await chat.answered()
+
+
+@way("Everywhere", "f4")
+async def edit(chat: Driver) -> None:
+    await use_help(chat, "Edit your last message; the old one is kept")
+    await chat.until(lambda: chat.screen.pane.editing is not None, "editing")
+    await click(chat, "Esc leave")
+    assert chat.screen.pane.editing is None
+
+
+@way("Everywhere", "ctrl+y")
+async def copy(chat: Driver) -> None:
+    await use_help(chat, "Copy the last answer")
+    await copied(chat, ANSWER)
+
+
+@way("Everywhere", "ctrl+g")
+async def copy_code(chat: Driver) -> None:
+    await use_help(chat, "Copy a block of code")
+    await copied(chat, CODE)
+
+
+@way("Everywhere", "ctrl+o")
+async def choose_model(chat: Driver) -> None:
+    await click(chat, "starter", row=chat.app.size.height - 1)
+    await opens(chat, PickerScreen)
+
+
+@way("Everywhere", "ctrl+t")
+async def unfold_all(chat: Driver) -> None:
+    chat.endpoint.reasoning = "Let me think."
+    await chat.ask("Think")
+    chat.endpoint.reasoning = ""
+    await chat.sees("▸ Thought")
+    await use_help(chat, "Show or hide the model's reasoning")
+    await chat.sees("▾ Thought")
+
+
+@way("Everywhere", "f2")
+async def rename(chat: Driver) -> None:
+    await click(chat, chat.session.chat.title, row=0)
+    await opens(chat, LineScreen)
+
+
+@way("Everywhere", "f3")
+async def tint_drafts(chat: Driver) -> None:
+    await use_help(chat, "Tint the drafted words in answers of this run")
+    await chat.until(lambda: chat.screen.view.shows_drafts, "drafts")
+
+
+@way("Everywhere", "f5")
+async def shorten(chat: Driver) -> None:
+    await click(chat, " ctx")
+    await opens(chat, ShortenScreen)
+
+
+@way("Everywhere", "ctrl+c")
+async def copy_selection(chat: Driver) -> None:
+    await chat.sees("Quicksort picks")
+    lines = chat.text.split("\n")
+    row = max(i for i, line in enumerate(lines) if "Quicksort picks" in line)
+    column = lines[row].index("Quicksort")
+    await chat.pilot.mouse_down(offset=(column, row))
+    await chat.pilot.hover(offset=(column + 8, row))
+    await chat.pilot.mouse_up(offset=(column + 8, row))
+    await click(chat, "Ctrl+C copy")
+    await copied(chat, "Quicksort")
+    await chat.until(lambda: "Ctrl+C copy" not in chat.text, "the hint goes with the selection")
+    assert not any("once more" in note.message for note in chat.app._notifications)
+
+
+@way("Everywhere", "ctrl+q")
+async def leave(chat: Driver) -> None:
+    await use_help(chat, "Quit")
+    await chat.until(lambda: chat.app._exit, "the end")
+
+
+# In the prompt
+
+
+@way("In the prompt", "enter")
+async def send(chat: Driver) -> None:
+    chat.prompt.put("By mouse")
+    await click(chat, "Enter send")
+    await chat.until(lambda: ("user", "By mouse") in chat.turns, "sent")
+    await chat.answered()
+
+
+@way("In the prompt", "alt+enter,ctrl+j,shift+enter")
+async def break_line(chat: Driver) -> None:
+    chat.prompt.put("a")
+    await click(chat, "Ctrl+J line")
+    assert chat.prompt.text == "a\n"
+
+
+@way("In the prompt", "up")
+async def show_earlier(chat: Driver) -> None:
+    chat.prompt.sent.add("an earlier one")
+    await chat.pilot._post_mouse_events([MouseScrollUp], chat.prompt, button=0)
+    await chat.until(lambda: chat.prompt.text == "an earlier one", "the message")
+    await chat.pilot._post_mouse_events([MouseScrollDown], chat.prompt, button=0)
+    await chat.until(lambda: chat.prompt.text == "", "what was there before")
+
+
+@way("In the prompt", "/")
+async def list_commands(chat: Driver) -> None:
+    await click(chat, "/ commands")
+    await click(chat, "/search [WORDS]")
+    assert chat.prompt.text == "/search "
+
+
+@way("In the prompt", "pageup,pagedown")
+async def scroll(chat: Driver) -> None:
+    transcript = chat.transcript
+    for event, forward in ((MouseScrollUp, False), (MouseScrollDown, True)):
+        before = transcript.scroll_y
+        await chat.pilot._post_mouse_events([event], transcript, button=0)
+        await chat.until(lambda before=before: transcript.scroll_y != before, "scrolled")  # type: ignore[misc]
+        assert (transcript.scroll_y > before) is forward
+
+
+@way("In the prompt", "shift+tab")
+async def go_to_messages(chat: Driver) -> None:
+    await click(chat, "It is not stable.")
+    assert chat.transcript.has_focus
+    assert chat.transcript.selected == chat.session.tree.path()[-1].id
+
+
+# On a message
+
+
+@way("On a message", "up,k")
+async def select_above(chat: Driver) -> None:
+    await go_to_messages(chat)
+    await roll(chat, MouseScrollUp)
+    await click(chat, "Explain quicksort", row=3)
+    assert chat.transcript.selected == chat.session.tree.path()[0].id
+
+
+@way("On a message", "down,j")
+async def select_below(chat: Driver) -> None:
+    await select_above(chat)
+    await roll(chat, MouseScrollDown)
+    await go_to_messages(chat)
+
+
+@way("On a message", "left")
+async def previous_version(chat: Driver) -> None:
+    await new_chat(chat)
+    await chat.ask("Explain quicksort")
+    await go_to_messages(chat)
+    await click(chat, "r again")
+    await chat.sees("◂ 2/2 ▸")
+    await chat.answered()
+    await click(chat, "◂")
+    await chat.sees("◂ 1/2 ▸")
+
+
+@way("On a message", "right")
+async def next_version(chat: Driver) -> None:
+    await previous_version(chat)
+    await click(chat, "▸")
+    await chat.sees("◂ 2/2 ▸")
+
+
+@way("On a message", "e")
+async def edit_message(chat: Driver) -> None:
+    await go_to_messages(chat)
+    await click(chat, "e edit")
+    await chat.until(lambda: chat.screen.pane.editing is not None, "editing")
+
+
+@way("On a message", "r")
+async def regenerate_message(chat: Driver) -> None:
+    before = len(chat.session.tree.messages)
+    await go_to_messages(chat)
+    await click(chat, "r again")
+    await chat.until(lambda: len(chat.session.tree.messages) > before, "another answer")
+    await chat.answered()
+
+
+@way("On a message", "enter")
+async def fold(chat: Driver) -> None:
+    chat.endpoint.reasoning = "Let me think."
+    await chat.ask("Think")
+    chat.endpoint.reasoning = ""
+    for before, after in ("▸▾", "▾▸"):
+        await click(chat, f"{before} Thought")
+        await chat.sees(f"{after} Thought")
+
+
+@way("On a message", "c,y")
+async def copy_message(chat: Driver) -> None:
+    await go_to_messages(chat)
+    await click(chat, "c copy")
+    await copied(chat, ANSWER)
+
+
+@way("On a message", "g")
+async def copy_code_of_message(chat: Driver) -> None:
+    await go_to_messages(chat)
+    await click(chat, "g code")
+    await copied(chat, CODE)
+
+
+@way("On a message", "home")
+async def go_to_beginning(chat: Driver) -> None:
+    await new_chat(chat)
+    await chat.ask("Explain quicksort")
+    await chat.ask("Again")
+    await roll(chat, MouseScrollUp)
+    assert chat.transcript.scroll_y == 0
+
+
+@way("On a message", "end")
+async def go_to_end(chat: Driver) -> None:
+    await go_to_beginning(chat)
+    await roll(chat, MouseScrollDown)
+    assert chat.transcript.scroll_y == chat.transcript.max_scroll_y > 0
+
+
+@way("In the list of chats", "enter")
+async def open_from_list(chat: Driver) -> None:
+    await click(chat, "+ new")
+    await chat.until(lambda: chat.turns == [], "a new chat")
+    await click(chat, "Explain quicksort")
+    await chat.until(lambda: chat.turns != [], "the chat")
+
+
+@way("In the list of chats", "delete")
+async def delete_chat(chat: Driver) -> None:
+    await click(chat, "Search  Ctrl+F")
+    await click(chat, "Del delete")
+    await opens(chat, ConfirmScreen)
+    await click(chat, "n no")
+    await chat.until(lambda: len(chat.app.screen_stack) == 1, "kept")
+
+
+@way("In the list of chats", "escape")
+async def leave_list(chat: Driver) -> None:
+    await click(chat, "Search  Ctrl+F")
+    await click(chat, "Esc back")
+    assert chat.prompt.has_focus
+
+
+def test_each_key_has_a_way() -> None:
+    keys = {(group, key.keys) for group, keys in KEY_GROUPS for key in keys}
+    assert keys == set(WAYS), "give the mouse a way to do what the key does, and click it here"
+
+
+@pytest.mark.parametrize("group", [group for group, _ in KEY_GROUPS])
+async def test_the_mouse_does_what_keys_do(open_chat: Open, endpoint: FakeEndpoint, group: str) -> None:
+    async with open_chat(size=(140, 36)) as chat:
+        await chat.ready()
+        for (of, _), function in WAYS.items():
+            if of != group:
+                continue
+            if chat.turns[:1] != [("user", "Explain quicksort")] or chat.session.tree.path()[-1].text != ANSWER:
+                await chat.press("ctrl+n")
+                await chat.until(lambda: chat.turns == [], "a new chat")
+                await chat.ask("Explain quicksort")
+            await function(chat)
+            chat.app._clipboard = ""
+            while len(chat.app.screen_stack) > 1:
+                await chat.app.pop_screen()
+            if not chat.app._exit:
+                chat.screen.view.focus_prompt()
+                chat.screen.pane.leave_edit()
+                chat.prompt.put("")
+                await chat.pilot.pause()
