@@ -1,7 +1,7 @@
 """The function of each command of the table.
 
 Owns the dialogs that a command asks with and what it reports. The commands about models are in model_actions.py, those
-about knowledge in knowledge.py. Knows nothing of keys.
+about knowledge in knowledge.py, those that look into the model in engine_actions.py. Knows nothing of keys.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from textual.screen import ModalScreen
 from edgelm.chats.history import Message, file_name, to_json, to_markdown
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.dialogs import Choice, ConfirmScreen, LineScreen, PickScreen, TextScreen
+from edgelm.tui.engine_actions import EngineActions
+from edgelm.tui.inspector_panel import InspectorPanel
 from edgelm.tui.knowledge import KnowledgeActions, Send
 from edgelm.tui.markdown import code_blocks
 from edgelm.tui.model_actions import ModelActions
@@ -35,7 +37,14 @@ class Actions:
     """Runs commands. Each method takes the command's argument, which may be empty, and may raise EdgeLMError."""
 
     def __init__(
-        self, app: App[Any], workspace: Workspace, pulls: Pulls, reader: Reader, view: ScreenView, send: Send
+        self,
+        app: App[Any],
+        workspace: Workspace,
+        pulls: Pulls,
+        reader: Reader,
+        view: ScreenView,
+        panel: InspectorPanel,
+        send: Send,
     ) -> None:
         """`send` sends a message in the open chat."""
         self._app = app
@@ -61,6 +70,7 @@ class Actions:
             "delete": self._delete,
             "theme": self._theme,
             **self.models.by_name,
+            **EngineActions(app, workspace, view, panel).by_name,
             **KnowledgeActions(app, workspace, reader, view, send).by_name,
             "quit": self._quit,
         }

@@ -19,6 +19,7 @@ from edgelm.chats.history import Message
 from edgelm.client.answer_stream import AnswerStats, Delta, Finished
 from edgelm.client.endpoint import ChatRequest, Client, ModelEntry
 from edgelm.client.failures import ContextFullError, UnreachableError
+from edgelm.client.turns import Turn
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.drafted import Spans
 from edgelm.tui.link import Link
@@ -37,8 +38,9 @@ class Answer:
     """One answer that is being written."""
 
     session: Session
-    message: Message
+    message: Message  # its text may have a beginning already, from which the model goes on
     sampling: Mapping[str, float | int | str]
+    begun: str = field(init=False)  # that beginning
     view: MessageView = field(init=False)
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None  # when it arrived
@@ -49,7 +51,13 @@ class Answer:
     preparing: str = ""  # what is done before the request
 
     def __post_init__(self) -> None:
+        self.begun = self.message.text
         self.view = MessageView(self.message, live=True)
+
+    @property
+    def has_begun(self) -> bool:
+        """Tell whether the model has written text."""
+        return len(self.message.text) > len(self.begun)
 
     @property
     def question(self) -> Message:
@@ -96,7 +104,10 @@ class AnswerWatcher(Protocol):
 
 
 class Answers:
-    """Starts and stops answers. `run` starts a worker for a coroutine."""
+    """Starts and stops answers. `run` starts a worker for a coroutine.
+
+    `num_logprobs` is the number of likeliest tokens that an edgelm endpoint computes for each token from now on.
+    """
 
     def __init__(
         self, link: Link, reader: Reader, run: Callable[[Coroutine[Any, Any, None]], Work], watcher: AnswerWatcher
@@ -105,6 +116,7 @@ class Answers:
         self._reader = reader
         self._run = run
         self._watcher = watcher
+        self.num_logprobs = 0
         self._running: dict[int, tuple[Answer, Work]] = {}  # by chat
 
     def __bool__(self) -> bool:
@@ -138,7 +150,7 @@ class Answers:
 
     async def _write(self, answer: Answer, models: Sequence[str]) -> None:
         try:
-            await _write_answer(self._link, self._reader, answer, models, self._watcher)
+            await _write_answer(self._link, self._reader, answer, models, self.num_logprobs, self._watcher)
         finally:
             del self._running[answer.session.chat.id]
             self._watcher.answer_ended(answer)
@@ -158,12 +170,12 @@ def choose_model(preferred: Sequence[str], models: Sequence[ModelEntry]) -> str:
 
 
 async def _write_answer(
-    link: Link, reader: Reader, answer: Answer, models: Sequence[str], watcher: AnswerWatcher
+    link: Link, reader: Reader, answer: Answer, models: Sequence[str], num_logprobs: int, watcher: AnswerWatcher
 ) -> None:
     """Stream an answer into its session and view. A failure becomes the final state of the message; none is raised."""
     session, message = answer.session, answer.message
     try:
-        finished = await _stream(link, reader, answer, models, watcher)
+        finished = await _stream(link, reader, answer, models, num_logprobs, watcher)
     except EdgeLMError as error:
         if isinstance(error, ContextFullError):
             error = ContextFullError(error.message, GO_ON)
@@ -183,7 +195,7 @@ async def _write_answer(
 
 
 async def _stream(
-    link: Link, reader: Reader, answer: Answer, models: Sequence[str], watcher: AnswerWatcher
+    link: Link, reader: Reader, answer: Answer, models: Sequence[str], num_logprobs: int, watcher: AnswerWatcher
 ) -> Finished:
     for attempt in (1, 2):
         client: Client | None = None
@@ -194,11 +206,11 @@ async def _stream(
             if model != answer.message.model:
                 answer.view.set_model(model)
             await _read(reader, answer, client, model, watcher)
-            return await _request(reader, answer, client, model, watcher)
+            return await _request(reader, answer, client, model, num_logprobs, watcher)
         except UnreachableError:
             await link.lost()
             # Retry once where an existing connection was lost before the first text.
-            if attempt == 2 or client is None or answer.message.text:
+            if attempt == 2 or client is None or answer.has_begun:
                 raise
         finally:
             reporting.cancel()
@@ -216,20 +228,24 @@ async def _read(reader: Reader, answer: Answer, client: Client, model: str, watc
     watcher.answer_changed(answer)
 
 
-async def _request(reader: Reader, answer: Answer, client: Client, model: str, watcher: AnswerWatcher) -> Finished:
+async def _request(
+    reader: Reader, answer: Answer, client: Client, model: str, num_logprobs: int, watcher: AnswerWatcher
+) -> Finished:
     """Stream the answer; send fewer passages where the context has no room for them."""
+    begun = Turn("assistant", answer.begun, answer.message.reasoning) if answer.begun else None
     while True:
         past, turns = answer.session.turns(answer.message)
-        choices = reader.choices(answer.question, model)
+        choices = () if begun else reader.choices(answer.question, model)  # they are whole answers
         sampling = {"temperature": 0, **answer.sampling} if choices else answer.sampling
+        request = ChatRequest(model, turns, sampling, past, choices, begun, num_logprobs)
         try:
-            async for item in client.chat(ChatRequest(model, turns, sampling, past, choices)):
+            async for item in client.chat(request):
                 if isinstance(item, Finished):
                     return item
                 _append(answer, item, watcher)
             raise AssertionError("an answer ends with Finished or an error")
         except ContextFullError:
-            if answer.message.text or not reader.drop_half(answer.session, answer.question):
+            if answer.has_begun or not reader.drop_half(answer.session, answer.question):
                 raise
             watcher.answer_changed(answer)
 

@@ -7,7 +7,7 @@ nothing of the content of chats.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -80,14 +80,18 @@ class ChatApp(App[None]):
         pull_command: Sequence[str] = COMMAND,
         *,
         knowledge: Path | None = None,
+        bandwidth: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`knowledge` is the file of the index; it is made beside the chats where none is given."""
+        """`knowledge` is the file of the index; it is made beside the chats where none is given.
+
+        `bandwidth` measures this machine's memory, in bytes per second; 0: not known.
+        """
         super().__init__()
         self._link = link
         self._loop: asyncio.AbstractEventLoop | None = None
         self._store = StoreThread(chats, self._report_problem)
         self._reader = Reader(knowledge or chats.with_name("knowledge.db"), link, self._ask_to_send)
-        self._chat = ChatScreen(self._store, link, self._reader, defaults, pull_command)
+        self._chat = ChatScreen(self._store, link, self._reader, defaults, pull_command, bandwidth)
         self.num_lost = 0  # changes that were not saved when the app ended
 
     def get_css_variables(self) -> dict[str, str]:

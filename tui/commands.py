@@ -63,6 +63,9 @@ COMMANDS = (
     Command("shorten", "Go on without the oldest messages"),
     Command("whole", "Send the whole conversation again"),
     Command("drafts", "Tint the drafted words in answers of this run"),
+    Command("inspect", "Show the steps of the engine: prompt, drafts, tokens, KV cache"),
+    Command("explore", "See what else the model could have said, and go on from it"),
+    Command("compare", "Answer again with another model or settings, side by side", "[MODEL|NAME=VALUE …]"),
     Command("copy", "Copy the last answer"),
     Command("code", "Copy a block of code", "[NUMBER]"),
     Command("export", "Write the chat to a file", "[md|json] [FILE]"),
@@ -112,6 +115,7 @@ KEY_NAMES = {
     "delete": "Del",
     "enter": "Enter",
     "tab": "Tab",
+    "space": "Space",
     "home": "Home",
     "end": "End",
 }
@@ -156,6 +160,9 @@ GLOBAL_KEYS = (
     Key("f2", "run('title')", "Rename the chat", priority=True),
     Key("f3", "run('drafts')", "Tint the drafted words in answers of this run", priority=True),
     Key("f5", "run('shorten')", "Go on without the oldest messages", priority=True),
+    Key("f6", "run('inspect')", "Show the steps of the engine; again: move into them; again: close", priority=True),
+    Key("f7", "run('explore')", "See what else the model could have said", priority=True),
+    Key("f8", "run('compare')", "Answer again with another model, side by side", priority=True),
     Key("ctrl+c", "interrupt", "Copy the selection, or stop the answer; twice: quit", priority=True),
     Key("ctrl+q", "run('quit')", "Quit", priority=True),
 )
@@ -179,6 +186,7 @@ TRANSCRIPT_KEYS = (
     Key("enter", "fold", "Show or hide its reasoning, or what was read"),
     Key("c,y", "act('copy')", "Copy it"),
     Key("g", "act('code')", "Copy one of its blocks of code"),
+    Key("x", "act('explore')", "See what else the model could have said there"),
     Key("home", "scroll_home", "Go to the beginning"),
     Key("end", "scroll_end", "Go to the end"),
 )
@@ -189,10 +197,21 @@ SIDEBAR_KEYS = (
     Key("escape", "", "Back to the prompt"),
 )
 
+INSPECTOR_KEYS = (
+    Key("space", "pause", "Stop the picture, or go on"),
+    Key("left", "move(-1)", "One step back"),
+    Key("right", "move(1)", "One step on"),
+    Key("pageup", "move(-20)", "20 steps back"),
+    Key("pagedown", "move(20)", "20 steps on"),
+    Key("home", "move(-1000)", "The first step that is kept"),
+    Key("end", "newest", "The newest step"),
+)
+
 KEY_GROUPS = (
     ("Everywhere", GLOBAL_KEYS),
     ("In the prompt", PROMPT_KEYS),
     ("On a message", TRANSCRIPT_KEYS),
+    ("In the inspector", INSPECTOR_KEYS),
     ("In the list of chats", SIDEBAR_KEYS),
 )
 
@@ -224,7 +243,7 @@ class HelpScreen(ModalScreen[None]):
             yield Static(_help_page())
 
     def action_use(self, action: str) -> None:
-        """Do what the clicked line says, in the chat."""
+        """Run the command of the clicked line in the chat."""
         chat = self.app.screen_stack[0]
         self.dismiss(None)
         self.app.call_later(self.app.run_action, action, chat)

@@ -24,7 +24,7 @@ ACCEPTED, REFUSED, FORCED, SAMPLED = "▰", "▱", "▪", "●"  # told apart wi
 YOURS, OTHERS, SHARED, IDLE, FREE = "█", "▓", "▚", "▒", "·"  # of the KV cache
 STATE = "▤"  # a saved state
 LEGEND = f"{SAMPLED} sampled  {ACCEPTED} drafted, accepted  {REFUSED} drafted, refused  {FORCED} forced by a grammar"
-KEYS = "Space stops and goes on · ← → one step · PgUp PgDn 20 · Home End · Esc closes"
+KEYS = "Space stops and goes on · ← → one step · PgUp PgDn 20 · Home End · Esc leaves"
 UNLIKELY, UNSURE = 0.2, 0.6  # probabilities of tokens that are marked
 
 
@@ -84,10 +84,11 @@ def _title(steps: Steps, styles: Styles) -> Text:
     engine = steps.engine
     if engine is None:
         return Text("no engine", styles.strong)
-    line = Text(clean(engine.model), styles.strong)
-    line.append(f"  {engine.engine}/{engine.device}, context {engine.context:,}, {engine.slots} slots", styles.muted)
+    line = Text()
+    line.append(clean(engine.model), styles.strong)
     if steps.is_paused and steps.shown is not None:
         line.append(f"  stopped at step {steps.shown.step.number:,}", styles.prompt)
+    line.append(f"  {engine.engine}/{engine.device}, context {engine.context:,}, {engine.slots} slots", styles.muted)
     if steps.num_lost:
         line.append(f"  {steps.num_lost:,} events lost", styles.refused)
     return line

@@ -1,4 +1,4 @@
-"""Hints: what a key does now, in a word or two, and the same by a click.
+"""Hints: the effect of a key in a word or two; a click has the same effect.
 
 Owns how hints are written. The widgets say which ones they have; the status line shows those of the focused widget, a
 dialog its own in its lower border.

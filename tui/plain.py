@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from edgelm.tui.plain_commands import PlainCommands
 
 CLOSE_S = 5.0
-TICK_S = 0.5  # between two looks at what takes long
+TICK_S = 0.5  # between two looks at a long task
 PROMPT = "you: "
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class PlainChat:
         self._left = False
 
     def run(self) -> None:
-        """Chat until the user leaves. What cannot be done is told, not raised."""
+        """Chat until the user leaves. Errors are told, not raised."""
         with self._runner:
             try:
                 self._begin()
@@ -86,11 +86,11 @@ class PlainChat:
         self._left = True
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end. Raises KeyboardInterrupt where the user stopped it, and what it raises."""
+        """Run a coroutine to its end. Raises KeyboardInterrupt where the user stopped it, and its own errors."""
         return self._runner.run(coroutine)
 
     def wait_long(self, activity: str, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine, and tell from time to time what is done."""
+        """Run a coroutine, and tell its progress from time to time."""
         return self._runner.run(self._told(activity, coroutine))
 
     def send(self, text: str, edited: int | None = None, roots: tuple[str, ...] = ()) -> None:
@@ -200,7 +200,7 @@ class PlainChat:
             self.send(text.removeprefix("/") if text.startswith("//") else text)
 
     def _suggest(self, text: str) -> list[str]:
-        """Return what a line may become by Tab: a command, or a path behind one."""
+        """Return the completions of a line by Tab: commands, or paths behind one."""
         return [suggestion.text for suggestion in suggest_paths(text)] or self._commands.complete(text)
 
     @cached_property

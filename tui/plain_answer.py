@@ -1,4 +1,4 @@
-"""An answer told in lines: what it waits for, its thought, its text, and how it ended.
+"""An answer told in lines: its waiting, its thought, its text and its end.
 
 Owns the order and the words. Knows nothing of how answers are made.
 """
@@ -32,7 +32,7 @@ class SpokenAnswer:
         self._thought_told = False
 
     def changed(self) -> None:
-        """Write what has come since the last call."""
+        """Write the text since the last call."""
         message = self._answer.message
         if self._reads_reasoning and len(message.reasoning) > self._num_reasoning:
             if not self._num_reasoning:
@@ -50,7 +50,7 @@ class SpokenAnswer:
         self._num_text = len(message.text)
 
     def progressed(self, activity: str) -> None:
-        """Tell from time to time what an answer waits for."""
+        """Tell the reason for waiting from time to time."""
         message = self._answer.message
         if message.state != "streaming" or message.text or (message.reasoning and self._reads_reasoning):
             return
@@ -89,7 +89,7 @@ class SpokenAnswer:
 
 
 def reading_line(reading: Reading) -> str:
-    """Return what was read for a question, with the numbers that the answer may name; empty: nothing to tell."""
+    """Return the passages that were read for a question, with their numbers; empty: none."""
     if reading.passages:
         names = (f"{number} {one_line(passage.name)}" for number, passage in enumerate(reading.passages, 1))
         return f"read: {'; '.join(names)}"

@@ -310,7 +310,7 @@ class PlainCommands:
         self._tell(f"{names_of(roots)} will not be read any more")
 
     def _refresh(self, root: str) -> Refreshed:
-        """Index what is new and changed."""
+        """Index new and changed files."""
         activity = f"reading {names_of((root,))}"
         work = self._chat.reader.thread.run(lambda knowledge: knowledge.refresh((root,)), lambda _: None, activity)
         return self._chat.wait_long(activity, work)
@@ -388,7 +388,7 @@ def _numbered(argument: str, items: Sequence[T], noun: str, hint: str) -> T:
 
 
 def _known(root: str, refreshed: Refreshed) -> str:
-    """Return what is read in a file or folder."""
+    """Return a line about the files that are read in a file or folder."""
     left_out = f", {len(refreshed.left_out):,} files left out" if refreshed.left_out else ""
     return f"{names_of((root,))}: {size_words(refreshed)}{left_out}"
 

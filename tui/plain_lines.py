@@ -1,4 +1,4 @@
-"""The lines of the plain chat: what the user types, and what is written, without any control character.
+"""The lines of the plain chat: the input, and the output without any control character.
 
 Owns when streamed text is written: by whole sentences and lines, because a screen reader stutters where single words
 arrive. Knows nothing of chats.
@@ -16,7 +16,7 @@ from edgelm.tui.lines import clean
 
 FENCE = '"""'  # around a message of several lines
 MORE = "more: "  # the prompt of its further lines
-NOTICE_S = 10.0  # between two lines about what takes long
+NOTICE_S = 10.0  # between two lines about a long task
 # The end of a line or of a sentence. The dot of "1." is none, and no space follows a full stop of Chinese.
 _BREAK = re.compile(r"\n|(?<!\d)[.!?…][^\w\s]*[ ]|[\u3002\uff01\uff1f][^\w\s]*")
 
@@ -54,7 +54,7 @@ class Writer:
             self._write(clean(ready))
 
     def end(self) -> None:
-        """Write what is held, and end the line."""
+        """Write the held text, and end the line."""
         held, self._held = self._held, ""
         if held:
             self._write(clean(held))
@@ -81,7 +81,7 @@ class Notices:
         self._is_first = True
 
     def show(self, activity: str, first_s: float | None = None) -> None:
-        """Write what is done now, unless a notice was written shortly before; the first one after `first_s`."""
+        """Write a line about the present task, unless one was written shortly before; the first one after `first_s`."""
         now = time.monotonic()
         wait_s = first_s if self._is_first and first_s is not None else NOTICE_S
         if now - self._last >= wait_s:
@@ -90,7 +90,7 @@ class Notices:
 
 
 class LineReader:
-    """Reads what the user types. With `edits`, lines of a terminal are edited with readline, which has a history.
+    """Reads the user's input. With `edits`, lines of a terminal are edited with readline, which has a history.
 
     Without it the terminal or the editor around it has the line editing. Input that is no terminal gets no prompt.
     """

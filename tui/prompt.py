@@ -175,7 +175,7 @@ class Prompt(TextArea):
 
     @property
     def hints(self) -> list[Hint]:
-        """Return what can be done with the text."""
+        """Return the hints for the text."""
         if self.text:
             hints = [Hint("Enter", "send", "send"), Hint("Ctrl+J", "line", "break_line")]
         else:

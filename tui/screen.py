@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
@@ -27,6 +27,7 @@ from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.answers import Answer, Answers
 from edgelm.tui.commands import GLOBAL_KEYS, parse_call
 from edgelm.tui.garbage import delay_full_collections
+from edgelm.tui.inspector_panel import InspectorPanel
 from edgelm.tui.link import Link
 from edgelm.tui.pane import ChatPane
 from edgelm.tui.prompt import Prompt
@@ -53,8 +54,15 @@ class ChatScreen(Screen[None]):
     DEFAULT_CSS = "ChatScreen { layers: base above; }"
 
     def __init__(
-        self, store: StoreThread, link: Link, reader: Reader, defaults: ChatDefaults, pull_command: Sequence[str]
+        self,
+        store: StoreThread,
+        link: Link,
+        reader: Reader,
+        defaults: ChatDefaults,
+        pull_command: Sequence[str],
+        bandwidth: Callable[[], float],
     ) -> None:
+        """`bandwidth` measures this machine's memory, in bytes per second."""
         super().__init__()
         self._reader = reader
         answers = Answers(link, reader, lambda coroutine: self.run_worker(coroutine, group="answers"), self)
@@ -66,7 +74,8 @@ class ChatScreen(Screen[None]):
             pull_command,
         )
         self.sidebar, self.pane, self.status = Sidebar(), ChatPane(), StatusLine()
-        self.view = ScreenView(self, self.workspace, self.pane, self.sidebar, self.status)
+        self.inspector = InspectorPanel(link, bandwidth)
+        self.view = ScreenView(self, self.workspace, self.pane, self.sidebar, self.status, self.inspector)
         self._interrupted = -TWICE_S  # when Ctrl+C was pressed
         self._unsent: str | None = None  # the text in the prompt; None until something was typed
         self._unsent_timer: Timer | None = None
@@ -75,6 +84,7 @@ class ChatScreen(Screen[None]):
         with Horizontal():
             yield self.sidebar
             yield self.pane
+        yield self.inspector
         yield PullBar()
         yield self.status
 
@@ -304,7 +314,7 @@ class ChatScreen(Screen[None]):
     def _actions(self) -> Actions:
         from edgelm.tui.actions import Actions  # delays the dialogs' imports until after the first paint
 
-        return Actions(self.app, self.workspace, self.pulls, self._reader, self.view, self.send)
+        return Actions(self.app, self.workspace, self.pulls, self._reader, self.view, self.inspector, self.send)
 
     def action_run(self, name: str) -> None:
         self.run_command(name, "")

@@ -1,6 +1,6 @@
-"""What the chat screen shows: the open chat, the list of chats, the status line and notifications.
+"""The view of the chat screen: the open chat, the list of chats, the status line and notifications.
 
-Owns what each widget is told when the state behind it has changed. Knows nothing of keys and commands, and changes no
+Owns the update of each widget when the state behind it has changed. Knows nothing of keys and commands, and changes no
 chat.
 """
 
@@ -12,6 +12,7 @@ from edgelm.chats.history import Message
 from edgelm.chats.store import ChatsError
 from edgelm.client.answer_stream import stats_from_json
 from edgelm.errors import EdgeLMError
+from edgelm.tui.inspector_panel import InspectorPanel
 from edgelm.tui.lines import clean
 from edgelm.tui.offers import offers
 from edgelm.tui.pane import ChatPane
@@ -24,13 +25,20 @@ class ScreenView:
     """Shows the workspace in the widgets of the chat screen."""
 
     def __init__(
-        self, screen: Screen[None], workspace: Workspace, pane: ChatPane, sidebar: Sidebar, status: StatusLine
+        self,
+        screen: Screen[None],
+        workspace: Workspace,
+        pane: ChatPane,
+        sidebar: Sidebar,
+        status: StatusLine,
+        inspector: InspectorPanel,
     ) -> None:
         self._screen = screen
         self._workspace = workspace
         self._pane = pane
         self._sidebar = sidebar
         self._status = status
+        self._inspector = inspector
         self.shows_drafts = False
 
     @property
@@ -59,7 +67,7 @@ class ScreenView:
         self.focus_prompt()
 
     def show_around(self) -> None:
-        """Show what belongs to the open chat outside its pane: title, figures, model and place in the list."""
+        """Show the open chat outside its pane: title, figures, model and place in the list."""
         workspace = self._workspace
         self._screen.app.sub_title = workspace.session.chat.title
         measured = [message for message in workspace.session.tree.path() if message.stats and message.state == "done"]
@@ -94,9 +102,10 @@ class ScreenView:
         self._sidebar.search(words)
 
     def show_model(self) -> None:
-        """Show the model of the open chat, and what an empty prompt offers with it."""
+        """Show the model of the open chat, and the offers for an empty prompt."""
         workspace = self._workspace
         self._status.change(model=workspace.model)
+        self._inspector.follow(workspace.model)
         offered = workspace.link.remote is None and workspace.link.is_ready and workspace.answer is None
         self._pane.offer(offers(workspace.session, workspace.model) if offered else [])
 

@@ -42,9 +42,12 @@ class Session:
             message.sent_from = message.id
         return self._add(message)
 
-    def begin_answer(self, parent: int, model: str, sent_from: int | None = None) -> Message:
-        """Add the empty answer to a message; `sent_from` shortens the conversation from here on."""
+    def begin_answer(
+        self, parent: int, model: str, sent_from: int | None = None, *, text: str = "", reasoning: str = ""
+    ) -> Message:
+        """Add an answer to a message, which begins with `text`; `sent_from` shortens the conversation from here on."""
         message = Message(chat=self.chat.id, parent=parent, role="assistant", state="streaming", model=model)
+        message.text, message.reasoning = text, reasoning
         message.sent_from = self._inherited_cut(parent) if sent_from is None else sent_from
         return self._add(message)
 

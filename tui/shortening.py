@@ -92,7 +92,7 @@ def _tokens_per_char(session: Session, measured: Sequence[tuple[Message, AnswerS
 
 
 class Exchanges(OptionList):
-    """The exchanges. A click shows what a choice means, as the arrow keys do; a second one takes it."""
+    """The exchanges. A click shows the effect of a choice, as the arrow keys do; a second one takes it."""
 
     async def _on_click(self, event: events.Click) -> None:
         clicked = event.style.meta.get("option")

@@ -198,7 +198,7 @@ class Sidebar(Vertical):
 
     @property
     def hints(self) -> list[Hint]:
-        """Return what can be done with the chosen chat."""
+        """Return the hints for the chosen chat."""
         return [Hint("Del", "delete", "delete_chat"), Hint("Esc", "back", "close")]
 
     def on_key(self, event: events.Key) -> None:

@@ -45,7 +45,7 @@ class Status:
 
 
 class StatusLine(Widget):
-    """One line: the status, and what can be done now. The least important parts are omitted when it is too narrow."""
+    """One line: the status, and hints of keys. The least important parts are omitted when it is too narrow."""
 
     ALLOW_SELECT = False
     DEFAULT_CSS = """
@@ -81,7 +81,7 @@ class StatusLine(Widget):
         self.refresh()
 
     def _hints(self) -> list[tuple[DOMNode, Hint]]:
-        """Return what can be done now, the most important first."""
+        """Return the hints for the present state, the most important first."""
         own: list[tuple[DOMNode, Hint]] = [(self, COPY)] if self._selecting else []
         focused = self.screen.focused
         if self.status.activity in IDLE or focused is None or focused.id != "prompt":
@@ -91,7 +91,7 @@ class StatusLine(Widget):
         return [*own, (self, STOP), *needed, (self, HELP)]
 
     async def action_hint(self, key: str) -> None:
-        """Do what the hint of a key says."""
+        """Run the action of a key's hint."""
         for source, hint in self._hints():
             if hint.key == key and hint is not COPY:
                 await self.app.run_action(hint.action, source)

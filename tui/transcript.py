@@ -360,8 +360,14 @@ class Transcript(ScrollView, can_focus=True):
 
     @property
     def hints(self) -> list[Hint]:
-        """Return what can be done with the selected message."""
-        actions = [("c", "copy", "copy"), ("e", "edit", "edit"), ("r", "again", "regenerate"), ("g", "code", "code")]
+        """Return the hints for the selected message."""
+        actions = [
+            ("c", "copy", "copy"),
+            ("e", "edit", "edit"),
+            ("r", "again", "regenerate"),
+            ("g", "code", "code"),
+            ("x", "explore", "explore"),
+        ]
         hints = [Hint(key, label, f"act({action!r})") for key, label, action in actions] if self.views else []
         return [*hints, Hint("Esc", "back", "screen.stop")]
 

@@ -31,7 +31,7 @@ class TaskWork:
         self._task.cancel()
 
     async def wait(self) -> None:
-        """Wait for its end, cancelled or not. Raises what it raised."""
+        """Wait for its end, cancelled or not. Raises its error."""
         await asyncio.wait((self._task,))
         if not self._task.cancelled():
             self._task.result()

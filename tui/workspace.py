@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from edgelm.chats.history import Chat
+from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import Store
 from edgelm.chats.store_thread import StoreThread
 from edgelm.client.endpoint import ModelEntry
@@ -152,7 +152,21 @@ class Workspace:
 
     def begin_answer(self, parent: int, sent_from: int | None = None) -> None:
         """Answer a message; `sent_from` shortens the conversation from here on."""
-        message = self.session.begin_answer(parent, self.model, sent_from)
-        answer = Answer(self.session, message, {**self.defaults.sampling, **self.session.chat.sampling})
+        self._start(self.session.begin_answer(parent, self.model, sent_from), self.preferred_models, {})
+
+    def go_on(self, answer: Message, begun: str) -> None:
+        """Write another version of an answer, which begins with `begun`."""
+        assert answer.parent is not None, "an answer has a question"
+        message = self.session.begin_answer(answer.parent, answer.model, text=begun, reasoning=answer.reasoning)
+        self._start(message, [answer.model, *self.preferred_models], {})
+
+    def compare(self, answer: Message, model: str, sampling: Mapping[str, float | int | str]) -> Answer:
+        """Write another version of an answer, with a model and with values that replace the chat's; return it."""
+        assert answer.parent is not None, "an answer has a question"
+        return self._start(self.session.begin_answer(answer.parent, model), [model], sampling)
+
+    def _start(self, message: Message, models: Sequence[str], sampling: Mapping[str, float | int | str]) -> Answer:
+        answer = Answer(self.session, message, {**self.defaults.sampling, **self.session.chat.sampling, **sampling})
         self.drafted[message.id] = answer.drafted
-        self.answers.start(answer, self.preferred_models)
+        self.answers.start(answer, models)
+        return answer

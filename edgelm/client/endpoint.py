@@ -19,6 +19,7 @@ from edgelm.client.answer_stream import AnswerStream, Delta, Finished
 from edgelm.client.failures import explained, no_protocol
 from edgelm.client.json_values import mapping, number, read_vectors, whole
 from edgelm.client.turns import Turn, as_messages, may_refuse_system, with_joined_system
+from edgelm.client.watching import Seen, watch
 from edgelm.errors import EngineError, RequestError, StillLoadingError
 
 if TYPE_CHECKING:
@@ -186,6 +187,11 @@ class Client:
         if (vectors := read_vectors(reply, len(texts))) is None:
             raise no_protocol(self.address)
         return vectors
+
+    def watch(self, model: str | None) -> AsyncGenerator[Seen, None]:
+        """Yield the steps of a model's engine as they happen; None: of the first that is loaded."""
+        headers = {"authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        return watch(self._root, headers, self._verify, model)
 
     async def close(self) -> None:
         if self._opened is not None:

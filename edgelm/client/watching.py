@@ -7,10 +7,11 @@ they are shown.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from edgelm.client.addresses import is_loopback
 from edgelm.client.json_values import clean_text, mapping, number, whole
 from edgelm.errors import EdgeLMError, EngineError
 
@@ -123,7 +124,7 @@ Seen = EngineSeen | StepSeen | KVSeen | LostSeen | IdleSeen
 
 async def watch(
     address: str, headers: dict[str, str], verify: ssl.SSLContext | bool, model: str | None = None
-) -> AsyncIterator[Seen]:
+) -> AsyncGenerator[Seen, None]:
     """Yield the events of the server at an address until it ends. Raises EdgeLMError."""
     import httpx2
 
@@ -131,7 +132,9 @@ async def watch(
     query = {"model": model} if model else {}
     try:
         async with (
-            httpx2.AsyncClient(headers=headers, verify=verify, timeout=timeout, trust_env=False) as client,
+            httpx2.AsyncClient(
+                headers=headers, verify=verify, timeout=timeout, trust_env=not is_loopback(address)
+            ) as client,
             client.stream("GET", f"{address}/edgelm/events", params=query) as answer,
         ):
             if answer.status_code != 200:

@@ -67,17 +67,28 @@ def open_chat(
         if setting.sampling and is_own(name) and (value := getattr(settings, name)) is not None
     }
     defaults = ChatDefaults(model or "", options)
-    run_chat = _run_plain if plain or is_dumb else _run_screen
-    num_lost = run_chat(places, link, defaults)
+    if plain or is_dumb:
+        num_lost = _run_plain(places, link, defaults)
+    else:
+        num_lost = _run_screen(config, link, defaults)
     if num_lost:
         raise EdgeLMError(f"the last {num_lost:,} changes of the chats were not saved", "the reason is above")
 
 
-def _run_screen(places: Places, link: Link, defaults: ChatDefaults) -> int:
+def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
     """Run the chat on the full screen; return the number of changes that were not saved."""
     from edgelm.tui.app import ChatApp
 
-    app = ChatApp(places.data / "chats.db", link, defaults, knowledge=places.cache / "knowledge.db")
+    places = config.places
+
+    def bandwidth() -> float:
+        from edgelm.commands.plan import read_machine
+
+        return read_machine(config.settings, places).read_bytes_per_s
+
+    app = ChatApp(
+        places.data / "chats.db", link, defaults, knowledge=places.cache / "knowledge.db", bandwidth=bandwidth
+    )
     app.run()
     return app.num_lost
 

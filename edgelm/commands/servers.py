@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server, and what its client needs."""
+    """A running server: its address, and the headers and certificates for its clients."""
 
     address: str
     headers: dict[str, str]

@@ -25,6 +25,8 @@ from edgelm.server.keys import NAMESPACE
 from edgelm.server.sse import PING, PING_S, EventStream, named_event
 from edgelm.text.tokenizer import Tokenizer
 
+BATCH_S = 0.1  # between two writes: a write for each step would cost more than the events
+
 
 def event_routes(loaded: LoadedModel) -> list[Route]:
     """Return the route."""
@@ -33,13 +35,14 @@ def event_routes(loaded: LoadedModel) -> list[Route]:
         stack = AsyncExitStack()
         watcher = loaded.engine.watch()
         stack.callback(watcher.close)
-        return EventStream(_events(watcher, loaded, request.headers.get(NAMESPACE, "")), stack)
+        name = request.query_params.get("model", loaded.name)
+        return EventStream(_events(watcher, loaded, name, request.headers.get(NAMESPACE, "")), stack)
 
     return [Route("/events", events)]
 
 
-async def _events(watcher: Watcher, loaded: LoadedModel, namespace: str) -> AsyncIterator[bytes]:
-    yield named_event("engine", engine_document(loaded))
+async def _events(watcher: Watcher, loaded: LoadedModel, name: str, namespace: str) -> AsyncIterator[bytes]:
+    yield named_event("engine", engine_document(loaded, name))
     form = EventForm(loaded.tokenizer, namespace)
     while True:
         try:
@@ -50,13 +53,14 @@ async def _events(watcher: Watcher, loaded: LoadedModel, namespace: str) -> Asyn
             continue
         lost = named_event("lost", {"records": num_lost}) if num_lost else b""
         yield lost + b"".join(map(form.event, records))
+        await asyncio.sleep(BATCH_S)
 
 
-def engine_document(loaded: LoadedModel) -> dict[str, Any]:
-    """Return the facts that do not change while an engine lives."""
+def engine_document(loaded: LoadedModel, name: str) -> dict[str, Any]:
+    """Return the facts that do not change while an engine lives; `name` is that of the model for clients."""
     info, footprint = loaded.engine.info, loaded.footprint
     return {
-        "model": loaded.name,
+        "model": name,
         "engine": info.engine,
         "device": info.device,
         "context": info.context,

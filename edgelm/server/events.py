@@ -19,11 +19,12 @@ from starlette.routing import Route
 from edgelm.server.engine_link import EngineLink
 from edgelm.server.keys import NAMESPACE
 from edgelm.server.models import ModelNames
+from edgelm.server.slots import EngineSlot
 from edgelm.server.sse import PING, PING_S, EventStream, named_event
 from edgelm.server.stored_routes import namespace_of
 from edgelm.server.supervisor import EngineTable
 
-LOOK_S = 0.25  # between two looks for an engine while there is none
+LOOK_S = 0.1  # between two looks for an engine while there is none
 EVENT_END = b"\n\n"
 
 
@@ -41,8 +42,8 @@ def watch_routes(table: EngineTable, models: ModelNames) -> list[Route]:
 async def _events(table: EngineTable, path: object, namespace: str) -> AsyncIterator[bytes]:
     written = 0.0
     while not table.is_closed:
-        link = _engine(table, path)
-        if link is None:
+        slot = _engine(table, path)
+        if slot is None or slot.link is None:
             if not written:
                 yield named_event("idle", {})
                 written = time.monotonic()
@@ -51,24 +52,24 @@ async def _events(table: EngineTable, path: object, namespace: str) -> AsyncIter
                 written = time.monotonic()
             await asyncio.sleep(LOOK_S)
             continue
-        async for events in _of_engine(link, namespace):
+        async for events in _of_engine(slot.link, slot.model.name, namespace):
             yield events
         written = 0.0
 
 
-def _engine(table: EngineTable, path: object) -> EngineLink | None:
+def _engine(table: EngineTable, path: object) -> EngineSlot | None:
     """Return the engine to watch; None: it is not loaded."""
     for slot in table.slots.values():
         if slot.state == "ready" and slot.link is not None and path in (None, slot.model.path):
-            return slot.link
+            return slot
     return None
 
 
-async def _of_engine(link: EngineLink, namespace: str) -> AsyncIterator[bytes]:
-    """Yield the events of one engine until it ends, in whole ones."""
-    held = b""
+async def _of_engine(link: EngineLink, name: str, namespace: str) -> AsyncIterator[bytes]:
+    """Yield the events of one engine, by the name of its model, in whole ones until it ends."""
+    held, query, headers = b"", {"model": name}, {NAMESPACE: namespace}
     try:
-        async with link.client.stream("GET", "/events", headers={NAMESPACE: namespace}, timeout=2 * PING_S) as answer:
+        async with link.client.stream("GET", "/events", params=query, headers=headers, timeout=2 * PING_S) as answer:
             async for piece in answer.aiter_raw():
                 events, end, held = (held + piece).rpartition(EVENT_END)
                 if end:

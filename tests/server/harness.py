@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -103,6 +103,33 @@ def until(what: str, true: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline, f"never: {what}"
         time.sleep(0.02)
     return value
+
+
+@contextmanager
+def watching(
+    front: Front, headers: dict[str, str] | None = None, query: str = ""
+) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Collect the engine's events, by name, while the block runs."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+    with httpx2.Client(base_url=front.address, timeout=LIMIT_S, trust_env=False) as http, ExitStack() as stack:
+        answer = stack.enter_context(http.stream("GET", f"/edgelm/events{query}", headers=headers))
+        assert answer.status_code == 200
+
+        def read() -> None:
+            name = ""
+            with suppress(httpx2.HTTPError):
+                for line in answer.iter_lines():
+                    field, _, value = line.partition(": ")
+                    if field == "event":
+                        name = value
+                    elif field == "data":
+                        seen.append((name, json.loads(value)))
+            seen.append(("end", {}))
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        yield seen
+        http.close()
 
 
 class Watch:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from edgelm.server.keys import Key
 from edgelm.speculation.past_answers import AnswersFile
-from tests.server.harness import Front, serving, until
+from tests.server.harness import Front, serving, until, watching
 from tests.server.test_serve import edgelm
 
 STARTER = Path(__file__).resolve().parents[2] / "models" / "starter" / "starter.gguf"
@@ -143,30 +140,6 @@ def rows(file: Path) -> list[Any]:
     return entries
 
 
-@contextmanager
-def watching(front: Front, key: Key) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Collect the events that a key sees while the block runs."""
-    seen: list[tuple[str, dict[str, Any]]] = []
-    with httpx2.Client(base_url=front.address, timeout=60, trust_env=False) as http, ExitStack() as stack:
-        answer = stack.enter_context(http.stream("GET", "/edgelm/events", headers=of(key)))
-        assert answer.status_code == 200
-
-        def read() -> None:
-            name = ""
-            with suppress(httpx2.HTTPError):
-                for line in answer.iter_lines():
-                    field, _, value = line.partition(": ")
-                    if field == "event":
-                        name = value
-                    elif field == "data":
-                        seen.append((name, json.loads(value)))
-
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        yield seen
-        http.close()
-
-
 def chunks_of(seen: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     return [chunk for name, event in list(seen) if name == "step" for chunk in event["chunks"]]
 
@@ -177,7 +150,7 @@ def num_ended(seen: list[tuple[str, dict[str, Any]]]) -> int:
 
 def test_to_watch_shows_each_key_its_own_texts_and_counts_of_others(front: Front) -> None:
     chat(front, ANN, "hello")  # now the model is loaded
-    with watching(front, ANN) as ann, watching(front, BOB) as bob:
+    with watching(front, of(ANN)) as ann, watching(front, of(BOB)) as bob:
         for seen in (ann, bob):
             until("the watcher is told of the engine", lambda seen=seen: any(name == "kv" for name, _ in seen))
         texts = {

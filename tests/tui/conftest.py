@@ -103,10 +103,14 @@ class Driver:
 
     async def ask(self, text: str) -> None:
         """Send a message and wait for its answer."""
+        await self.ask_only(text)
+        await self.answered()
+
+    async def ask_only(self, text: str) -> None:
+        """Send a message."""
         self.prompt.put(text)
         await self.press("enter")
         await self.until(lambda: self.prompt.text == "", "sending")
-        await self.answered()
 
 
 Open = Callable[..., Any]

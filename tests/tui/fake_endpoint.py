@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import sys
 import time
@@ -74,6 +75,13 @@ class FakeEndpoint:
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     cancelled: int = 0
+    alternatives: list[tuple[str, float]] = field(
+        default_factory=lambda: [(" likely", 0.6), (" other", 0.3), ("<end>", 0.1)]
+    )
+    probes: list[dict[str, Any]] = field(default_factory=list)  # requests for alternatives
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # of the engine, by name
+    watched: list[str] = field(default_factory=list)  # paths with which events were asked for
+    unwatched: int = 0
     address: str = ""
 
     @asynccontextmanager
@@ -90,6 +98,7 @@ class FakeEndpoint:
 
     def __post_init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watchers: list[asyncio.StreamWriter] = []
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -112,11 +121,21 @@ class FakeEndpoint:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         if (method, path) == ("POST", "/v1/chat/completions"):
             self.headers.append(headers)
-            return await self._chat(json.loads(body), reader, writer)
+            request = json.loads(body)
+            if not request.get("stream"):
+                await _send(writer, 200, self._likeliest(request))
+                return True
+            return await self._chat(request, reader, writer)
+        if method == "GET" and path.startswith("/edgelm/events") and self.is_edgelm:
+            await self._tell(path, writer, reader)
+            return False
         if (method, path) == ("POST", "/v1/embeddings"):
             status, document = self._embed(json.loads(body)["input"])
             if self.stall_embeddings:
                 await asyncio.Event().wait()
+        elif (method, path) == ("POST", "/tokenize"):
+            pieces = re.findall(r"\s*\S+|\s+$", json.loads(body)["content"])
+            status, document = 200, {"tokens": [{"id": i, "piece": piece} for i, piece in enumerate(pieces)]}
         else:
             status, document = self._page(path)
         await _send(writer, status, document)
@@ -148,6 +167,43 @@ class FakeEndpoint:
             return 500, {"error": {"message": "the engine was ended by signal 9"}}
         cats = [float("feline" in text.lower() or "cat" in text.lower()) for text in texts]
         return 200, {"data": [{"embedding": [cat, 1 - cat], "index": i} for i, cat in enumerate(cats)]}
+
+    def _likeliest(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the alternatives behind the beginning of an answer."""
+        self.probes.append(request)
+        top = [
+            {"token": text, "logprob": math.log(share), "bytes": list(text.encode()) if text != "<end>" else []}
+            for text, share in self.alternatives
+        ]
+        entry = {**top[0], "top_logprobs": top}
+        return {"choices": [{"message": {"role": "assistant", "content": ""}, "logprobs": {"content": [entry]}}]}
+
+    async def _tell(self, path: str, writer: asyncio.StreamWriter, reader: asyncio.StreamReader) -> None:
+        """Send events of the engine, and keep the connection until the watcher leaves."""
+        self.watched.append(path)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+        for name, document in self.events:
+            writer.write(f"event: {name}\ndata: {json.dumps(document)}\n\n".encode())
+        self._watchers.append(writer)
+        await writer.drain()
+        try:
+            await reader.read(1)
+        finally:
+            self._watchers.remove(writer)
+            self.unwatched += 1
+
+    def _logprobs(self, token: str) -> dict[str, Any]:
+        top = [{"token": text, "logprob": math.log(share), "bytes": []} for text, share in self.alternatives]
+        return {"content": [{"token": token, "logprob": -0.1, "bytes": list(token.encode()), "top_logprobs": top}]}
+
+    def _tell_step(self, number: int, token: str) -> None:
+        """Send the step of a token to those who watch."""
+        top = [{"text": text, "logprob": math.log(share)} for text, share in self.alternatives]
+        tokens = [{"id": number, "text": token, "logprob": -0.1, "top": top}]
+        chunk = {"sequence": 1, "prompt": 50, "start": 50 + number, "computed": 1, "new": 1, "tokens": tokens}
+        step = {"step": number + 1, "at": time.time(), "ms": 5, "running": 1, "waiting": 0, "chunks": [chunk]}
+        for watcher in self._watchers:
+            watcher.write(f"event: step\ndata: {json.dumps(step)}\n\n".encode())
 
     async def _chat(self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         self.requests.append(request)
@@ -216,7 +272,9 @@ class FakeEndpoint:
                 await left
                 return
             own = {"edgelm": {"drafted": [[0, len(token)]]}} if set(self.drafted) & set(token) else {}
-            _event(writer, {**_chunk({"content": token}), **own})
+            self._tell_step(i, token)
+            chunk = _chunk({"content": token}, logprobs=self._logprobs(token) if request.get("logprobs") else None)
+            _event(writer, {**chunk, **own})
             await writer.drain()
             if left.done():
                 return
@@ -247,8 +305,10 @@ class FakeEndpoint:
         writer.write(b"data: [DONE]\n\n")
 
 
-def _chunk(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+def _chunk(
+    delta: dict[str, Any], finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
     return {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "starter", "choices": [choice]}
 
 
@@ -268,6 +328,8 @@ async def _main(port: int = 0, tokens_per_second: float = 40.0, tokens: int = 0)
     fake = FakeEndpoint(tokens_per_second=tokens_per_second, first_token_s=0.3)
     if repeats:
         fake.answers = ["\n".join([ANSWER] * repeats)]
+    engine = {"model": "starter", "engine": "llama", "device": "cpu", "context": 4096, "capacity": 8192, "slots": 4}
+    fake.events = [("engine", engine)]
     async with fake.serve(port) as endpoint:
         print(endpoint.address, flush=True)
         await asyncio.Event().wait()

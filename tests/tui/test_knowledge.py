@@ -386,7 +386,7 @@ async def test_a_folder_that_is_gone_is_one_line(open_chat: Open, folder: Path) 
         await know(chat, folder)
         await asyncio.to_thread(folder.rename, folder.with_name("moved"))
         await chat.ask("What does the frobnicator need?")
-        await chat.sees("read nothing:", "not exist; name a folder or a file")
+        await chat.sees("read nothing:", "not", "exist; name a folder or a file")
         assert sent(chat) == [[("user", "What does the frobnicator need?")]]
 
 

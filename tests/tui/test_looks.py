@@ -1,4 +1,4 @@
-"""What makes the chat pleasant to read: contrast, the width of text, and the focus, in every theme and size."""
+"""The looks of the chat: contrast, the width of text, and the focus, in every theme and size."""
 
 from __future__ import annotations
 

@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 from textual.command import CommandPalette
+from textual.containers import VerticalScroll
 from textual.events import MouseScrollDown, MouseScrollUp
 from textual.widgets import Input
 
+from edgelm.client.watching import Chunk, StepSeen
 from edgelm.tui.commands import KEY_GROUPS, HelpScreen
-from edgelm.tui.dialogs import ConfirmScreen, LineScreen
+from edgelm.tui.compare import CompareScreen
+from edgelm.tui.dialogs import ConfirmScreen, LineScreen, PickScreen
+from edgelm.tui.explore import ExploreScreen
+from edgelm.tui.inspector import Inspector
 from edgelm.tui.picker import PickerScreen
 from edgelm.tui.shortening import ShortenScreen
 from tests.tui.conftest import Driver, Open
@@ -57,6 +62,11 @@ async def use_help(chat: Driver, words: str) -> None:
     """Click a line of the help page."""
     await click(chat, "F1 help")
     await opens(chat, HelpScreen)
+    await chat.sees("Keys and commands")
+    page = chat.app.screen.query_one(VerticalScroll)
+    while words not in chat.text and page.scroll_y < page.max_scroll_y:
+        await chat.pilot._post_mouse_events([MouseScrollDown] * 3, page, button=0)
+        await chat.pilot.pause(0.05)
     await click(chat, words)
     await chat.until(lambda: not isinstance(chat.app.screen, HelpScreen), "the help is closed")
 
@@ -181,6 +191,37 @@ async def tint_drafts(chat: Driver) -> None:
 async def shorten(chat: Driver) -> None:
     await click(chat, " ctx")
     await opens(chat, ShortenScreen)
+
+
+@way("Everywhere", "f6")
+async def show_inspector(chat: Driver) -> None:
+    panel = chat.screen.inspector
+    await use_help(chat, "Show the steps of the engine")
+    await chat.until(lambda: panel.is_open, "open")
+    await click(chat, "Inspector: F6")
+    await chat.until(lambda: panel.has_keys, "it has the keys")
+    await click(chat, "Inspector: F6")
+    await chat.until(lambda: not panel.is_open, "closed")
+
+
+@way("Everywhere", "f7")
+async def explore(chat: Driver) -> None:
+    await use_help(chat, "See what else the model could have said")
+    await opens(chat, ExploreScreen)
+    await chat.sees("of 95", "likely")
+    await click(chat, "Esc closes")
+    await chat.until(lambda: len(chat.app.screen_stack) == 1, "closed")
+
+
+@way("Everywhere", "f8")
+async def compare(chat: Driver) -> None:
+    await use_help(chat, "Answer again with another model, side by side")
+    await opens(chat, PickScreen)
+    await click(chat, "qwen3-4b")
+    await opens(chat, CompareScreen)
+    await chat.answered()
+    await click(chat, "Enter keeps it")
+    await chat.until(lambda: len(chat.app.screen_stack) == 1, "closed")
 
 
 @way("Everywhere", "ctrl+c")
@@ -370,6 +411,90 @@ async def leave_list(chat: Driver) -> None:
     await click(chat, "Search  Ctrl+F")
     await click(chat, "Esc back")
     assert chat.prompt.has_focus
+
+
+@way("On a message", "x")
+async def explore_message(chat: Driver) -> None:
+    await go_to_messages(chat)
+    await click(chat, "x explore")
+    await opens(chat, ExploreScreen)
+
+
+# In the inspector
+
+
+async def with_steps(chat: Driver) -> Inspector:
+    """Open the inspector with 60 steps, and return it."""
+    if not chat.screen.inspector.is_open:
+        chat.screen.run_command("inspect", "")
+    inspector = chat.screen.query_one(Inspector)
+    for number in range(1, 61):
+        inspector.feed(StepSeen(number, number, 5, 1, 0, (Chunk(1, 9, 0, 9 + number, 1, 0, 0, 0, 1),)))
+    if inspector.steps.is_paused:
+        inspector.action_newest()
+    await chat.sees("60      5.0 ms")
+    return inspector
+
+
+async def stopped_at(chat: Driver, inspector: Inspector, number: int) -> None:
+    await chat.until(
+        lambda: inspector.steps.is_paused and inspector.steps.shown and inspector.steps.shown.step.number == number,
+        f"stopped at step {number}",
+    )
+
+
+@way("In the inspector", "space")
+async def stop_inspector(chat: Driver) -> None:
+    inspector = await with_steps(chat)
+    await chat.pilot.click(inspector, offset=(4, 1))
+    await stopped_at(chat, inspector, 60)
+    await click(chat, "Space goes on")
+    assert not inspector.steps.is_paused
+
+
+@way("In the inspector", "left")
+async def one_step_back(chat: Driver) -> None:
+    inspector = await with_steps(chat)
+    await chat.pilot._post_mouse_events([MouseScrollUp], inspector, button=0)
+    await stopped_at(chat, inspector, 59)
+
+
+@way("In the inspector", "right")
+async def one_step_on(chat: Driver) -> None:
+    inspector = await with_steps(chat)
+    inspector.action_move(-5)
+    await chat.pilot._post_mouse_events([MouseScrollDown], inspector, button=0)
+    await stopped_at(chat, inspector, 56)
+
+
+@way("In the inspector", "pageup")
+async def many_steps_back(chat: Driver) -> None:
+    inspector = await with_steps(chat)
+    await chat.pilot._post_mouse_events([MouseScrollUp] * 20, inspector, button=0)
+    await stopped_at(chat, inspector, 40)
+
+
+@way("In the inspector", "pagedown")
+async def many_steps_on(chat: Driver) -> None:
+    inspector = await with_steps(chat)
+    inspector.action_move(-40)
+    await chat.pilot._post_mouse_events([MouseScrollDown] * 20, inspector, button=0)
+    await stopped_at(chat, inspector, 40)
+
+
+@way("In the inspector", "home")
+async def first_step(chat: Driver) -> None:
+    inspector = await with_steps(chat)
+    await chat.pilot._post_mouse_events([MouseScrollUp] * 70, inspector, button=0)
+    assert inspector.steps.shown is inspector.steps.around(100)[0]
+
+
+@way("In the inspector", "end")
+async def newest_step(chat: Driver) -> None:
+    inspector = await with_steps(chat)
+    inspector.action_move(-10)
+    await chat.pilot.click(inspector, offset=(4, 0))
+    assert not inspector.steps.is_paused
 
 
 def test_each_key_has_a_way() -> None:

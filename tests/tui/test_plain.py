@@ -1,4 +1,4 @@
-"""The plain chat: what a screen reader reads, from the fake endpoint and from the real command."""
+"""The plain chat: its lines as a screen reader gets them, from the fake endpoint and from the real command."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Talk = Callable[..., Awaitable[str]]
 
 @pytest.fixture
 def talk(endpoint: FakeEndpoint, tmp_path: Path) -> Talk:
-    """Return a function that types lines into the chat, and returns what it wrote after its first line."""
+    """Return a function that types lines into the chat, and returns its output after the first line."""
 
     async def run(*typed: str, output: Output | None = None) -> str:
         output = output or Output()
@@ -374,7 +374,7 @@ class Terminal:
         await asyncio.to_thread(os.write, self._leader, text.encode())
 
     async def interrupt(self, words: str) -> None:
-        """Do what a terminal does for Ctrl+C, until these words come.
+        """Send SIGINT as a terminal does for Ctrl+C, until these words come.
 
         Python's readline misses a signal in the moment between its prompt and its wait for a key.
         """

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.app import App, ComposeResult
 from textual.pilot import Pilot
 from textual.widgets import Input, Label, TextArea
 
@@ -21,11 +22,13 @@ from edgelm.chats.history import Chat, Message
 from edgelm.chats.reading import Reading
 from edgelm.chats.store import Store
 from edgelm.client.answer_stream import AnswerStats, stats_to_json
+from edgelm.client.watching import read_event
 from edgelm.knowledge.files import LeftOut
 from edgelm.knowledge.index import GUIDE, Refreshed
 from edgelm.knowledge.passages import Passage
 from edgelm.library.catalog import entries
 from edgelm.tui.app import ChatApp
+from edgelm.tui.inspector import Inspector
 from edgelm.tui.knowledge import Entry, KnowledgeScreen, SendScreen
 from edgelm.tui.link import Link
 from edgelm.tui.reader import SendQuestion
@@ -59,7 +62,7 @@ def front(tmp_path: Path) -> Iterator[Path]:
     started, ended = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        async with FakeEndpoint(drafted="aeiou(").serve() as endpoint:
+        async with FakeEndpoint(drafted="aeiou(", events=engine_events()).serve() as endpoint:
             document = {"pid": os.getpid(), "address": endpoint.address}
             (tmp_path / "front.json").write_text(json.dumps(document))
             started.set()
@@ -377,3 +380,124 @@ def test_a_shortened_conversation(app: ChatApp, front: Path, snap_compare: Any) 
 def test_a_selected_message(app: ChatApp, front: Path, snap_compare: Any) -> None:
     fill(front / "chats.db")
     assert snap_compare(app, terminal_size=(80, 24), run_before=keys(OPEN_QUICKSORT, "shift+tab"))
+
+
+THEMES = ["textual-dark", "textual-light", "ansi-dark"]
+
+
+def engine_events() -> list[tuple[str, dict[str, Any]]]:
+    """Return the events of an answer that is half written: a prompt in two chunks, drafts, a map of the KV cache."""
+    names = ("model", "engine", "device", "context", "capacity", "slots", "kv_bytes_per_token", "weights_bytes")
+    engine = dict(zip(names, ("qwen3:4b", "llama", "cpu", 8192, 16384, 4, 147_456, 2_497_280_000), strict=True))
+    regions = [
+        {"kind": "running", "tokens": 1210, "bytes": 1210 * 147_456, "sequence": 3},
+        {"kind": "idle", "tokens": 2100, "bytes": 2100 * 147_456},
+        {"kind": "snapshot", "tokens": 900, "bytes": 900 * 147_456},
+        {"kind": "shared_snapshot", "tokens": 400, "bytes": 400 * 147_456},
+        {"kind": "file", "tokens": 5200, "bytes": 5200 * 147_456},
+    ]
+    others = [{"kind": "running", "tokens": 800, "bytes": 800 * 147_456}]
+    events: list[tuple[str, dict[str, Any]]] = [("engine", engine)]
+    events.append(("kv", {"usage": 0.12, "regions": regions, "others": others}))
+    chunk = {"sequence": 3, "prompt": 1200, "cached": 176, "accepted": 0, "drafted": 0, "forced": 0, "new": 0}
+    at, position = 100.0, 176
+
+    def step(ms: float, **changes: Any) -> None:
+        nonlocal at, position
+        at += ms / 1000
+        chunks = [{**chunk, "start": position, **changes}]
+        number = len(events) - 1
+        events.append(("step", {"step": number, "at": at, "ms": ms, "running": 2, "waiting": 1, "chunks": chunks}))
+        position += changes["computed"] - changes.get("drafted", 0) + changes.get("accepted", 0)
+
+    def token(text: str, logprob: float) -> dict[str, Any]:
+        top = [{"text": text, "logprob": logprob}, {"text": " list", "logprob": -2.3}, {"text": " a", "logprob": -3.1}]
+        return {"text": text, "logprob": logprob, "top": top}
+
+    step(1834.2, computed=512)
+    step(1871.9, computed=512, new=1, tokens=[token("Quick", -0.1)])
+    for text, logprob in (("sort", -0.02), (" picks", -0.9), (" a", -0.1), (" pivot", -0.3), (" and", -1.9)):
+        step(118.4, computed=1, new=1, tokens=[token(text, logprob)])
+    words = [token(text, -0.2) for text in (" splits", " the", " list", " around", " it")]
+    step(131.6, computed=6, drafted=5, accepted=4, new=5, tokens=words)
+    step(133.0, computed=7, drafted=6, forced=2, accepted=3, new=4, tokens=words[:4])
+    return events
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("size", [(110, 40), (60, 20)])
+def test_the_inspector(theme: str, size: tuple[int, int], snap_compare: Any) -> None:
+    async def run(pilot: Pilot[None]) -> None:
+        pilot.app.theme = theme
+        panel = pilot.app.query_one(Inspector)
+        for name, document in engine_events():
+            seen = read_event(name, json.dumps(document))
+            assert seen is not None
+            panel.feed(seen)
+        await pilot.press("left")
+        await settle(pilot)
+
+    assert snap_compare(Pictured(), terminal_size=size, run_before=run)
+
+
+class Pictured(App[None]):
+    """The inspector alone, without a connection."""
+
+    def compose(self) -> ComposeResult:
+        yield Inspector(bandwidth=30e9)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_the_inspector_below_a_chat(app: ChatApp, front: Path, theme: str, snap_compare: Any) -> None:
+    fill(front / "chats.db")
+
+    async def run(pilot: Pilot[None]) -> None:
+        await keys(OPEN_QUICKSORT, theme=theme)(pilot)
+        await pilot.press("f6")
+        await until_text(pilot, "▰")
+        await settle(pilot)
+
+    assert snap_compare(app, terminal_size=(110, 40), run_before=run)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("size", [(110, 34), (60, 20)])
+def test_the_tokens_of_an_answer(
+    app: ChatApp, front: Path, theme: str, size: tuple[int, int], snap_compare: Any
+) -> None:
+    fill(front / "chats.db")
+
+    async def run(pilot: Pilot[None]) -> None:
+        await keys(OPEN_QUICKSORT, theme=theme)(pilot)
+        await pilot.press("f7")
+        await until_text(pilot, "token 1 of")
+        await pilot.press("right", "right", "right")
+        await until_text(pilot, "token 4 of", "60.0%")
+        await settle(pilot)
+
+    assert snap_compare(app, terminal_size=size, run_before=run)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("size", [(110, 34), (60, 20)])
+def test_two_versions(app: ChatApp, front: Path, theme: str, size: tuple[int, int], snap_compare: Any) -> None:
+    fill(front / "chats.db")
+
+    async def run(pilot: Pilot[None]) -> None:
+        await keys(OPEN_QUICKSORT, theme=theme)(pilot)
+        await pilot.press(*"/compare", "space", *"temperature=0.2", "enter")
+        await until_text(pilot, "temperature=0.2 · ")
+        await settle(pilot)
+
+    assert snap_compare(app, terminal_size=size, run_before=run)
+
+
+def text_of(pilot: Pilot[None]) -> str:
+    return "\n".join(strip.text for strip in pilot.app.screen._compositor.render_strips())
+
+
+async def until_text(pilot: Pilot[None], *words: str) -> None:
+    """Wait until the screen shows all of these."""
+    async with asyncio.timeout(60):
+        while not all(word in text_of(pilot) for word in words):
+            await pilot.pause(0.02)
