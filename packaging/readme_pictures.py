@@ -16,6 +16,7 @@ from pathlib import Path
 from textual.pilot import Pilot
 
 from edgelm.tui.app import ChatApp
+from edgelm.tui.inspector import Inspector
 from edgelm.tui.link import Link
 from edgelm.tui.screen import ChatScreen
 from edgelm.tui.workspace import ChatDefaults
@@ -30,11 +31,12 @@ QUESTIONS = (
     "Which memory does a model need?",
     "How do other programs use edgelm?",
 )
+WATCHED = "What is the capital of Peru?"  # the starter declines in its own words
 WORDS = "file"  # that are searched
 
 
 async def take_pictures(folder: Path) -> None:
-    """Ask the questions, each in a chat of its own, and take a picture before, after, and of a search."""
+    """Take pictures before and after questions, each in a chat of its own, of a search, and of the inspector."""
     link = Link(endpoint=None, api_key=None, runtime=folder, log=folder / "serve.log", share=False)
     app = ChatApp(folder / "chats.db", link, ChatDefaults(), knowledge=folder / "knowledge.db")
     async with app.run_test(size=SIZE, notifications=True) as pilot:
@@ -44,20 +46,33 @@ async def take_pictures(folder: Path) -> None:
         await _until(pilot, lambda: screen.status.status.activity == "ready" and not screen.workers)
         _save(app, "first-start")
         for question in QUESTIONS:
-            await pilot.press("ctrl+n")
-            await _until(pilot, lambda: not screen.workspace.session.tree.messages)
-            screen.pane.prompt.put(question)
-            await pilot.press("enter")
-            await _until(pilot, lambda: len(screen.workspace.session.tree.messages) == 2)
-            await _until(pilot, lambda: screen.workspace.answer is None)
-            answer = screen.workspace.session.tree.path()[-1]
-            print(f"{answer.model}: {question}\n{answer.text}\n")
+            await _ask(pilot, screen, question)
         await pilot.pause(0.5)
         _save(app, "chat")
         await pilot.press("ctrl+f", *WORDS)
         await _until(pilot, lambda: bool(screen.sidebar.words) and not screen.workers)
         await pilot.pause(0.5)
         _save(app, "search")
+        await pilot.press("escape", "escape", "f6")
+        inspector = app.query_one(Inspector)
+        await _until(pilot, lambda: inspector.steps.engine is not None)
+        await _ask(pilot, screen, WATCHED)
+        await _until(pilot, lambda: inspector.steps.shown is not None)
+        await pilot.press("f6", "left")
+        await pilot.pause(0.5)
+        _save(app, "inspector")
+
+
+async def _ask(pilot: Pilot[None], screen: ChatScreen, question: str) -> None:
+    """Ask a question in a new chat, and print the answer."""
+    await pilot.press("ctrl+n")
+    await _until(pilot, lambda: not screen.workspace.session.tree.messages)
+    screen.pane.prompt.put(question)
+    await pilot.press("enter")
+    await _until(pilot, lambda: len(screen.workspace.session.tree.messages) == 2)
+    await _until(pilot, lambda: screen.workspace.answer is None)
+    answer = screen.workspace.session.tree.path()[-1]
+    print(f"{answer.model}: {question}\n{answer.text}\n")
 
 
 async def _until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:

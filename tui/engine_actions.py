@@ -20,6 +20,7 @@ from edgelm.tui.compare import CompareScreen, Side
 from edgelm.tui.dialogs import Choice, PickScreen
 from edgelm.tui.explore import ExploreScreen
 from edgelm.tui.inspector_panel import InspectorPanel
+from edgelm.tui.model_names import find_model
 from edgelm.tui.params import parse_params
 from edgelm.tui.screen_view import ScreenView
 from edgelm.tui.session import Session
@@ -82,11 +83,11 @@ class EngineActions:
         if "=" in argument:
             sampling, setting = parse_params(argument, sampling), argument
         else:
-            names = [entry.id for entry in await workspace.link.models(again=True) if entry.kind in ("", "text")]
-            chosen = argument or await self._choose(names, message.model)
+            models = [entry for entry in await workspace.link.models(again=True) if entry.kind in ("", "text")]
+            chosen = argument or await self._choose([entry.id for entry in models], message.model)
             if chosen is None:
                 return
-            model = _named(chosen, names)
+            model = find_model(models, chosen, can_pull=False)
         session = workspace.session
         answer = workspace.compare(message, model, sampling)
         self._view.show_chat()
@@ -135,14 +136,3 @@ class AnswerTokens:
     async def alternatives(self, begun: str) -> list[Alternative]:
         """Return the likeliest tokens behind a beginning of the answer. Raises EdgeLMError."""
         return await alternatives(self._client, self._request, Turn("assistant", begun, self._message.reasoning))
-
-
-def _named(name: str, names: list[str]) -> str:
-    """Return the model that a name, or a part of one, means. Raises RequestError."""
-    matches = [offered for offered in names if name.lower() in offered.lower()]
-    if name in names:
-        return name
-    if len(matches) != 1:
-        count = "no model" if not matches else f"{len(matches)} models"
-        raise RequestError(f"{count} called {name}", "/compare alone shows all")
-    return matches[0]

@@ -303,7 +303,7 @@ async def test_every_command_of_the_full_screen_is_there_or_says_why_not(talk: T
         "error: /theme works on the full screen only\n"
         "error: /copy works on the full screen only\n"
         "error: there is no command /nothing; /help lists them\n"
-        "error: /co may be /copy, /code\n"
+        "error: /co may be /compare, /copy, /code\n"
     )
     for command in COMMANDS:
         if command.name not in listed:
