@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rich.segment import Segment
+from rich.style import Style
 from rich.text import Text
 from textual import events
 from textual.binding import BindingType
@@ -22,7 +23,7 @@ from edgelm.tui.engine_picture import Line, picture
 from edgelm.tui.hints import Hint
 from edgelm.tui.steps import Steps
 
-FRAME_S = 0.2  # between two drawings: they cost the engine time, and faster ones cannot be read
+FRAME_S = 0.25  # between two drawings: they cost the engine time, and faster ones cannot be read
 
 
 class Inspector(Widget, can_focus=True):
@@ -43,6 +44,7 @@ class Inspector(Widget, can_focus=True):
         self._lines: list[Line] = []  # as drawn
         self._strips: list[Strip] = []  # of these lines; empty: to be drawn again
         self._step_strips: dict[int, Strip] = {}  # of steps, which do not change
+        self._base = Style()  # of all lines, as drawn
 
     @property
     def hints(self) -> list[Hint]:
@@ -115,6 +117,7 @@ class Inspector(Widget, can_focus=True):
     def render_line(self, y: int) -> Strip:
         width, height = self.content_size
         if not self._strips:
+            self._base = self.rich_style  # computed from all ancestors: once a frame, not once a line
             if self._notice:
                 self._lines = [Line(line) for line in Text(self._notice).wrap(self.app.console, max(width, 1))]
             else:
@@ -122,14 +125,14 @@ class Inspector(Widget, can_focus=True):
             self._strips = [self._strip(line) for line in self._lines]
             shown = {line.step for line in self._lines}
             self._step_strips = {number: strip for number, strip in self._step_strips.items() if number in shown}
-        strip = self._strips[y] if y < len(self._strips) else Strip.blank(width, self.rich_style)
-        return strip.crop_extend(0, width, self.rich_style)
+        strip = self._strips[y] if y < len(self._strips) else Strip.blank(width, self._base)
+        return strip.crop_extend(0, width, self._base)
 
     def _strip(self, line: Line) -> Strip:
         if line.step is not None and not self.steps.is_paused and line.step in self._step_strips:
             return self._step_strips[line.step]
         console = self.app.console
-        base = self.rich_style + console.get_style(line.text.style)
+        base = self._base + console.get_style(line.text.style)
         strip = Strip(Segment.apply_style(line.text.render(console, end=""), base))
         if line.step is not None and not self.steps.is_paused:  # the step that was stopped at is marked
             self._step_strips[line.step] = strip

@@ -13,6 +13,7 @@ from rich.text import Text
 from textual import events
 from textual.app import RenderResult
 from textual.message import Message as Event
+from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import TextArea
 
@@ -23,6 +24,7 @@ from edgelm.tui.palette import list_text
 LINE_BREAK_KEYS = frozenset({"alt+enter", "ctrl+j", "shift+enter"})
 PLACEHOLDER = "Message: Enter sends, Ctrl+J breaks the line"
 MAX_LISTED = 8  # commands at a time
+BLINK_S = 10.0  # after the last key, as in other programs: a blinking cursor keeps the machine awake
 
 
 class History:
@@ -117,9 +119,26 @@ class Prompt(TextArea):
             highlight_cursor_line=False,
         )  # fmt: skip
         self.sent = History()
+        self._blinking: Timer | None = None  # until the cursor stands still
         self.completing = False  # Up and Down move in the list above
         self.offering = False  # Down moves into the list above while there is no text
         self._had_text = False
+
+    def on_mount(self) -> None:
+        self._blinking = self.set_timer(BLINK_S, self._stop_blinking)
+
+    def on_focus(self) -> None:
+        self._blink()
+
+    def _blink(self) -> None:
+        """Let the cursor blink from now on, for a while."""
+        self.cursor_blink = True
+        if self._blinking is not None:
+            self._blinking.stop()
+            self._blinking = self.set_timer(BLINK_S, self._stop_blinking)
+
+    def _stop_blinking(self) -> None:
+        self.cursor_blink = False
 
     def put(self, text: str) -> None:
         """Replace the text, with the cursor at its end."""
@@ -127,6 +146,7 @@ class Prompt(TextArea):
         self.move_cursor(self.document.end)
 
     async def _on_key(self, event: events.Key) -> None:
+        self._blink()
         if event.key == "enter":
             self._consume(event)
             self.post_message(self.Sent(self.text))

@@ -39,7 +39,7 @@ FRAME_S = 1 / 30
 MAX_SHARE = 0.25  # of the time, for drawing while text streams
 MEASURE_SLICE_S = 0.004
 MEASURE_DELAY_S = 0.05
-MEASURED_FRAME_S = 0.02  # from a measurement to the frame that shows it
+MEASURED_FRAME_S = 1.0  # between two frames that show only what was measured: they cost more than measuring
 KEPT_SCREENS = 4  # lines are kept this many screens above and below
 SELECTED, FOCUSED = "▌", "▏"  # left of the selected message, and of the others while the widget has the focus
 
@@ -88,6 +88,8 @@ class Transcript(ScrollView, can_focus=True):
         self._frame: Timer | None = None
         self._frame_cost_s = 0.0
         self._measuring: Timer | None = None
+        self._measured = False  # since the last arrangement
+        self._arranged_at = 0.0
         self._palette: Palette | None = None
         self._notice = ""
         self._drafts = False
@@ -177,6 +179,7 @@ class Transcript(ScrollView, can_focus=True):
         if width <= 0 or height <= 0:
             return
         self._arranging = True
+        self._measured, self._arranged_at = False, time.perf_counter()
         try:
             self._text_width = max(width - margin(width + 1) - GUTTER - 1, 1)
             top = self._place(self._text_width, height)
@@ -217,14 +220,18 @@ class Transcript(ScrollView, can_focus=True):
         """Draw a few rows that were never in view, so that the scroll bar becomes exact."""
         self._measuring = None
         until = time.perf_counter() + MEASURE_SLICE_S
-        drawn = False
-        while time.perf_counter() < until and self._flow.draw_last_guess():
-            drawn = True
+        is_left = True
+        while is_left and time.perf_counter() < until:
+            is_left = self._flow.draw_last_guess()
+            self._measured |= is_left
+        if is_left and time.perf_counter() < self._arranged_at + MEASURED_FRAME_S:
+            self._measuring = self.set_timer(MEASURE_DELAY_S, self._measure)
+            return
         height = self.scrollable_content_region.height
         top = round(self.scroll_y)
         self._flow.release(top - KEPT_SCREENS * height, top + (KEPT_SCREENS + 1) * height)
-        if drawn and self._frame is None:
-            self._frame = self.set_timer(MEASURED_FRAME_S, self._draw_frame)
+        if self._measured:
+            self.changed()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)

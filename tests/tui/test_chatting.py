@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from edgelm.chats.store import Store
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Open
@@ -41,6 +43,18 @@ async def test_a_paste_of_many_lines_is_not_sent(open_chat: Open) -> None:
         chat.app.post_message(Paste("first\nsecond\n/new\n"))
         await chat.until(lambda: chat.prompt.text == "first\nsecond\n/new\n")
         assert chat.turns == []
+
+
+async def test_the_cursor_rests_after_a_while_and_blinks_again_with_a_key(
+    open_chat: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgelm.tui.prompt.BLINK_S", 0.1)
+    async with open_chat() as chat:
+        await chat.until(lambda: not chat.prompt.cursor_blink)
+        assert chat.prompt.has_focus
+        monkeypatch.setattr("edgelm.tui.prompt.BLINK_S", 60.0)
+        await chat.type("a")
+        assert chat.prompt.cursor_blink
 
 
 async def test_nothing_is_sent_without_text(open_chat: Open) -> None:
