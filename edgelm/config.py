@@ -286,6 +286,8 @@ MODEL_SETTINGS: Mapping[str, Setting] = {
     for name, setting in SETTINGS.items()
     if ("run" in setting.commands and name != "model_dirs") or name in ("parallel", "prefix_cache_ram")
 }
+# Tables of config.toml that only the chat reads; their owners parse them when the chat starts.
+CHAT_TABLES = ("presets", "folders", "keys", "themes", "tools")
 # Environment variables with a key: a child process starts without them, unless it needs them.
 API_KEYS = tuple(f"EDGELM_{name.upper()}" for name, setting in SETTINGS.items() if setting.secret)
 
@@ -298,6 +300,7 @@ class Config:
     sources: Mapping[str, str]  # setting: "default", a file, an environment variable or a flag
     places: Places
     models: tuple[ModelTable, ...] = ()
+    tables: Mapping[str, Any] = field(default_factory=dict)  # CHAT_TABLES that the file has, as they stand there
 
     def for_model(self, *names: str | None) -> Config:
         """Return the settings of the model with these names: its own beat those of all models in the file."""
@@ -340,6 +343,7 @@ def load_config(flags: Mapping[str, object], environment: Mapping[str, str] | No
     file = places.config / "config.toml"
     document = _read_file(file)
     parsers = {name: setting.parse for name, setting in MODEL_SETTINGS.items()}
+    tables = {name: document.pop(name) for name in CHAT_TABLES if name in document}
     models = parse_tables(document.pop("models", {}), str(file), parsers)
     for source, level in (
         (str(file), document),
@@ -350,7 +354,7 @@ def load_config(flags: Mapping[str, object], environment: Mapping[str, str] | No
             spelled = name.upper() if source.startswith("EDGELM") else name.replace("_", "-")
             sources[name] = source.format(spelled)
             values[name] = _parse(name, value, sources[name])
-    return Config(replace(Settings(), **values), sources, places, models)  # type: ignore[arg-type]
+    return Config(replace(Settings(), **values), sources, places, models, tables)  # type: ignore[arg-type]
 
 
 def _parse(name: str, value: object, source: str) -> object:

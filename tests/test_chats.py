@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import stat
@@ -20,6 +21,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from edgelm.chats.attachments import Attachment, images, with_attachments
 from edgelm.chats.history import (
     UNTITLED,
     Chat,
@@ -33,8 +35,10 @@ from edgelm.chats.history import (
     to_markdown,
 )
 from edgelm.chats.reading import Reading
-from edgelm.chats.store import SCHEMA_VERSION, ChatsError, Store
+from edgelm.chats.schema import SCHEMA_VERSION
+from edgelm.chats.store import ChatsError, Store
 from edgelm.chats.store_thread import StoreThread
+from edgelm.chats.tool_calls import ToolCall, tool_name
 from edgelm.knowledge.passages import Passage
 from tests.counts import Count
 
@@ -264,14 +268,31 @@ def test_a_killed_process_loses_at_most_the_token_being_written(path: Path) -> N
     store.close()
 
 
+ADDED = {  # columns, by the version that has them first
+    2: ("message.sent_from",),
+    3: ("message.reading", "chat.knowledge", "chat.consents"),
+    4: (
+        "chat.summarized", "chat.preset", "chat.tools", "chat.tool_consents", "chat.pinned", "chat.archived",
+        "chat.tags", "chat.deleted", "message.calls",
+    ),
+}  # fmt: skip
+
+
+def make_older(store: Store, version: int) -> None:
+    """Turn the file into one of an older version, and close it."""
+    for later in range(version + 1, SCHEMA_VERSION + 1):
+        for name in ADDED[later]:
+            table, _, column = name.partition(".")
+            store._db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+    if version < 4:
+        store._db.execute("DROP TABLE attachment")
+    store._db.execute(f"PRAGMA user_version = {version}")
+    store.close()
+
+
 def test_a_file_of_the_first_version_is_taken_over(store: Store, path: Path) -> None:
     chat, _ = add_chat(store, "kept")
-    for table, column in (
-        ("message", "sent_from"), ("message", "reading"), ("chat", "knowledge"), ("chat", "consents"),
-    ):  # fmt: skip
-        store._db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-    store._db.execute("PRAGMA user_version = 1")
-    store.close()
+    make_older(store, 1)
     for _ in range(2):
         again = Store(path)
         assert again._db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
@@ -281,10 +302,7 @@ def test_a_file_of_the_first_version_is_taken_over(store: Store, path: Path) -> 
 
 def test_a_file_without_knowledge_is_taken_over(store: Store, path: Path) -> None:
     chat, (message,) = add_chat(store, "kept")
-    for table, column in (("chat", "knowledge"), ("chat", "consents"), ("message", "reading")):
-        store._db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-    store._db.execute("PRAGMA user_version = 2")
-    store.close()
+    make_older(store, 2)
     again = Store(path)
     assert again.chats() == [chat]
     assert again.messages(chat.id) == [message]
@@ -300,6 +318,46 @@ def test_a_file_without_knowledge_is_taken_over(store: Store, path: Path) -> Non
         assert again.search("kept")
         assert not again.search("pelican"), "only what was written in the chat is searched"
         again.close()
+
+
+def test_a_file_without_attachments_and_calls_is_taken_over(store: Store, path: Path) -> None:
+    chat, messages = add_chat(store, "look at this", "I did")
+    make_older(store, 3)
+    again = Store(path)
+    assert again.chats() == [chat]
+    assert again.messages(chat.id) == messages
+    chat.pinned, chat.archived, chat.tags, chat.deleted = True, True, ("work", "2026"), 5.0
+    chat.summarized, chat.preset, chat.tools, chat.tool_consents = True, "brief", ("files",), ("abc",)
+    picture = Attachment(kind="image", name="a.png", path="/a.png", data=b"\0\xff", media_type="image/png", mtime_ns=7)
+    messages[0].attachments = (Attachment(kind="text", name="a.py", text="a = 1\n", digest="0f", size=6), picture)
+    messages[1].calls = (
+        ToolCall(id="c1", server="files", tool="read", arguments="{}", at=2, state="done", result="x"),
+    )
+    again.put_chat(chat)
+    for message in messages:
+        again.put_message(message)
+        again.put_message(message)  # written twice, kept once
+    again.close()
+    for _ in range(2):
+        again = Store(path)
+        assert again.chats() == [chat]
+        assert again.messages(chat.id) == messages
+        again.close()
+
+
+def test_what_is_attached_stands_before_the_message_in_a_fence_of_its_own() -> None:
+    pasted = Attachment(kind="text", name="notes.md", text="```\ncode\n```")
+    picture = Attachment(kind="image", name="a.png", data=b"\1", media_type="image/png")
+    text = with_attachments("Explain it", (pasted, picture))
+    assert text == "notes.md:\n````\n```\ncode\n```\n````\n\nExplain it"
+    assert images((pasted, picture)) == ("data:image/png;base64,AQ==",)
+
+
+def test_names_of_tools_fit_every_endpoint() -> None:
+    assert tool_name("files", "read_text") == "files__read_text"
+    long = [tool_name("a b/c", "x" * 70 + end) for end in "12"]
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) for name in long)
+    assert long[0] != long[1]
 
 
 def test_what_is_not_sent_any_more_is_kept(store: Store) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from itertools import groupby
 
+from edgelm.chats.attachments import images, with_attachments
 from edgelm.chats.history import Chat, Message, State, Tree, make_title, split_sent
 from edgelm.chats.reading import Reading
 from edgelm.chats.store_thread import StoreThread
+from edgelm.chats.tool_calls import tool_name
 from edgelm.client.answer_stream import AnswerStats, stats_to_json
-from edgelm.client.turns import Turn
+from edgelm.client.turns import Call, Turn
 from edgelm.knowledge.quote import system_message
 
 
@@ -176,10 +179,29 @@ def _turns(messages: Iterable[Message]) -> tuple[Turn, ...]:
     """
     turns: list[Turn] = []
     for message in messages:
-        if not message.text.strip():
+        if message.role == "assistant":
+            turns += _answer_turns(message)
             continue
-        if turns and turns[-1].role == message.role:
-            turns[-1] = Turn(message.role, f"{turns[-1].text}\n\n{message.text}")
-        else:
-            turns.append(Turn(message.role, message.text, message.reasoning))
+        text, pictures = with_attachments(message.text, message.attachments), images(message.attachments)
+        if not text.strip() and not pictures:
+            continue
+        if turns and turns[-1].role == "user":
+            before = turns.pop()
+            text, pictures = f"{before.text}\n\n{text}", before.images + pictures
+        turns.append(Turn("user", text, images=pictures))
     return tuple(turns)
+
+
+def _answer_turns(message: Message) -> list[Turn]:
+    """Return an answer as turns: the text before calls of tools with these, their results, and so on to the end."""
+    turns: list[Turn] = []
+    begin = 0
+    for at, group in groupby(message.calls, key=lambda call: call.at):
+        calls = list(group)
+        asked = tuple(Call(call.id, tool_name(call.server, call.tool), call.arguments) for call in calls)
+        turns.append(Turn("assistant", message.text[begin:at], calls=asked))
+        turns += [Turn("tool", call.result, call_id=call.id) for call in calls]
+        begin = at
+    if message.text[begin:].strip():
+        turns.append(Turn("assistant", message.text[begin:], "" if message.calls else message.reasoning))
+    return turns

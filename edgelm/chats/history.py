@@ -13,9 +13,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.reading import Reading
+from edgelm.chats.tool_calls import ToolCall, calls_as_json
 
 Role = Literal["user", "assistant"]
 State = Literal["done", "streaming", "stopped", "failed"]
@@ -49,17 +51,26 @@ class Chat:
     """One conversation and how it is answered. `sampling` holds only the user's choices for this chat.
 
     `knowledge` are the files and folders that are searched for each question. `consents` says for an endpoint whether
-    passages of them may be sent to it; one that is missing is asked about.
+    passages of them may be sent to it; one that is missing is asked about. `tools` are the servers of tools in use, by
+    their names in the settings; `tool_consents` are fingerprints of tools that may run without a question here.
     """
 
     id: int = field(default_factory=new_id)
     title: str = UNTITLED
     renamed: bool = False  # the user gave the title
+    summarized: bool = False  # a model gave the title
     system: str = ""
     model: str = ""  # empty: the first model that the endpoint offers
     sampling: Mapping[str, float | int | str] = field(default_factory=dict)
     knowledge: tuple[str, ...] = ()
     consents: Mapping[str, bool] = field(default_factory=dict)
+    preset: str = ""  # the name of the preset that was chosen last
+    tools: tuple[str, ...] = ()
+    tool_consents: tuple[str, ...] = ()
+    pinned: bool = False
+    archived: bool = False
+    tags: tuple[str, ...] = ()
+    deleted: float | None = None  # since when it waits for its end, where it can be restored
     leaf: int | None = None  # the last message of the branch on screen
     created: float = field(default_factory=time.time)
     changed: float = field(default_factory=time.time)
@@ -71,6 +82,7 @@ class Message:
 
     `sent_from` shortens the conversation for this message and those below it: the messages of the branch before that
     one are not sent to the model. `reading` are the passages that are sent before this question, of the user.
+    `attachments` belong to a message of the user, `calls` to an answer.
     """
 
     id: int = field(default_factory=new_id)
@@ -85,6 +97,8 @@ class Message:
     stats: str = ""
     sent_from: int | None = None
     reading: Reading | None = None
+    attachments: tuple[Attachment, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     created: float = field(default_factory=time.time)
 
 
@@ -201,13 +215,20 @@ def to_json(chat: Chat, tree: Tree) -> str:
             "stats": json.loads(message.stats) if message.stats else None,
             "sent_from": message.sent_from,
             "reading": message.reading.as_json() if message.reading else None,
+            "attachments": [_attachment_json(attachment) for attachment in message.attachments],
+            "calls": calls_as_json(message.calls),
             "created": _iso_time(message.created),
         }
         for message in tree.messages.values()
     ]
-    head = asdict(chat) | {"created": _iso_time(chat.created), "changed": _iso_time(chat.changed)}
+    times = {name: _iso_time(value) for name in ("created", "changed", "deleted") if (value := getattr(chat, name))}
+    head = asdict(chat) | times
     document = {"format": "edgelm-chat", "version": 1, **head, "messages": messages}
     return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
+
+
+def _attachment_json(attachment: Attachment) -> dict[str, Any]:
+    return asdict(attachment) | {"data": attachment.url if attachment.data else ""}
 
 
 def file_name(chat: Chat, suffix: str) -> str:

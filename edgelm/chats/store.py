@@ -1,6 +1,6 @@
 """The file of the chats: SQLite with a full-text index.
 
-Owns the schema, all reads and writes, and the translation of SQLite's errors. Only one thread may use it at a time.
+Owns all reads and writes, and the translation of SQLite's errors. Only one thread may use it at a time.
 Knows nothing of threads, retries and screens.
 
 A streaming answer is one row of `message` and one row of `piece` for each part of its text: a token costs one small
@@ -20,64 +20,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Chat, Hit, Message
 from edgelm.chats.reading import reading_from_text, reading_to_text
+from edgelm.chats.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION, statements
+from edgelm.chats.tool_calls import calls_from_text, calls_to_text
 from edgelm.errors import EdgeLMError
 
-SCHEMA_VERSION = 3
 BUSY_MS = 250  # the caller retries; a longer wait here would only block it
 
-_SCHEMA = """
-CREATE TABLE chat (
-    id INTEGER PRIMARY KEY, title TEXT NOT NULL, renamed INTEGER NOT NULL, system TEXT NOT NULL, model TEXT NOT NULL,
-    sampling TEXT NOT NULL, leaf INTEGER, created REAL NOT NULL, changed REAL NOT NULL,
-    knowledge TEXT NOT NULL DEFAULT '[]', consents TEXT NOT NULL DEFAULT '{}');
-CREATE INDEX chat_changed ON chat (changed);
-CREATE TABLE message (
-    id INTEGER PRIMARY KEY, chat INTEGER NOT NULL REFERENCES chat ON DELETE CASCADE,
-    parent INTEGER REFERENCES message ON DELETE CASCADE, role TEXT NOT NULL, text TEXT NOT NULL,
-    reasoning TEXT NOT NULL, state TEXT NOT NULL, note TEXT NOT NULL, model TEXT NOT NULL, stats TEXT NOT NULL,
-    created REAL NOT NULL, sent_from INTEGER, reading TEXT NOT NULL DEFAULT '');
-CREATE INDEX message_chat ON message (chat);
-CREATE INDEX message_parent ON message (parent);
-CREATE TABLE piece (
-    id INTEGER PRIMARY KEY, message INTEGER NOT NULL REFERENCES message ON DELETE CASCADE,
-    text TEXT NOT NULL, reasoning TEXT NOT NULL);
-CREATE INDEX piece_message ON piece (message);
-CREATE TABLE setting (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE VIRTUAL TABLE message_words USING fts5 (
-    text, content=message, content_rowid=id, tokenize='unicode61 remove_diacritics 2');
-CREATE TRIGGER message_added AFTER INSERT ON message BEGIN
-    INSERT INTO message_words (rowid, text) VALUES (new.id, new.text); END;
-CREATE TRIGGER message_changed AFTER UPDATE OF text ON message WHEN old.text IS NOT new.text BEGIN
-    INSERT INTO message_words (message_words, rowid, text) VALUES ('delete', old.id, old.text);
-    INSERT INTO message_words (rowid, text) VALUES (new.id, new.text); END;
-CREATE TRIGGER message_removed AFTER DELETE ON message BEGIN
-    INSERT INTO message_words (message_words, rowid, text) VALUES ('delete', old.id, old.text); END;
-CREATE VIRTUAL TABLE title_words USING fts5 (
-    title, content=chat, content_rowid=id, tokenize='unicode61 remove_diacritics 2');
-CREATE TRIGGER chat_added AFTER INSERT ON chat BEGIN
-    INSERT INTO title_words (rowid, title) VALUES (new.id, new.title); END;
-CREATE TRIGGER chat_renamed AFTER UPDATE OF title ON chat WHEN old.title IS NOT new.title BEGIN
-    INSERT INTO title_words (title_words, rowid, title) VALUES ('delete', old.id, old.title);
-    INSERT INTO title_words (rowid, title) VALUES (new.id, new.title); END;
-CREATE TRIGGER chat_removed AFTER DELETE ON chat BEGIN
-    INSERT INTO title_words (title_words, rowid, title) VALUES ('delete', old.id, old.title); END;
-"""
-
-# The statements that turn a file of this version into one of the next version.
-_MIGRATIONS = {
-    1: "ALTER TABLE message ADD COLUMN sent_from INTEGER;",
-    2: """
-    ALTER TABLE chat ADD COLUMN knowledge TEXT NOT NULL DEFAULT '[]';
-    ALTER TABLE chat ADD COLUMN consents TEXT NOT NULL DEFAULT '{}';
-    ALTER TABLE message ADD COLUMN reading TEXT NOT NULL DEFAULT '';
-    """,
-}
-
-_CHAT_COLUMNS = "id, title, renamed, system, model, sampling, leaf, created, changed, knowledge, consents"
+_CHAT_COLUMNS = (
+    "id, title, renamed, system, model, sampling, leaf, created, changed, knowledge, consents, summarized, preset,"
+    " tools, tool_consents, pinned, archived, tags, deleted"
+)
 _CHAT = ", ".join(f"chat.{column}" for column in _CHAT_COLUMNS.split(", "))
-_MESSAGE = "id, chat, parent, role, text, reasoning, state, note, model, stats, created, sent_from, reading"
+_MESSAGE = "id, chat, parent, role, text, reasoning, state, note, model, stats, created, sent_from, reading, calls"
+_ATTACHMENT = "kind, name, path, text, data, media_type, digest, size, mtime_ns"
+_ATTACHMENT_OF = ", ".join(f"attachment.{column}" for column in _ATTACHMENT.split(", "))
 
 
 class ChatsError(EdgeLMError):
@@ -119,7 +78,7 @@ class Store:
             with self.transaction():
                 version = self._db.execute("PRAGMA user_version").fetchone()[0]  # another process may have been faster
                 while version < SCHEMA_VERSION:
-                    for statement in _statements(_MIGRATIONS[version] if version else _SCHEMA):
+                    for statement in statements(MIGRATIONS[version] if version else SCHEMA):
                         self._db.execute(statement)
                     version = version + 1 if version else SCHEMA_VERSION
                 self._db.execute(f"PRAGMA user_version = {version}")
@@ -160,7 +119,9 @@ class Store:
         sampling = json.dumps(dict(chat.sampling))
         self._put("chat", _CHAT_COLUMNS, (
             chat.id, _clean(chat.title), chat.renamed, _clean(chat.system), _clean(chat.model), sampling, chat.leaf,
-            chat.created, chat.changed, json.dumps(chat.knowledge), json.dumps(dict(chat.consents)),
+            chat.created, chat.changed, json.dumps(chat.knowledge), json.dumps(dict(chat.consents)), chat.summarized,
+            _clean(chat.preset), json.dumps(chat.tools), json.dumps(chat.tool_consents), chat.pinned, chat.archived,
+            json.dumps(chat.tags), chat.deleted,
         ))  # fmt: skip
 
     def put_message(self, message: Message) -> None:
@@ -168,10 +129,15 @@ class Store:
         self._put("message", _MESSAGE, (
             message.id, message.chat, message.parent, message.role, _clean(message.text), _clean(message.reasoning),
             message.state, _clean(message.note), _clean(message.model), message.stats, message.created,
-            message.sent_from, reading_to_text(message.reading),
+            message.sent_from, reading_to_text(message.reading), calls_to_text(message.calls),
         ))  # fmt: skip
         with self._translated():
             self._db.execute("DELETE FROM piece WHERE message = ?", (message.id,))
+            for place, attachment in enumerate(message.attachments):  # they never change
+                self._db.execute(
+                    f"INSERT OR IGNORE INTO attachment (message, place, {_ATTACHMENT}) VALUES ({', '.join('?' * 11)})",
+                    (message.id, place, *_attachment_values(attachment)),
+                )
 
     def append(self, message_id: int, text: str, reasoning: str = "") -> None:
         """Append text to a streaming answer."""
@@ -205,8 +171,15 @@ class Store:
         """Return all messages of a chat, each after its parent."""
         rows = self._rows(f"SELECT {_MESSAGE} FROM message WHERE chat = ? ORDER BY id", chat_id)
         messages = [_message(row) for row in rows]
+        by_id = {message.id: message for message in messages}
+        for message_id, *values in self._rows(
+            f"SELECT attachment.message, {_ATTACHMENT_OF} FROM attachment"
+            " JOIN message ON message.id = attachment.message WHERE chat = ? ORDER BY attachment.message, place",
+            chat_id,
+        ):
+            attachment = Attachment(**dict(zip(_ATTACHMENT.split(", "), values, strict=True)))
+            by_id[message_id].attachments += (attachment,)
         if any(message.state == "streaming" for message in messages):
-            by_id = {message.id: message for message in messages}
             for message_id, text, reasoning in self._rows(
                 "SELECT message, piece.text, piece.reasoning FROM piece JOIN message ON message.id = piece.message"
                 " WHERE chat = ? ORDER BY piece.id",
@@ -301,28 +274,28 @@ def _make_private(path: Path) -> None:
     os.close(descriptor)
 
 
-def _statements(script: str) -> Iterator[str]:
-    """Split a script into its statements, which may contain semicolons themselves."""
-    statement = ""
-    for line in script.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""
-
-
 def _chat(row: Any) -> Chat:
-    id_, title, renamed, system, model, sampling, leaf, created, changed, knowledge, consents = row
-    return Chat(
-        id=id_, title=title, renamed=bool(renamed), system=system, model=model, sampling=json.loads(sampling),
-        leaf=leaf, created=created, changed=changed, knowledge=tuple(json.loads(knowledge)),
-        consents=json.loads(consents),
-    )  # fmt: skip
+    values = dict(zip(_CHAT_COLUMNS.split(", "), row, strict=True))
+    for name in ("sampling", "consents"):
+        values[name] = json.loads(values[name])
+    for name in ("knowledge", "tools", "tool_consents", "tags"):
+        values[name] = tuple(json.loads(values[name]))
+    for name in ("renamed", "summarized", "pinned", "archived"):
+        values[name] = bool(values[name])
+    return Chat(**values)
 
 
 def _message(row: Any) -> Message:
     values = dict(zip(_MESSAGE.split(", "), row, strict=True))
-    return Message(**values | {"reading": reading_from_text(values["reading"])})
+    reading, calls = reading_from_text(values["reading"]), calls_from_text(values["calls"])
+    return Message(**values | {"reading": reading, "calls": calls})
+
+
+def _attachment_values(attachment: Attachment) -> tuple[object, ...]:
+    return (
+        attachment.kind, _clean(attachment.name), _clean(attachment.path), _clean(attachment.text), attachment.data,
+        attachment.media_type, attachment.digest, attachment.size, attachment.mtime_ns,
+    )  # fmt: skip
 
 
 def _clean(text: str) -> str:

@@ -6,7 +6,8 @@ Owns where a system turn behind the history goes if the endpoint takes none ther
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from edgelm.client.failures import ContextFullError
 
@@ -14,24 +15,51 @@ REFUSALS = (400, 422, 500)  # statuses with which servers answer what a chat tem
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool that the model asks for. `arguments` are JSON, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of the conversation; the role is `system`, `user` or `assistant`.
+    """One message of the conversation; the role is `system`, `user`, `assistant` or `tool`.
 
     `reasoning` is the thought before an answer: sent to edgelm only, since other endpoints may refuse the field.
+    `images` of a user are data URLs; `calls` are those of an assistant, and `call_id` is the call whose result the text
+    of a `tool` is.
     """
 
     role: str
     text: str
     reasoning: str = ""
+    images: tuple[str, ...] = ()
+    calls: tuple[Call, ...] = ()
+    call_id: str = ""
 
 
-def as_messages(turns: Iterable[Turn], with_reasoning: bool) -> list[dict[str, str]]:
+def as_messages(turns: Iterable[Turn], with_reasoning: bool) -> list[dict[str, Any]]:
     """Return turns in OpenAI's form."""
-    return [
-        {"role": turn.role, "content": turn.text}
-        | ({"reasoning_content": turn.reasoning} if with_reasoning and turn.reasoning else {})
-        for turn in turns
-    ]
+    return [_as_message(turn, with_reasoning) for turn in turns]
+
+
+def _as_message(turn: Turn, with_reasoning: bool) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": turn.role, "content": turn.text}
+    if turn.images:
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in turn.images]
+        message["content"] = [*parts, {"type": "text", "text": turn.text}]
+    if turn.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in turn.calls
+        ]
+    if turn.call_id:
+        message["tool_call_id"] = turn.call_id
+    if with_reasoning and turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    return message
 
 
 def may_refuse_system(error: Exception, turns: Sequence[Turn]) -> bool:
@@ -45,6 +73,6 @@ def with_joined_system(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     joined = list(turns[:1])
     for turn in turns[1:]:
         if turn.role == "user" and len(joined) > 1 and joined[-1].role == "system":
-            turn = Turn("user", f"{joined.pop().text}\n\n{turn.text}")
+            turn = replace(turn, text=f"{joined.pop().text}\n\n{turn.text}")
         joined.append(turn)
     return tuple(joined)
