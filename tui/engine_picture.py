@@ -22,6 +22,7 @@ MAX_ROWS = 48  # of a chunk that are drawn one by one
 MAX_DETAILS = 8  # tokens of a step
 ACCEPTED, REFUSED, FORCED, SAMPLED = "▰", "▱", "▪", "●"  # told apart without colours, too
 YOURS, OTHERS, SHARED, IDLE, FREE = "█", "▓", "▚", "▒", "·"  # of the KV cache
+BORDER = "│"  # between two sequences or prefixes of one kind
 STATE = "▤"  # a saved state
 LEGEND = f"{SAMPLED} sampled  {ACCEPTED} drafted, accepted  {REFUSED} drafted, refused  {FORCED} forced by a grammar"
 KEYS = "Space stops and goes on · ← → one step · PgUp PgDn 20 · Home End · Esc leaves"
@@ -150,9 +151,11 @@ def _cache(kv: KVSeen, capacity: int, width: int, styles: Styles) -> list[Text]:
             counts.append(
                 f"{num_tokens:,} {name} ({_size(regions)})  " if num_tokens else f"none {name}  ", styles.muted
             )
-        drawn = min(math.ceil(cells * num_tokens / max(capacity, 1)), cells - used)
-        line.append(mark * drawn, style)
-        used += drawn
+        for place, region in enumerate(regions):
+            drawn = min(math.ceil(cells * region.tokens / max(capacity, 1)), cells - used)
+            border = BORDER if place and drawn > 1 else ""  # to the one of its kind before it
+            line.append(border + mark * (drawn - len(border)), style)
+            used += drawn
         num_used += num_tokens
     line.append(FREE * (cells - used), styles.muted)
     counts.append(f"{FREE} {max(capacity - num_used, 0):,} free of {capacity:,} positions", styles.muted)

@@ -133,6 +133,13 @@ def test_the_cache_is_a_map_with_counts() -> None:
     assert states == f"   in memory ▤▤ 800 tokens ({size[1]})  on disk + 9,000 tokens ({size[2]})"
 
 
+def test_sequences_of_one_kind_are_told_apart_in_the_map() -> None:
+    sizes = (2048, 1024, 10, 1024)
+    regions = tuple(Region("running", tokens, 10**6, own=True, sequence=place) for place, tokens in enumerate(sizes))
+    lines = text_of(fed(KVSeen(0.5, regions), decoded(1)), width=83).splitlines()
+    assert "KV " + "█" * 20 + "│" + "█" * 9 + "█" + "│" + "█" * 9 + "·" * 39 in lines
+
+
 def test_unsure_tokens_stand_out() -> None:
     styles = Styles()
     tokens = (Token("a", math.log(0.9)), Token("b", math.log(0.5)), Token("c", math.log(0.1)), Token("d"))
