@@ -158,7 +158,7 @@ def _cache(kv: KVSeen, capacity: int, width: int, styles: Styles) -> list[Text]:
             used += drawn
         num_used += num_tokens
     line.append(FREE * (cells - used), styles.muted)
-    counts.append(f"{FREE} {max(capacity - num_used, 0):,} free of {capacity:,} positions", styles.muted)
+    counts.append(f"{FREE} {max(capacity - num_used, 0):,} of {capacity:,} free", styles.muted)
     states = _states(kv.regions, styles)
     return [line, counts, states] if states else [line, counts]
 

@@ -128,7 +128,7 @@ def test_the_cache_is_a_map_with_counts() -> None:
         f"▓ 2,048 of others ({size[0]})",
         f"▚ 1,024 shared ({size[0]})",
         f"▒ 1,024 idle ({size[0]})",
-        "· 2,048 free of 8,192 positions",
+        "· 2,048 of 8,192 free",
     ]
     assert states == f"   in memory ▤▤ 800 tokens ({size[1]})  on disk + 9,000 tokens ({size[2]})"
 
