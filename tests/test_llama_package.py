@@ -53,6 +53,26 @@ def test_the_same_files_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
     assert backend.write_sdist(other).read_bytes() != (one / names[1]).read_bytes()
 
 
+def test_the_umask_does_not_change_a_wheel_of_edgelm(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    reproducible = load(PACKAGING / "backend" / "reproducible.py")
+    wheels = []
+    for number, (text, program) in enumerate([(0o100644, 0o100755), (0o100600, 0o100700)]):
+        path = tmp_path / f"{number}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, mode in (("a.py", text), ("b.data/scripts/b", program)):
+                entry = zipfile.ZipInfo(name, (2026, 1, 1, 0, 0, 0))
+                entry.external_attr = mode << 16
+                archive.writestr(entry, "x = 1\n" * 100)
+        reproducible.set_permissions(path)
+        wheels.append(path)
+    assert wheels[0].read_bytes() == wheels[1].read_bytes()
+    with zipfile.ZipFile(wheels[0]) as archive:
+        assert archive.testzip() is None
+        assert [oct(entry.external_attr >> 16) for entry in archive.infolist()] == ["0o100644", "0o100755"]
+        assert archive.read("a.py") == b"x = 1\n" * 100
+
+
 def test_a_wheel_is_valid(tmp_path: Path) -> None:
     path = backend.write_wheel(tmp_path, "py3-none-linux_x86_64", FILES, ["numpy>=2"])
     with zipfile.ZipFile(path) as archive:
