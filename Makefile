@@ -56,7 +56,7 @@ lint: $(READY) ## Check style, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p edgelm
-	MYPYPATH=packaging/llama $(BIN)/mypy --strict packaging/llama_wheel.py packaging/llama_libraries.py packaging/vulkan_library.py packaging/dist.py packaging/smoke.py
+	MYPYPATH=packaging/llama $(BIN)/mypy --strict packaging/llama_wheel.py packaging/llama_libraries.py packaging/vulkan_library.py packaging/dist.py packaging/dist_check.py packaging/smoke.py
 	$(BIN)/lint-imports
 
 format: $(READY) ## Format the code

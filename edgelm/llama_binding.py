@@ -10,6 +10,7 @@ and in the current folder, where anybody may have put one.
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +26,9 @@ __all__ = ["BUILD", "L", "cpu_library", "gpu_problem"]
 
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 _DRIVER = "install your GPU's driver for Vulkan (Debian, Ubuntu: libvulkan1 mesa-vulkan-drivers)"
+# A system without a compiler may lack these. edgelm-llama needs no libgomp: packaging/llama/threads.c is in its place.
+_DEBIAN = {"libgomp": "libgomp1", "libstdc++": "libstdc++6", "libgcc_s": "libgcc-s1"}
+_MISSING = re.compile(r"(lib[\w.+-]+\.so[\d.]*): cannot open shared object file")
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
 
 
@@ -66,11 +70,20 @@ def _load(build: InstalledLlama) -> tuple[Any, Path, str]:
         binding = import_module("edgelm_llama.llama_cpp")
         entries = ctypes.CDLL(str(build.lib_dir / f"libedgelm_abi{_SUFFIX}"))
     except (OSError, RuntimeError, AttributeError) as error:
-        raise EngineError(f"llama.cpp cannot be loaded: {error}", INSTALL) from error
+        raise EngineError(f"llama.cpp cannot be loaded: {error}", _repair(str(error), build)) from error
     table = ctypes.cast(ctypes.byref(ctypes.c_char.in_dll(entries, "edgelm_abi")), ctypes.POINTER(_Entry))
     if difference := layout_difference(binding, table):
         raise EngineError(f"edgelm-llama is damaged: {difference}", INSTALL)
     return binding, *_load_backends(binding, build)
+
+
+def _repair(reason: str, build: InstalledLlama) -> str:
+    """Return what to do where the libraries of a build cannot be loaded."""
+    if not (missing := _MISSING.search(reason)):
+        return INSTALL
+    package = _DEBIAN.get(missing[1].partition(".so")[0])
+    hint = f"install {missing[1]}" + (f" (Debian, Ubuntu: {package})" if package else "")
+    return hint if build.ready_made else f"{hint}, or uninstall {build.package}"
 
 
 def _load_backends(binding: Any, build: InstalledLlama) -> tuple[Path, str]:

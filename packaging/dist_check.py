@@ -4,14 +4,20 @@ Owns the checks of the released files: pipx and uv install them in seconds, with
 answer comes soon; each CPU variant that this processor can run gives the same text; no library of another folder is
 loaded. Needs pipx and uv, which it takes from the index, and a C compiler of its own for the planted library.
 
-    .venv/bin/python packaging/dist_check.py dist
+    .venv/bin/python packaging/dist_check.py [--compile] dist
+
+--compile also installs as on a platform without our wheel, where pip compiles llama.cpp, which takes minutes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pty
+import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +31,14 @@ INSTALL_LIMIT_S, ANSWER_LIMIT_S = 30, 10
 MAX_LIBRARY_BYTES = 15_000_000
 # A compiler would hide that something is compiled.
 FORBIDDEN = ("cc", "c++", "gcc", "g++", "clang", "clang++", "cmake", "make", "ninja")
-PROMPT = ("run", "starter", "What is edgelm?", "--raw", "--temperature", "0", "--max-tokens", "40", "--json")
+# The libraries of every glibc system. libgomp is none of them: slim images lack it.
+SYSTEM_LIBRARIES = re.compile(r"(lib(c|m|gcc_s|stdc\+\+|dl|pthread|rt)|ld-linux-[\w-]+)\.so\.\d")
+QUESTION = ("run", "starter", "What is edgelm?", "--json")
+# The starter's answers to questions are chosen from quotations, which hides wrong numbers. Here it decodes each token.
+GREEDY = ("--temperature", "0", "--max-tokens", "40", "--spec", "off", "--no-memory")
+DECODE = ("run", "starter", "hello", "--regex", r"(.|\n)*", *GREEDY, "--json")
+MIN_DIFFERENT = 15  # tokens of that text: wrong numbers repeat one
+COMPILE_LIMIT_S = 3600
 # The planted library says that it was loaded by making a file.
 PLANTED = '#include <stdio.h>\n__attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }\n'
 PLANTED += "int ggml_backend_score(void) { return 1000000; }\nvoid * ggml_backend_init(void) { return 0; }\n"
@@ -57,6 +70,63 @@ def install(tool: Path, name: str, dist: Path, home: Path, environment: Mapping[
     return home / "bin" / "edgelm", time.monotonic() - start
 
 
+def check_compiled(dist: Path, scratch: Path, environment: Mapping[str, str]) -> None:
+    """Install without our wheel of libraries, so that pip compiles llama.cpp. Prints a row, and what pip's user saw."""
+    sources = scratch / "sources"
+    sources.mkdir()
+    for path in (*dist.glob("edgelm-*.whl"), *dist.glob("edgelm_llama-*.tar.gz")):
+        shutil.copy(path, sources)
+    home = Path(environment["HOME"])
+    for folder in (".cache", "bin", "pipx"):
+        shutil.rmtree(home / folder, ignore_errors=True)
+    load, start = os.getloadavg()[0], time.monotonic()
+    command = [str(scratch / "tools" / "bin" / "pipx"), "install", "--python", sys.executable]
+    command += ["--pip-args", f"--find-links {sources}", "edgelm"]
+    shown = run_on_terminal(command, home, {**environment, "PATH": os.environ["PATH"]})
+    seconds = time.monotonic() - start
+    installed = home / "pipx" / "venvs" / "edgelm"
+    size = sum(path.stat().st_size for path in installed.rglob("*") if path.is_file() and not path.is_symlink())
+    answers = []
+    for _ in range(2):
+        start = time.monotonic()
+        run(home / "bin" / "edgelm", *QUESTION, cwd=home, environment=environment)
+        answers.append(time.monotonic() - start)
+    times = f"{seconds:.1f} | {size / 1e6:.0f} | {answers[0]:.1f} | {answers[1]:.1f}"
+    print(f"| pipx, no wheel for the platform | yes | cold | {times} |")
+    notices = [line.strip() for line in shown.splitlines() if "edgelm: " in line]
+    require(bool(notices), f"pip's user was not told that llama.cpp is compiled: {shown}")
+    print(f"load average {load:.1f} before it, {os.getloadavg()[0]:.1f} after it; shown {len(notices)} times:")
+    print(notices[0], flush=True)
+
+
+def run_on_terminal(command: list[str], cwd: Path, environment: Mapping[str, str]) -> str:
+    """Run a command with a terminal of its own, and return what it showed. Raises SmokeError."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        try:
+            os.chdir(cwd)
+            os.execve(command[0], command, environment)
+        finally:
+            os._exit(127)
+    shown, end = b"", time.monotonic() + COMPILE_LIMIT_S
+    while time.monotonic() < end:
+        if not select.select([terminal], [], [], 1)[0]:
+            continue
+        try:
+            shown += (part := os.read(terminal, 65_536))
+        except OSError:  # Linux's way to say that the other side is closed
+            break
+        if not part:
+            break
+    else:
+        os.kill(pid, signal.SIGKILL)
+    os.close(terminal)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    text = shown.decode(errors="replace")
+    require(code == 0, f"exit {code} of: {' '.join(command)}\n{text[-4000:]}")
+    return text
+
+
 def check_install(dist: Path, scratch: Path, environment: Mapping[str, str]) -> Path:
     """Install with both tools, cold and warm; return the installed command. Prints a table."""
     tools = new_environment(scratch / "tools").parent
@@ -76,7 +146,7 @@ def check_install(dist: Path, scratch: Path, environment: Mapping[str, str]) -> 
             answers = []
             for _ in range(2):
                 start = time.monotonic()
-                run(command, *PROMPT, cwd=home, environment=environment)
+                run(command, *QUESTION, cwd=home, environment=environment)
                 answers.append(time.monotonic() - start)
             times = f"{seconds:.1f} | {size / 1e6:.0f} | {answers[0]:.1f} | {answers[1]:.1f}"
             print(f"| {name} | no | {cache} | {times} |", flush=True)
@@ -100,8 +170,9 @@ def check_variants(command: Path, scratch: Path, environment: Mapping[str, str])
         except SmokeError as error:
             require("no kernels for this processor" in str(error), str(error))
             break
-        answer = json.loads(run(command, *PROMPT, cwd=scratch, environment=environment))
+        answer = json.loads(run(command, *DECODE, cwd=scratch, environment=environment))
         first = first or answer["token_ids"]
+        require(len(set(first)) >= MIN_DIFFERENT, f"{variant} decodes {answer['text']!r}")
         require(answer["token_ids"] == first, f"{variant} answers {answer['text']!r}")
         if not count:
             report = json.loads(doctor(command, scratch, environment))
@@ -135,7 +206,7 @@ def check_planted(command: Path, scratch: Path, environment: Mapping[str, str]) 
     run("cc", "-shared", "-fPIC", "-o", library, source, cwd=folder, environment=os.environ)
     shutil.copy(library, folder / "libggml-vulkan-x.so")
     variables = {**environment, "GGML_BACKEND_PATH": str(library)}
-    run(command, *PROMPT, cwd=folder, environment=variables)
+    run(command, *QUESTION, cwd=folder, environment=variables)
     doctor(command, folder, variables)
     require(not mark.exists(), "a library of the current folder, or of GGML_BACKEND_PATH, was loaded")
     code = f"import ctypes; ctypes.CDLL({str(library)!r})"
@@ -157,11 +228,14 @@ def check_libraries(command: Path, scratch: Path, dist: Path) -> None:
         stack = next(line for line in text.splitlines() if "GNU_STACK" in line)
         require("E" not in stack.split()[-2], f"{path.name} wants an executable stack")
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, needs {', '.join(sorted(needed - own))}")
+    foreign = [name for name in sorted(needed - own) if not SYSTEM_LIBRARIES.fullmatch(name)]
+    require(not foreign, f"not every system has {', '.join(foreign)}")
 
 
 def main() -> int:
     """Do all checks of the folder that is named."""
-    dist = Path(sys.argv[1] if len(sys.argv) > 1 else "dist").resolve()
+    folders = [argument for argument in sys.argv[1:] if argument != "--compile"]
+    dist = Path(folders[0] if folders else "dist").resolve()
     with tempfile.TemporaryDirectory(prefix="edgelm-dist-") as folder:
         scratch = Path(folder).resolve()
         home = scratch / "home"
@@ -176,6 +250,8 @@ def main() -> int:
                 check_libraries(command, scratch, dist)
             check_variants(command, scratch, environment)
             check_planted(command, scratch, environment)
+            if "--compile" in sys.argv:
+                check_compiled(dist, scratch, environment)
         except SmokeError as error:
             print(f"dist check: failed: {error}", file=sys.stderr)
             return 1

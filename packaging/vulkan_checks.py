@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from dist_check import DECODE, MIN_DIFFERENT
 from numpy.typing import NDArray
 
 from edgelm import __version__
@@ -171,11 +172,11 @@ def short_device(folder: Path) -> str:
 
 def command_line() -> str:
     """Answer with `edgelm run` on both devices."""
-    flags = ("--raw", "--temperature", "0", "--max-tokens", "8", "--spec", "off")
-    answers = [edgelm("run", "starter", "Hello", "--device", device, *flags).stdout for device in ("cpu", "gpu")]
-    assert answers[0].strip()
-    assert answers[0] == answers[1], answers
-    return repr(answers[0].strip())
+    answers = [json.loads(edgelm(*DECODE, "--device", device).stdout) for device in ("cpu", "gpu")]
+    tokens, text = answers[0]["token_ids"], answers[0]["text"]
+    assert len(set(tokens)) >= MIN_DIFFERENT, text
+    assert answers[1]["token_ids"] == tokens, [answer["text"] for answer in answers]
+    return repr(text)
 
 
 def planned() -> str:

@@ -95,21 +95,45 @@ def ensure_wheel(build: Build, cache: Path, scratch: Path | None = None) -> Path
     start = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as temporary:
-        library = compile_library(build, scratch or Path(temporary))
-        source = next((scratch or Path(temporary)).glob("llama_cpp_python-*/"))
+        source = unpack_source(build.sdist, scratch or Path(temporary))
+        library = compile_library(build, source)
         built = package_library(library, source / "vendor" / "llama.cpp" / "LICENSE", Path(temporary))
         wheel = Path(shutil.move(built, folder / built.name))
     say(f"llama.cpp: built in {time.monotonic() - start:.0f} s: {wheel}")
     return wheel
 
 
-def compile_library(build: Build, scratch: Path) -> Path:
-    """Compile the backend in `scratch`, or finish what was compiled there before. Raises BuildError."""
+def unpack_source(sdist: Path, scratch: Path) -> Path:
+    """Unpack the source into `scratch`, and return its folder; an earlier build may have left it there.
+
+    Raises BuildError for the source of another release: its library would get the version of this one.
+    """
     if not any(scratch.glob("llama_cpp_python-*/")):
         scratch.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(build.sdist) as archive:
+        with tarfile.open(sdist) as archive:
             archive.extractall(scratch, filter="data")
-    (source,) = scratch.glob("llama_cpp_python-*/")
+    pinned = str(project()["version"]).rpartition(".")[0]  # without the number of our build
+    sources = sorted(scratch.glob("llama_cpp_python-*/"))
+    for source in sources:
+        if (release := source_release(source)) != pinned:
+            raise BuildError(f"{source} is llama-cpp-python {release}, not {pinned}: name an empty folder with --build")
+    if len(sources) > 1:
+        raise BuildError(f"{scratch} holds {len(sources)} sources: name an empty folder with --build")
+    return sources[0]
+
+
+def source_release(source: Path) -> str:
+    """Return the version in an sdist's PKG-INFO; "unknown" without one, such as of an archive that is half unpacked."""
+    try:
+        lines = (source / "PKG-INFO").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.removeprefix("Version: ") for line in lines if line.startswith("Version: ")), "unknown")
+
+
+def compile_library(build: Build, source: Path) -> Path:
+    """Compile the backend beside its source, or finish what was compiled there before. Raises BuildError."""
+    scratch = source.parent
     prefix = f"-ffile-prefix-map={scratch}=. -ffile-prefix-map={PROJECT}=."
     options = {
         "CMAKE_BUILD_TYPE": "Release",

@@ -133,6 +133,41 @@ def test_a_vulkan_backend_without_a_gpu_or_a_loader_says_so(
     assert problem.startswith("edgelm-llama-vulkan cannot be loaded: libvulkan.so.1: cannot open")
 
 
+@pytest.mark.parametrize(
+    ("package", "missing", "hint"),
+    [
+        (
+            "llama-cpp-python",
+            "libgomp.so.1",
+            "install libgomp.so.1 (Debian, Ubuntu: libgomp1), or uninstall llama-cpp-python",
+        ),
+        ("edgelm-llama", "libstdc++.so.6", "install libstdc++.so.6 (Debian, Ubuntu: libstdc++6)"),
+        ("llama-cpp-python", "libcudart.so.13", "install libcudart.so.13, or uninstall llama-cpp-python"),
+    ],
+)
+def test_a_library_that_the_system_lacks_is_named_with_its_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str, missing: str, hint: str
+) -> None:
+    reason = f"Failed to load shared library '/x/libllama.so': {missing}: cannot open shared object file: No such file"
+
+    def import_module(_: str) -> None:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(llama_binding, "import_module", import_module)
+    with pytest.raises(EngineError, match=r"^llama\.cpp cannot be loaded") as caught:
+        llama_binding._load(InstalledLlama(package, "0.3.36", tmp_path))
+    assert caught.value.hint == hint
+
+
+def test_a_damaged_library_is_installed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def import_module(_: str) -> None:
+        raise OSError("/x/libllama.so: file too short")
+
+    monkeypatch.setattr(llama_binding, "import_module", import_module)
+    with pytest.raises(EngineError, match="file too short; reinstall edgelm"):
+        llama_binding._load(InstalledLlama("edgelm-llama", "0.3.36", tmp_path))
+
+
 def test_a_gpu_backend_without_a_driver_is_no_error(folder: Path) -> None:
     (folder / "libggml-metal.so").touch()
     assert load(folder, Library(broken="metal")).name == "libggml-cpu-zen4.so"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+import io
 import os
 import sys
 import tarfile
@@ -13,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from edgelm.llama_build import SUPPORTED
 
 PACKAGING = Path(__file__).resolve().parents[1] / "packaging"
 
@@ -50,6 +53,26 @@ def test_the_same_files_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
     assert backend.write_sdist(other).read_bytes() != (one / names[1]).read_bytes()
 
 
+def test_the_umask_does_not_change_a_wheel_of_edgelm(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    reproducible = load(PACKAGING / "backend" / "reproducible.py")
+    wheels = []
+    for number, (text, program) in enumerate([(0o100644, 0o100755), (0o100600, 0o100700)]):
+        path = tmp_path / f"{number}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, mode in (("a.py", text), ("b.data/scripts/b", program)):
+                entry = zipfile.ZipInfo(name, (2026, 1, 1, 0, 0, 0))
+                entry.external_attr = mode << 16
+                archive.writestr(entry, "x = 1\n" * 100)
+        reproducible.set_permissions(path)
+        wheels.append(path)
+    assert wheels[0].read_bytes() == wheels[1].read_bytes()
+    with zipfile.ZipFile(wheels[0]) as archive:
+        assert archive.testzip() is None
+        assert [oct(entry.external_attr >> 16) for entry in archive.infolist()] == ["0o100644", "0o100755"]
+        assert archive.read("a.py") == b"x = 1\n" * 100
+
+
 def test_a_wheel_is_valid(tmp_path: Path) -> None:
     path = backend.write_wheel(tmp_path, "py3-none-linux_x86_64", FILES, ["numpy>=2"])
     with zipfile.ZipFile(path) as archive:
@@ -78,6 +101,52 @@ def test_the_vulkan_wheel_requires_the_build_that_it_belongs_to(tmp_path: Path) 
         metadata = archive.read(f"edgelm_llama_vulkan-{version}.dist-info/METADATA").decode().splitlines()
     assert "Name: edgelm-llama-vulkan" in metadata
     assert {f"Version: {version}", f"Requires-Dist: edgelm-llama=={version}"} <= set(metadata)
+
+
+def write_sdist(folder: Path, version: str) -> Path:
+    """Write an sdist of llama-cpp-python that holds its PKG-INFO only."""
+    text = f"Metadata-Version: 2.1\nVersion: {version}\n".encode()
+    path = folder / f"llama_cpp_python-{version}.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        entry = tarfile.TarInfo(f"llama_cpp_python-{version}/PKG-INFO")
+        entry.size = len(text)
+        archive.addfile(entry, io.BytesIO(text))
+    return path
+
+
+def test_a_kept_build_folder_is_gone_on_with_only_for_the_pinned_release(tmp_path: Path) -> None:
+    sdist, kept = write_sdist(tmp_path, SUPPORTED), tmp_path / "kept"
+    source = vulkan.unpack_source(sdist, kept)
+    assert source == kept / f"llama_cpp_python-{SUPPORTED}"
+    (source / "made").touch()
+    assert (vulkan.unpack_source(sdist, kept) / "made").exists()
+    older = tmp_path / "older"
+    with tarfile.open(write_sdist(tmp_path, "0.3.35")) as archive:
+        archive.extractall(older, filter="data")
+    with pytest.raises(
+        vulkan.BuildError, match=rf"0\.3\.35 is llama-cpp-python 0\.3\.35, not {SUPPORTED}: name an empty"
+    ):
+        vulkan.unpack_source(sdist, older)
+    (source / "PKG-INFO").unlink()
+    with pytest.raises(vulkan.BuildError, match=rf"is llama-cpp-python unknown, not {SUPPORTED}"):
+        vulkan.unpack_source(sdist, kept)
+
+
+def test_an_older_build_folder_is_one_line_and_no_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, sdist = tmp_path / "kept", write_sdist(tmp_path, SUPPORTED)
+    with tarfile.open(write_sdist(tmp_path, "0.3.35")) as archive:
+        archive.extractall(kept, filter="data")
+    monkeypatch.setenv("EDGELM_WHEEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(vulkan, "fetch_sdist", lambda _: sdist)
+    monkeypatch.setattr(vulkan, "plan_vulkan", lambda sdist: vulkan.Build(sdist, None, "cc"))
+    monkeypatch.setattr(sys, "argv", ["vulkan_library.py", "--build", str(kept), "--out", str(tmp_path / "out")])
+    assert vulkan.main() == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert f"llama-cpp-python 0.3.35, not {SUPPORTED}" in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_sdist_says_that_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

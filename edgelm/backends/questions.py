@@ -107,6 +107,8 @@ def _ask(request: object, reply: type) -> Any:
     except TimeoutError:
         raise EdgeLMError(f"the engines gave no answer within {TIME_LIMIT_S:.0f} s") from None
     except WorkerDiedError as error:
+        if error.end.error:
+            raise EdgeLMError(error.end.error) from None
         raise EdgeLMError(f"the engines gave no answer: {error}", "see `edgelm doctor`") from None
 
 

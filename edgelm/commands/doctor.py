@@ -221,8 +221,8 @@ def _native(places: Places) -> Iterator[Finding]:
         return
     try:
         build = ask_llama_build()
-    except EdgeLMError:
-        yield Finding("llama.cpp", "problem", "it works, but cannot report its features", "reinstall edgelm")
+    except EdgeLMError as error:
+        yield Finding("llama.cpp", "problem", error.message, error.hint)
         return
     yield Finding(
         "llama.cpp", "ok", f"{build.version} of {build.package}, uses {build.library} ({' '.join(build.features)})"

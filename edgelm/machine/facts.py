@@ -173,6 +173,8 @@ class CanaryRunner:
             if -end.code in CRASHES:
                 detail = f": {end.last_line}" if end.last_line else ""
                 return Failure(f"crashes on this machine ({end.signal_name}){detail}", lasting=True)
+            if end.error:
+                raise EngineError(end.error) from None
             reason = end.last_line or f"the process {end.how}"
         except EdgeLMError as error:
             reason = error.message

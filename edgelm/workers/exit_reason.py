@@ -58,6 +58,8 @@ def exit_reason(end: Exit, files: ModelFiles) -> EngineError:
     if end.code == -signal.SIGKILL:
         hint = "memory may have run out: lower --ctx or close other programs"
         return EngineError("the engine process was killed by SIGKILL", hint)
+    if end.error:
+        return EngineError(end.error)
     last = f" ({end.last_line})" if end.last_line else ""
     return EngineError(f"the engine process {end.how}{last}", "run it again with -v to see llama.cpp's log")
 

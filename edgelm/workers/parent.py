@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ T = TypeVar("T")
 GRACE_S = 2.0  # for a worker to end by itself
 MAX_LOG_LINES = 20
 MAX_LOG_LINE = 65_536  # bytes
+OUR_ERROR = re.compile(r"edgelm\.errors\.\w+: (.+)")  # the last line of a traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,12 @@ class Exit:
     @property
     def last_line(self) -> str:
         return self.last_lines[-1] if self.last_lines else ""
+
+    @property
+    def error(self) -> str:
+        """The words of the EdgeLMError that ended the process while it imported its module; empty if none did."""
+        match = OUR_ERROR.match(self.last_line)
+        return match[1] if match else ""
 
     @property
     def signal_name(self) -> str:
@@ -290,7 +298,8 @@ class WorkerDiedError(EngineError):
     """A worker ended without a reply."""
 
     def __init__(self, end: Exit) -> None:
-        super().__init__(f"the process {end.how}" + (f" ({end.last_line})" if end.last_line else ""))
+        last = f" ({end.last_line})" if end.last_line else ""
+        super().__init__(end.error or f"the process {end.how}{last}")
         self.end = end
 
 

@@ -1,4 +1,4 @@
-"""setuptools' build backend, with the same bytes from the same files: one time, one owner and sorted names.
+"""setuptools' build backend, with the same bytes from the same files: one time, one owner, permissions, sorted names.
 
 The time is SOURCE_DATE_EPOCH, or a fixed one.
 """
@@ -9,6 +9,7 @@ import gzip
 import io
 import os
 import tarfile
+import zipfile
 from pathlib import Path
 
 from setuptools import build_meta
@@ -22,10 +23,22 @@ def _epoch() -> int:
 
 
 def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: str | None = None) -> str:
-    """Build the wheel."""
+    """Build the wheel, and write it again: setuptools takes permissions from the umask."""
     _epoch()
     name: str = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    set_permissions(Path(wheel_directory, name))
     return name
+
+
+def set_permissions(wheel: Path) -> None:
+    """Give all files of a wheel the same permissions, but for the bit that makes a program."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(wheel) as given, zipfile.ZipFile(packed, "w") as archive:
+        for old in given.infolist():
+            entry = zipfile.ZipInfo(old.filename, old.date_time)
+            entry.external_attr = (0o100755 if old.external_attr >> 16 & 0o100 else 0o100644) << 16
+            archive.writestr(entry, given.read(old), zipfile.ZIP_DEFLATED, 9)
+    wheel.write_bytes(packed.getvalue())
 
 
 def build_sdist(sdist_directory: str, config_settings: object = None) -> str:

@@ -26,9 +26,8 @@ EPOCH = 1_767_225_600  # 2026-01-01, where SOURCE_DATE_EPOCH is not set; zip kno
 TERMINAL = Path("/dev/tty")
 COMPILERS = ("cc", "gcc", "clang")
 NOTICE = (
-    "edgelm: there is no ready-made llama.cpp for this platform, so pip compiles it: some minutes, and it needs a C++\n"
-    "compiler and cmake. To avoid that: use Linux (glibc, x86_64 or aarch64) or macOS, a current pip, and do not set\n"
-    "--no-binary.\n"
+    "edgelm: pip found no ready-made llama.cpp, so it compiles one: some minutes. To avoid that: Linux (glibc, x86_64 "
+    "or aarch64) or macOS, a current pip, and no --no-binary\n"
 )
 NO_COMPILER = "there is no ready-made llama.cpp for this platform, and no C compiler to make it: install one, or set CC"
 

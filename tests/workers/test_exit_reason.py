@@ -118,3 +118,11 @@ def test_a_draft_model_counts_too(
     change(paths[1])
     assert (files.rewritten(), files.replaced(), files.changed()) == (rewritten, replaced, changed)
     assert files.change().message == "model.gguf or draft.gguf changed while it was in use"
+
+
+def test_an_error_of_ours_that_ends_the_process_is_told_in_its_own_words() -> None:
+    lines = (
+        "  raise EngineError(",
+        "edgelm.errors.EngineError: llama.cpp cannot be loaded: no libgomp; install libgomp1",
+    )
+    assert str(exit_reason(Exit(1, lines), ModelFiles())) == "llama.cpp cannot be loaded: no libgomp; install libgomp1"
