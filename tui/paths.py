@@ -15,7 +15,7 @@ from edgelm.knowledge.files import real_root
 from edgelm.tui.commands import Suggestion
 
 MAX_SUGGESTED = 200
-_CALL = re.compile(r"(/know\s+(?:off\s+)?)(\S.*)?", re.DOTALL)
+_CALL = re.compile(r"(/know\s+(?:off\s+)?|/attach\s+)(\S.*)?", re.DOTALL)
 
 
 def absolute_path(text: str) -> str:
