@@ -33,11 +33,7 @@ class Session:
         self._saved = bool(messages)
 
     def add_question(
-        self,
-        text: str,
-        parent: int | None,
-        roots: tuple[str, ...] = (),
-        attachments: tuple[Attachment, ...] = (),
+        self, text: str, parent: int | None, roots: tuple[str, ...] = (), attachments: tuple[Attachment, ...] = ()
     ) -> Message:
         """Add a message of the user below another; `roots` are searched for it instead of the chat's knowledge."""
         if not self.tree.messages and not self.chat.renamed:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -110,9 +111,11 @@ def _read_file(path: str, name: str) -> Read:
     if len(data) > limit:
         noun = "PDFs" if is_pdf else "pictures" if media_type else "texts"
         raise RequestError(f"{name} is larger than {limit // 2**20} MiB, the limit for {noun}", "attach a part of it")
-    stamps = {"digest": _digest(data), "size": len(data), "mtime_ns": status.st_mtime_ns}
+    stamped = Attachment(
+        kind="text", name=name, path=path, digest=_digest(data), size=len(data), mtime_ns=status.st_mtime_ns
+    )
     if media_type:
-        return Read(Attachment(kind="image", name=name, path=path, data=data, media_type=media_type, **stamps))
+        return Read(replace(stamped, kind="image", data=data, media_type=media_type))
     note = ""
     if is_pdf:
         pdf = read_pdf(path, name)
@@ -127,7 +130,7 @@ def _read_file(path: str, name: str) -> Read:
     if holds_key(text):
         raise RequestError(f"{name} holds a private key: it is not attached", _PASTE)
     media_type = "application/pdf" if is_pdf else "text/plain"
-    return Read(Attachment(kind="text", name=name, path=path, text=text, media_type=media_type, **stamps), note)
+    return Read(replace(stamped, text=text, media_type=media_type), note)
 
 
 def _read_folder(path: str, name: str) -> Read:
@@ -173,7 +176,7 @@ def _files(walk: Walk) -> Iterator[str]:
 
 def _text_in_folder(folder: str, name: str) -> str | None:
     """Return the text of a file of a folder; None if it is left out."""
-    path = os.path.join(folder, name)
+    path = f"{folder}/{name}"
     if _is_private(path) or name.lower().endswith(BINARY_ENDINGS):
         return None
     try:

@@ -67,7 +67,7 @@ class Walk:
 
     def __init__(self, root: str, *, hidden: bool = False, max_entries: int = MAX_ENTRIES) -> None:
         """`root` is absolute; `hidden`: also names that begin with a dot."""
-        self._root = root
+        self._root = root.rstrip("/")
         self._hidden = hidden
         self._max_entries = max_entries
         self.limit = ""
@@ -80,7 +80,7 @@ class Walk:
         folders = [("", rules)]
         count, end = 0, time.monotonic() + MAX_WALK_S
         for folder, outer in folders:  # it grows
-            inner = (*_rules_of(os.path.join(self._root, folder)), *outer)
+            inner = (*_rules_of(f"{self._root}/{folder}"), *outer)
             for entry in self._scan(folder, inner):
                 count += 1
                 if count > self._max_entries or time.monotonic() > end:
@@ -93,7 +93,7 @@ class Walk:
     def _scan(self, folder: str, rules: tuple[_Rules, ...]) -> list[Entry]:
         entries = []
         try:
-            with os.scandir(os.path.join(self._root, folder)) as scan:
+            with os.scandir(f"{self._root}/{folder}") as scan:
                 for item in scan:
                     if not self._is_shown(item.name):
                         continue

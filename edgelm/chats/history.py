@@ -193,8 +193,7 @@ def to_markdown(chat: Chat, tree: Tree) -> str:
     for message in tree.path():
         author = "You" if message.role == "user" else (message.model or "Assistant")
         parts.append(f"## {author}")
-        for attachment in message.attachments:
-            parts.append(as_markdown(attachment))
+        parts += map(as_markdown, message.attachments)
         if message.text:
             parts.append(message.text.rstrip("\n"))
         if message.state == "failed":

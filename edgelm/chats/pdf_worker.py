@@ -57,7 +57,7 @@ def _open(path: str) -> PdfReader:
     reader = PdfReader(path)
     if reader.is_encrypted:
         try:
-            opened = reader.decrypt("")
+            opened = bool(reader.decrypt(""))
         except (DependencyError, NotImplementedError):
             opened = False
         if not opened:
