@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from textual.app import App
 from textual.screen import ModalScreen
 
+from edgelm.chats.attached_files import full_path
 from edgelm.chats.history import Message, file_name, to_json, to_markdown
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.dialogs import Choice, ConfirmScreen, LineScreen, PickScreen, TextScreen
@@ -23,7 +24,7 @@ from edgelm.tui.knowledge import KnowledgeActions, Send
 from edgelm.tui.markdown import code_blocks
 from edgelm.tui.model_actions import ModelActions
 from edgelm.tui.params import EFFORTS, ParamsScreen, Value, effort_name, parse_params
-from edgelm.tui.paths import file_to_write
+from edgelm.tui.paths import file_to_write, unquoted
 from edgelm.tui.pulls import Pulls
 from edgelm.tui.reader import Reader
 from edgelm.tui.screen_view import ScreenView
@@ -58,6 +59,7 @@ class Actions:
             "system": self._system,
             "params": self._params,
             "think": self._think,
+            "attach": self._attach,
             "title": self._title,
             "regenerate": self._regenerate,
             "edit": self._edit,
@@ -103,6 +105,9 @@ class Actions:
         if title:
             session.rename(" ".join(title.split()))
             self._view.update_chat()
+
+    async def _attach(self, argument: str) -> None:
+        self._view.attach(full_path(unquoted(argument)) if argument else "")
 
     async def _export(self, argument: str) -> None:
         session = self._workspace.session

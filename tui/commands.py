@@ -56,6 +56,7 @@ COMMANDS = (
     Command("params", "Set how this chat is sampled", "[NAME=VALUE …]"),
     Command("think", "Set how much the model thinks", "[EFFORT]"),
     Command("know", "List, add or remove what is read for each question", "[PATH|off [PATH]]"),
+    Command("attach", "Attach a file or folder to the next message", "[PATH]"),
     Command("title", "Rename the chat", "[TITLE]"),
     Command("pull", "Pull a model from the hub; stop keeps partial files", "[NAME|stop]"),
     Command("regenerate", "Answer again; the old answer is kept"),
@@ -172,6 +173,8 @@ PROMPT_KEYS = (
     Key("alt+enter,ctrl+j,shift+enter", "", "Break the line"),
     Key("up", "", "In the first line: your earlier messages"),
     Key("/", "", "Commands; Tab completes them and paths"),
+    Key("@", "", "Files and folders to attach; Tab opens a folder"),
+    Key("backspace", "", "In an empty prompt: take off the last file"),
     Key("pageup,pagedown", "", "Scroll the conversation"),
     Key("shift+tab", "", "Go to the messages: copy, edit, versions"),
 )
@@ -189,6 +192,14 @@ TRANSCRIPT_KEYS = (
     Key("x", "act('explore')", "See what else the model could have said there"),
     Key("home", "scroll_home", "Go to the beginning"),
     Key("end", "scroll_end", "Go to the end"),
+)
+
+FILE_KEYS = (
+    Key("left", "move(-1)", "The file before"),
+    Key("right", "move(1)", "The next file"),
+    Key("enter", "use", "Pasted text: put it in; changed: attach it again"),
+    Key("delete,backspace", "remove", "Take it off"),
+    Key("down", "leave", "Back to the prompt"),
 )
 
 SIDEBAR_KEYS = (
@@ -211,6 +222,7 @@ KEY_GROUPS = (
     ("Everywhere", GLOBAL_KEYS),
     ("In the prompt", PROMPT_KEYS),
     ("On a message", TRANSCRIPT_KEYS),
+    ("On attached files (Shift+Tab)", FILE_KEYS),
     ("In the inspector", INSPECTOR_KEYS),
     ("In the list of chats", SIDEBAR_KEYS),
 )

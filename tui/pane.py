@@ -16,15 +16,20 @@ from textual.widgets import Static
 
 from edgelm.chats.history import Message, split_sent
 from edgelm.tui.answers import Answer
+from edgelm.tui.attaching import Attaching
 from edgelm.tui.commands import Command, Suggestion, find_command
 from edgelm.tui.drafted import Spans
+from edgelm.tui.file_picker import FilePicker
+from edgelm.tui.files_bar import FilesBar
 from edgelm.tui.hints import link
 from edgelm.tui.lines import COLUMN, clean, margin
+from edgelm.tui.pasted import existing_paths, is_long
 from edgelm.tui.paths import common_start, suggest_paths
 from edgelm.tui.prompt import Completion, Prompt
 from edgelm.tui.session import Session
 from edgelm.tui.transcript import Transcript
 from edgelm.tui.views import MessageView
+from edgelm.workers.parent import in_daemon_thread
 
 
 class ChatPane(Vertical):
@@ -39,13 +44,15 @@ class ChatPane(Vertical):
     ChatPane #new { width: auto; margin-left: 2; }
     """
 
-    def __init__(self) -> None:
+    def __init__(self, files: Attaching) -> None:
         super().__init__(id="chat")
+        self.files = files
         self.transcript = Transcript()
         self.prompt = Prompt()
         self.editing: int | None = None
         self._title = Static(id="title")
         self._completion = Completion()
+        self._picker = FilePicker(self.prompt, self._completion, files.add_path, self.run_worker)
         self._show_reasoning = False
         self._refolded: set[int] = set()  # messages whose folded text is shown unlike that of the others
 
@@ -56,6 +63,7 @@ class ChatPane(Vertical):
             yield Static(link("+ new", "screen.run('new')"), id="new")
         yield self.transcript
         yield self._completion
+        yield self.files.bar
         yield self.prompt
 
     def on_resize(self, event: events.Resize) -> None:
@@ -63,7 +71,7 @@ class ChatPane(Vertical):
         self.transcript.styles.width = event.size.width  # 1fr would be less by the margins of the others
         left = margin(event.size.width)
         width = min(event.size.width, COLUMN)
-        for widget in (self.query_one("#head"), self._completion, self.prompt):
+        for widget in (self.query_one("#head"), self._completion, self.files.bar, self.prompt):
             widget.styles.margin = (0, 0, widget.styles.margin.bottom, left)
             widget.styles.width = width
 
@@ -71,6 +79,7 @@ class ChatPane(Vertical):
 
     def show(self, session: Session, answer: Answer | None, drafted: Mapping[int, Spans]) -> None:
         """Show a chat from its end; `answer` is the one being written, `drafted` has the spans of messages."""
+        self.files.look(session)
         self.transcript.show(self._views(session, answer, drafted))
         self._show_title(session)
 
@@ -151,6 +160,7 @@ class ChatPane(Vertical):
     def begin_edit(self, message: Message) -> None:
         """Put a message into the prompt; sending it makes a new version beside the old one."""
         self.editing = message.id
+        self.files.set(message.attachments, message)
         self.prompt.put(message.text)
         self.prompt.add_class("-editing")
         self.prompt.border_title = "Edit: Enter sends it as a new branch"
@@ -161,6 +171,7 @@ class ChatPane(Vertical):
         """Return from editing a message to writing a new one."""
         if self.editing is not None:
             self.editing = None
+            self.files.set(())
             self.prompt.put("")
         self.prompt.remove_class("-editing")
         self.prompt.border_title = ""
@@ -180,6 +191,7 @@ class ChatPane(Vertical):
 
     def close_commands(self) -> bool:
         """Hide the list of commands; return whether it was open."""
+        self._picker.leave()
         was_open = self._completion.close()
         if was_open:
             self._note_completion()
@@ -187,6 +199,8 @@ class ChatPane(Vertical):
 
     @on(Prompt.Typed)
     def _typed(self, event: Prompt.Typed) -> None:
+        if self._picker.typed():
+            return
         self._completion.update(event.text)
         self._note_completion()
 
@@ -213,17 +227,69 @@ class ChatPane(Vertical):
     @on(Completion.Clicked)
     def _suggestion_clicked(self, event: Completion.Clicked) -> None:
         self.prompt.focus()
-        if self._completion.is_offering:
+        if self.prompt.picking:
+            self._picker.click(event.suggestion)
+        elif self._completion.is_offering:
             self.prompt.post_message(Prompt.Sent(event.suggestion.text))
         else:
             self.prompt.put(event.suggestion.text)
 
     @on(Prompt.TabPressed)
     def _complete(self) -> None:
-        if self._completion.chosen is not None:
+        if self.prompt.picking:
+            self._picker.take(opens=True)
+        elif self._completion.chosen is not None:
             self.prompt.put(self._completion.chosen.text)
         else:
             self._complete_path(self.prompt.text)
+
+    # Files
+
+    def attach(self, path: str) -> None:
+        """Attach the file or folder at an absolute path; list the files if there is no path."""
+        if path:
+            self.files.add_path(path)
+        else:
+            self.prompt.focus()
+            self.prompt.action_list_files()
+
+    @on(Prompt.Taken)
+    def _file_taken(self) -> None:
+        self._picker.take(opens=False)
+
+    @on(Prompt.Emptied)
+    def _prompt_emptied(self) -> None:
+        self.files.remove_last()
+
+    @on(Prompt.Pasted)
+    def _pasted(self, event: Prompt.Pasted) -> None:
+        if is_long(event.text):
+            self.files.add_text(event.text)
+        else:
+            self._attach_pasted(event.text)
+
+    @work(group="paths")
+    async def _attach_pasted(self, text: str) -> None:
+        """Attach the files whose paths were pasted; put another text into the prompt."""
+        paths = await in_daemon_thread(lambda: existing_paths(text))
+        for path in paths:
+            self.files.add_path(path)
+        if not paths:
+            self.prompt.insert(text)
+
+    @on(FilesBar.Removed)
+    def _file_removed(self, event: FilesBar.Removed) -> None:
+        self.files.remove(event.index)
+
+    @on(FilesBar.Used)
+    def _file_used(self, event: FilesBar.Used) -> None:
+        if text := self.files.use(event.index):
+            self.prompt.insert(text)
+        self.prompt.focus()
+
+    @on(FilesBar.Left)
+    def _files_left(self) -> None:
+        self.prompt.focus()
 
     @work(group="paths", exclusive=True)
     async def _complete_path(self, text: str) -> None:

@@ -15,14 +15,17 @@ from edgelm.knowledge.files import real_root
 from edgelm.tui.commands import Suggestion
 
 MAX_SUGGESTED = 200
-_CALL = re.compile(r"(/know\s+(?:off\s+)?)(\S.*)?", re.DOTALL)
+_CALL = re.compile(r"(/know\s+(?:off\s+)?|/attach\s+)(\S.*)?", re.DOTALL)
 
 
 def absolute_path(text: str) -> str:
     """Return the absolute form of a typed path, which may begin with ~ and stand in quotes. Raises EdgeLMError."""
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
-        text = text[1:-1]
-    return real_root(text)
+    return real_root(unquoted(text))
+
+
+def unquoted(text: str) -> str:
+    """Return a typed path without quotes around it."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
 def file_to_write(text: str) -> Path:

@@ -20,6 +20,7 @@ from textual.widgets import TextArea
 from edgelm.tui.commands import Suggestion, complete
 from edgelm.tui.hints import Hint
 from edgelm.tui.palette import list_text
+from edgelm.tui.pasted import is_long, may_be_paths
 
 LINE_BREAK_KEYS = frozenset({"alt+enter", "ctrl+j", "shift+enter"})
 PLACEHOLDER = "Message: Enter sends, Ctrl+J breaks the line"
@@ -98,6 +99,18 @@ class Prompt(TextArea):
 
         text: str
 
+    @dataclass
+    class Pasted(Event):
+        """A text was pasted that may belong above the prompt: a long one, or the paths of files."""
+
+        text: str
+
+    class Taken(Event):
+        """Enter was pressed while files are listed."""
+
+    class Emptied(Event):
+        """Backspace was pressed in an empty prompt."""
+
     class TabPressed(Event):
         """Tab was pressed on a command, which may be completed, or its path."""
 
@@ -121,6 +134,7 @@ class Prompt(TextArea):
         self.sent = History()
         self._blinking: Timer | None = None  # until the cursor stands still
         self.completing = False  # Up and Down move in the list above
+        self.picking = False  # files are listed for the word before the cursor
         self.offering = False  # Down moves into the list above while there is no text
         self._had_text = False
 
@@ -147,9 +161,15 @@ class Prompt(TextArea):
 
     async def _on_key(self, event: events.Key) -> None:
         self._blink()
-        if event.key == "enter":
+        if event.key == "enter" and self.picking:
+            self._consume(event)
+            self.post_message(self.Taken())
+        elif event.key == "enter":
             self._consume(event)
             self.post_message(self.Sent(self.text))
+        elif event.key == "backspace" and not self.text:
+            self._consume(event)
+            self.post_message(self.Emptied())
         elif event.key in LINE_BREAK_KEYS:
             self._consume(event)
             self.insert("\n")
@@ -164,11 +184,16 @@ class Prompt(TextArea):
             self.post_message(self.Paged(-1 if event.key == "pageup" else 1))
         elif event.key in ("up", "down") and self._walk_history(event.key):
             self._consume(event)
-        elif event.key == "tab" and self.text.startswith("/"):
+        elif event.key == "tab" and (self.picking or self.text.startswith("/")):
             self._consume(event)
             self.post_message(self.TabPressed())
         else:
             await super()._on_key(event)
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        if is_long(event.text) or may_be_paths(event.text):
+            self._consume(event)
+            self.post_message(self.Pasted(event.text))
 
     def _consume(self, event: events.Event) -> None:
         event.stop()
@@ -199,7 +224,8 @@ class Prompt(TextArea):
         if self.text:
             hints = [Hint("Enter", "send", "send"), Hint("Ctrl+J", "line", "break_line")]
         else:
-            hints = [Hint("/", "commands", "list_commands", optional=True)]
+            files = Hint("@", "files", "list_files", optional=True)
+            hints = [Hint("/", "commands", "list_commands", optional=True), files]
         return [Hint("Esc", "leave", "screen.stop"), *hints] if self.has_class("-editing") else hints
 
     def action_send(self) -> None:
@@ -210,6 +236,9 @@ class Prompt(TextArea):
 
     def action_list_commands(self) -> None:
         self.put("/")
+
+    def action_list_files(self) -> None:
+        self.insert(" @" if self.text and not self.text[-1].isspace() else "@")
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         """Show an earlier message, as Up does, unless a text is being written."""

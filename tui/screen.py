@@ -25,9 +25,11 @@ from edgelm.chats.store_thread import StoreThread
 from edgelm.client.answer_stream import AnswerStats
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.answers import Answer, Answers
+from edgelm.tui.attaching import Attaching
 from edgelm.tui.commands import GLOBAL_KEYS, parse_call
 from edgelm.tui.garbage import delay_full_collections
 from edgelm.tui.inspector_panel import InspectorPanel
+from edgelm.tui.lines import clean
 from edgelm.tui.link import Link
 from edgelm.tui.pane import ChatPane
 from edgelm.tui.prompt import Prompt
@@ -73,7 +75,13 @@ class ChatScreen(Screen[None]):
             self._pull_ended,
             pull_command,
         )
-        self.sidebar, self.pane, self.status = Sidebar(), ChatPane(), StatusLine()
+        self.files = Attaching(
+            self.workspace,
+            lambda coroutine: self.run_worker(coroutine, group="files"),
+            lambda text: self.notify(clean(text), markup=False),
+            self._complain,
+        )
+        self.sidebar, self.pane, self.status = Sidebar(), ChatPane(self.files), StatusLine()
         self.inspector = InspectorPanel(link, bandwidth)
         self.view = ScreenView(self, self.workspace, self.pane, self.sidebar, self.status, self.inspector)
         self._interrupted = -TWICE_S  # when Ctrl+C was pressed
@@ -211,16 +219,27 @@ class ChatScreen(Screen[None]):
             self._clear_sent(text)
             pane.close_commands()
             self.run_command(command.name, call[1])
-        elif text.strip():
-            try:
+        elif text.strip() or self.files.attachments:
+            self._send_typed(text)
+
+    @work(group="send", exclusive=True)
+    async def _send_typed(self, text: str) -> None:
+        """Send the text in the prompt with the files above it, unless the user changes it before they are checked."""
+        before = self.pane.prompt.text
+        try:
+            if self.files.must_check:
+                await self.files.check(text)
+            if self.pane.prompt.text == before:
                 self.send(text.removeprefix("/") if text.startswith("//") else text)
-            except RequestError as error:
-                self.view.complain(error)
+        except RequestError as error:
+            self.view.complain(error)
 
     def send(self, text: str, roots: tuple[str, ...] = ()) -> None:
         """Send a message, as a new version of the one being edited if there is one. Raises RequestError."""
-        self.workspace.send(text, self.pane.editing, roots)
+        self.workspace.send(text, self.pane.editing, roots, () if roots else self.files.attachments)
         self.pane.leave_edit()
+        if not roots:
+            self.files.set(())
         self._clear_sent(text)
         self.view.show_chat()
 
@@ -228,6 +247,9 @@ class ChatScreen(Screen[None]):
         """Empty the prompt, whose text was sent: the next run does not begin with it, even if this is /quit."""
         self.pane.clear_sent(text)
         self._unsent = ""
+
+    def _complain(self, error: EdgeLMError) -> None:
+        self.view.complain(error)
 
     def answer_changed(self, answer: Answer) -> None:
         if answer.session is self.workspace.session and self.view.is_composed:
@@ -278,6 +300,8 @@ class ChatScreen(Screen[None]):
 
     @on(Prompt.Typed)
     def _typed(self, event: Prompt.Typed) -> None:
+        if len(event.text) == 1:
+            self.files.look(self.workspace.session)
         self._unsent = "" if self.pane.editing is not None else event.text
         if self._unsent_timer is None:
             self._unsent_timer = self.set_timer(UNSENT_S, self._save_typed)

@@ -87,6 +87,10 @@ class ScreenView:
     def begin_edit(self, message: Message) -> None:
         self._pane.begin_edit(message)
 
+    def attach(self, path: str) -> None:
+        """Attach a file or folder to the message being written; list files if there is no path."""
+        self._pane.attach(path)
+
     def focus_prompt(self) -> None:
         self._pane.prompt.focus()
 

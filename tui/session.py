@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
 
-from edgelm.chats.attachments import images, with_attachments
+from edgelm.chats.attachments import Attachment, images, with_attachments
 from edgelm.chats.history import Chat, Message, State, Tree, make_title, split_sent
 from edgelm.chats.reading import Reading
 from edgelm.chats.store_thread import StoreThread
@@ -32,14 +32,17 @@ class Session:
             self.tree.show(messages[0].id)
         self._saved = bool(messages)
 
-    def add_question(self, text: str, parent: int | None, roots: tuple[str, ...] = ()) -> Message:
+    def add_question(
+        self, text: str, parent: int | None, roots: tuple[str, ...] = (), attachments: tuple[Attachment, ...] = ()
+    ) -> Message:
         """Add a message of the user below another; `roots` are searched for it instead of the chat's knowledge."""
         if not self.tree.messages and not self.chat.renamed:
-            self.chat.title = make_title(text)
+            self.chat.title = make_title(text if text.strip() or not attachments else attachments[0].name)
         self.chat.changed = time.time()
         sent_from = self._inherited_cut(parent)
         message = Message(chat=self.chat.id, parent=parent, role="user", text=text, sent_from=sent_from)
         message.reading = Reading(roots) if roots else None
+        message.attachments = attachments
         past, sent = split_sent(self.tree.path())
         if past and sent[0].parent == parent:  # a new version of the first message that is sent
             message.sent_from = message.id

@@ -20,6 +20,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Label, OptionList
 from textual.widgets.option_list import Option
 
+from edgelm.chats.attachments import with_attachments
 from edgelm.chats.history import Message, split_sent
 from edgelm.client.answer_stream import AnswerStats, stats_from_json
 from edgelm.tui.dialogs import DIALOG_CSS
@@ -69,7 +70,7 @@ def plan_shortening(session: Session, context: int | None) -> Shortening | None:
     if measured and measured[-1][1].context_size:
         context = measured[-1][1].context_size
     exchanges = tuple(
-        Exchange(tuple(path[i:j]), round(rate * sum(len(message.text) for message in path[i:j])))
+        Exchange(tuple(path[i:j]), round(rate * sum(map(sent_len, path[i:j]))))
         for i, j in zip(starts, [*starts[1:], len(path)], strict=True)
     )
     first = starts.index(len(past)) if past else 0
@@ -79,6 +80,11 @@ def plan_shortening(session: Session, context: int | None) -> Shortening | None:
     last = len(exchanges) - 1
     proposed = next((i for i in range(first + 1, last) if kept[i] <= room), last)
     return Shortening(exchanges, first, max(proposed, first), context)
+
+
+def sent_len(message: Message) -> int:
+    """Return the number of characters of a message for the model: its text, and those of its attachments."""
+    return len(with_attachments(message.text, message.attachments))
 
 
 def _tokens_per_char(session: Session, measured: Sequence[tuple[Message, AnswerStats]]) -> float:

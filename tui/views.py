@@ -14,6 +14,7 @@ from rich.text import Text
 
 from edgelm.chats.history import Message
 from edgelm.client.answer_stream import stats_from_json
+from edgelm.tui.attachment_rows import attachment_rows
 from edgelm.tui.document import Document
 from edgelm.tui.drafted import Span, Spans
 from edgelm.tui.lines import (
@@ -161,7 +162,8 @@ class MessageView:
         if self.pending:
             rows.append(PendingRow(message.text))
         elif self._document is None:
-            rows.append(PlainRow(message.text))
+            rows += [PlainRow(message.text)] if message.text or not message.attachments else []
+            rows += attachment_rows(message.attachments, unfolded=self._show_reasoning)
         else:
             for i, row in enumerate(self._document.rows):
                 if i:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import Store
 from edgelm.chats.store_thread import StoreThread
@@ -137,7 +138,13 @@ class Workspace:
         if self.answer is not None:
             raise RequestError("an answer is being written", "Esc stops it")
 
-    def send(self, text: str, edited: int | None = None, roots: tuple[str, ...] = ()) -> None:
+    def send(
+        self,
+        text: str,
+        edited: int | None = None,
+        roots: tuple[str, ...] = (),
+        attachments: tuple[Attachment, ...] = (),
+    ) -> None:
         """Send a message at the end of the branch, or as a new version of an edited one; `roots` are searched for it
         instead of the chat's knowledge. Raises RequestError.
         """
@@ -148,7 +155,7 @@ class Workspace:
             before = session.tree.messages[edited]
             parent, roots = before.parent, roots or guide_roots(before)
         self.chats[session.chat.id] = session.chat
-        self.begin_answer(session.add_question(text, parent, roots).id)
+        self.begin_answer(session.add_question(text, parent, roots, attachments).id)
 
     def begin_answer(self, parent: int, sent_from: int | None = None) -> None:
         """Answer a message; `sent_from` shortens the conversation from here on."""

@@ -30,6 +30,7 @@ class Attachment:
     digest: str = ""  # SHA-256 of the file, in hexadecimal
     size: int = 0  # of the file, in bytes
     mtime_ns: int = 0  # of the file
+    tokens: int = 0  # as the model counted them when it was attached; 0: nobody counted them
 
     @property
     def url(self) -> str:
@@ -46,6 +47,11 @@ def with_attachments(text: str, attachments: Sequence[Attachment]) -> str:
 def images(attachments: Sequence[Attachment]) -> tuple[str, ...]:
     """Return the images as data URLs."""
     return tuple(attachment.url for attachment in attachments if attachment.kind == "image")
+
+
+def as_markdown(attachment: Attachment) -> str:
+    """Return an attachment for an export: its text as the model got it; of an image, its name."""
+    return _fenced(attachment) if attachment.kind == "text" else f"*{attachment.name} (a picture)*"
 
 
 def _fenced(attachment: Attachment) -> str:

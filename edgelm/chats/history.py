@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from edgelm.chats.attachments import Attachment
+from edgelm.chats.attachments import Attachment, as_markdown
 from edgelm.chats.reading import Reading
 from edgelm.chats.tool_calls import ToolCall, calls_as_json
 
@@ -193,6 +193,7 @@ def to_markdown(chat: Chat, tree: Tree) -> str:
     for message in tree.path():
         author = "You" if message.role == "user" else (message.model or "Assistant")
         parts.append(f"## {author}")
+        parts += map(as_markdown, message.attachments)
         if message.text:
             parts.append(message.text.rstrip("\n"))
         if message.state == "failed":

@@ -26,7 +26,8 @@ CREATE INDEX message_parent ON message (parent);
 CREATE TABLE attachment (
     message INTEGER NOT NULL REFERENCES message ON DELETE CASCADE, place INTEGER NOT NULL, kind TEXT NOT NULL,
     name TEXT NOT NULL, path TEXT NOT NULL, text TEXT NOT NULL, data BLOB NOT NULL, media_type TEXT NOT NULL,
-    digest TEXT NOT NULL, size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, PRIMARY KEY (message, place));
+    digest TEXT NOT NULL, size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    PRIMARY KEY (message, place));
 CREATE TABLE piece (
     id INTEGER PRIMARY KEY, message INTEGER NOT NULL REFERENCES message ON DELETE CASCADE,
     text TEXT NOT NULL, reasoning TEXT NOT NULL);
@@ -73,7 +74,8 @@ MIGRATIONS = {
     CREATE TABLE attachment (
         message INTEGER NOT NULL REFERENCES message ON DELETE CASCADE, place INTEGER NOT NULL, kind TEXT NOT NULL,
         name TEXT NOT NULL, path TEXT NOT NULL, text TEXT NOT NULL, data BLOB NOT NULL, media_type TEXT NOT NULL,
-        digest TEXT NOT NULL, size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, PRIMARY KEY (message, place));
+        digest TEXT NOT NULL, size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, tokens INTEGER NOT NULL,
+        PRIMARY KEY (message, place));
     """,
 }
 

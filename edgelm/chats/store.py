@@ -35,7 +35,7 @@ _CHAT_COLUMNS = (
 )
 _CHAT = ", ".join(f"chat.{column}" for column in _CHAT_COLUMNS.split(", "))
 _MESSAGE = "id, chat, parent, role, text, reasoning, state, note, model, stats, created, sent_from, reading, calls"
-_ATTACHMENT = "kind, name, path, text, data, media_type, digest, size, mtime_ns"
+_ATTACHMENT = "kind, name, path, text, data, media_type, digest, size, mtime_ns, tokens"
 _ATTACHMENT_OF = ", ".join(f"attachment.{column}" for column in _ATTACHMENT.split(", "))
 
 
@@ -135,7 +135,7 @@ class Store:
             self._db.execute("DELETE FROM piece WHERE message = ?", (message.id,))
             for place, attachment in enumerate(message.attachments):  # they never change
                 self._db.execute(
-                    f"INSERT OR IGNORE INTO attachment (message, place, {_ATTACHMENT}) VALUES ({', '.join('?' * 11)})",
+                    f"INSERT OR IGNORE INTO attachment (message, place, {_ATTACHMENT}) VALUES ({', '.join('?' * 12)})",
                     (message.id, place, *_attachment_values(attachment)),
                 )
 
@@ -191,7 +191,7 @@ class Store:
 
     def prompts(self, limit: int) -> list[str]:
         """Return the user's last messages, oldest first."""
-        rows = self._rows("SELECT text FROM message WHERE role = 'user' ORDER BY id DESC LIMIT ?", limit)
+        rows = self._rows("SELECT text FROM message WHERE role = 'user' AND text <> '' ORDER BY id DESC LIMIT ?", limit)
         return [row[0] for row in reversed(rows)]
 
     def search(self, query: str, limit: int = 100) -> list[Hit]:
@@ -294,7 +294,7 @@ def _message(row: Any) -> Message:
 def _attachment_values(attachment: Attachment) -> tuple[object, ...]:
     return (
         attachment.kind, _clean(attachment.name), _clean(attachment.path), _clean(attachment.text), attachment.data,
-        attachment.media_type, attachment.digest, attachment.size, attachment.mtime_ns,
+        attachment.media_type, attachment.digest, attachment.size, attachment.mtime_ns, attachment.tokens,
     )  # fmt: skip
 
 

@@ -1,0 +1,255 @@
+"""Files that are attached to a message: chosen by @, by command and by paste, shown on the bar, sent and kept."""
+
+from __future__ import annotations
+
+import base64
+import os
+from pathlib import Path
+
+import pytest
+from textual import events
+
+from tests.tui.conftest import Driver, Open
+from tests.tui.test_mouse import click
+
+CODE = "def add(a, b):\n    return a + b\n"
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: a repository with a few files."""
+    folder = tmp_path / "project"
+    (folder / "src").mkdir(parents=True)
+    (folder / "build").mkdir()
+    (folder / "src" / "adder.py").write_text(CODE)
+    (folder / "src" / "notes.md").write_text("# Notes\n")
+    (folder / "build" / "adder.o.txt").write_text("made")
+    (folder / ".env").write_text("KEY=1")
+    (folder / ".gitignore").write_text("build/\n")
+    (folder / "picture.png").write_bytes(PNG)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def names(chat: Driver) -> list[str]:
+    return [attachment.name for attachment in chat.screen.files.attachments]
+
+
+def last_content(chat: Driver) -> object:
+    return chat.endpoint.requests[-1]["messages"][-1]["content"]
+
+
+async def pick(chat: Driver, typed: str, *keys: str) -> None:
+    await chat.type(typed)
+    await chat.press(*keys)
+
+
+async def has(chat: Driver, *expected: str) -> None:
+    await chat.until(lambda: names(chat) == list(expected), f"attached: {expected}, not {names(chat)}")
+
+
+async def paste(chat: Driver, text: str) -> None:
+    chat.prompt.post_message(events.Paste(text))
+    await chat.pilot.pause()
+
+
+async def test_a_file_is_picked_counted_and_sent(open_chat: Open, folder: Path) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.type("Explain @add")
+        await chat.sees("src/adder.py")
+        assert "adder.o" not in chat.text, "what .gitignore excludes is not listed"
+        await chat.press("enter")
+        await has(chat, "src/adder.py")
+        assert chat.prompt.text == "Explain "
+        await chat.sees("src/adder.py 11 tokens", "4,085 of 4,096 left")
+        await chat.press("enter")
+        await chat.answered()
+        assert last_content(chat) == f"src/adder.py:\n```\n{CODE}```\n\nExplain "
+        await chat.sees("▸ src/adder.py · 11 tokens")
+        assert names(chat) == []
+        chat_id = chat.session.chat.id
+    async with open_chat() as chat:
+        await chat.ready()
+        chat.screen.open_chat(chat_id)
+        await chat.sees("▸ src/adder.py · 11 tokens")
+        await chat.press("shift+tab", "up", "enter")
+        await chat.sees("▾ src/adder.py", "return a + b")
+
+
+async def test_keys_may_be_faster_than_the_list(open_chat: Open, folder: Path) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.press(*"@notes", "enter")
+        await has(chat, "src/notes.md")
+        await chat.press(*"@nosuch", "enter")
+        await chat.until(lambda: chat.turns[:1] == [("user", "@nosuch")], "a word is a word")
+        await chat.answered()
+        await chat.type("to @src")
+        await chat.sees("src/adder.py")
+        await chat.press("escape", "enter")
+        await chat.until(lambda: ("user", "to @src") in chat.turns, "sent without a file")
+
+
+async def test_a_folder_is_opened_by_tab_and_by_mouse(open_chat: Open, folder: Path) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.type("@src")
+        await chat.sees("src/notes.md")
+        await chat.press("tab")
+        await chat.until(lambda: chat.prompt.text == "@src/", "the folder is open")
+        await chat.sees("this folder")
+        await chat.press("enter")
+        await has(chat, "src/ (2 files)")
+        assert "==> src/adder.py" not in chat.screen.files.attachments[0].text
+        assert "==> adder.py <==\n" + CODE in chat.screen.files.attachments[0].text
+        chat.prompt.put("@")
+        await click(chat, "src/      folder")
+        await click(chat, "this folder")
+        await chat.press("backspace")
+        await chat.until(lambda: names(chat) == [], "taken off")
+        await chat.type(f"@{folder}/sr")
+        await chat.press("tab", "down", "enter")
+        await has(chat, "src/adder.py")
+
+
+async def test_what_cannot_be_attached(open_chat: Open, folder: Path) -> None:
+    (folder / "program").write_bytes(b"\x7fELF\0\0\1")
+    (folder / "empty.txt").write_text("")
+    async with open_chat() as chat:
+        await chat.ready()
+        for path, words in (
+            (".env", "may hold a key or a password"),
+            ("none.txt", "none.txt does not exist"),
+            ("program", "program is neither text nor PDF nor a picture"),
+            ("'empty.txt'", "empty.txt is empty"),
+            ("picture.png", "starter sees no pictures"),
+            ("/dev/zero", "zero cannot be read: not a regular file"),
+        ):
+            await chat.ask_only(f"/attach {path}")
+            await chat.hears(words)
+        assert names(chat) == []
+        assert not chat.screen.files.bar.display
+
+
+async def test_a_picture_goes_to_another_endpoint(open_chat: Open, folder: Path) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.is_edgelm = False
+        await chat.ready()
+        await chat.ask_only("/attach picture.png")
+        await has(chat, "picture.png")
+        await chat.sees("picture.png picture, 70 B")
+        await chat.ask("What is it?")
+        url = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+        assert last_content(chat) == [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": "What is it?"},
+        ]
+
+
+async def test_what_is_pasted(open_chat: Open, folder: Path) -> None:
+    (folder / "two words.txt").write_text("2")
+    long = "word " * 500
+    async with open_chat() as chat:
+        await chat.ready()
+        await paste(chat, f"'{folder}/two words.txt' {folder}/src/adder.py")
+        await has(chat, "two words.txt", "src/adder.py")
+        await paste(chat, f"file://{folder}/two%20words.txt")
+        await paste(chat, f"{folder}/src/notes\\.md ")
+        await has(chat, "two words.txt", "src/adder.py", "src/notes.md")
+        await paste(chat, "/no/such/file is not there")
+        await chat.until(lambda: chat.prompt.text == "/no/such/file is not there", "a text")
+        chat.prompt.put("")
+        await paste(chat, long)
+        await chat.until(lambda: names(chat)[3:] == ["pasted text 1"], "attached")
+        await chat.press("shift+tab", "left", "delete")
+        await chat.until(lambda: len(names(chat)) == 3, "taken off")
+        await chat.press("right", "right", "enter")
+        await chat.until(lambda: chat.prompt.text == long, "it is in the prompt")
+        assert chat.prompt.has_focus
+        chat.prompt.put("")
+        await paste(chat, "1\n" * 40)
+        await click(chat, "as text")
+        assert chat.prompt.text == "1\n" * 40
+
+
+async def test_a_message_may_be_a_pasted_text_alone(open_chat: Open, folder: Path) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await paste(chat, "1\n" * 50)
+        await chat.sees("pasted text 1")
+        await chat.press("enter")
+        await chat.answered()
+        assert str(last_content(chat)).startswith("pasted text 1:\n```\n1\n1\n")
+        assert chat.session.chat.title == "pasted text 1"
+
+
+async def test_a_message_that_does_not_fit_is_sent_at_the_second_enter(open_chat: Open, folder: Path) -> None:
+    (folder / "long.txt").write_text("word " * 5000)
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask_only("/attach long.txt")
+        await chat.sees("long.txt 5,003 tokens", "too long by 907 tokens of 4,096")
+        chat.prompt.put("Sum it up")
+        await chat.press("enter")
+        await chat.hears("the message is too long by", "press Enter again")
+        assert chat.endpoint.requests == []
+        await chat.press("enter")
+        await chat.until(lambda: chat.endpoint.requests, "sent")
+        await chat.answered()
+
+
+async def test_a_changed_file_is_noticed_and_attached_again(open_chat: Open, folder: Path) -> None:
+    file = folder / "src" / "adder.py"
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask_only("/attach src/adder.py")
+        await has(chat, "src/adder.py")
+        await chat.ask("Explain it")
+        chat_id = chat.session.chat.id
+        stamp = file.stat().st_mtime_ns
+        os.utime(file, ns=(stamp, stamp + 10**9))
+        await chat.ask("And now?")
+        assert len(chat.endpoint.requests) == 2, "a file with a new time and the same content is the same"
+        file.write_text(CODE + "# more\n")
+        chat.prompt.put("What changed?")
+        await chat.press("enter")
+        await chat.hears("src/adder.py has changed", "Enter sends all the same")
+        await chat.sees("src/adder.py has changed attach again")
+        await chat.press("shift+tab", "enter")
+        await has(chat, "src/adder.py")
+        await chat.press("enter")
+        await chat.answered()
+        assert "# more" in str(last_content(chat))
+        assert "# more" not in chat.session.tree.path()[0].attachments[0].text, "the old version stays"
+        file.unlink()
+    async with open_chat() as chat:
+        await chat.ready()
+        chat.screen.open_chat(chat_id)
+        await chat.sees("src/adder.py is gone")
+        await chat.press(*"hi", "enter")
+        await chat.until(lambda: len(chat.turns) == 8, "a notice that was shown stops no message")
+        await chat.answered()
+        await click(chat, "✕")
+        await chat.until(lambda: not chat.screen.files.bar.display, "the notice is closed")
+
+
+async def test_an_edited_message_keeps_its_files(open_chat: Open, folder: Path) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask_only("/attach src/adder.py")
+        await has(chat, "src/adder.py")
+        await chat.ask("Explain it")
+        await chat.press("f4")
+        await has(chat, "src/adder.py")
+        await chat.press("end", *" twice", "enter")
+        await chat.answered()
+        assert [len(message.attachments) for message in chat.session.tree.path()] == [1, 0]
+        assert str(last_content(chat)).endswith("Explain it twice")
+        await chat.press("f4")
+        await has(chat, "src/adder.py")
+        await chat.press("escape")
+        await chat.until(lambda: names(chat) == [], "left")
