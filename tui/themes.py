@@ -22,6 +22,7 @@ from edgelm.tui.dialogs import Choice, PickScreen
 from edgelm.tui.hints import CANCEL, Hint
 from edgelm.tui.palette import make_palette
 
+PANES = (("surface", 0.05), ("panel", 0.1))  # and their share of the foreground over the background
 ALIASES = {"dark": "textual-dark", "light": "textual-light"}
 COLOURS = ("primary", "secondary", "accent", "foreground", "background", "surface", "panel", "boost", "warning", "error", "success")  # fmt: skip
 
@@ -59,7 +60,20 @@ def _theme(name: str, entries: object, file: Path) -> Theme:
             raise UsageError(f"{source}: {key} sets nothing", f"a theme has {', '.join(COLOURS)} and dark")
     if "primary" not in values:
         raise UsageError(f"{source}: it has no primary colour", 'write primary = "#0178d4" or another colour')
-    return Theme(name=name, **values)
+    return Theme(name=name, **_filled(values))
+
+
+def _filled(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a theme with those that the user left out: they go with the colours that are there."""
+    background = Color.parse(values["background"]) if "background" in values else None
+    dark = values.get("dark", background is None or background.brightness < 0.5)
+    like = BUILTIN_THEMES["textual-dark" if dark else "textual-light"]
+    filled = {name: getattr(like, name) for name in ("warning", "error", "success", "accent", "background")}
+    filled |= {"foreground": "#e0e0e0" if dark else "#1f1f1f", "dark": dark, **values}
+    if background is not None:  # Textual's own greys would stand beside it
+        foreground = Color.parse(filled["foreground"])
+        filled = {name: background.blend(foreground, share).hex for name, share in PANES} | filled
+    return filled
 
 
 def _colour(key: str, value: object, source: str) -> str:
@@ -75,7 +89,12 @@ def _colour(key: str, value: object, source: str) -> str:
 class ThemeScreen(PickScreen):
     """Choose a theme: the one of the chosen line is shown at once."""
 
-    DEFAULT_CSS = "ThemeScreen #sample { height: auto; margin-top: 1; }"
+    # The conversation behind it shows the theme too.
+    DEFAULT_CSS = """
+    ThemeScreen { background: transparent; }
+    ThemeScreen OptionList { max-height: 10; }
+    ThemeScreen #sample { height: auto; margin-top: 1; }
+    """
 
     def __init__(self, themes: Mapping[str, Theme], current: str) -> None:
         own = [name for name in themes if name not in BUILTIN_THEMES]

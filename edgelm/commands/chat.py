@@ -9,6 +9,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgelm.commands.presets import read_looks, read_presets, start_preset
 from edgelm.config import SETTINGS, Config, load_config
 from edgelm.errors import EdgeLMError
 from edgelm.library.local import runnable_model
@@ -38,7 +39,6 @@ def open_chat(
     if is_dumb and not plain:
         print("this terminal is dumb (TERM): the chat is in plain lines, as with --plain")
     from edgelm.client.addresses import normalize_address
-    from edgelm.commands.presets import read_presets, start_preset
     from edgelm.tui.link import Link
     from edgelm.tui.workspace import ChatDefaults
 
@@ -100,12 +100,9 @@ def open_chat(
 def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
     """Run the chat on the full screen; return the number of changes that were not saved."""
     from edgelm.tui.app import ChatApp
-    from edgelm.tui.keymap import parse_keys
-    from edgelm.tui.themes import parse_themes
 
-    places, tables = config.places, config.tables
-    file = places.config / "config.toml"
-    themes, keymap = parse_themes(tables.get("themes", {}), file), parse_keys(tables.get("keys", {}), file)
+    places = config.places
+    keymap, themes = read_looks(config)
 
     def bandwidth() -> float:
         from edgelm.commands.plan import read_machine

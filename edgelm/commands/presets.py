@@ -1,12 +1,18 @@
-"""The presets of the user's config.toml, for the commands with `--preset`."""
+"""The user's own presets, keys and themes, from config.toml, for the commands that use or show them."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgelm.chats.presets import Preset, Presets, parse_presets
 from edgelm.config import Config
+
+if TYPE_CHECKING:
+    from textual.theme import Theme
+
+    from edgelm.tui.keymap import KeyMap
 
 
 def read_presets(config: Config) -> Presets:
@@ -15,6 +21,15 @@ def read_presets(config: Config) -> Presets:
 
     parsers = {param.name: param.parse for param in PARAMS}
     return parse_presets(config.tables, config.places.config / "config.toml", parsers)
+
+
+def read_looks(config: Config) -> tuple[KeyMap, tuple[Theme, ...]]:
+    """Return the keys and themes of the user's own config.toml. Raises UsageError."""
+    from edgelm.tui.keymap import parse_keys
+    from edgelm.tui.themes import parse_themes
+
+    file = config.places.config / "config.toml"
+    return parse_keys(config.tables.get("keys", {}), file), parse_themes(config.tables.get("themes", {}), file)
 
 
 def start_preset(presets: Presets, name: str | None, config: Config) -> Preset | None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 from edgelm.commands.job import reader_may_leave, run_job
+from edgelm.commands.presets import read_presets, start_preset
 from edgelm.config import SETTINGS, Config, load_config
 from edgelm.errors import EdgeLMError, RequestError, UsageError
 from edgelm.knowledge.passages import Passage
@@ -93,8 +94,6 @@ def run_model(
 
 def _with_preset(name: str, config: Config, think: Thinking, *, raw: bool) -> tuple[Config, Thinking, str]:
     """Return the settings, the effort and the system prompt with those of a preset. Raises UsageError."""
-    from edgelm.commands.presets import read_presets, start_preset
-
     preset = start_preset(read_presets(config), name, config)
     assert preset is not None, "it is named"
     if raw and preset.system:
@@ -107,7 +106,7 @@ def _with_preset(name: str, config: Config, think: Thinking, *, raw: bool) -> tu
     unused = [key for key in preset.sampling if key not in own and key != "reasoning_effort"]
     unused += ["tools"] if preset.tools else []
     if unused:
-        print(f"note: of the preset, {', '.join(unused)} are for the chat only", file=sys.stderr)
+        print(f"note: these values of the preset are for the chat only: {', '.join(unused)}", file=sys.stderr)
     return replace(config, settings=replace(config.settings, **own)), think, preset.system or ""
 
 

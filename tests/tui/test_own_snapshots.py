@@ -52,16 +52,8 @@ def test_presets_small_in_16_colours(app: ChatApp, snap_compare: Any) -> None:
     assert snap_compare(app, terminal_size=(60, 20), run_before=keys("f10", theme="ansi-dark"))
 
 
-@pytest.mark.parametrize("theme", ["textual-dark", "textual-light"])
-def test_themes(app: ChatApp, theme: str, snap_compare: Any) -> None:
-    assert snap_compare(app, terminal_size=(90, 28), run_before=keys(OPEN_QUICKSORT, "f11", theme=theme))
-
-
-@pytest.mark.parametrize("theme", ["sea", "paper"])
-def test_a_theme_of_the_users_own(app: ChatApp, theme: str, snap_compare: Any) -> None:
-    typed = " ".join(theme)
-    assert snap_compare(app, terminal_size=(90, 28), run_before=keys(OPEN_QUICKSORT, f"f11 {typed}"))
-
-
-def test_themes_small(app: ChatApp, snap_compare: Any) -> None:
-    assert snap_compare(app, terminal_size=(60, 20), run_before=keys("f11"))
+@pytest.mark.parametrize(("theme", "typed"), [("textual-light", ""), ("textual-dark", "s e a"), ("ansi-dark", "p a p")])
+def test_themes(app: ChatApp, theme: str, typed: str, snap_compare: Any) -> None:
+    """The second and third show a theme of the user's own, before it is chosen."""
+    size = (60, 20) if theme == "ansi-dark" else (90, 28)
+    assert snap_compare(app, terminal_size=size, run_before=keys(OPEN_QUICKSORT, f"f11 {typed}", theme=theme))

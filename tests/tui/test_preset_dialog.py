@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import tomllib
 from pathlib import Path
 
@@ -9,6 +11,9 @@ import pytest
 
 from edgelm.chats.presets import Preset, Presets
 from edgelm.tui.dialogs import ConfirmScreen, LineScreen
+from edgelm.tui.link import Link
+from edgelm.tui.plain import PlainChat
+from edgelm.tui.plain_lines import LineReader, Writer
 from edgelm.tui.preset_screen import PresetScreen
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Open
@@ -122,3 +127,36 @@ async def test_without_presets(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.ask("/preset")
         await chat.hears("there are no presets yet", "/preset save NAME makes one of this chat")
+
+
+async def test_presets_in_plain_lines(
+    endpoint: FakeEndpoint, presets: Presets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed = (
+        "/preset", "/preset terse", "Hello", "/preset save mine", "/preset save mine", "y", "/preset folder mine",
+        "/preset folder", "/new", "/preset folder off", "/preset off", "/preset nothing", "/editor",
+    )  # fmt: skip
+    output = io.StringIO()
+    writer = Writer(output)
+    lines = LineReader(io.StringIO("".join(f"{line}\n" for line in typed)), writer, edits=False)
+    link = Link(endpoint=endpoint.address, api_key=None, runtime=tmp_path / "run", log=tmp_path / "serve.log")
+    defaults = ChatDefaults(presets=presets, note="a note at the start")
+    chat = PlainChat(tmp_path / "chats.db", link, defaults, lines, writer, knowledge=tmp_path / "knowledge.db")
+    await asyncio.to_thread(chat.run)
+    assert endpoint.requests[0]["messages"][0] == {"role": "system", "content": "Be brief."}
+    told = output.getvalue()
+    for line in (
+        "a note at the start",
+        "terse: temperature 0.2, system prompt",
+        "preset terse: temperature 0.2, system prompt",
+        "preset mine: model starter, temperature 0.2, system prompt",
+        f"new chats in {tmp_path} begin with the preset mine",
+        "new chats here begin with the preset mine",
+        f"new chats in {tmp_path} have no preset",
+        "no preset",
+        "error: there is no preset nothing; the presets are terse, code review, gone, mine",
+        "error: an editor needs a terminal; write the message here",
+    ):
+        assert f"{line}\n" in told
+    assert set(tomllib.loads(presets.file.read_text())["presets"]) == {"mine"}
