@@ -1,7 +1,8 @@
 """The function of each command of the table.
 
 Owns the dialogs that a command asks with and what it reports. The commands about models are in model_actions.py, those
-about knowledge in knowledge.py, those that look into the model in engine_actions.py. Knows nothing of keys.
+about knowledge in knowledge.py, those that look into the model in engine_actions.py, those about presets, themes and the
+editor in own_actions.py. Knows nothing of keys.
 """
 
 from __future__ import annotations

@@ -230,7 +230,10 @@ HELP_NOTES = (
 class HelpScreen(ModalScreen[None]):
     """The page that F1 opens: every key and command."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f1,q,enter", "dismiss(None)", "Close", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,enter", "dismiss(None)", "Close", show=False),
+        Binding("f1", "dismiss(None)", "Close", show=False, id="run('help')"),  # the user's own key closes it too
+    ]
     DEFAULT_CSS = """
     HelpScreen { align: center middle; }
     HelpScreen > VerticalScroll {

@@ -14,7 +14,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from edgelm.atomic import PRIVATE, atomic_write
-from edgelm.chats.presets import Preset, Presets
+from edgelm.chats.presets import Preset, Presets, written_value
 from edgelm.errors import EdgeLMError, UsageError
 
 
@@ -28,7 +28,7 @@ def save_preset(presets: Presets, preset: Preset) -> None:
         if preset.system:
             table["system"] = tomlkit.string(preset.system, multiline="\n" in preset.system)
         for name, value in preset.sampling.items():
-            table[name] = value
+            table[name] = written_value(name, value)
         if preset.tools:
             table["tools"] = list(preset.tools)
         table.add(tomlkit.nl())  # between it and the next table

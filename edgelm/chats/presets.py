@@ -36,7 +36,7 @@ class Preset:
         """Return what it sets, as pairs of a name and a value to show."""
         lines = [("model", self.model)] if self.model else []
         for name, value in self.sampling.items():
-            lines.append((name, f"{value:g}" if isinstance(value, float) else str(value)))
+            lines.append((name, f"{value:g}" if isinstance(value, float) else str(written_value(name, value))))
         if self.tools is not None:
             lines.append(("tools", ", ".join(self.tools) or "none"))
         if self.system is not None:
@@ -119,6 +119,11 @@ def apply_preset(chat: Chat, preset: Preset | None, before: Preset | None = None
     kept = {name: value for name, value in chat.sampling.items() if before.sampling.get(name) != value}
     chat.sampling = {**kept, **chosen.sampling}
     chat.preset = chosen.name
+
+
+def written_value(name: str, value: Value) -> Value:
+    """Return a value as the user writes it: the API's `none` for the effort of reasoning is `off`."""
+    return "off" if (name, value) == ("reasoning_effort", "none") else value
 
 
 def preset_of(chat: Chat, name: str, model: str) -> Preset:

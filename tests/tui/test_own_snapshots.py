@@ -52,7 +52,11 @@ def test_presets_small_in_16_colours(app: ChatApp, snap_compare: Any) -> None:
     assert snap_compare(app, terminal_size=(60, 20), run_before=keys("f10", theme="ansi-dark"))
 
 
-@pytest.mark.parametrize(("theme", "typed"), [("textual-light", ""), ("textual-dark", "s e a"), ("ansi-dark", "p a p")])
+@pytest.mark.parametrize(
+    ("theme", "typed"),
+    [("textual-light", ""), ("textual-dark", "s e a"), ("ansi-dark", "p a p")],
+    ids=["light", "own-dark", "own-light-small"],
+)
 def test_themes(app: ChatApp, theme: str, typed: str, snap_compare: Any) -> None:
     """The second and third show a theme of the user's own, before it is chosen."""
     size = (60, 20) if theme == "ansi-dark" else (90, 28)
