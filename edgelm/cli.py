@@ -67,6 +67,9 @@ def _main(
         str | None,
         typer.Option(help="The key for that server; others see it: EDGELM_API_KEY is better.", show_default=False),
     ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="New chats begin with this preset.", show_default=False)
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Chat in plain lines: for a screen reader, or an Emacs shell.")
     ] = False,
@@ -80,7 +83,7 @@ def _main(
     if context.invoked_subcommand is None:
         from edgelm.commands.chat import open_chat
 
-        open_chat(endpoint, model, flags, api_key, plain=plain)
+        open_chat(endpoint, model, flags, api_key, preset=preset, plain=plain)
 
 
 @app.command()
@@ -110,6 +113,10 @@ def run(
         list[str] | None,
         typer.Option(metavar="PATH", help="Answer from this file or folder. May be repeated.", show_default=False),
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Take system prompt and sampling from a preset.", show_default=False),
+    ] = None,
     as_json: Json = False,
     verbose: Verbose = False,
     *,
@@ -128,6 +135,7 @@ def run(
         grammar_file=schema or grammar or "",
         think=think,
         know=know or [],
+        preset=preset,
         raw=raw,
         as_json=as_json,
         verbose=verbose,

@@ -1,7 +1,8 @@
 """The function of each command of the table.
 
 Owns the dialogs that a command asks with and what it reports. The commands about models are in model_actions.py, those
-about knowledge in knowledge.py, those that look into the model in engine_actions.py. Knows nothing of keys.
+about knowledge in knowledge.py, those that look into the model in engine_actions.py, those about presets, themes and the
+editor in own_actions.py. Knows nothing of keys.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from edgelm.tui.inspector_panel import InspectorPanel
 from edgelm.tui.knowledge import KnowledgeActions, Send
 from edgelm.tui.markdown import code_blocks
 from edgelm.tui.model_actions import ModelActions
+from edgelm.tui.own_actions import OwnActions
 from edgelm.tui.params import EFFORTS, ParamsScreen, Value, effort_name, parse_params
 from edgelm.tui.paths import file_to_write, unquoted
 from edgelm.tui.pulls import Pulls
@@ -70,8 +72,8 @@ class Actions:
             "code": self._copy_code,
             "export": self._export,
             "delete": self._delete,
-            "theme": self._theme,
             **self.models.by_name,
+            **OwnActions(app, workspace, view).by_name,
             **EngineActions(app, workspace, view, panel).by_name,
             **KnowledgeActions(app, workspace, reader, view, send).by_name,
             "quit": self._quit,
@@ -184,20 +186,6 @@ class Actions:
                 raise RequestError(f"there is no effort {name!r}", "give " + ", ".join(EFFORTS))
             session.set_sampling(parse_params(f"reasoning_effort={name}", session.chat.sampling))
             self._notify(f"this chat: thinking {name}")
-
-    async def _theme(self, argument: str) -> None:
-        app = self._app
-        names = sorted(app.available_themes)
-        if argument:
-            chosen: str | None = {"dark": "textual-dark", "light": "textual-light"}.get(argument, argument)
-            if chosen not in names:
-                raise RequestError(f"there is no theme {argument}", "/theme shows all; try dark or light")
-        else:
-            choices = [Choice(name, name, "dark" if app.available_themes[name].dark else "light") for name in names]
-            chosen = await self._ask(PickScreen("Colours", choices, app.theme))
-        if chosen:
-            app.theme = chosen
-            self._workspace.remember("theme", chosen)
 
     async def _toggle_drafts(self, _argument: str) -> None:
         shown = not self._view.shows_drafts

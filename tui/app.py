@@ -14,13 +14,16 @@ from typing import Any, ClassVar, cast
 
 from textual import _ansi_sequences
 from textual.app import App
+from textual.binding import Binding, BindingType
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.keys import Keys
 from textual.screen import Screen
+from textual.theme import Theme
 
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
 from edgelm.tui.commands import COMMANDS, Command
+from edgelm.tui.keymap import KeyMap
 from edgelm.tui.link import Link
 from edgelm.tui.palette import readable_variables
 from edgelm.tui.pulls import COMMAND
@@ -60,12 +63,17 @@ class ChatCommands(Provider):
         self.screen.run_command(name, "")
 
 
-class ChatApp(App[None]):
+class ChatApp(App[None], inherit_bindings=False):
     """The terminal chat."""
 
     TITLE = "edgelm"
+    # Textual's own, with the ids of our rows: the user's keys move both.
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+p", "command_palette", show=False, priority=True, id="app.command_palette"),
+        Binding("ctrl+q", "quit", show=False, priority=True, id="run('quit')"),
+        Binding("ctrl+c", "help_quit", show=False, system=True, id="interrupt"),
+    ]
     COMMANDS: ClassVar[Any] = {ChatCommands}
-    COMMAND_PALETTE_BINDING = "ctrl+p"
     NOTIFICATION_TIMEOUT = 4
     CSS = """
     ToastRack { dock: top; }
@@ -81,12 +89,20 @@ class ChatApp(App[None]):
         *,
         knowledge: Path | None = None,
         bandwidth: Callable[[], float] = lambda: 0.0,
+        themes: Sequence[Theme] = (),
+        keymap: KeyMap | None = None,
     ) -> None:
         """`knowledge` is the file of the index; it is made beside the chats where none is given.
+
+        `themes` and `keymap` are the user's own.
 
         `bandwidth` measures this machine's memory, in bytes per second; 0: not known.
         """
         super().__init__()
+        for theme in themes:
+            self.register_theme(theme)
+        self.keymap = keymap or KeyMap()
+        self.set_keymap(self.keymap.textual)
         self._link = link
         self._loop: asyncio.AbstractEventLoop | None = None
         self._store = StoreThread(chats, self._report_problem)

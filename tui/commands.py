@@ -6,6 +6,7 @@ Owns names, arguments, keys and their one-line descriptions. Knows nothing of wh
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -52,6 +53,7 @@ COMMANDS = (
     Command("new", "Start a new chat"),
     Command("search", "Search all chats", "[WORDS]"),
     Command("model", "Choose the model of this chat, or pull one", "[NAME]"),
+    Command("preset", "Choose or save a preset: prompt, model, sampling", "[NAME|save|off]"),
     Command("system", "Set the system prompt of this chat", "[TEXT]"),
     Command("params", "Set how this chat is sampled", "[NAME=VALUE …]"),
     Command("think", "Set how much the model thinks", "[EFFORT]"),
@@ -67,6 +69,7 @@ COMMANDS = (
     Command("inspect", "Show the steps of the engine: prompt, drafts, tokens, KV cache"),
     Command("explore", "See what else the model could have said, and go on from it"),
     Command("compare", "Answer again with another model or settings, side by side", "[MODEL|SETTING]"),
+    Command("editor", "Write the message in your editor ($EDITOR)"),
     Command("copy", "Copy the last answer"),
     Command("code", "Copy a block of code", "[NUMBER]"),
     Command("export", "Write the chat to a file", "[md|json] [FILE]"),
@@ -133,7 +136,7 @@ class Key:
 
     @property
     def binding(self) -> Binding:
-        return Binding(self.keys, self.action, self.help, show=False, priority=self.priority)
+        return Binding(self.keys, self.action, self.help, show=False, priority=self.priority, id=self.action)
 
     @property
     def shown(self) -> str:
@@ -164,6 +167,7 @@ GLOBAL_KEYS = (
     Key("f6", "run('inspect')", "Show the steps of the engine; again: enter, close", priority=True),
     Key("f7", "run('explore')", "See what else the model could have said", priority=True),
     Key("f8", "run('compare')", "Answer again with another model, side by side", priority=True),
+    Key("f9", "run('editor')", "Write the message in your editor ($EDITOR)", priority=True),
     Key("ctrl+c", "interrupt", "Copy the selection, or stop the answer; twice: quit", priority=True),
     Key("ctrl+q", "run('quit')", "Quit", priority=True),
 )
@@ -218,8 +222,10 @@ INSPECTOR_KEYS = (
     Key("end", "newest", "The newest step"),
 )
 
-KEY_GROUPS = (
-    ("Everywhere", GLOBAL_KEYS),
+Group = tuple[str, Sequence[Key]]  # a title of the help page, and its keys
+EVERYWHERE = "Everywhere"
+KEY_GROUPS: tuple[Group, ...] = (
+    (EVERYWHERE, GLOBAL_KEYS),
     ("In the prompt", PROMPT_KEYS),
     ("On a message", TRANSCRIPT_KEYS),
     ("On attached files (Shift+Tab)", FILE_KEYS),
@@ -236,7 +242,10 @@ HELP_NOTES = (
 class HelpScreen(ModalScreen[None]):
     """The page that F1 opens: every key and command."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,f1,q,enter", "dismiss(None)", "Close", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,enter", "dismiss(None)", "Close", show=False),
+        Binding("f1", "dismiss(None)", "Close", show=False, id="run('help')"),  # the user's own key closes it too
+    ]
     DEFAULT_CSS = """
     HelpScreen { align: center middle; }
     HelpScreen > VerticalScroll {
@@ -248,11 +257,16 @@ class HelpScreen(ModalScreen[None]):
     HelpScreen Static { height: auto; link-style: none; link-color: $foreground; link-style-hover: underline; }
     """
 
+    def __init__(self, groups: Sequence[Group] | None = None) -> None:
+        """`groups` are the keys in force; by default those of the tables."""
+        super().__init__()
+        self._groups = KEY_GROUPS if groups is None else groups
+
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
             box.border_title = "Keys and commands"
             box.border_subtitle = footer([Hint("Esc", "closes", "screen.dismiss(None)")], "; a click runs a command")
-            yield Static(_help_page())
+            yield Static(_help_page(self._groups))
 
     def action_use(self, action: str) -> None:
         """Run the command of the clicked line in the chat."""
@@ -261,14 +275,14 @@ class HelpScreen(ModalScreen[None]):
         self.app.call_later(self.app.run_action, action, chat)
 
 
-def _help_page() -> Table:
+def _help_page(groups: Sequence[Group]) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(width=24)
     table.add_column()
-    for title, keys in KEY_GROUPS:
+    for title, keys in groups:
         table.add_row(Text.assemble((title, "bold underline")), "")
         for key in keys:
-            action = key.action if keys is GLOBAL_KEYS else ""
+            action = key.action if title == EVERYWHERE else ""
             table.add_row(Text(key.shown, _clickable("bold", action)), Text(key.help, _clickable("", action)))
         table.add_row("", "")
     table.add_row(Text.assemble(("Commands", "bold underline")), "")

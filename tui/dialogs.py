@@ -68,24 +68,35 @@ class Choice:
     detail: str = ""
 
 
+CHOOSE = Hint("Enter", "chooses", "screen.choose")
+
+
 class PickScreen(ModalScreen[str | None]):
     """Pick one line of a list; typing filters it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", show=False)]
     DEFAULT_CSS = DIALOG_CSS.format(name="PickScreen")
 
-    def __init__(self, title: str, choices: Sequence[Choice], current: str = "") -> None:
+    def __init__(
+        self, title: str, choices: Sequence[Choice], current: str = "", hints: Sequence[Hint] = (CHOOSE, CANCEL)
+    ) -> None:
         super().__init__()
         self._title = title
         self._choices = choices
         self._current = current
+        self._hints = hints
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = Content(self._title)
-            box.border_subtitle = footer([Hint("Enter", "chooses", "screen.choose"), CANCEL])
+            box.border_subtitle = footer(self._hints)
             yield Input(placeholder="type to filter")
             yield OptionList()
+            yield from self.compose_below()
+
+    def compose_below(self) -> ComposeResult:
+        """Yield what stands below the list, such as a preview of the chosen line."""
+        return iter(())
 
     def on_mount(self) -> None:
         self._fill("")
@@ -112,7 +123,12 @@ class PickScreen(ModalScreen[str | None]):
         options = self.query_one(OptionList)
         if event.key in ("up", "down") and not options.has_focus:
             event.stop()
-            options.action_cursor_up() if event.key == "up" else options.action_cursor_down()
+            self.action_move(-1 if event.key == "up" else 1)
+
+    def action_move(self, by: int) -> None:
+        """Choose the line above (-1) or below (1)."""
+        options = self.query_one(OptionList)
+        options.action_cursor_up() if by < 0 else options.action_cursor_down()
 
     @on(Input.Submitted)
     def action_choose(self) -> None:

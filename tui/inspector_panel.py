@@ -16,10 +16,11 @@ from textual.containers import Vertical
 from edgelm.errors import EdgeLMError
 from edgelm.tui.hints import Hint, footer
 from edgelm.tui.inspector import Inspector
+from edgelm.tui.keymap import keymap_of
 from edgelm.tui.lines import clean
 from edgelm.tui.link import Link
 
-TITLE = Hint("Inspector: F6", "moves into it, and then closes it", "screen.run('inspect')")
+TITLE = Hint("F6", "moves into it, and then closes it", "screen.run('inspect')")
 RETRY_S = 2.0  # after a connection broke
 
 
@@ -37,13 +38,14 @@ class InspectorPanel(Vertical):
 
     def __init__(self, link: Link, bandwidth: Callable[[], float]) -> None:
         super().__init__(id="inspector-panel")
-        self.border_title = footer([TITLE])
         self._link = link
         self._measure = bandwidth
         self._model = ""
         self._inspector = Inspector()
 
     def compose(self) -> ComposeResult:
+        key = keymap_of(self.app).label(TITLE.action, TITLE.key)
+        self.border_title = footer([TITLE._replace(key=f"Inspector: {key}" if key else "Inspector:")])
         yield self._inspector
 
     @property

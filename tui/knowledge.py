@@ -27,6 +27,7 @@ from edgelm.knowledge.index import GUIDE, Refreshed
 from edgelm.tui.commands import HelpScreen
 from edgelm.tui.dialogs import DIALOG_CSS
 from edgelm.tui.hints import Hint, footer
+from edgelm.tui.keymap import keymap_of
 from edgelm.tui.lines import clean
 from edgelm.tui.palette import list_text
 from edgelm.tui.passages import one_line
@@ -61,7 +62,7 @@ class KnowledgeActions:
         if argument:
             self._send(argument, (GUIDE,))
         else:
-            self._app.push_screen(HelpScreen())
+            self._app.push_screen(HelpScreen(keymap_of(self._app).groups))
 
     async def _know(self, argument: str) -> None:
         verb, _, path = argument.partition(" ")

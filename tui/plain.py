@@ -151,7 +151,10 @@ class PlainChat:
         except KeyboardInterrupt:
             self.writer.line("stopped")
         model = short_name(self.workspace.model) or "none yet"
-        self.writer.line(f"edgelm, model {model}, /help lists the commands")
+        preset = f", preset {self.workspace.preset.name}" if self.workspace.preset else ""
+        self.writer.line(f"edgelm, model {model}{preset}, /help lists the commands")
+        if self.workspace.defaults.note:
+            self.writer.line(self.workspace.defaults.note)
         if self.workspace.link.remote is None and self.workspace.link.is_ready and self.workspace.model == STARTER:
             self.writer.line(f"you can ask: {' '.join(EXAMPLES)}")
 

@@ -23,6 +23,7 @@ from edgelm.tui.model_names import describe_model, find_model
 from edgelm.tui.params import EFFORTS, effort_name, parse_params
 from edgelm.tui.paths import absolute_path, file_to_write
 from edgelm.tui.plain_answer import figures, note_of
+from edgelm.tui.plain_own import own_commands
 from edgelm.tui.plain_pull import pull_model
 from edgelm.tui.reader import names_of, size_words
 from edgelm.tui.session import Session
@@ -81,6 +82,7 @@ class PlainCommands:
             "export": self._export,
             "delete": self._delete,
             "status": self._status,
+            **own_commands(chat),
             "help": self._help,
             "quit": self._quit,
         }

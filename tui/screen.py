@@ -29,6 +29,7 @@ from edgelm.tui.attaching import Attaching
 from edgelm.tui.commands import GLOBAL_KEYS, parse_call
 from edgelm.tui.garbage import delay_full_collections
 from edgelm.tui.inspector_panel import InspectorPanel
+from edgelm.tui.keymap import keyless_bindings
 from edgelm.tui.lines import clean
 from edgelm.tui.link import Link
 from edgelm.tui.pane import ChatPane
@@ -52,7 +53,7 @@ UNSENT_S = 0.5  # between two saves of the text in the prompt
 class ChatScreen(Screen[None]):
     """List of chats, open chat, running pulls and status line."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [key.binding for key in GLOBAL_KEYS]
+    BINDINGS: ClassVar[list[BindingType]] = [*(key.binding for key in GLOBAL_KEYS), *keyless_bindings()]
     DEFAULT_CSS = "ChatScreen { layers: base above; }"
 
     def __init__(
@@ -108,6 +109,8 @@ class ChatScreen(Screen[None]):
     def _begin(self) -> None:
         """Start slow work after the first paint."""
         self.view.show_store_problem(self.workspace.store.problem)
+        if self.workspace.defaults.note:
+            self.notify(clean(self.workspace.defaults.note), severity="warning", timeout=10, markup=False)
         self._load_chats()
         self._connect()
 
@@ -123,7 +126,9 @@ class ChatScreen(Screen[None]):
         prompt = self.pane.prompt
         prompt.sent.load(last_run.sent)
         # A terminal of 16 colours keeps its own theme unless the user chooses another now.
-        if (theme := settings.get("theme")) in self.app.available_themes and not self.app.current_theme.ansi:
+        if (theme := settings.get("theme")) and theme not in self.app.available_themes:
+            self.notify(f"the theme {clean(theme)} is gone; /theme chooses another", markup=False)
+        elif theme and not self.app.current_theme.ansi:
             self.app.theme = theme
         if settings.get("drafts"):
             self.view.show_drafts(True)

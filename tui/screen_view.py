@@ -94,6 +94,15 @@ class ScreenView:
     def focus_prompt(self) -> None:
         self._pane.prompt.focus()
 
+    @property
+    def prompt_text(self) -> str:
+        return self._pane.prompt.text
+
+    def put_prompt(self, text: str) -> None:
+        """Replace the text in the prompt."""
+        self._pane.prompt.put(text)
+        self.focus_prompt()
+
     # Around it
 
     def show_chats(self) -> None:
@@ -108,7 +117,7 @@ class ScreenView:
     def show_model(self) -> None:
         """Show the model of the open chat, and the offers for an empty prompt."""
         workspace = self._workspace
-        self._status.change(model=workspace.model)
+        self._status.change(model=workspace.model, preset=workspace.session.chat.preset)
         self._inspector.follow(workspace.model)
         offered = workspace.link.remote is None and workspace.link.is_ready and workspace.answer is None
         self._pane.offer(offers(workspace.session, workspace.model) if offered else [])

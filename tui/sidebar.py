@@ -25,6 +25,7 @@ from edgelm.chats.history import Chat, Hit
 from edgelm.tui.commands import SIDEBAR_KEYS
 from edgelm.tui.dialogs import FOCUS_CSS
 from edgelm.tui.hints import Hint
+from edgelm.tui.keymap import keymap_of
 from edgelm.tui.lines import clean
 from edgelm.tui.palette import list_text
 
@@ -79,7 +80,8 @@ class Sidebar(Vertical):
         self._open_id: int | None = None
 
     def compose(self) -> ComposeResult:
-        yield Input(placeholder="Search  Ctrl+F", id="search", select_on_focus=True)
+        key = keymap_of(self.app).label("run('search')", "Ctrl+F")
+        yield Input(placeholder=f"Search  {key}".rstrip(), id="search", select_on_focus=True)
         yield OptionList(id="chats")
 
     # Its place

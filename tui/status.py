@@ -21,6 +21,7 @@ from textual.widget import Widget
 
 from edgelm.client.answer_stream import AnswerStats
 from edgelm.tui.hints import HasHints, Hint, link
+from edgelm.tui.keymap import keymap_of
 from edgelm.tui.lines import clean, short_name
 from edgelm.tui.pulls import Pull
 
@@ -37,6 +38,7 @@ class Status:
     """The content of the status line."""
 
     model: str = ""
+    preset: str = ""
     endpoint: str = ""  # empty: on this machine
     activity: str = "starting"
     reading: str = ""  # which files are indexed now
@@ -85,15 +87,20 @@ class StatusLine(Widget):
         own: list[tuple[DOMNode, Hint]] = [(self, COPY)] if self._selecting else []
         focused = self.screen.focused
         if self.status.activity in IDLE or focused is None or focused.id != "prompt":
-            return [*own, *self._sources, (self, HELP)]
+            return self._relabelled([*own, *self._sources, (self, HELP)])
         # Optional hints come and go with the figures: none moves this one away from the pointer.
         needed = [(source, hint) for source, hint in self._sources if not hint.optional]
-        return [*own, (self, STOP), *needed, (self, HELP)]
+        return self._relabelled([*own, (self, STOP), *needed, (self, HELP)])
 
-    async def action_hint(self, key: str) -> None:
-        """Run the action of a key's hint."""
+    def _relabelled(self, hints: list[tuple[DOMNode, Hint]]) -> list[tuple[DOMNode, Hint]]:
+        """Return hints with the keys in force."""
+        keymap = keymap_of(self.app)
+        return [(source, keymap.relabel(hint)) for source, hint in hints]
+
+    async def action_hint(self, action: str) -> None:
+        """Run the action of a hint."""
         for source, hint in self._hints():
-            if hint.key == key and hint is not COPY:
+            if hint.action == action != COPY.action:
                 await self.app.run_action(hint.action, source)
                 return
 
@@ -140,7 +147,7 @@ def _cells_of_parts(parts: Sequence[Part]) -> int:
 
 
 def _click(hint: Hint) -> str:
-    return f"hint({hint.key!r})"
+    return f"hint({hint.action!r})"
 
 
 def _cells_of(hints: Sequence[Hint]) -> int:
@@ -172,6 +179,7 @@ def _ranked_parts(status: Status) -> list[Part]:
         drafts = f"drafts {stats.accepted or 0}/{stats.drafted}"
     return [
         Part(0, clean(short_name(status.model)) or "no model", "screen.run('model')"),
+        Part(5, clean(status.preset), "screen.run('preset')"),
         Part(1, clean(status.reading) or status.activity),
         Part(7, clean(status.endpoint)),
         Part(5, engine),

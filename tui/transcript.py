@@ -26,15 +26,17 @@ from textual.timer import Timer
 
 from edgelm.tui.commands import TRANSCRIPT_KEYS
 from edgelm.tui.hints import Hint
+from edgelm.tui.keymap import keymap_of
 from edgelm.tui.lines import ACT, CONSOLE, GUTTER, Line, NoteRow, Row, clean, margin, text_width, wrap_words
 from edgelm.tui.palette import Palette, make_palette
 from edgelm.tui.views import Flow, MessageView
 
 WELCOME = """Write a message below.
 
-F1 shows every key, / every command.
-Ctrl+F searches all chats, Ctrl+O chooses or pulls a model.
+{help} shows every key, / every command.
+{search} searches all chats, {model} chooses or pulls a model.
 Esc stops an answer; everything is saved as it is written."""
+WELCOME_KEYS = {"help": "F1", "search": "Ctrl+F", "model": "Ctrl+O"}
 FRAME_S = 1 / 30
 MAX_SHARE = 0.25  # of the time, for drawing while text streams
 MEASURE_SLICE_S = 0.004
@@ -271,7 +273,9 @@ class Transcript(ScrollView, can_focus=True):
 
     def _welcome_line(self, y: int) -> Line | None:
         palette, width = self.palette, self._text_width
-        welcome = Text.assemble(("edgelm\n\n", palette.heading), (WELCOME, palette.muted))
+        keymap = keymap_of(self.app)
+        keys = {name: keymap.label(f"run({name!r})", key) or f"/{name}" for name, key in WELCOME_KEYS.items()}
+        welcome = Text.assemble(("edgelm\n\n", palette.heading), (WELCOME.format(**keys), palette.muted))
         lines = wrap_words(welcome, text_width(width))
         if self._notice:
             lines += [Line(Text()), *NoteRow(self._notice, error=True).draw(width, palette)]

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Chat, Message
+from edgelm.chats.preset_file import set_folder
+from edgelm.chats.presets import Preset, Presets, apply_preset
 from edgelm.chats.store import Store
 from edgelm.chats.store_thread import StoreThread
 from edgelm.client.endpoint import ModelEntry
-from edgelm.errors import RequestError
+from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.answers import Answer, Answers, choose_model
 from edgelm.tui.drafted import Spans
 from edgelm.tui.link import Link
+from edgelm.tui.model_names import find_model
 from edgelm.tui.reader import guide_roots
 from edgelm.tui.session import Session
 
@@ -30,10 +34,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ChatDefaults:
-    """The model and the sampling that the command line and the settings name."""
+    """The model, the sampling and the presets that the command line and the settings name.
+
+    `preset` is the one that new chats begin with, without what flags say. `resolve` returns the endpoint's name of a
+    model, and may read the disk and raise EdgeLMError.
+    """
 
     model: str = ""
     sampling: Mapping[str, float | int | str] = field(default_factory=dict)
+    presets: Presets = field(default_factory=Presets)
+    preset: Preset | None = None
+    is_preset_given: bool = False  # by a flag; else it is the folder's
+    resolve: Callable[[str], str] = str
+    note: str = ""  # for the user, at the start
 
 
 class LastRun(NamedTuple):
@@ -51,7 +64,8 @@ class Workspace:
         self.link = link
         self.defaults = defaults
         self.answers = answers
-        self.session = Session(store, Chat(), [])
+        self.preset = defaults.preset  # that new chats begin with
+        self.session = Session(store, self._first_chat(), [])
         self.chats: dict[int, Chat] = {}
         self.drafted: dict[int, Spans] = {}  # by message, of the answers since the start
         self._last_model = ""
@@ -94,9 +108,62 @@ class Workspace:
         return True
 
     def new_chat(self) -> None:
-        """Open an empty chat with the model and sampling of the one before."""
+        """Open an empty chat with the model, sampling and preset of the one before, or the preset for new chats."""
         before = self.session.chat
-        self.session = Session(self.store, Chat(model=before.model, sampling=before.sampling), [])
+        chat = Chat(model=before.model, sampling=before.sampling)
+        old = self.defaults.presets.by_name.get(before.preset)
+        if self.preset is not None:
+            apply_preset(chat, self.preset, old)
+        elif old is not None:
+            apply_preset(chat, old.without(("model",)))  # its model is the chat's own, by the endpoint's name
+        self.session = Session(self.store, chat, [])
+
+    def _first_chat(self) -> Chat:
+        chat = Chat()
+        if self.preset is not None:
+            apply_preset(chat, self.preset)
+        return chat
+
+    # Presets
+
+    @property
+    def presets(self) -> Presets:
+        return self.defaults.presets
+
+    async def choose_preset(self, preset: Preset | None) -> EdgeLMError | None:
+        """Put a preset into the open chat; None takes away the chat's own. Return why its model cannot be used."""
+        session, problem = self.session, None
+        if preset is not None and preset.model:
+            try:
+                preset = replace(preset, model=await self._offered(preset.model))
+            except EdgeLMError as error:
+                preset, problem = replace(preset, model=""), error
+        apply_preset(session.chat, preset, self.presets.by_name.get(session.chat.preset))
+        session.save()
+        return problem
+
+    def set_folder_preset(self, folder: Path, name: str) -> str:
+        """Let new chats in a folder begin with a preset, by its name; empty: with none. Return what is so now.
+
+        It writes the user's settings. Raises EdgeLMError.
+        """
+        preset = self.presets.find(name) if name else None
+        set_folder(self.presets, folder, name)
+        if not self.defaults.is_preset_given:
+            self.preset = preset or self.presets.of_folder(folder)
+        if preset is None and self.preset is not None and not self.defaults.is_preset_given:
+            return f"a folder above has the preset {self.preset.name}: new chats begin with it"
+        return (
+            f"new chats in {folder} begin with the preset {name}" if name else f"new chats in {folder} have no preset"
+        )
+
+    async def _offered(self, model: str) -> str:
+        """Return the endpoint's name of a model. Raises EdgeLMError if it has none."""
+        models = await self.link.models()
+        if model.startswith("/") or any(model == entry.id for entry in models):
+            return model
+        resolved = await asyncio.to_thread(self.defaults.resolve, model)
+        return find_model(models, resolved, can_pull=self.link.remote is None)
 
     async def delete_chat(self, chat_id: int) -> None:
         """Stop the answer of a chat and delete the chat."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from io import TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgelm.commands.presets import read_looks, read_presets, start_preset
 from edgelm.config import SETTINGS, Config, load_config
 from edgelm.errors import EdgeLMError
 from edgelm.library.local import runnable_model
@@ -23,9 +26,10 @@ def open_chat(
     flags: Mapping[str, object],
     api_key: str | None = None,
     *,
+    preset: str | None = None,
     plain: bool = False,
 ) -> None:
-    """Run the chat until the user leaves it. Raises EdgeLMError."""
+    """Run the chat until the user leaves it; new chats begin with a preset, if one is named. Raises EdgeLMError."""
     config = load_config(flags)
     is_dumb = config.places.environment.get("TERM") == "dumb"
     # Textual draws on standard error.
@@ -38,12 +42,22 @@ def open_chat(
     from edgelm.tui.link import Link
     from edgelm.tui.workspace import ChatDefaults
 
+    presets = read_presets(config)
+    start, note = start_preset(presets, preset, config), ""
+    if start is not None and (model or endpoint):
+        start = start.without(("model",)) if model else start
+    elif start is not None and start.model:
+        try:
+            model = _endpoint_name(start.model, config)
+        except EdgeLMError as error:
+            if preset is not None:
+                raise
+            note = f"the model of the preset {start.name}: {error}"  # the chat begins all the same
+        start = replace(start, model=model or "")
     settings, sources, places = config.settings, config.sources, config.places
-    by_path = False
     if model and endpoint is None:
-        local = runnable_model(model, config)
-        by_path = local.place == "given"
-        model = str(local.path) if by_path else local.name  # a running server may have another working directory
+        model = _endpoint_name(model, config)
+    by_path = bool(model) and endpoint is None and Path(str(model)).is_absolute()
     # Flags need a server of our own: a running server has its own settings.
     own = [_as_flag(name, value) for name, value in flags.items() if value is not None]
     arguments = [*own, *([model] if model and by_path else [])]
@@ -66,7 +80,15 @@ def open_chat(
         for name, setting in SETTINGS.items()
         if setting.sampling and is_own(name) and (value := getattr(settings, name)) is not None
     }
-    defaults = ChatDefaults(model or "", options)
+    defaults = ChatDefaults(
+        model or "",
+        options,
+        presets,
+        preset=start,
+        is_preset_given=preset is not None,
+        resolve=lambda name: name if endpoint else _endpoint_name(name, config),
+        note=note,
+    )
     if plain or is_dumb:
         num_lost = _run_plain(places, link, defaults)
     else:
@@ -80,6 +102,7 @@ def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
     from edgelm.tui.app import ChatApp
 
     places = config.places
+    keymap, themes = read_looks(config)
 
     def bandwidth() -> float:
         from edgelm.commands.plan import read_machine
@@ -87,8 +110,9 @@ def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
         return read_machine(config.settings, places).read_bytes_per_s
 
     app = ChatApp(
-        places.data / "chats.db", link, defaults, knowledge=places.cache / "knowledge.db", bandwidth=bandwidth
-    )
+        places.data / "chats.db", link, defaults, knowledge=places.cache / "knowledge.db", bandwidth=bandwidth,
+        themes=themes, keymap=keymap,
+    )  # fmt: skip
     app.run()
     return app.num_lost
 
@@ -109,6 +133,13 @@ def _run_plain(places: Places, link: Link, defaults: ChatDefaults) -> int:
     if writer.failure is not None and not isinstance(writer.failure, BrokenPipeError):
         raise writer.failure
     return chat.num_lost
+
+
+def _endpoint_name(model: str, config: Config) -> str:
+    """Return a model as our own server names it. Raises EdgeLMError where it is not here."""
+    local = runnable_model(model, config)
+    # A running server may have another working directory.
+    return str(local.path) if local.place == "given" else local.name
 
 
 def _as_flag(name: str, value: object) -> str:

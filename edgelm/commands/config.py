@@ -8,18 +8,29 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from edgelm.commands.presets import read_looks, read_presets
 from edgelm.config import SETTINGS, Config, load_config
 from edgelm.durations import keep_alive_text
 from edgelm.model_tables import ModelTable
+
+PLAIN_TABLES = ("keys", "themes")  # shown as they stand in the file
 
 
 def show_config(as_json: bool) -> None:
     """Print the settings in force. Raises EdgeLMError for an invalid file or variable."""
     config = load_config({})
+    presets = read_presets(config)
+    read_looks(config)
     if as_json:
         rows = {name: {"value": value, "source": source} for name, value, source, _ in settings_of(config)}
         models = {table.name: _own(table) for table in config.models}
-        print(json.dumps({"file": str(config.places.config / "config.toml"), "settings": rows, "models": models}))
+        tables = {
+            "presets": {preset.name: dict(preset.lines()) for preset in presets.by_name.values()},
+            "folders": presets.folders,
+            **{name: config.tables.get(name, {}) for name in PLAIN_TABLES},
+        }
+        file = str(config.places.config / "config.toml")
+        print(json.dumps({"file": file, "settings": rows, "models": models} | tables, default=str))
         return
     table = Table(
         caption=escape(f"{config.places.config / 'config.toml'}  <  EDGELM_…  <  flags"), caption_justify="left"
@@ -31,7 +42,20 @@ def show_config(as_json: bool) -> None:
     Console().print(table)
     for own in config.models:
         settings = ", ".join(f"{name} = {value}" for name, value in _own(own).items())
-        Console(highlight=False).print(escape(f'[models."{own.name}"] {settings}'), soft_wrap=True)
+        _print_line(f'[models."{own.name}"] {settings}')
+    for preset in presets.by_name.values():
+        values = ", ".join(f"{name} = {' '.join(value.split())}" for name, value in preset.lines())
+        _print_line(f'[presets."{preset.name}"] {values}')
+    for folder, name in presets.folders.items():
+        _print_line(f"[folders] {folder} = {name}")
+    for table_name in PLAIN_TABLES:
+        for name, value in config.tables.get(table_name, {}).items():
+            _print_line(f"[{table_name}] {name} = {json.dumps(value, ensure_ascii=False, default=str)}")
+
+
+def _print_line(text: str) -> None:
+    shown = "".join(character if character.isprintable() else "\ufffd" for character in text)
+    Console(highlight=False).print(escape(shown), soft_wrap=True)
 
 
 def _own(table: ModelTable) -> dict[str, object]:

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 from edgelm.commands.job import reader_may_leave, run_job
-from edgelm.config import load_config
+from edgelm.commands.presets import read_presets, start_preset
+from edgelm.config import SETTINGS, Config, load_config
 from edgelm.errors import EdgeLMError, RequestError, UsageError
 from edgelm.knowledge.passages import Passage
 from edgelm.library.local import model_config, runnable_model
@@ -32,6 +33,7 @@ def run_model(
     grammar_file: str,
     think: Thinking,
     know: Sequence[str] = (),
+    preset: str | None = None,
     raw: bool,
     as_json: bool,
     verbose: bool,
@@ -44,6 +46,9 @@ def run_model(
     config = load_config(flags)
     local = runnable_model(model, config)
     config = model_config(local, config)
+    system = ""
+    if preset is not None:
+        config, think, system = _with_preset(preset, config, think, raw=raw)
     text = _read_prompt(prompt)
     settings = config.settings
     passages: tuple[Passage, ...] | None = None
@@ -65,6 +70,7 @@ def run_model(
         grammar_file=grammar_file,
         think=think,
         passages=passages,
+        system=system,
         raw=raw,
         prefixes=config.places.prefixes,
         drafts=True,
@@ -84,6 +90,24 @@ def run_model(
                 thoughts.end()
                 _finish(reply.document, output, as_json, verbose)
                 _note_end(reply.document)
+
+
+def _with_preset(name: str, config: Config, think: Thinking, *, raw: bool) -> tuple[Config, Thinking, str]:
+    """Return the settings, the effort and the system prompt with those of a preset. Raises UsageError."""
+    preset = start_preset(read_presets(config), name, config)
+    assert preset is not None, "it is named"
+    if raw and preset.system:
+        raise UsageError("--raw and the system prompt of a preset cannot be used together", "put it into the prompt")
+    effort = preset.sampling.get("reasoning_effort")
+    if effort is not None and think == "auto":
+        efforts: dict[object, Thinking] = {"none": "off", "low": "low", "medium": "medium", "high": "high"}
+        think = efforts[effort]
+    own: dict[str, Any] = {key: value for key, value in preset.sampling.items() if key in SETTINGS}
+    unused = [key for key in preset.sampling if key not in own and key != "reasoning_effort"]
+    unused += ["tools"] if preset.tools else []
+    if unused:
+        print(f"note: these values of the preset are for the chat only: {', '.join(unused)}", file=sys.stderr)
+    return replace(config, settings=replace(config.settings, **own)), think, preset.system or ""
 
 
 def _read_guide(question: str, places: Places) -> tuple[tuple[Passage, ...] | None, list[str]]:

@@ -89,7 +89,7 @@ def _document(passage: Passage) -> dict[str, str]:
 
 
 def _text_request(loaded: LoadedModel, job: RunJob, passages: Sequence[Passage]) -> AnswerRequest:
-    text = "\n\n".join(filter(None, (system_message(passages), job.prompt)))
+    text = "\n\n".join(filter(None, (job.system, system_message(passages), job.prompt)))
     pieces = TextEncoder(loaded.tokenizer).prompt(text, special=False)
     ids = prompt_ids(pieces, loaded.engine.info.context)
     return AnswerRequest(prompt=ids, grammar=job.grammar, stop=job.stop)
@@ -97,9 +97,10 @@ def _text_request(loaded: LoadedModel, job: RunJob, passages: Sequence[Passage])
 
 def _chat_request(job: RunJob, passages: Sequence[Passage]) -> AnswerRequest:
     effort = None if job.think == "auto" else job.think
-    read = [{"role": "system", "content": system_message(passages)}] if passages else []
+    systems = [job.system, *([system_message(passages)] if passages else [])]
+    before = [{"role": "system", "content": text} for text in systems if text]
     return AnswerRequest(
-        messages=[*read, {"role": "user", "content": job.prompt}],
+        messages=[*before, {"role": "user", "content": job.prompt}],
         grammar=job.grammar,
         template_kwargs=thinking_kwargs(effort, None),
         stop=job.stop,

@@ -37,6 +37,7 @@ class RunJob(EngineJob):
     grammar_file: str = ""  # where the grammar was read, for errors
     think: Thinking = "auto"  # auto: as the chat template decides
     passages: tuple[Passage, ...] | None = None  # that fit the prompt, best first; None: no knowledge was named
+    system: str = ""  # the system prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,12 @@ async def compare(chat: Driver) -> None:
     await chat.until(lambda: len(chat.app.screen_stack) == 1, "closed")
 
 
+@way("Everywhere", "f9")
+async def open_editor(chat: Driver) -> None:
+    await use_help(chat, "Write the message in your editor")
+    await chat.hears("editor")  # here it cannot open
+
+
 @way("Everywhere", "ctrl+c")
 async def copy_selection(chat: Driver) -> None:
     await chat.sees("Quicksort picks")
