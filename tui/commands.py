@@ -56,6 +56,7 @@ COMMANDS = (
     Command("params", "Set how this chat is sampled", "[NAME=VALUE …]"),
     Command("think", "Set how much the model thinks", "[EFFORT]"),
     Command("know", "List, add or remove what is read for each question", "[PATH|off [PATH]]"),
+    Command("tools", "List the servers of tools, use one here, or none", "[NAME …|off]"),
     Command("title", "Rename the chat", "[TITLE]"),
     Command("pull", "Pull a model from the hub; stop keeps partial files", "[NAME|stop]"),
     Command("regenerate", "Answer again; the old answer is kept"),
