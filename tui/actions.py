@@ -31,6 +31,7 @@ from edgelm.tui.pulls import Pulls
 from edgelm.tui.reader import Reader
 from edgelm.tui.screen_view import ScreenView
 from edgelm.tui.shortening import ShortenScreen, plan_shortening
+from edgelm.tui.tool_actions import ToolActions
 from edgelm.tui.workspace import Workspace
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ class Actions:
             **OwnActions(app, workspace, view).by_name,
             **EngineActions(app, workspace, view, panel).by_name,
             **KnowledgeActions(app, workspace, reader, view, send).by_name,
+            **ToolActions(app, workspace, view).by_name,
             "quit": self._quit,
         }
 

@@ -20,17 +20,19 @@ from edgelm.client.answer_stream import AnswerStats, Delta, Finished
 from edgelm.client.endpoint import ChatRequest, Client, ModelEntry
 from edgelm.client.failures import ContextFullError, UnreachableError
 from edgelm.client.turns import Turn
-from edgelm.errors import EdgeLMError, RequestError
+from edgelm.errors import EdgeLMError, EngineError, RequestError
 from edgelm.tui.drafted import Spans
 from edgelm.tui.link import Link
 from edgelm.tui.reader import Reader
 from edgelm.tui.session import Session
 from edgelm.tui.thought import ThoughtClock, ThoughtFigures, estimate_tokens
+from edgelm.tui.tool_runner import ToolRunner
 from edgelm.tui.views import GO_ON, MessageView
 from edgelm.tui.work import Work
 
 POLL_S = 0.25  # between two reports of progress
-NOTED_REASONS = ("length", "context", "content_filter")
+NOTED_REASONS = ("length", "context", "content_filter", "tool_limit")
+NO_TOOLS = "/tools off answers without tools; /model chooses another model"
 
 
 @dataclass(eq=False)
@@ -48,7 +50,7 @@ class Answer:
     drafted: Spans = field(default_factory=Spans)  # of the message's text
     clock: ThoughtClock = field(default_factory=ThoughtClock)
     num_thoughts: int = 0  # deltas of reasoning
-    preparing: str = ""  # what is done before the request
+    preparing: str = ""  # what is done before a request
 
     def __post_init__(self) -> None:
         self.begun = self.message.text
@@ -68,7 +70,7 @@ class Answer:
     @property
     def activity(self) -> str:
         """Return what the model does now, after its first token."""
-        return "thinking" if self.clock.running else "writing"
+        return self.preparing or ("thinking" if self.clock.running else "writing")
 
     def show_thought(self) -> None:
         """Show how long the model has thought."""
@@ -110,8 +112,14 @@ class Answers:
     """
 
     def __init__(
-        self, link: Link, reader: Reader, run: Callable[[Coroutine[Any, Any, None]], Work], watcher: AnswerWatcher
+        self,
+        link: Link,
+        reader: Reader,
+        run: Callable[[Coroutine[Any, Any, None]], Work],
+        watcher: AnswerWatcher,
+        tools: ToolRunner,
     ) -> None:
+        self.tools = tools
         self._link = link
         self._reader = reader
         self._run = run
@@ -150,7 +158,7 @@ class Answers:
 
     async def _write(self, answer: Answer, models: Sequence[str]) -> None:
         try:
-            await _write_answer(self._link, self._reader, answer, models, self.num_logprobs, self._watcher)
+            await _write_answer(self, self._link, self._reader, answer, models, self._watcher)
         finally:
             del self._running[answer.session.chat.id]
             self._watcher.answer_ended(answer)
@@ -170,12 +178,12 @@ def choose_model(preferred: Sequence[str], models: Sequence[ModelEntry]) -> str:
 
 
 async def _write_answer(
-    link: Link, reader: Reader, answer: Answer, models: Sequence[str], num_logprobs: int, watcher: AnswerWatcher
+    answers: Answers, link: Link, reader: Reader, answer: Answer, models: Sequence[str], watcher: AnswerWatcher
 ) -> None:
     """Stream an answer into its session and view. A failure becomes the final state of the message; none is raised."""
     session, message = answer.session, answer.message
     try:
-        finished = await _stream(link, reader, answer, models, num_logprobs, watcher)
+        finished = await _stream(answers, link, reader, answer, models, watcher)
     except EdgeLMError as error:
         if isinstance(error, ContextFullError):
             error = ContextFullError(error.message, GO_ON)
@@ -195,7 +203,7 @@ async def _write_answer(
 
 
 async def _stream(
-    link: Link, reader: Reader, answer: Answer, models: Sequence[str], num_logprobs: int, watcher: AnswerWatcher
+    answers: Answers, link: Link, reader: Reader, answer: Answer, models: Sequence[str], watcher: AnswerWatcher
 ) -> Finished:
     for attempt in (1, 2):
         client: Client | None = None
@@ -206,7 +214,7 @@ async def _stream(
             if model != answer.message.model:
                 answer.view.set_model(model)
             await _read(reader, answer, client, model, watcher)
-            return await _request(reader, answer, client, model, num_logprobs, watcher)
+            return await _request(answers, reader, answer, client, model, watcher)
         except UnreachableError:
             await link.lost()
             # Retry once where an existing connection was lost before the first text.
@@ -229,25 +237,58 @@ async def _read(reader: Reader, answer: Answer, client: Client, model: str, watc
 
 
 async def _request(
-    reader: Reader, answer: Answer, client: Client, model: str, num_logprobs: int, watcher: AnswerWatcher
+    answers: Answers, reader: Reader, answer: Answer, client: Client, model: str, watcher: AnswerWatcher
 ) -> Finished:
-    """Stream the answer; send fewer passages where the context has no room for them."""
-    begun = Turn("assistant", answer.begun, answer.message.reasoning) if answer.begun else None
+    """Stream the answer, with calls of tools in it; send fewer passages where the context has no room for them."""
+    session, message = answer.session, answer.message
+
+    def show(activity: str) -> None:
+        answer.preparing = activity
+        answer.view.show_calls()
+        watcher.answer_progressed(answer, answer.activity, None)
+        watcher.answer_changed(answer)
+
+    choices = () if answer.begun else reader.choices(answer.question, model)  # they are whole answers
+    offer = await answers.tools.offer(session, show) if session.chat.tools and not choices else None
+    sampling = {"temperature": 0, **answer.sampling} if choices else answer.sampling
     while True:
-        past, turns = answer.session.turns(answer.message)
-        choices = () if begun else reader.choices(answer.question, model)  # they are whole answers
-        sampling = {"temperature": 0, **answer.sampling} if choices else answer.sampling
-        request = ChatRequest(model, turns, sampling, past, choices, begun, num_logprobs)
+        past, turns = session.turns(message)
+        begun = Turn("assistant", answer.begun, message.reasoning) if answer.begun and not message.calls else None
+        functions = offer.functions if offer else ()
+        request = ChatRequest(model, turns, sampling, past, choices, begun, answers.num_logprobs, functions)
         try:
-            async for item in client.chat(request):
-                if isinstance(item, Finished):
-                    return item
-                _append(answer, item, watcher)
-            raise AssertionError("an answer ends with Finished or an error")
+            finished = await _receive(client, request, answer, watcher)
         except ContextFullError:
-            if answer.has_begun or not reader.drop_half(answer.session, answer.question):
+            if answer.has_begun or message.calls or not reader.drop_half(session, answer.question):
                 raise
+            choices = reader.choices(answer.question, model) if choices else ()
             watcher.answer_changed(answer)
+            continue
+        except (RequestError, EngineError) as error:
+            if functions and "tool" in error.message.lower():
+                raise RequestError(error.message, NO_TOOLS) from error
+            raise
+        if offer is None or not finished.calls or finished.reason in NOTED_REASONS:
+            return finished
+        answer.clock.stop()
+        offer.fit(finished.stats.context_size)
+        if not await answers.tools.run(session, message, finished.calls, offer, show):
+            return Finished("tool_limit", finished.stats)
+
+
+async def _receive(client: Client, request: ChatRequest, answer: Answer, watcher: AnswerWatcher) -> Finished:
+    """Receive one part of an answer, to its end or to calls."""
+    async for item in client.chat(request):
+        if isinstance(item, Finished):
+            answer.preparing = ""
+            return item
+        activity = f"calling {item.calling}" if item.calling else ""
+        if answer.preparing != activity:
+            answer.preparing = activity
+            watcher.answer_progressed(answer, answer.activity, None)
+        if not item.calling:
+            _append(answer, item, watcher)
+    raise AssertionError("an answer ends with Finished or an error")
 
 
 def _append(answer: Answer, delta: Delta, watcher: AnswerWatcher) -> None:
@@ -273,7 +314,7 @@ async def _report_progress(link: Link, answer: Answer, watcher: AnswerWatcher) -
         if answer.first_token is not None:
             stats = AnswerStats(tokens_per_second=answer.tokens_per_second)
             watcher.answer_progressed(answer, answer.activity, stats)
-            if answer.clock.running:  # its time goes on where no text comes
+            if answer.clock.running and not answer.preparing:  # its time goes on where no text comes
                 answer.show_thought()
                 watcher.answer_changed(answer)
         else:

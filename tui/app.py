@@ -22,6 +22,8 @@ from textual.theme import Theme
 
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
+from edgelm.tools.consents import Consents
+from edgelm.tools.toolbox import Toolbox
 from edgelm.tui.commands import COMMANDS, Command
 from edgelm.tui.keymap import KeyMap
 from edgelm.tui.link import Link
@@ -29,6 +31,8 @@ from edgelm.tui.palette import readable_variables
 from edgelm.tui.pulls import COMMAND
 from edgelm.tui.reader import Reader, SendQuestion
 from edgelm.tui.screen import ChatScreen
+from edgelm.tui.tool_asker import ScreenAsker
+from edgelm.tui.tool_runner import ToolRunner
 from edgelm.tui.workspace import ChatDefaults
 
 CLOSE_S = 5.0
@@ -91,6 +95,7 @@ class ChatApp(App[None], inherit_bindings=False):
         bandwidth: Callable[[], float] = lambda: 0.0,
         themes: Sequence[Theme] = (),
         keymap: KeyMap | None = None,
+        toolbox: Toolbox | None = None,
     ) -> None:
         """`knowledge` is the file of the index; it is made beside the chats where none is given.
 
@@ -107,7 +112,9 @@ class ChatApp(App[None], inherit_bindings=False):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._store = StoreThread(chats, self._report_problem)
         self._reader = Reader(knowledge or chats.with_name("knowledge.db"), link, self._ask_to_send)
-        self._chat = ChatScreen(self._store, link, self._reader, defaults, pull_command, bandwidth)
+        self._toolbox = toolbox or Toolbox(Consents(chats.with_name("tool_consents.json")))
+        tools = ToolRunner(self._toolbox, ScreenAsker(self))
+        self._chat = ChatScreen(self._store, link, self._reader, defaults, pull_command, bandwidth, tools)
         self.num_lost = 0  # changes that were not saved when the app ended
 
     def get_css_variables(self) -> dict[str, str]:
@@ -144,4 +151,5 @@ class ChatApp(App[None], inherit_bindings=False):
         self._chat.save_unsent()
         self.num_lost = await asyncio.to_thread(self._store.close, CLOSE_S)
         await asyncio.to_thread(self._reader.thread.close)
+        await self._toolbox.close()
         await self._link.close()

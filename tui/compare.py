@@ -83,6 +83,7 @@ class Column(Vertical, can_focus=True):
         if self._view.live:
             self._num_frames += 1
             self._view.append(message.text.removeprefix(self._shown))
+            self._view.show_calls()
             self._shown = message.text
             if message.state != "streaming":
                 self._view.settle()

@@ -62,6 +62,8 @@ class EngineActions:
         client = await self._edgelm("its tokens")
         if not message.text.strip():
             raise RequestError("this answer has no text", "choose another one")
+        if message.calls:
+            raise RequestError("this answer has calls of tools", "choose an answer without any")
         session = self._workspace.session
         # A thought comes before the first token; its alternatives are those of the thought.
         first = 1 if message.reasoning else 0

@@ -19,6 +19,8 @@ from edgelm.chats.store_thread import StoreThread
 from edgelm.client.answer_stream import AnswerStats
 from edgelm.errors import EdgeLMError
 from edgelm.library.names import STARTER
+from edgelm.tools.consents import Consents
+from edgelm.tools.toolbox import Toolbox
 from edgelm.tui.answers import Answer, Answers
 from edgelm.tui.commands import parse_call
 from edgelm.tui.lines import short_name
@@ -28,8 +30,10 @@ from edgelm.tui.passages import one_line
 from edgelm.tui.paths import suggest_paths
 from edgelm.tui.plain_answer import SpokenAnswer
 from edgelm.tui.plain_lines import LineReader, Notices, Writer
+from edgelm.tui.plain_tools import LineAsker
 from edgelm.tui.pulls import COMMAND
 from edgelm.tui.reader import Reader, SendQuestion
+from edgelm.tui.tool_runner import ToolRunner
 from edgelm.tui.work import TaskWork, Work
 from edgelm.tui.workspace import ChatDefaults, Workspace
 
@@ -56,6 +60,7 @@ class PlainChat:
         *,
         knowledge: Path,
         pull_command: Sequence[str] = COMMAND,
+        toolbox: Toolbox | None = None,
     ) -> None:
         self.lines = lines
         self.writer = writer
@@ -63,7 +68,9 @@ class PlainChat:
         self.reader = Reader(knowledge, link, self._ask_to_send)
         self._problems: list[ChatsError | None] = []  # of the store, not told yet; None: the last one has passed
         store = StoreThread(chats, self._report_problem)
-        self.workspace = Workspace(store, link, defaults, Answers(link, self.reader, self._start, self))
+        self._toolbox = toolbox or Toolbox(Consents(chats.with_name("tool_consents.json")))
+        tools = ToolRunner(self._toolbox, LineAsker(lines, writer, _raised_interrupt))
+        self.workspace = Workspace(store, link, defaults, Answers(link, self.reader, self._start, self, tools))
         self.reads_reasoning = False
         self.num_lost = 0  # changes that were not saved when the chat ended
         self._unsent = ""  # text in the prompt of the full screen when it was closed
@@ -162,6 +169,7 @@ class PlainChat:
         await self.workspace.answers.end()
         self.num_lost = await asyncio.to_thread(self.workspace.store.close, CLOSE_S)
         await asyncio.to_thread(self.reader.thread.close)
+        await self._toolbox.close()
         await self.workspace.link.close()
 
     # The prompt

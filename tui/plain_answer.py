@@ -29,11 +29,14 @@ class SpokenAnswer:
         self._notices = Notices(writer)
         self._num_reasoning = 0  # characters that were written
         self._num_text = 0
+        self._num_calls = 0  # that were told
+        self._is_named = False  # the model, before the text that is written now
         self._thought_told = False
 
     def changed(self) -> None:
         """Write the text since the last call."""
         message = self._answer.message
+        self._tell_calls()
         if self._reads_reasoning and len(message.reasoning) > self._num_reasoning:
             if not self._num_reasoning:
                 self._tell_reading()
@@ -46,6 +49,8 @@ class SpokenAnswer:
                 return
             self._begin_text()
             self._num_text = begin
+        elif not self._is_named and len(message.text) > self._num_text:
+            self._name_author()
         self._writer.stream(message.text[self._num_text :])
         self._num_text = len(message.text)
 
@@ -61,13 +66,26 @@ class SpokenAnswer:
     def ended(self) -> None:
         """Tell how the answer ended, unless it is simply complete."""
         message = self._answer.message
-        if not self._num_text:
+        self._tell_calls()
+        if not self._num_text and not message.calls:
             self._begin_text()
             if message.state == "done":
                 self._writer.stream("no text")
         self._writer.end()
         if note := note_of(message):
             self._writer.line(note)
+
+    def _tell_calls(self) -> None:
+        """Tell the calls of tools that have ended since the last time."""
+        from edgelm.tui.plain_tools import call_line
+
+        message = self._answer.message
+        for call in message.calls[self._num_calls :]:
+            if not call.has_ended and message.state == "streaming":
+                return
+            self._writer.line(call_line(call))
+            self._num_calls += 1
+            self._is_named = False
 
     def _begin_text(self) -> None:
         if not self._num_reasoning:
@@ -78,7 +96,11 @@ class SpokenAnswer:
             seconds = self._answer.clock.seconds
             self._writer.line(f"thought for {seconds:.0f} s" if seconds >= 1 else "thought for a moment")
         if message.text.strip() or message.state in ("streaming", "done"):
-            self._writer.stream(f"{short_name(message.model) or 'assistant'}: ")
+            self._name_author()
+
+    def _name_author(self) -> None:
+        self._writer.stream(f"{short_name(self._answer.message.model) or 'assistant'}: ")
+        self._is_named = True
 
     def _tell_reading(self) -> None:
         reading = self._answer.question.reading

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from edgelm.chats.history import Chat, Message, file_name, to_json, to_markdown
@@ -25,6 +26,7 @@ from edgelm.tui.paths import absolute_path, file_to_write
 from edgelm.tui.plain_answer import figures, note_of
 from edgelm.tui.plain_own import own_commands
 from edgelm.tui.plain_pull import pull_model
+from edgelm.tui.plain_tools import use_tools
 from edgelm.tui.reader import names_of, size_words
 from edgelm.tui.session import Session
 from edgelm.tui.shortening import plan_shortening
@@ -74,6 +76,7 @@ class PlainCommands:
             "think": self._think,
             "reasoning": self._toggle_reasoning,
             "know": self._know,
+            "tools": partial(use_tools, chat),
             "title": self._title,
             "regenerate": self._regenerate,
             "edit": self._edit,

@@ -39,6 +39,7 @@ from edgelm.tui.reader import Reader
 from edgelm.tui.screen_view import ScreenView
 from edgelm.tui.sidebar import Sidebar
 from edgelm.tui.status import PullBar, StatusLine
+from edgelm.tui.tool_runner import ToolRunner
 from edgelm.tui.transcript import Transcript
 from edgelm.tui.workspace import ChatDefaults, Workspace
 
@@ -64,11 +65,12 @@ class ChatScreen(Screen[None]):
         defaults: ChatDefaults,
         pull_command: Sequence[str],
         bandwidth: Callable[[], float],
+        tools: ToolRunner,
     ) -> None:
         """`bandwidth` measures this machine's memory, in bytes per second."""
         super().__init__()
         self._reader = reader
-        answers = Answers(link, reader, lambda coroutine: self.run_worker(coroutine, group="answers"), self)
+        answers = Answers(link, reader, lambda coroutine: self.run_worker(coroutine, group="answers"), self, tools)
         self.workspace = Workspace(store, link, defaults, answers)
         self.pulls = Pulls(
             lambda coroutine: self.run_worker(coroutine, group="pulls"),

@@ -9,16 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from itertools import groupby
 
 from edgelm.chats.attachments import Attachment, images, with_attachments
 from edgelm.chats.history import Chat, Message, State, Tree, make_title, split_sent
 from edgelm.chats.reading import Reading
 from edgelm.chats.store_thread import StoreThread
-from edgelm.chats.tool_calls import tool_name
+from edgelm.chats.tool_calls import ToolCall, segments, tool_name
 from edgelm.client.answer_stream import AnswerStats, stats_to_json
 from edgelm.client.turns import Call, Turn
 from edgelm.knowledge.quote import system_message
+
+STOPPED = "(The answer was stopped here.)"
 
 
 class Session:
@@ -134,6 +135,21 @@ class Session:
             question.reading = reading
             self._write(question)
 
+    def set_calls(self, answer: Message, calls: tuple[ToolCall, ...]) -> None:
+        """Keep the calls of tools in an answer."""
+        answer.calls = calls
+        self._write(answer)
+
+    def set_tools(self, servers: tuple[str, ...]) -> None:
+        """Use the tools of these servers from now on."""
+        self.chat.tools = servers
+        self.save()
+
+    def set_tool_consents(self, marks: tuple[str, ...]) -> None:
+        """Keep the tools that may run in this chat without a question."""
+        self.chat.tool_consents = marks
+        self.save()
+
     def save(self) -> None:
         """Write the chat itself, if it has messages."""
         if self._saved:
@@ -143,15 +159,19 @@ class Session:
     def turns(self, answer: Message) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
         """Return the turns before an answer: those that are not sent to the model any more, and those that are.
 
-        What was read for the question stands right before it, and what was read for earlier ones is not sent again:
-        the turns above are the same in each request, so that the endpoint's prefix cache has them.
+        Those of the answer itself are among them, up to the results of its last calls. What was read for the question
+        stands right before it, and what was read for earlier ones is not sent again: the turns above are the same in
+        each request, so that the endpoint's prefix cache has them.
         """
         past, sent = split_sent(self.tree.path_to(answer.id))
         system = [Turn("system", self.chat.system)] if self.chat.system.strip() else []
         turns = _turns(sent[:-1])
         reading = self.tree.messages[answer.parent].reading if answer.parent is not None else None
         read = [Turn("system", system_message(reading.passages))] if reading and reading.passages else []
-        return _turns(past), (*system, *turns[:-1], *read, *turns[-1:])
+        begun = _answer_turns(answer) if answer.calls else []
+        if begun and begun[-1].role == "assistant":  # text behind the calls
+            begun.pop()
+        return _turns(past), (*system, *turns[:-1], *read, *turns[-1:], *begun)
 
     def _inherited_cut(self, parent: int | None) -> int | None:
         """Return the `sent_from` of the branch on screen if a new message below `parent` must repeat it."""
@@ -184,6 +204,8 @@ def _turns(messages: Iterable[Message]) -> tuple[Turn, ...]:
     for message in messages:
         if message.role == "assistant":
             turns += _answer_turns(message)
+            if turns and turns[-1].role == "tool":  # it was stopped; templates want the assistant before the user
+                turns.append(Turn("assistant", STOPPED))
             continue
         text, pictures = with_attachments(message.text, message.attachments), images(message.attachments)
         if not text.strip() and not pictures:
@@ -198,13 +220,16 @@ def _turns(messages: Iterable[Message]) -> tuple[Turn, ...]:
 def _answer_turns(message: Message) -> list[Turn]:
     """Return an answer as turns: the text before calls of tools with these, their results, and so on to the end."""
     turns: list[Turn] = []
-    begin = 0
-    for at, group in groupby(message.calls, key=lambda call: call.at):
-        calls = list(group)
-        asked = tuple(Call(call.id, tool_name(call.server, call.tool), call.arguments) for call in calls)
-        turns.append(Turn("assistant", message.text[begin:at], calls=asked))
-        turns += [Turn("tool", call.result, call_id=call.id) for call in calls]
-        begin = at
-    if message.text[begin:].strip():
-        turns.append(Turn("assistant", message.text[begin:], "" if message.calls else message.reasoning))
+    for text, calls in segments(message.text, message.calls):
+        if calls:
+            turns.append(Turn("assistant", text, calls=tuple(map(_as_call, calls))))
+            turns += [Turn("tool", call.answer, call_id=call.id) for call in calls]
+        elif text.strip():
+            turns.append(Turn("assistant", text, "" if message.calls else message.reasoning))
     return turns
+
+
+def _as_call(call: ToolCall) -> Call:
+    """Return a call for the model. Templates fail where its arguments are no object."""
+    arguments = call.arguments if call.values is not None else "{}"
+    return Call(call.id, tool_name(call.server, call.tool) if call.server else call.tool, arguments)

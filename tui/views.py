@@ -14,8 +14,8 @@ from rich.text import Text
 
 from edgelm.chats.history import Message
 from edgelm.client.answer_stream import stats_from_json
+from edgelm.tui.answer_parts import AnswerParts
 from edgelm.tui.attachment_rows import attachment_rows
-from edgelm.tui.document import Document
 from edgelm.tui.drafted import Span, Spans
 from edgelm.tui.lines import (
     CutRow,
@@ -40,6 +40,7 @@ NOTES = {
     "stopped": "stopped",
     "length": "the answer reached its maximum length; /params max_tokens=… changes it",
     "context": f"the context is full; {GO_ON}",
+    "tool_limit": "stopped: the model went on calling tools",
     "content_filter": "the endpoint's content filter ended the answer",
 }
 
@@ -86,7 +87,7 @@ class MessageView:
         self._status = ""
         self._version, self._num_versions = version, num_versions
         self._head = self._make_head()
-        self._document = Document(growing=True) if live else None
+        self._parts = AnswerParts(growing=True) if live else None
         self.pending = message.role == "assistant" and not live
         self.rows: list[Row] = []
         if live and message.text:
@@ -102,7 +103,7 @@ class MessageView:
         """Parse the text: it comes into view."""
         assert self.pending
         self.pending = False
-        self._document = Document(self.message.text, drafted=self._drafted)
+        self._parts = AnswerParts(self.message.text, self.message.calls, self._drafted)
         self._compose()
 
     def set_versions(self, version: int, num_versions: int) -> None:
@@ -135,9 +136,15 @@ class MessageView:
 
     def append(self, text: str, drafted: Iterable[Span] = ()) -> None:
         """Show appended text, which the message holds already; `drafted` are spans of it."""
-        assert self._document is not None
+        assert self._parts is not None
         if text:
-            self._document.append(text, drafted)
+            self._parts.append(text, drafted)
+        self._compose()
+
+    def show_calls(self) -> None:
+        """Show calls of tools that are new or have changed."""
+        if self._parts is not None:
+            self._parts.set_calls(self.message.calls)
         self._compose()
 
     def set_status(self, status: str) -> None:
@@ -147,10 +154,10 @@ class MessageView:
 
     def settle(self) -> None:
         """Show the message in its final state."""
-        assert self._document is not None
+        assert self._parts is not None
         self.live = False
         self._figures = self._saved_figures()
-        self._document.settle()
+        self._parts.settle()
         self._compose()
 
     def _compose(self) -> None:
@@ -161,18 +168,15 @@ class MessageView:
             rows += self._thought.rows(message.reasoning, self._figures, unfolded=self._show_reasoning)
         if self.pending:
             rows.append(PendingRow(message.text))
-        elif self._document is None:
+        elif self._parts is None:
             rows += [PlainRow(message.text)] if message.text or not message.attachments else []
             rows += attachment_rows(message.attachments, unfolded=self._show_reasoning)
         else:
-            for i, row in enumerate(self._document.rows):
-                if i:
-                    rows.append(SpaceRow())
-                rows.append(row)
+            rows += self._parts.rows(unfolded=self._show_reasoning)
         self._reading = message.reading
         if message.reading is not None:
             rows += reading_rows(message.reading, unfolded=self._show_reasoning)
-        if self.live and not message.text and not message.reasoning and self._status:
+        if self.live and not message.text and not message.reasoning and not message.calls and self._status:
             rows.append(NoteRow(self._status))
         if message.state == "failed":
             rows.append(NoteRow(message.note, error=True))

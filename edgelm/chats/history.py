@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from edgelm.chats.attachments import Attachment, as_markdown
 from edgelm.chats.reading import Reading
-from edgelm.chats.tool_calls import ToolCall, calls_as_json
+from edgelm.chats.tool_calls import ToolCall, calls_as_json, with_calls
 
 Role = Literal["user", "assistant"]
 State = Literal["done", "streaming", "stopped", "failed"]
@@ -194,7 +194,9 @@ def to_markdown(chat: Chat, tree: Tree) -> str:
         author = "You" if message.role == "user" else (message.model or "Assistant")
         parts.append(f"## {author}")
         parts += map(as_markdown, message.attachments)
-        if message.text:
+        if message.calls:
+            parts.append(with_calls(message.text, message.calls))
+        elif message.text:
             parts.append(message.text.rstrip("\n"))
         if message.state == "failed":
             parts.append(f"*{message.note}*")

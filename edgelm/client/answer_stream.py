@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from edgelm.client.call_parts import CallParts
 from edgelm.client.json_values import clean_text, mapping, number, whole
+from edgelm.client.turns import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Delta:
     text: str = ""
     reasoning: str = ""
     drafted: tuple[tuple[int, int], ...] = ()  # spans of `text` from accepted draft tokens: begin, end
+    calling: str = ""  # the tool whose call is being written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +47,14 @@ class AnswerStats:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of an answer. `reason`: stop, length, context, content_filter, or the endpoint's own."""
+    """The end of an answer. `reason`: stop, length, context, content_filter, or the endpoint's own.
+
+    With `calls` the answer goes on after their results.
+    """
 
     reason: str
     stats: AnswerStats
+    calls: tuple[Call, ...] = ()
 
 
 class AnswerStream:
@@ -62,6 +69,7 @@ class AnswerStream:
         self._deltas = 0
         self._usage: Any = None
         self._own: dict[str, Any] = {}
+        self._calls = CallParts()
 
     def take(self, chunk: Any) -> Delta | None:
         self.chunks += 1
@@ -75,8 +83,10 @@ class AnswerStream:
         extra = choice.delta.model_extra or {} if choice.delta else {}
         text = clean_text((choice.delta.content or "") if choice.delta else "")
         reasoning = clean_text(_reasoning(extra))
+        self._calls.take(choice.delta.tool_calls if choice.delta else None)
         if not text and not reasoning:
-            return None
+            self.begun |= bool(self._calls.name)
+            return Delta(calling=self._calls.name) if self._calls.name and not choice.finish_reason else None
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self._deltas += 1
@@ -110,6 +120,7 @@ class AnswerStream:
                 device=str(own.get("device") or ""),
                 reasoning_tokens=whole(getattr(details, "reasoning_tokens", None)) or None,
             ),
+            self._calls.finish(),
         )
 
     def _speed(self, completion_tokens: int | None) -> float | None:

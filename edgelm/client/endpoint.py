@@ -18,7 +18,7 @@ from edgelm.client.addresses import is_loopback, is_same_server, normalize_addre
 from edgelm.client.answer_stream import AnswerStream, Delta, Finished
 from edgelm.client.failures import explained, no_protocol
 from edgelm.client.json_values import mapping, number, read_vectors, whole
-from edgelm.client.turns import Turn, as_messages, may_refuse_system, with_joined_system
+from edgelm.client.turns import FunctionTool, Turn, as_messages, may_refuse_system, with_joined_system
 from edgelm.client.watching import Seen, watch
 from edgelm.errors import EngineError, RequestError, StillLoadingError
 
@@ -54,7 +54,7 @@ class ChatRequest:
     `past` are earlier turns that the model does not see; an edgelm endpoint takes draft tokens from them. If there are
     `choices`, an edgelm endpoint answers with one of them. With `begun`, a turn of the assistant, an edgelm endpoint
     goes on from its text, and only the new text is the answer. `num_logprobs` is the number of likeliest tokens whose
-    probabilities an edgelm endpoint computes for each token.
+    probabilities an edgelm endpoint computes for each token. The model may call `tools`.
     """
 
     model: str
@@ -64,6 +64,7 @@ class ChatRequest:
     choices: tuple[str, ...] = ()
     begun: Turn | None = None
     num_logprobs: int = 0
+    tools: tuple[FunctionTool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +239,8 @@ class Client:
             body["edgelm"] = {"past": as_messages(request.past, with_reasoning)}
         if request.choices and self.is_edgelm:
             body["structured_outputs"] = {"choice": request.choices}
+        if request.tools:
+            body["tools"] = [tool.as_json() for tool in request.tools]
         if request.num_logprobs and self.is_edgelm:
             body |= {"logprobs": True, "top_logprobs": request.num_logprobs}
         return body

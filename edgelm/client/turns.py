@@ -5,7 +5,7 @@ Owns where a system turn behind the history goes if the endpoint takes none ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,20 @@ class Call:
     id: str
     name: str
     arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTool:
+    """A tool that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the tool in OpenAI's form."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)

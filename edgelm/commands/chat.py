@@ -13,7 +13,6 @@ from edgelm.commands.presets import read_looks, read_presets, start_preset
 from edgelm.config import SETTINGS, Config, load_config
 from edgelm.errors import EdgeLMError
 from edgelm.library.local import runnable_model
-from edgelm.places import Places
 
 if TYPE_CHECKING:
     from edgelm.tui.link import Link
@@ -90,7 +89,7 @@ def open_chat(
         note=note,
     )
     if plain or is_dumb:
-        num_lost = _run_plain(places, link, defaults)
+        num_lost = _run_plain(config, link, defaults)
     else:
         num_lost = _run_screen(config, link, defaults)
     if num_lost:
@@ -99,10 +98,12 @@ def open_chat(
 
 def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
     """Run the chat on the full screen; return the number of changes that were not saved."""
+    from edgelm.tools.toolbox import make_toolbox
     from edgelm.tui.app import ChatApp
 
     places = config.places
     keymap, themes = read_looks(config)
+    toolbox = make_toolbox(config.tables.get("tools", {}), places)
 
     def bandwidth() -> float:
         from edgelm.commands.plan import read_machine
@@ -111,24 +112,28 @@ def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
 
     app = ChatApp(
         places.data / "chats.db", link, defaults, knowledge=places.cache / "knowledge.db", bandwidth=bandwidth,
-        themes=themes, keymap=keymap,
+        themes=themes, keymap=keymap, toolbox=toolbox,
     )  # fmt: skip
     app.run()
     return app.num_lost
 
 
-def _run_plain(places: Places, link: Link, defaults: ChatDefaults) -> int:
+def _run_plain(config: Config, link: Link, defaults: ChatDefaults) -> int:
     """Run the chat in plain lines; return the number of changes that were not saved."""
+    from edgelm.tools.toolbox import make_toolbox
     from edgelm.tui.plain import PlainChat
     from edgelm.tui.plain_lines import LineReader, Writer
 
+    places = config.places
+    toolbox = make_toolbox(config.tables.get("tools", {}), places)
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     writer = Writer(sys.stdout)
     # In an Emacs shell, readline would write the user's line a second time.
     edits = sys.stdout.isatty() and places.environment.get("TERM") != "dumb"
     lines = LineReader(sys.stdin, writer, edits=edits)
-    chat = PlainChat(places.data / "chats.db", link, defaults, lines, writer, knowledge=places.cache / "knowledge.db")
+    knowledge = places.cache / "knowledge.db"
+    chat = PlainChat(places.data / "chats.db", link, defaults, lines, writer, knowledge=knowledge, toolbox=toolbox)
     chat.run()
     if writer.failure is not None and not isinstance(writer.failure, BrokenPipeError):
         raise writer.failure

@@ -67,6 +67,7 @@ class FakeEndpoint:
     stall_embeddings: bool = False
     embedded: list[list[str]] = field(default_factory=list)  # the inputs of each request for vectors
     finish_reason: str = "stop"  # as edgelm says it
+    calls: list[list[dict[str, Any]]] = field(default_factory=list)  # deltas of calls; each request takes the first
     drafted: str = ""  # tokens that hold one of these characters were drafted
     reasoning: str = ""
     reasoning_field: str = "reasoning_content"
@@ -281,6 +282,8 @@ class FakeEndpoint:
             if self.tokens_per_second:
                 due = started + self.first_token_s + (i + 1) / self.tokens_per_second
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        for part in self.calls.pop(0) if self.calls else ():
+            _event(writer, _chunk({"tool_calls": [part]}))
         self._end(writer, len(tokens), len(json.dumps(request["messages"])) // 4)
         await writer.drain()
 

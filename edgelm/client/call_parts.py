@@ -1,0 +1,86 @@
+"""The calls of tools in an answer, put together from the parts that stream.
+
+Owns the differences between endpoints in these: calls without an index or an id, whole ones, arguments as an object.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass, field
+
+from edgelm.client.json_values import clean_text, whole
+from edgelm.client.turns import Call
+
+MAX_CALLS = 128  # of one answer
+
+
+@dataclass
+class _Parts:
+    index: int | None
+    id: str = ""
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        try:
+            return isinstance(json.loads("".join(self.arguments)), dict)
+        except ValueError:
+            return False
+
+
+class CallParts:
+    """The calls of one answer while they arrive."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Parts] = []
+
+    @property
+    def name(self) -> str:
+        """Return the name of the tool whose call is being written; empty: none is."""
+        return self._calls[-1].name if self._calls else ""
+
+    def take(self, items: object) -> None:
+        """Take the `tool_calls` of one delta."""
+        for item in items if isinstance(items, list) else ():
+            function = getattr(item, "function", None)
+            name, arguments = _text(getattr(function, "name", None)), getattr(function, "arguments", None)
+            call = self._of(whole(getattr(item, "index", None)), _text(getattr(item, "id", None)), name)
+            if call is None:
+                continue
+            call.name = call.name or name
+            if arguments is not None and arguments != "":
+                call.arguments.append(clean_text(arguments) if isinstance(arguments, str) else json.dumps(arguments))
+
+    def finish(self) -> tuple[Call, ...]:
+        """Return the calls, each with an id of its own."""
+        used: set[str] = set()
+        calls = []
+        for call in self._calls:
+            if not call.name:
+                continue
+            call_id = call.id if call.id and call.id not in used else secrets.token_hex(5)[:9]
+            used.add(call_id)
+            calls.append(Call(call_id, call.name, "".join(call.arguments).strip() or "{}"))
+        return tuple(calls)
+
+    def _of(self, index: int | None, call_id: str, name: str) -> _Parts | None:
+        """Return the call that a part belongs to; None where there are too many."""
+        same = [call for call in self._calls if call.index == index]
+        call = same[-1] if same else None
+        # Some endpoints give all calls one index, or none: another id or name then begins another call.
+        begins = call is not None and (
+            (call_id and call.id and call_id != call.id) or (name and call.name and not call_id and call.is_whole)
+        )
+        if call is None or begins:
+            if len(self._calls) >= MAX_CALLS:
+                return None
+            call = _Parts(index, call_id)
+            self._calls.append(call)
+        call.id = call.id or call_id
+        return call
+
+
+def _text(value: object) -> str:
+    return clean_text(value) if isinstance(value, str) else ""

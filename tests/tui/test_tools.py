@@ -1,0 +1,366 @@
+"""Calls of tools in a chat: who is asked, what the model gets, what is shown and saved."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.widgets import OptionList
+
+from edgelm.chats.history import Chat, Message, Tree, to_markdown
+from edgelm.chats.tool_calls import ToolCall
+from edgelm.tools import process
+from edgelm.tools.consents import Consents
+from edgelm.tools.settings import ToolServer
+from edgelm.tools.toolbox import Toolbox
+from edgelm.tui import tool_dialogs
+from edgelm.tui.app import ChatApp
+from edgelm.tui.link import Link
+from edgelm.tui.tool_dialogs import AskScreen, CallScreen, LimitScreen, ToolsScreen
+from edgelm.tui.workspace import ChatDefaults
+from tests.tui.conftest import Driver
+from tests.tui.fake_endpoint import FakeEndpoint
+
+SERVER = str(Path(__file__).parents[1] / "tools" / "server.py")
+OpenTools = Callable[..., Any]
+
+
+def call(tool: str, arguments: object = None, *, server: str = "small", **more: Any) -> dict[str, Any]:
+    """Return the delta of a whole call."""
+    function = {"name": f"{server}__{tool}", "arguments": json.dumps(arguments if arguments is not None else {})}
+    return {"index": 0, "id": "call_1", "type": "function", "function": function, **more}
+
+
+@pytest.fixture
+def open_tools(endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenTools:
+    """Return a context manager that runs the chat with the server `small`, in use in the open chat."""
+    monkeypatch.setattr(process, "LEAVE_S", 0.1)
+    monkeypatch.setattr(tool_dialogs, "QUIET_S", 0.0)
+
+    @asynccontextmanager
+    async def run(
+        *words: str, use: bool = True, size: tuple[int, int] = (100, 32), **values: Any
+    ) -> AsyncIterator[Driver]:
+        values = {"command": sys.executable, "args": ("-S", SERVER, *words), **values}
+        servers = {"small": ToolServer(name="small", **values)}
+        link = Link(endpoint=endpoint.address, api_key=None, runtime=tmp_path / "run", log=tmp_path / "serve.log")
+        consents = Consents(tmp_path / "tool_consents.json")
+        toolbox = Toolbox(consents, servers, {"PATH": os.environ["PATH"]}, tmp_path / "logs")
+        app = ChatApp(tmp_path / "chats.db", link, ChatDefaults(), toolbox=toolbox)
+        async with app.run_test(size=size, notifications=True) as pilot:
+            chat = Driver(app, pilot, endpoint)
+            await chat.ready()
+            if use:
+                chat.session.set_tools(("small",))
+            yield chat
+
+    return run
+
+
+async def asked(chat: Driver, screen: type[AskScreen] = CallScreen) -> None:
+    await chat.until(lambda: isinstance(chat.app.screen, screen), screen.__name__)
+
+
+async def allow(chat: Driver, number: int) -> None:
+    """Choose an option of the question: 0 refuses, 1 once, 2 in this chat, 3 always."""
+    await asked(chat)
+    dialog = chat.app.screen
+    await chat.press(*["down"] * number, "enter")
+    await chat.until(lambda: chat.app.screen is not dialog, "an answer")
+
+
+def states(chat: Driver) -> list[tuple[str, str]]:
+    return [(item.tool, item.state) for item in chat.session.tree.path()[-1].calls]
+
+
+def messages(endpoint: FakeEndpoint) -> list[dict[str, Any]]:
+    """Return the messages of the last request."""
+    return endpoint.requests[-1]["messages"]
+
+
+async def test_a_call_is_asked_for_run_shown_and_sent_back(open_tools: OpenTools, endpoint: FakeEndpoint) -> None:
+    endpoint.answers = ["I look it up.", "It says hello."]
+    endpoint.calls = [[call("echo", {"text": "hello"})]]
+    async with open_tools() as chat:
+        await chat.ask_only("What does it say?")
+        await asked(chat)
+        await chat.sees("Run the tool small/echo?", '"text": "hello"', "unchecked: it only reads", "What does it say?")
+        assert chat.app.screen.query_one(OptionList).highlighted in (0, None)
+        await allow(chat, 1)
+        await chat.answered()
+        await chat.sees("I look it up.", '▸ tool small/echo(text: "hello") · ', "It says hello.")
+        await chat.press("ctrl+t")
+        await chat.sees('"text": "hello"', "┊ hello")
+        await chat.press("ctrl+t")
+        answer = chat.session.tree.path()[-1]
+        assert answer.text == "I look it up.It says hello."
+        assert [(item.tool, item.state, item.result, item.at) for item in answer.calls] == [("echo", "done", "hello", 13)]
+        offered = [tool["function"]["name"] for tool in endpoint.requests[0]["tools"]]
+        assert offered[0] == "small__echo"
+        assert [item["role"] for item in messages(endpoint)] == ["user", "assistant", "tool"]
+        assert messages(endpoint)[1]["tool_calls"][0]["function"]["name"] == "small__echo"
+        assert messages(endpoint)[2] == {"role": "tool", "content": "hello", "tool_call_id": "call_1"}
+        await chat.ask("And now?")
+        assert [item["role"] for item in messages(endpoint)] == ["user", "assistant", "tool", "assistant", "user"]
+
+
+async def test_a_refused_call_does_not_run_and_the_model_is_told(open_tools: OpenTools, endpoint: FakeEndpoint) -> None:
+    endpoint.answers = ["", "Then not."]
+    endpoint.calls = [[call("echo"), call("die", index=1, id="call_2")]]
+    async with open_tools() as chat:
+        await chat.ask_only("Go")
+        await allow(chat, 0)
+        await asked(chat)  # one after the other
+        await chat.press("escape")
+        await chat.answered()
+        assert states(chat) == [("echo", "refused"), ("die", "refused")]
+        await chat.sees("small/echo() · refused", "Then not.")
+        assert [item["content"][:12] for item in messages(endpoint)[2:]] == ["The user ref"] * 2
+
+
+@pytest.mark.parametrize(("number", "in_other_chats"), [(1, True), (2, True), (3, False)])
+async def test_what_is_allowed_once_in_a_chat_and_always(
+    number: int, in_other_chats: bool, open_tools: OpenTools, endpoint: FakeEndpoint
+) -> None:
+    endpoint.answers = ["", "Done."]
+    endpoint.calls = [[call("echo")], [call("echo")]] if number > 1 else [[call("echo")]]
+    async with open_tools() as chat:
+        await chat.ask_only("Twice")
+        await allow(chat, number)
+        await chat.answered()
+        assert states(chat) == [("echo", "done")] * (1 if number == 1 else 2)
+        await chat.press("ctrl+n")
+        assert chat.session.chat.tools == ()
+        chat.session.set_tools(("small",))
+        endpoint.answers, endpoint.calls = ["", "Done."], [[call("echo")]]
+        await chat.ask_only("In another chat")
+        if in_other_chats:
+            await allow(chat, 0)
+        await chat.answered()
+        assert states(chat) == [("echo", "refused" if in_other_chats else "done")]
+
+
+async def test_a_changed_tool_and_a_changed_server_are_asked_for_again(
+    open_tools: OpenTools, endpoint: FakeEndpoint, tmp_path: Path
+) -> None:
+    changed = tmp_path / "changed"
+    values = {"env": {"CHANGED_BY": str(changed)}}
+    endpoint.answers = ["", "One.", "", "Two.", "", "Three.", "", "Four."]
+    async with open_tools(**values) as chat:
+        endpoint.calls = [[call("echo")]]
+        await chat.ask_only("One")
+        await allow(chat, 3)
+        await chat.answered()
+        changed.touch()
+        for number in (3, 0):  # what was allowed is the changed one then
+            endpoint.calls = [[call("echo")]]
+            await chat.ask_only("Two")
+            if number:
+                await asked(chat)
+                await chat.sees("has changed since you allowed it")
+                await allow(chat, number)
+            await chat.answered()
+            assert states(chat) == [("echo", "done")]
+    async with open_tools("greets", **values) as chat:  # another command
+        endpoint.calls = [[call("echo")]]
+        await chat.ask_only("Three")
+        await asked(chat)
+        await chat.sees("has changed since you allowed it", "server.py greets")
+
+
+async def test_typing_ahead_does_not_answer(
+    open_tools: OpenTools, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool_dialogs, "QUIET_S", 600.0)
+    endpoint.answers = ["", "Done."]
+    endpoint.calls = [[call("echo")]]
+    async with open_tools() as chat:
+        await chat.ask_only("Go")
+        await asked(chat)
+        await chat.press("y", "down", "enter", "space", "escape")
+        assert isinstance(chat.app.screen, CallScreen)
+        await chat.pilot.click(OptionList, offset=(8, 1))
+        assert isinstance(chat.app.screen, CallScreen)
+        monkeypatch.setattr(tool_dialogs, "QUIET_S", 0.0)
+        await chat.pilot.click(OptionList, offset=(8, 1))
+        await chat.answered()
+        assert states(chat) == [("echo", "done")]
+
+
+async def test_escapes_and_hidden_characters_of_calls_and_results_are_not_drawn(
+    open_tools: OpenTools, endpoint: FakeEndpoint
+) -> None:
+    endpoint.answers = ["", "Done."]
+    endpoint.calls = [[call("escapes", {"path": "a\u202etxt.exe\x1b[2J"})]]
+    async with open_tools() as chat:
+        await chat.ask_only("Go")
+        await asked(chat)
+        await chat.sees(r"a\u202etxt.exe\u001b[2J")
+        await allow(chat, 1)
+        await chat.answered()
+        await chat.press("ctrl+t")
+        await chat.sees("red clip cleared")
+        assert "\x1b" not in chat.text
+        assert chat.app.clipboard == ""
+
+
+async def test_calls_that_cannot_run_are_results_too(open_tools: OpenTools, endpoint: FakeEndpoint) -> None:
+    endpoint.answers = ["", "", "", "Done."]
+    wrong = {**call("echo"), "function": {"name": "small__echo", "arguments": '{"text": '}}
+    endpoint.calls = [[call("nothing")], [wrong], [call("die")]]
+    async with open_tools() as chat:
+        await chat.ask_only("Go")
+        await allow(chat, 1)
+        await chat.answered()
+        results = [item.result for item in chat.session.tree.path()[-1].calls]
+        assert results[0].startswith("There is no tool small__nothing. The tools are: small__echo, ")
+        assert results[1:] == ["The arguments are not a JSON object.", "small: it ended with exit code 7"]
+        sent = [item["tool_calls"][0]["function"]["arguments"] for item in messages(endpoint) if "tool_calls" in item]
+        assert all(isinstance(json.loads(arguments), dict) for arguments in sent)
+        assert len({item["tool_call_id"] for item in messages(endpoint) if item["role"] == "tool"}) == 3
+
+
+async def test_a_stopped_call_is_marked_and_the_chat_goes_on(
+    open_tools: OpenTools, endpoint: FakeEndpoint, tmp_path: Path
+) -> None:
+    endpoint.answers = ["Wait."]
+    endpoint.calls = [[call("hang"), call("echo", index=1, id="call_2")]]
+    async with open_tools() as chat:
+        await chat.ask_only("Go")
+        await allow(chat, 1)
+        await chat.until(lambda: states(chat)[0] == ("hang", "running"), "running")
+        await chat.sees("small/hang() · running", "running small/hang")
+        await chat.press("escape")
+        await chat.answered()
+        await chat.sees("small/hang() · did not end", "small/echo() · not run", "stopped")
+    async with open_tools(use=False) as chat:  # a restart shows the same
+        await chat.press("ctrl+f", "down", "enter")
+        await chat.sees("small/hang() · did not end", "small/echo() · not run", "stopped")
+        assert chat.session.chat.tools == ("small",)
+        await chat.ask("Go on")
+        assert [item["role"] for item in messages(endpoint)] == [
+            "user", "assistant", "tool", "tool", "assistant", "user"
+        ]  # fmt: skip
+        assert messages(endpoint)[2]["content"] == "The answer was stopped before this call ended."
+
+
+async def test_stopping_closes_the_question(open_tools: OpenTools, endpoint: FakeEndpoint) -> None:
+    endpoint.answers = ["Wait."]
+    endpoint.calls = [[call("echo")]]
+    async with open_tools() as chat:
+        await chat.ask_only("Go")
+        await asked(chat)
+        await chat.screen.workspace.answers.end()
+        await chat.until(lambda: len(chat.app.screen_stack) == 1, "closed")
+        assert states(chat) == [("echo", "asked")]
+        await chat.sees("small/echo() · not run")
+
+
+async def test_an_answer_that_goes_on_calling_is_asked_about(
+    open_tools: OpenTools, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("edgelm.tui.tool_runner.MAX_CALLS", 2)
+    endpoint.answers = [""]
+    endpoint.calls = [[call("echo")] for _ in range(9)]
+    async with open_tools() as chat:
+        await chat.ask_only("Go round")
+        await allow(chat, 2)
+        await asked(chat, LimitScreen)
+        await chat.sees("has made 2 calls", "asks for 1 more call")
+        await chat.press("down", "enter")
+        await chat.until(lambda: len(states(chat)) == 6, "more calls")
+        await asked(chat, LimitScreen)
+        await chat.press("enter")
+        await chat.answered()
+        assert states(chat)[-2:] == [("echo", "done"), ("echo", "refused")]
+        await chat.sees("stopped: the model went on calling tools")
+
+
+async def test_a_server_that_does_not_start_is_told_once_and_the_chat_lives_on(
+    open_tools: OpenTools, endpoint: FakeEndpoint
+) -> None:
+    endpoint.answers = ["Without tools."]
+    async with open_tools(command="/nowhere/server") as chat:
+        await chat.ask("One")
+        await chat.hears("no tools of /nowhere/server: No such file or directory")
+        await chat.ask("Two")
+        assert sum("no tools of" in note.message for note in chat.app._notifications) == 1
+        assert "tools" not in endpoint.requests[-1]
+
+
+async def test_the_question_names_the_chat_that_is_not_on_the_screen(
+    open_tools: OpenTools, endpoint: FakeEndpoint
+) -> None:
+    endpoint.first_token_s = 0.3
+    endpoint.answers = ["", "Done."]
+    endpoint.calls = [[call("echo")]]
+    async with open_tools() as chat:
+        await chat.ask_only("The first chat")
+        session = chat.session
+        await chat.press("ctrl+n")
+        await asked(chat)
+        await chat.sees("in the chat “The first chat”")
+        await allow(chat, 1)
+        await chat.until(lambda: session.tree.path()[-1].state == "done", "the end")
+
+
+async def test_the_command_lists_servers_and_uses_them(open_tools: OpenTools, endpoint: FakeEndpoint) -> None:
+    async with open_tools(use=False) as chat:
+        chat.prompt.put("/tools")
+        await chat.press("enter")
+        await chat.until(lambda: isinstance(chat.app.screen, ToolsScreen), "the dialog")
+        await chat.sees("off  small", "Enter starts it")
+        await chat.press("enter")
+        await chat.sees("✓ on   small", "9 tools", "echo  Return the text", "huge is left out")
+        assert chat.session.chat.tools == ("small",)
+        await chat.press("delete")
+        await chat.hears("nothing of small was allowed")
+        await chat.until(lambda: isinstance(chat.app.screen, ToolsScreen), "the dialog")
+        await chat.press("escape")
+        await chat.ask_only("/tools off")
+        await chat.hears("this chat uses no tools")
+        assert chat.session.chat.tools == ()
+        await chat.ask_only("/tools other")
+        await chat.hears("there is no server of tools other; the servers are small")
+
+
+async def test_the_endpoints_refusal_says_what_to_do(open_tools: OpenTools, endpoint: FakeEndpoint) -> None:
+    endpoint.refuse = (400, {"error": {"message": "this model does not support tools"}})
+    async with open_tools() as chat:
+        await chat.ask("Go")
+        assert "does not support tools; /tools off answers without tools" in chat.session.tree.path()[-1].note
+
+
+async def test_calls_in_markdown(tmp_path: Path) -> None:
+    made = ToolCall(id="1", server="git", tool="log", arguments="{}", at=4, state="done", result="```\nx\n```")
+    chat = Chat(title="T")
+    user = Message(chat=chat.id, parent=None, role="user", text="Q")
+    answer = Message(chat=chat.id, parent=user.id, role="assistant", text="One.Two.", model="m", calls=(made,))
+    text = to_markdown(chat, Tree([user, answer], answer.id))
+    assert text.endswith("One.\n\n**Tool** `git/log`, done\n\n````\n{}\n\n```\nx\n```\n````\n\nTwo.\n")
+
+
+async def test_answers_of_two_chats_ask_one_after_the_other(open_tools: OpenTools, endpoint: FakeEndpoint) -> None:
+    endpoint.answers = [""]
+    endpoint.calls = [[call("echo")], [call("echo")]]
+    async with open_tools() as chat:
+        await chat.ask_only("First")
+        await asked(chat)
+        first = chat.session
+        chat.screen.workspace.new_chat()
+        chat.session.set_tools(("small",))
+        chat.screen.workspace.send("Second")
+        second = chat.session
+        await chat.until(lambda: second.tree.path()[-1].calls, "a second call")
+        await asyncio.sleep(0.05)
+        assert len(chat.app.screen_stack) == 2
+        await allow(chat, 1)
+        await allow(chat, 1)
+        await chat.until(lambda: all(s.tree.path()[-1].state == "done" for s in (first, second)), "both ends")
