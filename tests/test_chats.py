@@ -22,18 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from edgelm.chats.attachments import Attachment, images, with_attachments
-from edgelm.chats.history import (
-    UNTITLED,
-    Chat,
-    Message,
-    Tree,
-    file_name,
-    make_title,
-    new_id,
-    split_sent,
-    to_json,
-    to_markdown,
-)
+from edgelm.chats.export_json import to_json
+from edgelm.chats.export_md import to_markdown
+from edgelm.chats.exports import file_name
+from edgelm.chats.history import UNTITLED, Chat, Message, Tree, make_title, new_id, split_sent
 from edgelm.chats.reading import Reading
 from edgelm.chats.schema import SCHEMA_VERSION
 from edgelm.chats.store import ChatsError, Store

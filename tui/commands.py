@@ -68,7 +68,7 @@ COMMANDS = (
     Command("compare", "Answer again with another model or settings, side by side", "[MODEL|SETTING]"),
     Command("copy", "Copy the last answer"),
     Command("code", "Copy a block of code", "[NUMBER]"),
-    Command("export", "Write the chat to a file", "[md|json] [FILE]"),
+    Command("export", "Write the chat as md, json or html", "[FORMAT] [FILE]"),
     Command("delete", "Delete the chat"),
     Command("theme", "Choose the colours", "[NAME]"),
     Command("help", "Show every key and command, or ask about edgelm", "[QUESTION]"),

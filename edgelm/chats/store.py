@@ -196,6 +196,11 @@ class Store:
                 by_id[message_id].reasoning += reasoning
         return messages
 
+    def owner_of(self, message_id: int) -> int | None:
+        """Return the chat of a message; None if there is no message with this id."""
+        rows = self._rows("SELECT chat FROM message WHERE id = ?", message_id)
+        return rows[0][0] if rows else None
+
     def prompts(self, limit: int) -> list[str]:
         """Return the user's last messages, oldest first."""
         rows = self._rows("SELECT text FROM message WHERE role = 'user' ORDER BY id DESC LIMIT ?", limit)

@@ -1,0 +1,79 @@
+"""A chat as Markdown: the branch on screen, as somebody reads it.
+
+Owns the words for how an answer ended, which the page of HTML uses too. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from edgelm.chats.attachments import Attachment
+from edgelm.chats.history import Chat, Message, Tree
+from edgelm.chats.tool_calls import ToolCall
+
+ENDS = {  # of an answer, by its note or its state
+    "length": "ended at the limit of tokens",
+    "context": "ended because the context was full",
+    "content_filter": "ended by the endpoint's filter",
+    "stopped": "stopped before its end",
+    "streaming": "not finished: edgelm was closed while this was written",
+}
+
+
+def to_markdown(chat: Chat, tree: Tree) -> str:
+    """Return the branch on screen as Markdown; answers keep the Markdown of the model.
+
+    Attachments and calls of tools are named; their content is in the other formats.
+    """
+    parts = [f"# {' '.join(chat.title.split())}"]
+    if chat.system:
+        parts.append(_quoted(chat.system))
+    for message in tree.path():
+        parts.append(f"## {author_of(message)}")
+        parts += [f"*Attached: {words_of(attachment)}*" for attachment in message.attachments]
+        for text, calls in segments(message):
+            if text.strip():
+                parts.append(text.strip("\n"))
+            parts += [f"*{call_words(call)}*" for call in calls]
+        if end := end_of(message):
+            parts.append(f"*{end}*")
+    return "\n\n".join(parts) + "\n"
+
+
+def author_of(message: Message) -> str:
+    """Return the heading of a message."""
+    return "You" if message.role == "user" else (message.model or "Assistant")
+
+
+def end_of(message: Message) -> str:
+    """Return in a few words how an answer ended; empty where it is complete."""
+    if message.state == "failed":
+        return f"failed: {message.note}" if message.note else "failed"
+    return ENDS.get(message.note or message.state, message.note)
+
+
+def words_of(attachment: Attachment) -> str:
+    """Return the name of an attachment, its kind and its size."""
+    if attachment.kind == "image":
+        return f"{attachment.name} (image, {max(len(attachment.data) // 1024, 1):,} KiB)"
+    return f"{attachment.name} ({len(attachment.text.splitlines()):,} lines)"
+
+
+def call_words(call: ToolCall) -> str:
+    """Return a call and how it ended in one line."""
+    words = f"Tool {call.server} › {call.tool}" if call.server else f"Tool {call.tool}"
+    return f"{words}, {call.state}: {' '.join(call.arguments.split())}"
+
+
+def segments(message: Message) -> Iterator[tuple[str, Sequence[ToolCall]]]:
+    """Yield the text of a message up to the calls that were made there, and these calls; the rest has none."""
+    begin = 0
+    for at, calls in groupby(message.calls, key=lambda call: call.at):
+        yield message.text[begin:at], list(calls)
+        begin = max(begin, at)
+    yield message.text[begin:], ()
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"> {line}".rstrip() for line in text.splitlines())
