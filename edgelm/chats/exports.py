@@ -5,14 +5,10 @@ Owns their names and the names of files. Knows nothing of where files are.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from edgelm.chats.export_json import to_json
 from edgelm.chats.export_md import to_markdown
+from edgelm.chats.formats import FORMATS, Format
 from edgelm.chats.history import Chat, Tree
-
-Format = Literal["md", "json", "html"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 def export_chat(form: Format, chat: Chat, tree: Tree) -> str:

@@ -26,11 +26,21 @@ class EngineJob:
     memory_bytes: int | None = None  # that the model may take; None: as much as is free
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message before the prompt, of a chat that goes on."""
+
+    role: str  # "system", "user" or "assistant"
+    text: str
+    reasoning: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunJob(EngineJob):
     """Complete one prompt."""
 
     prompt: str
+    before: tuple[Said, ...] = ()
     raw: bool = False  # no chat template
     stop: tuple[str, ...] = ()
     grammar: GrammarSpec | None = None  # of the answer, without its reasoning

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.export_json import to_json
+from edgelm.chats.formats import Source
 from edgelm.chats.history import Chat, Message, Tree
 from edgelm.chats.imports.draft import BadChat, DraftChat
-from edgelm.chats.imports.files import Source, read_file
+from edgelm.chats.imports.files import read_file
 from edgelm.chats.imports.json_stream import Truncated, json_values
 from edgelm.chats.imports.save import NO_QUESTION, Outcome, save_draft
 from edgelm.chats.reading import Reading

@@ -12,9 +12,10 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from edgelm.chats.attachments import Attachment
+from edgelm.chats.formats import Source
 from edgelm.chats.imports.chatgpt import FindImage, is_chatgpt, read_chatgpt
 from edgelm.chats.imports.draft import MAX_IMAGE_BYTES, BadChat, DraftChat, image
 from edgelm.chats.imports.json_stream import Truncated, json_values
@@ -24,7 +25,6 @@ from edgelm.chats.imports.openwebui import is_openwebui, read_openwebui
 from edgelm.chats.imports.own import is_own, read_own
 from edgelm.errors import EdgeLMError, RequestError
 
-Source = Literal["auto", "chatgpt", "openwebui", "ollama", "edgelm"]
 Item = DraftChat | BadChat  # a conversation, or why it is none
 
 _CONVERSATIONS = re.compile(r"(?:.*/)?conversations(?:[-_]\d+)?\.json")
