@@ -43,7 +43,10 @@ def to_markdown(chat: Chat, tree: Tree) -> str:
 
 def author_of(message: Message) -> str:
     """Return the heading of a message."""
-    return "You" if message.role == "user" else (message.model or "Assistant")
+    if message.role == "user":
+        return "You"
+    is_path = message.model.startswith("/")
+    return (message.model.rsplit("/", 1)[-1] if is_path else message.model) or "Assistant"
 
 
 def end_of(message: Message) -> str:

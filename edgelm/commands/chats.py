@@ -65,7 +65,8 @@ def list_chats(*, tag: str | None, archived: bool, deleted: bool, limit: int | N
         for chat in shown:
             title = f"* {chat.title}" if chat.pinned else chat.title
             table.add_row(short[chat.id], _date(chat.changed), _printable(title), _printable(", ".join(chat.tags)))
-        plain_console().print(table)
+        if shown:
+            plain_console().print(table)
     if len(shown) < len(chats):
         print(f"and {len(chats) - len(shown):,} more: -n 0 lists all", file=sys.stderr)
     if not chats:

@@ -80,7 +80,7 @@ def run_model(
                 settings = settings if flags.get("temperature") is not None else replace(settings, temperature=0.0)
         before: tuple[Said, ...] = ()
         if saved is not None:
-            before, text = saved.ask(text, local.name, tuple(know), passages)
+            before, text = saved.ask(text, local, tuple(know), passages)
         job = RunJob(
             model=local.path,
             settings=settings,

@@ -133,13 +133,14 @@ class SavedChat:
         return tuple(root for root in self.session.chat.knowledge if root != GUIDE)
 
     def ask(
-        self, text: str, model: str, roots: tuple[str, ...], passages: tuple[Passage, ...] | None
+        self, text: str, local: LocalModel, roots: tuple[str, ...], passages: tuple[Passage, ...] | None
     ) -> tuple[tuple[Said, ...], str]:
         """Add a question; return what is sent before it, and its text for the model.
 
         That text begins with earlier questions that have no answer. `passages` were found in `roots` for it.
         """
         session = self.session
+        model = str(local.path) if local.place == "given" else local.name  # as the chat on the screen names it
         if not session.tree.messages:
             session.chat.model = model
         question = session.add_question(text, session.tree.leaf)
