@@ -60,7 +60,8 @@ def words_of(attachment: Attachment) -> str:
     """Return the name of an attachment, its kind and its size."""
     if attachment.kind == "image":
         return f"{attachment.name} (image, {max(len(attachment.data) // 1024, 1):,} KiB)"
-    return f"{attachment.name} ({len(attachment.text.splitlines()):,} lines)"
+    num_lines = len(attachment.text.splitlines())
+    return f"{attachment.name} ({num_lines:,} line{'' if num_lines == 1 else 's'})"
 
 
 def call_words(call: ToolCall) -> str:

@@ -105,7 +105,7 @@ def test_openwebui(store: Store, tmp_path: Path) -> None:
     assert [(item.kind, item.name, item.text) for item in question.attachments] == [
         ("image", "image.png", ""), ("text", "notes.txt", "wet"),
     ]  # fmt: skip
-    assert answer.text == '```\nweather {"city": 1}\n```\n\n```\n"rain"\n```\nYes.'
+    assert answer.text == '```\nweather {"city": 1}\n```\n\n```\n"rain"\n```\n\n\nYes.'
     assert (answer.reasoning, answer.model, answer.state) == ("Let me\nsee & think", "qwen3:4b", "stopped")
     assert (failed.state, failed.note) == ("failed", "the model is gone")
     assert tree.turn(answer.id, -1)
@@ -114,11 +114,12 @@ def test_openwebui(store: Store, tmp_path: Path) -> None:
     assert [message.text for message in tree_of(store, old).path()] == ["Old?", "Yes."]
 
 
-def test_ollama_desktop(store: Store, tmp_path: Path) -> None:
+def test_ollama_desktop(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "db.sqlite"
     write_ollama(path)
     before = path.read_bytes()
     assert imported(store, path) == ["new", "new", "it has no messages"]
+    monkeypatch.setattr("edgelm.chats.imports.save.time.time", lambda: 2e9)  # one chat has no times
     assert imported(store, path) == ["same", "same", "it has no messages"]
     assert path.read_bytes() == before
     chat = next(chat for chat in store.chats() if chat.title == "Sums")

@@ -144,7 +144,7 @@ def _without_details(written: str) -> tuple[str, str]:
         else:
             values = {name: unescape(value) for name, value in _ATTRIBUTE.findall(match[2])}
             parts.append(
-                "\n\n" + tool_text(values.get("name", ""), values.get("arguments", ""), values.get("result", ""))
+                f"\n\n{tool_text(values.get('name', ''), values.get('arguments', ''), values.get('result', ''))}\n\n"
             )
         begin = end + len(_CLOSING)
     parts.append(written[begin:])

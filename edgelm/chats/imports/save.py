@@ -18,6 +18,8 @@ from edgelm.chats.store import Store
 
 NO_QUESTION = "(no question)"
 
+UNDATED = 1e9  # the time in the id of a message without one: the same in the next export
+
 Outcome = Literal["new", "grown", "same", "deleted"]
 
 
@@ -74,7 +76,8 @@ def _new_messages(
 ) -> list[Message]:
     """Return the messages that the store does not have yet; put the id of each into `ids`."""
     new: list[Message] = []
-    base = draft.created or draft.changed or time.time()
+    now = time.time()
+    base = draft.created or UNDATED
     last: dict[str | None, int] = {}  # ids of siblings, by their parent
     for item in ordered:
         parent = ids.get(item.parent or "")
@@ -87,18 +90,18 @@ def _new_messages(
             message_id += 1
         ids[item.key] = last[item.parent] = message_id
         if owner is None:
-            new.append(_message(item, chat_id, message_id, parent, ids, base))
+            new.append(_message(item, chat_id, message_id, parent, ids, draft.created or now))
     return new
 
 
 def _message(
-    item: DraftMessage, chat_id: int, message_id: int, parent: int | None, ids: dict[str, int], base: float
+    item: DraftMessage, chat_id: int, message_id: int, parent: int | None, ids: dict[str, int], created: float
 ) -> Message:
     return Message(
         id=message_id, chat=chat_id, parent=parent, role=item.role, text=item.text, reasoning=item.reasoning,
         state=item.state, note=item.note, model=item.model, stats=item.stats,
         sent_from=message_id if item.sent_from == item.key else ids.get(item.sent_from or ""), reading=item.reading,
-        attachments=item.attachments, calls=item.calls, created=base if item.created is None else item.created,
+        attachments=item.attachments, calls=item.calls, created=created if item.created is None else item.created,
     )  # fmt: skip
 
 
