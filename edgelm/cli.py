@@ -1,7 +1,7 @@
 """The names and flags of the commands. The work of a command is a module of `commands`, imported when it is called.
 
-Owns the exit code of an error. The commands about a server are in cli_server.py. Knows nothing of engines, models and
-files.
+Owns the exit code of an error. The commands about a server are in cli_server.py, those about chats in
+cli_chats.py. Knows nothing of engines, models and files.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer
 from typer import exceptions as usage
 
 from edgelm import __version__
+from edgelm.cli_chats import chats_app
 from edgelm.cli_server import launch, load, ps, serve, service_app, top, unload, watch
 from edgelm.commands.flags import Flags, Json, Model, Verbose, Yes, with_settings
 from edgelm.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError
@@ -89,10 +90,20 @@ def _main(
 @app.command()
 @with_settings("run")
 def run(
-    model: Model,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="starter, qwen3:4b, OWNER/NAME:QUANT, or a path; not needed with -c.", show_default=False),
+    ] = None,
     prompt: Annotated[
         str | None, typer.Argument(help="The message, or with --raw the text to continue.", show_default=False)
     ] = None,
+    go_on: Annotated[
+        bool, typer.Option("-c", "--continue", help="Continue the last chat, with its model: edgelm run -c PROMPT.")
+    ] = False,
+    chat: Annotated[
+        str | None, typer.Option(metavar="ID", help="Continue this chat of `edgelm chats list`.", show_default=False)
+    ] = None,
+    save: Annotated[bool, typer.Option("--save", help="Save it as a new chat.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without a chat template.")] = False,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text.", show_default=False)] = None,
     schema: Annotated[
@@ -139,6 +150,8 @@ def run(
         raw=raw,
         as_json=as_json,
         verbose=verbose,
+        chat=chat or ("last" if go_on else None),
+        save=save,
     )
 
 
@@ -322,6 +335,8 @@ def plan(model: Model, as_json: Json = False, *, flags: Flags) -> None:
 
     show_plan(model, flags, as_json=as_json)
 
+
+app.add_typer(chats_app, name="chats")
 
 memory_app = typer.Typer(help="Past answers that speculation remembers.", no_args_is_help=True)
 app.add_typer(memory_app, name="memory")

@@ -22,18 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from edgelm.chats.attachments import Attachment, images, with_attachments
-from edgelm.chats.history import (
-    UNTITLED,
-    Chat,
-    Message,
-    Tree,
-    file_name,
-    make_title,
-    new_id,
-    split_sent,
-    to_json,
-    to_markdown,
-)
+from edgelm.chats.export_json import to_json
+from edgelm.chats.export_md import to_markdown
+from edgelm.chats.exports import file_name
+from edgelm.chats.history import UNTITLED, Chat, Message, Tree, make_title, new_id, split_sent
 from edgelm.chats.reading import Reading
 from edgelm.chats.schema import SCHEMA_VERSION
 from edgelm.chats.store import ChatsError, Store
@@ -340,7 +332,7 @@ def test_a_file_without_attachments_and_calls_is_taken_over(store: Store, path: 
     again.close()
     for _ in range(2):
         again = Store(path)
-        assert again.chats() == [chat]
+        assert again.deleted_chats() == [chat]
         assert again.messages(chat.id) == messages
         again.close()
 
@@ -605,3 +597,48 @@ def test_export() -> None:
     assert document["title"] == "Sorting: a/b?"
     assert file_name(chat, "md") == "sorting-a-b.md"
     assert file_name(Chat(title="../.."), "json") == "chat.json"
+
+
+def test_deleted_chats_wait_in_the_trash_and_are_not_found(store: Store) -> None:
+    kept, _ = add_chat(store, "pelican one", title="kept")
+    old, _ = add_chat(store, "pelican two", title="A pelican")
+    new, _ = add_chat(store, "pelican three ++", title="new")
+    old.deleted, new.deleted = 100.0, 200.0
+    store.put_chat(old)
+    store.put_chat(new)
+    assert [chat.id for chat in store.chats()] == [kept.id]
+    assert {chat.id for chat in store.deleted_chats()} == {old.id, new.id}
+    assert [hit.chat.id for hit in store.search("pelican")] == [kept.id]
+    assert not store.search("elican tw"), "not by the text itself either"
+    assert not store.search("++")
+    assert store.purge(150.0) == 1
+    assert store.deleted_chats() == [new]
+    assert store.chat(old.id) is None
+    assert not store.messages(old.id)
+    new.deleted = None
+    store.put_chat(new)
+    assert {hit.chat.id for hit in store.search("pelican")} == {kept.id, new.id}
+
+
+def test_archived_chats_are_found_if_asked_for(store: Store) -> None:
+    chat, _ = add_chat(store, "pelican")
+    chat.archived = True
+    store.put_chat(chat)
+    assert store.chats() == [chat]
+    assert store.search("pelican")
+    for query in ("pelican", "elica"):
+        assert not store.search(query, archived=False)
+
+
+def test_a_search_ends_with_the_chats_that_it_may_return(store: Store) -> None:
+    chats = [add_chat(store, "pelican", "pelican", title=f"{i}")[0] for i in range(5)]
+    for query in ("pelican", "elica"):
+        hits = store.search(query, limit=2)
+        assert [hit.chat.id for hit in hits] == [chats[4].id, chats[3].id]
+
+
+def test_a_literal_search_finds_titles_too(store: Store) -> None:
+    chat, _ = add_chat(store, "nothing", title="Überraschung (!?)")
+    (hit,) = store.search("!?")
+    assert (hit.chat.id, hit.message) == (chat.id, None)
+    assert hit.snippet == "Überraschung (\x02!?\x03)"

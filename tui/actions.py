@@ -16,7 +16,8 @@ from textual.app import App
 from textual.screen import ModalScreen
 
 from edgelm.chats.attached_files import full_path
-from edgelm.chats.history import Message, file_name, to_json, to_markdown
+from edgelm.chats.exports import export_chat, file_name, split_export
+from edgelm.chats.history import Message, Tree
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.dialogs import Choice, ConfirmScreen, LineScreen, PickScreen, TextScreen
 from edgelm.tui.engine_actions import EngineActions
@@ -115,18 +116,17 @@ class Actions:
 
     async def _export(self, argument: str) -> None:
         session = self._workspace.session
-        kind, _, name = argument.partition(" ")
-        if kind not in ("md", "json"):
-            kind, name = ("json" if argument.endswith(".json") else "md"), argument
+        form, name = split_export(argument)
         if not session.tree.messages:
             raise RequestError("there is nothing to export yet", "write a message")
-        if not name.strip():
-            chosen = await self._ask(LineScreen("Export to", file_name(session.chat, kind)))
+        if not name:
+            chosen = await self._ask(LineScreen("Export to", file_name(session.chat, form)))
             if chosen is None:
                 return
             name = chosen
         path = await asyncio.to_thread(file_to_write, name.strip())
-        text = (to_json if kind == "json" else to_markdown)(session.chat, session.tree)
+        tree = Tree(session.tree.messages.values(), session.tree.leaf)  # an answer may be written meanwhile
+        text = await asyncio.to_thread(export_chat, form, session.chat, tree)
         if await asyncio.to_thread(path.exists) and not await self._ask(ConfirmScreen(f"{path} exists.", "Replace it")):
             return
         try:

@@ -73,7 +73,7 @@ COMMANDS = (
     Command("editor", "Write the message in your editor ($EDITOR)"),
     Command("copy", "Copy the last answer"),
     Command("code", "Copy a block of code", "[NUMBER]"),
-    Command("export", "Write the chat to a file", "[md|json] [FILE]"),
+    Command("export", "Write the chat as md, json or html", "[FORMAT] [FILE]"),
     Command("delete", "Delete the chat"),
     Command("theme", "Choose the colours", "[NAME]"),
     Command("help", "Show every key and command, or ask about edgelm", "[QUESTION]"),

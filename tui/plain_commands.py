@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from edgelm.chats.history import Chat, Message, file_name, to_json, to_markdown
+from edgelm.chats.exports import export_chat, file_name, split_export
+from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import Store
 from edgelm.client.answer_stream import stats_from_json
 from edgelm.client.endpoint import ModelEntry
@@ -183,16 +184,14 @@ class PlainCommands:
 
     def _export(self, argument: str) -> None:
         session = self._session
-        kind, _, name = argument.partition(" ")
-        if kind not in ("md", "json"):
-            kind, name = ("json" if argument.endswith(".json") else "md"), argument
+        form, name = split_export(argument)
         if not session.tree.messages:
             raise RequestError("there is nothing to export yet", "write a message")
-        path = file_to_write(name.strip() or file_name(session.chat, kind))
+        path = file_to_write(name or file_name(session.chat, form))
         if path.exists() and not self._chat.lines.confirm(f"{path} exists; replace it?"):
             return
         try:
-            path.write_text((to_json if kind == "json" else to_markdown)(session.chat, session.tree), encoding="utf-8")
+            path.write_text(export_chat(form, session.chat, session.tree), encoding="utf-8")
         except OSError as error:
             raise EdgeLMError(f"{path} cannot be written: {error.strerror}", "choose another file") from error
         self._tell(f"written to {path}")

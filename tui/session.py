@@ -13,7 +13,7 @@ from dataclasses import replace
 from edgelm.chats.attachments import Attachment, images, with_attachments
 from edgelm.chats.history import Chat, Message, State, Tree, make_title, split_sent
 from edgelm.chats.reading import Reading
-from edgelm.chats.store_thread import StoreThread
+from edgelm.chats.store_thread import Writes
 from edgelm.chats.tool_calls import ToolCall, segments, tool_name
 from edgelm.client.answer_stream import AnswerStats, stats_to_json
 from edgelm.client.turns import Call, Turn
@@ -25,7 +25,7 @@ STOPPED = "(The answer was stopped here.)"
 class Session:
     """One chat. It is not saved before its first message."""
 
-    def __init__(self, store: StoreThread, chat: Chat, messages: list[Message]) -> None:
+    def __init__(self, store: Writes, chat: Chat, messages: list[Message]) -> None:
         self._store = store
         self.chat = chat
         self.tree = Tree(messages, chat.leaf)

@@ -1,23 +1,20 @@
-"""Chats, messages, and the tree that a chat's messages form; their export as Markdown and JSON.
+"""Chats, messages, and the tree that a chat's messages form.
 
-Owns plain values, the walk over branches, and the two export formats: Markdown (the branch on screen) and JSON (every
-branch). Knows nothing of where they are stored or shown.
+Owns plain values and the walk over branches. Knows nothing of where they are stored, shown and written.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from edgelm.chats.attachments import Attachment, as_markdown
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.reading import Reading
-from edgelm.chats.tool_calls import ToolCall, calls_as_json, with_calls
+from edgelm.chats.tool_calls import ToolCall
 
 Role = Literal["user", "assistant"]
 State = Literal["done", "streaming", "stopped", "failed"]
@@ -183,63 +180,3 @@ def make_title(text: str) -> str:
     cut = line[:TITLE_LEN]
     words = re.sub(r"\s+\S*$", "", cut)
     return (words if len(words) > TITLE_LEN // 2 else cut) + "…"
-
-
-def to_markdown(chat: Chat, tree: Tree) -> str:
-    """Return the branch on screen as Markdown; answers keep the Markdown of the model."""
-    parts = [f"# {chat.title}"]
-    if chat.system:
-        parts.append("\n".join(f"> {line}".rstrip() for line in chat.system.splitlines()))
-    for message in tree.path():
-        author = "You" if message.role == "user" else (message.model or "Assistant")
-        parts.append(f"## {author}")
-        parts += map(as_markdown, message.attachments)
-        if message.calls:
-            parts.append(with_calls(message.text, message.calls))
-        elif message.text:
-            parts.append(message.text.rstrip("\n"))
-        if message.state == "failed":
-            parts.append(f"*{message.note}*")
-    return "\n\n".join(parts) + "\n"
-
-
-def to_json(chat: Chat, tree: Tree) -> str:
-    """Return the chat with every branch as JSON. Fields may be added to the format, never renamed."""
-    messages = [
-        {
-            "id": message.id,
-            "parent": message.parent,
-            "role": message.role,
-            "text": message.text,
-            "reasoning": message.reasoning,
-            "state": message.state,
-            "note": message.note,
-            "model": message.model,
-            "stats": json.loads(message.stats) if message.stats else None,
-            "sent_from": message.sent_from,
-            "reading": message.reading.as_json() if message.reading else None,
-            "attachments": [_attachment_json(attachment) for attachment in message.attachments],
-            "calls": calls_as_json(message.calls),
-            "created": _iso_time(message.created),
-        }
-        for message in tree.messages.values()
-    ]
-    times = {name: _iso_time(value) for name in ("created", "changed", "deleted") if (value := getattr(chat, name))}
-    head = asdict(chat) | times
-    document = {"format": "edgelm-chat", "version": 1, **head, "messages": messages}
-    return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
-
-
-def _attachment_json(attachment: Attachment) -> dict[str, Any]:
-    return asdict(attachment) | {"data": attachment.url if attachment.data else ""}
-
-
-def file_name(chat: Chat, suffix: str) -> str:
-    """Return a file name for a chat: its title without characters that some file system refuses."""
-    words = "".join(character if character.isalnum() else "-" for character in chat.title.lower())
-    stem = "-".join(part for part in words.split("-") if part)[:50].strip("-")
-    return f"{stem or 'chat'}.{suffix}"
-
-
-def _iso_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

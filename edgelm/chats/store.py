@@ -10,9 +10,7 @@ insert whatever the length of the answer, and no committed part is lost when the
 # ruff: noqa: S608 - queries are built from the names of our own columns, never from values
 from __future__ import annotations
 
-import json
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -20,23 +18,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Chat, Hit, Message
-from edgelm.chats.reading import reading_from_text, reading_to_text
+from edgelm.chats.rows import (
+    ATTACHMENT_COLUMNS,
+    CHAT_COLUMNS,
+    MESSAGE_COLUMNS,
+    attachment_from_row,
+    attachment_values,
+    chat_from_row,
+    chat_values,
+    clean,
+    message_from_row,
+    message_values,
+)
 from edgelm.chats.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION, statements
-from edgelm.chats.tool_calls import calls_from_text, calls_to_text
+from edgelm.chats.search import search_chats
 from edgelm.errors import EdgeLMError
 
-BUSY_MS = 250  # the caller retries; a longer wait here would only block it
+BUSY_MS = 250  # the chat retries; a longer wait here would only block it
 
-_CHAT_COLUMNS = (
-    "id, title, renamed, system, model, sampling, leaf, created, changed, knowledge, consents, summarized, preset,"
-    " tools, tool_consents, pinned, archived, tags, deleted"
-)
-_CHAT = ", ".join(f"chat.{column}" for column in _CHAT_COLUMNS.split(", "))
-_MESSAGE = "id, chat, parent, role, text, reasoning, state, note, model, stats, created, sent_from, reading, calls"
-_ATTACHMENT = "kind, name, path, text, data, media_type, digest, size, mtime_ns, tokens"
-_ATTACHMENT_OF = ", ".join(f"attachment.{column}" for column in _ATTACHMENT.split(", "))
+_ATTACHMENT_OF = ", ".join(f"attachment.{column}" for column in ATTACHMENT_COLUMNS.split(", "))
 
 
 class ChatsError(EdgeLMError):
@@ -50,13 +51,15 @@ class ChatsError(EdgeLMError):
 class Store:
     """The chats in one file, or in memory where `path` is None. Every method raises ChatsError."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, busy_ms: int = BUSY_MS) -> None:
+        """Open the file, and wait so long for another program that writes to it."""
         self._path = path
+        self._busy_s = busy_ms / 1000
         with self._translated():
             if path is not None:
                 _make_private(path)
             self._db = sqlite3.connect(
-                path or ":memory:", timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False
+                path or ":memory:", timeout=self._busy_s, isolation_level=None, check_same_thread=False
             )
         try:
             with self._translated():
@@ -88,7 +91,7 @@ class Store:
 
     def _write_ahead(self) -> None:
         """Choose the WAL mode. SQLite does not wait for another process that does the same, so we do."""
-        deadline = time.monotonic() + BUSY_MS / 1000
+        deadline = time.monotonic() + self._busy_s
         while True:
             try:
                 self._db.execute("PRAGMA journal_mode = WAL")
@@ -116,27 +119,18 @@ class Store:
 
     def put_chat(self, chat: Chat) -> None:
         """Insert or replace a chat."""
-        sampling = json.dumps(dict(chat.sampling))
-        self._put("chat", _CHAT_COLUMNS, (
-            chat.id, _clean(chat.title), chat.renamed, _clean(chat.system), _clean(chat.model), sampling, chat.leaf,
-            chat.created, chat.changed, json.dumps(chat.knowledge), json.dumps(dict(chat.consents)), chat.summarized,
-            _clean(chat.preset), json.dumps(chat.tools), json.dumps(chat.tool_consents), chat.pinned, chat.archived,
-            json.dumps(chat.tags), chat.deleted,
-        ))  # fmt: skip
+        self._put("chat", CHAT_COLUMNS, chat_values(chat))
 
     def put_message(self, message: Message) -> None:
         """Insert or replace a message. Its text must include all appended pieces."""
-        self._put("message", _MESSAGE, (
-            message.id, message.chat, message.parent, message.role, _clean(message.text), _clean(message.reasoning),
-            message.state, _clean(message.note), _clean(message.model), message.stats, message.created,
-            message.sent_from, reading_to_text(message.reading), calls_to_text(message.calls),
-        ))  # fmt: skip
+        self._put("message", MESSAGE_COLUMNS, message_values(message))
         with self._translated():
             self._db.execute("DELETE FROM piece WHERE message = ?", (message.id,))
             for place, attachment in enumerate(message.attachments):  # they never change
                 self._db.execute(
-                    f"INSERT OR IGNORE INTO attachment (message, place, {_ATTACHMENT}) VALUES ({', '.join('?' * 12)})",
-                    (message.id, place, *_attachment_values(attachment)),
+                    f"INSERT OR IGNORE INTO attachment (message, place, {ATTACHMENT_COLUMNS})"
+                    f" VALUES ({', '.join('?' * 12)})",
+                    (message.id, place, *attachment_values(attachment)),
                 )
 
     def append(self, message_id: int, text: str, reasoning: str = "") -> None:
@@ -144,7 +138,7 @@ class Store:
         with self._translated():
             self._db.execute(
                 "INSERT INTO piece (message, text, reasoning) VALUES (?, ?, ?)",
-                (message_id, _clean(text), _clean(reasoning)),
+                (message_id, clean(text), clean(reasoning)),
             )
 
     def delete_chat(self, chat_id: int) -> None:
@@ -160,25 +154,38 @@ class Store:
         return dict(self._rows("SELECT name, value FROM setting"))
 
     def chats(self) -> list[Chat]:
-        """Return all chats, newest first."""
-        return [_chat(row) for row in self._rows(f"SELECT {_CHAT} FROM chat ORDER BY changed DESC, id DESC")]
+        """Return the chats that are not deleted, newest first; archived ones are among them."""
+        return self._chats("deleted IS NULL")
+
+    def deleted_chats(self) -> list[Chat]:
+        """Return the chats that are deleted and can be restored, newest first."""
+        return self._chats("deleted IS NOT NULL")
+
+    def purge(self, before: float) -> int:
+        """Remove the chats that were deleted before a time, for good; return their number."""
+        with self._translated():
+            return self._db.execute("DELETE FROM chat WHERE deleted < ?", (before,)).rowcount
+
+    def _chats(self, condition: str) -> list[Chat]:
+        rows = self._rows(f"SELECT {CHAT_COLUMNS} FROM chat WHERE {condition} ORDER BY changed DESC, id DESC")
+        return [chat_from_row(row) for row in rows]
 
     def chat(self, chat_id: int) -> Chat | None:
-        rows = self._rows(f"SELECT {_CHAT} FROM chat WHERE id = ?", chat_id)
-        return _chat(rows[0]) if rows else None
+        """Return a chat, also a deleted one; None if there is none with this id."""
+        rows = self._rows(f"SELECT {CHAT_COLUMNS} FROM chat WHERE id = ?", chat_id)
+        return chat_from_row(rows[0]) if rows else None
 
     def messages(self, chat_id: int) -> list[Message]:
         """Return all messages of a chat, each after its parent."""
-        rows = self._rows(f"SELECT {_MESSAGE} FROM message WHERE chat = ? ORDER BY id", chat_id)
-        messages = [_message(row) for row in rows]
+        rows = self._rows(f"SELECT {MESSAGE_COLUMNS} FROM message WHERE chat = ? ORDER BY id", chat_id)
+        messages = [message_from_row(row) for row in rows]
         by_id = {message.id: message for message in messages}
         for message_id, *values in self._rows(
             f"SELECT attachment.message, {_ATTACHMENT_OF} FROM attachment"
             " JOIN message ON message.id = attachment.message WHERE chat = ? ORDER BY attachment.message, place",
             chat_id,
         ):
-            attachment = Attachment(**dict(zip(_ATTACHMENT.split(", "), values, strict=True)))
-            by_id[message_id].attachments += (attachment,)
+            by_id[message_id].attachments += (attachment_from_row(values),)
         if any(message.state == "streaming" for message in messages):
             for message_id, text, reasoning in self._rows(
                 "SELECT message, piece.text, piece.reasoning FROM piece JOIN message ON message.id = piece.message"
@@ -189,45 +196,22 @@ class Store:
                 by_id[message_id].reasoning += reasoning
         return messages
 
+    def owner_of(self, message_id: int) -> int | None:
+        """Return the chat of a message; None if there is no message with this id."""
+        rows = self._rows("SELECT chat FROM message WHERE id = ?", message_id)
+        return rows[0][0] if rows else None
+
     def prompts(self, limit: int) -> list[str]:
         """Return the user's last messages, oldest first."""
         rows = self._rows("SELECT text FROM message WHERE role = 'user' AND text <> '' ORDER BY id DESC LIMIT ?", limit)
         return [row[0] for row in reversed(rows)]
 
-    def search(self, query: str, limit: int = 100) -> list[Hit]:
-        """Return the chats with all words of a query in one message or in the title, newest first.
-
-        Words match by prefix. Text that the index has no words for (signs, the middle of a word, scripts without
-        spaces) is searched literally.
+    def search(self, query: str, limit: int = 100, *, archived: bool = True) -> list[Hit]:
+        """Return the chats with all words of a query in one message or in the title, newest first; none that is
+        deleted, and archived ones if asked for. `search_chats` says how words match.
         """
-        words = re.findall(r"\w+", query)
-        hits: dict[int, Hit] = {}
-        if words:
-            match = " ".join(f'"{word}"*' for word in words)
-            self._collect(hits, limit, f"""
-                SELECT NULL, highlight(title_words, 0, char(2), char(3)), {_CHAT} FROM title_words
-                JOIN chat ON chat.id = title_words.rowid WHERE title_words MATCH ? ORDER BY changed DESC LIMIT ?""",
-                match)  # fmt: skip
-            self._collect(hits, limit, f"""
-                SELECT newest.id, snippet(message_words, 0, char(2), char(3), '…', 12), {_CHAT} FROM (
-                    SELECT max(message.id) AS id FROM message_words JOIN message ON message.id = message_words.rowid
-                    WHERE message_words MATCH ?1 GROUP BY message.chat ORDER BY id DESC LIMIT ?2) AS newest
-                JOIN message_words ON message_words.rowid = newest.id
-                JOIN message ON message.id = newest.id JOIN chat ON chat.id = message.chat
-                WHERE message_words MATCH ?1""", match)  # fmt: skip
-        if not hits and (text := query.strip()):
-            # SQLite takes the other columns from the row with the maximum.
-            for row in self._rows(
-                f"SELECT max(message.id), message.text, {_CHAT} FROM message JOIN chat ON chat.id = message.chat"
-                " WHERE message.text LIKE '%' || ? || '%' ESCAPE '\\' GROUP BY chat.id ORDER BY changed DESC LIMIT ?",
-                re.sub(r"([%_\\])", r"\\\1", text), limit,
-            ):  # fmt: skip
-                hits[row[2]] = Hit(_chat(row[2:]), row[0], _snippet(row[1], text))
-        return sorted(hits.values(), key=lambda hit: (hit.chat.changed, hit.chat.id), reverse=True)[:limit]
-
-    def _collect(self, hits: dict[int, Hit], limit: int, sql: str, match: str) -> None:
-        for row in self._rows(sql, match, limit):
-            hits.setdefault(row[2], Hit(_chat(row[2:]), row[0], row[1]))
+        with self._translated():
+            return search_chats(self._db, query, limit, archived=archived)
 
     def _rows(self, sql: str, *values: object) -> list[Any]:
         with self._translated():
@@ -272,45 +256,6 @@ def _make_private(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     os.close(descriptor)
-
-
-def _chat(row: Any) -> Chat:
-    values = dict(zip(_CHAT_COLUMNS.split(", "), row, strict=True))
-    for name in ("sampling", "consents"):
-        values[name] = json.loads(values[name])
-    for name in ("knowledge", "tools", "tool_consents", "tags"):
-        values[name] = tuple(json.loads(values[name]))
-    for name in ("renamed", "summarized", "pinned", "archived"):
-        values[name] = bool(values[name])
-    return Chat(**values)
-
-
-def _message(row: Any) -> Message:
-    values = dict(zip(_MESSAGE.split(", "), row, strict=True))
-    reading, calls = reading_from_text(values["reading"]), calls_from_text(values["calls"])
-    return Message(**values | {"reading": reading, "calls": calls})
-
-
-def _attachment_values(attachment: Attachment) -> tuple[object, ...]:
-    return (
-        attachment.kind, _clean(attachment.name), _clean(attachment.path), _clean(attachment.text), attachment.data,
-        attachment.media_type, attachment.digest, attachment.size, attachment.mtime_ns, attachment.tokens,
-    )  # fmt: skip
-
-
-def _clean(text: str) -> str:
-    """Replace characters that SQLite cannot store as text: halves of surrogate pairs, and NUL."""
-    return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
-
-
-def _snippet(text: str, match: str, context: int = 30) -> str:
-    start = text.lower().find(match.lower())
-    if start < 0:  # SQLite and Python disagree on the case of a letter
-        return text[: 2 * context]
-    end = start + len(match)
-    before, after = text[max(0, start - context) : start], text[end : end + context]
-    snippet = ("…" if start > context else "") + before + "\x02" + text[start:end] + "\x03" + after
-    return snippet + ("…" if end + context < len(text) else "")
 
 
 def _translate(error: sqlite3.Error, path: Path | None) -> ChatsError:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from edgelm.chats.store import ChatsError, Store
 
@@ -20,6 +20,13 @@ MAX_BATCH = 1000
 
 T = TypeVar("T")
 Write = Callable[[Store], None]
+
+
+class Writes(Protocol):
+    """Takes writes in their order."""
+
+    def write(self, *writes: Write) -> None:
+        """Queue writes after all earlier ones."""
 
 
 class _Read(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.commands.presets import read_presets, start_preset
@@ -18,13 +18,16 @@ from edgelm.library.local import model_config, runnable_model
 from edgelm.library.names import STARTER
 from edgelm.places import Places
 from edgelm.workers.grammars import GrammarSpec
-from edgelm.workers.messages import Read, Result, RunJob, Text, Thinking, Thought
+from edgelm.workers.messages import Read, Result, RunJob, Said, Text, Thinking, Thought
+
+if TYPE_CHECKING:
+    from edgelm.commands.run_chat import SavedChat
 
 MAX_INPUT_BYTES = 64 * 2**20
 
 
 def run_model(
-    model: str,
+    model: str | None,
     prompt: str | None,
     flags: Mapping[str, object],
     *,
@@ -37,48 +40,89 @@ def run_model(
     raw: bool,
     as_json: bool,
     verbose: bool,
+    chat: str | None = None,
+    save: bool = False,
 ) -> None:
-    """Print the answer to a prompt as it is decoded. `grammar_file` is for errors. Raises EdgeLMError."""
+    """Print the answer to a prompt as it is decoded. `grammar_file` is for errors.
+
+    `chat` names the chat that goes on, whose model is used unless one is given; with `save` a new one is begun. Raises
+    EdgeLMError.
+    """
+    if chat is not None and prompt is None:
+        model, prompt = None, model  # a single argument is the prompt
+    if model is None and chat is None:
+        raise UsageError("Missing argument 'MODEL'", "see --help; only a chat that goes on has a model of its own")
+    if raw and (chat is not None or save):
+        raise UsageError("--raw cannot be used with a chat", "a chat needs the chat template")
     if raw and think != "auto":
         raise UsageError("--raw and --think cannot be used together", "a model reasons with its chat template only")
     if raw and know:
         raise UsageError("--raw and --know cannot be used together", "put what the model should read into the prompt")
+    if preset is not None and chat is not None:
+        raise UsageError("--preset and --continue cannot be used together", "a chat keeps the preset that it began with")
     config = load_config(flags)
-    local = runnable_model(model, config)
-    config = model_config(local, config)
-    system = ""
-    if preset is not None:
-        config, think, system = _with_preset(preset, config, think, raw=raw)
-    text = _read_prompt(prompt)
-    settings = config.settings
-    passages: tuple[Passage, ...] | None = None
-    if know:
-        from edgelm.commands.knowledge import find_passages  # most prompts need no SQLite
+    with _opened(config, chat, save=save) as saved:
+        local = saved.choose_model(config) if saved and not model else runnable_model(model or "", config)
+        config = model_config(local, config)
+        system = ""
+        if preset is not None:
+            config, think, system = _with_preset(preset, config, think, raw=raw)
+        text = _read_prompt(prompt)
+        settings = config.settings
+        if saved is not None:
+            settings, think = saved.settings(settings, flags), saved.thinking(think)
+            know = know or saved.knowledge
+        passages: tuple[Passage, ...] | None = None
+        if know:
+            from edgelm.commands.knowledge import find_passages  # most prompts need no SQLite
 
-        passages = find_passages(know, text, config.places, verbose=verbose)
-    elif local.name == STARTER and not raw:
-        passages, quotations = _read_guide(text, config.places)
-        if quotations and grammar is None:
-            grammar = GrammarSpec("choice", json.dumps(quotations, ensure_ascii=False))
-            settings = settings if flags.get("temperature") is not None else replace(settings, temperature=0.0)
-    job = RunJob(
-        model=local.path,
-        settings=settings,
-        prompt=text,
-        stop=tuple(stop),
-        grammar=grammar,
-        grammar_file=grammar_file,
-        think=think,
-        passages=passages,
-        system=system,
-        raw=raw,
-        prefixes=config.places.prefixes,
-        drafts=True,
-    )
+            passages = find_passages(know, text, config.places, verbose=verbose)
+        elif local.name == STARTER and not raw:
+            from edgelm.knowledge.index import GUIDE
+
+            know = (GUIDE,)
+            passages, quotations = _read_guide(text, config.places)
+            if quotations and grammar is None:
+                grammar = GrammarSpec("choice", json.dumps(quotations, ensure_ascii=False))
+                settings = settings if flags.get("temperature") is not None else replace(settings, temperature=0.0)
+        before: tuple[Said, ...] = (Said("system", system),) if system else ()
+        if saved is not None:
+            saved.session.chat.system = system or saved.session.chat.system
+            before, text = saved.ask(text, local, tuple(know), passages)
+        job = RunJob(
+            model=local.path,
+            settings=settings,
+            prompt=text,
+            before=before,
+            stop=tuple(stop),
+            grammar=grammar,
+            grammar_file=grammar_file,
+            think=think,
+            passages=passages,
+            raw=raw,
+            prefixes=config.places.prefixes,
+            drafts=True,
+        )
+        _print_answer(job, config.places, saved, as_json=as_json, verbose=verbose)
+
+
+def _opened(config: Config, name: str | None, *, save: bool) -> AbstractContextManager[SavedChat | None]:
+    """Open the chat that goes on, or a new one; None where nothing is saved."""
+    if name is None and not save:
+        return nullcontext()
+    from edgelm.commands.run_chat import open_saved_chat  # most answers need no SQLite
+
+    return open_saved_chat(config, name)
+
+
+def _print_answer(job: RunJob, places: Places, saved: SavedChat | None, *, as_json: bool, verbose: bool) -> None:
+    """Do the job, print its answer, and add it to the chat."""
     output = _Output(sys.stdout)
     thoughts = _Output(sys.stderr, dim=True)
-    with reader_may_leave(), _ended_line(output, thoughts), run_job(job, config.places, verbose) as replies:
+    with reader_may_leave(), _ended_line(output, thoughts), run_job(job, places, verbose) as replies:
         for reply in replies:
+            if saved is not None and isinstance(reply, Text | Thought):
+                saved.append(reply)
             if isinstance(reply, Read):
                 _note_passages(reply, len(job.passages or ()))
             elif isinstance(reply, Thought) and thoughts.terminal and not as_json:
@@ -87,8 +131,11 @@ def run_model(
                 thoughts.end()
                 output.write(reply.text)
             elif isinstance(reply, Result):
+                if saved is not None:
+                    saved.finish(reply.document)
                 thoughts.end()
-                _finish(reply.document, output, as_json, verbose)
+                chat = {"chat": saved.handle} if saved is not None else {}
+                _finish(reply.document | chat, output, as_json, verbose)
                 _note_end(reply.document)
 
 

@@ -20,7 +20,7 @@ from edgelm.knowledge.quote import fitting, share_of_context, system_message
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.template_worker import TemplateRunner
 from edgelm.workers.child import Child
-from edgelm.workers.messages import Read, Result, RunJob, Text, Thought
+from edgelm.workers.messages import Read, Result, RunJob, Said, Text, Thought
 from edgelm.workers.parent import Worker
 
 MAX_TOKEN_LEN = 128  # characters: the longest token of the known vocabularies
@@ -36,14 +36,14 @@ async def answer_prompt(template_worker: Worker | None, loaded: LoadedModel, job
         from edgelm.sampling.grammar import GrammarCompiler  # most answers need no llguidance
 
         grammars = GrammarCompiler(loaded.tokenizer, loaded.engine.info.num_vocab)
-    is_chat = not job.raw and loaded.tokenizer.chat_template is not None
+    is_chat = not job.raw and (loaded.tokenizer.chat_template is not None or bool(job.before))
     templates = TemplateRunner(loaded.tokenizer, worker=template_worker)
     if not is_chat:
         await templates.close()
     answerer = Answerer(loaded, templates, grammars, job.settings)
     text, reasoning, ids = "", "", list[int]()
     try:
-        _check_text_size(job.prompt, loaded.engine.info.context)
+        _check_text_size(sum(len(said.text) for said in job.before) + len(job.prompt), loaded.engine.info.context)
         if grammars and job.grammar and job.grammar_file:
             try:
                 await grammars.check(job.grammar)
@@ -89,7 +89,8 @@ def _document(passage: Passage) -> dict[str, str]:
 
 
 def _text_request(loaded: LoadedModel, job: RunJob, passages: Sequence[Passage]) -> AnswerRequest:
-    text = "\n\n".join(filter(None, (job.system, system_message(passages), job.prompt)))
+    systems = [said.text for said in job.before if said.role == "system"]
+    text = "\n\n".join(filter(None, (*systems, system_message(passages), job.prompt)))
     pieces = TextEncoder(loaded.tokenizer).prompt(text, special=False)
     ids = prompt_ids(pieces, loaded.engine.info.context)
     return AnswerRequest(prompt=ids, grammar=job.grammar, stop=job.stop)
@@ -97,14 +98,18 @@ def _text_request(loaded: LoadedModel, job: RunJob, passages: Sequence[Passage])
 
 def _chat_request(job: RunJob, passages: Sequence[Passage]) -> AnswerRequest:
     effort = None if job.think == "auto" else job.think
-    systems = [job.system, *([system_message(passages)] if passages else [])]
-    before = [{"role": "system", "content": text} for text in systems if text]
+    read = [{"role": "system", "content": system_message(passages)}] if passages else []
     return AnswerRequest(
-        messages=[*before, {"role": "user", "content": job.prompt}],
+        messages=[*map(_message, job.before), *read, {"role": "user", "content": job.prompt}],
         grammar=job.grammar,
         template_kwargs=thinking_kwargs(effort, None),
         stop=job.stop,
     )
+
+
+def _message(said: Said) -> dict[str, str]:
+    reasoning = {"reasoning_content": said.reasoning} if said.reasoning else {}
+    return {"role": said.role, "content": said.text, **reasoning}
 
 
 def _measured(stats: Stats) -> dict[str, Any]:
@@ -125,11 +130,11 @@ def _measured(stats: Stats) -> dict[str, Any]:
     }
 
 
-def _check_text_size(text: str, context: int) -> None:
+def _check_text_size(num_chars: int, context: int) -> None:
     """Raise RequestError for a text that is too long for a context: llama.cpp may tokenize megabytes for minutes."""
-    if len(text) > MAX_TOKEN_LEN * context:
+    if num_chars > MAX_TOKEN_LEN * context:
         raise RequestError(
-            f"the prompt has {len(text):,} characters, a context of {context:,} tokens holds at most "
+            f"the prompt has {num_chars:,} characters, a context of {context:,} tokens holds at most "
             f"{MAX_TOKEN_LEN * context:,}",
             "shorten it, or raise --ctx",
         )

@@ -26,18 +26,27 @@ class EngineJob:
     memory_bytes: int | None = None  # that the model may take; None: as much as is free
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message before the prompt, of a chat that goes on."""
+
+    role: str  # "system", "user" or "assistant"
+    text: str
+    reasoning: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunJob(EngineJob):
     """Complete one prompt."""
 
     prompt: str
+    before: tuple[Said, ...] = ()
     raw: bool = False  # no chat template
     stop: tuple[str, ...] = ()
     grammar: GrammarSpec | None = None  # of the answer, without its reasoning
     grammar_file: str = ""  # where the grammar was read, for errors
     think: Thinking = "auto"  # auto: as the chat template decides
     passages: tuple[Passage, ...] | None = None  # that fit the prompt, best first; None: no knowledge was named
-    system: str = ""  # the system prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from textual.events import Click
 
-from edgelm.chats.history import Message, to_markdown
+from edgelm.chats.export_md import to_markdown
+from edgelm.chats.history import Message
 from edgelm.client.answer_stream import AnswerStats, stats_from_json, stats_to_json
 from edgelm.tui.lines import Row
 from edgelm.tui.thought import ThoughtClock, ThoughtFigures, thought_words

@@ -1,0 +1,209 @@
+"""A conversation as an export has it, before it gets the ids of our store; and careful readers of its values.
+
+An export may have any value at any place: the readers here return something empty for what does not fit, and
+`BadChat` is for a conversation without anything to keep.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from edgelm.chats.attachments import Attachment
+from edgelm.chats.history import Role, State
+from edgelm.chats.reading import Reading
+from edgelm.chats.tool_calls import ToolCall
+
+MAX_TIME = 4_102_444_800.0  # the year 2100
+MAX_IMAGE_BYTES = 20 * 2**20
+_UNITS = (1, 1e3, 1e6, 1e9)  # that exports count times in, per second
+_SIGNATURES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+
+
+class BadChat(Exception):  # noqa: N818 - it is caught and counted, not an error of the command
+    """A conversation that cannot be imported; the text says why."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftMessage:
+    """A message; `key` and `parent` are names of messages in the export."""
+
+    key: str
+    parent: str | None
+    role: Role
+    text: str = ""
+    reasoning: str = ""
+    model: str = ""
+    created: float | None = None
+    state: State = "done"
+    note: str = ""
+    stats: str = ""
+    attachments: tuple[Attachment, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
+    reading: Reading | None = None
+    sent_from: str | None = None  # a key
+    id: int | None = None  # of our own export
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftChat:
+    """A conversation; `key` is its name in all exports of the program, `leaf` the key of the last message shown."""
+
+    key: str
+    messages: list[DraftMessage]
+    leaf: str | None = None
+    title: str = ""
+    system: str = ""
+    created: float | None = None
+    changed: float | None = None
+    pinned: bool = False
+    archived: bool = False
+    tags: tuple[str, ...] = ()
+    more: dict[str, Any] = field(default_factory=dict)  # other fields of Chat, of our own export
+    id: int | None = None  # of our own export
+
+
+@dataclass(slots=True, kw_only=True)
+class Said:
+    """A message of a plain list: the role may be that of a tool or of the system."""
+
+    role: str
+    text: str = ""
+    reasoning: str = ""
+    model: str = ""
+    created: float | None = None
+    state: State = "done"
+    note: str = ""
+    attachments: tuple[Attachment, ...] = ()
+
+
+def linear(said: Iterable[Said]) -> tuple[str, list[DraftMessage]]:
+    """Return the system prompt and the messages of a list without branches.
+
+    Several answers in a row, with results of tools between them, become one: an answer of edgelm has its calls inside.
+    """
+    system: list[str] = []
+    messages: list[DraftMessage] = []
+    for message in said:
+        if message.role == "system":
+            system.append(message.text)
+            continue
+        if not (message.text.strip() or message.reasoning.strip() or message.attachments or message.note):
+            continue
+        role: Role = "user" if message.role == "user" else "assistant"
+        last = messages[-1] if messages else None
+        if role == "assistant" and last is not None and last.role == "assistant":
+            last.text = joined(last.text, message.text)
+            last.reasoning = joined(last.reasoning, message.reasoning)
+            last.model = message.model or last.model
+            last.state, last.note = message.state, message.note
+            last.attachments += message.attachments
+            continue
+        messages.append(
+            DraftMessage(
+                key=str(len(messages)), parent=last.key if last else None, role=role, text=message.text,
+                reasoning=message.reasoning, model=message.model, created=message.created, state=message.state,
+                note=message.note, attachments=message.attachments,
+            )
+        )  # fmt: skip
+    return "\n\n".join(filter(None, system)), messages
+
+
+def joined(one: str, other: str) -> str:
+    """Return two texts with an empty line between them."""
+    return "\n\n".join(filter(None, (one.rstrip("\n"), other.lstrip("\n"))))
+
+
+def tool_text(name: str, arguments: str, result: str = "") -> str:
+    """Return a call of a tool as text of the answer.
+
+    It is no call of ours: sent to a model again, that would need a tool of this name.
+    """
+    parts = [fenced(f"{name} {arguments}".strip())] if name or arguments else []
+    return "\n\n".join([*parts, *([fenced(result)] if result.strip() else [])])
+
+
+def fenced(text: str, language: str = "") -> str:
+    """Return a block of code."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def table(value: object) -> Mapping[str, Any]:
+    """Return a JSON object; an empty one for any other value."""
+    return value if isinstance(value, dict) else {}
+
+
+def items(value: object) -> list[Any]:
+    """Return a JSON list; an empty one for any other value."""
+    return value if isinstance(value, list) else []
+
+
+def text(value: object) -> str:
+    """Return a string; an empty one for any other value."""
+    return value if isinstance(value, str) else ""
+
+
+def strings(value: object) -> tuple[str, ...]:
+    """Return the strings of a JSON list, each once."""
+    return tuple(dict.fromkeys(item for item in items(value) if isinstance(item, str) and item))
+
+
+def key_of(value: object) -> str | None:
+    """Return the name of a message or chat, a string or a number; None for any other value."""
+    if isinstance(value, str):
+        return value or None
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def seconds(value: object) -> float | None:
+    """Return a time in seconds since 1970, from a number in any usual unit or a date in ISO 8601; else None."""
+    if isinstance(value, str):
+        return _seconds_of_date(value)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_TIME * _UNITS[-1]:
+        return None
+    return next(value / unit for unit in _UNITS if value / unit <= MAX_TIME)
+
+
+def _seconds_of_date(value: str) -> float | None:
+    try:
+        return seconds(float(value))
+    except ValueError:
+        pass
+    try:
+        date = datetime.fromisoformat(value.strip())
+    except ValueError:
+        return None
+    try:
+        stamp = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+    except (OverflowError, OSError):
+        return None
+    return stamp if 0 <= stamp <= MAX_TIME else None
+
+
+def image(data: bytes, name: str = "") -> Attachment | None:
+    """Return the bytes of a picture as an attachment; None for what is not one, or too large."""
+    media_type = next((kind for start, kind in _SIGNATURES.items() if data.startswith(start)), None)
+    if media_type is None or len(data) > MAX_IMAGE_BYTES:
+        return None
+    name = name or f"image.{media_type.removeprefix('image/')}"
+    return Attachment(kind="image", name=name, data=data, media_type=media_type, size=len(data))
+
+
+def image_of_base64(value: object, name: str = "") -> Attachment | None:
+    """Return the picture of a data URL, or of base64 alone; None if there is none."""
+    encoded = text(value)
+    if encoded.startswith("data:"):
+        head, _, encoded = encoded.partition(",")
+        if not head.endswith(";base64"):
+            return None
+    try:
+        return image(base64.b64decode(encoded, validate=True), name)
+    except (ValueError, binascii.Error):
+        return None

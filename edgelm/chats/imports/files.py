@@ -1,0 +1,150 @@
+"""The files that chats are imported from: which program wrote them, and their conversations one after the other.
+
+Owns zip files, Ollama's SQLite file, and which parser reads a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from io import TextIOWrapper
+from pathlib import Path
+from typing import IO, Any
+
+from edgelm.chats.attachments import Attachment
+from edgelm.chats.formats import Source
+from edgelm.chats.imports.chatgpt import FindImage, is_chatgpt, read_chatgpt
+from edgelm.chats.imports.draft import MAX_IMAGE_BYTES, BadChat, DraftChat, image
+from edgelm.chats.imports.json_stream import Truncated, json_values
+from edgelm.chats.imports.messages import is_message, is_messages, read_messages
+from edgelm.chats.imports.ollama import read_ollama
+from edgelm.chats.imports.openwebui import is_openwebui, read_openwebui
+from edgelm.chats.imports.own import is_own, read_own
+from edgelm.errors import EdgeLMError, RequestError
+
+Item = DraftChat | BadChat  # a conversation, or why it is none
+
+_CONVERSATIONS = re.compile(r"(?:.*/)?conversations(?:[-_]\d+)?\.json")
+_SQLITE = b"SQLite format 3\0"
+_ZIP = b"PK\x03\x04"
+
+
+def read_file(path: Path, source: Source) -> Iterator[Item]:
+    """Yield the conversations of a file. Raises EdgeLMError for a file that cannot be read, or is no export."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(_SQLITE))
+            file.seek(0)
+            if head.startswith(_ZIP):
+                yield from _zipped(path, file, source)
+            elif head == _SQLITE:
+                yield from read_ollama(path)
+            else:
+                yield from _conversations(file, source, path.name, lambda _: None)
+    except OSError as error:
+        raise EdgeLMError(f"{path} cannot be read: {error.strerror or error}", "check its name") from None
+
+
+def _zipped(path: Path, file: IO[bytes], source: Source) -> Iterator[Item]:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+            parts = sorted(name for name in names if _CONVERSATIONS.fullmatch(name))
+            parts = parts or sorted(name for name in names if name.lower().endswith(".json"))
+            if not parts:
+                raise RequestError(f"{path} has no conversations.json", "name the zip file of an export")
+            for part in parts:
+                with archive.open(part) as entry:
+                    yield from _conversations(entry, source, f"{path.name}: {part}", _images_of(archive, names))
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise EdgeLMError(f"{path} cannot be unpacked: {error}", "download it again") from None
+
+
+def _images_of(archive: zipfile.ZipFile, names: list[str]) -> FindImage:
+    """Return a search for pictures: the file of `sediment://file_01ab` is called `file_01ab-….png`."""
+
+    def find(pointer: str) -> Attachment | None:
+        name = next((name for name in names if name.rpartition("/")[2].startswith(pointer)), None) if pointer else None
+        if name is None or archive.getinfo(name).file_size > MAX_IMAGE_BYTES:
+            return None
+        return image(archive.read(name), name.rpartition("/")[2])
+
+    return find
+
+
+def _conversations(file: IO[bytes], source: Source, name: str, find_image: FindImage) -> Iterator[Item]:
+    reader = TextIOWrapper(file, encoding="utf-8-sig", errors="replace")
+    said: list[Any] = []  # messages that stand alone: together they are one conversation
+    num_known = 0
+    try:
+        for text in json_values(reader.read):
+            try:
+                document = json.loads(text)
+            except (ValueError, RecursionError):
+                yield BadChat("it is not valid JSON")
+                continue
+            if is_message(document):
+                said.append(document)
+                continue
+            for item in _inside(document):
+                parse = _parser(item, source, find_image)
+                if parse is None:
+                    yield BadChat("it is no conversation of a program that edgelm knows")
+                    continue
+                num_known += 1
+                yield _read(parse, item)
+    except Truncated:
+        yield BadChat(f"{name} ends in the middle of it")
+    except RequestError as error:
+        raise RequestError(f"{name}: {error.message}", error.hint) from None
+    finally:
+        reader.detach()  # the caller closes the file
+    if said:
+        yield _read(read_messages, {"messages": said})
+    elif not num_known:
+        raise RequestError(f"{name} has no conversations", "name an export of ChatGPT, Open WebUI, Ollama or edgelm")
+
+
+def _inside(document: object) -> list[Any]:
+    """Return the conversations of a value: itself, or the list that it has."""
+    if isinstance(document, list):
+        return [{"messages": document}] if any(map(is_message, document)) else document
+    if isinstance(document, dict) and _kind(document) is None:
+        for name in ("conversations", "chats", "data"):
+            if isinstance(document.get(name), list):
+                inside: list[Any] = document[name]
+                return inside
+    return [document]
+
+
+def _kind(document: object) -> Source | None:
+    if not isinstance(document, dict):
+        return None
+    if is_own(document):
+        return "edgelm"
+    if is_chatgpt(document):
+        return "chatgpt"
+    if is_openwebui(document):
+        return "openwebui"
+    return "ollama" if is_messages(document) else None
+
+
+def _parser(document: object, source: Source, find_image: FindImage) -> Callable[[Mapping[str, Any]], DraftChat] | None:
+    kind = _kind(document)
+    if kind is None or source not in ("auto", kind):
+        return None
+    if kind == "chatgpt":
+        return lambda item: read_chatgpt(item, find_image)
+    if kind == "edgelm":
+        return read_own
+    return read_openwebui if kind == "openwebui" else read_messages
+
+
+def _read(parse: Callable[[Mapping[str, Any]], DraftChat], document: Mapping[str, Any]) -> Item:
+    try:
+        return parse(document)
+    except BadChat as error:
+        return error

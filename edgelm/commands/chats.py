@@ -1,0 +1,222 @@
+"""`edgelm chats`: list, show, export, search, delete and restore chats, without an engine.
+
+Owns the output and the questions. A chat may be open on a screen meanwhile: the file is locked for moments only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from edgelm.atomic import atomic_write
+from edgelm.chats.export_json import chat_values
+from edgelm.chats.exports import export_chat, file_name
+from edgelm.chats.formats import FORMATS, Format
+from edgelm.chats.handles import find_chat, handle, short_handles
+from edgelm.chats.history import Chat, Hit, Tree
+from edgelm.chats.store import Store
+from edgelm.commands.job import reader_may_leave
+from edgelm.commands.list import plain_console
+from edgelm.config import load_config
+from edgelm.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError
+
+BUSY_MS = 5_000  # a chat that is open elsewhere writes for moments
+NUM_LISTED = 30
+LONG_HANDLE = 8  # letters in the name of a file
+OWN_FIELDS = ("id", "title", "model", "tags", "pinned", "archived", "created", "changed", "deleted")
+
+
+@contextmanager
+def open_store() -> Iterator[Store]:
+    """Open the file of the chats. Raises EdgeLMError."""
+    store = Store(load_config({}).places.data / "chats.db", busy_ms=BUSY_MS)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def list_chats(*, tag: str | None, archived: bool, deleted: bool, limit: int | None, as_json: bool) -> None:
+    """Print the chats, newest first."""
+    with open_store() as store:
+        everything = store.chats()
+        chats = store.deleted_chats() if deleted else [chat for chat in everything if chat.archived == archived]
+        short = short_handles([*everything, *(chats if deleted else ())])
+    if tag is not None:
+        chats = [chat for chat in chats if tag.casefold() in (own.casefold() for own in chat.tags)]
+    shown = chats[: _limit(limit, as_json=as_json)]
+    with reader_may_leave():
+        if as_json:
+            print(json.dumps([_document(chat) for chat in shown], ensure_ascii=False))
+            return
+        table = Table(box=None, pad_edge=False)
+        table.add_column("ID", no_wrap=True)
+        table.add_column("CHANGED", no_wrap=True)
+        table.add_column("TITLE", overflow="fold")
+        table.add_column("TAGS", overflow="fold")
+        for chat in shown:
+            title = f"* {chat.title}" if chat.pinned else chat.title
+            table.add_row(short[chat.id], _date(chat.changed), _printable(title), _printable(", ".join(chat.tags)))
+        if shown:
+            plain_console().print(table)
+    if len(shown) < len(chats):
+        print(f"and {len(chats) - len(shown):,} more: -n 0 lists all", file=sys.stderr)
+    if not chats:
+        place = "in the trash" if deleted else "in the archive" if archived else "yet"
+        print(f"there are no chats {place}", file=sys.stderr)
+
+
+def show_chat(name: str, *, as_json: bool) -> None:
+    """Print a chat, as Markdown without control characters. Raises EdgeLMError."""
+    with open_store() as store:
+        chat = find_chat(name, [*store.chats(), *store.deleted_chats()])
+        text = _exported(store, chat, "json" if as_json else "md")
+    with reader_may_leave():
+        print(text if as_json else _printable(text, "\n\t"), end="")
+
+
+def export_chats(names: Sequence[str], *, form: Format | None, output: str | None, every: bool) -> None:
+    """Write chats to files, or one to standard output. Raises EdgeLMError."""
+    if every == bool(names):
+        raise UsageError("give the chats to export, or --all", "`edgelm chats list` shows them")
+    path = Path(output).expanduser() if output else None
+    if path is None and (every or len(names) > 1):
+        raise UsageError("several chats go into a folder", "name it with -o")
+    if form is None and path is not None:
+        form = next((form for form in FORMATS if path.suffix == f".{form}"), None)
+    form = form or "md"
+    with open_store() as store:
+        all_chats = store.chats()
+        chats = all_chats if every else _find(names, [*all_chats, *store.deleted_chats()])
+        if path is None:
+            with reader_may_leave():
+                print(_exported(store, chats[0], form), end="")
+            return
+        into_folder = every or len(chats) > 1 or path.is_dir() or (output or "").endswith("/")
+        for chat in chats:
+            name = f"{file_name(chat, '')[:-1]}-{handle(chat.id)[:LONG_HANDLE]}.{form}"
+            target = path / name if into_folder else path
+            try:
+                atomic_write(target, _exported(store, chat, form).encode("utf-8", "replace"))
+            except OSError as error:
+                raise EdgeLMError(f"{target} cannot be written: {error.strerror}", "choose another place") from None
+    noun = "1 chat" if len(chats) == 1 else f"{len(chats):,} chats"
+    print(f"{noun} written to {path}", file=sys.stderr)
+
+
+def search_chats(words: Sequence[str], *, limit: int | None, as_json: bool) -> int:
+    """Print the chats that a search finds; return the exit code."""
+    query = " ".join(words)
+    with open_store() as store:
+        hits = store.search(query, _limit(limit, as_json=as_json) or 1_000_000)
+        short = short_handles(store.chats())
+    with reader_may_leave():
+        if as_json:
+            print(json.dumps([_hit_document(hit) for hit in hits], ensure_ascii=False))
+        for hit in () if as_json else hits:
+            print(f"{short[hit.chat.id]}  {_date(hit.chat.changed)}  {_printable(hit.chat.title)}")
+            if hit.message is not None:
+                print(f"    {_printable(' '.join(_snippet(hit).split()))}")
+    if not hits and not as_json:
+        print(f"no chat has {query}", file=sys.stderr)
+    return 0 if hits else 1
+
+
+def delete_chats(names: Sequence[str], *, forever: bool, yes: bool) -> int:
+    """Move chats to the trash, or delete them for good, after a question; return the exit code. Raises EdgeLMError."""
+    with open_store() as store:
+        chats = _find(names, [*store.chats(), *(store.deleted_chats() if forever else ())])
+        if not yes and not _confirmed(chats, forever=forever):
+            return _refused()
+        with store.transaction():
+            for chat in chats:
+                if forever:
+                    store.delete_chat(chat.id)
+                else:
+                    chat.deleted = time.time()
+                    store.put_chat(chat)
+    for chat in chats:
+        where = "deleted" if forever else f"moved to the trash (edgelm chats restore {handle(chat.id)[:LONG_HANDLE]})"
+        print(f"{_printable(chat.title)}: {where}")
+    return 0
+
+
+def restore_chats(names: Sequence[str]) -> None:
+    """Bring chats back from the trash. Raises EdgeLMError."""
+    with open_store() as store:
+        trash = store.deleted_chats()
+        if not trash:
+            raise EdgeLMError("the trash is empty")
+        chats = _find(names, trash)
+        with store.transaction():
+            for chat in chats:
+                chat.deleted = None
+                store.put_chat(chat)
+    for chat in chats:
+        print(f"{_printable(chat.title)}: restored")
+
+
+def _find(names: Sequence[str], chats: Sequence[Chat]) -> list[Chat]:
+    """Return the chats that names mean, each once. Raises RequestError."""
+    found = {chat.id: chat for chat in (find_chat(name, chats) for name in names)}
+    return list(found.values())
+
+
+def _exported(store: Store, chat: Chat, form: Format) -> str:
+    return export_chat(form, chat, Tree(store.messages(chat.id), chat.leaf))
+
+
+def _confirmed(chats: Sequence[Chat], *, forever: bool) -> bool:
+    if not sys.stdin.isatty():
+        return False
+    for chat in chats:
+        print(f"{handle(chat.id)[:LONG_HANDLE]}  {_date(chat.changed)}  {_printable(chat.title)}", file=sys.stderr)
+    question = "Delete for good?" if forever else "Move to the trash?"
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().casefold() in ("y", "yes")
+
+
+def _refused() -> int:
+    """Say that nothing was deleted; return the exit code."""
+    if sys.stdin.isatty():
+        print("nothing was deleted", file=sys.stderr)
+        return 1
+    print("error: delete asks first, and there is no terminal to ask on; add --yes", file=sys.stderr)
+    return USAGE_EXIT_CODE
+
+
+def _limit(limit: int | None, *, as_json: bool) -> int | None:
+    """Return how many chats are shown; None: all."""
+    if limit is None:
+        return None if as_json else NUM_LISTED
+    return limit or None
+
+
+def _document(chat: Chat) -> dict[str, Any]:
+    values = chat_values(chat)
+    return {name: values[name] for name in OWN_FIELDS} | {"id": handle(chat.id)}
+
+
+def _hit_document(hit: Hit) -> dict[str, Any]:
+    return _document(hit.chat) | {"in_title": hit.message is None, "snippet": _snippet(hit)}
+
+
+def _snippet(hit: Hit) -> str:
+    return hit.snippet.replace("\x02", "").replace("\x03", "")
+
+
+def _date(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds).astimezone():%Y-%m-%d %H:%M}"
+
+
+def _printable(text: str, also: str = "") -> str:
+    """Replace what could move a terminal's cursor or write to its clipboard."""
+    return "".join(char if char.isprintable() or char in also else "\ufffd" for char in text)
