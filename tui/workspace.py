@@ -7,11 +7,12 @@ state tells the screen to show it again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
-from edgelm.chats.history import Chat, Message
+from edgelm.chats.history import Chat, Hit, Message
 from edgelm.chats.store import Store
 from edgelm.chats.store_thread import StoreThread
 from edgelm.client.endpoint import ModelEntry
@@ -21,8 +22,11 @@ from edgelm.tui.drafted import Spans
 from edgelm.tui.link import Link
 from edgelm.tui.reader import guide_roots
 from edgelm.tui.session import Session
+from edgelm.tui.tags import split_query
 
 NUM_SENT = 500  # earlier messages for the Up key
+NUM_HITS, NUM_TAGGED = 100, 10_000  # hits of a search, and those among which tags choose
+TRASH_DAYS = 30
 
 T = TypeVar("T")
 
@@ -52,6 +56,7 @@ class Workspace:
         self.answers = answers
         self.session = Session(store, Chat(), [])
         self.chats: dict[int, Chat] = {}
+        self.deleted: list[int] = []  # chats that were deleted in this run and can be brought back, the last one last
         self.drafted: dict[int, Spans] = {}  # by message, of the answers since the start
         self._last_model = ""
 
@@ -66,7 +71,12 @@ class Workspace:
         self.store.write(lambda store: store.put_setting(name, value))
 
     async def load(self) -> LastRun:
-        """Load the list of chats and return the rest of the last run's state. Raises ChatsError."""
+        """Load the list of chats and return the rest of the last run's state; empty the trash of what is old.
+
+        Raises ChatsError.
+        """
+        before = time.time() - TRASH_DAYS * 86_400
+        self.store.write(lambda store: store.purge(before))
         chats = await self.read(Store.chats)
         sent = await self.read(lambda store: store.prompts(NUM_SENT))
         settings = await self.read(Store.settings)
@@ -86,6 +96,7 @@ class Workspace:
             messages = await self.read(lambda store: store.messages(chat_id))
             if chat is None:
                 return False
+            chat.deleted = None  # another window deleted it: to write in it brings it back
             self.session = Session(self.store, chat, messages)
             self.chats[chat_id] = chat
         if message_id is not None:
@@ -97,11 +108,39 @@ class Workspace:
         before = self.session.chat
         self.session = Session(self.store, Chat(model=before.model, sampling=before.sampling), [])
 
+    # The list of chats
+
+    async def search(self, text: str) -> list[Hit]:
+        """Return the chats that a search finds: `#TAG` chooses among those with the words. Raises ChatsError."""
+        query = split_query(text)
+        limit = NUM_TAGGED if query.tags else NUM_HITS
+        hits = await self.read(lambda store: store.search(query.words, limit))
+        return [hit for hit in hits if query.fits(hit.chat)][:NUM_HITS]
+
+    def change_chat(self, chat_id: int, **changes: Any) -> None:
+        """Change fields of a chat, also of one that is not open. Other fields stay as another window wrote them."""
+        if (chat := self.chats.get(chat_id)) is not None:
+            for name, value in changes.items():
+                setattr(chat, name, value)
+
+        def write(store: Store) -> None:
+            if (saved := store.chat(chat_id)) is not None:
+                store.put_chat(replace(saved, **changes))
+
+        self.store.write(write)
+
     async def delete_chat(self, chat_id: int) -> None:
-        """Stop the answer of a chat and delete the chat."""
+        """Stop the answer of a chat and put the chat into the trash."""
         await self.answers.end(chat_id)
-        self.store.write(lambda store: store.delete_chat(chat_id))
+        self.change_chat(chat_id, deleted=time.time())
         self.chats.pop(chat_id, None)
+        self.deleted.append(chat_id)
+
+    async def restore_chat(self, chat_id: int) -> bool:
+        """Take a chat out of the trash and open it; return False if it is gone. Raises ChatsError."""
+        self.change_chat(chat_id, deleted=None)
+        self.deleted = [deleted for deleted in self.deleted if deleted != chat_id]
+        return await self.open_chat(chat_id)
 
     # Models
 

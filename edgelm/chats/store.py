@@ -159,9 +159,27 @@ class Store:
     def settings(self) -> dict[str, str]:
         return dict(self._rows("SELECT name, value FROM setting"))
 
+    def purge(self, before: float) -> None:
+        """Delete the chats for good that were put into the trash before a time, in seconds since 1970."""
+        with self._translated():
+            self._db.execute("DELETE FROM chat WHERE deleted < ?", (before,))
+
     def chats(self) -> list[Chat]:
-        """Return all chats, newest first."""
-        return [_chat(row) for row in self._rows(f"SELECT {_CHAT} FROM chat ORDER BY changed DESC, id DESC")]
+        """Return all chats that are not in the trash, newest first."""
+        sql = f"SELECT {_CHAT} FROM chat WHERE deleted IS NULL ORDER BY changed DESC, id DESC"
+        return [_chat(row) for row in self._rows(sql)]
+
+    def deleted_chats(self) -> list[Chat]:
+        """Return the chats in the trash, the last one that was deleted first."""
+        sql = f"SELECT {_CHAT} FROM chat WHERE deleted IS NOT NULL ORDER BY deleted DESC, id DESC"
+        return [_chat(row) for row in self._rows(sql)]
+
+    def figures(self) -> list[tuple[Any, ...]]:
+        """Return model, time and statistics, as saved, of the answers of chats that are not in the trash."""
+        return self._rows(
+            "SELECT message.model, message.created, message.stats FROM message JOIN chat ON chat.id = message.chat"
+            " WHERE message.stats != '' AND chat.deleted IS NULL"
+        )
 
     def chat(self, chat_id: int) -> Chat | None:
         rows = self._rows(f"SELECT {_CHAT} FROM chat WHERE id = ?", chat_id)
@@ -206,11 +224,13 @@ class Store:
             match = " ".join(f'"{word}"*' for word in words)
             self._collect(hits, limit, f"""
                 SELECT NULL, highlight(title_words, 0, char(2), char(3)), {_CHAT} FROM title_words
-                JOIN chat ON chat.id = title_words.rowid WHERE title_words MATCH ? ORDER BY changed DESC LIMIT ?""",
+                JOIN chat ON chat.id = title_words.rowid AND deleted IS NULL WHERE title_words MATCH ?
+                ORDER BY changed DESC LIMIT ?""",
                 match)  # fmt: skip
             self._collect(hits, limit, f"""
                 SELECT newest.id, snippet(message_words, 0, char(2), char(3), '…', 12), {_CHAT} FROM (
                     SELECT max(message.id) AS id FROM message_words JOIN message ON message.id = message_words.rowid
+                    JOIN chat ON chat.id = message.chat AND deleted IS NULL
                     WHERE message_words MATCH ?1 GROUP BY message.chat ORDER BY id DESC LIMIT ?2) AS newest
                 JOIN message_words ON message_words.rowid = newest.id
                 JOIN message ON message.id = newest.id JOIN chat ON chat.id = message.chat
@@ -219,7 +239,8 @@ class Store:
             # SQLite takes the other columns from the row with the maximum.
             for row in self._rows(
                 f"SELECT max(message.id), message.text, {_CHAT} FROM message JOIN chat ON chat.id = message.chat"
-                " WHERE message.text LIKE '%' || ? || '%' ESCAPE '\\' GROUP BY chat.id ORDER BY changed DESC LIMIT ?",
+                " WHERE deleted IS NULL AND message.text LIKE '%' || ? || '%' ESCAPE '\\'"
+                " GROUP BY chat.id ORDER BY changed DESC LIMIT ?",
                 re.sub(r"([%_\\])", r"\\\1", text), limit,
             ):  # fmt: skip
                 hits[row[2]] = Hit(_chat(row[2:]), row[0], _snippet(row[1], text))
