@@ -5,21 +5,23 @@ Owns what is asked and reported. The keys of the list act on any chat, the comma
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from datetime import date
+from datetime import datetime
 from typing import Any
 
 from textual.app import App
 from textual.markup import escape
 
 from edgelm.chats.history import Chat
-from edgelm.chats.statistics import summarize
+from edgelm.chats.statistics import Statistics, summarize
 from edgelm.chats.store import Store
 from edgelm.errors import RequestError
 from edgelm.tui.chat_list import short_date
 from edgelm.tui.dialogs import Choice, PickScreen
 from edgelm.tui.lines import clean
 from edgelm.tui.screen_view import ScreenView
+from edgelm.tui.stats_text import NO_ANSWERS
 from edgelm.tui.tag_dialog import TagScreen
 from edgelm.tui.tags import changed_tags, known_tags, with_marks
 from edgelm.tui.workspace import TRASH_DAYS, Workspace
@@ -131,7 +133,20 @@ class ChatActions:
         self._notify(f"brought back: {clean(self._workspace.session.chat.title)}")
 
     async def _statistics(self, _argument: str) -> None:
-        raise NotImplementedError
+        statistics = await read_statistics(self._workspace)
+        if not statistics.total.answers:
+            self._notify(NO_ANSWERS)
+            return
+        from edgelm.tui.stats_screen import StatsScreen  # imports plotext
+
+        await self._app.push_screen_wait(StatsScreen(statistics, len(self._workspace.chats)))
 
     def _notify(self, text: str) -> None:
         self._app.notify(text, markup=False)
+
+
+async def read_statistics(workspace: Workspace) -> Statistics:
+    """Return the statistics of all chats; the sums are made on a thread. Raises ChatsError."""
+    rows = await workspace.read(Store.figures)
+    today = datetime.now().date()  # noqa: DTZ005 - the reader's own day
+    return await asyncio.to_thread(summarize, rows, today)

@@ -182,9 +182,11 @@ class Sidebar(Vertical):
             if not to_open:
                 return
         else:
+            scrolled = options.scroll_y
             options.clear_options()
             lines = zip(rows, prompts, strict=True)
             options.add_options([Option(prompt, id=row.id, disabled=row.id is None) for row, prompt in lines])
+            options.scroll_to(y=scrolled, animate=False)
         places = {row.id: i for i, row in enumerate(rows) if row.id is not None}
         opened = places.get(str(self._open_id))
         if options.has_focus and place is not None and place < len(before) and not (to_open and opened is not None):
