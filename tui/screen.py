@@ -38,6 +38,7 @@ from edgelm.tui.screen_view import ScreenView
 from edgelm.tui.sidebar import Sidebar
 from edgelm.tui.status import PullBar, StatusLine
 from edgelm.tui.tags import known_tags, suggest_tags
+from edgelm.tui.titles import Titles
 from edgelm.tui.transcript import Transcript
 from edgelm.tui.workspace import ChatDefaults, Workspace
 
@@ -79,6 +80,9 @@ class ChatScreen(Screen[None]):
         self.pane.suggest = self._suggest
         self.inspector = InspectorPanel(link, bandwidth)
         self.view = ScreenView(self, self.workspace, self.pane, self.sidebar, self.status, self.inspector)
+        self._titles = Titles(
+            self.workspace, lambda coroutine: self.run_worker(coroutine, group="titles"), self.view.show_title
+        )
         self._interrupted = -TWICE_S  # when Ctrl+C was pressed
         self._unsent: str | None = None  # the text in the prompt; None until something was typed
         self._unsent_timer: Timer | None = None
@@ -262,6 +266,7 @@ class ChatScreen(Screen[None]):
         self.workspace.chats[answer.session.chat.id] = answer.session.chat
         if not self.view.is_composed:
             return
+        self._titles.answer_ended(answer.session)
         if answer.session is self.workspace.session:
             self.view.show_around()
         else:

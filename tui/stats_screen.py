@@ -124,8 +124,9 @@ class StatsScreen(ModalScreen[None]):
         plot.clear_data()
         totals = [sum(values) for values in zip(*(one.values for one in series), strict=True)]
         places = [i for i, total in enumerate(totals) if total]  # plotext draws bars of no height over their neighbours
-        heights = [[one.values[i] for i in places] for one in series]
-        plot.stacked_bar(places, heights, color=colours, width=BAR_WIDTH, reset_ticks=False)
+        for number in range(len(series), 0, -1):  # the highest bars first: the others are drawn over them
+            heights = [sum(one.values[i] for one in series[:number]) for i in places]
+            plot.bar(places, heights, color=colours[number - 1], width=BAR_WIDTH, reset_ticks=False)
         shown = range(len(days) - 1, -1, -5)
         plot.xticks([float(i) for i in shown], [f"{days[i].day:%d %b}" for i in shown])
         plot.xlim(-0.6, len(days) - 0.4)

@@ -56,6 +56,7 @@ class Workspace:
         self.answers = answers
         self.session = Session(store, Chat(), [])
         self.chats: dict[int, Chat] = {}
+        self.answer_started: Callable[[], None] = lambda: None  # called before each answer
         self.deleted: list[int] = []  # chats that were deleted in this run and can be brought back, the last one last
         self.drafted: dict[int, Spans] = {}  # by message, of the answers since the start
         self._last_model = ""
@@ -205,6 +206,7 @@ class Workspace:
         return self._start(self.session.begin_answer(answer.parent, model), [model], sampling)
 
     def _start(self, message: Message, models: Sequence[str], sampling: Mapping[str, float | int | str]) -> Answer:
+        self.answer_started()
         answer = Answer(self.session, message, {**self.defaults.sampling, **self.session.chat.sampling, **sampling})
         self.drafted[message.id] = answer.drafted
         self.answers.start(answer, models)
