@@ -5,16 +5,13 @@ Owns what is asked and reported. The keys of the list act on any chat, the comma
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from datetime import datetime
 from typing import Any
 
 from textual.app import App
 from textual.markup import escape
 
 from edgelm.chats.history import Chat
-from edgelm.chats.statistics import Statistics, summarize
 from edgelm.chats.store import Store
 from edgelm.errors import RequestError
 from edgelm.tui.chat_list import short_date
@@ -133,7 +130,7 @@ class ChatActions:
         self._notify(f"brought back: {clean(self._workspace.session.chat.title)}")
 
     async def _statistics(self, _argument: str) -> None:
-        statistics = await read_statistics(self._workspace)
+        statistics = await self._workspace.statistics()
         if not statistics.total.answers:
             self._notify(NO_ANSWERS)
             return
@@ -143,10 +140,3 @@ class ChatActions:
 
     def _notify(self, text: str) -> None:
         self._app.notify(text, markup=False)
-
-
-async def read_statistics(workspace: Workspace) -> Statistics:
-    """Return the statistics of all chats; the sums are made on a thread. Raises ChatsError."""
-    rows = await workspace.read(Store.figures)
-    today = datetime.now().date()  # noqa: DTZ005 - the reader's own day
-    return await asyncio.to_thread(summarize, rows, today)

@@ -24,7 +24,6 @@ from edgelm.tui.commands import SIDEBAR_KEYS
 from edgelm.tui.dialogs import FOCUS_CSS
 from edgelm.tui.hints import Hint
 from edgelm.tui.palette import list_text
-from edgelm.tui.tags import split_query
 
 NARROW = 100  # columns of the terminal; below, the list opens over the conversation
 
@@ -136,7 +135,7 @@ class Sidebar(Vertical):
         self._chats, self._open_id = chats, open_id
         self.set_class(bool(self.typed), "-searching")
         if self.typed:
-            self._search()
+            self.post_message(self.Searched(self.typed))
         else:
             self._fill(chat_rows(chats, open_id, unfolded=self._unfolded), to_open=moved)
         if can_undo != self.can_undo:
@@ -149,14 +148,6 @@ class Sidebar(Vertical):
             self.add_class("-searching")
             self._hits = {hit.chat.id: hit for hit in hits}
             self._fill(hit_rows(hits, self._open_id))
-
-    def _search(self) -> None:
-        query = split_query(self.typed)
-        if query.words:
-            self.post_message(self.Searched(self.typed))
-        else:  # tags alone need no search
-            newest = sorted(filter(query.fits, self._chats), key=lambda chat: (chat.changed, chat.id), reverse=True)
-            self.show_hits(self.typed, [Hit(chat, None, "") for chat in newest])
 
     def search(self, words: str = "") -> None:
         """Show the list with the cursor in the search, with these words if there are any."""
@@ -201,7 +192,7 @@ class Sidebar(Vertical):
     def _typed(self, event: Input.Changed) -> None:
         event.stop()
         if self.typed:
-            self._search()
+            self.post_message(self.Searched(self.typed))
         else:
             self.remove_class("-searching")
             self._fill(chat_rows(self._chats, self._open_id, unfolded=self._unfolded), to_open=True)

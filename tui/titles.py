@@ -33,7 +33,7 @@ OPTIONS: dict[str, float | int | str] = {"temperature": 0, "max_tokens": 24, "re
 _REFUSAL = re.compile(r"(?i)(i'?m sorry|sorry,|i can(?:'?t|not)\b|i am (?:unable|sorry)|as an ai\b)")
 _LABEL = re.compile(r"(?i)^(?:#+\s*)?(?:[*_]*)(?:chat |conversation )?title(?:[*_]*)\s*[:\-]\s*")
 _THOUGHT = re.compile(r"(?s)^\s*<think>.*?</think>")
-_MARKUP = "#*_`>\"'“”„«»‘’ "
+_MARKUP = "#*_`>\"'“”„«»\u2018\u2019 "
 
 
 class Titles:

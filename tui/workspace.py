@@ -10,9 +10,11 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
 from edgelm.chats.history import Chat, Hit, Message
+from edgelm.chats.statistics import Statistics, summarize
 from edgelm.chats.store import Store
 from edgelm.chats.store_thread import StoreThread
 from edgelm.client.endpoint import ModelEntry
@@ -114,9 +116,20 @@ class Workspace:
     async def search(self, text: str) -> list[Hit]:
         """Return the chats that a search finds: `#TAG` chooses among those with the words. Raises ChatsError."""
         query = split_query(text)
+        if not query.words:
+            chats = sorted(
+                filter(query.fits, self.chats.values()), key=lambda chat: (chat.changed, chat.id), reverse=True
+            )
+            return [Hit(chat, None, "") for chat in chats]
         limit = NUM_TAGGED if query.tags else NUM_HITS
         hits = await self.read(lambda store: store.search(query.words, limit))
         return [hit for hit in hits if query.fits(hit.chat)][:NUM_HITS]
+
+    async def statistics(self) -> Statistics:
+        """Return the statistics of all chats; the sums are made on a thread. Raises ChatsError."""
+        rows = await self.read(Store.figures)
+        today = datetime.now().date()  # noqa: DTZ005 - the reader's own day
+        return await asyncio.to_thread(summarize, rows, today)
 
     def change_chat(self, chat_id: int, **changes: Any) -> None:
         """Change fields of a chat, also of one that is not open. Other fields stay as another window wrote them."""

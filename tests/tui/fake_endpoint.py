@@ -186,7 +186,9 @@ class FakeEndpoint:
             for text, share in self.alternatives
         ]
         entry = {**top[0], "top_logprobs": top}
-        return {"choices": [{"message": {"role": "assistant", "content": self.title}, "logprobs": {"content": [entry]}}]}
+        return {
+            "choices": [{"message": {"role": "assistant", "content": self.title}, "logprobs": {"content": [entry]}}]
+        }
 
     async def _tell(self, path: str, writer: asyncio.StreamWriter, reader: asyncio.StreamReader) -> None:
         """Send events of the engine, and keep the connection until the watcher leaves."""
