@@ -340,7 +340,7 @@ def test_a_file_without_attachments_and_calls_is_taken_over(store: Store, path: 
     again.close()
     for _ in range(2):
         again = Store(path)
-        assert again.chats() == [chat]
+        assert again.deleted_chats() == [chat]
         assert again.messages(chat.id) == messages
         again.close()
 
