@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from edgelm.chats.history import Chat, Hit, Message
@@ -27,7 +28,8 @@ from edgelm.tui.session import Session
 from edgelm.tui.tags import split_query
 
 NUM_SENT = 500  # earlier messages for the Up key
-NUM_HITS, NUM_TAGGED = 100, 10_000  # hits of a search, and those among which tags choose
+NUM_HITS = (100, 400, 1600)  # of a search; the next number is tried where a tag leaves fewer than ENOUGH_HITS
+ENOUGH_HITS = 30
 TRASH_DAYS = 30
 
 T = TypeVar("T")
@@ -114,16 +116,19 @@ class Workspace:
     # The list of chats
 
     async def search(self, text: str) -> list[Hit]:
-        """Return the chats that a search finds: `#TAG` chooses among those with the words. Raises ChatsError."""
+        """Return the chats that a search finds: `#TAG` chooses among the newest with the words. Raises ChatsError."""
         query = split_query(text)
         if not query.words:
             chats = sorted(
                 filter(query.fits, self.chats.values()), key=lambda chat: (chat.changed, chat.id), reverse=True
             )
             return [Hit(chat, None, "") for chat in chats]
-        limit = NUM_TAGGED if query.tags else NUM_HITS
-        hits = await self.read(lambda store: store.search(query.words, limit))
-        return [hit for hit in hits if query.fits(hit.chat)][:NUM_HITS]
+        for limit in NUM_HITS:
+            hits = await self.read(partial(Store.search, query=query.words, limit=limit))
+            fitting = [hit for hit in hits if query.fits(hit.chat)]
+            if not query.tags or len(hits) < limit or len(fitting) >= ENOUGH_HITS:
+                break
+        return fitting
 
     async def statistics(self) -> Statistics:
         """Return the statistics of all chats; the sums are made on a thread. Raises ChatsError."""
