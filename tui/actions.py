@@ -1,8 +1,8 @@
 """The function of each command of the table.
 
 Owns the dialogs that a command asks with and what it reports. The commands about models are in model_actions.py, those
-about knowledge in knowledge.py, those that look into the model in engine_actions.py, those about presets, themes and the
-editor in own_actions.py. Knows nothing of keys.
+about the list of chats in chat_actions.py, about knowledge in knowledge.py, about presets, themes and the editor in
+own_actions.py, those that look into the model in engine_actions.py. Knows nothing of keys.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from edgelm.chats.attached_files import full_path
 from edgelm.chats.exports import export_chat, file_name, split_export
 from edgelm.chats.history import Message, Tree
 from edgelm.errors import EdgeLMError, RequestError
+from edgelm.tui.chat_actions import ChatActions
 from edgelm.tui.dialogs import Choice, ConfirmScreen, LineScreen, PickScreen, TextScreen
 from edgelm.tui.engine_actions import EngineActions
 from edgelm.tui.inspector_panel import InspectorPanel
@@ -57,6 +58,7 @@ class Actions:
         self._pulls = pulls
         self._view = view
         self.models = ModelActions(app, workspace, pulls, view)
+        self.chats = ChatActions(app, workspace, view)
         self.by_name: dict[str, Callable[[str], Awaitable[None]]] = {
             "new": self._new,
             "search": self._search,
@@ -73,8 +75,8 @@ class Actions:
             "copy": self._copy,
             "code": self._copy_code,
             "export": self._export,
-            "delete": self._delete,
             **self.models.by_name,
+            **self.chats.by_name,
             **OwnActions(app, workspace, view).by_name,
             **EngineActions(app, workspace, view, panel).by_name,
             **KnowledgeActions(app, workspace, reader, view, send).by_name,
@@ -134,21 +136,6 @@ class Actions:
         except OSError as error:
             raise EdgeLMError(f"{path} cannot be written: {error.strerror}", "choose another file") from error
         self._notify(f"written to {path}")
-
-    async def _delete(self, argument: str) -> None:
-        workspace = self._workspace
-        chat_id = int(argument) if argument.isdecimal() else workspace.session.chat.id
-        chat = workspace.chats.get(chat_id)
-        if chat is None:
-            raise RequestError("this chat is empty")
-        question = f"Delete “{chat.title}” with all its messages? This cannot be undone."
-        if await self._ask(ConfirmScreen(question, "Delete it")):
-            await workspace.delete_chat(chat_id)
-            if chat_id == workspace.session.chat.id:
-                workspace.new_chat()
-                self._view.show_new_chat()
-            else:
-                self._view.show_chats()
 
     # Settings
 

@@ -74,7 +74,13 @@ COMMANDS = (
     Command("copy", "Copy the last answer"),
     Command("code", "Copy a block of code", "[NUMBER]"),
     Command("export", "Write the chat as md, json or html", "[FORMAT] [FILE]"),
-    Command("delete", "Delete the chat"),
+    Command("pin", "Pin the chat at the top of the list, or unpin it"),
+    Command("tag", "Tag the chat; -NAME takes a tag away", "[NAME …|-NAME]"),
+    Command("archive", "Put the chat into the archive, or take it out"),
+    Command("delete", "Delete the chat; /undo brings it back"),
+    Command("undo", "Bring back the chat that was deleted last"),
+    Command("trash", "Bring back a chat of the last 30 days"),
+    Command("stats", "Show tokens, speed and saved time by model and day"),
     Command("theme", "Choose the colours", "[NAME]"),
     Command("help", "Show every key and command, or ask about edgelm", "[QUESTION]"),
     Command("quit", "Quit"),
@@ -209,7 +215,11 @@ FILE_KEYS = (
 
 SIDEBAR_KEYS = (
     Key("enter", "", "Open the chat"),
-    Key("delete", "delete_chat", "Delete the chat"),
+    Key("p", "act('pin')", "Pin the chat at the top, or unpin it"),
+    Key("t", "act('tag')", "Tag the chat; #TAG in the search filters"),
+    Key("a", "act('archive')", "Put it into the archive, or take it out"),
+    Key("delete", "act('delete')", "Delete the chat"),
+    Key("ctrl+z", "screen.run('undo')", "Bring back the chat that was deleted last"),
     Key("escape", "", "Back to the prompt"),
 )
 

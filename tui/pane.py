@@ -7,7 +7,7 @@ Knows nothing of how chats are opened, saved and answered.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from textual import events, on, work
 from textual.app import ComposeResult
@@ -54,6 +54,7 @@ class ChatPane(Vertical):
         self._completion = Completion()
         self._picker = FilePicker(self.prompt, self._completion, files.add_path, self.run_worker)
         self._show_reasoning = False
+        self.suggest: Callable[[str], list[Suggestion]] = suggest_paths  # what Tab may complete; called on a thread
         self._refolded: set[int] = set()  # messages whose folded text is shown unlike that of the others
 
     def compose(self) -> ComposeResult:
@@ -81,14 +82,14 @@ class ChatPane(Vertical):
         """Show a chat from its end; `answer` is the one being written, `drafted` has the spans of messages."""
         self.files.look(session)
         self.transcript.show(self._views(session, answer, drafted))
-        self._show_title(session)
+        self.show_title(session)
 
     def update(
         self, session: Session, answer: Answer | None, drafted: Mapping[int, Spans], selected: int | None = None
     ) -> None:
         """Show a chat's branch in its present state without scrolling; `selected` becomes the selected message."""
         self.transcript.replace(self._views(session, answer, drafted), selected)
-        self._show_title(session)
+        self.show_title(session)
 
     def answer_changed(self, answer: Answer) -> None:
         """Draw the answer at the end, and what was read for its question."""
@@ -116,7 +117,8 @@ class ChatPane(Vertical):
     def _shows_reasoning(self, message: Message) -> bool:
         return self._show_reasoning != (message.id in self._refolded)
 
-    def _show_title(self, session: Session) -> None:
+    def show_title(self, session: Session) -> None:
+        """Show the title above the conversation."""
         self._title.update(link(clean(session.chat.title), "screen.run('title')"))
 
     def _views(self, session: Session, answer: Answer | None, drafted: Mapping[int, Spans]) -> list[MessageView]:
@@ -293,8 +295,8 @@ class ChatPane(Vertical):
 
     @work(group="paths", exclusive=True)
     async def _complete_path(self, text: str) -> None:
-        """Complete the path of a command as a shell does: as far as it is clear, then list what it may be."""
-        suggestions = await asyncio.to_thread(suggest_paths, text)
+        """Complete the path or tag of a command as a shell does: as far as it is clear, then list what it may be."""
+        suggestions = await asyncio.to_thread(self.suggest, text)
         if suggestions and self.prompt.text == text:
             common = common_start(suggestions)
             self._completion.show_for(common, suggestions if len(suggestions) > 1 else [])

@@ -25,12 +25,14 @@ from edgelm.tui.model_names import describe_model, find_model
 from edgelm.tui.params import EFFORTS, effort_name, parse_params
 from edgelm.tui.paths import absolute_path, file_to_write
 from edgelm.tui.plain_answer import figures, note_of
+from edgelm.tui.plain_chats import PlainChats
 from edgelm.tui.plain_own import own_commands
 from edgelm.tui.plain_pull import pull_model
 from edgelm.tui.plain_tools import use_tools
 from edgelm.tui.reader import names_of, size_words
 from edgelm.tui.session import Session
 from edgelm.tui.shortening import plan_shortening
+from edgelm.tui.tags import with_marks
 
 if TYPE_CHECKING:
     from edgelm.tui.plain import PlainChat
@@ -40,8 +42,9 @@ MAX_LISTED = 20  # chats
 T = TypeVar("T")
 
 OWN = (  # they replace commands of the same name
-    Command("search", "Search all chats", "WORDS"),
+    Command("search", "Search all chats; #TAG filters", "WORDS"),
     Command("chats", "List the newest chats"),
+    Command("trash", "List the chats deleted in the last 30 days, or bring back one", "[NUMBER]"),
     Command("open", "Open a chat of the last list", "NUMBER"),
     Command("read", "Read the last messages again", "[NUMBER]"),
     Command("pull", "Pull a model from the hub; Ctrl+C stops it and keeps partial files", "NAME"),
@@ -84,7 +87,7 @@ class PlainCommands:
             "shorten": self._shorten,
             "whole": self._send_whole,
             "export": self._export,
-            "delete": self._delete,
+            **PlainChats(chat).by_name,
             "status": self._status,
             **own_commands(chat),
             "help": self._help,
@@ -132,7 +135,7 @@ class PlainCommands:
     def _search(self, argument: str) -> None:
         if not argument:
             raise RequestError("there is nothing to search for", "write /search WORDS")
-        hits = self._chat.wait(self._workspace.read(lambda store: store.search(argument)))
+        hits = self._chat.wait(self._workspace.search(argument))
         if not hits:
             self._tell(f"no chat has {argument}")
         self._chats = [(hit.chat.id, hit.message) for hit in hits[:MAX_LISTED]]
@@ -144,14 +147,19 @@ class PlainCommands:
             self._tell(f"and {len(hits) - MAX_LISTED:,} more; add a word")
 
     def _list_chats(self, _argument: str) -> None:
-        chats = self._chat.wait(self._workspace.read(Store.chats))
+        saved = self._chat.wait(self._workspace.read(Store.chats))
+        chats = sorted((chat for chat in saved if not chat.archived), key=lambda chat: not chat.pinned)
         if not chats:
             self._tell("there are no chats yet")
         self._chats = [(chat.id, None) for chat in chats[:MAX_LISTED]]
         for number, chat in enumerate(chats[:MAX_LISTED], 1):
-            self._tell(f"{number}. {chat.title}, {_date(chat)}{', open' if chat.id == self._session.chat.id else ''}")
+            marks = ["pinned" if chat.pinned else "", "open" if chat.id == self._session.chat.id else ""]
+            details = [chat.title, _date(chat), with_marks(chat.tags), *marks]
+            self._tell(f"{number}. {', '.join(filter(None, details))}")
         if len(chats) > MAX_LISTED:
             self._tell(f"and {len(chats) - MAX_LISTED:,} more; /search WORDS finds them")
+        if len(chats) < len(saved):
+            self._tell(f"and {len(saved) - len(chats):,} in the archive; /search finds them")
 
     def _open(self, argument: str) -> None:
         chat_id, message_id = _numbered(argument, self._chats, "chat", "/chats or /search WORDS lists them")
@@ -195,15 +203,6 @@ class PlainCommands:
         except OSError as error:
             raise EdgeLMError(f"{path} cannot be written: {error.strerror}", "choose another file") from error
         self._tell(f"written to {path}")
-
-    def _delete(self, _argument: str) -> None:
-        chat = self._session.chat
-        if chat.id not in self._workspace.chats:
-            raise RequestError("this chat is empty")
-        if self._chat.lines.confirm(f"delete {chat.title} with all its messages? This cannot be undone."):
-            self._chat.wait(self._workspace.delete_chat(chat.id))
-            self._workspace.new_chat()
-            self._tell("deleted; this is a new chat")
 
     # Models
 

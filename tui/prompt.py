@@ -111,6 +111,9 @@ class Prompt(TextArea):
     class Emptied(Event):
         """Backspace was pressed in an empty prompt."""
 
+    class Undone(Event):
+        """Ctrl+Z was pressed where there is no text to undo."""
+
     class TabPressed(Event):
         """Tab was pressed on a command, which may be completed, or its path."""
 
@@ -233,6 +236,13 @@ class Prompt(TextArea):
 
     def action_break_line(self) -> None:
         self.insert("\n")
+
+    def action_undo(self) -> None:
+        """Undo what was typed; where nothing was, tell the screen."""
+        had_text = bool(self.text)
+        super().action_undo()
+        if not had_text and not self.text:
+            self.post_message(self.Undone())
 
     def action_list_commands(self) -> None:
         self.put("/")

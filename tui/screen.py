@@ -26,19 +26,22 @@ from edgelm.client.answer_stream import AnswerStats
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.answers import Answer, Answers
 from edgelm.tui.attaching import Attaching
-from edgelm.tui.commands import GLOBAL_KEYS, parse_call
+from edgelm.tui.commands import GLOBAL_KEYS, Suggestion, parse_call
 from edgelm.tui.garbage import delay_full_collections
 from edgelm.tui.inspector_panel import InspectorPanel
 from edgelm.tui.keymap import keyless_bindings
 from edgelm.tui.lines import clean
 from edgelm.tui.link import Link
 from edgelm.tui.pane import ChatPane
+from edgelm.tui.paths import suggest_paths
 from edgelm.tui.prompt import Prompt
 from edgelm.tui.pulls import Pull, Pulls
 from edgelm.tui.reader import Reader
 from edgelm.tui.screen_view import ScreenView
 from edgelm.tui.sidebar import Sidebar
 from edgelm.tui.status import PullBar, StatusLine
+from edgelm.tui.tags import known_tags, suggest_tags
+from edgelm.tui.titles import Titles
 from edgelm.tui.tool_runner import ToolRunner
 from edgelm.tui.transcript import Transcript
 from edgelm.tui.workspace import ChatDefaults, Workspace
@@ -85,8 +88,12 @@ class ChatScreen(Screen[None]):
             self._complain,
         )
         self.sidebar, self.pane, self.status = Sidebar(), ChatPane(self.files), StatusLine()
+        self.pane.suggest = self._suggest
         self.inspector = InspectorPanel(link, bandwidth)
         self.view = ScreenView(self, self.workspace, self.pane, self.sidebar, self.status, self.inspector)
+        self._titles = Titles(
+            self.workspace, lambda coroutine: self.run_worker(coroutine, group="titles"), self.view.show_title
+        )
         self._interrupted = -TWICE_S  # when Ctrl+C was pressed
         self._unsent: str | None = None  # the text in the prompt; None until something was typed
         self._unsent_timer: Timer | None = None
@@ -186,20 +193,29 @@ class ChatScreen(Screen[None]):
 
     @on(Sidebar.Searched)
     def _search_typed(self, event: Sidebar.Searched) -> None:
-        self._search(event.words)
+        self._search(event.text)
 
     @work(group="search", exclusive=True)
-    async def _search(self, words: str) -> None:
+    async def _search(self, text: str) -> None:
         try:
-            hits = await self.workspace.read(lambda store: store.search(words))
+            hits = await self.workspace.search(text)
         except ChatsError as error:
             self.view.complain(error)
         else:
-            self.sidebar.show_hits(words, hits)
+            self.sidebar.show_hits(text, hits)
 
-    @on(Sidebar.Deleted)
-    def _delete_pressed(self, event: Sidebar.Deleted) -> None:
-        self.run_command("delete", str(event.chat_id))
+    @on(Sidebar.Acted)
+    @work(group="command")
+    async def _act_on_chat(self, event: Sidebar.Acted) -> None:
+        try:
+            await self._actions.chats.act(event.action, event.chat_id)
+        except EdgeLMError as error:
+            self.view.complain(error)
+
+    @on(Prompt.Undone)
+    def _undo_delete(self) -> None:
+        if self.workspace.deleted:
+            self.run_command("undo", "")
 
     @on(Sidebar.Closed)
     def _leave_sidebar(self) -> None:
@@ -211,6 +227,10 @@ class ChatScreen(Screen[None]):
 
     def on_resize(self, event: events.Resize) -> None:
         self.sidebar.fit(event.size.width)
+
+    def _suggest(self, text: str) -> list[Suggestion]:
+        """Return what Tab may complete in a command. Called on a thread."""
+        return suggest_tags(text, known_tags(list(self.workspace.chats.values()))) or suggest_paths(text)
 
     # Messages and answers
 
@@ -275,6 +295,7 @@ class ChatScreen(Screen[None]):
         self.workspace.chats[answer.session.chat.id] = answer.session.chat
         if not self.view.is_composed:
             return
+        self._titles.answer_ended(answer.session)
         if answer.session is self.workspace.session:
             self.view.show_around()
         else:

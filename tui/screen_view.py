@@ -60,11 +60,12 @@ class ScreenView:
         self._pane.update(workspace.session, workspace.answer, workspace.drafted, selected)
         self.show_around()
 
-    def show_new_chat(self) -> None:
-        """Show the chat that was opened, with the cursor in the prompt."""
+    def show_new_chat(self, *, stay: bool = False) -> None:
+        """Show the chat that was opened, with the cursor in the prompt; `stay`: unless it is in the list of chats."""
         self._pane.leave_edit()
         self.show_chat()
-        self.focus_prompt()
+        if not (stay and self._sidebar.has_focus_within):
+            self.focus_prompt()
 
     def show_around(self) -> None:
         """Show the open chat outside its pane: title, figures, model and place in the list."""
@@ -106,9 +107,18 @@ class ScreenView:
     # Around it
 
     def show_chats(self) -> None:
-        """Show the list of chats, newest first."""
-        chats = sorted(self._workspace.chats.values(), key=lambda chat: (chat.changed, chat.id), reverse=True)
-        self._sidebar.show_chats(chats, self._workspace.session.chat.id)
+        """Show the list of chats."""
+        workspace = self._workspace
+        chats = list(workspace.chats.values())
+        self._sidebar.show_chats(chats, workspace.session.chat.id, can_undo=bool(workspace.deleted))
+
+    def show_title(self, chat_id: int) -> None:
+        """Show that the title of a chat has changed."""
+        session = self._workspace.session
+        if session.chat.id == chat_id:
+            self._screen.app.sub_title = session.chat.title
+            self._pane.show_title(session)
+        self.show_chats()
 
     def search(self, words: str) -> None:
         """Put the cursor into the search over all chats, with these words if there are any."""

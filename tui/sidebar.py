@@ -1,18 +1,15 @@
-"""The list of chats, newest first, and the search over all their text.
+"""The list of chats, pinned ones first and then by age, and the search over all their text.
 
-Owns the content of the list and its place beside or over the conversation. Knows nothing of how chats are stored and
-opened.
+Owns the place of the list beside or over the conversation, and its keys. Its lines are made in chat_list.py. Knows
+nothing of how chats are stored and opened.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import ClassVar
 
-from rich.text import Text
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import BindingType
@@ -22,15 +19,32 @@ from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
 
 from edgelm.chats.history import Chat, Hit
+from edgelm.tui.chat_list import ARCHIVE, Row, chat_rows, hit_rows
 from edgelm.tui.commands import SIDEBAR_KEYS
 from edgelm.tui.dialogs import FOCUS_CSS
 from edgelm.tui.hints import Hint
 from edgelm.tui.keymap import keymap_of
-from edgelm.tui.lines import clean
 from edgelm.tui.palette import list_text
 
-MAX_SHOWN = 300
 NARROW = 100  # columns of the terminal; below, the list opens over the conversation
+
+
+class ChatList(OptionList):
+    """The lines. A click opens a chat, the right button asks what to do with it."""
+
+    @dataclass
+    class Asked(Event):
+        """The right button was pressed on a line."""
+
+    def on_click(self, event: events.Click) -> None:
+        index = event.style.meta.get("option")
+        if event.button == 3 and index is not None:
+            event.prevent_default()
+            event.stop()
+            if not self.get_option_at_index(index).disabled:
+                self.focus()
+                self.highlighted = index
+                self.post_message(self.Asked())
 
 
 class Sidebar(Vertical):
@@ -62,12 +76,13 @@ class Sidebar(Vertical):
     class Searched(Event):
         """The words of the search changed; the receiver calls `show_hits`."""
 
-        words: str
+        text: str
 
     @dataclass
-    class Deleted(Event):
-        """Delete was pressed on a chat."""
+    class Acted(Event):
+        """A key was pressed on a chat: pin, tag, archive, delete, or menu to ask for one of them."""
 
+        action: str
         chat_id: int
 
     class Closed(Event):
@@ -75,14 +90,17 @@ class Sidebar(Vertical):
 
     def __init__(self) -> None:
         super().__init__(id="sidebar")
+        self.can_undo = False  # a chat was deleted in this run
         self._chats: Sequence[Chat] = ()
         self._hits: dict[int, Hit] = {}
+        self._rows: list[Row] = []
         self._open_id: int | None = None
+        self._unfolded = False  # the archive
 
     def compose(self) -> ComposeResult:
         key = keymap_of(self.app).label("run('search')", "Ctrl+F")
         yield Input(placeholder=f"Search  {key}".rstrip(), id="search", select_on_focus=True)
-        yield OptionList(id="chats")
+        yield ChatList(id="chats")
 
     # Its place
 
@@ -109,22 +127,29 @@ class Sidebar(Vertical):
     # Its content
 
     @property
-    def words(self) -> str:
+    def typed(self) -> str:
+        """The typed search."""
         return self.query_one(Input).value.strip()
 
-    def show_chats(self, chats: Sequence[Chat], open_id: int | None) -> None:
-        """Show all chats, unless a search is shown."""
+    def show_chats(self, chats: Sequence[Chat], open_id: int | None, *, can_undo: bool = False) -> None:
+        """Show all chats, or search again if a search is shown."""
+        moved = open_id != self._open_id
         self._chats, self._open_id = chats, open_id
-        self.set_class(bool(self.words), "-searching")
-        if not self.words:
-            self._fill(chats, self._chat_text)
+        self.set_class(bool(self.typed), "-searching")
+        if self.typed:
+            self.post_message(self.Searched(self.typed))
+        else:
+            self._fill(chat_rows(chats, open_id, unfolded=self._unfolded), to_open=moved)
+        if can_undo != self.can_undo:
+            self.can_undo = can_undo
+            self.refresh_bindings()  # the status line shows other hints
 
-    def show_hits(self, words: str, hits: Sequence[Hit]) -> None:
-        """Show the hits of a search, unless the words have changed since."""
-        if words == self.words:
+    def show_hits(self, text: str, hits: Sequence[Hit]) -> None:
+        """Show the hits of a search, unless it has changed since."""
+        if text == self.typed:
             self.add_class("-searching")
             self._hits = {hit.chat.id: hit for hit in hits}
-            self._fill([hit.chat for hit in hits], self._hit_text)
+            self._fill(hit_rows(hits, self._open_id))
 
     def search(self, words: str = "") -> None:
         """Show the list with the cursor in the search, with these words if there are any."""
@@ -134,45 +159,45 @@ class Sidebar(Vertical):
             field.value = words
         field.focus()
 
-    def _fill(self, chats: Sequence[Chat], text: Callable[[Chat], Text]) -> None:
+    def _fill(self, rows: list[Row], *, to_open: bool = False) -> None:
+        """Show these lines. The cursor stays on its chat while the list has the focus, or else goes to the open one.
+
+        Where only texts differ, nothing moves.
+        """
         options = self.query_one(OptionList)
-        options.clear_options()
-        theme = self.app.current_theme
-        options.add_options([Option(list_text(text(chat), theme), id=str(chat.id)) for chat in chats[:MAX_SHOWN]])
-        if len(chats) > MAX_SHOWN:
-            options.add_option(Option(f"… {len(chats) - MAX_SHOWN:,} more: search", disabled=True))
-        if not chats:
-            options.add_option(Option("nothing found" if self.words else "no chats yet", disabled=True))
-        open_index = next((i for i, chat in enumerate(chats[:MAX_SHOWN]) if chat.id == self._open_id), None)
-        options.highlighted = open_index
-
-    def _chat_text(self, chat: Chat) -> Text:
-        text = Text(no_wrap=True, overflow="ellipsis")
-        text.append(clean(chat.title), "bold" if chat.id == self._open_id else "")
-        text.append(f"\n{_short_date(chat.changed)}", "dim")
-        return text
-
-    def _hit_text(self, chat: Chat) -> Text:
-        hit = self._hits[chat.id]
-        text = Text(no_wrap=True, overflow="ellipsis")
-        if hit.message is not None:
-            text.append(clean(chat.title) + "\n", "bold")
-        for i, part in enumerate(hit.snippet.replace("\n", " ").split("\x02")):
-            match, _, rest = part.partition("\x03") if i else ("", "", part)
-            text.append(clean(match), "bold underline")
-            text.append(clean(rest), "dim" if hit.message is not None else "bold")
-        return text
+        before, self._rows = self._rows, rows
+        prompts = [list_text(row.text, self.app.current_theme) for row in rows]
+        place = options.highlighted
+        if [row.id for row in rows] == [row.id for row in before]:
+            for i, (row, old) in enumerate(zip(rows, before, strict=True)):
+                if row.text != old.text:
+                    options.replace_option_prompt_at_index(i, prompts[i])
+            if not to_open:
+                return
+        else:
+            scrolled = options.scroll_y
+            options.clear_options()
+            lines = zip(rows, prompts, strict=True)
+            options.add_options([Option(prompt, id=row.id, disabled=row.id is None) for row, prompt in lines])
+            options.scroll_to(y=scrolled, animate=False)
+        places = {row.id: i for i, row in enumerate(rows) if row.id is not None}
+        opened = places.get(str(self._open_id))
+        if options.has_focus and place is not None and place < len(before) and not (to_open and opened is not None):
+            kept = places.get(before[place].id or "")
+            options.highlighted = _nearest(rows, place) if kept is None else kept
+        else:
+            options.highlighted = opened
 
     # Keys
 
     @on(Input.Changed, "#search")
     def _typed(self, event: Input.Changed) -> None:
         event.stop()
-        if self.words:
-            self.post_message(self.Searched(self.words))
+        if self.typed:
+            self.post_message(self.Searched(self.typed))
         else:
             self.remove_class("-searching")
-            self._fill(self._chats, self._chat_text)
+            self._fill(chat_rows(self._chats, self._open_id, unfolded=self._unfolded), to_open=True)
 
     @on(Input.Submitted, "#search")
     def _submitted(self, event: Input.Submitted) -> None:
@@ -182,16 +207,25 @@ class Sidebar(Vertical):
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        if event.option_id is not None:
+        if event.option_id == ARCHIVE:
+            self._unfolded = not self._unfolded
+            self._fill(chat_rows(self._chats, self._open_id, unfolded=self._unfolded))
+        elif event.option_id is not None:
             chat_id = int(event.option_id)
-            hit = self._hits.get(chat_id) if self.words else None
+            hit = self._hits.get(chat_id) if self.typed else None
             self.post_message(self.Opened(chat_id, hit.message if hit else None))
 
-    def action_delete_chat(self) -> None:
+    @on(ChatList.Asked)
+    def _asked(self, event: ChatList.Asked) -> None:
+        event.stop()
+        self.action_act("menu")
+
+    def action_act(self, action: str) -> None:
+        """Do something with the chosen chat."""
         options = self.query_one(OptionList)
         index = options.highlighted
-        if index is not None and (chat_id := options.get_option_at_index(index).id) is not None:
-            self.post_message(self.Deleted(int(chat_id)))
+        if index is not None and (chat_id := options.get_option_at_index(index).id) not in (None, ARCHIVE):
+            self.post_message(self.Acted(action, int(chat_id)))
 
     def action_close(self) -> None:
         """End the search, and go back to the prompt."""
@@ -201,7 +235,10 @@ class Sidebar(Vertical):
     @property
     def hints(self) -> list[Hint]:
         """Return the hints for the chosen chat."""
-        return [Hint("Del", "delete", "delete_chat"), Hint("Esc", "back", "close")]
+        undo = [Hint("Ctrl+Z", "undo", "screen.run('undo')")] if self.can_undo else []
+        names = (("Del", "delete"), ("p", "pin"), ("t", "tag"), ("a", "archive"))
+        acts = [Hint(key, name, f"act({name!r})") for key, name in names]
+        return [*undo, acts[0], Hint("Esc", "back", "close"), *acts[1:]]
 
     def on_key(self, event: events.Key) -> None:
         field, options = self.query_one(Input), self.query_one(OptionList)
@@ -211,7 +248,7 @@ class Sidebar(Vertical):
         elif event.key == "down" and field.has_focus:
             event.stop()
             self._focus_list()
-        elif event.key == "up" and options.has_focus and options.highlighted in (None, 0):
+        elif event.key == "up" and options.has_focus and options.highlighted in (None, _nearest(self._rows, 0)):
             event.stop()
             event.prevent_default()
             field.focus()
@@ -223,14 +260,7 @@ class Sidebar(Vertical):
             options.action_cursor_down()
 
 
-def _short_date(timestamp: float) -> str:
-    """Return when a chat was last used, as short as its age allows."""
-    then, now = datetime.fromtimestamp(timestamp), datetime.fromtimestamp(time.time())  # noqa: DTZ006 - the reader's own time
-    days = (now.date() - then.date()).days
-    if days <= 0:
-        return f"{then:%H:%M}"
-    if days == 1:
-        return "yesterday"
-    if days < 7:
-        return f"{then:%A}"
-    return f"{then.day} {then:%b}" if then.year == now.year else f"{then.day} {then:%b %Y}"
+def _nearest(rows: Sequence[Row], place: int) -> int | None:
+    """Return the place of a line that can be chosen: the first one from here on, else the last one before."""
+    places = [i for i, row in enumerate(rows) if row.id is not None]
+    return next((i for i in places if i >= place), places[-1] if places else None)

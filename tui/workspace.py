@@ -7,15 +7,19 @@ state tells the screen to show it again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from edgelm.chats.attachments import Attachment
-from edgelm.chats.history import Chat, Message
+from edgelm.chats.history import Chat, Hit, Message
 from edgelm.chats.preset_file import set_folder
 from edgelm.chats.presets import Preset, Presets, apply_preset
+from edgelm.chats.statistics import Statistics, summarize
 from edgelm.chats.store import Store
 from edgelm.chats.store_thread import StoreThread
 from edgelm.client.endpoint import ModelEntry
@@ -26,8 +30,12 @@ from edgelm.tui.link import Link
 from edgelm.tui.model_names import find_model
 from edgelm.tui.reader import guide_roots
 from edgelm.tui.session import Session
+from edgelm.tui.tags import split_query
 
 NUM_SENT = 500  # earlier messages for the Up key
+NUM_HITS = (100, 400, 1600)  # of a search; the next number is tried where a tag leaves fewer than ENOUGH_HITS
+ENOUGH_HITS = 30
+TRASH_DAYS = 30
 
 T = TypeVar("T")
 
@@ -67,6 +75,8 @@ class Workspace:
         self.preset = defaults.preset  # that new chats begin with
         self.session = Session(store, self._first_chat(), [])
         self.chats: dict[int, Chat] = {}
+        self.answer_started: Callable[[], None] = lambda: None  # called before each answer
+        self.deleted: list[int] = []  # chats that were deleted in this run and can be brought back, the last one last
         self.drafted: dict[int, Spans] = {}  # by message, of the answers since the start
         self._last_model = ""
 
@@ -81,7 +91,12 @@ class Workspace:
         self.store.write(lambda store: store.put_setting(name, value))
 
     async def load(self) -> LastRun:
-        """Load the list of chats and return the rest of the last run's state. Raises ChatsError."""
+        """Load the list of chats and return the rest of the last run's state; empty the trash of what is old.
+
+        Raises ChatsError.
+        """
+        before = time.time() - TRASH_DAYS * 86_400
+        self.store.write(lambda store: store.purge(before))
         chats = await self.read(Store.chats)
         sent = await self.read(lambda store: store.prompts(NUM_SENT))
         settings = await self.read(Store.settings)
@@ -101,6 +116,7 @@ class Workspace:
             messages = await self.read(lambda store: store.messages(chat_id))
             if chat is None:
                 return False
+            chat.deleted = None  # another window deleted it: to write in it brings it back
             self.session = Session(self.store, chat, messages)
             self.chats[chat_id] = chat
         if message_id is not None:
@@ -165,11 +181,53 @@ class Workspace:
         resolved = await asyncio.to_thread(self.defaults.resolve, model)
         return find_model(models, resolved, can_pull=self.link.remote is None)
 
+    # The list of chats
+
+    async def search(self, text: str) -> list[Hit]:
+        """Return the chats that a search finds: `#TAG` chooses among the newest with the words. Raises ChatsError."""
+        query = split_query(text)
+        if not query.words:
+            chats = sorted(
+                filter(query.fits, self.chats.values()), key=lambda chat: (chat.changed, chat.id), reverse=True
+            )
+            return [Hit(chat, None, "") for chat in chats]
+        for limit in NUM_HITS:
+            hits = await self.read(partial(Store.search, query=query.words, limit=limit))
+            fitting = [hit for hit in hits if query.fits(hit.chat)]
+            if not query.tags or len(hits) < limit or len(fitting) >= ENOUGH_HITS:
+                break
+        return fitting
+
+    async def statistics(self) -> Statistics:
+        """Return the statistics of all chats; the sums are made on a thread. Raises ChatsError."""
+        rows = await self.read(Store.figures)
+        today = datetime.now().date()  # noqa: DTZ005 - the reader's own day
+        return await asyncio.to_thread(summarize, rows, today)
+
+    def change_chat(self, chat_id: int, **changes: Any) -> None:
+        """Change fields of a chat, also of one that is not open. Other fields stay as another window wrote them."""
+        if (chat := self.chats.get(chat_id)) is not None:
+            for name, value in changes.items():
+                setattr(chat, name, value)
+
+        def write(store: Store) -> None:
+            if (saved := store.chat(chat_id)) is not None:
+                store.put_chat(replace(saved, **changes))
+
+        self.store.write(write)
+
     async def delete_chat(self, chat_id: int) -> None:
-        """Stop the answer of a chat and delete the chat."""
+        """Stop the answer of a chat and put the chat into the trash."""
         await self.answers.end(chat_id)
-        self.store.write(lambda store: store.delete_chat(chat_id))
+        self.change_chat(chat_id, deleted=time.time())
         self.chats.pop(chat_id, None)
+        self.deleted.append(chat_id)
+
+    async def restore_chat(self, chat_id: int) -> bool:
+        """Take a chat out of the trash and open it; return False if it is gone. Raises ChatsError."""
+        self.change_chat(chat_id, deleted=None)
+        self.deleted = [deleted for deleted in self.deleted if deleted != chat_id]
+        return await self.open_chat(chat_id)
 
     # Models
 
@@ -240,6 +298,7 @@ class Workspace:
         return self._start(self.session.begin_answer(answer.parent, model), [model], sampling)
 
     def _start(self, message: Message, models: Sequence[str], sampling: Mapping[str, float | int | str]) -> Answer:
+        self.answer_started()
         answer = Answer(self.session, message, {**self.defaults.sampling, **self.session.chat.sampling, **sampling})
         self.drafted[message.id] = answer.drafted
         self.answers.start(answer, models)

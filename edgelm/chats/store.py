@@ -158,17 +158,24 @@ class Store:
         return self._chats("deleted IS NULL")
 
     def deleted_chats(self) -> list[Chat]:
-        """Return the chats that are deleted and can be restored, newest first."""
-        return self._chats("deleted IS NOT NULL")
+        """Return the chats that are deleted and can be restored, the last one that was deleted first."""
+        return self._chats("deleted IS NOT NULL", "deleted")
 
     def purge(self, before: float) -> int:
         """Remove the chats that were deleted before a time, for good; return their number."""
         with self._translated():
             return self._db.execute("DELETE FROM chat WHERE deleted < ?", (before,)).rowcount
 
-    def _chats(self, condition: str) -> list[Chat]:
-        rows = self._rows(f"SELECT {CHAT_COLUMNS} FROM chat WHERE {condition} ORDER BY changed DESC, id DESC")
+    def _chats(self, condition: str, order: str = "changed") -> list[Chat]:
+        rows = self._rows(f"SELECT {CHAT_COLUMNS} FROM chat WHERE {condition} ORDER BY {order} DESC, id DESC")
         return [chat_from_row(row) for row in rows]
+
+    def figures(self) -> list[tuple[Any, ...]]:
+        """Return model, time and statistics, as saved, of the answers of chats that are not in the trash."""
+        return self._rows(
+            "SELECT message.model, message.created, message.stats FROM message JOIN chat ON chat.id = message.chat"
+            " WHERE message.stats != '' AND chat.deleted IS NULL"
+        )
 
     def chat(self, chat_id: int) -> Chat | None:
         """Return a chat, also a deleted one; None if there is none with this id."""

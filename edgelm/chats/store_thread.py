@@ -19,7 +19,7 @@ RETRY_S = 0.5
 MAX_BATCH = 1000
 
 T = TypeVar("T")
-Write = Callable[[Store], None]
+Write = Callable[[Store], object]
 
 
 class Writes(Protocol):

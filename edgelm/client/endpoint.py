@@ -129,16 +129,25 @@ class Client:
         """Return the context size of a model's engine; None if it is not loaded or the endpoint does not report it."""
         return whole((await self._engine(model)).get("context"))
 
+    async def is_idle(self, model: str) -> bool:
+        """Return whether an edgelm endpoint has a model loaded and no engine of it works on a request."""
+        engines = await self._engines()
+        is_loaded = any(engine.get("model") == model and engine.get("state") == "ready" for engine in engines)
+        return is_loaded and not any(engine.get("requests") for engine in engines)
+
     async def _engine(self, model: str) -> dict[str, Any]:
         """Return the state of a model's engine; empty where there is none or the endpoint is not edgelm."""
+        return next((engine for engine in await self._engines() if engine.get("model") == model), {})
+
+    async def _engines(self) -> list[dict[str, Any]]:
+        """Return the states of all engines; empty where the endpoint is not edgelm."""
         if not self.is_edgelm:
-            return {}
+            return []
         client = await self._client()
         with explained(self.address):
             body: Any = await client.get(f"{self._root}/edgelm/ps", cast_to=object, options={"timeout": SHORT_S})
         items = mapping(body).get("models")
-        engines = map(mapping, items if isinstance(items, list) else ())
-        return next((engine for engine in engines if engine.get("model") == model), {})
+        return list(map(mapping, items if isinstance(items, list) else ()))
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[Delta | Finished]:
         """Stream an answer; the last item is Finished.

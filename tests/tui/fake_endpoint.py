@@ -79,7 +79,11 @@ class FakeEndpoint:
     alternatives: list[tuple[str, float]] = field(
         default_factory=lambda: [(" likely", 0.6), (" other", 0.3), ("<end>", 0.1)]
     )
-    probes: list[dict[str, Any]] = field(default_factory=list)  # requests for alternatives
+    probes: list[dict[str, Any]] = field(default_factory=list)  # requests for alternatives and titles
+    title: str = ""  # for requests that do not stream
+    stall_titles: bool = False
+    cancelled_titles: int = 0
+    busy: int = 0  # requests of others, as /edgelm/ps tells them
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # of the engine, by name
     watched: list[str] = field(default_factory=list)  # paths with which events were asked for
     unwatched: int = 0
@@ -124,7 +128,12 @@ class FakeEndpoint:
             self.headers.append(headers)
             request = json.loads(body)
             if not request.get("stream"):
-                await _send(writer, 200, self._likeliest(request))
+                reply = self._likeliest(request)
+                if self.stall_titles:
+                    await reader.read(1)
+                    self.cancelled_titles += 1
+                    return False
+                await _send(writer, 200, reply)
                 return True
             return await self._chat(request, reader, writer)
         if method == "GET" and path.startswith("/edgelm/events") and self.is_edgelm:
@@ -157,7 +166,8 @@ class FakeEndpoint:
             return 200, {"object": "list", "data": data}
         if path == "/edgelm/ps" and self.is_edgelm:
             state = {"state": "starting", "progress": self.loading[0]} if self.loading else {"state": "ready"}
-            return 200, {"pid": 1, "models": [{"model": name, "error": None, "progress": None, **state}
+            return 200, {"pid": 1, "models": [{"model": name, "error": None, "progress": None,
+                                               "requests": self.busy, **state}
                                               for name in self.models]}  # fmt: skip
         return 404, {"error": {"message": f"there is nothing at {path}", "code": "not_found"}}
 
@@ -177,7 +187,9 @@ class FakeEndpoint:
             for text, share in self.alternatives
         ]
         entry = {**top[0], "top_logprobs": top}
-        return {"choices": [{"message": {"role": "assistant", "content": ""}, "logprobs": {"content": [entry]}}]}
+        return {
+            "choices": [{"message": {"role": "assistant", "content": self.title}, "logprobs": {"content": [entry]}}]
+        }
 
     async def _tell(self, path: str, writer: asyncio.StreamWriter, reader: asyncio.StreamReader) -> None:
         """Send events of the engine, and keep the connection until the watcher leaves."""

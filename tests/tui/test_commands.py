@@ -39,9 +39,9 @@ def test_parsing_of_calls(text: str, call: tuple[str, str] | None) -> None:
 
 def test_beginnings_of_commands() -> None:
     assert find_command("q") is find_command("quit")
-    assert find_command("s") is None  # search, system or shorten
+    assert find_command("s") is None  # search, system, shorten or stats
     assert find_command("") is None
-    assert [command.name for command in complete("/s")] == ["search", "system", "shorten"]
+    assert [command.name for command in complete("/s")] == ["search", "system", "shorten", "stats"]
     assert complete("/s x") == []
     assert complete("s") == []
 
@@ -113,7 +113,7 @@ async def test_escape_closes_the_list_of_commands_first(open_chat: Open) -> None
 
 
 async def test_the_palette_has_the_same_commands(open_chat: Open) -> None:
-    async with open_chat((100, 110)) as chat:
+    async with open_chat((100, 130)) as chat:
         await chat.press("ctrl+p")
         await chat.sees(*(f"/{command.name}" for command in COMMANDS))
         await chat.type("expo")
@@ -235,40 +235,6 @@ async def test_export(open_chat: Open, tmp_path: Path) -> None:
         await chat.press("n")
         await chat.ask(f"/export md {tmp_path / 'no' / 'folder.md'}")
         await chat.sees("cannot be written")
-
-
-async def test_delete_asks_first(open_chat: Open) -> None:
-    async with open_chat() as chat:
-        await chat.ask("keep me")
-        await chat.ask("/delete")
-        await chat.sees("Delete “keep me”")
-        await chat.press("n")
-        await chat.until(lambda: len(chat.app.screen_stack) == 1)
-        assert len(chat.turns) == 2
-        await chat.press("ctrl+f", "down", "delete")
-        await chat.sees("Delete “keep me”")
-        await chat.press("y")
-        await chat.until(lambda: chat.turns == [])
-        await chat.sees("no chats yet")
-    async with open_chat() as chat:
-        await chat.ready()
-        await chat.sees("no chats yet")
-
-
-async def test_deleting_a_chat_whose_answer_is_being_written(open_chat: Open) -> None:
-    async with open_chat() as chat:
-        chat.endpoint.stall_after = 3
-        await chat.type("q")
-        await chat.press("enter")
-        await chat.sees("Quicksort picks a")
-        chat.prompt.put("/delete")
-        await chat.press("enter")
-        await chat.sees("Delete “q”")
-        await chat.press("y")
-        await chat.until(lambda: chat.turns == [])
-        chat.endpoint.stall_after = None
-        await chat.ask("next")
-        assert chat.turns[-1][1] == ANSWER
 
 
 async def test_the_theme_is_remembered(open_chat: Open) -> None:

@@ -14,11 +14,12 @@ from textual.widgets import Input
 from edgelm.client.watching import Chunk, StepSeen
 from edgelm.tui.commands import KEY_GROUPS, HelpScreen
 from edgelm.tui.compare import CompareScreen
-from edgelm.tui.dialogs import ConfirmScreen, LineScreen, PickScreen
+from edgelm.tui.dialogs import LineScreen, PickScreen
 from edgelm.tui.explore import ExploreScreen
 from edgelm.tui.inspector import Inspector
 from edgelm.tui.picker import PickerScreen
 from edgelm.tui.shortening import ShortenScreen
+from edgelm.tui.tag_dialog import TagScreen
 from tests.tui.conftest import Driver, Open
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
@@ -407,9 +408,39 @@ async def open_from_list(chat: Driver) -> None:
 async def delete_chat(chat: Driver) -> None:
     await click(chat, "Search  Ctrl+F")
     await click(chat, "Del delete")
-    await opens(chat, ConfirmScreen)
-    await click(chat, "n no")
-    await chat.until(lambda: len(chat.app.screen_stack) == 1, "kept")
+    await chat.until(lambda: chat.turns == [], "a new chat")
+
+
+@way("In the list of chats", "ctrl+z")
+async def undo_delete(chat: Driver) -> None:
+    await delete_chat(chat)
+    await click(chat, "Ctrl+Z undo")
+    await chat.until(lambda: chat.turns != [], "it is back")
+
+
+@way("In the list of chats", "p")
+async def pin_chat(chat: Driver) -> None:
+    await click(chat, "Search  Ctrl+F")
+    for pinned in (True, False):
+        await click(chat, "p pin")
+        await chat.until(lambda pinned=pinned: chat.session.chat.pinned is pinned, "pinned")  # type: ignore[misc]
+
+
+@way("In the list of chats", "t")
+async def tag_chat(chat: Driver) -> None:
+    await click(chat, "Search  Ctrl+F")
+    await click(chat, "t tag")
+    await opens(chat, TagScreen)
+    await click(chat, "Esc cancels")
+    await chat.until(lambda: len(chat.app.screen_stack) == 1, "closed")
+
+
+@way("In the list of chats", "a")
+async def archive_chat(chat: Driver) -> None:
+    await click(chat, "Search  Ctrl+F")
+    await click(chat, "a archive")
+    await chat.until(lambda: chat.session.chat.archived, "in the archive")
+    await chat.screen._actions.chats.by_name["archive"]("")
 
 
 @way("In the list of chats", "escape")

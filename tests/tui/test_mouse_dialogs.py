@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from textual.widgets import Input, TextArea
 
-from edgelm.tui.dialogs import ConfirmScreen, LineScreen, PickScreen, TextScreen
+from edgelm.tui.dialogs import LineScreen, PickScreen, TextScreen
 from edgelm.tui.params import ParamsScreen
 from edgelm.tui.picker import PickerScreen
 from edgelm.tui.shortening import ShortenScreen
@@ -66,10 +66,6 @@ async def test_dialogs_are_used_with_the_mouse(open_chat: Open) -> None:
         await click(chat, "Enter goes on")
         await closed(chat)
         assert chat.session.tree.path()[-1].sent_from is not None
-
-        await ask(chat, "/delete", ConfirmScreen)
-        await click(chat, "Delete it")
-        await chat.until(lambda: chat.turns == [], "a new chat")
 
         await ask(chat, "/model", PickerScreen)
         await click(chat, "qwen3-4b-q4_k_m")

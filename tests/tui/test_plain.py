@@ -221,7 +221,7 @@ async def test_chats_that_cannot_be_saved_are_told(talk: Talk, tmp_path: Path) -
 async def test_chats_are_listed_searched_opened_and_deleted(talk: Talk, endpoint: FakeEndpoint, tmp_path: Path) -> None:
     endpoint.answers = ["a red apple", "a blue sky"]
     await talk("first question", "/new", "second question")
-    text = await talk("/chats", "/open 2", "/search red", "/open 1", "/title Fruit", "/delete", "n", "/delete", "y")
+    text = await talk("/chats", "/open 2", "/search red", "/open 1", "/title Fruit", "/tag a #B", "/pin", "/delete")
     date = r"\d{4}-\d\d-\d\d \d\d:\d\d"
     assert re.fullmatch(
         rf"1\. second question, {date}\n2\. first question, {date}\n"
@@ -229,7 +229,8 @@ async def test_chats_are_listed_searched_opened_and_deleted(talk: Talk, endpoint
         r"1\. first question: a red apple\n"
         r"first question, messages: 2\nyou: first question\nstarter: a red apple\n"
         r"title: Fruit\n"
-        r"deleted; this is a new chat\n",
+        r"tags: #a #b\npinned: it is listed first\n"
+        r"deleted, /undo brings it back; this is a new chat\n",
         text,
     )
     store = Store(tmp_path / "chats.db")
