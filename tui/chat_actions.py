@@ -23,7 +23,7 @@ from edgelm.tui.tag_dialog import TagScreen
 from edgelm.tui.tags import changed_tags, known_tags, with_marks
 from edgelm.tui.workspace import TRASH_DAYS, Workspace
 
-UNDO_S = 10.0  # for the notice with the way back
+UNDO_S = 7.0  # for the notice with the way back
 
 
 class ChatActions:

@@ -68,6 +68,9 @@ class Titles:
         await asyncio.sleep(IDLE_S)
         with suppress(EdgeLMError):  # the cut titles stay
             for chat_id, session in list(self._waiting.items()):
+                if chat_id not in self._workspace.chats or session.chat.renamed:  # deleted or named meanwhile
+                    del self._waiting[chat_id]
+                    continue
                 model = session.tree.path()[-1].model
                 client = self._workspace.link.connected
                 if client is None or not client.is_edgelm or not await _gets_idle(client, model):

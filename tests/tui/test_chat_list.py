@@ -206,6 +206,10 @@ async def test_deleted_chats_come_back_in_order(open_chat: Open, tmp_path: Path)
         await chat.press("ctrl+f", "down", "delete")
         await chat.sees("no chats yet")
         chat.screen.view.focus_prompt()
+        await chat.type("abc")
+        await chat.press("ctrl+z")
+        await chat.until(lambda: chat.prompt.text == "", "what was typed is undone first")
+        assert chat.turns == []
         await chat.press("ctrl+z")
         await chat.until(lambda: chat.turns == [("user", "one"), ("assistant", ANSWER)], "the last deleted one")
         await chat.ask("/undo")
@@ -214,17 +218,6 @@ async def test_deleted_chats_come_back_in_order(open_chat: Open, tmp_path: Path)
         await chat.ask("/undo")
         await chat.hears("no chat was deleted in this run")
     assert all(kept.deleted is None for kept in saved(tmp_path).values())
-
-
-async def test_undo_in_the_prompt_is_for_its_text_first(open_chat: Open) -> None:
-    async with open_chat() as chat:
-        await chat.ask("one")
-        await chat.ask("/delete")
-        await chat.hears("deleted: one")
-        await chat.type("abc")
-        await chat.press("ctrl+z")
-        await chat.until(lambda: chat.prompt.text == "", "the text is undone")
-        assert chat.turns == []
 
 
 async def test_deleting_a_chat_whose_answer_is_being_written(open_chat: Open) -> None:
