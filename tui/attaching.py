@@ -20,7 +20,7 @@ from edgelm.tui.attachment_rows import tokens_words
 from edgelm.tui.files_bar import Chip, FilesBar, Use
 from edgelm.tui.passages import one_line
 from edgelm.tui.room import Room, context_size, counted, require_sight, room
-from edgelm.tui.session import Session
+from edgelm.tui.session import Session, on_disk
 from edgelm.tui.workspace import Workspace
 from edgelm.workers.parent import in_daemon_thread
 
@@ -185,7 +185,7 @@ class Attaching:
         if session is not self._session:
             self._session, self._notices = session, []
             self._show()
-        if _on_disk(session):
+        if on_disk(session):
             self._run(self._look_quietly(session))
 
     async def _look_quietly(self, session: Session) -> None:
@@ -193,7 +193,7 @@ class Attaching:
 
     async def _look(self, session: Session) -> bool:
         """Update the notices; return whether there is a new one."""
-        files = _on_disk(session)
+        files = on_disk(session)
         states = await in_daemon_thread(lambda: [state_of(attachment) for attachment in files])
         if session is not self._workspace.session:
             return False
@@ -214,7 +214,7 @@ class Attaching:
     @property
     def must_check(self) -> bool:
         """Tell whether a message has to wait for `check`."""
-        return bool(self._items) or bool(_on_disk(self._workspace.session))
+        return bool(self._items) or bool(on_disk(self._workspace.session))
 
     async def check(self, text: str) -> None:
         """Wait until all files are read, and raise RequestError where the user should see something before sending."""
@@ -244,17 +244,6 @@ def _chip(item: _Item) -> Chip:
 def _notice_chip(notice: Notice) -> Chip:
     use: Use = "attach again" if notice.state == "changed" else ""
     return Chip(one_line(notice.attachment.name), notice.words, use, is_notice=True)
-
-
-def _on_disk(session: Session) -> list[Attachment]:
-    """Return the newest version of each file that is attached to a message of the branch on screen."""
-    files = {
-        attachment.path: attachment
-        for message in session.tree.path()
-        for attachment in message.attachments
-        if attachment.path
-    }
-    return list(files.values())
 
 
 def _key(notice: Notice) -> tuple[str, str, State]:

@@ -77,7 +77,7 @@ def _ranked(entries: Iterable[Entry], word: str) -> list[Suggestion]:
         rank = _rank(name, typed)
         if rank is None:
             continue
-        key = (rank, len(name) if typed else name.count("/"), entry.name)
+        key = (rank, len(name) if typed else entry.name.count("/"), entry.name)
         if len(best) == MAX_MATCHES and key >= best[-1][0]:
             continue
         best.insert(bisect_left(best, key, key=lambda match: match[0]), (key, entry))

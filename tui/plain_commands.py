@@ -73,6 +73,7 @@ class PlainCommands:
             "think": self._think,
             "reasoning": self._toggle_reasoning,
             "know": self._know,
+            **chat.files.by_name,
             "title": self._title,
             "regenerate": self._regenerate,
             "edit": self._edit,
@@ -167,6 +168,7 @@ class PlainCommands:
         for message in messages:
             author = "you" if message.role == "user" else short_name(message.model) or "assistant"
             self._tell(f"{author}: {message.text.strip()}")
+            self._chat.files.tell(message.attachments)
             if message.role == "assistant" and (note := note_of(message)):
                 self._tell(note)
 

@@ -208,3 +208,14 @@ def _answer_turns(message: Message) -> list[Turn]:
     if message.text[begin:].strip():
         turns.append(Turn("assistant", message.text[begin:], "" if message.calls else message.reasoning))
     return turns
+
+
+def on_disk(session: Session) -> list[Attachment]:
+    """Return the newest version of each file that is attached to a message of the branch on screen."""
+    files = {
+        attachment.path: attachment
+        for message in session.tree.path()
+        for attachment in message.attachments
+        if attachment.path
+    }
+    return list(files.values())
