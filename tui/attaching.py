@@ -155,6 +155,9 @@ class Attaching:
     async def _measure(self, items: Sequence[_Item]) -> None:
         """Count the tokens of attachments, and what is left of the context."""
         workspace = self._workspace
+        if self._size is None:  # counting may start the model's engine first
+            self._size = await context_size(workspace.link, workspace.session, workspace.model)
+            self._show()
         for item in items:
             if (before := item.attachment) is not None and item in self._items:
                 after = await counted(workspace.link, workspace.model, before)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rich.cells import cell_len
+from textual import events
 from textual.app import RenderResult
 from textual.binding import BindingType
 from textual.content import Content
@@ -23,6 +24,7 @@ from edgelm.tui.lines import clean
 
 MAX_LINES = 4
 CLOSE = " ✕"
+ACTION, INDEX = "action", "chip"  # of the meta of a style
 
 Use = Literal["", "as text", "attach again"]
 
@@ -104,9 +106,15 @@ class FilesBar(Widget, can_focus=True):
         if index < len(self.chips) and self.chips[index].use:
             self.post_message(self.Used(index))
 
-    def action_select(self, index: int) -> None:
-        self.focus()
-        self.call_after_refresh(self._select, index)
+    def on_click(self, event: events.Click) -> None:
+        action, index = event.style.meta.get(ACTION), event.style.meta.get(INDEX, -1)
+        if action == "remove":
+            self.action_remove(index)
+        elif action == "use":
+            self.action_use(index)
+        elif action == "select":
+            self.focus()
+            self.call_after_refresh(self._select, index)
 
     def _select(self, index: int) -> None:
         self._index = max(0, min(index, len(self.chips) - 1))
@@ -163,10 +171,10 @@ class FilesBar(Widget, can_focus=True):
         name = Content(clean(chip.name)).truncate(max(free - cell_len(details), 8), ellipsis=True)
         main = name.stylize("bold") + Content.styled(details, "$text-warning" if chip.is_notice else self._muted)
         main = main.truncate(max(free, 8), ellipsis=True)
-        parts = [_link(main, f"select({index})")]
+        parts = [_clickable(main, "select", index)]
         if chip.use:
-            parts.append(_link(Content.styled(use, "underline"), f"use({index})"))
-        parts.append(_link(Content.styled(CLOSE, self._muted), f"remove({index})"))
+            parts.append(_clickable(Content.styled(use, "underline"), "use", index))
+        parts.append(_clickable(Content.styled(CLOSE, self._muted), "remove", index))
         return Content("").join(parts).stylize(style) if style else Content("").join(parts)
 
     @property
@@ -174,5 +182,6 @@ class FilesBar(Widget, can_focus=True):
         return "dim" if self.app.current_theme.ansi else "$text-muted"
 
 
-def _link(content: Content, action: str) -> Content:
-    return content.stylize(Style.from_meta({"@click": action}))
+def _clickable(content: Content, action: str, index: int) -> Content:
+    """Mark a content with what a click on it does. Textual's own links have one colour and a line below them."""
+    return content.stylize(Style.from_meta({ACTION: action, INDEX: index}))
