@@ -67,7 +67,6 @@ class Attaching:
         self._idle = asyncio.Event()
         self._idle.set()
         self._confirmed: tuple[object, ...] = ()  # a message that is too long, and that the user sends again
-        self._num_pasted = 0
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:
@@ -97,12 +96,9 @@ class Attaching:
 
     def add_text(self, text: str) -> None:
         """Attach a pasted text."""
-        named = [
-            attachment.name for message in self._workspace.session.tree.path() for attachment in message.attachments
-        ]
-        taken = sum(name.startswith("pasted text") for name in named)
-        self._num_pasted = max(self._num_pasted, taken) + 1
-        item = _Item("", pasted(text, self._num_pasted))
+        sent = [attachment for message in self._workspace.session.tree.path() for attachment in message.attachments]
+        number = 1 + sum(not attachment.path for attachment in (*sent, *self.attachments))
+        item = _Item("", pasted(text, number))
         self._items.append(item)
         self._show()
         self._run(self._measure((item,)))
@@ -200,11 +196,14 @@ class Attaching:
         states = await in_daemon_thread(lambda: [state_of(attachment) for attachment in files])
         if session is not self._workspace.session:
             return False
-        attached = {item.path for item in self._items}
+        attached = {item.path: item.attachment for item in self._items}
         before = {_key(notice) for notice in self._notices}
         notices = [Notice(file, state) for file, state in zip(files, states, strict=True) if state != "same"]
         self._notices = [
-            notice for notice in notices if notice.attachment.path not in attached and _key(notice) not in self._passed
+            notice
+            for notice in notices
+            if attached.get(notice.attachment.path, notice.attachment) is notice.attachment  # or else a newer version
+            and _key(notice) not in self._passed
         ]
         self._show()
         return any(_key(notice) not in before for notice in self._notices)

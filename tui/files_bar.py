@@ -45,7 +45,7 @@ class FilesBar(Widget, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [key.binding for key in FILE_KEYS]
     FOCUS_ON_CLICK = False  # a click on a chip does it
     DEFAULT_CSS = """
-    FilesBar { height: auto; max-height: 4; padding: 0 2; background: $panel; display: none; }
+    FilesBar { height: auto; max-height: 4; padding: 0 2; display: none; }
     FilesBar.-open { display: block; }
     """
 
@@ -164,18 +164,20 @@ class FilesBar(Widget, can_focus=True):
         return Content.styled(f"· {self._room}", "bold $text-error" if self._too_long else self._muted)
 
     def _chip(self, index: int, chip: Chip, width: int) -> Content:
-        style = "reverse" if self.has_focus and index == self._index else ""
+        is_selected = self.has_focus and index == self._index
+        muted = "" if is_selected else self._muted  # it cannot be read where colours are reversed
         use = f" {chip.use}" if chip.use else ""
         details = f" {clean(chip.details)}" if chip.details else ""
         free = width - cell_len(use) - cell_len(CLOSE)
         name = Content(clean(chip.name)).truncate(max(free - cell_len(details), 8), ellipsis=True)
-        main = name.stylize("bold") + Content.styled(details, "$text-warning" if chip.is_notice else self._muted)
+        main = name.stylize("bold") + Content.styled(details, "" if chip.is_notice else muted)
         main = main.truncate(max(free, 8), ellipsis=True)
         parts = [_clickable(main, "select", index)]
         if chip.use:
             parts.append(_clickable(Content.styled(use, "underline"), "use", index))
-        parts.append(_clickable(Content.styled(CLOSE, self._muted), "remove", index))
-        return Content("").join(parts).stylize(style) if style else Content("").join(parts)
+        parts.append(_clickable(Content.styled(CLOSE, muted), "remove", index))
+        content = Content("").join(parts)
+        return content.stylize("reverse") if is_selected else content
 
     @property
     def _muted(self) -> str:

@@ -253,3 +253,10 @@ async def test_an_edited_message_keeps_its_files(open_chat: Open, folder: Path) 
         await has(chat, "src/adder.py")
         await chat.press("escape")
         await chat.until(lambda: names(chat) == [], "left")
+        (folder / "src" / "adder.py").write_text(CODE * 2)
+        await chat.press("f4", "enter")
+        await chat.sees("src/adder.py has changed attach again")
+        await click(chat, "attach again")
+        await chat.until(lambda: chat.screen.files.attachments[0].text == CODE * 2, "the new version")
+        assert names(chat) == ["src/adder.py"]
+        assert "has changed attach" not in chat.text
