@@ -16,7 +16,9 @@ from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
 from edgelm.chats import attached_files, pdf
 from edgelm.chats.attached_files import full_path, pasted, read_attachment, state_of
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.folders import Walk
+from edgelm.chats.history import Chat, Message, Tree, to_markdown
 from edgelm.chats.pdf import ReadPdf
 from edgelm.chats.pdf_worker import read as read_pdf_here
 from edgelm.errors import EdgeLMError
@@ -271,3 +273,12 @@ def test_pasted_paths(tmp_path: Path) -> None:
     assert existing_paths(f"{escaped} '{tmp_path}'") == [str(file), str(tmp_path)]
     for text in (f"{file} is here", "two words.txt", "'/etc", "/etc/\0", "", "/" + "x" * 5000):
         assert existing_paths(text) == []
+
+
+def test_an_export_has_the_texts_as_the_model_got_them() -> None:
+    chat = Chat(title="Adding")
+    code = Attachment(kind="text", name="a.py", text="a = 1\n")
+    picture = Attachment(kind="image", name="plot.png", data=b"\x89PNG", media_type="image/png")
+    tree = Tree([Message(chat=chat.id, parent=None, role="user", text="Explain", attachments=(code, picture))])
+    expected = "# Adding\n\n## You\n\na.py:\n```\na = 1\n```\n\n*plot.png (a picture)*\n\nExplain\n"
+    assert to_markdown(chat, tree) == expected
