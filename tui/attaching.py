@@ -20,7 +20,7 @@ from edgelm.tui.attachment_rows import tokens_words
 from edgelm.tui.files_bar import Chip, FilesBar, Use
 from edgelm.tui.passages import one_line
 from edgelm.tui.room import Room, context_size, counted, require_sight, room
-from edgelm.tui.session import Session
+from edgelm.tui.session import Session, on_disk
 from edgelm.tui.workspace import Workspace
 from edgelm.workers.parent import in_daemon_thread
 
@@ -67,7 +67,6 @@ class Attaching:
         self._idle = asyncio.Event()
         self._idle.set()
         self._confirmed: tuple[object, ...] = ()  # a message that is too long, and that the user sends again
-        self._num_pasted = 0
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:
@@ -97,12 +96,9 @@ class Attaching:
 
     def add_text(self, text: str) -> None:
         """Attach a pasted text."""
-        named = [
-            attachment.name for message in self._workspace.session.tree.path() for attachment in message.attachments
-        ]
-        taken = sum(name.startswith("pasted text") for name in named)
-        self._num_pasted = max(self._num_pasted, taken) + 1
-        item = _Item("", pasted(text, self._num_pasted))
+        sent = [attachment for message in self._workspace.session.tree.path() for attachment in message.attachments]
+        number = 1 + sum(not attachment.path for attachment in (*sent, *self.attachments))
+        item = _Item("", pasted(text, number))
         self._items.append(item)
         self._show()
         self._run(self._measure((item,)))
@@ -155,6 +151,9 @@ class Attaching:
     async def _measure(self, items: Sequence[_Item]) -> None:
         """Count the tokens of attachments, and what is left of the context."""
         workspace = self._workspace
+        if self._size is None:  # counting may start the model's engine first
+            self._size = await context_size(workspace.link, workspace.session, workspace.model)
+            self._show()
         for item in items:
             if (before := item.attachment) is not None and item in self._items:
                 after = await counted(workspace.link, workspace.model, before)
@@ -185,7 +184,7 @@ class Attaching:
         if session is not self._session:
             self._session, self._notices = session, []
             self._show()
-        if _on_disk(session):
+        if on_disk(session):
             self._run(self._look_quietly(session))
 
     async def _look_quietly(self, session: Session) -> None:
@@ -193,15 +192,18 @@ class Attaching:
 
     async def _look(self, session: Session) -> bool:
         """Update the notices; return whether there is a new one."""
-        files = _on_disk(session)
+        files = on_disk(session)
         states = await in_daemon_thread(lambda: [state_of(attachment) for attachment in files])
         if session is not self._workspace.session:
             return False
-        attached = {item.path for item in self._items}
+        attached = {item.path: item.attachment for item in self._items}
         before = {_key(notice) for notice in self._notices}
         notices = [Notice(file, state) for file, state in zip(files, states, strict=True) if state != "same"]
         self._notices = [
-            notice for notice in notices if notice.attachment.path not in attached and _key(notice) not in self._passed
+            notice
+            for notice in notices
+            if attached.get(notice.attachment.path, notice.attachment) is notice.attachment  # or else a newer version
+            and _key(notice) not in self._passed
         ]
         self._show()
         return any(_key(notice) not in before for notice in self._notices)
@@ -214,7 +216,7 @@ class Attaching:
     @property
     def must_check(self) -> bool:
         """Tell whether a message has to wait for `check`."""
-        return bool(self._items) or bool(_on_disk(self._workspace.session))
+        return bool(self._items) or bool(on_disk(self._workspace.session))
 
     async def check(self, text: str) -> None:
         """Wait until all files are read, and raise RequestError where the user should see something before sending."""
@@ -244,17 +246,6 @@ def _chip(item: _Item) -> Chip:
 def _notice_chip(notice: Notice) -> Chip:
     use: Use = "attach again" if notice.state == "changed" else ""
     return Chip(one_line(notice.attachment.name), notice.words, use, is_notice=True)
-
-
-def _on_disk(session: Session) -> list[Attachment]:
-    """Return the newest version of each file that is attached to a message of the branch on screen."""
-    files = {
-        attachment.path: attachment
-        for message in session.tree.path()
-        for attachment in message.attachments
-        if attachment.path
-    }
-    return list(files.values())
 
 
 def _key(notice: Notice) -> tuple[str, str, State]:

@@ -30,7 +30,6 @@ class FileList:
 
     def __init__(self) -> None:
         self._entries: dict[bool, list[Entry]] = {}  # by whether hidden ones are among them
-        self.limit = ""
 
     def matches(self, word: str) -> list[Suggestion]:
         """Return what an @word may mean; the text of a suggestion is the path of a file, relative or absolute."""
@@ -38,9 +37,10 @@ class FileList:
             return _of_folder(word)
         hidden = word.startswith(".") or "/." in word
         if hidden not in self._entries:
-            walk = Walk(os.getcwd(), hidden=hidden)  # noqa: PTH109 - a text
-            self._entries[hidden] = list(walk.entries())
-            self.limit = walk.limit
+            try:
+                self._entries[hidden] = list(Walk(str(Path.cwd()), hidden=hidden).entries())
+            except OSError:  # the current folder is gone
+                return []
         return _ranked(self._entries[hidden], word)
 
 
@@ -77,7 +77,7 @@ def _ranked(entries: Iterable[Entry], word: str) -> list[Suggestion]:
         rank = _rank(name, typed)
         if rank is None:
             continue
-        key = (rank, len(name) if typed else name.count("/"), entry.name)
+        key = (rank, len(name) if typed else entry.name.count("/"), entry.name)
         if len(best) == MAX_MATCHES and key >= best[-1][0]:
             continue
         best.insert(bisect_left(best, key, key=lambda match: match[0]), (key, entry))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rich.cells import cell_len
+from textual import events
 from textual.app import RenderResult
 from textual.binding import BindingType
 from textual.content import Content
@@ -23,6 +24,7 @@ from edgelm.tui.lines import clean
 
 MAX_LINES = 4
 CLOSE = " ✕"
+ACTION, INDEX = "action", "chip"  # of the meta of a style
 
 Use = Literal["", "as text", "attach again"]
 
@@ -43,7 +45,7 @@ class FilesBar(Widget, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [key.binding for key in FILE_KEYS]
     FOCUS_ON_CLICK = False  # a click on a chip does it
     DEFAULT_CSS = """
-    FilesBar { height: auto; max-height: 4; padding: 0 2; background: $panel; display: none; }
+    FilesBar { height: auto; max-height: 4; padding: 0 2; display: none; }
     FilesBar.-open { display: block; }
     """
 
@@ -104,9 +106,15 @@ class FilesBar(Widget, can_focus=True):
         if index < len(self.chips) and self.chips[index].use:
             self.post_message(self.Used(index))
 
-    def action_select(self, index: int) -> None:
-        self.focus()
-        self.call_after_refresh(self._select, index)
+    def on_click(self, event: events.Click) -> None:
+        action, index = event.style.meta.get(ACTION), event.style.meta.get(INDEX, -1)
+        if action == "remove":
+            self.action_remove(index)
+        elif action == "use":
+            self.action_use(index)
+        elif action == "select":
+            self.focus()
+            self.call_after_refresh(self._select, index)
 
     def _select(self, index: int) -> None:
         self._index = max(0, min(index, len(self.chips) - 1))
@@ -156,23 +164,26 @@ class FilesBar(Widget, can_focus=True):
         return Content.styled(f"· {self._room}", "bold $text-error" if self._too_long else self._muted)
 
     def _chip(self, index: int, chip: Chip, width: int) -> Content:
-        style = "reverse" if self.has_focus and index == self._index else ""
+        is_selected = self.has_focus and index == self._index
+        muted = "" if is_selected else self._muted  # it cannot be read where colours are reversed
         use = f" {chip.use}" if chip.use else ""
         details = f" {clean(chip.details)}" if chip.details else ""
         free = width - cell_len(use) - cell_len(CLOSE)
         name = Content(clean(chip.name)).truncate(max(free - cell_len(details), 8), ellipsis=True)
-        main = name.stylize("bold") + Content.styled(details, "$text-warning" if chip.is_notice else self._muted)
+        main = name.stylize("bold") + Content.styled(details, "" if chip.is_notice else muted)
         main = main.truncate(max(free, 8), ellipsis=True)
-        parts = [_link(main, f"select({index})")]
+        parts = [_clickable(main, "select", index)]
         if chip.use:
-            parts.append(_link(Content.styled(use, "underline"), f"use({index})"))
-        parts.append(_link(Content.styled(CLOSE, self._muted), f"remove({index})"))
-        return Content("").join(parts).stylize(style) if style else Content("").join(parts)
+            parts.append(_clickable(Content.styled(use, "underline"), "use", index))
+        parts.append(_clickable(Content.styled(CLOSE, muted), "remove", index))
+        content = Content("").join(parts)
+        return content.stylize("reverse") if is_selected else content
 
     @property
     def _muted(self) -> str:
         return "dim" if self.app.current_theme.ansi else "$text-muted"
 
 
-def _link(content: Content, action: str) -> Content:
-    return content.stylize(Style.from_meta({"@click": action}))
+def _clickable(content: Content, action: str, index: int) -> Content:
+    """Mark a content with what a click on it does. Textual's own links have one colour and a line below them."""
+    return content.stylize(Style.from_meta({ACTION: action, INDEX: index}))

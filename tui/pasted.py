@@ -17,7 +17,7 @@ _BEGINNINGS = ("/", "~/", "'/", '"/', "file:///")
 
 def is_long(text: str) -> bool:
     """Tell whether a text is better attached than put into the prompt."""
-    return len(text) > LONG_CHARS or text.count("\n") >= LONG_LINES
+    return len(text) > LONG_CHARS or len(text.splitlines()) >= LONG_LINES  # terminals paste line ends as \r
 
 
 def may_be_paths(text: str) -> bool:

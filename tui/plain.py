@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
 from edgelm.client.answer_stream import AnswerStats
@@ -29,6 +30,7 @@ from edgelm.tui.offers import EXAMPLES
 from edgelm.tui.passages import one_line
 from edgelm.tui.paths import suggest_paths
 from edgelm.tui.plain_answer import SpokenAnswer
+from edgelm.tui.plain_files import PlainFiles
 from edgelm.tui.plain_lines import LineReader, Notices, Writer
 from edgelm.tui.plain_tools import LineAsker
 from edgelm.tui.pulls import COMMAND
@@ -72,6 +74,7 @@ class PlainChat:
         tools = ToolRunner(self._toolbox, LineAsker(lines, writer, _raised_interrupt))
         self.workspace = Workspace(store, link, defaults, Answers(link, self.reader, self._start, self, tools))
         self.reads_reasoning = False
+        self.files = PlainFiles(self)
         self.num_lost = 0  # changes that were not saved when the chat ended
         self._unsent = ""  # text in the prompt of the full screen when it was closed
         self._runner = asyncio.Runner()
@@ -101,8 +104,13 @@ class PlainChat:
         return self._runner.run(self._told(activity, coroutine))
 
     def send(self, text: str, edited: int | None = None, roots: tuple[str, ...] = ()) -> None:
-        """Send a message, or a new version of an edited one, and write its answer. Raises RequestError."""
-        self.answer(lambda: self.workspace.send(text, edited, roots))
+        """Send a message, or a new version of an edited one, and write its answer. Raises EdgeLMError."""
+        attached: tuple[Attachment, ...] = ()
+        if not roots:
+            text, attached = self.files.take(text)
+        if edited is not None:
+            attached = (*self.workspace.session.tree.messages[edited].attachments, *attached)
+        self.answer(lambda: self.workspace.send(text, edited, roots, attached))
 
     def answer(self, begin: Callable[[], None]) -> None:
         """Begin an answer and write it; Ctrl+C stops it. Raises RequestError."""

@@ -81,6 +81,7 @@ class PlainCommands:
             "reasoning": self._toggle_reasoning,
             "know": self._know,
             "tools": partial(use_tools, chat),
+            **chat.files.by_name,
             "title": self._title,
             "regenerate": self._regenerate,
             "edit": self._edit,
@@ -181,6 +182,7 @@ class PlainCommands:
         for message in messages:
             author = "you" if message.role == "user" else short_name(message.model) or "assistant"
             self._tell(f"{author}: {message.text.strip()}")
+            self._chat.files.tell(message.attachments)
             if message.role == "assistant" and (note := note_of(message)):
                 self._tell(note)
 

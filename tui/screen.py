@@ -247,17 +247,26 @@ class ChatScreen(Screen[None]):
             pane.close_commands()
             self.run_command(command.name, call[1])
         elif text.strip() or self.files.attachments:
-            self._send_typed(text)
+            text = text.removeprefix("/") if text.startswith("//") else text
+            if self.files.must_check:
+                self._check_and_send(text, pane.prompt.text)
+            else:
+                self._try_to_send(text)
 
     @work(group="send", exclusive=True)
-    async def _send_typed(self, text: str) -> None:
-        """Send the text in the prompt with the files above it, unless the user changes it before they are checked."""
-        before = self.pane.prompt.text
+    async def _check_and_send(self, text: str, before: str) -> None:
+        """Send a message when its files are checked, unless the user has changed the text in the prompt."""
         try:
-            if self.files.must_check:
-                await self.files.check(text)
+            await self.files.check(text)
+        except RequestError as error:
+            self.view.complain(error)
+        else:
             if self.pane.prompt.text == before:
-                self.send(text.removeprefix("/") if text.startswith("//") else text)
+                self._try_to_send(text)
+
+    def _try_to_send(self, text: str) -> None:
+        try:
+            self.send(text)
         except RequestError as error:
             self.view.complain(error)
 

@@ -233,3 +233,14 @@ def _as_call(call: ToolCall) -> Call:
     """Return a call for the model. Templates fail where its arguments are no object."""
     arguments = call.arguments if call.values is not None else "{}"
     return Call(call.id, tool_name(call.server, call.tool) if call.server else call.tool, arguments)
+
+
+def on_disk(session: Session) -> list[Attachment]:
+    """Return the newest version of each file that is attached to a message of the branch on screen."""
+    files = {
+        attachment.path: attachment
+        for message in session.tree.path()
+        for attachment in message.attachments
+        if attachment.path
+    }
+    return list(files.values())

@@ -128,8 +128,9 @@ def status_text(status: Status, width: int, hints: Sequence[Hint] = (HELP,)) -> 
         )
     parts = [part for part in _ranked_parts(status) if part.text]
     shown = list(hints)
-    if _cells_of_parts(parts) + 2 + _cells_of(shown) > width:
-        shown = [hint for hint in shown if not hint.optional]
+    optional = [hint for hint in shown if hint.optional]
+    while optional and _cells_of_parts(parts) + 2 + _cells_of(shown) > width:
+        shown.remove(optional.pop())
     while len(shown) > 1 and parts[0].cells + 2 + _cells_of(shown) > width:
         shown.pop()
     while len(parts) > 1 and _cells_of_parts(parts) + 2 + _cells_of(shown) > width:

@@ -59,10 +59,10 @@ def read_attachment(path: str) -> Read:
         if _is_private(path) or _is_private(real):
             raise RequestError(f"{name} may hold a key or a password: it is not attached", _PASTE)
         if Path(real).is_dir():
-            return _read_folder(real, name)
+            return _read_folder(path, name)
         return _read_file(path, name)
     except FileNotFoundError:
-        raise RequestError(f"{name} does not exist", "@ lists the files here") from None
+        raise RequestError(f"{name} does not exist", "name a file or folder that is there") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", "") or str(error)
         raise RequestError(f"{name} cannot be read: {reason}", "attach another file") from None

@@ -123,7 +123,7 @@ async def test_the_palette_has_the_same_commands(open_chat: Open) -> None:
 
 
 async def test_help_shows_every_key_and_command(open_chat: Open) -> None:
-    async with open_chat((100, 130)) as chat:
+    async with open_chat((100, 150)) as chat:
         await chat.press("f1")
         lines = [key.help for _, keys in KEY_GROUPS for key in keys] + [command.usage for command in COMMANDS]
         await chat.sees(*lines)

@@ -107,7 +107,7 @@ async def test_a_folder_is_opened_by_tab_and_by_mouse(open_chat: Open, folder: P
         assert "==> src/adder.py" not in chat.screen.files.attachments[0].text
         assert "==> adder.py <==\n" + CODE in chat.screen.files.attachments[0].text
         chat.prompt.put("@")
-        await click(chat, "src/      folder")
+        await click(chat, "src/          folder")
         await click(chat, "this folder")
         await chat.press("backspace")
         await chat.until(lambda: names(chat) == [], "taken off")
@@ -167,7 +167,7 @@ async def test_what_is_pasted(open_chat: Open, folder: Path) -> None:
         await chat.until(lambda: names(chat)[3:] == ["pasted text 1"], "attached")
         await chat.press("shift+tab", "left", "delete")
         await chat.until(lambda: len(names(chat)) == 3, "taken off")
-        await chat.press("right", "right", "enter")
+        await chat.press("enter")
         await chat.until(lambda: chat.prompt.text == long, "it is in the prompt")
         assert chat.prompt.has_focus
         chat.prompt.put("")
@@ -179,7 +179,7 @@ async def test_what_is_pasted(open_chat: Open, folder: Path) -> None:
 async def test_a_message_may_be_a_pasted_text_alone(open_chat: Open, folder: Path) -> None:
     async with open_chat() as chat:
         await chat.ready()
-        await paste(chat, "1\n" * 50)
+        await paste(chat, "1\r" * 50)  # as terminals write line ends
         await chat.sees("pasted text 1")
         await chat.press("enter")
         await chat.answered()
@@ -192,7 +192,7 @@ async def test_a_message_that_does_not_fit_is_sent_at_the_second_enter(open_chat
     async with open_chat() as chat:
         await chat.ready()
         await chat.ask_only("/attach long.txt")
-        await chat.sees("long.txt 5,003 tokens", "too long by 907 tokens of 4,096")
+        await chat.sees("long.txt 5,004 tokens", "too long by 908 tokens of 4,096")
         chat.prompt.put("Sum it up")
         await chat.press("enter")
         await chat.hears("the message is too long by", "press Enter again")
@@ -253,3 +253,10 @@ async def test_an_edited_message_keeps_its_files(open_chat: Open, folder: Path) 
         await has(chat, "src/adder.py")
         await chat.press("escape")
         await chat.until(lambda: names(chat) == [], "left")
+        (folder / "src" / "adder.py").write_text(CODE * 2)
+        await chat.press("f4", "enter")
+        await chat.sees("src/adder.py has changed attach again")
+        await click(chat, "attach again")
+        await chat.until(lambda: chat.screen.files.attachments[0].text == CODE * 2, "the new version")
+        assert names(chat) == ["src/adder.py"]
+        assert "has changed attach" not in chat.text

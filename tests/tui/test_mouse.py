@@ -303,6 +303,80 @@ async def go_to_messages(chat: Driver) -> None:
     assert chat.transcript.selected == chat.session.tree.path()[-1].id
 
 
+@way("In the prompt", "@")
+async def list_files(chat: Driver) -> None:
+    await use_help(chat, "Attach a file or folder to the next message")
+    await click(chat, "README.md")
+    await chat.sees("README.md ", "✕")
+    await click(chat, "✕")
+    await chat.until(lambda: chat.screen.files.attachments == (), "taken off")
+
+
+@way("In the prompt", "backspace")
+async def take_off_the_last(chat: Driver) -> None:
+    chat.screen.files.add_text("pasted")
+    await click(chat, "✕")
+    await chat.until(lambda: chat.screen.files.attachments == (), "taken off")
+
+
+# On attached files
+
+FILES = "On attached files (Shift+Tab)"
+
+
+async def with_texts(chat: Driver) -> None:
+    for text in ("one", "two"):
+        chat.screen.files.add_text(text)
+    await chat.until(lambda: len(chat.screen.files.attachments) == 2, "attached")
+
+
+async def without_texts(chat: Driver) -> None:
+    chat.screen.files.set(())
+    await chat.pilot.pause()
+
+
+@way(FILES, "left")
+async def file_before(chat: Driver) -> None:
+    await with_texts(chat)
+    names = [attachment.name for attachment in chat.screen.files.attachments]
+    for name in names[::-1]:
+        await click(chat, name)
+        await click(chat, "Del take off")
+        await chat.until(lambda name=name: name not in chat.text, "taken off")  # type: ignore[misc]
+    assert chat.screen.files.attachments == ()
+
+
+@way(FILES, "right")
+async def next_file(chat: Driver) -> None:
+    await file_before(chat)
+
+
+@way(FILES, "enter")
+async def put_into_the_prompt(chat: Driver) -> None:
+    await with_texts(chat)
+    await click(chat, "as text")
+    await chat.until(lambda: chat.prompt.text == "two", "the text")
+    await without_texts(chat)
+
+
+@way(FILES, "delete,backspace")
+async def take_off(chat: Driver) -> None:
+    await with_texts(chat)
+    await click(chat, "✕")
+    await chat.until(lambda: len(chat.screen.files.attachments) == 1, "taken off")
+    await without_texts(chat)
+
+
+@way(FILES, "down")
+async def back_to_the_prompt(chat: Driver) -> None:
+    await with_texts(chat)
+    await click(chat, "pasted text")
+    assert chat.screen.files.bar.has_focus
+    await click(chat, "Esc back")
+    assert chat.prompt.has_focus
+    await without_texts(chat)
+
+
 # On a message
 
 

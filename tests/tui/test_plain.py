@@ -503,3 +503,42 @@ def test_a_pipe_gets_an_answer_for_each_line(tmp_path: Path) -> None:
     assert b"edgelm pull" in run.stdout
     assert b"\nmodel: starter\n" in run.stdout
     assert not CONTROL.search(run.stdout), run.stdout
+
+
+# Files
+
+
+async def test_files_are_attached_by_command_and_by_name(
+    talk: Talk, endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "a.py").write_text("a = 1\n")
+    (folder / "two words.txt").write_text("2")
+    endpoint.answers = ["yes"]
+    text = await talk(
+        "/attach", "/attach none", "/attach a.py", 'Compare it with @"two words.txt", @nobody.', "@a.py?", "/read 2"
+    )
+    assert re.sub(r"[\d,]+ (?=tokens|of)", "", text).splitlines() == [
+        "error: nothing is attached; /attach PATH attaches a file or folder",
+        "error: none does not exist; name a file or folder that is there",
+        "attached: a.py · tokens, of 4,096 left",
+        "attached: two words.txt · tokens, of 4,096 left",
+        "starter: yes",
+        "attached: a.py · tokens, of 4,096 left",
+        "starter: yes",
+        "you: a.py?",
+        "attached: a.py · tokens",
+        "starter: yes",
+    ]
+    fences = "a.py:\n```\na = 1\n```\n\n"
+    assert sent_texts(endpoint) == [
+        f'{fences}two words.txt:\n```\n2\n```\n\nCompare it with "two words.txt", @nobody.',
+        f"{fences}a.py?",
+    ]
+    (folder / "a.py").write_text("a = 22\n")
+    (folder / "two words.txt").unlink()
+    text = await talk("/chats", "/open 1", "Again?")
+    assert f"a.py has changed since it was sent; /attach {folder / 'a.py'} attaches it again\n" in text
+    assert "two words.txt is gone" in text
