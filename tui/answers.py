@@ -312,7 +312,8 @@ async def _report_progress(link: Link, answer: Answer, watcher: AnswerWatcher) -
     """Report what the answer waits for until its first token, then its speed."""
     while True:
         if answer.first_token is not None:
-            stats = AnswerStats(tokens_per_second=answer.tokens_per_second)
+            speed = None if answer.preparing or answer.message.calls else answer.tokens_per_second
+            stats = AnswerStats(tokens_per_second=speed)
             watcher.answer_progressed(answer, answer.activity, stats)
             if answer.clock.running and not answer.preparing:  # its time goes on where no text comes
                 answer.show_thought()

@@ -91,7 +91,8 @@ def call_line(call: ToolCall) -> str:
     result = " ".join(visible(call.answer).split())
     if len(result) > MAX_RESULT:
         result = result[:MAX_RESULT] + "…"
-    return f"tool {visible(call.name)}, {short_arguments(call)[:MAX_RESULT]}, {call_state(call, live=False)}: {result}"
+    state = "failed" if call.state == "failed" else call_state(call, live=False)
+    return f"tool {visible(call.name)}, {short_arguments(call)[:MAX_RESULT]}, {state}: {result}"
 
 
 def use_tools(chat: PlainChat, argument: str) -> None:
