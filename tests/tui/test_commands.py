@@ -113,7 +113,7 @@ async def test_escape_closes_the_list_of_commands_first(open_chat: Open) -> None
 
 
 async def test_the_palette_has_the_same_commands(open_chat: Open) -> None:
-    async with open_chat((100, 70)) as chat:
+    async with open_chat((100, 110)) as chat:
         await chat.press("ctrl+p")
         await chat.sees(*(f"/{command.name}" for command in COMMANDS))
         await chat.type("expo")
