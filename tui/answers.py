@@ -258,8 +258,10 @@ async def _request(
         request = ChatRequest(model, turns, sampling, past, choices, begun, answers.num_logprobs, functions)
         try:
             finished = await _receive(client, request, answer, watcher)
-        except ContextFullError:
+        except ContextFullError as error:
             if answer.has_begun or message.calls or not reader.drop_half(session, answer.question):
+                if functions:
+                    raise ContextFullError(f"{error.message} (/tools leaves out tools, which take room)") from error
                 raise
             choices = reader.choices(answer.question, model) if choices else ()
             watcher.answer_changed(answer)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from edgelm.chats.tool_calls import ToolCall
 from edgelm.errors import EdgeLMError
+from edgelm.library.names import STARTER
 from edgelm.tui.passages import one_line
 from edgelm.tui.plain_lines import LineReader, Writer
-from edgelm.tui.tool_actions import forget_consents, known_servers
+from edgelm.tui.tool_actions import NO_STARTER, forget_consents, known_servers
 from edgelm.tui.tool_rows import call_state, pretty_arguments, short_arguments, visible
 from edgelm.tui.tool_runner import Asker, CallQuestion, LimitQuestion, Permit
 
@@ -117,3 +118,5 @@ def use_tools(chat: PlainChat, argument: str) -> None:
             runner.try_again(name)
             listing = chat.wait_long(f"starting {name}", runner.toolbox.connection(name).list_tools())
             tell(f"{name}: {', '.join(visible(tool.name) for tool in listing.tools) or 'no tools'}")
+        if chat.workspace.model == STARTER:
+            tell(NO_STARTER)
