@@ -59,6 +59,8 @@ class AnswerParts:
                 key = (call, self._growing, unfolded)
                 self._drawn[key] = drawn.get(key) or call_rows(call, live=self._growing, unfolded=unfolded)
                 rows += self._drawn[key]
+            if calls and isinstance(rows[-1], SpaceRow):  # below an unfolded call
+                rows.pop()
         return rows
 
     def _place(self) -> None:

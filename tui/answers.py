@@ -258,8 +258,10 @@ async def _request(
         request = ChatRequest(model, turns, sampling, past, choices, begun, answers.num_logprobs, functions)
         try:
             finished = await _receive(client, request, answer, watcher)
-        except ContextFullError:
+        except ContextFullError as error:
             if answer.has_begun or message.calls or not reader.drop_half(session, answer.question):
+                if functions:
+                    raise ContextFullError(f"{error.message} (/tools leaves out tools, which take room)") from error
                 raise
             choices = reader.choices(answer.question, model) if choices else ()
             watcher.answer_changed(answer)
@@ -312,7 +314,8 @@ async def _report_progress(link: Link, answer: Answer, watcher: AnswerWatcher) -
     """Report what the answer waits for until its first token, then its speed."""
     while True:
         if answer.first_token is not None:
-            stats = AnswerStats(tokens_per_second=answer.tokens_per_second)
+            speed = None if answer.preparing or answer.message.calls else answer.tokens_per_second
+            stats = AnswerStats(tokens_per_second=speed)
             watcher.answer_progressed(answer, answer.activity, stats)
             if answer.clock.running and not answer.preparing:  # its time goes on where no text comes
                 answer.show_thought()

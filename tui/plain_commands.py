@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from edgelm.chats.exports import export_chat, file_name, split_export
@@ -80,7 +79,7 @@ class PlainCommands:
             "think": self._think,
             "reasoning": self._toggle_reasoning,
             "know": self._know,
-            "tools": partial(use_tools, chat),
+            "tools": lambda argument: use_tools(chat, argument),
             **chat.files.by_name,
             "title": self._title,
             "regenerate": self._regenerate,

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from edgelm.chats.tool_calls import ToolCall
 from edgelm.errors import EdgeLMError
+from edgelm.library.names import STARTER
 from edgelm.tui.passages import one_line
 from edgelm.tui.plain_lines import LineReader, Writer
-from edgelm.tui.tool_actions import forget_consents, known_servers
+from edgelm.tui.tool_actions import NO_STARTER, forget_consents, known_servers
 from edgelm.tui.tool_rows import call_state, pretty_arguments, short_arguments, visible
 from edgelm.tui.tool_runner import Asker, CallQuestion, LimitQuestion, Permit
 
@@ -91,7 +92,8 @@ def call_line(call: ToolCall) -> str:
     result = " ".join(visible(call.answer).split())
     if len(result) > MAX_RESULT:
         result = result[:MAX_RESULT] + "…"
-    return f"tool {visible(call.name)}, {short_arguments(call)[:MAX_RESULT]}, {call_state(call, live=False)}: {result}"
+    state = "failed" if call.state == "failed" else call_state(call, live=False)
+    return f"tool {visible(call.name)}, {short_arguments(call)[:MAX_RESULT]}, {state}: {result}"
 
 
 def use_tools(chat: PlainChat, argument: str) -> None:
@@ -116,3 +118,5 @@ def use_tools(chat: PlainChat, argument: str) -> None:
             runner.try_again(name)
             listing = chat.wait_long(f"starting {name}", runner.toolbox.connection(name).list_tools())
             tell(f"{name}: {', '.join(visible(tool.name) for tool in listing.tools) or 'no tools'}")
+        if chat.workspace.model == STARTER:
+            tell(NO_STARTER)

@@ -22,6 +22,7 @@ from edgelm.tui.tool_runner import ToolRunner
 from edgelm.tui.workspace import Workspace
 
 HOW = 'write [tools."NAME"] into config.toml: /help How do I use tools?'
+NO_STARTER = "the starter cannot call tools: /model chooses another model"
 
 
 class ToolActions:
@@ -73,7 +74,7 @@ class ToolActions:
             else:
                 self._notify(f"{name}: {len(listing.tools)} tools; each call is asked for")
         if self._workspace.model == STARTER:
-            self._notify("the starter cannot call tools: /model chooses another model")
+            self._notify(NO_STARTER)
 
     async def _started(self, name: str) -> Listing:
         """Start a server, again if it has failed. Raises EdgeLMError."""

@@ -30,15 +30,16 @@ from edgelm.tui.tool_rows import pretty_arguments, visible
 from edgelm.tui.tool_runner import CallQuestion, LimitQuestion, Permit
 
 QUIET_S = 0.6  # without typing, before a key or a click answers: the dialog may come while the user writes
+MAX_TITLE = 40
+MAX_CLAIM = 300
 MAX_SHOWN = 20_000  # characters of arguments
 ASK_CSS = """
 {name} Label {{ margin: 0 0 1 0; color: $text; }}
 {name} #changed {{ color: $text-warning; text-style: bold; }}
-{name} VerticalScroll {{
-    height: auto; max-height: 40vh; margin: 0 0 1 0; padding: 0 1; background: $boost; scrollbar-size-vertical: 1;
-}}
-{name} VerticalScroll:focus {{ border-left: outer $primary; padding: 0; }}
-{name} #arguments {{ height: auto; }}
+{name} VerticalScroll {{ height: auto; max-height: 60vh; scrollbar-size-vertical: 1; border-left: blank; }}
+{name} VerticalScroll:focus {{ border-left: outer $primary; }}
+{name} #arguments {{ height: auto; margin: 0 0 1 0; padding: 0 1; background: $boost; }}
+{name} #claims {{ color: $text-muted; }}
 """
 
 
@@ -101,13 +102,14 @@ class CallScreen(AskScreen):
         with Vertical() as box:
             box.border_title = Content(f"Run the tool {name}?")
             box.border_subtitle = footer(
-                [Hint("Esc:", "no", "screen.refuse"), Hint("Tab:", "arguments", "screen.focus_next")]
+                [Hint("Esc:", "no", "screen.refuse"), Hint("Tab:", "scroll", "screen.focus_next")]
             )
-            if question.changed:
-                yield Label("This tool or its server has changed since you allowed it.", id="changed")
-            yield Label(_outline(question), markup=False)
             with VerticalScroll():
+                if question.changed:
+                    yield Label("This tool or its server has changed since you allowed it.", id="changed")
+                yield Label(_asked(question), markup=False)
                 yield Static(_shown_arguments(question.arguments), id="arguments", markup=False)
+                yield Label(_claims(question), id="claims", markup=False)
             yield OptionList(
                 Option("No: refuse this call", id="no"),
                 Option("Once: run this call", id="once"),
@@ -116,16 +118,23 @@ class CallScreen(AskScreen):
             )
 
 
-def _outline(question: CallQuestion) -> str:
+def _asked(question: CallQuestion) -> str:
+    server = visible(one_line(question.server.words))
+    return f"The model asks for it in the chat “{_title(question.title)}”.\nServer: {server}"
+
+
+def _claims(question: CallQuestion) -> str:
+    """Return what the server says of the tool, which may be wrong."""
     tool = question.tool
-    lines = [f"The model asks for it in the chat “{visible(one_line(question.title))}”."]
-    lines.append(f"Server: {visible(one_line(question.server.words))}")
     description = visible(" ".join(tool.description.split()))
-    if description:
-        lines.append(f"It says: {description[:300]}{'…' if len(description) > 300 else ''}")
-    if tool.claims:
-        lines.append(f"It also says, unchecked: {tool.claims}")
-    return "\n".join(lines)
+    words = description[:MAX_CLAIM] + ("…" if len(description) > MAX_CLAIM else "")
+    lines = [f"The server says, unchecked: {words}"] if words else []
+    return "\n".join([*lines, *([f"Also: {tool.claims}"] if tool.claims else [])])
+
+
+def _title(title: str) -> str:
+    shown = visible(one_line(title))
+    return shown if len(shown) <= MAX_TITLE else shown[: MAX_TITLE - 1] + "…"
 
 
 def _shown_arguments(arguments: str) -> str:
@@ -151,7 +160,7 @@ class LimitScreen(AskScreen):
             box.border_title = "Go on calling tools?"
             box.border_subtitle = footer([Hint("Esc:", "no", "screen.refuse")])
             yield Label(
-                f"The answer in the chat “{visible(one_line(question.title))}” has made {question.num_calls:,} calls, "
+                f"The answer in the chat “{_title(question.title)}” has made {question.num_calls:,} calls, "
                 f"and the model asks for {calls}. It may go round in circles.",
                 markup=False,
             )

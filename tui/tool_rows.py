@@ -16,6 +16,7 @@ from edgelm.tui.lines import HINT, FoldRow, Line, PlainRow, Row, SpaceRow, text_
 from edgelm.tui.palette import Palette
 
 LEAST_ARGUMENTS = 8  # cells; fewer say nothing
+MAX_REASON = 40  # characters of a failure on the line
 LINES_OF_ROW = 20  # a long result is drawn in parts, as they come into view
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})  # categories of characters that show nothing, or move others
 
@@ -56,7 +57,8 @@ def call_state(call: ToolCall, *, live: bool) -> str:
     if call.state == "done":
         return f"{call.took_s:.1f} s"
     if call.state == "failed":
-        return f"failed, {call.took_s:.1f} s" if call.took_s else "failed"
+        reason = visible(" ".join(call.result.split()))
+        return f"failed: {reason[:MAX_REASON]}{'…' if len(reason) > MAX_REASON else ''}"
     if call.state == "refused":
         return "refused"
     if call.state == "running":
@@ -78,7 +80,9 @@ class CallRow(FoldRow):
         arguments = short_arguments(call)
         room = width - cell_len(head) - cell_len(state) - 2
         if cell_len(arguments) > room:
-            arguments = set_cell_size(arguments, room - 1).rstrip() + "…" if room > LEAST_ARGUMENTS else "…"
+            arguments = (
+                set_cell_size(arguments, room - 1).rstrip() + "…" if room > LEAST_ARGUMENTS else arguments and "…"
+            )
         text = Text(f"{head}({arguments})", palette.muted)
         text.append(state, palette.error if call.state == "failed" else "")
         if not self._unfolded and text.cell_len + len(HINT) <= width:

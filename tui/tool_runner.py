@@ -17,7 +17,7 @@ from edgelm.client.turns import Call, FunctionTool
 from edgelm.errors import EdgeLMError
 from edgelm.tools.connection import Connection
 from edgelm.tools.consents import has_changed, tool_of
-from edgelm.tools.listing import Tool
+from edgelm.tools.listing import Listing, Tool
 from edgelm.tools.results import MAX_CHARS, Result
 from edgelm.tools.settings import ToolServer
 from edgelm.tools.toolbox import Toolbox
@@ -99,24 +99,31 @@ class ToolRunner:
         `show` is called with the present activity.
         """
         offer = Offer()
-        for name in session.chat.tools:
-            try:
-                connection = self.toolbox.connection(name)
-                if connection.state == "failed" and name in self._told:
-                    continue  # /tools tries it again
-                show(f"asking {name} for its tools" if connection.state == "ready" else f"starting {name}")
-                listing = await connection.list_tools()
-            except EdgeLMError as error:
-                if name not in self._told:
-                    hint = error.hint or "/tools tries it again"
-                    self._asker.tell(EdgeLMError(f"no tools of {error.message}", hint))
-                self._told.add(name)
-                continue
-            self._told.discard(name)
+        # A server that has failed is tried again by /tools only: each start may take long.
+        names = [name for name in session.chat.tools if name not in self._told or self._state(name) != "failed"]
+        show(f"asking {', '.join(names)} for tools" if names else "")
+        for name, listing in zip(names, await asyncio.gather(*map(self._list, names)), strict=True):
             for tool in listing.tools:
-                offer.tools.setdefault(tool_name(name, tool.name), (connection, tool))
+                offer.tools.setdefault(tool_name(name, tool.name), (self.toolbox.connection(name), tool))
         show("")
         return offer
+
+    def _state(self, name: str) -> str:
+        """Return the state of a server; one that the settings do not have any more has failed, too."""
+        connections = self.toolbox.connections
+        return connections[name].state if name in connections else "failed"
+
+    async def _list(self, name: str) -> Listing:
+        """Return the tools of a server; none where it cannot be used, which is told once."""
+        try:
+            listing = await self.toolbox.connection(name).list_tools()
+        except EdgeLMError as error:
+            if name not in self._told:
+                self._told.add(name)
+                self._asker.tell(EdgeLMError(f"no tools: {error.message}", error.hint or "/tools tries it again"))
+            return Listing()
+        self._told.discard(name)
+        return listing
 
     def try_again(self, name: str) -> None:
         """Start a server again that has failed, when it is needed."""

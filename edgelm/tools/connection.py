@@ -9,7 +9,7 @@ import asyncio
 import importlib
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 START_S = 30.0  # a server may fetch its own parts first; a longer `timeout` is for this, too
 LIST_S = 20.0
+STUCK_S = 2.0  # for the list of a server whose last call did not end; then it is started again
 MAX_PAGES = 50
 CLOSE_S = 8.0
 
@@ -45,20 +46,34 @@ class Connection:
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Client] | None = None
         self._leave = asyncio.Event()
+        self._maybe_stuck = False  # in a call that did not end
 
     async def list_tools(self) -> Listing:
         """Return the tools that the server has now; start it first. Raises ToolError."""
+        if self._maybe_stuck:
+            self._maybe_stuck = False
+            with suppress(ToolError):
+                return await self._list(STUCK_S)
+            await self.close()
+        return await self._list(LIST_S)
+
+    async def _list(self, limit_s: float) -> Listing:
         client = await self._connected()
         tools: list[Any] = []
-        with self._explained(LIST_S):
-            async with asyncio.timeout(LIST_S):
-                cursor: str | None = None
-                for _ in range(MAX_PAGES):
-                    page = await client.list_tools(cursor=cursor)
-                    tools += page.tools
-                    cursor = page.next_cursor
-                    if not cursor:
-                        break
+        try:
+            with self._explained(limit_s):
+                async with asyncio.timeout(limit_s):
+                    cursor: str | None = None
+                    for _ in range(MAX_PAGES):
+                        page = await client.list_tools(cursor=cursor)
+                        tools += page.tools
+                        cursor = page.next_cursor
+                        if not cursor:
+                            break
+        except ToolError as error:  # a server without a list is of no use, and may be stuck
+            self.state, self.error = "failed", str(error)
+            self._leave.set()
+            raise
         self.listing = make_listing(self.server, tools)
         return self.listing
 
@@ -74,7 +89,11 @@ class Connection:
                 async with asyncio.timeout(seconds):
                     # Not `call_tool`: it would check the result by a schema of the server, which can take long.
                     result = await client.session.send_request(request, CallToolResult)
+        except asyncio.CancelledError:
+            self._maybe_stuck = True
+            raise
         except ToolError as error:
+            self._maybe_stuck = error.silent
             if error.broken:
                 self._leave.set()
             return Result(str(error), failed=True)
@@ -115,7 +134,7 @@ class Connection:
                 ready.set_exception(error)
                 ready.exception()  # no warning where nobody waits any more
         else:
-            self.state = "not started"
+            self.state = "failed" if self.error else "not started"
 
     async def _serve(self, mode: str, ready: asyncio.Future[Client]) -> bool:
         """Keep a connection until its end; return False where the server left because of our first message.

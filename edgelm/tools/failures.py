@@ -15,11 +15,14 @@ MAX_WORDS = 500  # characters of a server's own words
 
 
 class ToolError(EdgeLMError):
-    """A server of tools cannot be used, or a call failed. `broken`: the connection must be made again."""
+    """A server of tools cannot be used, or a call failed.
 
-    def __init__(self, message: str, hint: str = "", *, broken: bool = False) -> None:
+    `broken`: the connection must be made again. `silent`: the server did not answer in time.
+    """
+
+    def __init__(self, message: str, hint: str = "", *, broken: bool = False, silent: bool = False) -> None:
         super().__init__(message, hint)
-        self.broken = broken
+        self.broken, self.silent = broken, silent
 
 
 @contextmanager
@@ -35,7 +38,7 @@ def explained(name: str, seconds: float, reason: Callable[[], str]) -> Iterator[
         raise
     except TimeoutError:
         hint = f"timeout in its table of config.toml is {seconds:g} s"
-        raise ToolError(f"{name} does not answer", hint) from None
+        raise ToolError(f"{name} does not answer", hint, silent=True) from None
     except (
         MCPError,
         ValidationError,

@@ -1,7 +1,7 @@
 """A small MCP server for tests, without the package: it starts at once, and misbehaves on request.
 
 `python server.py [WORD …]`: `mute` answers nothing, `greets` prints no MCP first, `floods` writes without end,
-`wrong` lists a tool that is not valid, `old` ends at a first message that is not `initialize`, `once` ends after the first call.
+`wrong` lists a tool that is not valid, `old` ends at a first message that is not `initialize`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tools() -> list[dict[str, Any]]:
 def call(name: str, arguments: dict[str, Any]) -> Any:
     if name == "hang":
         time.sleep(600)
-    if name == "die" or "once" in WORDS:
+    if name == "die":
         sys.exit(7)
     if name == "flood":
         flood()
@@ -62,7 +62,9 @@ def call(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def flood() -> None:
-    line = json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": "x" * 9000}})
+    line = json.dumps(
+        {"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": "x" * 9000}}
+    )
     while True:
         sys.stdout.write(line + "\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import time
@@ -30,7 +31,12 @@ async def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
     def make(*words: str, **values: Any) -> Connection:
         values = {"command": sys.executable, "args": ("-S", SERVER, *words), **values}
-        environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "EDGELM_API_KEY": "secret", "HF_TOKEN": "secret"}
+        environment = {
+            "PATH": os.environ["PATH"],
+            "LC_ALL": "C.UTF-8",
+            "EDGELM_API_KEY": "secret",
+            "HF_TOKEN": "secret",
+        }
         made.append(Connection(ToolServer(name="small", **values), environment, tmp_path / "logs" / "small.log"))
         return made[-1]
 
@@ -71,12 +77,17 @@ async def test_a_server_gets_a_minimal_environment_and_that_of_its_table(connect
     assert (tmp_path / "logs" / "small.log").read_text() == "a line of the log\n"
 
 
-async def test_a_call_that_takes_too_long_fails_and_others_go_on(connect: Connect) -> None:
+async def test_a_server_that_is_stuck_in_a_call_is_started_again(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgelm.tools.connection.STUCK_S", 0.2)
     connection = connect(timeout_s=0.3)
     await connection.list_tools()
     result = await connection.call("hang", {})
     assert result.failed
     assert result.text == "small does not answer; timeout in its table of config.toml is 0.3 s"
+    await connection.list_tools()
+    assert await connection.call("echo", {"text": "again"}) == process_result("again")
 
 
 async def test_a_server_that_dies_in_a_call_starts_again(connect: Connect) -> None:
@@ -125,6 +136,50 @@ async def test_no_process_is_left_behind(connect: Connect, monkeypatch: pytest.M
                 break
             await asyncio.sleep(0.01)
         assert not is_running(pid)
+
+
+async def test_a_server_over_http_gets_the_headers_of_its_table(connect: Connect) -> None:
+    seen: list[dict[str, str]] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                headers = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:-2])
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                request = json.loads(body) if body else {}
+                seen.append(headers)
+                status, reply = 202, b""
+                if "id" in request:
+                    name = request.get("params", {}).get("name", "")
+                    results = {
+                        "initialize": {
+                            "protocolVersion": "2025-06-18",
+                            "capabilities": {"tools": {}},
+                            "serverInfo": {"name": "web", "version": "1"},
+                        },
+                        "tools/list": {"tools": [{"name": "echo", "inputSchema": {"type": "object"}}]},
+                        "tools/call": {
+                            "content": [{"type": "text", "text": "x" * (5_000_000 if name == "long" else 3)}]
+                        },
+                    }
+                    result = results.get(request["method"])
+                    outcome = {"result": result} if result else {"error": {"code": -32601, "message": "no"}}
+                    status, reply = 200, json.dumps({"jsonrpc": "2.0", "id": request["id"], **outcome}).encode()
+                kind = "Content-Type: application/json\r\n" if reply else ""
+                writer.write(f"HTTP/1.1 {status} OK\r\n{kind}Content-Length: {len(reply)}\r\n\r\n".encode() + reply)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
+    connection = connect(command="", args=(), url=url, headers={"Authorization": "Bearer of-it"}, timeout_s=20.0)
+    assert [tool.name for tool in (await connection.list_tools()).tools] == ["echo"]
+    assert await connection.call("echo", {}) == process_result("xxx")
+    assert (await connection.call("long", {})).failed
+    await connection.close()
+    server.close()
+    assert {headers["authorization"] for headers in seen} == {"bearer of-it"}
+    assert not any("secret" in value for headers in seen for value in headers.values())
 
 
 def is_running(pid: int) -> bool:

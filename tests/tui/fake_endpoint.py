@@ -294,12 +294,12 @@ class FakeEndpoint:
             if self.tokens_per_second:
                 due = started + self.first_token_s + (i + 1) / self.tokens_per_second
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        for part in self.calls.pop(0) if self.calls else ():
-            _event(writer, _chunk({"tool_calls": [part]}))
         self._end(writer, len(tokens), len(json.dumps(request["messages"])) // 4)
         await writer.drain()
 
     def _end(self, writer: asyncio.StreamWriter, count: int, prompt: int) -> None:
+        for part in self.calls.pop(0) if self.calls else ():
+            _event(writer, _chunk({"tool_calls": [part]}))
         thought = self.reasoning_tokens
         own = {
             "finish_reason": self.finish_reason,

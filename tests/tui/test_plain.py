@@ -21,6 +21,9 @@ import pytest
 
 from edgelm.chats.history import Message
 from edgelm.chats.store import Store
+from edgelm.tools.consents import Consents
+from edgelm.tools.settings import ToolServer
+from edgelm.tools.toolbox import Toolbox
 from edgelm.tui import plain_answer, plain_lines
 from edgelm.tui.commands import COMMANDS
 from edgelm.tui.link import Link
@@ -56,14 +59,15 @@ Talk = Callable[..., Awaitable[str]]
 def talk(endpoint: FakeEndpoint, tmp_path: Path) -> Talk:
     """Return a function that types lines into the chat, and returns its output after the first line."""
 
-    async def run(*typed: str, output: Output | None = None) -> str:
+    async def run(*typed: str, output: Output | None = None, toolbox: Toolbox | None = None) -> str:
         output = output or Output()
         writer = Writer(output)
         lines = LineReader(io.StringIO("".join(f"{line}\n" for line in typed)), writer, edits=False)
         link = Link(endpoint=endpoint.address, api_key=None, runtime=tmp_path / "run", log=tmp_path / "serve.log")
         chat = PlainChat(
-            tmp_path / "chats.db", link, ChatDefaults(), lines, writer, knowledge=tmp_path / "knowledge.db"
-        )
+            tmp_path / "chats.db", link, ChatDefaults(), lines, writer, knowledge=tmp_path / "knowledge.db",
+            toolbox=toolbox,
+        )  # fmt: skip
         await asyncio.to_thread(chat.run)
         assert chat.num_lost == 0
         _head, _, text = output.getvalue().partition(", /help lists the commands\n")
@@ -542,3 +546,30 @@ async def test_files_are_attached_by_command_and_by_name(
     text = await talk("/chats", "/open 1", "Again?")
     assert f"a.py has changed since it was sent; /attach {folder / 'a.py'} attaches it again\n" in text
     assert "two words.txt is gone" in text
+
+
+# Tools
+
+
+async def test_calls_of_tools_in_lines_without_a_terminal_are_refused(
+    talk: Talk, endpoint: FakeEndpoint, tmp_path: Path
+) -> None:
+    server = ToolServer(
+        name="small", command=sys.executable, args=("-S", str(Path(__file__).parents[1] / "tools" / "server.py"))
+    )
+    toolbox = Toolbox(Consents(tmp_path / "consents.json"), {"small": server}, {}, tmp_path)
+    function = {"name": "small__echo", "arguments": '{"text": "a\\u202eb"}'}
+    endpoint.answers, endpoint.calls = ["I look.", "Then not."], [[{"index": 0, "id": "x", "function": function}]]
+    text = await talk("/tools", "/tools small", "Go", toolbox=toolbox)
+    assert text.startswith("small, off: ")
+    assert "small: echo, environment, " in text
+    assert text.partition("starter: ")[2] == (
+        "I look.\n"
+        "the model asks for the tool small/echo with the arguments:\n"
+        '{\n  "text": "a\\u202eb"\n}\n'
+        f"server: {' '.join((server.command, *server.args))}\n"
+        "it is refused: only a person at a terminal can agree\n"
+        'tool small/echo, text: "a\\u202eb", refused: The user refused this call. Go on without it, or ask the user.\n'
+        "starter: Then not.\n"
+    )
+    assert [call.state for call in saved_messages(tmp_path)[-1].calls] == ["refused"]

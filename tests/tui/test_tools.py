@@ -42,6 +42,7 @@ def call(tool: str, arguments: object = None, *, server: str = "small", **more: 
 def open_tools(endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenTools:
     """Return a context manager that runs the chat with the server `small`, in use in the open chat."""
     monkeypatch.setattr(process, "LEAVE_S", 0.1)
+    monkeypatch.setattr("edgelm.tools.connection.STUCK_S", 0.2)
     monkeypatch.setattr(tool_dialogs, "QUIET_S", 0.0)
 
     @asynccontextmanager
@@ -91,7 +92,13 @@ async def test_a_call_is_asked_for_run_shown_and_sent_back(open_tools: OpenTools
     async with open_tools() as chat:
         await chat.ask_only("What does it say?")
         await asked(chat)
-        await chat.sees("Run the tool small/echo?", '"text": "hello"', "unchecked: it only reads", "What does it say?")
+        await chat.sees(
+            "Run the tool small/echo?",
+            '"text": "hello"',
+            "unchecked: Return the text",
+            "Also: it only reads",
+            "What does it say?",
+        )
         assert chat.app.screen.query_one(OptionList).highlighted in (0, None)
         await allow(chat, 1)
         await chat.answered()
@@ -101,7 +108,9 @@ async def test_a_call_is_asked_for_run_shown_and_sent_back(open_tools: OpenTools
         await chat.press("ctrl+t")
         answer = chat.session.tree.path()[-1]
         assert answer.text == "I look it up.It says hello."
-        assert [(item.tool, item.state, item.result, item.at) for item in answer.calls] == [("echo", "done", "hello", 13)]
+        assert [(item.tool, item.state, item.result, item.at) for item in answer.calls] == [
+            ("echo", "done", "hello", 13)
+        ]
         offered = [tool["function"]["name"] for tool in endpoint.requests[0]["tools"]]
         assert offered[0] == "small__echo"
         assert [item["role"] for item in messages(endpoint)] == ["user", "assistant", "tool"]
@@ -125,26 +134,29 @@ async def test_a_refused_call_does_not_run_and_the_model_is_told(open_tools: Ope
         assert [item["content"][:12] for item in messages(endpoint)[2:]] == ["The user ref"] * 2
 
 
-@pytest.mark.parametrize(("number", "in_other_chats"), [(1, True), (2, True), (3, False)])
-async def test_what_is_allowed_once_in_a_chat_and_always(
-    number: int, in_other_chats: bool, open_tools: OpenTools, endpoint: FakeEndpoint
-) -> None:
-    endpoint.answers = ["", "Done."]
-    endpoint.calls = [[call("echo")], [call("echo")]] if number > 1 else [[call("echo")]]
+async def test_what_is_allowed_once_in_a_chat_and_always(open_tools: OpenTools, endpoint: FakeEndpoint) -> None:
+    endpoint.answers = [""]
+    endpoint.calls = [[call("echo")] for _ in range(6)]
+    endpoint.calls.insert(3, [])
     async with open_tools() as chat:
-        await chat.ask_only("Twice")
-        await allow(chat, number)
+        await chat.ask_only("Three calls in a chat")
+        await allow(chat, 1)
+        await allow(chat, 2)
         await chat.answered()
-        assert states(chat) == [("echo", "done")] * (1 if number == 1 else 2)
+        assert states(chat) == [("echo", "done")] * 3
         await chat.press("ctrl+n")
         assert chat.session.chat.tools == ()
         chat.session.set_tools(("small",))
-        endpoint.answers, endpoint.calls = ["", "Done."], [[call("echo")]]
-        await chat.ask_only("In another chat")
-        if in_other_chats:
-            await allow(chat, 0)
+        await chat.ask_only("Three calls in another one")
+        await allow(chat, 0)
+        await allow(chat, 3)
         await chat.answered()
-        assert states(chat) == [("echo", "refused" if in_other_chats else "done")]
+        assert states(chat) == [("echo", "refused"), ("echo", "done"), ("echo", "done")]
+        await chat.press("ctrl+n")
+        chat.session.set_tools(("small",))
+        endpoint.calls = [[call("echo")]]
+        await chat.ask("A third chat")
+        assert states(chat) == [("echo", "done")]
 
 
 async def test_a_changed_tool_and_a_changed_server_are_asked_for_again(
@@ -240,8 +252,16 @@ async def test_a_stopped_call_is_marked_and_the_chat_goes_on(
         await chat.press("escape")
         await chat.answered()
         await chat.sees("small/hang() · did not end", "small/echo() · not run", "stopped")
+        await chat.press("ctrl+n")
+        chat.session.set_tools(("small",))
+        endpoint.calls = [[call("echo")]]
+        await chat.ask_only("Stopped in the question")
+        await asked(chat)
+        await chat.screen.workspace.answers.end()
+        await chat.until(lambda: len(chat.app.screen_stack) == 1, "the question is closed")
+        assert states(chat) == [("echo", "asked")]
     async with open_tools(use=False) as chat:  # a restart shows the same
-        await chat.press("ctrl+f", "down", "enter")
+        await chat.press("ctrl+f", "down", "down", "enter")
         await chat.sees("small/hang() · did not end", "small/echo() · not run", "stopped")
         assert chat.session.chat.tools == ("small",)
         await chat.ask("Go on")
@@ -249,18 +269,6 @@ async def test_a_stopped_call_is_marked_and_the_chat_goes_on(
             "user", "assistant", "tool", "tool", "assistant", "user"
         ]  # fmt: skip
         assert messages(endpoint)[2]["content"] == "The answer was stopped before this call ended."
-
-
-async def test_stopping_closes_the_question(open_tools: OpenTools, endpoint: FakeEndpoint) -> None:
-    endpoint.answers = ["Wait."]
-    endpoint.calls = [[call("echo")]]
-    async with open_tools() as chat:
-        await chat.ask_only("Go")
-        await asked(chat)
-        await chat.screen.workspace.answers.end()
-        await chat.until(lambda: len(chat.app.screen_stack) == 1, "closed")
-        assert states(chat) == [("echo", "asked")]
-        await chat.sees("small/echo() · not run")
 
 
 async def test_an_answer_that_goes_on_calling_is_asked_about(
@@ -289,26 +297,10 @@ async def test_a_server_that_does_not_start_is_told_once_and_the_chat_lives_on(
     endpoint.answers = ["Without tools."]
     async with open_tools(command="/nowhere/server") as chat:
         await chat.ask("One")
-        await chat.hears("no tools of /nowhere/server: No such file or directory")
+        await chat.hears("no tools: /nowhere/server: No such file or directory")
         await chat.ask("Two")
-        assert sum("no tools of" in note.message for note in chat.app._notifications) == 1
+        assert sum("no tools:" in note.message for note in chat.app._notifications) == 1
         assert "tools" not in endpoint.requests[-1]
-
-
-async def test_the_question_names_the_chat_that_is_not_on_the_screen(
-    open_tools: OpenTools, endpoint: FakeEndpoint
-) -> None:
-    endpoint.first_token_s = 0.3
-    endpoint.answers = ["", "Done."]
-    endpoint.calls = [[call("echo")]]
-    async with open_tools() as chat:
-        await chat.ask_only("The first chat")
-        session = chat.session
-        await chat.press("ctrl+n")
-        await asked(chat)
-        await chat.sees("in the chat “The first chat”")
-        await allow(chat, 1)
-        await chat.until(lambda: session.tree.path()[-1].state == "done", "the end")
 
 
 async def test_the_command_lists_servers_and_uses_them(open_tools: OpenTools, endpoint: FakeEndpoint) -> None:
@@ -361,6 +353,9 @@ async def test_answers_of_two_chats_ask_one_after_the_other(open_tools: OpenTool
         await chat.until(lambda: second.tree.path()[-1].calls, "a second call")
         await asyncio.sleep(0.05)
         assert len(chat.app.screen_stack) == 2
+        await chat.sees("in the chat “First”")  # the other one is on the screen
         await allow(chat, 1)
+        await asked(chat)
+        await chat.sees("in the chat “Second”")
         await allow(chat, 1)
         await chat.until(lambda: all(s.tree.path()[-1].state == "done" for s in (first, second)), "both ends")
