@@ -39,7 +39,10 @@ from edgelm.text.tokenizer import LlamaTokenizer
 from tests.tiny import write_tiny
 
 STARTER = Path(__file__).resolve().parent.parent / "models" / "starter" / "starter.gguf"
-PROMPT = "Hello! Please tell me what you are, where you run, and what somebody can do with you on this computer. "
+PROMPT = (
+    "edgelm runs a language model on your own machine. You chat with it in the terminal, and other programs use it "
+    "through an endpoint of this machine that speaks the APIs of OpenAI, Anthropic and Ollama. "
+)
 NUM_TOKENS = 12
 TOLERANCE = 0.02  # of the range of the logits
 CONTEXT = 512

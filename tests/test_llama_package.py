@@ -34,6 +34,7 @@ backend = load(PACKAGING / "llama" / "backend.py")
 sys.path.insert(0, str(PACKAGING))
 libraries = load(PACKAGING / "llama_libraries.py")
 vulkan = load(PACKAGING / "vulkan_library.py")
+dist_check = load(PACKAGING / "dist_check.py")
 sys.path.remove(str(PACKAGING))
 
 FILES = {"edgelm_llama/lib/libllama.so": b"\x7fELF", "edgelm_llama/__init__.py": b""}
@@ -162,6 +163,16 @@ def test_the_sdist_says_that_it_compiles(tmp_path: Path, monkeypatch: pytest.Mon
         assert not [member for member in archive.namelist() if not member.startswith("edgelm_llama-")]
         (metadata,) = (member for member in archive.namelist() if member.endswith("/METADATA"))
         assert "Requires-Dist: llama-cpp-python>=" in archive.read(metadata).decode()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="macOS has wheels, and no /proc")
+def test_it_says_so_on_the_terminal_of_pipx_which_runs_pip_without_one(tmp_path: Path) -> None:
+    build = f"import sys; sys.path.insert(0, {str(PACKAGING / 'llama')!r}); import backend; backend.build_wheel('.')"
+    pipx = "import subprocess, sys; no = subprocess.DEVNULL; subprocess.run([sys.executable, '-c', sys.argv[1]], "
+    pipx += "start_new_session=True, stdin=no, stdout=no, stderr=no, check=True)"
+    environment = {"PATH": os.environ["PATH"], "CC": "cc"}
+    shown = dist_check.run_on_terminal([sys.executable, "-c", pipx, build], tmp_path, environment)
+    assert [line for line in shown.splitlines() if line] == [backend.NOTICE.strip()]
 
 
 def test_without_a_compiler_the_sdist_refuses_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import tarfile
 import time
 import tomllib
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -111,6 +111,30 @@ def _digest(data: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
+def _tell(text: str) -> None:
+    """Write to the terminal of the person who waits: pip hides our output, and pipx gives it no terminal."""
+    for terminal in (TERMINAL, *_terminals_of_callers()):
+        with contextlib.suppress(OSError), terminal.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            return
+
+
+def _terminals_of_callers() -> Iterator[Path]:
+    """Yield the terminals of the processes that started this one, the nearest first; none without Linux's /proc."""
+    pid = os.getppid()
+    while pid > 1:
+        for number in (2, 1, 0):
+            with contextlib.suppress(OSError):
+                path = Path(f"/proc/{pid}/fd/{number}").readlink()
+                if str(path).startswith(("/dev/pts/", "/dev/tty")):
+                    yield path
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return
+        pid = int(stat.rpartition(")")[2].split()[1])  # the name before it may hold anything
+
+
 # -- the functions that pip and build call -----------------------------------------------------------------------------
 
 
@@ -118,8 +142,7 @@ def build_wheel(wheel_directory: str, _settings: object = None, _metadata: objec
     """Write the wheel that makes pip compile llama-cpp-python, and say so. Raises SystemExit without a compiler."""
     if not (os.environ.get("CC") or any(map(shutil.which, COMPILERS))):
         raise SystemExit(f"error: {NO_COMPILER}")
-    with contextlib.suppress(OSError), TERMINAL.open("w", encoding="utf-8") as terminal:  # pip hides our output
-        terminal.write(NOTICE)
+    _tell(f"\n{NOTICE}")
     return write_wheel(Path(wheel_directory), "py3-none-any", {}, _requirements()).name
 
 
