@@ -1,8 +1,8 @@
 """The function of each command of the table.
 
 Owns the dialogs that a command asks with and what it reports. The commands about models are in model_actions.py, those
-about knowledge in knowledge.py, those that look into the model in engine_actions.py, those about presets, themes and the
-editor in own_actions.py. Knows nothing of keys.
+about knowledge in knowledge.py, those that look into the model in engine_actions.py, those about presets, themes and
+the editor in own_actions.py. Knows nothing of keys.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class Actions:
         shortening = plan_shortening(session, await self._context_size())
         if shortening is None:
             key = keymap_of(self._app).label("run('edit')", "F4") or "/edit"
-            raise RequestError("there is nothing to leave out", f"the last message alone is shortened by editing it: {key}")
+            raise RequestError("there is nothing to leave out", f"edit the last message to shorten it alone: {key}")
         first = await self._ask(ShortenScreen(shortening))
         if first is None or workspace.session is not session or workspace.answer is not None:
             return

@@ -83,7 +83,7 @@ class KeyMap:
 
     def _in_force(self, key: Key) -> Key:
         keys = self.changed.get(key.action) if key.action else None
-        return key if keys is None else replace(key, keys=",".join(map(_written, keys)) or "–")
+        return key if keys is None else replace(key, keys=",".join(map(_written, keys)) or "-")
 
 
 @runtime_checkable
