@@ -23,6 +23,7 @@ from edgelm.tui.chat_actions import ChatActions
 from edgelm.tui.dialogs import Choice, ConfirmScreen, LineScreen, PickScreen, TextScreen
 from edgelm.tui.engine_actions import EngineActions
 from edgelm.tui.inspector_panel import InspectorPanel
+from edgelm.tui.keymap import keymap_of
 from edgelm.tui.knowledge import KnowledgeActions, Send
 from edgelm.tui.markdown import code_blocks
 from edgelm.tui.model_actions import ModelActions
@@ -263,7 +264,8 @@ class Actions:
         session = workspace.session
         shortening = plan_shortening(session, await self._context_size())
         if shortening is None:
-            raise RequestError("there is nothing to leave out", "the last message alone is shortened by editing it: F4")
+            key = keymap_of(self._app).label("run('edit')", "F4") or "/edit"
+            raise RequestError("there is nothing to leave out", f"edit the last message to shorten it alone: {key}")
         first = await self._ask(ShortenScreen(shortening))
         if first is None or workspace.session is not session or workspace.answer is not None:
             return

@@ -269,7 +269,7 @@ class HelpScreen(ModalScreen[None]):
     """
 
     def __init__(self, groups: Sequence[Group] | None = None) -> None:
-        """`groups` are the keys in force; by default those of the tables."""
+        """Show the keys in force, `groups`; by default those of the tables."""
         super().__init__()
         self._groups = KEY_GROUPS if groups is None else groups
 

@@ -83,7 +83,7 @@ class KeyMap:
 
     def _in_force(self, key: Key) -> Key:
         keys = self.changed.get(key.action) if key.action else None
-        return key if keys is None else replace(key, keys=",".join(map(_written, keys)) or "–")
+        return key if keys is None else replace(key, keys=",".join(map(_written, keys)) or "-")
 
 
 @runtime_checkable
@@ -171,9 +171,8 @@ def _parse_key(text: str, source: str, *, everywhere: bool) -> str:
     base = base.strip()
     if len(base) > 1 or modifiers:
         base = _SPELLINGS.get(base.lower(), base.lower().replace(" ", "_"))
-    if "shift" in modifiers and len(base) == 1:
-        modifiers.remove("shift")
-        base = base.upper()
+    if modifiers == ["shift"] and len(base) == 1:
+        modifiers, base = [], base.upper()
     if len(base) == 1 and base.isprintable() and not base.isspace():
         name = _character_to_key(base)
     else:
@@ -181,7 +180,7 @@ def _parse_key(text: str, source: str, *, everywhere: bool) -> str:
     is_known = name in _BASES or (len(base) == 1 and base.isprintable() and not base.isspace())
     if not is_known or any(modifier not in MODIFIERS for modifier in modifiers):
         raise UsageError(f"{source} is {text!r}, which is no key", "write ctrl+x, alt+x, f10, home, pagedown and so on")
-    key = "+".join([*sorted(set(modifiers), key=MODIFIERS.index), name])
+    key = "+".join([*sorted(set(modifiers)), name])  # Textual's order
     if everywhere and (key in NEEDED or (not modifiers and name not in _NAMED)):
         raise UsageError(
             f"{source} is {text!r}, which is needed for writing", "take one with ctrl or alt, or f1 to f24"

@@ -16,6 +16,7 @@ from edgelm.errors import EdgeLMError, RequestError
 from edgelm.library.catalog import hub_reference
 from edgelm.library.progress import size_text
 from edgelm.machine.memory import available_memory_bytes
+from edgelm.tui.keymap import keymap_of
 from edgelm.tui.lines import clean
 from edgelm.tui.model_names import describe_model, find_model, find_pulled
 from edgelm.tui.picker import Installed, PickerScreen
@@ -113,7 +114,8 @@ class ModelActions:
             self._set_model(model)
             self._notify(f"{model} is here, and answers this chat from now on")
         else:
-            self._notify(f"{model} is here: Ctrl+O chooses it")
+            key = keymap_of(self._app).label("run('model')", "Ctrl+O") or "/model"
+            self._notify(f"{model} is here: {key} chooses it")
 
     def _notify(self, text: str) -> None:
         self._app.notify(text, markup=False)

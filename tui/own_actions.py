@@ -13,7 +13,7 @@ from typing import Any
 
 from textual.app import App, SuspendNotSupported
 
-from edgelm.chats.preset_file import save_preset, set_folder
+from edgelm.chats.preset_file import save_preset
 from edgelm.chats.presets import Preset, check_name, preset_of
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.dialogs import ConfirmScreen, LineScreen

@@ -24,7 +24,19 @@ from edgelm.tui.palette import make_palette
 
 PANES = (("surface", 0.05), ("panel", 0.1))  # and their share of the foreground over the background
 ALIASES = {"dark": "textual-dark", "light": "textual-light"}
-COLOURS = ("primary", "secondary", "accent", "foreground", "background", "surface", "panel", "boost", "warning", "error", "success")  # fmt: skip
+COLOURS = (
+    "primary",
+    "secondary",
+    "accent",
+    "foreground",
+    "background",
+    "surface",
+    "panel",
+    "boost",
+    "warning",
+    "error",
+    "success",
+)
 
 
 def parse_themes(document: object, file: Path) -> tuple[Theme, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from edgelm.commands.presets import read_looks, read_presets, start_preset
 from edgelm.config import SETTINGS, Config, load_config
-from edgelm.errors import EdgeLMError
+from edgelm.errors import EdgeLMError, ModelError
 from edgelm.library.local import runnable_model
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def open_chat(
     from edgelm.tui.link import Link
     from edgelm.tui.workspace import ChatDefaults
 
+    if model and endpoint is None:
+        model = _endpoint_name(model, config)
     presets = read_presets(config)
     start, note = start_preset(presets, preset, config), ""
     if start is not None and (model or endpoint):
@@ -50,13 +52,11 @@ def open_chat(
             model = _endpoint_name(start.model, config)
         except EdgeLMError as error:
             if preset is not None:
-                raise
+                raise ModelError(f"the model of the preset {start.name}: {error.message}", error.hint) from None
             note = f"the model of the preset {start.name}: {error}"  # the chat begins all the same
         start = replace(start, model=model or "")
     settings, sources, places = config.settings, config.sources, config.places
-    if model and endpoint is None:
-        model = _endpoint_name(model, config)
-    by_path = bool(model) and endpoint is None and Path(str(model)).is_absolute()
+    by_path = endpoint is None and Path(model or "").is_absolute()
     # Flags need a server of our own: a running server has its own settings.
     own = [_as_flag(name, value) for name, value in flags.items() if value is not None]
     arguments = [*own, *([model] if model and by_path else [])]

@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from edgelm.cli import app
-from edgelm.errors import UsageError
+from edgelm.commands import chat
+from edgelm.errors import ModelError, UsageError
+from edgelm.tui.workspace import ChatDefaults
 from tests.commands.test_run import Edgelm
 from tests.tiny import write_tiny
 
@@ -82,3 +84,49 @@ def test_config_shows_the_tables(edgelm: Edgelm, monkeypatch: pytest.MonkeyPatch
         (folder / "config.toml").write_text(text)
         with pytest.raises(UsageError, match=words):
             CliRunner().invoke(app, ["config"], catch_exceptions=False)
+
+
+def test_how_a_chat_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_tiny(tmp_path / "m.gguf")
+    text = f"""
+[presets.gone]
+model = "not-here.gguf"
+system = "Hm."
+[presets.tiny]
+model = "{model}"
+temperature = 0.2
+[folders]
+"{tmp_path / "work"}" = "gone"
+"{tmp_path}" = "tiny"
+"""
+    (tmp_path / "config.toml").write_text(text)
+    (tmp_path / "work").mkdir()
+    monkeypatch.setenv("EDGELM_CONFIG_DIR", str(tmp_path))
+    monkeypatch.delenv("EDGELM_TEMPERATURE", raising=False)
+    seen: list[ChatDefaults] = []
+    monkeypatch.setattr(chat, "_run_plain", lambda places, link, defaults: seen.append(defaults) or 0)
+
+    def begin(model: str | None = None, preset: str | None = None, endpoint: str | None = None) -> ChatDefaults:
+        chat.open_chat(endpoint, model, {}, preset=preset, plain=True)
+        return seen[-1]
+
+    def preset_of(defaults: ChatDefaults) -> tuple[str, str, dict[str, object]]:
+        assert defaults.preset is not None
+        return defaults.preset.name, defaults.preset.model, dict(defaults.preset.sampling)
+
+    monkeypatch.chdir("/")
+    assert begin().preset is None
+    monkeypatch.chdir(tmp_path)
+    assert preset_of(begin()) == ("tiny", str(model), {"temperature": 0.2})
+    assert begin().model == str(model)
+    begun = begin(model="starter")
+    assert (begun.model, preset_of(begun)) == ("starter", ("tiny", "", {"temperature": 0.2})), "a flag beats the preset"
+    assert preset_of(begin(endpoint="http://127.0.0.1:1"))[1] == str(model)
+    with pytest.raises(ModelError, match="the model of the preset gone: "):
+        begin(preset="gone")
+    monkeypatch.chdir(tmp_path / "work")
+    begun = begin()
+    assert (begun.model, preset_of(begun)) == ("", ("gone", "", {})), "the chat begins without the model"
+    assert "the model of the preset gone: " in begun.note
+    monkeypatch.setenv("EDGELM_TEMPERATURE", "1")
+    assert preset_of(begin(preset="tiny")) == ("tiny", str(model), {}), "so does a variable"

@@ -53,7 +53,7 @@ async def test_dialogs_are_used_with_the_mouse(open_chat: Open) -> None:
         await chat.until(lambda: chat.app.theme == "flexoki", "the theme")
 
         await ask(chat, "/theme", PickScreen)
-        await click(chat, "Enter chooses")
+        await click(chat, "Enter keeps")
         await closed(chat)
         assert chat.app.theme == "flexoki"
 

@@ -78,6 +78,7 @@ def test_the_keys_of_the_tables_do_not_conflict() -> None:
         ("F12", "f12"),
         (["f10", "ctrl+PgUp"], "f10,ctrl+pageup"),
         ("ctrl+/", "ctrl+slash"),
+        ("Ctrl+Alt+Shift+X", "alt+ctrl+shift+x"),
         ("", "no_key"),
         ([], "no_key"),
     ],
