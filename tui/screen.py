@@ -131,6 +131,8 @@ class ChatScreen(Screen[None]):
         except ChatsError as error:
             self.view.complain(error)
             return
+        if not self.view.is_composed:  # the chat was closed meanwhile
+            return
         settings = last_run.settings
         prompt = self.pane.prompt
         prompt.sent.load(last_run.sent)

@@ -52,14 +52,9 @@ def run_model(
         model, prompt = None, model  # a single argument is the prompt
     if model is None and chat is None:
         raise UsageError("Missing argument 'MODEL'", "see --help; only a chat that goes on has a model of its own")
-    if raw and (chat is not None or save):
-        raise UsageError("--raw cannot be used with a chat", "a chat needs the chat template")
-    if raw and think != "auto":
-        raise UsageError("--raw and --think cannot be used together", "a model reasons with its chat template only")
-    if raw and know:
-        raise UsageError("--raw and --know cannot be used together", "put what the model should read into the prompt")
+    _check_flags(raw=raw, has_chat=chat is not None or save, think=think, know=know)
     if preset is not None and chat is not None:
-        raise UsageError("--preset and --continue cannot be used together", "a chat keeps the preset that it began with")
+        raise UsageError("--preset and --continue cannot be used together", "a chat keeps the preset it began with")
     config = load_config(flags)
     with _opened(config, chat, save=save) as saved:
         local = saved.choose_model(config) if saved and not model else runnable_model(model or "", config)
@@ -104,6 +99,16 @@ def run_model(
             drafts=True,
         )
         _print_answer(job, config.places, saved, as_json=as_json, verbose=verbose)
+
+
+def _check_flags(*, raw: bool, has_chat: bool, think: Thinking, know: Sequence[str]) -> None:
+    """Raise UsageError for flags that need the chat template, beside --raw."""
+    if raw and has_chat:
+        raise UsageError("--raw cannot be used with a chat", "a chat needs the chat template")
+    if raw and think != "auto":
+        raise UsageError("--raw and --think cannot be used together", "a model reasons with its chat template only")
+    if raw and know:
+        raise UsageError("--raw and --know cannot be used together", "put what the model should read into the prompt")
 
 
 def _opened(config: Config, name: str | None, *, save: bool) -> AbstractContextManager[SavedChat | None]:

@@ -82,12 +82,12 @@ def test_html_is_one_page_with_everything_and_nothing_that_runs(chat: tuple[Chat
     assert "prefers-color-scheme: dark" in text
 
 
-def test_markdown_names_what_it_does_not_hold(chat: tuple[Chat, Tree]) -> None:
+def test_markdown_has_attachments_and_calls(chat: tuple[Chat, Tree]) -> None:
     text = to_markdown(*chat)
     assert text.startswith("# A <script>")
-    call = 'Before\n\n*Tool files › read, done: {"path": "<x>"}*\n\nAfter'
-    attached = "*Attached: notes.txt (2 lines)*", '*Attached: a".png (image, 1 KiB)*'
-    for words in (*attached, call, "*stopped before its end*"):
+    call = 'Before\n\n**Tool** `files/read`, done\n\n```\n{"path": "<x>"}\n'
+    attached = "notes.txt:\n```\n", '*a".png (a picture)*'
+    for words in (*attached, call, "After", "*stopped before its end*"):
         assert words in text
     chat[1].turn(chat[1].path()[-1].id, -1)
     assert "*failed: no <script>" in to_markdown(*chat)
