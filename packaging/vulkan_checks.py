@@ -21,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 from dist_check import DECODE, MIN_DIFFERENT
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from edgelm import __version__
@@ -102,9 +104,30 @@ def memory_of(path: Path, **settings: object) -> OffloadedMemory:
     return OffloadedMemory(facts_of(path), wish, sequences=SEQUENCES)
 
 
-def same_as_processor(path: Path, kv: str = "f16", **settings: object) -> str:
-    """Compare the logits of the tokens that the processor samples greedily, and the tokens of the trained model."""
-    with closing(Runner(path, ON_CPU, kv)) as cpu:
+def write_float32(path: Path, to: Path) -> Path:
+    """Write a model with its weights dequantized: of quantized ones the processor rounds the inputs to 8 bits."""
+    given = GGUFReader(path)
+    writer = GGUFWriter(to, given.fields["general.architecture"].contents())
+    for field in given.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture", "general.file_type")):
+            kind = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], kind)
+    for tensor in given.tensors:
+        data = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        writer.add_tensor(tensor.name, data.reshape([int(size) for size in reversed(tensor.shape)]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+def same_as_processor(path: Path, exact: Path, kv: str = "f16", **settings: object) -> str:
+    """Compare the logits of the tokens that the processor samples greedily, and the tokens of the trained model.
+
+    `exact` is the same model without quantization, for the processor.
+    """
+    with closing(Runner(exact, ON_CPU, kv)) as cpu:
         prompt = cpu.encode(PROMPT)
         assert len(prompt) >= 32, "the device takes over long prompts of layers that are not its own"
         rows, tokens = [cpu.run(prompt)], []
@@ -209,17 +232,20 @@ def checks(folder: Path) -> dict[str, Callable[[], str]]:
     # 26 in the logits, where Vulkan differs by 0.04 from float32 (docs/results/vulkan-wheel-2026-11-22.txt).
     mixture = write_tiny(folder / "mixture.gguf", layers=4, width=128, ffn=256, experts=8, quant="f32")
     wide = write_tiny(folder / "wide-ffn.gguf", layers=2, width=1024, heads=16, head_dim=64, ffn=4096, quant="q8_0")
+    exact = write_float32(STARTER, folder / "starter-f32.gguf")
     same, restore, count = same_as_processor, snapshot, sizes
     return {
-        "starter, all layers": partial(same, STARTER),
-        "starter, 3 layers": partial(same, STARTER, gpu_layers="3"),
-        "starter, output only": partial(same, STARTER, gpu_layers="1"),
-        "starter, flash attention, int8": partial(same, STARTER, "int8"),
-        "starter, attention on CPU": partial(same, STARTER, override_tensor=("attn_=CPU",)),
-        "mixture, all layers": partial(same, mixture, gpu_layers="all"),
-        "mixture, --n-cpu-moe 2": partial(same, mixture, n_cpu_moe="2"),
-        "mixture, --n-cpu-moe all": partial(same, mixture, n_cpu_moe="all"),
-        "mixture, only experts on GPU": partial(same, mixture, gpu_layers="0", override_tensor=("_exps=Vulkan0",)),
+        "starter, all layers": partial(same, STARTER, exact),
+        "starter, 3 layers": partial(same, STARTER, exact, gpu_layers="3"),
+        "starter, output only": partial(same, STARTER, exact, gpu_layers="1"),
+        "starter, flash attention, int8": partial(same, STARTER, exact, "int8"),
+        "starter, attention on CPU": partial(same, STARTER, exact, override_tensor=("attn_=CPU",)),
+        "mixture, all layers": partial(same, mixture, mixture, gpu_layers="all"),
+        "mixture, --n-cpu-moe 2": partial(same, mixture, mixture, n_cpu_moe="2"),
+        "mixture, --n-cpu-moe all": partial(same, mixture, mixture, n_cpu_moe="all"),
+        "mixture, only experts on GPU": partial(
+            same, mixture, mixture, gpu_layers="0", override_tensor=("_exps=Vulkan0",)
+        ),
         "snapshot, all layers": partial(restore, STARTER),
         "snapshot, 3 layers": partial(restore, STARTER, gpu_layers="3"),
         "snapshot, experts on CPU": partial(restore, mixture, n_cpu_moe="all"),
