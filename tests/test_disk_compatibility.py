@@ -80,7 +80,12 @@ def test_every_setting_of_the_file_is_in_force(places: Places) -> None:
 def test_chats_keep_their_branches_parameters_and_shortening(places: Places) -> None:
     store = Store(places.data / "chats.db")
     expected = EXPECTED["chats"]
-    new_of_chat, new_of_message = {"knowledge": (), "consents": {}}, {"reading": None}  # later than 0.3.1
+    # Later than 0.3.1: a value of each kind that means "none".
+    new_of_chat = {
+        "knowledge": (), "consents": {}, "summarized": False, "preset": "", "tools": (), "tool_consents": (),
+        "pinned": False, "archived": False, "tags": (), "deleted": None,
+    }  # fmt: skip
+    new_of_message = {"reading": None, "attachments": (), "calls": ()}
     assert [asdict(chat) for chat in store.chats()] == [chat | new_of_chat for chat in expected["chats"]]
     for chat_id, messages in expected["messages"].items():
         expected_messages = [message | new_of_message for message in messages]
