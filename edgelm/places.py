@@ -102,3 +102,8 @@ def take_variables(*names: str) -> dict[str, str]:
 def own_places() -> Places:
     """Return the places of this process's own environment, for workers."""
     return Places(os.environ)
+
+
+def own_environment() -> Mapping[str, str]:
+    """Return the environment of this process, for a program of the user's choice that it starts."""
+    return os.environ

@@ -124,6 +124,7 @@ KEY_NAMES = {
     "left": "←",
     "right": "→",
     "delete": "Del",
+    "backspace": "Backspace",
     "enter": "Enter",
     "tab": "Tab",
     "space": "Space",

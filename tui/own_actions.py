@@ -6,7 +6,6 @@ Owns what is asked and reported. The tables of config.toml are read by chats/pre
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from textual.app import App, SuspendNotSupported
 from edgelm.chats.preset_file import save_preset
 from edgelm.chats.presets import Preset, check_name, preset_of
 from edgelm.errors import EdgeLMError, RequestError
+from edgelm.places import own_environment
 from edgelm.tui.dialogs import ConfirmScreen, LineScreen
 from edgelm.tui.editor import edit_text, editor_command
 from edgelm.tui.lines import clean
@@ -118,7 +118,7 @@ class OwnActions:
         """Let the user write the message in their editor; it comes back into the prompt."""
         if self._editing:
             return
-        command = await asyncio.to_thread(editor_command, os.environ)
+        command = await asyncio.to_thread(editor_command, own_environment())
         text, problem, edited = self._view.prompt_text, None, None
         self._editing = True
         try:
@@ -158,5 +158,5 @@ def working_folder() -> Path:
 
 def short_path(folder: Path) -> str:
     """Return a path with ~ for the user's home."""
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path raises for an unknown user
+    home = os.path.expanduser("~")
     return f"~{str(folder).removeprefix(home)}" if f"{folder}/".startswith(f"{home}/") else str(folder)

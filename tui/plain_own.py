@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from edgelm.chats.preset_file import save_preset
 from edgelm.chats.presets import check_name, preset_of
 from edgelm.errors import RequestError
+from edgelm.places import own_environment
 from edgelm.tui.editor import edit_text, editor_command
 from edgelm.tui.own_actions import MAKE_ONE, outline, working_folder
 from edgelm.tui.preset_screen import OFF
@@ -65,7 +65,7 @@ def _edit(chat: PlainChat) -> None:
     """Let the user write a message in their editor, and send it if they say so."""
     if not chat.lines.is_terminal:
         raise RequestError("an editor needs a terminal", "write the message here")
-    text = chat.wait(edit_text("", editor_command(os.environ)))
+    text = chat.wait(edit_text("", editor_command(own_environment())))
     if not text.strip():
         chat.writer.line("the message is empty")
         return

@@ -47,7 +47,17 @@ GPU_BUILDS = (
     "a GPU needs pipx install 'edgelm[cuda]' (Linux, NVIDIA: our own kernels), "
     "'edgelm[vulkan]' (Linux, AMD, Intel and NVIDIA: llama.cpp), or Metal (in the macOS wheel)"
 )
-PACKAGES = ("edgelm-llama", "edgelm-llama-vulkan", "llama-cpp-python", "numpy", "textual", "openai", "torch", "triton")
+PACKAGES = (
+    "edgelm-llama",
+    "edgelm-llama-vulkan",
+    "llama-cpp-python",
+    "numpy",
+    "textual",
+    "openai",
+    "mcp",
+    "torch",
+    "triton",
+)
 
 
 @dataclass(frozen=True, slots=True)

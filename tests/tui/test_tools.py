@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from textual.widgets import OptionList
 
-from edgelm.chats.history import Chat, Message, Tree, to_markdown
+from edgelm.chats.export_md import to_markdown
+from edgelm.chats.history import Chat, Message, Tree
 from edgelm.chats.tool_calls import ToolCall
 from edgelm.tools import process
 from edgelm.tools.consents import Consents
