@@ -6,6 +6,7 @@ Owns what is asked and reported. The tables of config.toml are read by chats/pre
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -158,5 +159,5 @@ def working_folder() -> Path:
 
 def short_path(folder: Path) -> str:
     """Return a path with ~ for the user's home."""
-    home = os.path.expanduser("~")
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path raises where there is no home
     return f"~{str(folder).removeprefix(home)}" if f"{folder}/".startswith(f"{home}/") else str(folder)
