@@ -50,7 +50,7 @@ async def take_pictures(folder: Path) -> None:
         await pilot.pause(0.5)
         _save(app, "chat")
         await pilot.press("ctrl+f", *WORDS)
-        await _until(pilot, lambda: bool(screen.sidebar.words) and not screen.workers)
+        await _until(pilot, lambda: bool(screen.sidebar.typed) and not screen.workers)
         await pilot.pause(0.5)
         _save(app, "search")
         await pilot.press("escape", "escape", "f6")
