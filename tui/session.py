@@ -47,7 +47,10 @@ class Session:
         past, sent = split_sent(self.tree.path())
         if past and sent[0].parent == parent:  # a new version of the first message that is sent
             message.sent_from = message.id
-        return self._add(message)
+        self._add(message)
+        chat_id = self.chat.id
+        self._store.write(lambda store: store.restore_chat(chat_id))  # another program may have deleted it
+        return message
 
     def begin_answer(
         self, parent: int, model: str, sent_from: int | None = None, *, text: str = "", reasoning: str = ""
@@ -154,7 +157,7 @@ class Session:
         """Write the chat itself, if it has messages."""
         if self._saved:
             chat = replace(self.chat)
-            self._store.write(lambda store: store.put_chat(chat))
+            self._store.write(lambda store: store.put_open_chat(chat))
 
     def turns(self, answer: Message) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
         """Return the turns before an answer: those that are not sent to the model any more, and those that are.
@@ -189,7 +192,7 @@ class Session:
         self.chat.leaf = self.tree.leaf
         chat, copy = replace(self.chat), replace(message)
         self._saved = True
-        self._store.write(lambda store: store.put_chat(chat), lambda store: store.put_message(copy))
+        self._store.write(lambda store: store.put_open_chat(chat), lambda store: store.put_message(copy))
 
     def _leaf_changed(self) -> None:
         self.chat.leaf = self.tree.leaf

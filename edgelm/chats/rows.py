@@ -17,6 +17,7 @@ CHAT_COLUMNS = (
     "id, title, renamed, system, model, sampling, leaf, created, changed, knowledge, consents, summarized, preset,"
     " tools, tool_consents, pinned, archived, tags, deleted"
 )
+PLACE_COLUMNS = ("pinned", "archived", "tags", "deleted")  # of a chat: its place in the list
 CHAT = ", ".join(f"chat.{column}" for column in CHAT_COLUMNS.split(", "))
 MESSAGE_COLUMNS = (
     "id, chat, parent, role, text, reasoning, state, note, model, stats, created, sent_from, reading, calls"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from edgelm.chats.rows import (
     ATTACHMENT_COLUMNS,
     CHAT_COLUMNS,
     MESSAGE_COLUMNS,
+    PLACE_COLUMNS,
     attachment_from_row,
     attachment_values,
     chat_from_row,
@@ -120,6 +121,15 @@ class Store:
     def put_chat(self, chat: Chat) -> None:
         """Insert or replace a chat."""
         self._put("chat", CHAT_COLUMNS, chat_values(chat))
+
+    def put_open_chat(self, chat: Chat) -> None:
+        """Insert or replace a chat; a saved one keeps its place in the list, which another program may have changed."""
+        self._put("chat", CHAT_COLUMNS, chat_values(chat), kept=PLACE_COLUMNS)
+
+    def restore_chat(self, chat_id: int) -> None:
+        """Take a chat out of the trash, if it is there."""
+        with self._translated():
+            self._db.execute("UPDATE chat SET deleted = NULL WHERE id = ?", (chat_id,))
 
     def put_message(self, message: Message) -> None:
         """Insert or replace a message. Its text must include all appended pieces."""
@@ -224,9 +234,10 @@ class Store:
         with self._translated():
             return self._db.execute(sql, values).fetchall()
 
-    def _put(self, table: str, columns: str, values: tuple[object, ...]) -> None:
+    def _put(self, table: str, columns: str, values: tuple[object, ...], kept: Sequence[str] = ()) -> None:
+        """Insert or replace a row; `kept` are columns that are not replaced."""
         names = columns.split(", ")
-        updates = ", ".join(f"{name} = excluded.{name}" for name in names[1:])
+        updates = ", ".join(f"{name} = excluded.{name}" for name in names[1:] if name not in kept)
         with self._translated():
             self._db.execute(
                 f"INSERT INTO {table} ({columns}) VALUES ({', '.join('?' * len(names))})"

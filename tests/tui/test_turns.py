@@ -7,6 +7,7 @@ from pathlib import Path
 
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Chat, Message
+from edgelm.chats.store import Store
 from edgelm.chats.store_thread import StoreThread
 from edgelm.chats.tool_calls import ToolCall
 from edgelm.client.turns import Call, Turn, as_messages
@@ -66,3 +67,24 @@ def test_attached_texts_and_pictures_are_sent_with_the_question(tmp_path: Path) 
     assert turn == Turn("user", "a.py:\n```\na = 1\n```\n\nWhy?", images=("data:image/png;base64,AQ==",))
     (message,) = as_messages([turn], with_reasoning=False)
     assert [part["type"] for part in message["content"]] == ["image_url", "text"]
+
+
+def test_a_chat_that_was_deleted_elsewhere_comes_back_with_a_question_only(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    thread = StoreThread(path, lambda problem: None)
+    session = Session(thread, Chat(title="Here"), [])
+    answer = session.begin_answer(session.add_question("One?", None).id, "m")
+    assert thread.read(Store.chats).result(10)
+
+    shell = Store(path)
+    (chat,) = shell.chats()
+    chat.deleted, chat.tags = 5.0, ("work",)
+    shell.put_chat(chat)
+    session.append(answer, "One.", "")
+    session.finish(answer, "done")
+    assert thread.read(Store.chats).result(10) == []
+    session.add_question("Two?", answer.id)
+    (saved,) = thread.read(Store.chats).result(10)
+    assert saved.tags == ("work",), "what another program wrote is kept"
+    shell.close()
+    thread.close(5)
