@@ -6,6 +6,7 @@ import io
 import random
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 from edgelm.chats import attached_files, pdf
 from edgelm.chats.attached_files import full_path, pasted, read_attachment, state_of
 from edgelm.chats.attachments import Attachment
+from edgelm.chats.export_md import to_markdown
 from edgelm.chats.folders import Walk
-from edgelm.chats.history import Chat, Message, Tree, to_markdown
+from edgelm.chats.history import Chat, Message, Tree
 from edgelm.chats.pdf import ReadPdf
 from edgelm.chats.pdf_worker import read as read_pdf_here
 from edgelm.errors import EdgeLMError
@@ -178,7 +180,10 @@ def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NAMES = ("a", "b", "build", "foo", "x.py", "y.log", "keep.txt", "Z z")
-ATOMS = ("a", "b", "build", "foo", "*.py", "*.log", "keep.txt", "*", "**", "f?o", "[ab]", "x.py", "Z\\ z")
+ATOMS = (
+    "a", "b", "build", "foo", "*.py", "*.log", "keep.txt", "*", "**", "f?o", "[ab]", "x.py", "Z\\ z", "*o*o*", "b**d",
+    "*i*l*", "[!a-f]*", "[[:upper:]]?z", "[z-a]", "[]a]", "\\a", "*p.t*t", "[a", "a\\", "k*.*",
+)  # fmt: skip
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is the specification")
@@ -219,6 +224,27 @@ def test_gitignore_as_git_reads_it(tmp_path: Path) -> None:
     assert walked == set(paths) - excluded
     assert len(walked) > 100
     assert len(excluded) > 100
+
+
+HARD = """
+import sys
+from edgelm.chats.folders import Walk
+print(*(entry.name[:9] for entry in Walk(sys.argv[1], hidden=True).entries()))
+"""
+
+
+def test_no_pattern_holds_the_list_up(tmp_path: Path) -> None:
+    deep = tmp_path / "/".join("a" * 100)
+    deep.mkdir(parents=True)
+    (deep / ("a" * 120)).write_text("x")
+    (tmp_path / ("a" * 120)).write_text("x")
+    lines = ("*a" * 5 + "*b", "*a" * 60 + "*b", "**/" * 20 + "b", "**/a/" * 20 + "b", "/*a*a" * 20 + "*b", "**a" * 9 + "b")
+    (tmp_path / ".gitignore").write_text("\n".join((*lines, " " * 200_000 + "x", "*" * 200_000 + "b", "last.txt")))
+    (tmp_path / "last.txt").write_text("x")
+    command = [sys.executable, "-c", HARD, tmp_path]  # one match that does not end holds all threads of its process
+    names = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    assert names[:3] == [".gitignor", "a", "a" * 9]
+    assert len(names) == 3 + 99 + 1
 
 
 def test_rules_above_a_folder_and_of_a_clone(tmp_path: Path) -> None:

@@ -77,6 +77,11 @@ def test_every_setting_of_the_file_is_in_force(places: Places) -> None:
     assert {name: settings[name] for name in EXPECTED["config"]} == EXPECTED["config"]
 
 
+def without_marks(snippet: str) -> str:
+    """Return a snippet without the marks of its matches: 0.3.1 marked the word of a letter, later ones the letter."""
+    return snippet.replace("\2", "").replace("\3", "")
+
+
 def test_chats_keep_their_branches_parameters_and_shortening(places: Places) -> None:
     store = Store(places.data / "chats.db")
     expected = EXPECTED["chats"]
@@ -93,7 +98,8 @@ def test_chats_keep_their_branches_parameters_and_shortening(places: Places) -> 
     assert store.settings() == expected["settings"]
     assert store.prompts(10) == expected["prompts"]
     for query, hits in expected["search"].items():
-        assert [[hit.chat.id, hit.message, hit.snippet] for hit in store.search(query)] == hits
+        found = [[hit.chat.id, hit.message, without_marks(hit.snippet)] for hit in store.search(query)]
+        assert found == [[*where, without_marks(snippet)] for *where, snippet in hits]
     store.close()
 
 

@@ -17,6 +17,7 @@ from typer import exceptions as usage
 
 from edgelm import guide
 from edgelm.cli import app
+from edgelm.commands.presets import read_looks, read_presets
 from edgelm.config import MODEL_SETTINGS, SETTINGS, Settings, load_config
 from edgelm.knowledge import files
 from edgelm.knowledge.index import KEPT_DAYS
@@ -26,12 +27,13 @@ from edgelm.server.admin import START_LIMIT_S
 from edgelm.server.api.dialects import COUNTS, DIALECTS, POOLED, TEXTS
 from edgelm.server.keys import MIN_KEY_LEN
 from edgelm.server.room import ROOM_LIMIT_S
+from edgelm.tools.settings import parse_servers
 from edgelm.tui.commands import COMMANDS, KEY_GROUPS
 from edgelm.tui.params import parse_params
 
 ROOT = Path(__file__).parent.parent
 MAX_SECTION_LEN = 1000  # characters: a small model reads several at a time
-NUM_SECTIONS = range(60, 161)
+NUM_SECTIONS = range(60, 181)
 OTHERS_FLAGS = {"--pip-args", "--find-links"}  # pip's and uv's
 OTHERS_VARIABLES = {"HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_TOKEN", "HTTPS_PROXY", "ALL_PROXY", "XDG_CONFIG_HOME"}
 OTHERS_NAMES = {  # words with an underscore that are no setting of ours
@@ -206,7 +208,10 @@ def test_every_example_of_the_settings_file_is_accepted(tmp_path: Path) -> None:
         (tmp_path / "config.toml").write_text(example, encoding="utf-8")
         config = load_config({}, {"EDGELM_CONFIG_DIR": str(tmp_path)})
         changed = [name for name, source in config.sources.items() if source != "default"]
-        assert changed or config.models, topic
+        assert changed or config.models or config.tables, topic
+        read_presets(config)
+        read_looks(config)
+        parse_servers(config.tables.get("tools", {}), "config.toml")
         for table in tomllib.loads(example).get("models", {}).values():
             assert set(table) <= {*MODEL_SETTINGS, *OWN_KEYS}, topic
 

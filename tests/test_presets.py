@@ -172,6 +172,18 @@ def test_saving_keeps_the_rest_of_the_file(tmp_path: Path) -> None:
     assert (tmp_path / "config.toml").stat().st_mode & 0o777 == 0o640
 
 
+def test_nothing_is_saved_that_could_not_be_read_again(tmp_path: Path) -> None:
+    text = FILE.format(folder=tmp_path / "w")
+    presets = read(tmp_path, text)
+    for sampling in ({"temperature": "x"}, {"foo\n[tools.x]": 1}):
+        with pytest.raises(UsageError):
+            save_preset(presets, preset_of(Chat(sampling=sampling), "imported", ""))
+    assert (tmp_path / "config.toml").read_text() == text
+    save_preset(presets, preset_of(Chat(tools=("files", "gone")), "kept", ""))
+    assert presets.find("kept").tools == ("files",), "one that is not configured any more is left out"
+    assert read(tmp_path, (tmp_path / "config.toml").read_text()).find("kept").tools == ("files",)
+
+
 def test_a_first_preset_makes_a_private_file(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there"
     presets = Presets(folder / "config.toml")

@@ -190,9 +190,12 @@ class Session:
 
     def _write(self, message: Message) -> None:
         self.chat.leaf = self.tree.leaf
-        chat, copy = replace(self.chat), replace(message)
+        chat, copy, is_new = replace(self.chat), replace(message), not self._saved
         self._saved = True
-        self._store.write(lambda store: store.put_open_chat(chat), lambda store: store.put_message(copy))
+        self._store.write(
+            lambda store: store.put_chat(chat) if is_new else store.put_open_chat(chat),
+            lambda store: store.put_message(copy),
+        )
 
     def _leaf_changed(self) -> None:
         self.chat.leaf = self.tree.leaf

@@ -7,24 +7,23 @@ one above it, and nothing below an excluded folder comes back. Knows nothing of 
 from __future__ import annotations
 
 import os
-import re
 import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-from pathspec.patterns.gitignore.base import GitIgnorePatternError
-from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
+from edgelm.chats.ignore_patterns import Pattern, parse_line
 
 MAX_ENTRIES = 20_000  # files and folders
 MAX_WALK_S = 3.0
 MAX_RULES_BYTES = 256 * 2**10  # of a .gitignore
-MAX_STARS = 6  # in a pattern: matching one with many takes very long
+MAX_PATTERNS = 2_000  # of a .gitignore
 READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY  # NONBLOCK: a FIFO has no end
 _NEVER = frozenset({".git"})
 _GENERATED = frozenset({"node_modules", "__pycache__", "site-packages", "venv"})
-_BELOW = "ps_d"  # pathspec's group for the slash behind a folder that matches: the path lies below it
+_OF_THE_SYSTEM = ("/proc", "/sys", "/dev")  # what lies there are no files that anybody wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +36,17 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pattern:
-    regex: re.Pattern[str]
-    excludes: bool
-    folders_only: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Rules:
     """The patterns of one file, for the paths below the folder `base`."""
 
     base: str
-    patterns: tuple[_Pattern, ...]
+    patterns: tuple[Pattern, ...]
 
     def verdict(self, path: str, *, is_folder: bool) -> bool | None:
         """Tell whether the last pattern that matches a path excludes it; None: no pattern matches."""
         name = path[len(self.base) :].lstrip("/")
         for pattern in reversed(self.patterns):
-            if pattern.folders_only and not is_folder:
-                continue
-            match = pattern.regex.match(name)
-            if match is not None and not match.groupdict().get(_BELOW):
+            if (is_folder or not pattern.folders_only) and pattern.matches(name):
                 return pattern.excludes
         return None
 
@@ -81,26 +70,29 @@ class Walk:
         count, end = 0, time.monotonic() + MAX_WALK_S
         for folder, outer in folders:  # it grows
             inner = (*_rules_of(f"{self._root}/{folder}"), *outer)
-            for entry in self._scan(folder, inner):
-                count += 1
-                if count > self._max_entries or time.monotonic() > end:
-                    self.limit = f"only the first {count - 1:,} files and folders"
+            for entry in self._scan(folder, inner, end):
+                if count == self._max_entries:
+                    self.limit = f"only the first {count:,} files and folders"
                     return
+                count += 1
                 if entry.is_folder:
                     folders.append((f"{entry.name}/", inner))
                 yield entry
+            if time.monotonic() > end:
+                self.limit = f"only the first {count:,} files and folders"
+                return
 
-    def _scan(self, folder: str, rules: tuple[_Rules, ...]) -> list[Entry]:
+    def _scan(self, folder: str, rules: tuple[_Rules, ...], end: float) -> list[Entry]:
         entries = []
         try:
             with os.scandir(f"{self._root}/{folder}") as scan:
                 for item in scan:
-                    if not self._is_shown(item.name):
+                    if not self._is_shown(item.name) or item.path in _OF_THE_SYSTEM:
                         continue
                     is_folder = item.is_dir(follow_symlinks=False)
                     if not any_excludes(rules, item.path, is_folder=is_folder):
                         entries.append(Entry(f"{folder}{item.name}", is_folder, item.is_symlink()))
-                    if len(entries) > self._max_entries:
+                    if len(entries) > self._max_entries or time.monotonic() > end:
                         break
         except OSError:
             pass
@@ -110,6 +102,11 @@ class Walk:
         if name in _NEVER or name in _GENERATED or not name.isprintable():
             return False
         return self._hidden or not name.startswith(".")
+
+
+def is_of_the_system(path: str) -> bool:
+    """Tell whether an absolute path lies where the kernel shows processes and devices as files."""
+    return path in _OF_THE_SYSTEM or path.startswith(tuple(f"{folder}/" for folder in _OF_THE_SYSTEM))
 
 
 def any_excludes(rules: tuple[_Rules, ...], path: str, *, is_folder: bool) -> bool:
@@ -157,24 +154,5 @@ def _rules_of(folder: str, name: str = ".gitignore") -> tuple[_Rules, ...]:
     except OSError:
         return ()
     lines = data.decode("utf-8-sig", "replace").split("\n")
-    patterns = tuple(pattern for line in lines if (pattern := _compiled(line)) is not None)
+    patterns = tuple(islice(filter(None, map(parse_line, lines)), MAX_PATTERNS))
     return (_Rules(base, patterns),) if patterns else ()
-
-
-def _compiled(line: str) -> _Pattern | None:
-    """Compile a line of a .gitignore; None where it has no valid pattern.
-
-    pathspec's expressions match what lies below a folder, too. The walk does not enter excluded folders, so that the
-    pattern of a folder is compiled without its slash and has to match the folder itself.
-    """
-    line = re.sub(r"(?<!\\) +$", "", line.removesuffix("\r"))
-    if not line or line.startswith("#") or line.count("*") > MAX_STARS:
-        return None
-    body = line.rstrip("/")
-    try:
-        pattern = GitIgnoreSpecPattern(body)
-    except GitIgnorePatternError:
-        return None
-    if pattern.include is None or pattern.regex is None:
-        return None
-    return _Pattern(pattern.regex, pattern.include, folders_only=body != line)

@@ -19,7 +19,10 @@ from edgelm.errors import EdgeLMError, UsageError
 
 
 def save_preset(presets: Presets, preset: Preset) -> None:
-    """Save a preset in the file, in place of one of the same name. Raises EdgeLMError."""
+    """Save a preset in the file, in place of one of the same name. Raises EdgeLMError, also for values that the file
+    cannot have.
+    """
+    preset = presets.check(preset)
 
     def change(document: tomlkit.TOMLDocument) -> None:
         table = tomlkit.table()

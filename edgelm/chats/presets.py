@@ -57,6 +57,17 @@ class Presets:
     by_name: dict[str, Preset] = field(default_factory=dict)
     folders: dict[str, str] = field(default_factory=dict)  # by the real path of a folder
     tools: tuple[str, ...] = ()  # the servers of tools that are configured
+    parsers: Mapping[str, Parse] = field(default_factory=dict)  # of the sampling parameters
+
+    def check(self, preset: Preset) -> Preset:
+        """Return a preset as the file may hold it: without tools that are not configured. Raises UsageError."""
+        if preset.tools is not None:
+            preset = replace(preset, tools=tuple(name for name in preset.tools if name in self.tools) or None)
+        for name, value in preset.sampling.items():
+            if name not in self.parsers:  # of an imported chat
+                raise UsageError(f"{name!r} is no parameter of a preset", "/params shows what this chat sets")
+            _parsed(name, written_value(name, value), f"the preset {preset.name}", self.parsers[name])
+        return preset
 
     def find(self, name: str) -> Preset:
         """Return a preset. Raises UsageError."""
@@ -83,7 +94,7 @@ def parse_presets(tables: Mapping[str, Any], file: Path, parsers: Mapping[str, P
     if not isinstance(document, dict):
         raise UsageError(f"{file}: presets is no table", 'write [presets."NAME"] and its values below it')
     by_name = {name: _preset(name, entries, file, parsers, servers) for name, entries in document.items()}
-    presets = Presets(file, by_name, tools=servers)
+    presets = Presets(file, by_name, tools=servers, parsers=parsers)
     presets.folders = _folders(tables.get("folders", {}), presets)
     return presets
 

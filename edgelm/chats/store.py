@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,16 @@ class Store:
         self._put("chat", CHAT_COLUMNS, chat_values(chat))
 
     def put_open_chat(self, chat: Chat) -> None:
-        """Insert or replace a chat; a saved one keeps its place in the list, which another program may have changed."""
-        self._put("chat", CHAT_COLUMNS, chat_values(chat), kept=PLACE_COLUMNS)
+        """Replace a saved chat, but for its place in the list, which another program may have changed.
+
+        Raises ChatsError if it was deleted for good.
+        """
+        names = CHAT_COLUMNS.split(", ")
+        new = {name: value for name, value in zip(names, chat_values(chat), strict=True) if name not in PLACE_COLUMNS}
+        updates = ", ".join(f"{name} = :{name}" for name in new)
+        with self._translated():
+            if not self._db.execute(f"UPDATE chat SET {updates} WHERE id = :id", new).rowcount:
+                raise deleted_elsewhere()
 
     def restore_chat(self, chat_id: int) -> None:
         """Take a chat out of the trash, if it is there."""
@@ -234,10 +242,9 @@ class Store:
         with self._translated():
             return self._db.execute(sql, values).fetchall()
 
-    def _put(self, table: str, columns: str, values: tuple[object, ...], kept: Sequence[str] = ()) -> None:
-        """Insert or replace a row; `kept` are columns that are not replaced."""
+    def _put(self, table: str, columns: str, values: tuple[object, ...]) -> None:
         names = columns.split(", ")
-        updates = ", ".join(f"{name} = excluded.{name}" for name in names[1:] if name not in kept)
+        updates = ", ".join(f"{name} = excluded.{name}" for name in names[1:])
         with self._translated():
             self._db.execute(
                 f"INSERT INTO {table} ({columns}) VALUES ({', '.join('?' * len(names))})"
@@ -276,6 +283,11 @@ def _make_private(path: Path) -> None:
     os.close(descriptor)
 
 
+def deleted_elsewhere() -> ChatsError:
+    """Return the error for a chat that is not in the file any more."""
+    return ChatsError("this chat was deleted in another window", "it is not saved any more; export it to keep it")
+
+
 def _translate(error: sqlite3.Error, path: Path | None) -> ChatsError:
     """Translate an error of SQLite for the user."""
     name = getattr(error, "sqlite_errorname", "")
@@ -290,5 +302,5 @@ def _translate(error: sqlite3.Error, path: Path | None) -> ChatsError:
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
         return ChatsError(f"the chats in {path} cannot be written", "check the permissions of the file and its folder")
     if name.startswith("SQLITE_CONSTRAINT_FOREIGNKEY"):
-        return ChatsError("this chat was deleted in another window", "it is not saved any more; export it to keep it")
+        return deleted_elsewhere()
     return ChatsError(f"the chats in {path}: {error}")

@@ -52,6 +52,7 @@ class StoreThread:
         self._closing = False
         self.in_memory = False  # the file cannot be used: the chats are lost with the process
         self.problem: ChatsError | None = None  # why nothing is saved now
+        self._refusal = ""  # why the last write can never be done; empty: it was done
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="chats", daemon=True)
         self._thread.start()
@@ -146,8 +147,11 @@ class StoreThread:
                 return False
             if len(batch) > 1:  # do them one by one, to find the one that fails
                 return all(self._save(store, [write]) for write in batch)
-            self._report(error)
+            if str(error) != self._refusal:  # an answer to a chat that is gone is a write for each token
+                self._report(error)
+            self._refusal = str(error)
         else:
+            self._refusal = ""
             self._set_problem(None)
         with self._wake:
             for _ in batch:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from edgelm.chats.presets import Preset, apply_preset
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.commands.presets import read_presets, start_preset
 from edgelm.config import SETTINGS, Config, load_config
@@ -59,9 +60,9 @@ def run_model(
     with _opened(config, chat, save=save) as saved:
         local = saved.choose_model(config) if saved and not model else runnable_model(model or "", config)
         config = model_config(local, config)
-        system = ""
-        if preset is not None:
-            config, think, system = _with_preset(preset, config, think, raw=raw)
+        chosen = _find_preset(preset, config, raw=raw) if preset is not None else None
+        if chosen is not None:
+            config, think = _with_preset(chosen, config, think, is_saved=saved is not None)
         text = _read_prompt(prompt)
         settings = config.settings
         if saved is not None:
@@ -80,9 +81,10 @@ def run_model(
             if quotations and grammar is None:
                 grammar = GrammarSpec("choice", json.dumps(quotations, ensure_ascii=False))
                 settings = settings if flags.get("temperature") is not None else replace(settings, temperature=0.0)
-        before: tuple[Said, ...] = (Said("system", system),) if system else ()
+        before: tuple[Said, ...] = (Said("system", chosen.system),) if chosen and chosen.system else ()
         if saved is not None:
-            saved.session.chat.system = system or saved.session.chat.system
+            if chosen is not None:
+                apply_preset(saved.session.chat, chosen)
             before, text = saved.ask(text, local, tuple(know), passages)
         job = RunJob(
             model=local.path,
@@ -144,12 +146,17 @@ def _print_answer(job: RunJob, places: Places, saved: SavedChat | None, *, as_js
                 _note_end(reply.document)
 
 
-def _with_preset(name: str, config: Config, think: Thinking, *, raw: bool) -> tuple[Config, Thinking, str]:
-    """Return the settings, the effort and the system prompt with those of a preset. Raises UsageError."""
+def _find_preset(name: str, config: Config, *, raw: bool) -> Preset:
+    """Return a preset without what flags say. Raises UsageError."""
     preset = start_preset(read_presets(config), name, config)
     assert preset is not None, "it is named"
     if raw and preset.system:
         raise UsageError("--raw and the system prompt of a preset cannot be used together", "put it into the prompt")
+    return preset
+
+
+def _with_preset(preset: Preset, config: Config, think: Thinking, *, is_saved: bool) -> tuple[Config, Thinking]:
+    """Return the settings and the effort with those of a preset."""
     effort = preset.sampling.get("reasoning_effort")
     if effort is not None and think == "auto":
         efforts: dict[object, Thinking] = {"none": "off", "low": "low", "medium": "medium", "high": "high"}
@@ -158,8 +165,9 @@ def _with_preset(name: str, config: Config, think: Thinking, *, raw: bool) -> tu
     unused = [key for key in preset.sampling if key not in own and key != "reasoning_effort"]
     unused += ["tools"] if preset.tools else []
     if unused:
-        print(f"note: these values of the preset are for the chat only: {', '.join(unused)}", file=sys.stderr)
-    return replace(config, settings=replace(config.settings, **own)), think, preset.system or ""
+        words = "not used by edgelm run, but saved with the chat" if is_saved else "for the chat only"
+        print(f"note: these values of the preset are {words}: {', '.join(unused)}", file=sys.stderr)
+    return replace(config, settings=replace(config.settings, **own)), think
 
 
 def _read_guide(question: str, places: Places) -> tuple[tuple[Passage, ...] | None, list[str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Chat, Message
-from edgelm.chats.store import Store
+from edgelm.chats.store import ChatsError, Store, deleted_elsewhere
 from edgelm.chats.store_thread import StoreThread
 from edgelm.chats.tool_calls import ToolCall
 from edgelm.client.turns import Call, Turn, as_messages
@@ -86,5 +86,24 @@ def test_a_chat_that_was_deleted_elsewhere_comes_back_with_a_question_only(tmp_p
     session.add_question("Two?", answer.id)
     (saved,) = thread.read(Store.chats).result(10)
     assert saved.tags == ("work",), "what another program wrote is kept"
+    shell.close()
+    thread.close(5)
+
+
+def test_a_chat_that_was_deleted_for_good_does_not_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    problems: list[ChatsError | None] = []
+    thread = StoreThread(path, problems.append)
+    session = Session(thread, Chat(title="Gone", system="secret"), [])
+    answer = session.begin_answer(session.add_question("One?", None).id, "m")
+    (chat,) = thread.read(Store.chats).result(10)
+    shell = Store(path)
+    shell.delete_chat(chat.id)
+    for word in "an answer of a few words".split():
+        session.append(answer, word, "")
+    session.finish(answer, "done")
+    session.set_system("another secret")
+    assert thread.read(Store.chats).result(10) == []
+    assert [str(problem) for problem in problems] == [str(deleted_elsewhere())], "it is said once"
     shell.close()
     thread.close(5)
