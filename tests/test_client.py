@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from edgelm.client.addresses import is_loopback, is_same_server, normalize_addre
 from edgelm.client.answer_stream import AnswerStats, Delta, Finished, _reasoning, _spans, stats_from_json, stats_to_json
 from edgelm.client.endpoint import ChatRequest, Client, ModelEntry
 from edgelm.client.failures import ContextFullError, UnreachableError
+from edgelm.client.json_values import number, whole
 from edgelm.client.local import OwnFront
 from edgelm.client.turns import Turn
 from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError
@@ -414,6 +416,10 @@ def test_stats_survive_other_versions() -> None:
     assert stats_from_json(stats_to_json(stats)) == stats
     assert stats_from_json('{"prompt_tokens": 3, "of_tomorrow": 1}') == AnswerStats(prompt_tokens=3)
     assert stats_from_json("") is None
+    odd = '{"reasoning_ms": Infinity, "prompt_tokens": NaN, "completion_tokens": 1e999, "drafted": -1, "engine": 4, '
+    odd += '"context_size": 4096.0, "first_token_ms": 1e300, "accepted": "3", "tokens_per_second": 8}'
+    assert stats_from_json(odd) == AnswerStats(context_size=4096, tokens_per_second=8)
+    assert stats_from_json("[1]") is stats_from_json("{") is None
 
 
 def test_a_running_front_is_found_and_a_stale_one_is_not(tmp_path: Path) -> None:
@@ -489,3 +495,9 @@ async def test_a_front_that_dies_is_noticed(front: Callable[[str], OwnFront]) ->
     assert own.died
     await own.stop()
     assert not own.died
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 10**400, True, "1", None])
+def test_what_is_no_finite_number_is_unknown(value: object) -> None:
+    assert number(value) is None
+    assert whole(value) is None

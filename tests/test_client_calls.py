@@ -11,6 +11,8 @@ from edgelm.client.endpoint import ChatRequest, Client
 from edgelm.client.turns import Call, FunctionTool, Turn
 from tests.tui.fake_endpoint import FakeEndpoint
 
+DEEP = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
+
 
 def part(arguments: object = "", name: str | None = None, **values: Any) -> dict[str, Any]:
     return {"function": {"name": name, "arguments": arguments}, **values}
@@ -43,8 +45,9 @@ def part(arguments: object = "", name: str | None = None, **values: Any) -> dict
             [Call("x", "a", "{}"), Call("", "b", "{}")],
         ),
         ([{"index": 0}, part("{}", index=0)], []),
+        ([part(DEEP, "a"), part("{}", "b")], [Call("", "a", DEEP + "{}")]),
     ],
-    ids=["none", "pieces", "one index", "no index", "no ids", "object", "no arguments", "same ids", "no name"],
+    ids=["none", "pieces", "one index", "no index", "no ids", "object", "no arguments", "same ids", "no name", "deep"],
 )
 async def test_calls_are_gathered(parts: list[dict[str, Any]], calls: list[Call]) -> None:
     async with FakeEndpoint(answers=["Look."], calls=[parts]).serve() as endpoint:

@@ -87,6 +87,22 @@ def test_the_share_of_drafts_is_at_most_all_tokens() -> None:
     assert summarize([row("starter", 0, values)], TODAY).total.drafted_share == 1.0
 
 
+def test_figures_that_are_no_figures_are_unknown() -> None:
+    good = '{"completion_tokens": 3, "prompt_tokens": 100, "first_token_ms": 10.0}'
+    odd = [
+        '{"completion_tokens": Infinity, "prompt_tokens": NaN}',
+        '{"completion_tokens": 4, "prompt_tokens": NaN, "cached_tokens": 1e999, "drafted": -5, "accepted": "x"}',
+        '{"completion_tokens": 1, "prompt_tokens": 99, "first_token_ms": 5e-324, "tokens_per_second": Infinity}',
+        '{"completion_tokens": true, "prompt_tokens": []}',
+        "[]",
+        "none",
+    ]
+    statistics = summarize([("starter", at_noon(0), text) for text in [good, *odd]], TODAY)
+    assert (statistics.total.answers, statistics.total.written, statistics.total.read) == (3, 8, 199)
+    (figures,) = statistics.models
+    assert (figures.prompt_speed, figures.tokens_per_second) == (10_000, None)
+
+
 def test_answers_of_deleted_chats_and_those_without_figures_are_left_out() -> None:
     store = Store(None)
     for deleted, stats in ((None, '{"completion_tokens": 3}'), (5.0, '{"completion_tokens": 5}'), (None, "")):

@@ -7,6 +7,7 @@ nothing of the screen: a watcher is told when text arrives.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +33,10 @@ from edgelm.tui.work import Work
 
 POLL_S = 0.25  # between two reports of progress
 NOTED_REASONS = ("length", "context", "content_filter", "tool_limit")
+MAX_FAILURE = 200  # characters of an exception
+OWN_BUG = "this is a bug of edgelm: report it"
 NO_TOOLS = "/tools off answers without tools; /model chooses another model"
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -177,6 +181,12 @@ def choose_model(preferred: Sequence[str], models: Sequence[ModelEntry]) -> str:
     return offered[0]
 
 
+def failure_words(error: BaseException | None) -> str:
+    """Return an exception that nothing handles, on one line."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return words if len(words) <= MAX_FAILURE else f"{words[:MAX_FAILURE]}…"
+
+
 async def _write_answer(
     answers: Answers, link: Link, reader: Reader, answer: Answer, models: Sequence[str], watcher: AnswerWatcher
 ) -> None:
@@ -194,6 +204,10 @@ async def _write_answer(
         answer.view.settle()
         watcher.answer_changed(answer)
         raise
+    except Exception as error:  # the boundary of a worker: it would end the app with all answers
+        log.exception("an answer failed")
+        session.finish(message, "failed", f"edgelm failed here: {failure_words(error)}; {OWN_BUG}", answer.timed(None))
+        stats = None
     else:
         stats = answer.timed(finished.stats)
         session.finish(message, "done", finished.reason if finished.reason in NOTED_REASONS else "", stats)

@@ -7,6 +7,8 @@ nothing of the content of chats.
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
 from edgelm.tools.consents import Consents
 from edgelm.tools.toolbox import Toolbox
+from edgelm.tui.answers import failure_words
 from edgelm.tui.commands import COMMANDS, Command
 from edgelm.tui.keymap import KeyMap
 from edgelm.tui.link import Link
@@ -36,6 +39,7 @@ from edgelm.tui.tool_runner import ToolRunner
 from edgelm.tui.workspace import ChatDefaults
 
 CLOSE_S = 5.0
+log = logging.getLogger(__name__)
 
 # Some terminals send Alt+Enter as Escape and Return, or as xterm's "modified key". Textual reads both as Enter, which
 # would send the message; they must break the line.
@@ -116,6 +120,7 @@ class ChatApp(App[None], inherit_bindings=False):
         tools = ToolRunner(self._toolbox, ScreenAsker(self))
         self._chat = ChatScreen(self._store, link, self._reader, defaults, pull_command, bandwidth, tools)
         self.num_lost = 0  # changes that were not saved when the app ended
+        self.failure = ""  # the exception that ended the app, on one line
 
     def get_css_variables(self) -> dict[str, str]:
         self.theme_variables = readable_variables(self.current_theme, super().get_css_variables())
@@ -129,6 +134,13 @@ class ChatApp(App[None], inherit_bindings=False):
         # A terminal of 16 colours shows a theme of 16 million badly.
         if not self.is_headless and self.console.color_system in (None, "standard"):
             self.theme = "ansi-dark"
+
+    def _fatal_error(self) -> None:
+        """Log the exception. Textual's own method prints it with the values of all variables: texts of the chats."""
+        error = sys.exc_info()[1] or self._exception
+        log.critical("the chat ended", exc_info=error)
+        self.failure = self.failure or failure_words(error)
+        self._close_messages_no_wait()
 
     async def action_quit(self) -> None:
         self._chat.run_command("quit", "")

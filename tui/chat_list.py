@@ -5,6 +5,7 @@ Owns the order and the headings. Knows nothing of widgets.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from edgelm.chats.history import Chat, Hit
 from edgelm.tui.lines import clean
+from edgelm.tui.passages import one_line
 from edgelm.tui.tags import with_marks
 
 MAX_SHOWN = 300  # chats
@@ -97,9 +99,9 @@ def _heading(name: str, *, first: bool) -> Row:
 
 def _chat_row(chat: Chat, open_id: int | None, mark: str = "") -> Row:
     text = Text(mark, no_wrap=True, overflow="ellipsis")
-    text.append(clean(chat.title), "bold" if chat.id == open_id else "")
+    text.append(one_line(chat.title), "bold" if chat.id == open_id else "")
     if chat.tags:
-        text.append(f"\n{' ' * len(mark)}{with_marks(chat.tags)}", "dim")
+        text.append(f"\n{' ' * len(mark)}{one_line(with_marks(chat.tags))}", "dim")
     return Row(str(chat.id), text)
 
 
@@ -107,13 +109,13 @@ def _hit_row(hit: Hit, open_id: int | None) -> Row:
     chat = hit.chat
     text = Text(no_wrap=True, overflow="ellipsis")
     if hit.message is not None or not hit.snippet:
-        text.append(clean(chat.title), "bold" if hit.message is not None or chat.id == open_id else "")
+        text.append(one_line(chat.title), "bold" if hit.message is not None or chat.id == open_id else "")
         text.append("\n" if hit.snippet else "")
-    for i, part in enumerate(hit.snippet.replace("\n", " ").split("\x02")):
+    for i, part in enumerate(re.sub("[\r\n]+", " ", hit.snippet).split("\x02")):
         match, _, rest = part.partition("\x03") if i else ("", "", part)
         text.append(clean(match), "bold underline")
         text.append(clean(rest), "dim" if hit.message is not None else "bold")
-    details = " ".join(filter(None, (with_marks(chat.tags), "archived" if chat.archived else "")))
+    details = " ".join(filter(None, (one_line(with_marks(chat.tags)), "archived" if chat.archived else "")))
     if details:
         text.append(f"\n{details}", "dim")
     return Row(str(chat.id), text)

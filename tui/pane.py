@@ -14,6 +14,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Static
 
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Message, split_sent
 from edgelm.tui.answers import Answer
 from edgelm.tui.attaching import Attaching
@@ -50,6 +51,7 @@ class ChatPane(Vertical):
         self.transcript = Transcript()
         self.prompt = Prompt()
         self.editing: int | None = None
+        self._set_aside: tuple[str, tuple[Attachment, ...]] = ("", ())  # what was being written when the edit began
         self._title = Static(id="title")
         self._completion = Completion()
         self._picker = FilePicker(self.prompt, self._completion, files.add_path, self.run_worker)
@@ -161,6 +163,8 @@ class ChatPane(Vertical):
 
     def begin_edit(self, message: Message) -> None:
         """Put a message into the prompt; sending it makes a new version beside the old one."""
+        if self.editing is None:
+            self._set_aside = (self.prompt.text, self.files.attachments)
         self.editing = message.id
         self.files.set(message.attachments, message)
         self.prompt.put(message.text)
@@ -170,11 +174,13 @@ class ChatPane(Vertical):
         self.prompt.refresh_bindings()  # the status line shows its hints
 
     def leave_edit(self) -> None:
-        """Return from editing a message to writing a new one."""
+        """Return from editing a message to the new one that was being written before."""
         if self.editing is not None:
             self.editing = None
-            self.files.set(())
-            self.prompt.put("")
+            text, attachments = self._set_aside
+            self._set_aside = ("", ())
+            self.files.set(attachments)
+            self.prompt.put(text)
         self.prompt.remove_class("-editing")
         self.prompt.border_title = ""
         self.prompt.refresh_bindings()

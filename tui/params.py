@@ -21,6 +21,7 @@ from edgelm.config import SETTINGS
 from edgelm.errors import RequestError
 from edgelm.tui.dialogs import FOCUS_CSS
 from edgelm.tui.hints import CANCEL, Hint, footer
+from edgelm.tui.passages import one_line
 
 Value = float | int | str
 
@@ -164,7 +165,7 @@ class ParamsScreen(ModalScreen[dict[str, Value] | None]):
                         yield Label(param.name, classes="name")
                         default = self._defaults.get(param.name, "not set")
                         value = self._current.get(param.name, "")
-                        yield Input(str(value), placeholder=str(default), id=param.name)
+                        yield Input(one_line(str(value)), placeholder=one_line(str(default)), id=param.name)
                         yield Label(self._help(param), classes="help")
             yield Label("", id="help", markup=False)
             yield Label("", id="problem", markup=False)
@@ -192,7 +193,7 @@ class ParamsScreen(ModalScreen[dict[str, Value] | None]):
                 try:
                     parsed = _parse(param, field.value.strip())
                 except RequestError as error:
-                    self.query_one("#problem", Label).update(str(error))
+                    self.query_one("#problem", Label).update(one_line(str(error)))
                     field.focus()
                     return
                 if parsed is not None:

@@ -16,7 +16,7 @@ from edgelm.library.names import STARTER
 from edgelm.tui.passages import one_line
 from edgelm.tui.plain_lines import LineReader, Writer
 from edgelm.tui.tool_actions import NO_STARTER, forget_consents, known_servers
-from edgelm.tui.tool_rows import call_state, pretty_arguments, short_arguments, visible
+from edgelm.tui.tool_rows import call_state, pretty_arguments, short_arguments, visible, visible_line
 from edgelm.tui.tool_runner import Asker, CallQuestion, LimitQuestion, Permit
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def call_line(call: ToolCall) -> str:
     if len(result) > MAX_RESULT:
         result = result[:MAX_RESULT] + "…"
     state = "failed" if call.state == "failed" else call_state(call, live=False)
-    return f"tool {visible(call.name)}, {short_arguments(call)[:MAX_RESULT]}, {state}: {result}"
+    return f"tool {visible_line(call.name)}, {short_arguments(call)[:MAX_RESULT]}, {state}: {result}"
 
 
 def use_tools(chat: PlainChat, argument: str) -> None:

@@ -15,6 +15,7 @@ from edgelm.chats.presets import Preset, Presets
 from edgelm.tui.dialogs import Choice, PickScreen
 from edgelm.tui.lines import clean, short_name
 from edgelm.tui.palette import list_text
+from edgelm.tui.passages import one_line
 
 OFF = "off"
 
@@ -31,7 +32,7 @@ class PresetScreen(PickScreen):
     """
 
     def __init__(self, title: str, presets: Presets, current: str) -> None:
-        choices = [Choice(name, clean(name), _detail(preset)) for name, preset in presets.by_name.items()]
+        choices = [Choice(name, one_line(name), _detail(preset)) for name, preset in presets.by_name.items()]
         super().__init__(title, [*choices, Choice(OFF, OFF, "no preset")], current)
         self._presets = presets
 
@@ -51,14 +52,14 @@ def preview(preset: Preset) -> Text:
     """Return all that a preset sets, a line for each value, the system prompt whole."""
     text = Text()
     for name, value in preset.lines():
-        text.append(f"{name}  ", "dim")
-        text.append(clean(value) + "\n")
+        text.append(f"{one_line(name)}  ", "dim")
+        text.append((clean(value) if name == "system prompt" else one_line(value)) + "\n")
     return text or Text("It sets nothing.", "dim")
 
 
 def _detail(preset: Preset) -> str:
     values = [
-        clean(short_name(value)) if name == "model" else f"{name} {clean(value)}"
+        one_line(short_name(value) if name == "model" else f"{name} {value}")
         for name, value in preset.lines()[:3]
         if name != "system prompt"
     ]

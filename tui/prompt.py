@@ -25,6 +25,7 @@ from edgelm.tui.pasted import is_long, may_be_paths
 LINE_BREAK_KEYS = frozenset({"alt+enter", "ctrl+j", "shift+enter"})
 PLACEHOLDER = "Message: Enter sends, Ctrl+J breaks the line"
 MAX_LISTED = 8  # commands at a time
+MIN_HELP = 12  # columns; in less room the help of a line is left out
 BLINK_S = 10.0  # after the last key, as in other programs: a blinking cursor keeps the machine awake
 
 
@@ -357,11 +358,14 @@ class Completion(Widget):
 
     def _lines(self) -> Text:
         width = max((len(suggestion.usage) for suggestion in self._suggestions), default=0) + 2
+        room = self.content_size.width - width
+        longest = max((len(suggestion.help) for suggestion in self._suggestions), default=0)
+        has_helps = room >= min(longest, MIN_HELP)
         first = self._first
         text = Text(no_wrap=True, overflow="ellipsis")
         for i, suggestion in enumerate(self._suggestions[first : first + MAX_LISTED], first):
             style = "reverse" if i == self._index else ""
-            text.append(f"{suggestion.usage:<{width}}", f"bold {style}".strip())
-            text.append(suggestion.help + "\n", style or "dim")
+            text.append(f"{suggestion.usage:<{width}}" if has_helps else suggestion.usage, f"bold {style}".strip())
+            text.append((suggestion.help if has_helps else "") + "\n", style or "dim")
         text.rstrip()
         return text

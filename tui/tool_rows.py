@@ -31,6 +31,11 @@ def visible(text: str) -> str:
     )
 
 
+def visible_line(text: str) -> str:
+    """Return a visible text on one line."""
+    return visible(text).replace("\n", "\\n")
+
+
 def _escape(character: str) -> str:
     return json.dumps(character).strip('"')
 
@@ -47,9 +52,11 @@ def pretty_arguments(call_arguments: str) -> str:
 def short_arguments(call: ToolCall) -> str:
     """Return the arguments on one line: names with values."""
     values = call.values
-    if values is None:
-        return visible(" ".join(call.arguments.split()))
-    return visible(", ".join(f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()))
+    try:
+        words = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in (values or {}).items()]
+    except RecursionError:  # it was read with more room on the stack
+        values = None
+    return visible_line(" ".join(call.arguments.split()) if values is None else ", ".join(words))
 
 
 def call_state(call: ToolCall, *, live: bool) -> str:
@@ -75,7 +82,7 @@ class CallRow(FoldRow):
 
     def draw(self, width: int, palette: Palette) -> list[Line]:
         call, width = self._call, text_width(width)
-        head = f"{'▾' if self._unfolded else '▸'} tool {visible(call.name)}"
+        head = f"{'▾' if self._unfolded else '▸'} tool {visible_line(call.name)}"
         state = f" · {call_state(call, live=self._live)}"
         arguments = short_arguments(call)
         room = width - cell_len(head) - cell_len(state) - 2

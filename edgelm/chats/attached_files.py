@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from edgelm.chats.attachments import Attachment
-from edgelm.chats.folders import Walk, read_regular
+from edgelm.chats.folders import Walk, is_of_the_system, read_regular
 from edgelm.chats.pdf import MAX_PAGES, read_pdf
 from edgelm.errors import RequestError
 from edgelm.knowledge.plain_text import BINARY_ENDINGS, plain_text
-from edgelm.knowledge.secret_files import holds_key, is_secret_folder, is_secret_name
+from edgelm.knowledge.secret_files import holds_key, is_secret_folder, is_secret_name, is_secret_place
+from edgelm.places import own_places
 
 MAX_TEXT_BYTES = 2 * 2**20  # of a file, and of all files of a folder
 MAX_IMAGE_BYTES = 10 * 2**20
@@ -30,7 +31,9 @@ State = Literal["same", "changed", "gone"]
 
 _IMAGES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF87a": "image/gif",
            b"GIF89a": "image/gif"}  # fmt: skip
-_TOKEN_FILES = frozenset({".npmrc", ".pypirc", ".dockercfg", ".boto", ".s3cfg", ".my.cnf", ".vault-token"})
+_TOKEN_FILES = frozenset(
+    ".npmrc .pypirc .dockercfg .boto .s3cfg .my.cnf .vault-token .yarnrc.yml .databrickscfg .curlrc .wgetrc".split()
+)
 _PASTE = "paste the part that you want to send"
 
 
@@ -56,6 +59,8 @@ def read_attachment(path: str) -> Read:
     name = shown_name(path)
     try:
         real = os.path.realpath(path, strict=True)
+        if is_of_the_system(path) or is_of_the_system(real):
+            raise RequestError(f"{name} lies in a folder of the system: it is not attached", _PASTE)
         if _is_private(path) or _is_private(real):
             raise RequestError(f"{name} may hold a key or a password: it is not attached", _PASTE)
         if Path(real).is_dir():
@@ -152,11 +157,12 @@ def _folder_text(path: str) -> tuple[str, int, str]:
     total = num_others = 0
     limit = ""
     walk = Walk(path)
+    real = os.path.realpath(path)
     for name in _files(walk):
         if len(parts) == MAX_FOLDER_FILES:
             limit = f"only the first {MAX_FOLDER_FILES} files"
             break
-        text = _text_in_folder(path, name)
+        text = _text_in_folder(real, name)
         if text is None:
             num_others += 1
             continue
@@ -191,7 +197,14 @@ def _is_private(path: str) -> bool:
     name = Path(path).name
     if is_secret_name(name) or is_secret_name(name.lstrip(".")) or name.lower() in _TOKEN_FILES:
         return True
-    return any(map(is_secret_folder, Path(path).parts))
+    return is_secret_place(path) or any(map(is_secret_folder, Path(path).parts)) or _is_own(path)
+
+
+def _is_own(path: str) -> bool:
+    """Tell whether a file is one of ours with settings or permissions, wherever the user has moved these."""
+    places = own_places()
+    own = (places.config / "config.toml", places.data / "tool_consents.json")
+    return path in map(os.path.realpath, own)
 
 
 def _image_type(data: bytes) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from edgelm.chats.history import Chat
+from edgelm.chats.printable import printable
 from edgelm.errors import RequestError
 
 LETTERS = "bcdfghjkmnpqrstvwxz"
@@ -62,7 +63,7 @@ def find_chat(name: str, chats: Sequence[Chat]) -> Chat:
         raise RequestError(f"there is no chat {name!r}", "`edgelm chats list` shows them")
     if len(matches) > 1:
         short = short_handles(chats)
-        named = ", ".join(f"{short[chat.id]} ({chat.title})" for chat in matches[:MAX_NAMED])
+        named = ", ".join(f"{short[chat.id]} ({printable(chat.title)})" for chat in matches[:MAX_NAMED])
         more = f" and {len(matches) - MAX_NAMED} more" if len(matches) > MAX_NAMED else ""
         raise RequestError(f"{name!r} is {len(matches)} chats: {named}{more}", "give one of these names")
     return matches[0]

@@ -1,8 +1,8 @@
 r"""The patterns of a .gitignore, matched in time that grows no faster than length of pattern times length of path.
 
-Owns git's syntax of a line: `*`, `?`, `[a-z]`, `**` between slashes, `!`, and `\` before a character. A folder comes from
+Owns the syntax of a line: `*`, `?`, `[a-z]`, `**` between slashes, `!`, and `\` before a character. A folder comes from
 anybody, so that no line of it may make the search for a match walk back: of runs without a wildcard between them, the
-leftmost place is always good enough. Knows nothing of files.
+leftmost place is always good enough. A slash between brackets is not supported. Knows nothing of files.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def parse_line(line: str) -> Pattern | None:
     line = line if excludes else line[1:]
     body = line.removesuffix("/")
     is_name = "/" not in body  # in any folder
+    body = re.sub(r"(\\[^/])|\\/", lambda escape: escape[1] or "/", body)
     names = body.removeprefix("/").split("/")
     if not all(names):
         return None
@@ -69,7 +70,7 @@ def parse_line(line: str) -> Pattern | None:
             run.append(re.compile(_regex(name), re.DOTALL))
     if not run:  # a/** is all below a
         run.append(re.compile(".*", re.DOTALL))
-    return Pattern((*runs, tuple(run)), excludes, folders_only=body != line)
+    return Pattern((*runs, tuple(run)), excludes, folders_only=line.endswith("/"))
 
 
 def _fits(run: _Run, names: Sequence[str], place: int) -> bool:

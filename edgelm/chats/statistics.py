@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta
 from statistics import median
@@ -27,6 +27,8 @@ from typing import Any
 
 NUM_DAYS = 30
 MIN_NEW = 64  # prompt tokens
+MIN_FIRST_MS = 1e-3  # less was never measured
+MAX_FIGURE = 1e12  # tokens, or milliseconds
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ def summarize(rows: Iterable[Sequence[Any]], today: date) -> Statistics:
     speeds: dict[str, list[float]] = defaultdict(list)
     prompt_speeds: dict[str, list[float]] = defaultdict(list)
     for model, created, text in rows:
-        values = json.loads(text)
+        values = _figures(text)
         written, prompt = _whole(values, "completion_tokens"), _whole(values, "prompt_tokens")
         if not written:
             continue
@@ -118,7 +120,7 @@ def summarize(rows: Iterable[Sequence[Any]], today: date) -> Statistics:
         if speed := values.get("tokens_per_second"):
             speeds[model].append(speed)
         first_token_ms = values.get("first_token_ms")
-        if first_token_ms and new >= MIN_NEW:
+        if first_token_ms and first_token_ms >= MIN_FIRST_MS and new >= MIN_NEW:
             prompt_speeds[model].append(1000 * new / first_token_ms)
     for figures in models.values():
         if figures.model in speeds:
@@ -130,5 +132,19 @@ def summarize(rows: Iterable[Sequence[Any]], today: date) -> Statistics:
     return Statistics(total, by_written, list(days.values()))
 
 
-def _whole(values: dict[str, Any], name: str) -> int:
-    return values.get(name) or 0
+def _figures(text: str) -> dict[str, float]:
+    """Return the figures of an answer, without what is none: other programs wrote some of them."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    items = values.items() if isinstance(values, dict) else ()
+    return {name: value for name, value in items if _is_figure(value)}
+
+
+def _is_figure(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_FIGURE
+
+
+def _whole(values: Mapping[str, float], name: str) -> int:
+    return int(values.get(name, 0))

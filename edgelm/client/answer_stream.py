@@ -15,6 +15,8 @@ from edgelm.client.call_parts import CallParts
 from edgelm.client.json_values import clean_text, mapping, number, whole
 from edgelm.client.turns import Call
 
+_MAX_FIGURE = 1e12  # tokens, or milliseconds
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -153,6 +155,27 @@ def stats_to_json(stats: AnswerStats) -> str:
 
 
 def stats_from_json(text: str) -> AnswerStats | None:
-    """Parse stats that `stats_to_json` wrote, possibly in another version; None for an empty text."""
-    names = AnswerStats.__slots__
-    return AnswerStats(**{name: value for name, value in json.loads(text).items() if name in names}) if text else None
+    """Parse stats that `stats_to_json` wrote, possibly in another version; None for an empty text.
+
+    A value that is no figure is unknown: chats from other machines have been saved with such.
+    """
+    try:
+        values = json.loads(text) if text else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict):
+        return None
+    known: dict[str, Any] = {name: _words(values.get(name)) for name in ("engine", "device")}
+    known |= {name: _figure(values.get(name)) for name in ("first_token_ms", "tokens_per_second", "reasoning_ms")}
+    known |= {name: whole(_figure(values.get(name))) for name in AnswerStats.__slots__ if name not in known}
+    return AnswerStats(**known)
+
+
+def _figure(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_FIGURE:
+        return None
+    return value
+
+
+def _words(value: object) -> str:
+    return value if isinstance(value, str) else ""

@@ -26,7 +26,7 @@ class _Parts:
     def is_whole(self) -> bool:
         try:
             return isinstance(json.loads("".join(self.arguments)), dict)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
 
 

@@ -5,6 +5,7 @@ Owns how a value of the wrong kind is read: as unknown. Knows nothing of request
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
@@ -14,8 +15,14 @@ def mapping(value: object) -> dict[str, Any]:
 
 
 def number(value: object) -> float | None:
-    """Return a number; None for anything else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """Return a finite number; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        read = float(value)
+    except OverflowError:  # a whole number of more than 300 digits
+        return None
+    return read if math.isfinite(read) else None
 
 
 def whole(value: object) -> int | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -17,6 +20,38 @@ from edgelm.library.local import runnable_model
 if TYPE_CHECKING:
     from edgelm.tui.link import Link
     from edgelm.tui.workspace import ChatDefaults
+
+MAX_LOG_BYTES = 2**20
+
+
+class _FailureLog(logging.Handler):
+    """Appends failures of edgelm itself to a file of the user's own: the lines of code, but no values of variables."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.ERROR)
+        self.path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one failure. Where the file cannot be written, the one line on the screen must do."""
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            is_full = self.path.exists() and self.path.stat().st_size > MAX_LOG_BYTES
+            mode = os.O_TRUNC if is_full else os.O_APPEND
+            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | mode, 0o600)
+            with os.fdopen(file, "w", encoding="utf-8", errors="backslashreplace") as text:
+                text.write(self.format(record) + "\n")
+
+
+@contextmanager
+def _failures_in(path: Path) -> Iterator[Path]:
+    """Write what the chat logs into a file: on the terminal it would run into the picture."""
+    log, handler = logging.getLogger("edgelm.tui"), _FailureLog(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.addHandler(handler)
+    try:
+        yield path
+    finally:
+        log.removeHandler(handler)
 
 
 def open_chat(
@@ -99,6 +134,7 @@ def open_chat(
 def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
     """Run the chat on the full screen; return the number of changes that were not saved."""
     from edgelm.tools.toolbox import make_toolbox
+    from edgelm.tui.answers import OWN_BUG
     from edgelm.tui.app import ChatApp
 
     places = config.places
@@ -114,7 +150,12 @@ def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
         places.data / "chats.db", link, defaults, knowledge=places.cache / "knowledge.db", bandwidth=bandwidth,
         themes=themes, keymap=keymap, toolbox=toolbox,
     )  # fmt: skip
-    app.run()
+    with _failures_in(places.cache / "chat.log") as log:
+        app.run()
+    if app.return_code:
+        lost = f" (the last {app.num_lost:,} changes were not saved)" if app.num_lost else ""
+        report = f"{OWN_BUG} with {log}" if log.exists() else OWN_BUG
+        raise EdgeLMError(f"the chat ended: {app.failure or 'the reason is above'}{lost}", report)
     return app.num_lost
 
 
@@ -134,7 +175,8 @@ def _run_plain(config: Config, link: Link, defaults: ChatDefaults) -> int:
     lines = LineReader(sys.stdin, writer, edits=edits)
     knowledge = places.cache / "knowledge.db"
     chat = PlainChat(places.data / "chats.db", link, defaults, lines, writer, knowledge=knowledge, toolbox=toolbox)
-    chat.run()
+    with _failures_in(places.cache / "chat.log"):
+        chat.run()
     if writer.failure is not None and not isinstance(writer.failure, BrokenPipeError):
         raise writer.failure
     return chat.num_lost

@@ -22,6 +22,7 @@ from edgelm.chats.exports import export_chat, file_name
 from edgelm.chats.formats import FORMATS, Format
 from edgelm.chats.handles import find_chat, handle, short_handles
 from edgelm.chats.history import Chat, Hit, Tree
+from edgelm.chats.printable import printable
 from edgelm.chats.store import Store
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.list import plain_console
@@ -55,7 +56,7 @@ def list_chats(*, tag: str | None, archived: bool, deleted: bool, limit: int | N
     shown = chats[: _limit(limit, as_json=as_json)]
     with reader_may_leave():
         if as_json:
-            print(json.dumps([_document(chat) for chat in shown], ensure_ascii=False))
+            _put(json.dumps([_document(chat) for chat in shown], ensure_ascii=False))
             return
         table = Table(box=None, pad_edge=False)
         table.add_column("ID", no_wrap=True)
@@ -64,7 +65,7 @@ def list_chats(*, tag: str | None, archived: bool, deleted: bool, limit: int | N
         table.add_column("TAGS", overflow="fold")
         for chat in shown:
             title = f"* {chat.title}" if chat.pinned else chat.title
-            table.add_row(short[chat.id], _date(chat.changed), _printable(title), _printable(", ".join(chat.tags)))
+            table.add_row(short[chat.id], _date(chat.changed), printable(title), printable(", ".join(chat.tags)))
         if shown:
             plain_console().print(table)
     if len(shown) < len(chats):
@@ -80,7 +81,7 @@ def show_chat(name: str, *, as_json: bool) -> None:
         chat = find_chat(name, [*store.chats(), *store.deleted_chats()])
         text = _exported(store, chat, "json" if as_json else "md")
     with reader_may_leave():
-        print(text if as_json else _printable(text, "\n\t"), end="")
+        _put(text if as_json else printable(text, "\n\t"), end="")
 
 
 def export_chats(names: Sequence[str], *, form: Format | None, output: str | None, every: bool) -> None:
@@ -98,7 +99,7 @@ def export_chats(names: Sequence[str], *, form: Format | None, output: str | Non
         chats = all_chats if every else _find(names, [*all_chats, *store.deleted_chats()])
         if path is None:
             with reader_may_leave():
-                print(_exported(store, chats[0], form), end="")
+                _put(_exported(store, chats[0], form), end="")
             return
         into_folder = every or len(chats) > 1 or path.is_dir() or (output or "").endswith("/")
         for chat in chats:
@@ -107,9 +108,11 @@ def export_chats(names: Sequence[str], *, form: Format | None, output: str | Non
             try:
                 atomic_write(target, _exported(store, chat, form).encode("utf-8", "replace"))
             except OSError as error:
-                raise EdgeLMError(f"{target} cannot be written: {error.strerror}", "choose another place") from None
+                raise EdgeLMError(
+                    printable(f"{target} cannot be written: {error.strerror}"), "choose another place"
+                ) from None
     noun = "1 chat" if len(chats) == 1 else f"{len(chats):,} chats"
-    print(f"{noun} written to {path}", file=sys.stderr)
+    print(printable(f"{noun} written to {path}"), file=sys.stderr)
 
 
 def search_chats(words: Sequence[str], *, limit: int | None, as_json: bool) -> int:
@@ -120,13 +123,13 @@ def search_chats(words: Sequence[str], *, limit: int | None, as_json: bool) -> i
         short = short_handles(store.chats())
     with reader_may_leave():
         if as_json:
-            print(json.dumps([_hit_document(hit) for hit in hits], ensure_ascii=False))
+            _put(json.dumps([_hit_document(hit) for hit in hits], ensure_ascii=False))
         for hit in () if as_json else hits:
-            print(f"{short[hit.chat.id]}  {_date(hit.chat.changed)}  {_printable(hit.chat.title)}")
+            print(f"{short[hit.chat.id]}  {_date(hit.chat.changed)}  {printable(hit.chat.title)}")
             if hit.message is not None:
-                print(f"    {_printable(' '.join(_snippet(hit).split()))}")
+                print(f"    {printable(' '.join(_snippet(hit).split()))}")
     if not hits and not as_json:
-        print(f"no chat has {query}", file=sys.stderr)
+        print(printable(f"no chat has {query}"), file=sys.stderr)
     return 0 if hits else 1
 
 
@@ -145,7 +148,7 @@ def delete_chats(names: Sequence[str], *, forever: bool, yes: bool) -> int:
                     store.put_chat(chat)
     for chat in chats:
         where = "deleted" if forever else f"moved to the trash (edgelm chats restore {handle(chat.id)[:LONG_HANDLE]})"
-        print(f"{_printable(chat.title)}: {where}")
+        print(f"{printable(chat.title)}: {where}")
     return 0
 
 
@@ -161,7 +164,7 @@ def restore_chats(names: Sequence[str]) -> None:
                 chat.deleted = None
                 store.put_chat(chat)
     for chat in chats:
-        print(f"{_printable(chat.title)}: restored")
+        print(f"{printable(chat.title)}: restored")
 
 
 def _find(names: Sequence[str], chats: Sequence[Chat]) -> list[Chat]:
@@ -178,7 +181,7 @@ def _confirmed(chats: Sequence[Chat], *, forever: bool) -> bool:
     if not sys.stdin.isatty():
         return False
     for chat in chats:
-        print(f"{handle(chat.id)[:LONG_HANDLE]}  {_date(chat.changed)}  {_printable(chat.title)}", file=sys.stderr)
+        print(f"{handle(chat.id)[:LONG_HANDLE]}  {_date(chat.changed)}  {printable(chat.title)}", file=sys.stderr)
     question = "Delete for good?" if forever else "Move to the trash?"
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().casefold() in ("y", "yes")
@@ -217,6 +220,10 @@ def _date(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds).astimezone():%Y-%m-%d %H:%M}"
 
 
-def _printable(text: str, also: str = "") -> str:
-    """Replace what could move a terminal's cursor or write to its clipboard."""
-    return "".join(char if char.isprintable() or char in also else "\ufffd" for char in text)
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def _put(text: str, end: str = "\n") -> None:
+    """Print a text as it is, and on a terminal without what moves its cursor."""
+    print(printable(text, "\n\t") if _on_terminal() else text, end=end)

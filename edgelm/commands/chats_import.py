@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgelm.chats.formats import Source
 from edgelm.chats.imports.draft import BadChat
 from edgelm.chats.imports.files import read_file
 from edgelm.chats.imports.save import save_draft
+from edgelm.chats.presets import Parse
+from edgelm.chats.printable import printable
 from edgelm.chats.store import Store
 from edgelm.commands.chats import open_store
 from edgelm.errors import EdgeLMError
@@ -32,16 +35,21 @@ _WORDS = {
 
 def import_chats(files: Sequence[str], source: Source, *, as_json: bool) -> int:
     """Import the chats of files, and print how many; return the exit code."""
+    from edgelm.tui.params import PARAMS  # what it imports is slow, and only this command needs it
+
+    parsers = {param.name: param.parse for param in PARAMS}
     counts: Counter[str] = Counter()
+    dropped = _Dropped()
     num_failed = 0
     with open_store() as store:
         for name in files:
             try:
-                _import_file(store, Path(name).expanduser(), source, counts)
+                _import_file(store, Path(name).expanduser(), source, parsers, counts, dropped)
             except EdgeLMError as error:
                 num_failed += 1
                 _clear()
-                print(f"error: {error}", file=sys.stderr)
+                print(printable(f"error: {error}"), file=sys.stderr)
+    dropped.print()
     if as_json:
         print(json.dumps({name: counts[name] for name in _WORDS} | {"failed_files": num_failed}))
     elif counts:
@@ -50,25 +58,49 @@ def import_chats(files: Sequence[str], source: Source, *, as_json: bool) -> int:
     return 1 if num_failed or not has_chats else 0
 
 
-def _import_file(store: Store, path: Path, source: Source, counts: Counter[str]) -> None:
+@dataclass(slots=True)
+class _Dropped:
+    """What was left out of chats because only the user chooses it."""
+
+    num_chats: int = 0
+    words: dict[str, None] = field(default_factory=dict)  # in their order
+
+    def add(self, words: Sequence[str]) -> None:
+        if words:
+            self.num_chats += 1
+            self.words |= dict.fromkeys(words)
+
+    def print(self) -> None:
+        if self.words:
+            noun = "1 chat" if self.num_chats == 1 else f"{self.num_chats:,} chats"
+            print(f"note: left out of {noun}, as only you choose them: {', '.join(self.words)}", file=sys.stderr)
+
+
+def _import_file(
+    store: Store, path: Path, source: Source, parsers: Mapping[str, Parse], counts: Counter[str], dropped: _Dropped
+) -> None:
     """Import the chats of a file. Raises EdgeLMError."""
     num_skipped = 0
-    for number, item in enumerate(read_file(path, source), 1):
+    name = printable(path.name)
+    for number, item in enumerate(read_file(path, source, parsers), 1):
         try:
             if isinstance(item, BadChat):
                 raise item
-            counts[save_draft(store, item)] += 1
+            outcome = save_draft(store, item)
+            counts[outcome] += 1
+            if outcome in ("new", "grown"):
+                dropped.add(item.dropped)
         except BadChat as reason:
             counts["skipped"] += 1
             num_skipped += 1
             if num_skipped <= MAX_NAMED:
                 _clear()
-                print(f"note: conversation {number:,} of {path.name} is left out: {reason}", file=sys.stderr)
+                print(f"note: conversation {number:,} of {name} is left out: {printable(str(reason))}", file=sys.stderr)
         if number % PROGRESS_STEP == 0 and sys.stderr.isatty():
-            print(f"\r\x1b[Kimporting {path.name}: {number:,} conversations", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[Kimporting {name}: {number:,} conversations", end="", file=sys.stderr, flush=True)
     _clear()
     if num_skipped > MAX_NAMED:
-        print(f"note: and {num_skipped - MAX_NAMED:,} more of {path.name} are left out", file=sys.stderr)
+        print(f"note: and {num_skipped - MAX_NAMED:,} more of {name} are left out", file=sys.stderr)
 
 
 def _clear() -> None:

@@ -16,7 +16,9 @@ _NAMES = (
     "env.local env.production netrc _netrc pgpass htpasswd htdigest shadow gshadow kubeconfig credential "
     "credentials credential.* credentials.* secret secrets secret.* secrets.* *.secret *.secrets password "
     "passwords password.* passwords.* passwd passwd.* token tokens *.token *_history *.history "
-    "logins.json key3.db key4.db wallet.dat master.key"
+    "logins.json key3.db key4.db wallet.dat master.key envrc *.envrc auth.json auth.toml keys.json keys.toml keys.yaml "
+    "keys.yml keys.ini keys.txt terraformrc terraform.rc vault_pass* *vault-pass* *vault_password* rclone.conf "
+    "kaggle.json client_secret* *_tokens.db tool_consents.json"
 ).split()
 # The same, except where it is a page or code about such things.
 _NAME_PARTS = (
@@ -29,6 +31,12 @@ _PAGES_AND_CODE = tuple(
 )
 _NAME, _NAME_PART = (re.compile("|".join(map(translate, names))) for names in (_NAMES, _NAME_PARTS))
 _FOLDERS = frozenset(".ssh .gnupg .aws .azure .kube .docker .password-store .pki .electrum .bitcoin".split())
+
+# Folder and file, where the name of the file alone says nothing.
+_PLACES = frozenset(
+    {("gh", "hosts.yml"), ("glab-cli", "config.yml"), (".m2", "settings.xml"), (".gradle", "gradle.properties")}
+    | {("edgelm", "config.toml"), ("pip", "pip.conf"), (".pip", "pip.conf"), (".cargo", "config.toml")}
+)
 
 _HEADER = re.compile(
     r"\s*(?:-----BEGIN [A-Z0-9 ]*PRIVATE KEY|---- BEGIN SSH2 ENCRYPTED PRIVATE KEY|PuTTY-User-Key-File-\d|"
@@ -50,6 +58,12 @@ def is_secret_name(name: str) -> bool:
 def is_secret_folder(name: str) -> bool:
     """Tell whether all that lies in a folder of this name is secret."""
     return name.lower() in _FOLDERS
+
+
+def is_secret_place(path: str) -> bool:
+    """Tell whether a file holds a secret, as its name and that of its folder say."""
+    folder, _, name = path.lower().rpartition("/")
+    return (folder.rpartition("/")[2], name) in _PLACES
 
 
 def holds_key(text: str) -> bool:

@@ -1,7 +1,7 @@
 """A server of tools as a child process: messages in lines of JSON on its standard input and output.
 
-Owns the process, its environment, and the limits of its output: the length of a line, what it may send without being
-asked, and the size of its log. Knows nothing of the messages.
+Owns the process, its folder and environment, and the limits of its output: the length of a line, what it may send
+without being asked, and the size of its log. Knows nothing of the messages.
 """
 
 from __future__ import annotations
@@ -36,6 +36,21 @@ def minimal_environment(environment: Mapping[str, str], own: Mapping[str, str]) 
     """Return the environment of a server: a few variables of the user, and those of its table."""
     kept = {name: value for name, value in environment.items() if name in KEPT or name.startswith("LC_")}
     return kept | dict(own)
+
+
+def working_folder(server: ToolServer, environment: Mapping[str, str], private: Path) -> str:
+    """Return the folder that a server starts in: that of its table, else the user's home, else a `private` one.
+
+    It is the current folder only where the table says so: programs such as `python -m NAME` run what lies there, and
+    that may be a checkout of somebody else. Raises OSError.
+    """
+    if server.cwd:
+        return server.cwd
+    home = Path(environment.get("HOME", ""))
+    if home.is_absolute() and home.is_dir():
+        return str(home)
+    private.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return str(private)
 
 
 class _Protocol(SubprocessStreamProtocol):
@@ -124,12 +139,13 @@ class ServerProcess:
     async def _start(self) -> _Child:
         server, loop = self._server, asyncio.get_running_loop()
         try:
+            folder = await asyncio.to_thread(working_folder, server, self._environment, self._log_file.with_suffix(""))
             transport, protocol = await loop.subprocess_exec(
                 _Protocol,
                 server.command,
                 *server.args,
                 env=minimal_environment(self._environment, server.env),
-                cwd=server.cwd or None,
+                cwd=folder,
                 start_new_session=True,  # a process group, which is ended as a whole
             )
         except OSError as error:

@@ -1,6 +1,9 @@
 """The tables `[tools."NAME"]` of config.toml: the servers whose tools a chat may use.
 
 Owns their keys and checks. Knows nothing of processes and connections.
+
+A server starts in the user's home folder. `cwd` names another: an absolute one, one below `~`, or one relative to the
+folder that edgelm was started in, which is itself used only where `cwd = "."` says so.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,7 +23,7 @@ KEYS = {
     "command": "the program of a server on this machine",
     "args": "its arguments",
     "env": "variables of its environment",
-    "cwd": "the folder it runs in",
+    "cwd": "the folder it starts in; without it your home folder",
     "url": "the address of a server that speaks HTTP",
     "headers": "headers of the requests to it",
     "timeout": "seconds that a call may take",
@@ -38,7 +40,7 @@ class ToolServer:
     command: str = ""
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)  # in addition to a minimal environment
-    cwd: str = ""
+    cwd: str = ""  # as written, with ~ expanded; empty: the home folder
     url: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = TIMEOUT_S
@@ -91,7 +93,7 @@ def _parse(name: str, table: Mapping[str, Any], place: str) -> ToolServer:
         command=_path(_checked(table, "command", str, "", place, "the name or path of a program")),
         args=tuple(args),
         env=_texts(table, "env", place),
-        cwd=_path(_checked(table, "cwd", str, "", place, "an absolute folder")),
+        cwd=_path(_checked(table, "cwd", str, "", place, "a folder")),
         url=_checked(table, "url", str, "", place, "an address"),
         headers=_texts(table, "headers", place),
         timeout_s=_seconds(table, place),
@@ -101,8 +103,6 @@ def _parse(name: str, table: Mapping[str, Any], place: str) -> ToolServer:
             raise UsageError(f"{place}: {key} holds a NUL character", "remove it")
     if "command" in table and not server.command:
         raise UsageError(f"{place}: command is empty", "give the name or path of a program")
-    if server.cwd and not Path(server.cwd).is_absolute():
-        raise UsageError(f"{place}: cwd is {server.cwd!r}", "give an absolute folder")
     if "url" in table:
         _check_url(server.url, place)
     return server

@@ -12,6 +12,7 @@ import pytest
 from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import Store
 from edgelm.cli import run_cli
+from edgelm.commands import chats
 from tests.chats.exports_of_others import chatgpt, openwebui
 
 
@@ -81,6 +82,50 @@ def test_show_prints_no_escapes(store: Store, edgelm: Edgelm) -> None:
     code, _, err = edgelm("chats", "show", "nothing")
     assert code == 1
     assert err == "error: there is no chat 'nothing'; `edgelm chats list` shows them\n"
+
+
+def test_no_line_about_a_chat_has_escapes(store: Store, edgelm: Edgelm) -> None:
+    for _ in range(2):
+        add(store, "Red \x1b]52;c;aGk=\x07", "pelican \x9b2J")
+    code, _, err = edgelm("chats", "show", "red")
+    assert (code, err.isprintable() or err[:-1].isprintable()) == (1, True)
+    assert "2 chats" in err
+    (one, _) = json.loads(edgelm("chats", "list", "--json")[1])
+    for arguments in (
+        ("list",), ("search", "pelican"), ("delete", one["id"], "-y"), ("restore", one["id"]),
+        ("delete", one["id"], "-y", "--forever"), ("search", "\x1b[31mx"),
+        ("export", "last", "-o", "/dev/null/\x1b[2J"),
+    ):  # fmt: skip
+        _, out, err = edgelm("chats", *arguments)
+        assert (out + err).replace("\n", "").isprintable(), arguments
+
+
+@pytest.mark.parametrize("form", ["md", "json", "html"])
+def test_export_is_raw_in_a_pipe_and_printable_on_a_terminal(
+    store: Store, edgelm: Edgelm, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    add(store, "Colours", "red:\t\x9b31m\x07")
+    piped = edgelm("chats", "export", "last", "--to", form)[1]
+    assert "\x9b31m" in piped
+    monkeypatch.setattr(chats, "_on_terminal", lambda: True)
+    shown = edgelm("chats", "export", "last", "--to", form)[1]
+    assert "\ufffd31m" in shown
+    assert shown.replace("\n", "").replace("\t", "").isprintable()
+
+
+def test_import_tells_what_it_does_not_take(store: Store, edgelm: Edgelm, tmp_path: Path) -> None:
+    chat = add(store, "Evil", "Hi", tools=("files",), knowledge=("/home",), sampling={"frequency_penalty": 1.0})
+    path = tmp_path / "a\x1b[2J.json"
+    assert edgelm("chats", "export", "last", "-o", str(path))[0] == 0
+    store.delete_chat(chat.id)
+    code, out, err = edgelm("chats", "import", str(path), str(path))
+    assert (code, out) == (0, "1 imported, 1 were here already\n")
+    assert err == "note: left out of 1 chat, as only you choose them: tools, knowledge\n"
+    assert store.chats()[0].sampling == {"frequency_penalty": 1.0}
+    path.write_text('[{"mapping": {}, "id": "e"}]')
+    _, _, err = edgelm("chats", "import", str(path), str(path) + "x")
+    assert err.count("\n") == 2
+    assert err.replace("\n", "").isprintable()
 
 
 def test_search(store: Store, edgelm: Edgelm) -> None:

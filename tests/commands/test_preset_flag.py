@@ -56,7 +56,9 @@ def test_run_takes_the_values_of_a_preset(edgelm: Edgelm, tmp_path: Path) -> Non
     assert usage("--preset", "short", "--max-tokens", "2") == (preset[0], 2), "a flag beats the preset"
     assert edgelm("run", model, "hello", "--preset", "short", "--save").returncode == 0
     chat = json.loads(edgelm("chats", "show", "last", "--json").stdout)
-    assert (chat["preset"], chat["system"]) == ("short", "Answer in one sentence, and without any list or table."), "a saved chat goes on with its preset"
+    assert (chat["preset"], chat["system"]) == ("short", "Answer in one sentence, and without any list or table."), (
+        "a saved chat goes on with its preset"
+    )
     assert chat["sampling"]["max_tokens"] == 3
 
 

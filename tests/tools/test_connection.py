@@ -77,6 +77,32 @@ async def test_a_server_gets_a_minimal_environment_and_that_of_its_table(connect
     assert (tmp_path / "logs" / "small.log").read_text() == "a line of the log\n"
 
 
+@pytest.mark.parametrize("cwd", ["", "."])
+async def test_a_server_runs_what_lies_in_the_current_folder_only_where_its_table_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cwd: str
+) -> None:
+    checkout, home, log = tmp_path / "checkout", tmp_path / "home", tmp_path / "logs" / "small.log"
+    for folder, owner in ((checkout, "checkout"), (home, "home")):
+        folder.mkdir()
+        (folder / "tools_of.py").write_text(f"import os, sys; sys.exit('{owner} in ' + os.getcwd())")
+    monkeypatch.chdir(checkout)
+    server = ToolServer(name="small", command=sys.executable, args=("-S", "-m", "tools_of"), cwd=cwd)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(checkout)}
+    with pytest.raises(ToolError):
+        await Connection(server, environment, log).list_tools()
+    assert log.read_text().split() == (["checkout", "in", str(checkout)] if cwd else ["home", "in", str(home)])
+
+
+async def test_a_server_without_a_home_folder_starts_in_a_private_one(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "small.log"
+    server = ToolServer(name="small", command=sys.executable, args=("-S", "-c", "import os; os.write(2, os.getcwdb())"))
+    for home in ("", "relative", str(tmp_path / "gone")):
+        with pytest.raises(ToolError):
+            await Connection(server, {"PATH": os.environ["PATH"], "HOME": home}, log).list_tools()
+        assert log.read_text() == str(tmp_path / "logs" / "small")
+    assert (tmp_path / "logs" / "small").stat().st_mode & 0o777 == 0o700
+
+
 async def test_a_server_that_is_stuck_in_a_call_is_started_again(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

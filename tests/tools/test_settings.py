@@ -31,6 +31,12 @@ def test_servers_of_the_users_own_file(tmp_path: Path) -> None:
     assert toolbox.servers["a-b"].headers == {"Authorization": "Bearer x"}
 
 
+def test_the_folder_of_a_server_is_as_written_but_for_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for written, folder in (("", ""), (".", "."), ("docs", "docs"), ("/srv", "/srv"), ("~/notes", "/home/me/notes")):
+        assert parse_servers({"a": {"command": "x", "cwd": written}}, "config.toml")["a"].cwd == folder
+
+
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
@@ -47,7 +53,7 @@ def test_servers_of_the_users_own_file(tmp_path: Path) -> None:
         ({"a": {"command": "x", "args": [1]}}, "args is [1]"),
         ({"a": {"command": "x", "env": {"A": 1}}}, "env has a wrong 'A'"),
         ({"a": {"url": "http://x", "headers": {"A": "b\r\nC: d"}}}, "headers has a wrong 'A'"),
-        ({"a": {"command": "x", "cwd": "docs"}}, "give an absolute folder"),
+        ({"a": {"command": "x", "cwd": 3}}, "give a folder"),
         ({"a": {"command": "x", "timeout": 0}}, "timeout is 0"),
         ({"a": {"command": "x", "enabled": "no"}}, "enabled is 'no'"),
     ],

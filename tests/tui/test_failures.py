@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pty
 import select
@@ -16,6 +17,12 @@ import pytest
 
 from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import SCHEMA_VERSION, Store
+from edgelm.commands.chat import _run_screen
+from edgelm.config import load_config
+from edgelm.errors import EdgeLMError
+from edgelm.tui.app import ChatApp
+from edgelm.tui.link import Link
+from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
@@ -43,6 +50,44 @@ async def test_the_engine_dies_before_the_first_word(open_chat: Open) -> None:
         chat.endpoint.die_after = None
         await chat.ask("q2")
         assert chat.endpoint.requests[-1]["messages"] == [{"role": "user", "content": "q1\n\nq2"}], "turns alternate"
+
+
+async def test_a_bug_of_ours_fails_the_answer_and_not_the_chat(
+    open_chat: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("one\ntwo")
+
+    async with open_chat() as chat:
+        with monkeypatch.context() as patch:
+            patch.setattr("edgelm.tui.answers._append", fail)
+            await chat.ask("q1")
+            await chat.sees(r"✗ edgelm failed here: KeyError: 'one\ntwo'; this is")
+        assert [record.exc_info and record.exc_info[0] for record in caplog.records] == [KeyError]
+        await chat.ask("q2")
+        assert chat.turns[-1] == ("assistant", ANSWER)
+
+
+async def test_after_a_crash_one_line_is_left_and_a_log_without_values(
+    tmp_path: Path, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def crash(self: ChatApp) -> None:
+        secret_value = "of the " + "chat"
+        raise KeyError(len(secret_value))
+
+    monkeypatch.setattr(ChatApp, "on_mount", crash)
+    run = ChatApp.run_async
+    monkeypatch.setattr(ChatApp, "run", lambda self: asyncio.run(run(self, headless=True)))
+    config = load_config({}, {f"EDGELM_{kind}_DIR": str(tmp_path / kind) for kind in ("CONFIG", "DATA", "CACHE")})
+    link = Link(endpoint=endpoint.address, api_key=None, runtime=tmp_path / "run", log=tmp_path / "serve.log")
+    log = tmp_path / "CACHE" / "chat.log"
+    with pytest.raises(EdgeLMError) as caught:
+        await asyncio.to_thread(_run_screen, config, link, ChatDefaults())
+    assert str(caught.value) == f"the chat ended: KeyError: 11; this is a bug of edgelm: report it with {log}"
+    assert "KeyError: 11" in log.read_text()
+    assert "of the chat" not in log.read_text()
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert "".join(capfd.readouterr()).strip("\a") == ""
 
 
 async def test_the_connection_drops(open_chat: Open) -> None:

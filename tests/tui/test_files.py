@@ -116,6 +116,17 @@ async def test_a_folder_is_opened_by_tab_and_by_mouse(open_chat: Open, folder: P
         await has(chat, "src/adder.py")
 
 
+async def test_long_names_leave_no_rest_of_a_second_column(open_chat: Open, folder: Path) -> None:
+    (folder / "src" / "deeper" / ("long" * 9 + "er")).mkdir(parents=True)
+    async with open_chat(size=(60, 20)) as chat:
+        await chat.ready()
+        await chat.type("@src")
+        await chat.sees("src/adder.py", "src/deeper/longlong")
+        rows = [line for line in chat.text.splitlines() if "src/" in line]
+        assert len(rows) > 3
+        assert not [row for row in rows if "…" in row]
+
+
 async def test_what_cannot_be_attached(open_chat: Open, folder: Path) -> None:
     (folder / "program").write_bytes(b"\x7fELF\0\0\1")
     (folder / "empty.txt").write_text("")
@@ -235,6 +246,26 @@ async def test_a_changed_file_is_noticed_and_attached_again(open_chat: Open, fol
         await chat.answered()
         await click(chat, "✕")
         await chat.until(lambda: not chat.screen.files.bar.display, "the notice is closed")
+
+
+async def test_leaving_an_edit_puts_back_what_was_being_written(open_chat: Open, folder: Path) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Explain it")
+        await pick(chat, "Compare @notes", "enter")
+        await has(chat, "src/notes.md")
+        for keys in (("f4",), ("f4", "f4")):
+            await chat.press(*keys)
+            await chat.until(lambda: chat.prompt.text == "Explain it" and names(chat) == [], "the message is edited")
+            await chat.press("escape")
+            await chat.until(lambda: chat.prompt.text == "Compare ", "the text is back")
+            await has(chat, "src/notes.md")
+        await chat.press("f4", "end", *" twice", "enter")
+        await chat.until(lambda: ("user", "Explain it twice") in chat.turns, "sent")
+        await chat.answered()
+        assert (chat.prompt.text, names(chat)) == ("", [])
+        await chat.press("escape")
+        assert (chat.prompt.text, names(chat)) == ("", [])
 
 
 async def test_an_edited_message_keeps_its_files(open_chat: Open, folder: Path) -> None:

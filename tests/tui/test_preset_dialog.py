@@ -12,6 +12,7 @@ import pytest
 from edgelm.chats.presets import Preset, Presets
 from edgelm.tui.dialogs import ConfirmScreen, LineScreen
 from edgelm.tui.link import Link
+from edgelm.tui.params import PARAMS
 from edgelm.tui.plain import PlainChat
 from edgelm.tui.plain_lines import LineReader, Writer
 from edgelm.tui.preset_screen import PresetScreen
@@ -26,7 +27,8 @@ GONE = Preset("gone", "Hm.", "llama9", {})
 
 @pytest.fixture
 def presets(tmp_path: Path) -> Presets:
-    return Presets(tmp_path / "own" / "config.toml", {preset.name: preset for preset in (TERSE, QWEN, GONE)})
+    by_name = {preset.name: preset for preset in (TERSE, QWEN, GONE)}
+    return Presets(tmp_path / "own" / "config.toml", by_name, parsers={param.name: param.parse for param in PARAMS})
 
 
 async def test_choosing_a_preset(open_chat: Open, presets: Presets, endpoint: FakeEndpoint) -> None:

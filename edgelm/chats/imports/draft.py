@@ -15,11 +15,14 @@ from typing import Any
 
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Role, State
+from edgelm.chats.printable import printable
 from edgelm.chats.reading import Reading
 from edgelm.chats.tool_calls import ToolCall
 
 MAX_TIME = 4_102_444_800.0  # the year 2100
 MAX_IMAGE_BYTES = 20 * 2**20
+MAX_TAGS = 100
+MAX_TAG_LEN = 40
 _UNITS = (1, 1e3, 1e6, 1e9)  # that exports count times in, per second
 _SIGNATURES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 
@@ -64,6 +67,7 @@ class DraftChat:
     archived: bool = False
     tags: tuple[str, ...] = ()
     more: dict[str, Any] = field(default_factory=dict)  # other fields of Chat, of our own export
+    dropped: tuple[str, ...] = ()  # what stands in the file and is not taken from it, in words
     id: int | None = None  # of our own export
 
 
@@ -153,6 +157,17 @@ def text(value: object) -> str:
 def strings(value: object) -> tuple[str, ...]:
     """Return the strings of a JSON list, each once."""
     return tuple(dict.fromkeys(item for item in items(value) if isinstance(item, str) and item))
+
+
+def one_line(value: object) -> str:
+    """Return a string on one line, without characters that move a terminal's cursor; empty for any other value."""
+    return printable(" ".join(text(value).split()))
+
+
+def tag_names(values: Iterable[object]) -> tuple[str, ...]:
+    """Return the tags of a chat, each on one line and once, as far as they are strings."""
+    names = (one_line(value)[:MAX_TAG_LEN].strip() for value in values)
+    return tuple(dict.fromkeys(filter(None, names)))[:MAX_TAGS]
 
 
 def key_of(value: object) -> str | None:

@@ -6,15 +6,19 @@ Owns zip files, Ollama's SQLite file, and which parser reads a JSON object.
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
 from edgelm.chats.attachments import Attachment
+from edgelm.chats.folders import READ_FLAGS
 from edgelm.chats.formats import Source
 from edgelm.chats.imports.chatgpt import FindImage, is_chatgpt, read_chatgpt
 from edgelm.chats.imports.draft import MAX_IMAGE_BYTES, BadChat, DraftChat, image
@@ -22,33 +26,43 @@ from edgelm.chats.imports.json_stream import Truncated, json_values
 from edgelm.chats.imports.messages import is_message, is_messages, read_messages
 from edgelm.chats.imports.ollama import read_ollama
 from edgelm.chats.imports.openwebui import is_openwebui, read_openwebui
-from edgelm.chats.imports.own import is_own, read_own
+from edgelm.chats.imports.own import SAMPLING, is_own, read_own
+from edgelm.chats.presets import Parse
 from edgelm.errors import EdgeLMError, RequestError
 
 Item = DraftChat | BadChat  # a conversation, or why it is none
+MAX_UNPACKED = 2 * 2**30  # bytes of the conversations of a zip file
+MAX_RATIO = 100  # of them to the zip file: exports of text have 5 to 20
+MIN_CHECKED = 32 * 2**20  # unpacked bytes, below which any ratio is harmless
+MAX_CHAT_IMAGES = 256 * 2**20  # bytes: a conversation may name one picture many times
 
 _CONVERSATIONS = re.compile(r"(?:.*/)?conversations(?:[-_]\d+)?\.json")
 _SQLITE = b"SQLite format 3\0"
 _ZIP = b"PK\x03\x04"
 
 
-def read_file(path: Path, source: Source) -> Iterator[Item]:
-    """Yield the conversations of a file. Raises EdgeLMError for a file that cannot be read, or is no export."""
+def read_file(path: Path, source: Source, parsers: Mapping[str, Parse] = SAMPLING) -> Iterator[Item]:
+    """Yield the conversations of a file; `parsers` are those of the sampling parameters.
+
+    Raises EdgeLMError for a file that cannot be read, or is no export.
+    """
     try:
-        with path.open("rb") as file:
+        with os.fdopen(os.open(path, READ_FLAGS), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(0, "it is not a regular file")
             head = file.read(len(_SQLITE))
             file.seek(0)
             if head.startswith(_ZIP):
-                yield from _zipped(path, file, source)
+                yield from _zipped(path, file, source, parsers)
             elif head == _SQLITE:
                 yield from read_ollama(path)
             else:
-                yield from _conversations(file, source, path.name, lambda _: None)
+                yield from _conversations(file, source, path.name, lambda: lambda _: None, parsers)
     except OSError as error:
         raise EdgeLMError(f"{path} cannot be read: {error.strerror or error}", "check its name") from None
 
 
-def _zipped(path: Path, file: IO[bytes], source: Source) -> Iterator[Item]:
+def _zipped(path: Path, file: IO[bytes], source: Source, parsers: Mapping[str, Parse]) -> Iterator[Item]:
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
@@ -56,26 +70,46 @@ def _zipped(path: Path, file: IO[bytes], source: Source) -> Iterator[Item]:
             parts = parts or sorted(name for name in names if name.lower().endswith(".json"))
             if not parts:
                 raise RequestError(f"{path} has no conversations.json", "name the zip file of an export")
+            _check_size(path, sum(archive.getinfo(part).file_size for part in parts))
             for part in parts:
                 with archive.open(part) as entry:
-                    yield from _conversations(entry, source, f"{path.name}: {part}", _images_of(archive, names))
+                    find_images = partial(_images_of, archive, names)
+                    yield from _conversations(entry, source, f"{path.name}: {part}", find_images, parsers)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise EdgeLMError(f"{path} cannot be unpacked: {error}", "download it again") from None
 
 
+def _check_size(path: Path, unpacked: int) -> None:
+    """Refuse a zip file whose conversations fill the disk. Nothing more is read than its list of files says."""
+    size = f"{path} unpacks to {unpacked // 2**20:,} MiB"
+    if unpacked > MAX_UNPACKED:
+        raise RequestError(f"{size}, and the limit is {MAX_UNPACKED // 2**20:,} MiB", "unpack it, and import its files")
+    if unpacked > max(MIN_CHECKED, MAX_RATIO * path.stat().st_size):
+        raise RequestError(f"{size}, more than {MAX_RATIO} times its size", "no export is like that: download it again")
+
+
 def _images_of(archive: zipfile.ZipFile, names: list[str]) -> FindImage:
-    """Return a search for pictures: the file of `sediment://file_01ab` is called `file_01ab-….png`."""
+    """Return a search for the pictures of one conversation.
+
+    The file of `sediment://file_01ab` is called `file_01ab-….png`.
+    """
+    left = MAX_CHAT_IMAGES
 
     def find(pointer: str) -> Attachment | None:
+        nonlocal left
         name = next((name for name in names if name.rpartition("/")[2].startswith(pointer)), None) if pointer else None
-        if name is None or archive.getinfo(name).file_size > MAX_IMAGE_BYTES:
+        size = archive.getinfo(name).file_size if name is not None else 0
+        if name is None or size > min(left, MAX_IMAGE_BYTES):
             return None
+        left -= size
         return image(archive.read(name), name.rpartition("/")[2])
 
     return find
 
 
-def _conversations(file: IO[bytes], source: Source, name: str, find_image: FindImage) -> Iterator[Item]:
+def _conversations(
+    file: IO[bytes], source: Source, name: str, find_images: Callable[[], FindImage], parsers: Mapping[str, Parse]
+) -> Iterator[Item]:
     reader = TextIOWrapper(file, encoding="utf-8-sig", errors="replace")
     said: list[Any] = []  # messages that stand alone: together they are one conversation
     num_known = 0
@@ -90,7 +124,7 @@ def _conversations(file: IO[bytes], source: Source, name: str, find_image: FindI
                 said.append(document)
                 continue
             for item in _inside(document):
-                parse = _parser(item, source, find_image)
+                parse = _parser(item, source, find_images(), parsers)
                 if parse is None:
                     yield BadChat("it is no conversation of a program that edgelm knows")
                     continue
@@ -132,14 +166,16 @@ def _kind(document: object) -> Source | None:
     return "ollama" if is_messages(document) else None
 
 
-def _parser(document: object, source: Source, find_image: FindImage) -> Callable[[Mapping[str, Any]], DraftChat] | None:
+def _parser(
+    document: object, source: Source, find_image: FindImage, parsers: Mapping[str, Parse] = SAMPLING
+) -> Callable[[Mapping[str, Any]], DraftChat] | None:
     kind = _kind(document)
     if kind is None or source not in ("auto", kind):
         return None
     if kind == "chatgpt":
         return lambda item: read_chatgpt(item, find_image)
     if kind == "edgelm":
-        return read_own
+        return lambda item: read_own(item, parsers)
     return read_openwebui if kind == "openwebui" else read_messages
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from edgelm.errors import RequestError
 
 CHUNK = 2**20  # characters
-MAX_VALUE = 256 * 2**20  # characters of one conversation
+MAX_VALUE = 32 * 2**20  # characters of one conversation
 # A string, a bracket, or the beginning of a string whose end is not there yet.
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|[{}\[\]]|"', re.DOTALL)
 _SPACE = re.compile(r"[\s,\ufeff]*")
@@ -73,20 +73,25 @@ class _Stream:
                 elif mark in "}]":
                     depth -= 1
                     if not depth:
+                        self._check_length(place)
                         value, self.at = self._text[self.at : place], place
                         return value
             else:
                 place = max(place, len(self._text))
-            if len(self._text) - self.at > MAX_VALUE:
-                raise RequestError("one conversation has more than 256 MiB", "split the file")
+            self._check_length(len(self._text))
             begin = self.at
             if not self._more():
                 raise Truncated
             place -= begin - self.at
 
+    def _check_length(self, end: int) -> None:
+        if end - self.at > MAX_VALUE:
+            limit = f"{MAX_VALUE // 2**20} MiB"
+            raise RequestError(f"one conversation has more than {limit}", "take it out of the file")
+
     def _more(self) -> bool:
         """Read on, dropping what was taken; return False at the end. Reads more for a longer value."""
         rest = self._text[self.at :]
-        added = self._read(max(CHUNK, len(rest)))
+        added = self._read(min(max(CHUNK, len(rest)), max(CHUNK, MAX_VALUE)))
         self._text, self.at = rest + added, 0
         return bool(added)

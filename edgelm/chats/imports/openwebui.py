@@ -24,8 +24,8 @@ from edgelm.chats.imports.draft import (
     key_of,
     linear,
     seconds,
-    strings,
     table,
+    tag_names,
     text,
     tool_text,
 )
@@ -74,7 +74,7 @@ def read_openwebui(document: Mapping[str, Any]) -> DraftChat:
 
 
 def _tags(value: object) -> tuple[str, ...]:
-    return strings([tag if isinstance(tag, str) else table(tag).get("name") for tag in items(value)])
+    return tag_names([tag if isinstance(tag, str) else table(tag).get("name") for tag in items(value)])
 
 
 def _message(name: str, node: Mapping[str, Any], nodes: Mapping[str, Any]) -> DraftMessage | None:
