@@ -16,7 +16,7 @@ from edgelm.knowledge.quote import MOST_CHARS, fitting, share_of_context
 from edgelm.knowledge.sections import Section, guess
 
 CONTEXT = 3072  # tokens, of the starter
-UNKNOWN_SHARE = 0.8  # from this probability of "no section" on, the guide has no answer
+UNKNOWN_SHARE = 0.82  # from this probability of "no section" on, the guide has no answer
 SURE_SHARE = 0.15  # below this one, the guide certainly has the answer
 CLOSE = 1.0  # the difference of two sections, in log-probability, below which both are quoted
 RANK_COST = 0.5  # of a rank of BM25, beside the log-probability of a section

@@ -3,7 +3,7 @@
 
     python packaging/starter/train_sections.py
 
-Takes half a minute. Needs torch and this checkout of edgelm. Run it when the guide's sections or their questions
+Takes two minutes. Needs torch and this checkout of edgelm. Run it when the guide's sections or their questions
 change.
 """
 
@@ -26,6 +26,7 @@ from edgelm.knowledge.sections import FILE, NUM_FEATURES, features
 HERE = Path(__file__).parent
 OUT = HERE.parents[1] / "edgelm" / "knowledge" / FILE
 EPOCHS, BATCH, RATE, DECAY = 6, 256, 0.05, 0.6
+NUM_RUNS = 5  # whose weights are averaged: the order of the questions moves a single run by some answers
 
 
 def logits(model: EmbeddingBag, questions: list[list[int]]) -> Tensor:
@@ -33,6 +34,24 @@ def logits(model: EmbeddingBag, questions: list[list[int]]) -> Tensor:
     lengths = [len(question) for question in questions]
     offsets = torch.tensor([0, *accumulate(lengths[:-1])])
     return model(torch.tensor(list(chain.from_iterable(questions))), offsets) / torch.tensor(lengths)[:, None] ** 0.5
+
+
+def trained(examples: list[tuple[list[int], int]], num_classes: int, rng: random.Random) -> EmbeddingBag:
+    """Return a model of one run over the examples, which are shuffled."""
+    model = EmbeddingBag(NUM_FEATURES, num_classes, mode="sum")
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+    for _ in range(EPOCHS):
+        rng.shuffle(examples)
+        for begin in range(0, len(examples), BATCH):
+            texts, expected = zip(*examples[begin : begin + BATCH], strict=True)
+            loss = F.cross_entropy(logits(model, list(texts)), torch.tensor(expected), label_smoothing=0.05)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] *= DECAY
+    return model
 
 
 def main() -> None:
@@ -51,19 +70,10 @@ def main() -> None:
     examples = [(features(question.text), number_of(question.passage)) for question in material.questions]
     examples += [(features(text), 0) for text in (*material.general, *material.similar)]
     examples = [(question, number) for question, number in examples if question]
-    model = EmbeddingBag(NUM_FEATURES, 1 + len(names), mode="sum")
-    torch.nn.init.zeros_(model.weight)
-    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
-    for _ in range(EPOCHS):
-        rng.shuffle(examples)
-        for begin in range(0, len(examples), BATCH):
-            texts, expected = zip(*examples[begin : begin + BATCH], strict=True)
-            loss = F.cross_entropy(logits(model, list(texts)), torch.tensor(expected), label_smoothing=0.05)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        for group in optimizer.param_groups:
-            group["lr"] *= DECAY
+    models = [trained(examples, 1 + len(names), rng) for _ in range(NUM_RUNS)]
+    model = models[0]
+    with torch.no_grad():
+        model.weight.copy_(torch.stack([one.weight for one in models]).mean(0))
     weights = model.weight.detach().numpy()
     scales = np.abs(weights).max(axis=0) / 127
     np.savez_compressed(
