@@ -130,6 +130,7 @@ async def test_long_names_leave_no_rest_of_a_second_column(open_chat: Open, fold
 async def test_what_cannot_be_attached(open_chat: Open, folder: Path) -> None:
     (folder / "program").write_bytes(b"\x7fELF\0\0\1")
     (folder / "empty.txt").write_text("")
+    os.mkfifo(folder / "pipe")
     async with open_chat() as chat:
         await chat.ready()
         for path, words in (
@@ -138,7 +139,8 @@ async def test_what_cannot_be_attached(open_chat: Open, folder: Path) -> None:
             ("program", "program is neither text nor PDF nor a picture"),
             ("'empty.txt'", "empty.txt is empty"),
             ("picture.png", "starter sees no pictures"),
-            ("/dev/zero", "zero cannot be read: not a regular file"),
+            ("/dev/zero", "zero lies in a folder of the system"),
+            ("pipe", "pipe cannot be read: not a regular file"),
         ):
             await chat.ask_only(f"/attach {path}")
             await chat.hears(words)
