@@ -78,7 +78,7 @@ def _load(build: InstalledLlama) -> tuple[Any, Path, str]:
 
 
 def _repair(reason: str, build: InstalledLlama) -> str:
-    """Return what to do where the libraries of a build cannot be loaded."""
+    """Return the hint for a build of llama.cpp whose libraries cannot be loaded."""
     if not (missing := _MISSING.search(reason)):
         return INSTALL
     package = _DEBIAN.get(missing[1].partition(".so")[0])

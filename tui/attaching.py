@@ -165,7 +165,7 @@ class Attaching:
     # The bar
 
     def room(self, text: str = "") -> Room | None:
-        """Return what is left of the context; None where its size is not known."""
+        """Return the free tokens of the context; None if its size is not known."""
         if self._size is None:
             return None
         session = self._workspace.session

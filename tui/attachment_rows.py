@@ -1,4 +1,4 @@
-"""What is attached to a message: a line under it and, where it is unfolded, the texts below.
+"""The rows of attachments below a message: one line with their names, and their texts when unfolded.
 
 Owns the wording of the line. Knows nothing of how files are chosen and sent.
 """

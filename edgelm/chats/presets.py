@@ -33,7 +33,7 @@ class Preset:
     tools: tuple[str, ...] | None = None  # servers of tools, by their names in the settings
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return what it sets, as pairs of a name and a value to show."""
+        """Return the names and values of this preset, as text to show."""
         lines = [("model", self.model)] if self.model else []
         for name, value in self.sampling.items():
             lines.append((name, f"{value:g}" if isinstance(value, float) else str(written_value(name, value))))

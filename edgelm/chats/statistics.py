@@ -1,4 +1,4 @@
-"""What the answers of the saved chats took and what was saved, by model and by day.
+"""Token counts, speed and savings of the saved answers, by model and by day.
 
 Owns the sums and the two estimates of saved work. The store returns the figures of answers as they were saved; knows
 nothing of how they are drawn.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgelm.chats.formats import Source
-from edgelm.chats.imports.draft import BadChat
+from edgelm.chats.imports.draft import BadChatError
 from edgelm.chats.imports.files import read_file
 from edgelm.chats.imports.save import save_draft
 from edgelm.chats.presets import Parse
@@ -60,7 +60,7 @@ def import_chats(files: Sequence[str], source: Source, *, as_json: bool) -> int:
 
 @dataclass(slots=True)
 class _Dropped:
-    """What was left out of chats because only the user chooses it."""
+    """Values that the import dropped, because only the user may set them."""
 
     num_chats: int = 0
     words: dict[str, None] = field(default_factory=dict)  # in their order
@@ -84,13 +84,13 @@ def _import_file(
     name = printable(path.name)
     for number, item in enumerate(read_file(path, source, parsers), 1):
         try:
-            if isinstance(item, BadChat):
+            if isinstance(item, BadChatError):
                 raise item
             outcome = save_draft(store, item)
             counts[outcome] += 1
             if outcome in ("new", "grown"):
                 dropped.add(item.dropped)
-        except BadChat as reason:
+        except BadChatError as reason:
             counts["skipped"] += 1
             num_skipped += 1
             if num_skipped <= MAX_NAMED:

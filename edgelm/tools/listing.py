@@ -91,7 +91,7 @@ def _depth(value: object, depth: int = 0) -> int:
 
 
 def _claims(annotations: Any) -> str:
-    """Return what the server says about the effects of a tool."""
+    """Return the tool's annotations as words, such as "it only reads". They are claims of the server."""
     if annotations is None:
         return ""
     words = {

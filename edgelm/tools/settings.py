@@ -47,7 +47,7 @@ class ToolServer:
 
     @property
     def transport(self) -> list[object]:
-        """Return what a consent is bound to: the command, or the address, without values that may be secret."""
+        """Return the server's part of a consent's fingerprint: its command or address, without secret values."""
         return [self.url] if self.url else [self.command, *self.args, sorted(self.env), self.cwd]
 
     @property

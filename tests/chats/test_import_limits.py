@@ -1,4 +1,4 @@
-"""What an import does not take: what only the user chooses, figures that are none, and more than fits."""
+"""Limits of an import: values that only the user may set, numbers that are not finite, and sizes."""
 
 from __future__ import annotations
 

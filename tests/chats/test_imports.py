@@ -16,9 +16,9 @@ from edgelm.chats.attachments import Attachment
 from edgelm.chats.export_json import to_json
 from edgelm.chats.formats import Source
 from edgelm.chats.history import Chat, Message, Tree
-from edgelm.chats.imports.draft import BadChat, DraftChat
+from edgelm.chats.imports.draft import BadChatError, DraftChat
 from edgelm.chats.imports.files import read_file
-from edgelm.chats.imports.json_stream import Truncated, json_values
+from edgelm.chats.imports.json_stream import TruncatedError, json_values
 from edgelm.chats.imports.save import NO_QUESTION, Outcome, save_draft
 from edgelm.chats.reading import Reading
 from edgelm.chats.store import Store
@@ -41,8 +41,8 @@ def imported(store: Store, path: Path, source: Source = "auto") -> list[Outcome 
     outcomes: list[Outcome | str] = []
     for item in read_file(path, source):
         try:
-            outcomes.append(str(item) if isinstance(item, BadChat) else save_draft(store, item))
-        except BadChat as error:
+            outcomes.append(str(item) if isinstance(item, BadChatError) else save_draft(store, item))
+        except BadChatError as error:
             outcomes.append(str(error))
     return outcomes
 
@@ -244,7 +244,7 @@ def test_values_are_read_one_at_a_time() -> None:
         places = iter(range(0, len(text) + size, size))
         values = json_values(lambda _, size=size, places=places: text[(at := next(places, len(text))) : at + size])  # type: ignore[misc]
         assert [json.loads(value) for value in values] == document
-    with pytest.raises(Truncated):
+    with pytest.raises(TruncatedError):
         list(json_values(iter(['[{"a": "', ""]).__next__ and _reader('[{"a": "')))
     with pytest.raises(RequestError):
         list(json_values(_reader("[nothing]")))
@@ -340,7 +340,7 @@ def test_whatever_stands_in_an_export_is_imported_or_skipped(
         store = Store(None)
         try:
             save_draft(store, item)
-        except BadChat:
+        except BadChatError:
             pass
         else:
             (chat,) = store.chats()

@@ -1,4 +1,4 @@
-"""What packaging/dist_check.py asks of an installed edgelm: the commands exist, and their answers can show a fault.
+"""The commands that packaging/dist_check.py runs: edgelm accepts them, and a wrong kernel would change their output.
 
 Only a release runs that script in full.
 """

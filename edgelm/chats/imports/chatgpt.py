@@ -15,7 +15,7 @@ from typing import Any
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import State
 from edgelm.chats.imports.draft import (
-    BadChat,
+    BadChatError,
     DraftChat,
     DraftMessage,
     fenced,
@@ -36,7 +36,7 @@ _UNFINISHED = ("in_progress", "finished_partial_completion")
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one node says: of a node that is not shown, nothing."""
+    """The content of one node. It is empty for a node that ChatGPT does not show."""
 
     role: str
     text: str = ""
@@ -61,11 +61,11 @@ def is_chatgpt(document: Mapping[str, Any]) -> bool:
 
 
 def read_chatgpt(document: Mapping[str, Any], find_image: FindImage = lambda _: None) -> DraftChat:
-    """Return a conversation. Raises BadChat."""
+    """Return a conversation. Raises BadChatError."""
     nodes = table(document.get("mapping"))
     key = key_of(document.get("conversation_id")) or key_of(document.get("id"))
     if key is None:
-        raise BadChat("it has no id")
+        raise BadChatError("it has no id")
     messages, ends = _messages(nodes, find_image)
     return DraftChat(
         key=f"chatgpt:{key}",

@@ -1,7 +1,7 @@
 """A conversation as an export has it, before it gets the ids of our store; and careful readers of its values.
 
 An export may have any value at any place: the readers here return something empty for what does not fit, and
-`BadChat` is for a conversation without anything to keep.
+`BadChatError` is for a conversation without anything to keep.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNITS = (1, 1e3, 1e6, 1e9)  # that exports count times in, per second
 _SIGNATURES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 
 
-class BadChat(Exception):  # noqa: N818 - it is caught and counted, not an error of the command
+class BadChatError(Exception):
     """A conversation that cannot be imported; the text says why."""
 
 

@@ -21,8 +21,8 @@ from edgelm.chats.attachments import Attachment
 from edgelm.chats.folders import READ_FLAGS
 from edgelm.chats.formats import Source
 from edgelm.chats.imports.chatgpt import FindImage, is_chatgpt, read_chatgpt
-from edgelm.chats.imports.draft import MAX_IMAGE_BYTES, BadChat, DraftChat, image
-from edgelm.chats.imports.json_stream import Truncated, json_values
+from edgelm.chats.imports.draft import MAX_IMAGE_BYTES, BadChatError, DraftChat, image
+from edgelm.chats.imports.json_stream import TruncatedError, json_values
 from edgelm.chats.imports.messages import is_message, is_messages, read_messages
 from edgelm.chats.imports.ollama import read_ollama
 from edgelm.chats.imports.openwebui import is_openwebui, read_openwebui
@@ -30,7 +30,7 @@ from edgelm.chats.imports.own import SAMPLING, is_own, read_own
 from edgelm.chats.presets import Parse
 from edgelm.errors import EdgeLMError, RequestError
 
-Item = DraftChat | BadChat  # a conversation, or why it is none
+Item = DraftChat | BadChatError  # a conversation, or the reason why it was skipped
 MAX_UNPACKED = 2 * 2**30  # bytes of the conversations of a zip file
 MAX_RATIO = 100  # of them to the zip file: exports of text have 5 to 20
 MIN_CHECKED = 32 * 2**20  # unpacked bytes, below which any ratio is harmless
@@ -118,7 +118,7 @@ def _conversations(
             try:
                 document = json.loads(text)
             except (ValueError, RecursionError):
-                yield BadChat("it is not valid JSON")
+                yield BadChatError("it is not valid JSON")
                 continue
             if is_message(document):
                 said.append(document)
@@ -126,12 +126,12 @@ def _conversations(
             for item in _inside(document):
                 parse = _parser(item, source, find_images(), parsers)
                 if parse is None:
-                    yield BadChat("it is no conversation of a program that edgelm knows")
+                    yield BadChatError("it is no conversation of a program that edgelm knows")
                     continue
                 num_known += 1
                 yield _read(parse, item)
-    except Truncated:
-        yield BadChat(f"{name} ends in the middle of it")
+    except TruncatedError:
+        yield BadChatError(f"{name} ends in the middle of it")
     except RequestError as error:
         raise RequestError(f"{name}: {error.message}", error.hint) from None
     finally:
@@ -182,5 +182,5 @@ def _parser(
 def _read(parse: Callable[[Mapping[str, Any]], DraftChat], document: Mapping[str, Any]) -> Item:
     try:
         return parse(document)
-    except BadChat as error:
+    except BadChatError as error:
         return error

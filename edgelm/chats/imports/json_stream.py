@@ -17,15 +17,15 @@ _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|[{}\[\]]|"', re.DOTALL)
 _SPACE = re.compile(r"[\s,\ufeff]*")
 
 
-class Truncated(Exception):  # noqa: N818 - it is counted, not an error of the command
+class TruncatedError(Exception):
     """The file ends in the middle of a value."""
 
 
 def json_values(read: Callable[[int], str]) -> Iterator[str]:
     """Yield the text of each value of the outermost list, or of the values that stand one after the other.
 
-    `read` returns the next characters, at most so many; an empty text at the end. Raises Truncated, and RequestError
-    for a text that is no JSON, or has a value that is too long.
+    `read` returns the next characters, at most so many; an empty text at the end. Raises TruncatedError, and
+    RequestError for a text that is no JSON, or has a value that is too long.
     """
     stream = _Stream(read)
     in_list = stream.peek() == "["
@@ -38,7 +38,7 @@ def json_values(read: Callable[[int], str]) -> Iterator[str]:
             raise RequestError("this is no list of conversations in JSON", "export them again")
         yield stream.take_value()
     if in_list:
-        raise Truncated
+        raise TruncatedError
 
 
 class _Stream:
@@ -81,7 +81,7 @@ class _Stream:
             self._check_length(len(self._text))
             begin = self.at
             if not self._more():
-                raise Truncated
+                raise TruncatedError
             place -= begin - self.at
 
     def _check_length(self, end: int) -> None:

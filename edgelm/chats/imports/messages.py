@@ -13,7 +13,7 @@ from typing import Any
 
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.imports.draft import (
-    BadChat,
+    BadChatError,
     DraftChat,
     Said,
     image_of_base64,
@@ -38,10 +38,10 @@ def is_message(document: object) -> bool:
 
 
 def read_messages(document: Mapping[str, Any]) -> DraftChat:
-    """Return a conversation. Raises BadChat."""
+    """Return a conversation. Raises BadChatError."""
     written = items(document.get("messages"))
     if not written:
-        raise BadChat("it has no messages")
+        raise BadChatError("it has no messages")
     content = json.dumps([[table(item).get("role"), table(item).get("content")] for item in written])
     model = text(document.get("model"))
     system, messages = linear(_said(table(item), model) for item in written)

@@ -14,7 +14,7 @@ from typing import Any
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Role, State
 from edgelm.chats.imports.draft import (
-    BadChat,
+    BadChatError,
     DraftChat,
     DraftMessage,
     Said,
@@ -46,11 +46,11 @@ def is_openwebui(document: Mapping[str, Any]) -> bool:
 
 
 def read_openwebui(document: Mapping[str, Any]) -> DraftChat:
-    """Return a conversation. Raises BadChat."""
+    """Return a conversation. Raises BadChatError."""
     chat = table(document.get("chat")) or document
     key = key_of(document.get("id")) or key_of(chat.get("id"))
     if key is None:
-        raise BadChat("it has no id")
+        raise BadChatError("it has no id")
     history = table(chat.get("history"))
     nodes = {name: node for name, node in table(history.get("messages")).items() if isinstance(node, dict)}
     system = text(chat.get("system")) or text(table(chat.get("params")).get("system"))

@@ -17,7 +17,7 @@ from edgelm.chats.attachments import Attachment
 from edgelm.chats.export_json import FORMAT, VERSION
 from edgelm.chats.history import Role, State
 from edgelm.chats.imports.draft import (
-    BadChat,
+    BadChatError,
     DraftChat,
     DraftMessage,
     items,
@@ -56,12 +56,12 @@ def is_own(document: Mapping[str, Any]) -> bool:
 
 
 def read_own(document: Mapping[str, Any], parsers: Mapping[str, Parse] = SAMPLING) -> DraftChat:
-    """Return a chat; `parsers` are those of the sampling parameters. Raises BadChat."""
+    """Return a chat; `parsers` are those of the sampling parameters. Raises BadChatError."""
     version, chat_id = document.get("version"), _id(document.get("id"))
     if isinstance(version, int) and version > VERSION:
-        raise BadChat("a newer edgelm wrote it")
+        raise BadChatError("a newer edgelm wrote it")
     if chat_id is None:
-        raise BadChat("it has no id")
+        raise BadChatError("it has no id")
     return DraftChat(
         key=f"edgelm:{chat_id}",
         id=chat_id,
@@ -130,7 +130,7 @@ def _sampling(value: object, parsers: Mapping[str, Parse]) -> dict[str, Value]:
 def _message(item: Mapping[str, Any]) -> DraftMessage:
     role, key = text(item.get("role")), key_of(item.get("id"))
     if role not in ("user", "assistant") or key is None:
-        raise BadChat("a message has no role or no id")
+        raise BadChatError("a message has no role or no id")
     kept: Role = "user" if role == "user" else "assistant"
     return DraftMessage(
         key=key,

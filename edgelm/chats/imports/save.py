@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Literal
 
 from edgelm.chats.history import Chat, Message, make_title
-from edgelm.chats.imports.draft import BadChat, DraftChat, DraftMessage
+from edgelm.chats.imports.draft import BadChatError, DraftChat, DraftMessage
 from edgelm.chats.store import Store
 
 NO_QUESTION = "(no question)"
@@ -26,11 +26,11 @@ Outcome = Literal["new", "grown", "same", "deleted"]
 def save_draft(store: Store, draft: DraftChat) -> Outcome:
     """Write a draft into the store; `deleted`: the chat is in the trash and stays there.
 
-    Raises BadChat and ChatsError.
+    Raises BadChatError and ChatsError.
     """
     ordered = _parents_first(draft)
     if not ordered:
-        raise BadChat("it has no messages")
+        raise BadChatError("it has no messages")
     with store.transaction():
         chat_id = draft.id if draft.id is not None else _hash(draft.key) >> 1
         there = store.chat(chat_id)
