@@ -17,7 +17,7 @@ from torch import Tensor
 
 from edgelm.kernels.attention import reference
 from edgelm.kernels.cache import LayerCache
-from edgelm.kernels.choice import Implementation, choose, declines_reference, declines_triton
+from edgelm.kernels.choice import Implementation, choose, declines_reference, declines_triton, preferred
 
 VERIFY_LEN = 16  # rows of a sequence, at most, that decode and verify steps have; the bits of a row are equal in both
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
@@ -58,6 +58,7 @@ def attention(
     assert q.shape[1] % cache.num_kv_heads == 0
     assert query_start_loc.shape == (block_tables.shape[0] + 1,)
     assert seq_lens.shape == (block_tables.shape[0],)
+    implementation = preferred("attention", implementation)
     chosen = choose("attention", IMPLEMENTATIONS, implementation, q, cache, implementation)
     out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
     chosen.run(q, cache, block_tables, query_start_loc, seq_lens, scale, window, softcap, sinks, max_query_len, out)

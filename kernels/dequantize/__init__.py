@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edgelm.kernels.choice import Implementation, choose, declines_reference, declines_triton
+from edgelm.kernels.choice import Implementation, choose, declines_reference, declines_triton, preferred
 from edgelm.kernels.dequantize import reference
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight
 
@@ -30,6 +30,7 @@ def dequantize(
     assert out.shape == shape
     assert out.dtype == dtype
     assert out.is_contiguous()
+    implementation = preferred("dequantize", implementation)
     choose("dequantize", _IMPLEMENTATIONS, implementation, weight, dtype, implementation).run(weight, dtype, out=out)
     return out
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from edgelm.kernels.cache import LayerCache
-from edgelm.kernels.choice import Implementation, choose, declines_reference, declines_triton
+from edgelm.kernels.choice import Implementation, choose, declines_reference, declines_triton, preferred
 from edgelm.kernels.rope import Rope
 from edgelm.kernels.write_kv import reference
 
@@ -56,6 +56,7 @@ def write_kv(
         assert norm is None or (norm.shape == (head_dim,) and norm.dtype == torch.float32 and norm.is_contiguous())
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     assert rope is None or rope.rotated_dim <= head_dim
+    implementation = preferred("write_kv", implementation)
     chosen = choose("write_kv", IMPLEMENTATIONS, implementation, q, cache, implementation)
     args = (q, k, v, positions, slot_mapping, cache, rope, q_norm, k_norm, eps, out_dtype or q.dtype)
     result = chosen.run(*args)

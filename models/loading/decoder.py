@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,20 +46,26 @@ def load(
     implementation: str,
     *,
     context: int | None = None,
+    only_layers: Sequence[int] | None = None,
 ) -> Decoder:
     """Load all weights to a device and return the decoder over them. Raises ModelError.
 
     To the device "meta", all is checked and no numbers are read. `context` is the number of positions to be served, on
-    which some kinds of RoPE depend; default: the trained context.
+    which some kinds of RoPE depend; default: the trained context. With `only_layers` the decoder has these layers only,
+    which is enough to try the ops of a model.
     """
     loader = _Loader(config, source, torch.device(device), dtype, context or config.context)
     layers = []
-    for i, layer in enumerate(config.layers):
+    chosen = range(len(config.layers)) if only_layers is None else only_layers
+    for i in chosen:
+        layer = config.layers[i]
         layers.append(Layer(loader.attention(i, layer), loader.experts(i) if layer.sparse else loader.feed_forward(i)))
     embedding, output = loader.ends()
     weights = Weights(
         embedding=embedding, layers=tuple(layers), norm=loader.norm(config.names.final_norm), output=output
     )
+    if only_layers is not None:
+        return Decoder(replace(config, layers=tuple(config.layers[i] for i in chosen)), weights, dtype, implementation)
     loader.require_all_used()
     return Decoder(config, weights, dtype, implementation)
 

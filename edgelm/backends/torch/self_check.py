@@ -1,0 +1,304 @@
+"""The self-check: each op of a model, by its kernel and by plain torch on the same device, at the model's own shapes.
+
+A decoder of some of the model's layers, one of each kind, runs steps of all kinds. Whenever it calls an op, the kernel
+and the reference compute the same arguments, and the results are compared; the reference's goes on, so that a wrong
+kernel spoils no other verdict. Memory that nobody has written is NaN. At last a CUDA graph is compared with its step.
+
+Owns the steps, the comparison and its bounds. Knows nothing of processes, of time limits and of the consequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from edgelm.backends.gpu_check import OpVerdict
+from edgelm.backends.model import OpenedModel
+from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
+from edgelm.backends.torch.failures import gpu_errors
+from edgelm.checkpoints.gguf import GGUF
+from edgelm.core import Chunk, SamplingParams, Sequence as TokenSequence, Step
+from edgelm.errors import EngineError
+from edgelm.kernels import cache as kv_cache
+from edgelm.kernels.cache import LayerCache
+from edgelm.kernels.choice import Implementation, observed_by
+from edgelm.kernels.layout import DenseWeight, PackedWeight
+from edgelm.models.config import ModelConfig, read_config
+from edgelm.models.decoder import Decoder
+from edgelm.models.loading.decoder import LAYER, load
+from edgelm.models.loading.sources import FolderSource, GGUFSource
+from edgelm.sampling.device import DeviceSampler, RowRequest
+from edgelm.sampling.history import History
+
+GRAPHS = "CUDA graphs"  # an op of its own in the verdicts
+MAX_LAYERS = 4  # of different kinds
+MAX_COMPARED = 2  # calls of one op with one kind of arguments
+CONTEXT, STEP_TOKENS = 256, 96
+PROMPTS = 70, 40  # rows: more than any decode kernel takes, and no multiple of 16
+VERIFIED = 5
+# Of the difference, relative to the largest value, and to the root mean square. A correct kernel differs by the
+# rounding of 16-bit numbers (2**-8) and of sums; written codes may differ by one.
+LIMITS = {"write_kv": (0.2, 2.0**-4)}
+LIMIT = 2.0**-4, 2.0**-6
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far two results are apart: relative to the largest value, and to the root mean square."""
+
+    largest: float
+    mean: float
+
+
+class Comparison:
+    """Compares kernels with references, and keeps a verdict of each op and kind of arguments.
+
+    `begins` is told before a kernel runs that was not compared before: it may crash or hang.
+    """
+
+    def __init__(self, begins: Callable[[str, str], None]) -> None:
+        self.verdicts: dict[tuple[str, str], OpVerdict] = {}
+        self.begins = begins
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def observe(self, op: str, kernel: Implementation, plain: Implementation, args: tuple[object, ...]) -> Implementation:
+        """Return an implementation that computes both, compares them, and returns the reference's result."""
+        key = op, described(args)
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        if count > MAX_COMPARED:
+            return plain if self._is_wrong(key) else kernel
+        if count == 1:
+            self.begins(*key)
+        return kernel._replace(run=partial(self._compare, key, kernel.run, plain.run))
+
+    def note(self, key: tuple[str, str], difference: Difference | None, error: str = "") -> None:
+        """Keep the worse of this and the verdict so far."""
+        largest, mean = LIMITS.get(key[0], LIMIT)
+        if difference is None:
+            verdict = OpVerdict(*key, right=False, off=math.inf, error=error)
+        else:
+            right = difference.largest <= largest and difference.mean <= mean
+            verdict = OpVerdict(*key, right=right, off=difference.largest)
+        old = self.verdicts.get(key)
+        if old is None or (old.right, -old.off) > (verdict.right, -verdict.off):
+            self.verdicts[key] = verdict
+
+    def _is_wrong(self, key: tuple[str, str]) -> bool:
+        verdict = self.verdicts.get(key)
+        return verdict is not None and not verdict.right
+
+    def _compare(
+        self, key: tuple[str, str], kernel: Callable[..., object], plain: Callable[..., object], *args: Any, **named: Any
+    ) -> object:
+        written = [arg for arg in (*args, *named.values()) if isinstance(arg, LayerCache)] if key[0] == "write_kv" else []
+        out = named.get("out", args[-1] if key[0] == "attention" else None)
+        before = [{name: plane.clone() for name, plane in cache.planes.items()} for cache in written]
+        if isinstance(out, Tensor):
+            out.fill_(math.nan)
+        got: list[Tensor] = []
+        error = ""
+        try:
+            with gpu_errors():
+                got = _results(kernel(*args, **named), out, written)
+                if got and got[0].is_cuda:
+                    torch.cuda.synchronize(got[0].device)
+        except (EngineError, RuntimeError, AssertionError) as problem:
+            error = (str(problem).splitlines() or [type(problem).__name__])[0]
+        for cache, planes in zip(written, before, strict=True):
+            for name, plane in planes.items():
+                cache.planes[name].copy_(plane)
+        result = plain(*args, **named)
+        if error:
+            self.note(key, None, error)
+        else:
+            for one, other in zip(got, _results(result, out, written), strict=True):
+                self.note(key, difference_of(one, other))
+        return result
+
+
+def _results(result: object, out: object, written: Sequence[LayerCache]) -> list[Tensor]:
+    """Return copies of all that an op has computed."""
+    if isinstance(out, Tensor):
+        tensors: tuple[Any, ...] = (out,)
+    else:
+        tensors = result if isinstance(result, tuple) else (result,)
+    blocks = [torch.arange(cache.num_blocks, device=cache.device) for cache in written]
+    for cache, all_blocks in zip(written, blocks, strict=True):
+        tensors += kv_cache.read(cache, all_blocks, cache.num_blocks * kv_cache.BLOCK_LEN)
+    return [tensor.clone() for tensor in tensors]
+
+
+def difference_of(got: Tensor, want: Tensor) -> Difference:
+    """Return how far a result is off. Whole numbers are right or wrong: a share of wrong ones is the difference."""
+    if not want.is_floating_point():
+        wrong = float((got != want).double().mean())
+        return Difference(wrong, wrong)
+    expected, off = want.double(), (got.double() - want.double())
+    same = (got == want) | (torch.isnan(got) & torch.isnan(want))  # infinities, too
+    off = torch.where(same, 0.0, off)
+    if not bool(torch.isfinite(off).all()):
+        return Difference(math.inf, math.inf)
+    finite = expected[torch.isfinite(expected)]
+    if not finite.numel() or not float(finite.abs().max()):
+        return Difference(float(off.abs().max()) if off.numel() else 0.0, 0.0)
+    largest = float(off.abs().max() / finite.abs().max())
+    return Difference(largest, float(off.square().mean().sqrt() / finite.square().mean().sqrt()))
+
+
+def described(args: Sequence[object]) -> str:
+    """Return what a kernel is chosen by: formats and shapes."""
+    words = []
+    for arg in args:
+        if isinstance(arg, PackedWeight | DenseWeight):
+            kind = arg.layout.name if isinstance(arg, PackedWeight) else str(arg.data.dtype).removeprefix("torch.")
+            stack = f"{arg.num_matrices}x" if arg.num_matrices else ""
+            words.append(f"{kind} {stack}{arg.rows}x{arg.columns}{' gated' if arg.gated else ''}")
+        elif isinstance(arg, LayerCache):
+            words.append(f"{arg.format.name}, heads of {arg.head_dim}")
+    first = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    rows = [f"{first.shape[0]} row{'' if first.shape[0] == 1 else 's'}"] if first is not None and first.ndim else []
+    if not words and first is not None and first.ndim:
+        words.append("x".join(map(str, first.shape[1:])))
+    return ", ".join([*words, *rows])
+
+
+# -- the steps of a model ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def nan_filled() -> Iterator[None]:
+    """Let torch fill new tensors with NaN, or with the largest whole number."""
+    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+
+
+def check_model(
+    model: OpenedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    modes: Sequence[str],
+    *,
+    quantize: Literal["int4"] | None = None,
+    begins: Callable[[str, str], None] = lambda _, __: None,
+) -> list[OpVerdict]:
+    """Check the ops of a model in these KV modes. Raises ModelError, and EngineError for a lack of memory."""
+    comparison = Comparison(begins)
+    with gpu_errors(), nan_filled(), torch.inference_mode():
+        decoder = _some_layers(model, device, dtype, quantize)
+        for mode in modes:
+            with observed_by(comparison.observe):
+                executor = TorchExecutor(decoder, _options(mode))
+                logits = _run_steps(executor).to(device)
+                if mode == modes[0]:
+                    _sample(logits)
+            if device.type == "cuda":
+                _check_graph(decoder, mode, executor, comparison)
+    return list(comparison.verdicts.values())
+
+
+def _options(mode: str, *, graphs: bool = False) -> TorchOptions:
+    return TorchOptions(
+        context=CONTEXT, capacity=2 * CONTEXT, kv=mode, max_sequences=4, max_tokens=STEP_TOKENS, graphs=graphs
+    )
+
+
+def _run_steps(executor: TorchExecutor) -> Tensor:
+    """Run a prompt, a second one beside a decoded token, and the verification of drafts; return the last logits."""
+    first, second = _Walk(0, executor.info.num_vocab), _Walk(1, executor.info.num_vocab)
+    executor.forward(Step((first.chunk(PROMPTS[0], 1),)))
+    executor.forward(Step((first.chunk(1, 1),)))
+    executor.forward(Step((first.chunk(1, 1), second.chunk(PROMPTS[1], 1))))
+    executor.forward(Step((first.chunk(1, 1), second.chunk(1, 1))))
+    step = Step((first.chunk(VERIFIED, VERIFIED), second.chunk(VERIFIED, VERIFIED)))
+    executor.forward(step)
+    return torch.from_numpy(executor.logits(step))
+
+
+class _Walk:
+    """A sequence of tokens that a model never saw, over blocks of its own."""
+
+    def __init__(self, number: int, num_vocab: int) -> None:
+        self._seq = TokenSequence(-1 - number, [0], 1, SamplingParams())
+        blocks = CONTEXT // kv_cache.BLOCK_LEN
+        self._blocks = tuple(range(number * blocks, (number + 1) * blocks))
+        self._generator = torch.Generator().manual_seed(number)
+        self._num_vocab = num_vocab
+        self._computed = 0
+
+    def chunk(self, num_tokens: int, rows: int) -> Chunk:
+        tokens = torch.randint(0, self._num_vocab, (num_tokens,), generator=self._generator).tolist()
+        start, self._computed = self._computed, self._computed + num_tokens
+        used = self._blocks[: -(-self._computed // kv_cache.BLOCK_LEN)]
+        return Chunk(self._seq, start, tokens, rows, used)
+
+
+def _sample(logits: Tensor) -> None:
+    """Sample rows with all that a request may ask for."""
+    params = (
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=7, num_logprobs=2),
+        SamplingParams(temperature=1.2, top_p=0.9, seed=9),
+        SamplingParams(temperature=1.0, seed=11, repetition_penalty=1.2, logit_bias=((1, 2.0), (2, -3.0))),
+    )
+    rows = [
+        RowRequest(param, 100 + place, History([1, 2, 3]) if param.penalized else None, ())
+        for place, param in enumerate(params)
+    ]
+    sampler = DeviceSampler(logits.shape[1], len(rows), logits.device, "triton")
+    sampler.sample(logits[: len(rows)].contiguous(), rows, None)
+
+
+def _check_graph(decoder: Decoder, mode: str, plain: TorchExecutor, comparison: Comparison) -> None:
+    """Compare a step that a CUDA graph replays with the same step without one."""
+    key = GRAPHS, mode
+    comparison.begins(*key)
+    step = Step((_Walk(0, plain.info.num_vocab).chunk(1, 1),))
+    try:
+        replayed = TorchExecutor(decoder, _options(mode, graphs=True))
+        results = []
+        for executor in (replayed, plain):
+            executor.forward(step)
+            results.append(torch.from_numpy(executor.logits(step)))
+        comparison.note(key, difference_of(*results))
+        replayed.close()
+    except EngineError as error:
+        comparison.note(key, None, error.message)
+
+
+def _some_layers(
+    model: OpenedModel, device: torch.device, dtype: torch.dtype, quantize: Literal["int4"] | None
+) -> Decoder:
+    """Load one layer of each kind, and the ends of the model."""
+    source: GGUFSource | FolderSource
+    if model.gguf:
+        config, source = read_config(model.gguf.metadata), GGUFSource(model.gguf, quantize=quantize)
+        layers = kinds_of_layers(config, model.gguf)
+    else:
+        assert model.folder is not None
+        assert model.config is not None
+        config, source = read_config(model.config), FolderSource(model.folder, model.config, quantize=quantize)
+        layers = kinds_of_layers(config, None)
+    return load(config, source, device, dtype, "triton", context=CONTEXT, only_layers=layers)
+
+
+def kinds_of_layers(config: ModelConfig, gguf: GGUF | None) -> list[int]:
+    """Return the first layer of each kind, by its configuration and the formats of its matrices: at most MAX_LAYERS."""
+    formats: dict[int, list[str]] = {}
+    for tensor in gguf.tensors.values() if gguf else ():
+        if match := LAYER.match(tensor.name):
+            formats.setdefault(int(match[1]), []).append(f"{LAYER.sub('', tensor.name)} {tensor.type.name}")
+    seen: dict[object, int] = {}
+    for i, layer in enumerate(config.layers):
+        seen.setdefault((repr(layer), tuple(sorted(formats.get(i, ())))), i)
+    return list(seen.values())[:MAX_LAYERS]

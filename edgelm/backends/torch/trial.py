@@ -1,0 +1,105 @@
+"""A trial of the GPU: one small kernel is compiled, launched and checked, and every way to fail is one line.
+
+It proves the C compiler, Python's headers, ptxas, the driver and the architecture at once. Owns what each failure means
+and what to do about it. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+from edgelm.backends.torch.failures import gpu_errors
+from edgelm.errors import DeviceError, EngineError
+
+SIZE = 16
+OR_LLAMA = "or use --engine llama"
+
+
+@triton.jit
+def trial_kernel(x_ptr, y_ptr, out_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out_ptr + at, tl.dot(tl.load(x_ptr + at), tl.load(y_ptr + at)))
+
+
+def run_trial(device: torch.device) -> None:
+    """Multiply two small matrices on the device. Raises EngineError if that fails, or gives other numbers."""
+    with explained(), gpu_errors():
+        x = torch.arange(SIZE * SIZE, device=device).reshape(SIZE, SIZE) % 7
+        out = torch.full((SIZE, SIZE), torch.nan, device=device)
+        trial_kernel[(1,)](x.half(), x.half(), out, SIZE=SIZE)
+        wrong = out.cpu() != x.cpu().float() @ x.cpu().float()
+    if wrong.any():
+        message = f"the GPU computes wrongly: {int(wrong.sum())} of {SIZE * SIZE} numbers of a small product"
+        raise DeviceError(message, f"update the NVIDIA driver, {OR_LLAMA}")
+
+
+class explained:  # noqa: N801 - it is used as a function
+    """Turn what Triton raises where it cannot compile into an EngineError that says what is missing."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is None:
+            return
+        cause = error.__cause__ if isinstance(error, EngineError) else error
+        for matches, explain in _CAUSES:
+            if cause is not None and matches(cause):
+                raise explain(cause) from cause
+
+
+def _has_headers() -> bool:
+    return (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file()
+
+
+def _no_compiler(_: BaseException) -> EngineError:
+    hint = f"`sudo apt install build-essential` or your system's gcc, {OR_LLAMA}"
+    return DeviceError("Triton needs a C compiler, and there is none", hint)
+
+
+def _missing_program(error: BaseException) -> EngineError:
+    name = error.filename if isinstance(error, FileNotFoundError) else ""
+    return DeviceError(f"Triton cannot start {name}, which is not there", f"unset CC, or reinstall triton, {OR_LLAMA}")
+
+
+def _compiler_failed(_: BaseException) -> EngineError:
+    if not _has_headers():
+        hint = f"`sudo apt install python3-dev` or your system's like, {OR_LLAMA}"
+        return DeviceError("Triton needs the header files of Python, and Python.h is not there", hint)
+    return DeviceError("the C compiler fails for Triton", f"see the log with -v, {OR_LLAMA}")
+
+
+def _no_ptxas(_: BaseException) -> EngineError:
+    return DeviceError("Triton's ptxas is missing or cannot be run", f"reinstall triton, {OR_LLAMA}")
+
+
+def _unknown_target(error: BaseException) -> EngineError:
+    name = next((word.strip("'") for word in str(error).split() if word.strip("'").startswith("sm_")), "this GPU")
+    message = f"triton {triton.__version__} cannot compile for {name}"
+    return DeviceError(message, f"see whether a newer edgelm[cuda] can, {OR_LLAMA}")
+
+
+def _no_driver(_: BaseException) -> EngineError:
+    return DeviceError("the driver's library libcuda.so is not found", f"install the NVIDIA driver, {OR_LLAMA}")
+
+
+def _too_large(error: BaseException) -> EngineError:
+    return DeviceError(f"the GPU is too small for a small kernel: {error}", "use --engine llama")
+
+
+_Cause = tuple[Callable[[BaseException], bool], Callable[[BaseException], EngineError]]
+_CAUSES: tuple[_Cause, ...] = (
+    (lambda error: "Failed to find C compiler" in str(error), _no_compiler),
+    (lambda error: isinstance(error, subprocess.CalledProcessError), _compiler_failed),
+    (lambda error: isinstance(error, FileNotFoundError), _missing_program),
+    (lambda error: any(text in str(error) for text in ("gpu-name", "PassManager::run failed")), _unknown_target),
+    (lambda error: "ptxas" in str(error).lower() and not isinstance(error, EngineError), _no_ptxas),
+    (lambda error: "libcuda.so" in str(error), _no_driver),
+    (lambda error: type(error).__name__ == "OutOfResources", _too_large),
+)
