@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.batch import LastTokens, StepBuffers, StepTensors, bucket_of
 from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
+from edgelm.backends.torch.failures import OutOfMemoryError, free_device_memory, gpu_errors
 from edgelm.backends.torch.graphs import SIZES, Graphs
 from edgelm.core import (
     LAST,
@@ -39,9 +39,8 @@ from edgelm.core import (
     Step,
     Store,
 )
-from edgelm.errors import EngineError, SnapshotError
+from edgelm.errors import SnapshotError
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, KVFormat, LayerCache, allocate
-from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.gpu_target import target_of
 from edgelm.kernels.tuning import TABLE
 from edgelm.models.decoder import Decoder
@@ -68,10 +67,6 @@ class TorchOptions:
     graphs: bool = True
     runs_ahead: bool | None = None  # None: on a GPU, where dropping a step costs less than waiting
     tuned: Path | None = None  # folder of the fastest kernel configurations of each GPU (tests.kernels.bench --tune)
-
-
-class OutOfMemoryError(EngineError):
-    """The device has less memory than requested."""
 
 
 class TorchExecutor:
@@ -139,15 +134,26 @@ class TorchExecutor:
                     TABLE.open(options.tuned, target_of(device))
                 self._device_sampler = DeviceSampler(decoder.vocab_size, max(options.max_rows, SIZES[-1]), device)
         if options.graphs and device.type == "cuda":
-            with gpu_errors("--no-graphs runs without CUDA graphs"), torch.inference_mode():
-                graphs = Graphs(options.max_sequences, options.max_tokens)
-                graphs.capture(self._run, self._buffers)
-                for logits in graphs.logits:
-                    if self._device_sampler:
-                        self._device_sampler.capture(logits, graphs.record)
-                self._graphs = graphs
+            self._capture_if_it_fits(options, self._buffers)
         if device.type == "cuda":
             self._warm_up(options)
+
+    def _capture_if_it_fits(self, options: TorchOptions, buffers: StepBuffers) -> None:
+        """Capture the graphs; without memory for them, go on without."""
+        try:
+            self._capture(options, buffers)
+        except OutOfMemoryError as error:
+            log.warning("%s: it runs without CUDA graphs, which costs speed", error.message)
+            free_device_memory()
+
+    def _capture(self, options: TorchOptions, buffers: StepBuffers) -> None:
+        with gpu_errors("--no-graphs runs without CUDA graphs"), torch.inference_mode():
+            graphs = Graphs(options.max_sequences, options.max_tokens)
+            graphs.capture(self._run, buffers)
+            for logits in graphs.logits:
+                if self._device_sampler:
+                    self._device_sampler.capture(logits, graphs.record)
+            self._graphs = graphs
 
     def _warm_up(self, options: TorchOptions) -> None:
         """Run a step of each kind, which compiles kernels and allocates scratch before the first request."""
@@ -217,7 +223,7 @@ class TorchExecutor:
         self._caches = []
         self._hidden = self._logits = torch.empty(0)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            free_device_memory()
 
     def _run(self, tensors: StepTensors) -> tuple[Tensor, Tensor]:
         assert self._decoder is not None, "the executor is closed"
@@ -311,28 +317,3 @@ def _last_rows(step: Step) -> dict[int, int]:
 def device_name(device: torch.device) -> str:
     """Return the name of a device, as it is shown."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-@contextmanager
-def gpu_errors(hint: str = "see `edgelm doctor`") -> Iterator[None]:
-    """Turn errors of torch and the driver into an EngineError of one line."""
-    try:
-        yield
-    except NoKernelError as error:
-        raise EngineError(str(error), "use --engine llama, or --device cpu") from error
-    except RuntimeError as error:  # torch.AcceleratorError too, if torch has it
-        if _is_out_of_memory(error):
-            message = "the memory of the GPU is used up" if "CUDA" in str(error) else "the memory is used up"
-            raise OutOfMemoryError(message, "lower --ctx or --parallel, or choose a smaller --kv") from error
-        if "CUDA" not in str(error):
-            raise
-        raise EngineError(f"the GPU failed: {str(error).splitlines()[0]}", hint) from error
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether memory was missing, here or in a cause: then the capture of a graph fails with another error."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
