@@ -24,10 +24,10 @@ from edgelm.kernels.gpu_target import kwidth
 from edgelm.kernels.grouped import reference
 from edgelm.kernels.grouped.reference import Plan, max_blocks
 from edgelm.kernels.layout import TILE, DenseWeight, PackedWeight, Weight
+from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.matmul.kernel import planes_and_constants, with_bias
 from edgelm.kernels.matmul.step_kernel import load_words, load_x, multiply
 
-CLASS_TOKENS = 16  # up to this many tokens are one numerics class
 PAIRS = 8  # pairs of a program
 NUM_WARPS = 4
 PLAN_PAIRS = 8192  # torch sorts more pairs than this: the planner compares every pair with every other
@@ -50,7 +50,7 @@ def grouped_matmul(
     if route is None:
         return multiply_pairs(x, weight, experts, bias, gate, out_dtype)
     out = torch.empty((tokens, width), dtype=out_dtype, device=x.device)
-    step = max(SUM_BYTES // (4 * k * width), CLASS_TOKENS)
+    step = max(SUM_BYTES // (4 * k * width), ROWS)
     for start in range(0, tokens, step):
         part = slice(start, start + step)
         rows = x[part] if len(x) == tokens else x[start * k : (start + step) * k]
@@ -73,7 +73,7 @@ def multiply_pairs(
         x = rows.gather(1, weight.order[experts.flatten().clamp(0, weight.num_matrices - 1)])
     shared = pairs // len(x)
     mixed = isinstance(weight, DenseWeight) and weight.data.dtype != x.dtype  # multiplied in float32
-    if mixed or tokens <= CLASS_TOKENS or pairs <= PAIRS * weight.num_matrices:
+    if mixed or tokens <= ROWS or pairs <= PAIRS * weight.num_matrices:
         multiply_few(x, weight, make_plan(experts, weight.num_matrices, PAIRS), shared, bias, gate, out)
     else:
         shape = shape_for(pairs // weight.num_matrices, x.dtype)  # as many rows as an expert has on average

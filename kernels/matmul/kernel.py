@@ -3,7 +3,8 @@
 Owns the kernels, their configs and their launch. A program has MT tiles of 16 rows of the weight. Each of its NW warps
 takes every NW-th chunk of 64 columns: the warps are the batch of a three-dimensional dot, so no warp waits for another
 before the end. The codes are exact in the dot; the scale multiplies its float32 result. Rows of x come in TT blocks of
-8, and the result of a row depends on no other row. SPLITS programs may share K: each writes its sums, and
+8, and the result of a row depends on no other row. Where there are more blocks than a program has registers
+for, programs that run side by side share them, so the second one finds the weights in the cache. SPLITS programs may share K: each writes its sums, and
 `combine_kernel` adds them in order.
 """
 
@@ -21,13 +22,14 @@ from edgelm.kernels.activation.kernel import gate_constants, gated_values
 from edgelm.kernels.choice import interpreting
 from edgelm.kernels.dequant_gemm import dequant_gemm
 from edgelm.kernels.gpu_target import kwidth
-from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight, layout_constants
+from edgelm.kernels.layout import CHUNK, TILE, DenseWeight, PackedWeight, Weight, layout_constants
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.matmul.reference import Norm
 from edgelm.kernels.matmul.step_kernel import load_words, load_x, multiply
 from edgelm.kernels.norm import rms_norm
 from edgelm.kernels.tuning import TABLE
 
+BLOCKS, LARGE_BLOCKS = 4, 2  # of 8 rows, of a program; the second for operands that take more room
 PROGRAMS = 256  # enough for every GPU of up to 132 multiprocessors; more splits cost another pass
 
 
@@ -65,6 +67,31 @@ def default_config(weight: Weight, gated: bool) -> Config:
 def float32_config(config: Config, gated: bool) -> Config:
     """Return a config for float32 operands, which go through shared memory: a larger one does not fit every GPU."""
     return config._replace(warps=4, tiles=2 if gated else 1, prefetch=False)
+
+
+def most_blocks(dtype: torch.dtype, group: int, normed: bool) -> int:
+    """Return how many blocks of 8 rows a program has registers for.
+
+    Groups of 16 have twice the operands, and float32 ones go through shared memory.
+    """
+    return LARGE_BLOCKS if dtype == torch.float32 or (normed and group == 16) else BLOCKS
+
+
+def row_blocks(rows: int, most: int) -> tuple[int, int]:
+    """Return how many blocks of 8 rows a program takes, at most `most`, and how many programs share the rows."""
+    blocks = -(-rows // 8)
+    shares = -(-blocks // most)
+    return -(-blocks // shares), shares
+
+
+def tiles_of_program(config: Config, blocks: int, weight: Weight, gated: bool) -> int:
+    """Return the tiles of a program that takes so many blocks of rows. They change no bit of a result.
+
+    Each program reads all of its rows of x, which are more than its weights where there are many: two tiles halve that.
+    """
+    if blocks <= 2:
+        return config.tiles
+    return 2 if gated or -(-weight.rows // TILE) * config.splits >= PROGRAMS else 1
 
 
 def candidates(weight: Weight, gated: bool) -> list[Config]:
@@ -110,8 +137,8 @@ def decode_kernel(
     residual,
     norm,  # float32 [K], or None
     out,  # [rows, N], with a gate [rows, N / 2]
-    partial,  # float32 [SPLITS, 16, N padded to tiles], or None
-    partial_squares,  # float32 [SPLITS, 16], or None
+    partial,  # float32 [rows, SPLITS, N padded to tiles], or None
+    partial_squares,  # float32 [rows, SPLITS], or None
     x_stride,
     residual_stride,
     rows,
@@ -138,9 +165,12 @@ def decode_kernel(
     KW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Multiply MT tiles by all rows of x, over one of SPLITS parts of K."""
-    pid = tl.program_id(0)
-    split = tl.program_id(1)  # never a constant 0: a loop of known length would be unrolled
+    """Multiply MT tiles by TT blocks of rows of x, over one of SPLITS parts of K. Grid: row blocks, tiles, parts."""
+    first_row = tl.program_id(0) * (TT * 8)
+    pid = tl.program_id(1)
+    split = tl.program_id(2)  # never a constant 0: a loop of known length would be unrolled
+    x += first_row.to(tl.int64) * x_stride
+    left = rows - first_row  # rows from the first one on
     NORM: tl.constexpr = norm is not None
     FULL: tl.constexpr = K // 64 // NW  # steps in which no warp reaches the border
     EACH: tl.constexpr = (FULL + SPLITS - 1) // SPLITS
@@ -163,7 +193,7 @@ def decode_kernel(
                 words = load_words(codes, high, pid, tl.minimum(step + 1, last - 1), N, K, CHUNKS, BITS, NW, MT, False)
             else:
                 now = load_words(codes, high, pid, step, N, K, CHUNKS, BITS, NW, MT, False)
-            b, squares = load_x(x, norm, x_stride, rows, step, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, False)
+            b, squares = load_x(x, norm, x_stride, left, step, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, False)
             acc = multiply(
                 acc, now, b, scales, offsets, supers, pid, step, N, K, CHUNKS, BITS, GROUP, SCALE, CODE, ZERO,
                 OFFSET, BOOK, DTYPE, NW, MT, TT, KW, ASM, False,
@@ -172,7 +202,7 @@ def decode_kernel(
         pass
     elif split == SPLITS - 1:
         now = load_words(codes, high, pid, FULL, N, K, CHUNKS, BITS, NW, MT, True)
-        b, squares = load_x(x, norm, x_stride, rows, FULL, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, True)
+        b, squares = load_x(x, norm, x_stride, left, FULL, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, True)
         acc = multiply(
             acc, now, b, scales, offsets, supers, pid, FULL, N, K, CHUNKS, BITS, GROUP, SCALE, CODE, ZERO,
             OFFSET, BOOK, DTYPE, NW, MT, TT, KW, ASM, True,
@@ -181,17 +211,18 @@ def decode_kernel(
     PADDED: tl.constexpr = (N + 15) // 16 * 16
     lane = tl.arange(0, 16)[:, None]
     for tt in tl.static_range(TT):
-        row = tt * 8 + tl.arange(0, 8)[None, :]
+        row = first_row + tt * 8 + tl.arange(0, 8)[None, :]
         if NORM:
             total = tl.sum(tl.sum(tl.reshape(squares[tt], [NW, 8, COLUMNS]), 2), 0)
             if SPLITS > 1 and pid == 0:
-                tl.store(partial_squares + split * 16 + tt * 8 + tl.arange(0, 8), total)
+                at = first_row + tt * 8 + tl.arange(0, 8)
+                tl.store(partial_squares + at * SPLITS + split, total, mask=at < rows)
             factor = tl.rsqrt(total / K + eps)[None, :]
         for mt in tl.static_range(MT):
             y = tl.sum(acc[mt * TT + tt], 0)  # [16, 8]
             n = (pid * MT + mt) * 16 + lane
             if SPLITS > 1:
-                tl.store(partial + (split * 16 + row) * PADDED + n, y, mask=(row < rows) & (n < N))
+                tl.store(partial + (row * SPLITS + split) * PADDED + n, y, mask=(row < rows) & (n < N))
             else:
                 if NORM:
                     y *= factor
@@ -208,8 +239,8 @@ def decode_kernel(
 
 @triton.jit
 def combine_kernel(
-    partial,  # float32 [SPLITS, 16, N padded to tiles]
-    partial_squares,  # float32 [SPLITS, 16]
+    partial,  # float32 [rows, SPLITS, N padded to tiles]
+    partial_squares,  # float32 [rows, SPLITS]
     bias,
     residual,
     out,  # [rows, N], with a gate [rows, N / 2]
@@ -235,12 +266,12 @@ def combine_kernel(
     up = y
     total = 0.0
     for split in tl.static_range(SPLITS):
-        part = partial + (split * 16 + row) * PADDED + at
+        part = partial + (row * SPLITS + split) * PADDED + at
         y += tl.load(part, mask=mask, other=0.0)
         if GATE is not None:
             up += tl.load(part + 16, mask=mask, other=0.0)
         if NORM:
-            total += tl.load(partial_squares + split * 16 + row)
+            total += tl.load(partial_squares + row * SPLITS + split)
     if NORM:
         factor = tl.rsqrt(total / K + eps)
         y *= factor
@@ -282,7 +313,8 @@ def decode(
     config: Config | None = None,
 ) -> Tensor:
     """Multiply 1 to ROWS rows."""
-    planes, constants = planes_and_constants(weight, operand_type(x.dtype, norm is not None, out_dtype))
+    operand = operand_type(x.dtype, norm is not None, out_dtype)
+    planes, constants = planes_and_constants(weight, operand)
     if config is None:
         paired = gate is not None
         config = TABLE.best("matmul", tuning_key(weight, paired), lambda: candidates(weight, paired))
@@ -290,7 +322,10 @@ def decode(
             config = float32_config(config, paired)
     assert gate is None or config.tiles % 2 == 0
     rows = x.shape[0]
-    blocks = 1 if rows <= 8 else 2
+    group = weight.layout.group if isinstance(weight, PackedWeight) else CHUNK
+    mixed = isinstance(weight, DenseWeight) and weight.data.dtype != operand  # multiplied in float32
+    blocks, shares = row_blocks(rows, most_blocks(torch.float32 if mixed else operand, group, norm is not None))
+    tiles_each = tiles_of_program(config, blocks, weight, gate is not None)
     norm_weight = None if norm is None else norm.weight
     if isinstance(weight, PackedWeight) and weight.order is not None:
         x = x.index_select(1, weight.order)
@@ -304,14 +339,14 @@ def decode(
     partial = squares = None
     tiles = -(-weight.rows // TILE)
     if config.splits > 1:
-        partial = torch.empty((config.splits, 16, tiles * TILE), dtype=torch.float32, device=x.device)
-        squares = torch.empty((config.splits, 16), dtype=torch.float32, device=x.device)
+        partial = torch.empty((rows, config.splits, tiles * TILE), dtype=torch.float32, device=x.device)
+        squares = torch.empty((rows, config.splits), dtype=torch.float32, device=x.device)
     epilogue = gate_constants(gate)
     eps = norm.eps if norm else 0.0
     residual_stride = 0 if residual is None else residual.stride(0)
-    decode_kernel[(-(-tiles // config.tiles), config.splits)](
+    decode_kernel[(shares, -(-tiles // tiles_each), config.splits)](
         x, *planes, bias, residual, norm_weight, out, partial, squares, x.stride(0), residual_stride, rows, eps,
-        N=weight.rows, K=weight.columns, **constants, **epilogue, NW=config.warps, MT=config.tiles,
+        N=weight.rows, K=weight.columns, **constants, **epilogue, NW=config.warps, MT=tiles_each,
         TT=blocks, SPLITS=config.splits, PF=config.prefetch, KW=kwidth(),
         num_warps=config.warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
