@@ -22,7 +22,7 @@ from edgelm.kernels.activation.kernel import gate_constants, gated_values
 from edgelm.kernels.choice import interpreting
 from edgelm.kernels.dequant_gemm import dequant_gemm
 from edgelm.kernels.gpu_target import kwidth
-from edgelm.kernels.layout import CHUNK, TILE, DenseWeight, PackedWeight, Weight, layout_constants
+from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight, layout_constants
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.matmul.reference import Norm
 from edgelm.kernels.matmul.step_kernel import load_words, load_x, multiply
@@ -69,12 +69,17 @@ def float32_config(config: Config, gated: bool) -> Config:
     return config._replace(warps=4, tiles=2 if gated else 1, prefetch=False)
 
 
-def most_blocks(dtype: torch.dtype, group: int, normed: bool) -> int:
-    """Return how many blocks of 8 rows a program has registers for.
+def most_blocks(weight: Weight, dtype: torch.dtype, normed: bool) -> int:
+    """Return how many blocks of 8 rows a program has registers for, which multiplies in this type.
 
     Groups of 16 have twice the operands, and float32 ones go through shared memory.
     """
-    return LARGE_BLOCKS if dtype == torch.float32 or (normed and group == 16) else BLOCKS
+    large = dtype == torch.float32
+    if isinstance(weight, PackedWeight):
+        large |= weight.layout.group == 16 and (normed or weight.layout.offset != "none")
+    else:
+        large |= weight.data.dtype != dtype  # they meet in float32
+    return LARGE_BLOCKS if large else BLOCKS
 
 
 def row_blocks(rows: int, most: int) -> tuple[int, int]:
@@ -322,9 +327,7 @@ def decode(
             config = float32_config(config, paired)
     assert gate is None or config.tiles % 2 == 0
     rows = x.shape[0]
-    group = weight.layout.group if isinstance(weight, PackedWeight) else CHUNK
-    mixed = isinstance(weight, DenseWeight) and weight.data.dtype != operand  # multiplied in float32
-    blocks, shares = row_blocks(rows, most_blocks(torch.float32 if mixed else operand, group, norm is not None))
+    blocks, shares = row_blocks(rows, most_blocks(weight, operand, norm is not None))
     tiles_each = tiles_of_program(config, blocks, weight, gate is not None)
     norm_weight = None if norm is None else norm.weight
     if isinstance(weight, PackedWeight) and weight.order is not None:
