@@ -30,6 +30,7 @@ from edgelm.kernels.norm import rms_norm
 from edgelm.kernels.tuning import TABLE
 
 BLOCKS, LARGE_BLOCKS = 4, 2  # of 8 rows, of a program; the second for operands that take more room
+MAX_REGISTERS = 255  # without this limit, the assembler may spill a few registers to reach a lower one
 PROGRAMS = 256  # enough for every GPU of up to 132 multiprocessors; more splits cost another pass
 
 
@@ -352,6 +353,7 @@ def decode(
         N=weight.rows, K=weight.columns, **constants, **epilogue, NW=config.warps, MT=tiles_each,
         TT=blocks, SPLITS=config.splits, PF=config.prefetch, KW=kwidth(),
         num_warps=config.warps, num_stages=1, enable_fp_fusion=True,
+        maxnreg=MAX_REGISTERS if blocks == BLOCKS and norm is None else None,  # with a norm, it spills at the limit
     )  # fmt: skip
     if config.splits > 1:
         combine_kernel[(-(-width // 128), rows)](

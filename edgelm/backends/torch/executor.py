@@ -55,7 +55,7 @@ from edgelm.sampling.host import HostSampler, accepted_rows, first_position
 log = logging.getLogger(__name__)
 
 MAX_ROWS = ROWS  # sampled rows of a step: with more, a verified row would have other rounding than a decoded one
-MORE_ROWS = 24  # more than a step that decodes or verifies one sequence has
+MORE_ROWS = 24  # more than a step verifies of one sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class TorchExecutor:
         params = SamplingParams(repetition_penalty=1.1, logit_bias=((0, 0.0),), num_logprobs=1)  # all sampling kernels
         seq = Sequence(-1, [0], 1, params)
         most = min(options.max_tokens, options.context)
-        prompts = [(0, most), (0, min(MORE_ROWS, most)), (0, min(8 * MORE_ROWS, most))]
+        prompts = [(0, most), (0, min(MORE_ROWS, most)), (0, min(ROWS // 2, most)), (0, min(8 * MORE_ROWS, most))]
         prompts.append((options.context - min(MORE_ROWS, most), min(MORE_ROWS, most)))  # after a long context
         steps = [Step((_dummy(seq, *prompt),)) for prompt in prompts]
         num_seqs = min(options.max_sequences, MORE_ROWS)

@@ -133,6 +133,15 @@ def compile_cases() -> list[CompileCase]:
         for rows, tiles in ((8, 2), (16, 2))
     ]
     cases += [compile_case(None, dtype, rows, Config(4, 2, False, 1)) for dtype in ("fp16", "bf16") for rows in (8, 16)]
+    for name, layout in LAYOUTS.items():  # programs of four blocks of rows, where they have the registers for it
+        if layout.group > 16 or layout.offset == "none":
+            cases += [compile_case(name, dtype, 32, Config(4, 2, True, 1)) for dtype in ("fp16", "bf16")]
+    cases += [compile_case(None, dtype, 32, Config(4, 2, False, 1)) for dtype in ("fp16", "bf16")]
+    cases += [
+        compile_case(name, "bf16", rows, Config(4, 2, True, 1), norm=True, gate="silu", x="fp32")
+        for name in ("q4_0", "q4_k", "q5_k", "q8_0", "mxfp4")
+        for rows in (24, 32)
+    ]
     cases += [  # in float32, which is slow
         compile_case(name, dtype, 16, float32_config(Config(8, 2, True, 1), False), dense=dense)
         for name, dtype, dense in (("q6_k", "fp32", None), (None, "bf16", "fp16"))
@@ -172,10 +181,10 @@ def compile_case(
     import triton.language as tl
 
     from edgelm.kernels.gpu_target import kwidth
-    from edgelm.kernels.matmul.kernel import decode_kernel
+    from edgelm.kernels.matmul.kernel import BLOCKS, MAX_REGISTERS, decode_kernel, row_blocks
 
     layout = LAYOUTS[name] if name else None
-    blocks = 1 if rows <= 8 else 2
+    blocks, _ = row_blocks(rows, BLOCKS)
     kind = f"*{dtype}"
     common = dtype if dense is None else "fp32"
     pointers = {"x": f"*{x or dtype}", "codes": "*i32" if layout else f"*{dense or dtype}", "out": kind}
@@ -206,7 +215,7 @@ def compile_case(
         constants,
         (*pointers, "x_stride"),
         config.warps,
-        {"num_stages": 1},
+        {"num_stages": 1} | ({"maxnreg": MAX_REGISTERS} if blocks == BLOCKS and not norm else {}),
         loop_weights=32 * config.tiles
         if layout and common != "fp32"
         else 0,  # the loop of dense rows is unrolled for sm_80
