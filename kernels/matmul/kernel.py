@@ -3,9 +3,9 @@
 Owns the kernels, their configs and their launch. A program has MT tiles of 16 rows of the weight. Each of its NW warps
 takes every NW-th chunk of 64 columns: the warps are the batch of a three-dimensional dot, so no warp waits for another
 before the end. The codes are exact in the dot; the scale multiplies its float32 result. Rows of x come in TT blocks of
-8, and the result of a row depends on no other row. Where there are more blocks than a program has registers
-for, programs that run side by side share them, so the second one finds the weights in the cache. SPLITS programs may share K: each writes its sums, and
-`combine_kernel` adds them in order.
+8, and the result of a row depends on no other row. Where there are more blocks than a program has registers for,
+programs that run side by side share them, so the second one finds the weights in the cache. SPLITS programs may share
+K: each writes its sums, and `combine_kernel` adds them in order.
 """
 
 from __future__ import annotations

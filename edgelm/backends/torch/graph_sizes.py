@@ -25,6 +25,6 @@ def graph_sizes(max_sequences: int, max_tokens: int) -> list[GraphSize]:
     for smaller, size in pairwise((0, *(size for size in SIZES if size <= max_tokens))):
         if smaller < max_sequences:
             sizes.append(GraphSize(size, 1))
-        if 1 < size and smaller < max_sequences * VERIFY_LEN:
+        if size > 1 and smaller < max_sequences * VERIFY_LEN:
             sizes.append(GraphSize(size, min(size, VERIFY_LEN)))
     return sizes

@@ -1,4 +1,4 @@
-"""The memory of CUDA graphs, as torch's allocator keeps it: what a capture frees serves later ones of its pool and stream.
+"""The memory of CUDA graphs, as torch keeps it: what a capture frees serves later ones of its pool and stream.
 
 Owns the count of bytes for each pool and stream. Knows nothing of what is captured.
 """
