@@ -111,7 +111,8 @@ def multiply_few(
     """Multiply pairs, up to 8 of one expert at a time."""
     planes, constants = planes_and_constants(weight, x.dtype)
     tiles = 1 if gate is None else 2
-    few_pairs_kernel[(triton.cdiv(weight.rows, tiles * TILE), len(plan.blocks))](
+    # blocks of one expert are neighbours, so the second one finds the weights in the cache
+    few_pairs_kernel[(len(plan.blocks), triton.cdiv(weight.rows, tiles * TILE))](
         x.contiguous(),
         *planes,
         None if bias is None else bias.contiguous(),
@@ -193,8 +194,8 @@ def few_pairs_kernel(
     KW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Multiply MT tiles of one matrix by the rows of one block."""
-    block = blocks + tl.program_id(1) * 3
+    """Multiply MT tiles of one matrix by the rows of one block. Grid: blocks, tiles."""
+    block = blocks + tl.program_id(0) * 3
     matrix = tl.load(block)
     if matrix < 0:
         return
@@ -208,7 +209,7 @@ def few_pairs_kernel(
     offsets = offsets if offsets is None else offsets + start * offsets_stride
     supers = supers if supers is None else supers + start * supers_stride
 
-    pid = tl.program_id(0)
+    pid = tl.program_id(1)
     i = tl.arange(0, NW * 8)[:, None] % 8
     pair = tl.load(order + first + i, mask=i < count, other=0)
     x_row = x + (pair // SHARED).to(tl.int64) * K  # [NW * 8, 1]

@@ -13,7 +13,8 @@ from edgelm.kernels.activation import Gate
 from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, dequantize, fuse_gated, planes
 from edgelm.kernels.matmul import Norm, kernel, matmul
-from edgelm.kernels.matmul.kernel import Config, candidates, decode, default_config, operand_type, row_blocks
+from edgelm.kernels.matmul.configs import Config, candidates, default_config, row_blocks
+from edgelm.kernels.matmul.kernel import decode, operand_type
 from tests.kernels.cases.matmul import LAYOUTS, random_dense, random_weight
 from tests.kernels.seeds import SEED, generator
 

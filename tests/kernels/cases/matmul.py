@@ -24,7 +24,7 @@ from edgelm.kernels.layout import (
 from tests.kernels.compile_case import CompileCase
 
 if TYPE_CHECKING:
-    from edgelm.kernels.matmul.kernel import Config
+    from edgelm.kernels.matmul.configs import Config
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -121,7 +121,8 @@ _POINTERS = {"f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "u8": "*u8", "i8":
 
 def compile_cases() -> list[CompileCase]:
     """Return the kernels for the shapes of an 8B model, in all formats, and with norm and gate."""
-    from edgelm.kernels.matmul.kernel import Config, combine_kernel, float32_config
+    from edgelm.kernels.matmul.configs import Config, float32_config
+    from edgelm.kernels.matmul.kernel import combine_kernel
 
     # The instructions that an H200 has time for at 92 % of its bandwidth; for 16 rows of q4_k and q5_k, an H100.
     budgets = {("q4_0", 8): 3.9, ("q4_0", 16): 3.9, ("q4_k", 8): 4.0, ("q4_k", 16): 5.0, ("q8_0", 8): 7.3}
@@ -181,7 +182,8 @@ def compile_case(
     import triton.language as tl
 
     from edgelm.kernels.gpu_target import kwidth
-    from edgelm.kernels.matmul.kernel import BLOCKS, MAX_REGISTERS, decode_kernel, row_blocks
+    from edgelm.kernels.matmul.configs import BLOCKS, MAX_REGISTERS, row_blocks
+    from edgelm.kernels.matmul.kernel import decode_kernel
 
     layout = LAYOUTS[name] if name else None
     blocks, _ = row_blocks(rows, BLOCKS)
