@@ -7,7 +7,7 @@ returns while the device works, and reading the samples waits for their tokens o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,15 +221,17 @@ class TorchExecutor:
         """Free the device's memory."""
         if self._snapshots:
             self._snapshots.close()
-        if self._device.type == "cuda":
-            with suppress(RuntimeError):  # after an illegal access every call raises, and the process ends anyway
-                torch.cuda.synchronize()  # the device may still run a graph
+        self._ask_gpu(torch.cuda.synchronize)  # it may still run a graph
         self._graphs = self._decoder = self._device_sampler = self._buffers = self._last = None
         self._caches = []
         self._logits = torch.empty(0)
+        self._ask_gpu(torch.cuda.empty_cache)
+
+    def _ask_gpu(self, call: Callable[[], object]) -> None:
+        """Make a call of CUDA, if that is the device. After an illegal access every call raises, and none is needed."""
         if self._device.type == "cuda":
-            with suppress(RuntimeError):  # after an illegal access every call raises, and the process ends anyway
-                torch.cuda.empty_cache()
+            with suppress(RuntimeError):
+                call()
 
     def _run(self, tensors: StepTensors) -> Tensor:
         """Return the logits of the sampled rows: float32 [rows, vocab_size]."""

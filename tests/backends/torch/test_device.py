@@ -309,6 +309,19 @@ def test_nothing_is_left_after_closing(decoder: Decoder) -> None:
         executor.forward(step)
 
 
+def test_closing_frees_the_memory_of_a_device_that_failed(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    executor = make_executor(decoder, context=64, capacity=128)
+    planes = [weakref.ref(plane) for cache in executor._caches for plane in cache.planes.values()]
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail)
+    executor._device = torch.device("cuda")
+    executor.close()
+    assert not any(plane() is not None for plane in planes)
+
+
 def test_16_bit_activations_over_the_cache(path: Path, decoder: Decoder) -> None:
     """A GPU has these types: the cache is float16 for every type of activations."""
     step = Step((chunk(list(range(5, 45)), 0, (0, 1)),))
