@@ -126,15 +126,15 @@ class FakeGpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        results = self._call(func, args, dict(kwargs or {}))
+        if func == DEVICE_OF:
+            return CUDA if func(*args) == META else func(*args)
+        result = self._call(func, args, dict(kwargs or {}))
         if self._capturing is not None:
-            self.pools.allocate(*self._place, results, (*args, *(kwargs or {}).values()))
-        return results
+            self.pools.allocate(*self._place, result, (*args, *(kwargs or {}).values()))
+        return result
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs.pop("pin_memory", None)
-        if func == DEVICE_OF:
-            return CUDA if func(*args) == META else func(*args)
         if func == IS_CUDA:
             return DEVICE_OF(*args) == META
         if "device" in kwargs and kwargs["device"] is not None and func not in MOVES:
