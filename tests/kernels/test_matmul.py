@@ -13,7 +13,7 @@ from edgelm.kernels.activation import Gate
 from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, dequantize, fuse_gated, planes
 from edgelm.kernels.matmul import Norm, kernel, matmul
-from edgelm.kernels.matmul.configs import Config, candidates, default_config, row_blocks
+from edgelm.kernels.matmul.configs import Config, candidates, default_config, row_blocks, tiles_of_program
 from edgelm.kernels.matmul.kernel import decode, operand_type
 from tests.kernels.cases.matmul import LAYOUTS, random_dense, random_weight
 from tests.kernels.seeds import SEED, generator
@@ -356,7 +356,7 @@ def test_configs_fit_their_weight(rows: int, gated: bool):
     assert configs[0] == default_config(weight, gated)
     assert len(set(configs)) == len(configs)
     for config in configs:
-        assert config.tiles % 2 == 0 or not gated
+        assert all(tiles_of_program(config, blocks, weight, gated) % 2 == 0 for blocks in (1, 2, 3, 4)) or not gated
         assert config.warps in (4, 8)
         assert 4096 // 64 // config.warps >= config.splits  # none is without work
 
