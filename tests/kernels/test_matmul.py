@@ -27,7 +27,7 @@ CONFIGS = (
     Config(1, 2, True, 3),
     Config(2, 1, False, 1),
 )
-ROWS = (1, 3, 9, 16, 17, 31, 40, 64)
+ROWS = (1, 3, 9, 16, 17, 40)
 GATES = (Gate("silu"), Gate("gelu"), Gate("gelu_tanh"), Gate("swiglu_oai", limit=0.5, alpha=1.3))
 
 
@@ -100,7 +100,7 @@ def test_every_format_equals_float64(at: int, seed: int):
     g = generator(seed)
     weight = weight_named(NAMES[at], 21, 203, g)
     choice = seed + at
-    x = torch.randn(ROWS[choice % 8], 203, generator=g).to(DTYPES[choice % 3])
+    x = torch.randn(ROWS[choice % 6], 203, generator=g).to(DTYPES[choice % 3])
     y, error = exact(x, weight)
     assert_within(matmul(x, weight, out_dtype=torch.float32, implementation="reference"), y, error)
     assert_within(decode(x, weight, None, None, None, None, torch.float32, CONFIGS[choice % 5]), y, error)
@@ -110,11 +110,12 @@ def test_every_format_equals_float64(at: int, seed: int):
 @pytest.mark.parametrize("at", range(len(NAMES)), ids=NAMES)
 def test_every_format_has_the_same_bits_for_any_number_of_rows(at: int, seed: int):
     g = generator(seed)
-    weight = weight_named(NAMES[at], 21, 140, g)
     choice = seed + at
-    x = torch.randn(64, 140, generator=g).to(DTYPES[choice % 3])
+    columns = 100 if choice % 2 else 128  # with a border, or whole chunks
+    weight = weight_named(NAMES[at], 21, columns, g)
+    x = torch.randn(64, columns, generator=g).to(DTYPES[choice % 3])
     y, error = exact(x, weight)
-    config = CONFIGS[choice % 5]
+    config = CONFIGS[0]
     together = decode(x, weight, None, None, None, None, torch.float32, config)
     assert_within(together, y, error)
     first, count = ((0, 1), (10, 5), (3, 16), (47, 17), (20, 40), (0, 63))[choice % 6]
@@ -164,7 +165,7 @@ def test_norm_bias_gate_and_residual(at: int, splits: int, seed: int):
     gate, up = (random_weight(LAYOUTS["q4_1"], 32, 150, g) for _ in range(2))
     scaled = replace(gate, order=torch.randperm(150, generator=g))
     weight = fuse_gated(scaled, replace(up, order=scaled.order))
-    x = (3 * torch.randn(ROWS[(seed + at + splits) % 8], 150, generator=g)).to(dtype)
+    x = (3 * torch.randn(ROWS[(seed + at + splits) % 6], 150, generator=g)).to(dtype)
     norm = Norm(torch.rand(150, generator=g) + 0.5, 0.3)
     bias = torch.randn(64, generator=g).to(dtype)
     residual = torch.randn(x.shape[0], 50, generator=g)[:, 3:35]
