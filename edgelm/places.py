@@ -88,6 +88,11 @@ class Places:
         return (self.environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
+def expand_home(path: str) -> str:
+    """Return a path with the home folder in place of ~; one of an unknown user stays, where pathlib would raise."""
+    return os.path.expanduser(path)  # noqa: PTH111 - as the docstring says
+
+
 def variables_of_a_shell(environment: Mapping[str, str]) -> list[str]:
     """Return the variables that change what edgelm does, and that a service does not see."""
     kept = (*HUB_TOKENS, "EDGELM_HOST", "EDGELM_PORT", "EDGELM_API_KEY_FILE")  # its files have the last three

@@ -43,7 +43,7 @@ def chat_rows(chats: Iterable[Chat], open_id: int | None, *, unfolded: bool) -> 
         rows.append(_heading("Pinned", first=True))
         rows += [_chat_row(chat, open_id, PIN) for chat in pinned[:MAX_SHOWN]]
     num_shown = max(MAX_SHOWN - len(pinned), 0)
-    today = datetime.fromtimestamp(time.time()).date()  # noqa: DTZ006 - the reader's own time
+    today = _local(time.time()).date()
     for name, group in groupby(others[:num_shown], key=lambda chat: _group(chat, today)):
         rows.append(_heading(name, first=not rows))
         rows += [_chat_row(chat, open_id) for chat in group]
@@ -69,7 +69,7 @@ def hit_rows(hits: Sequence[Hit], open_id: int | None) -> list[Row]:
 
 def short_date(timestamp: float) -> str:
     """Return a time in the past, as short as its age allows."""
-    then, now = datetime.fromtimestamp(timestamp), datetime.fromtimestamp(time.time())  # noqa: DTZ006 - see above
+    then, now = _local(timestamp), _local(time.time())
     days = (now.date() - then.date()).days
     if days <= 0:
         return f"{then:%H:%M}"
@@ -80,9 +80,13 @@ def short_date(timestamp: float) -> str:
     return f"{then.day} {then:%b}" if then.year == now.year else f"{then.day} {then:%b %Y}"
 
 
+def _local(timestamp: float) -> datetime:
+    return datetime.fromtimestamp(timestamp).astimezone()
+
+
 def _group(chat: Chat, today: date) -> str:
     """Return the heading of a chat: its age in days, then the month of its last message."""
-    day = datetime.fromtimestamp(chat.changed).date()  # noqa: DTZ006 - see above
+    day = _local(chat.changed).date()
     age = (today - day).days
     if age <= 0:
         return "Today"

@@ -6,6 +6,7 @@ connections.
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -23,7 +24,8 @@ from edgelm.tui.engine_picture import Line, picture
 from edgelm.tui.hints import Hint
 from edgelm.tui.steps import Steps
 
-FRAME_S = 0.25  # between two drawings: they cost the engine time, and faster ones cannot be read
+FRAME_S = 0.5  # between two drawings: they cost the engine time, and faster ones cannot be read
+FIRST_S = 0.05  # to the drawing of an event after a pause
 
 
 class Inspector(Widget, can_focus=True):
@@ -40,6 +42,7 @@ class Inspector(Widget, can_focus=True):
         self.bandwidth = bandwidth
         self._notice = ""  # an error in place of the steps
         self._frame: Timer | None = None
+        self._drawn_at = 0.0  # of time.monotonic
         self._was_paused = False
         self._lines: list[Line] = []  # as drawn
         self._strips: list[Strip] = []  # of these lines; empty: to be drawn again
@@ -57,7 +60,7 @@ class Inspector(Widget, can_focus=True):
         self.steps.take(seen)
         self._notice = ""
         if self._frame is None:
-            self._frame = self.set_timer(FRAME_S, self._draw)
+            self._frame = self.set_timer(max(self._drawn_at + FRAME_S - time.monotonic(), FIRST_S), self._draw)
 
     def fail(self, notice: str) -> None:
         """Show why there are no steps."""
@@ -67,6 +70,7 @@ class Inspector(Widget, can_focus=True):
     def _draw(self) -> None:
         """Draw the steps again."""
         self._frame = None
+        self._drawn_at = time.monotonic()
         self._strips = []
         self.refresh()
         if self.steps.is_paused is not self._was_paused:

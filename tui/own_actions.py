@@ -6,7 +6,6 @@ Owns what is asked and reported. The tables of config.toml are read by chats/pre
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from textual.app import App, SuspendNotSupported
 from edgelm.chats.preset_file import save_preset
 from edgelm.chats.presets import Preset, check_name, preset_of
 from edgelm.errors import EdgeLMError, RequestError
-from edgelm.places import own_environment
+from edgelm.places import expand_home, own_environment
 from edgelm.tui.dialogs import ConfirmScreen, LineScreen
 from edgelm.tui.editor import edit_text, editor_command
 from edgelm.tui.lines import clean
@@ -159,5 +158,5 @@ def working_folder() -> Path:
 
 def short_path(folder: Path) -> str:
     """Return a path with ~ for the user's home."""
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path raises where there is no home
+    home = expand_home("~")
     return f"~{str(folder).removeprefix(home)}" if f"{folder}/".startswith(f"{home}/") else str(folder)

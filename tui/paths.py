@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from edgelm.knowledge.files import real_root
+from edgelm.places import expand_home
 from edgelm.tui.commands import Suggestion
 
 MAX_SUGGESTED = 200
@@ -30,7 +31,7 @@ def unquoted(text: str) -> str:
 
 def file_to_write(text: str) -> Path:
     """Return the absolute form of a typed path; a user that ~ names and that is unknown stays as it is written."""
-    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111 - Path raises for an unknown user
+    return Path(expand_home(text)).absolute()
 
 
 def suggest_paths(text: str) -> list[Suggestion]:

@@ -201,7 +201,7 @@ class Workspace:
     async def statistics(self) -> Statistics:
         """Return the statistics of all chats; the sums are made on a thread. Raises ChatsError."""
         rows = await self.read(Store.figures)
-        today = datetime.now().date()  # noqa: DTZ005 - the reader's own day
+        today = datetime.now().astimezone().date()
         return await asyncio.to_thread(summarize, rows, today)
 
     def change_chat(self, chat_id: int, **changes: Any) -> None:

@@ -20,7 +20,7 @@ from edgelm.chats.pdf import MAX_PAGES, read_pdf
 from edgelm.errors import RequestError
 from edgelm.knowledge.plain_text import BINARY_ENDINGS, plain_text
 from edgelm.knowledge.secret_files import holds_key, is_secret_folder, is_secret_name, is_secret_place
-from edgelm.places import own_places
+from edgelm.places import expand_home, own_places
 
 MAX_TEXT_BYTES = 2 * 2**20  # of a file, and of all files of a folder
 MAX_IMAGE_BYTES = 10 * 2**20
@@ -47,7 +47,7 @@ class Read(NamedTuple):
 def full_path(typed: str) -> str:
     """Return the absolute form of a path, which may begin with ~. Raises EdgeLMError."""
     try:
-        path = os.path.abspath(os.path.expanduser(typed))  # noqa: PTH100, PTH111 - Path raises for an unknown user
+        path = os.path.abspath(expand_home(typed))  # noqa: PTH100 - without ".."
         path.encode()
     except (OSError, ValueError) as error:
         raise RequestError(f"{typed!a} is no path: {error}", "name a file or a folder") from None

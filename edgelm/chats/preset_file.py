@@ -16,6 +16,7 @@ from tomlkit.exceptions import TOMLKitError
 from edgelm.atomic import PRIVATE, atomic_write
 from edgelm.chats.presets import Preset, Presets, written_value
 from edgelm.errors import EdgeLMError, UsageError
+from edgelm.places import expand_home
 
 
 def save_preset(presets: Presets, preset: Preset) -> None:
@@ -47,7 +48,7 @@ def set_folder(presets: Presets, folder: Path, name: str) -> None:
 
     def change(document: tomlkit.TOMLDocument) -> None:
         folders = _table(document, "folders")
-        for written in [key for key in folders if os.path.realpath(os.path.expanduser(key)) == real]:  # noqa: PTH111 - Path raises for an unknown user
+        for written in [key for key in folders if os.path.realpath(expand_home(key)) == real]:
             del folders[written]
         if name:
             folders[real] = name

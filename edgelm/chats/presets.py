@@ -14,6 +14,7 @@ from typing import Any
 
 from edgelm.chats.history import Chat
 from edgelm.errors import UsageError
+from edgelm.places import expand_home
 
 OWN_KEYS = ("system", "model", "tools")  # beside the sampling parameters
 MAX_NAME_LEN = 60
@@ -174,7 +175,7 @@ def _folders(document: object, presets: Presets) -> dict[str, str]:
         raise UsageError(f"{file}: folders is no table", 'write [folders] and below it "/a/folder" = "NAME"')
     folders = {}
     for folder, name in document.items():
-        expanded = os.path.expanduser(folder)  # noqa: PTH111 - Path raises for an unknown user
+        expanded = expand_home(folder)
         if not Path(expanded).is_absolute() or "\0" in expanded:
             raise UsageError(f"{file} [folders]: {folder} is no absolute path", "begin it with / or ~")
         if not isinstance(name, str) or name not in presets.by_name:

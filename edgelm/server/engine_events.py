@@ -25,7 +25,7 @@ from edgelm.server.keys import NAMESPACE
 from edgelm.server.sse import PING, PING_S, EventStream, named_event
 from edgelm.text.tokenizer import Tokenizer
 
-BATCH_S = 0.1  # between two writes: a write for each step would cost more than the events
+BATCH_S = 0.25  # between two writes: a write for each step would cost more than the events
 
 
 def event_routes(loaded: LoadedModel) -> list[Route]:

@@ -8,7 +8,6 @@ folder that edgelm was started in, which is itself used only where `cwd = "."` s
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from edgelm.errors import UsageError
+from edgelm.places import expand_home
 
 TIMEOUT_S = 60.0
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
@@ -90,10 +90,10 @@ def _parse(name: str, table: Mapping[str, Any], place: str) -> ToolServer:
         raise UsageError(f"{place}: args is {args!r}", "give a list of texts")
     server = ToolServer(
         name=name,
-        command=_path(_checked(table, "command", str, "", place, "the name or path of a program")),
+        command=expand_home(_checked(table, "command", str, "", place, "the name or path of a program")),
         args=tuple(args),
         env=_texts(table, "env", place),
-        cwd=_path(_checked(table, "cwd", str, "", place, "a folder")),
+        cwd=expand_home(_checked(table, "cwd", str, "", place, "a folder")),
         url=_checked(table, "url", str, "", place, "an address"),
         headers=_texts(table, "headers", place),
         timeout_s=_seconds(table, place),
@@ -106,10 +106,6 @@ def _parse(name: str, table: Mapping[str, Any], place: str) -> ToolServer:
     if "url" in table:
         _check_url(server.url, place)
     return server
-
-
-def _path(text: str) -> str:
-    return os.path.expanduser(text) if text.startswith("~") else text  # noqa: PTH111 - Path raises without a home
 
 
 def _check_url(url: str, place: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import zipfile
 from collections.abc import Iterator
@@ -241,18 +242,18 @@ def test_values_are_read_one_at_a_time() -> None:
     document = [{"text": 'a "quoted" \\ ] }' * 50, "list": [[1], {"x": "}"}]}, {"b": 1}]
     text = "\ufeff " + json.dumps(document)
     for size in (1, 3, 1000):
-        places = iter(range(0, len(text) + size, size))
-        values = json_values(lambda _, size=size, places=places: text[(at := next(places, len(text))) : at + size])  # type: ignore[misc]
+        values = json_values(_reader(text, size))
         assert [json.loads(value) for value in values] == document
     with pytest.raises(TruncatedError):
-        list(json_values(iter(['[{"a": "', ""]).__next__ and _reader('[{"a": "')))
+        list(json_values(_reader('[{"a": "')))
     with pytest.raises(RequestError):
         list(json_values(_reader("[nothing]")))
 
 
-def _reader(text: str) -> Any:
-    rest = [text]
-    return lambda _: rest.pop() if rest else ""
+def _reader(text: str, size: int | None = None) -> Any:
+    """Return a file's `read` that gives so many characters at a time."""
+    file = io.StringIO(text)
+    return lambda _: file.read(size)
 
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)

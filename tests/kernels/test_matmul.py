@@ -13,7 +13,8 @@ from edgelm.kernels.activation import Gate
 from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, dequantize, fuse_gated, planes
 from edgelm.kernels.matmul import Norm, kernel, matmul
-from edgelm.kernels.matmul.kernel import Config, candidates, decode, default_config, operand_type
+from edgelm.kernels.matmul.configs import Config, candidates, default_config, row_blocks, tiles_of_program
+from edgelm.kernels.matmul.kernel import decode, operand_type
 from tests.kernels.cases.matmul import LAYOUTS, random_dense, random_weight
 from tests.kernels.seeds import SEED, generator
 
@@ -26,7 +27,7 @@ CONFIGS = (
     Config(1, 2, True, 3),
     Config(2, 1, False, 1),
 )
-ROWS = (1, 2, 3, 8, 9, 16)
+ROWS = (1, 3, 9, 16, 17, 40)
 GATES = (Gate("silu"), Gate("gelu"), Gate("gelu_tanh"), Gate("swiglu_oai", limit=0.5, alpha=1.3))
 
 
@@ -106,6 +107,32 @@ def test_every_format_equals_float64(at: int, seed: int):
 
 
 @pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("at", range(len(NAMES)), ids=NAMES)
+def test_every_format_has_the_same_bits_for_any_number_of_rows(at: int, seed: int):
+    g = generator(seed)
+    choice = seed + at
+    columns = 100 if choice % 2 else 128  # with a border, or whole chunks
+    weight = weight_named(NAMES[at], 21, columns, g)
+    x = torch.randn(64, columns, generator=g).to(DTYPES[choice % 3])
+    y, error = exact(x, weight)
+    config = CONFIGS[0]
+    together = decode(x, weight, None, None, None, None, torch.float32, config)
+    assert_within(together, y, error)
+    first, count = ((0, 1), (10, 5), (3, 16), (47, 17), (20, 40), (0, 63))[choice % 6]
+    part = decode(x[first : first + count], weight, None, None, None, None, torch.float32, config)
+    assert torch.equal(part, together[first : first + count])
+
+
+@pytest.mark.parametrize("most", [2, 4])
+def test_programs_share_the_blocks_of_rows_equally(most: int):
+    for rows in range(1, 65):
+        blocks, shares = row_blocks(rows, most)
+        assert 1 <= blocks <= most
+        assert 8 * blocks * (shares - 1) < rows <= 8 * blocks * shares  # none is without work
+    assert [row_blocks(rows, 4) for rows in (8, 16, 24, 32, 48, 64)] == [(1, 1), (2, 1), (3, 1), (4, 1), (3, 2), (4, 2)]
+
+
+@pytest.mark.parametrize("seed", [SEED])
 @pytest.mark.parametrize("name", ["q4_1", "q6_k", "q8_0", "dense_float16"])
 def test_either_order_of_columns(name: str, seed: int, monkeypatch: pytest.MonkeyPatch):
     """Triton 3.6 wants another order than 3.9; without a GPU there is only one."""
@@ -138,7 +165,7 @@ def test_norm_bias_gate_and_residual(at: int, splits: int, seed: int):
     gate, up = (random_weight(LAYOUTS["q4_1"], 32, 150, g) for _ in range(2))
     scaled = replace(gate, order=torch.randperm(150, generator=g))
     weight = fuse_gated(scaled, replace(up, order=scaled.order))
-    x = (3 * torch.randn(ROWS[(seed + splits) % 6], 150, generator=g)).to(dtype)
+    x = (3 * torch.randn(ROWS[(seed + at + splits) % 6], 150, generator=g)).to(dtype)
     norm = Norm(torch.rand(150, generator=g) + 0.5, 0.3)
     bias = torch.randn(64, generator=g).to(dtype)
     residual = torch.randn(x.shape[0], 50, generator=g)[:, 3:35]
@@ -172,7 +199,7 @@ def _gated64(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", [SEED])
-@pytest.mark.parametrize("rows", [2, 17])
+@pytest.mark.parametrize("rows", [2, 17, 65])
 def test_a_normed_stream_may_be_larger_than_float16(rows: int, seed: int):
     """Before the root divides it, x times the norm's weight is up to a million here."""
     g = generator(seed)
@@ -182,7 +209,7 @@ def test_a_normed_stream_may_be_larger_than_float16(rows: int, seed: int):
     y, error = exact(x, weight, None, norm)
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True)) * norm.weight.double()
     rounding = UNIT[torch.float16] * (normed.abs() @ dequantize(weight).double().abs().T)
-    if rows > 16:  # weights are rounded too
+    if rows > 64:  # weights are rounded too
         rounding *= 2 + 2.0**-10
     assert_within(matmul(x, weight, norm=norm, out_dtype=torch.float16, implementation="triton"), y, error + rounding)
 
@@ -210,27 +237,27 @@ def test_planes_of_a_stack_keep_their_strides(seed: int):
 
 @pytest.mark.parametrize("seed", [SEED])
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("name", "config", "num_rows"),
     [
-        ("q4_k", Config(2, 2, True, 1)),
-        ("q4_k", Config(1, 2, False, 2)),
-        ("q6_k", Config(2, 2, False, 1)),
-        ("awq", Config(1, 2, True, 2)),
-        ("dense_bfloat16", Config(2, 2, True, 1)),
+        ("q4_k", Config(2, 2, True, 1), 40),
+        ("q4_k", Config(1, 2, False, 2), 40),
+        ("q6_k", Config(2, 2, False, 1), 16),
+        ("awq", Config(1, 2, True, 2), 16),
+        ("dense_bfloat16", Config(2, 2, True, 1), 24),
     ],
 )
-def test_a_row_depends_on_no_other(name: str, config: Config, seed: int):
+def test_a_row_depends_on_no_other(name: str, config: Config, num_rows: int, seed: int):
     g = generator(seed)
     dtype = torch.bfloat16 if name == "dense_bfloat16" else torch.float16
     weight = weight_named(name, 20, 203, g)
     norm = Norm(torch.rand(203, generator=g), 1e-5) if name == "q4_k" else None
-    x = torch.randn(16, 203, generator=g).to(dtype)
+    x = torch.randn(num_rows, 203, generator=g).to(dtype)
 
     def product(rows: Tensor) -> Tensor:
         return decode(rows, weight, None, None, None, norm, torch.float32, config)
 
     together = product(x)
-    for row in (7, 15):
+    for row in (7, num_rows - 1):
         assert torch.equal(product(x[row : row + 1])[0], together[row])
     assert torch.equal(product(x[5:14]), together[5:14])
     x[:7] = x[8:] = float("nan")
@@ -291,7 +318,7 @@ def test_views_of_larger_tensors(seed: int):
 def test_a_prompt_has_the_same_formula(seed: int):
     g = generator(seed)
     weight = weight_named("q4_0", 20, 70, g)
-    x = torch.randn(17, 70, generator=g)
+    x = torch.randn(65, 70, generator=g)
     norm = Norm(torch.rand(70, generator=g), 1e-5)
     bias = torch.randn(20, generator=g)
     y, error = exact(x, weight, bias, norm)
@@ -330,7 +357,7 @@ def test_configs_fit_their_weight(rows: int, gated: bool):
     assert configs[0] == default_config(weight, gated)
     assert len(set(configs)) == len(configs)
     for config in configs:
-        assert config.tiles % 2 == 0 or not gated
+        assert all(tiles_of_program(config, blocks, weight, gated) % 2 == 0 for blocks in (1, 2, 3, 4)) or not gated
         assert config.warps in (4, 8)
         assert 4096 // 64 // config.warps >= config.splits  # none is without work
 

@@ -54,6 +54,10 @@ def lines(chat: Driver) -> list[str]:
     return [str(option.prompt) for option in options if not option.disabled]
 
 
+async def until_listed(chat: Driver, texts: list[str]) -> None:
+    await chat.until(lambda: lines(chat) == texts, f"the list is {texts}")
+
+
 def chosen(chat: Driver) -> str:
     """Return the line with the cursor."""
     options = chat.screen.sidebar.query_one(ChatList)
@@ -166,7 +170,7 @@ async def test_tags_filter_the_search(open_chat: Open, tmp_path: Path) -> None:
             if found is None:
                 await chat.until(lambda: len(lines(chat)) == 2, "both")
             else:
-                await chat.until(lambda found=found: lines(chat) == found, search)  # type: ignore[misc]
+                await until_listed(chat, found)
         await chat.press("down", "delete")
         await chat.until(lambda: len(lines(chat)) == 1, "a deleted hit is gone")
         await chat.press("ctrl+z")
@@ -285,7 +289,7 @@ async def test_the_right_button_asks_what_to_do(open_chat: Open, tmp_path: Path)
             await chat.pilot.click(offset=(4, row), button=3)
             await opens(chat, PickScreen)
             await click(chat, choice)
-            await chat.until(lambda result=result: lines(chat) == result, choice)  # type: ignore[misc]
+            await until_listed(chat, result)
         assert chat.turns == [], "no chat was opened"
 
 

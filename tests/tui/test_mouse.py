@@ -59,6 +59,10 @@ async def opens(chat: Driver, screen: type[Any]) -> None:
     await chat.until(lambda: isinstance(chat.app.screen, screen), screen.__name__)
 
 
+async def gone(chat: Driver, words: str) -> None:
+    await chat.until(lambda: words not in chat.text, f"{words} is gone")
+
+
 async def use_help(chat: Driver, words: str) -> None:
     """Click a line of the help page."""
     await click(chat, "F1 help")
@@ -289,11 +293,11 @@ async def list_commands(chat: Driver) -> None:
 @way("In the prompt", "pageup,pagedown")
 async def scroll(chat: Driver) -> None:
     transcript = chat.transcript
-    for event, forward in ((MouseScrollUp, False), (MouseScrollDown, True)):
-        before = transcript.scroll_y
-        await chat.pilot._post_mouse_events([event], transcript, button=0)
-        await chat.until(lambda before=before: transcript.scroll_y != before, "scrolled")  # type: ignore[misc]
-        assert (transcript.scroll_y > before) is forward
+    bottom = transcript.scroll_y
+    await chat.pilot._post_mouse_events([MouseScrollUp], transcript, button=0)
+    await chat.until(lambda: transcript.scroll_y < bottom, "scrolled up")
+    await chat.pilot._post_mouse_events([MouseScrollDown], transcript, button=0)
+    await chat.until(lambda: transcript.scroll_y == bottom, "scrolled down")
 
 
 @way("In the prompt", "shift+tab")
@@ -342,7 +346,7 @@ async def file_before(chat: Driver) -> None:
     for name in names[::-1]:
         await click(chat, name)
         await click(chat, "Del take off")
-        await chat.until(lambda name=name: name not in chat.text, "taken off")  # type: ignore[misc]
+        await gone(chat, name)
     assert chat.screen.files.attachments == ()
 
 
@@ -495,9 +499,10 @@ async def undo_delete(chat: Driver) -> None:
 @way("In the list of chats", "p")
 async def pin_chat(chat: Driver) -> None:
     await click(chat, "Search  Ctrl+F")
-    for pinned in (True, False):
-        await click(chat, "p pin")
-        await chat.until(lambda pinned=pinned: chat.session.chat.pinned is pinned, "pinned")  # type: ignore[misc]
+    await click(chat, "p pin")
+    await chat.until(lambda: chat.session.chat.pinned, "pinned")
+    await click(chat, "p pin")
+    await chat.until(lambda: not chat.session.chat.pinned, "no longer pinned")
 
 
 @way("In the list of chats", "t")

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from edgelm.chats.attachments import Attachment
-from edgelm.chats.history import State
 from edgelm.chats.imports.draft import (
     BadChatError,
     DraftChat,
     DraftMessage,
+    Said,
+    draft_of,
     fenced,
     items,
     joined,
@@ -25,6 +26,7 @@ from edgelm.chats.imports.draft import (
     seconds,
     table,
     text,
+    together,
 )
 
 FindImage = Callable[[str], Attachment | None]  # by the end of an asset's pointer
@@ -32,27 +34,6 @@ FindImage = Callable[[str], Attachment | None]  # by the end of an asset's point
 _HIDDEN_TYPES = ("user_editable_context", "model_editable_context", "reasoning_recap", "tether_browsing_display")
 _MARKS = re.compile("\ue200[^\ue201]*\ue201")  # of citations, for ChatGPT's own page
 _UNFINISHED = ("in_progress", "finished_partial_completion")
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The content of one node. It is empty for a node that ChatGPT does not show."""
-
-    role: str
-    text: str = ""
-    reasoning: str = ""
-    model: str = ""
-    created: float | None = None
-    state: State = "done"
-    attachments: tuple[Attachment, ...] = ()
-
-    @property
-    def is_question(self) -> bool:
-        return self.role == "user" and not self.is_empty
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.text.strip() or self.reasoning.strip() or self.attachments)
 
 
 def is_chatgpt(document: Mapping[str, Any]) -> bool:
@@ -89,18 +70,12 @@ def _messages(nodes: Mapping[str, Any], find_image: FindImage) -> tuple[list[Dra
     messages: list[DraftMessage] = []
     ends: dict[str, str] = {}
 
-    def add(name: str, above: str | None, piece: _Piece) -> None:
-        messages.append(
-            DraftMessage(
-                key=name, parent=above, role="user" if piece.is_question else "assistant",
-                text=piece.text.strip("\n"), reasoning=piece.reasoning, model=piece.model, created=piece.created,
-                state=piece.state, attachments=piece.attachments,
-            )
-        )  # fmt: skip
+    def add(name: str, above: str | None, piece: Said) -> None:
+        messages.append(draft_of(replace(piece, text=piece.text.strip("\n")), name, above))
         ends[name] = name
 
     # Of each node still to visit: the message above it, and the answer so far that has not ended above it.
-    waiting: list[tuple[str, str | None, _Piece | None]] = [(name, None, None) for name in children.get(None, [])]
+    waiting: list[tuple[str, str | None, Said | None]] = [(name, None, None) for name in children.get(None, [])]
     waiting.reverse()
     while waiting:
         name, above, begun = waiting.pop()
@@ -109,28 +84,14 @@ def _messages(nodes: Mapping[str, Any], find_image: FindImage) -> tuple[list[Dra
             add(name, above, pieces[name])
             above = name
         else:
-            begun = _with(begun, pieces[name])
+            if not pieces[name].is_empty:
+                begun = together(begun, pieces[name]) if begun else pieces[name]
             if begun is not None and (not below or any(pieces[child].is_question for child in below)):
                 add(name, above, begun)
         for child in reversed(below):
             is_question = pieces[child].is_question
             waiting.append((child, ends.get(name, above) if is_question else above, None if is_question else begun))
     return messages, ends
-
-
-def _with(begun: _Piece | None, piece: _Piece) -> _Piece | None:
-    if piece.is_empty:
-        return begun
-    if begun is None:
-        return piece
-    return replace(
-        begun,
-        text=joined(begun.text, piece.text),
-        reasoning=joined(begun.reasoning, piece.reasoning),
-        model=piece.model or begun.model,
-        state=piece.state,
-        attachments=begun.attachments + piece.attachments,
-    )
 
 
 def _leaf(nodes: Mapping[str, Any], current: str | None, ends: Mapping[str, str]) -> str | None:
@@ -144,14 +105,14 @@ def _leaf(nodes: Mapping[str, Any], current: str | None, ends: Mapping[str, str]
     return None
 
 
-def _piece(node: Mapping[str, Any], find_image: FindImage) -> _Piece:
+def _piece(node: Mapping[str, Any], find_image: FindImage) -> Said:
     message = table(node.get("message"))
     role = text(table(message.get("author")).get("role"))
     metadata, content = table(message.get("metadata")), table(message.get("content"))
     kind = text(content.get("content_type"))
     hidden = metadata.get("is_visually_hidden_from_conversation") is True or message.get("weight") == 0
     if role not in ("user", "assistant", "tool") or hidden or kind in _HIDDEN_TYPES:
-        return _Piece("")
+        return Said("")
     written, attachments, reasoning = "", tuple[Attachment, ...](), ""
     if kind == "thoughts":
         reasoning = _thoughts(content)
@@ -168,14 +129,14 @@ def _piece(node: Mapping[str, Any], find_image: FindImage) -> _Piece:
     from_tool = role == "tool" and kind != "execution_output" and not attachments
     if to_tool or from_tool:  # a query of a search, or the pages that it found: ChatGPT does not show them either
         written = ""
-    return _Piece(
+    return Said(
         role,
-        _MARKS.sub("", written),
-        reasoning,
-        text(metadata.get("model_slug")),
-        seconds(message.get("create_time")),
-        "stopped" if text(message.get("status")) in _UNFINISHED else "done",
-        attachments,
+        text=_MARKS.sub("", written),
+        reasoning=reasoning,
+        model=text(metadata.get("model_slug")),
+        created=seconds(message.get("create_time")),
+        state="stopped" if text(message.get("status")) in _UNFINISHED else "done",
+        attachments=attachments,
     )
 
 

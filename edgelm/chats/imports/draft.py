@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -71,11 +71,12 @@ class DraftChat:
     id: int | None = None  # of our own export
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Said:
-    """A message of a plain list: the role may be that of a tool or of the system."""
+    """What a message of an export says: the role may be that of a tool or of the system, and all may be empty."""
 
     role: str
+    _: KW_ONLY
     text: str = ""
     reasoning: str = ""
     model: str = ""
@@ -84,6 +85,14 @@ class Said:
     note: str = ""
     attachments: tuple[Attachment, ...] = ()
 
+    @property
+    def is_question(self) -> bool:
+        return self.role == "user" and not self.is_empty
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.text.strip() or self.reasoning.strip() or self.attachments or self.note)
+
 
 def linear(said: Iterable[Said]) -> tuple[str, list[DraftMessage]]:
     """Return the system prompt and the messages of a list without branches.
@@ -91,30 +100,39 @@ def linear(said: Iterable[Said]) -> tuple[str, list[DraftMessage]]:
     Several answers in a row, with results of tools between them, become one: an answer of edgelm has its calls inside.
     """
     system: list[str] = []
-    messages: list[DraftMessage] = []
+    turns: list[Said] = []
     for message in said:
         if message.role == "system":
             system.append(message.text)
-            continue
-        if not (message.text.strip() or message.reasoning.strip() or message.attachments or message.note):
-            continue
-        role: Role = "user" if message.role == "user" else "assistant"
-        last = messages[-1] if messages else None
-        if role == "assistant" and last is not None and last.role == "assistant":
-            last.text = joined(last.text, message.text)
-            last.reasoning = joined(last.reasoning, message.reasoning)
-            last.model = message.model or last.model
-            last.state, last.note = message.state, message.note
-            last.attachments += message.attachments
-            continue
-        messages.append(
-            DraftMessage(
-                key=str(len(messages)), parent=last.key if last else None, role=role, text=message.text,
-                reasoning=message.reasoning, model=message.model, created=message.created, state=message.state,
-                note=message.note, attachments=message.attachments,
-            )
-        )  # fmt: skip
+        elif not message.is_empty:
+            if turns and not (turns[-1].is_question or message.is_question):
+                turns[-1] = together(turns[-1], message)
+            else:
+                turns.append(message)
+    messages = [draft_of(turn, str(place), str(place - 1) if place else None) for place, turn in enumerate(turns)]
     return "\n\n".join(filter(None, system)), messages
+
+
+def together(first: Said, other: Said) -> Said:
+    """Return two parts of one answer as one."""
+    return replace(
+        first,
+        text=joined(first.text, other.text),
+        reasoning=joined(first.reasoning, other.reasoning),
+        model=other.model or first.model,
+        state=other.state,
+        note=other.note,
+        attachments=first.attachments + other.attachments,
+    )
+
+
+def draft_of(said: Said, key: str, parent: str | None) -> DraftMessage:
+    """Return what was said as a message of our own, whose role is the user's or the model's."""
+    return DraftMessage(
+        key=key, parent=parent, role="user" if said.role == "user" else "assistant", text=said.text,
+        reasoning=said.reasoning, model=said.model, created=said.created, state=said.state,
+        note=said.note, attachments=said.attachments,
+    )  # fmt: skip
 
 
 def joined(one: str, other: str) -> str:

@@ -12,12 +12,13 @@ from html import unescape
 from typing import Any
 
 from edgelm.chats.attachments import Attachment
-from edgelm.chats.history import Role, State
+from edgelm.chats.history import State
 from edgelm.chats.imports.draft import (
     BadChatError,
     DraftChat,
     DraftMessage,
     Said,
+    draft_of,
     image_of_base64,
     items,
     joined,
@@ -81,18 +82,13 @@ def _message(name: str, node: Mapping[str, Any], nodes: Mapping[str, Any]) -> Dr
     role = text(node.get("role"))
     if role not in ("user", "assistant"):
         return None
-    kept: Role = "user" if role == "user" else "assistant"
-    said = _said(node)
     parent = key_of(node.get("parentId"))
     while (
         parent is not None and parent in nodes and text(nodes[parent].get("role")) not in ("user", "assistant")
     ):  # a system message
         above = key_of(nodes[parent].get("parentId"))
         parent = None if above == parent else above
-    return DraftMessage(
-        key=name, parent=parent, role=kept, text=said.text, reasoning=said.reasoning, model=said.model,
-        created=said.created, state=said.state, note=said.note, attachments=said.attachments,
-    )  # fmt: skip
+    return draft_of(_said(node), name, parent)
 
 
 def _said(node: Mapping[str, Any]) -> Said:

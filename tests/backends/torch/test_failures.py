@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from edgelm.config import Settings
 from edgelm.errors import DeviceError, DoesNotFitError, EdgeLMError
 from edgelm.kernels.choice import NoKernelError
 from edgelm.machine.gpu import CudaState
+from tests.engine.fake import info
 from tests.tiny import write_tiny
 
 ADVICE = "\nCUDA kernel errors might be asynchronously reported at some other API call.\nFor debugging consider"
@@ -138,22 +138,31 @@ def test_a_model_runs_without_cuda_when_it_is_told_why(model: Path, caplog: pyte
 def test_a_capture_without_memory_goes_on_without_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held: list[Any] = []
-
     class Graphs:
-        def __init__(self, *_: Any) -> None:
-            held.append(self)
+        def __init__(self, *_: Any) -> None: ...
+
+        sizes = (1,)
+        record = None
 
         def capture(self, *_: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    executor = executors.TorchExecutor.__new__(executors.TorchExecutor)
-    executor._graphs = None
     monkeypatch.setattr(executors, "Graphs", Graphs)
-    options = executors.TorchOptions(context=64, capacity=64)
-    with pytest.raises(OutOfMemoryError):
-        executor._capture(options, None)  # type: ignore[arg-type] # it is not reached
-    executor._capture_if_it_fits(options, None)  # type: ignore[arg-type] # as above
+    executor = executors.TorchExecutor.__new__(executors.TorchExecutor)
+    executor._graphs, executor._device = None, torch.device("cpu")
+    executor._info = info(num_vocab=50)
+    executor._buffers = Sampler()  # type: ignore[assignment]
+    executor._device_sampler = captured = Sampler()  # type: ignore[assignment]
+    executor._capture_if_it_fits(executors.TorchOptions(context=64, capacity=64), 50)
     assert executor._graphs is None
+    assert executor._device_sampler is not None
+    assert executor._device_sampler is not captured, "its graphs read memory that is free now"
     assert "runs without CUDA graphs" in caplog.text
-    gc.collect()
+
+
+class Sampler:
+    """It captures anything."""
+
+    record = None
+
+    def capture(self, *_: Any) -> None: ...

@@ -74,10 +74,10 @@ CASES = (
     GroupedCase(Case("bfloat16", 32, 300, 2, gated=True), 3, 1, _BF16, gate="gelu", summed=True),
     GroupedCase(Case("bfloat16", 20, 70, 2), 3, 1, _F16),
     # experts with so many pairs that the kernel of `dequant_gemm` multiplies them
-    GroupedCase(Case("q4_k", 32, 40, 2, gated=True), 17, 1, _F16, gate="silu", bias=True, summed=True),
-    GroupedCase(Case("q6_k", 20, 40, 2), 17, 1, _BF16, "outside", bias=True, per_pair=True),
-    GroupedCase(Case("mxfp4", 20, 72, 2), 20, 1, _F32, "one"),
-    GroupedCase(Case("float16", 20, 70, 2), 17, 2, _F16, "all", bias=True),
+    GroupedCase(Case("q4_k", 32, 40, 2, gated=True), 65, 1, _F16, gate="silu", bias=True, summed=True),
+    GroupedCase(Case("q6_k", 20, 40, 2), 65, 1, _BF16, "outside", bias=True, per_pair=True),
+    GroupedCase(Case("mxfp4", 20, 72, 2), 66, 1, _F32, "one"),
+    GroupedCase(Case("float16", 20, 70, 2), 65, 2, _F16, "all", bias=True),
 )
 
 
