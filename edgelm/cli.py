@@ -372,8 +372,19 @@ def help_(
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="with --gpu: the model to check")] = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="check our kernels on this GPU, and write a report")] = False,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="with --gpu: where the report goes")] = None,
+    as_json: Json = False,
+) -> None:
     """Show what this machine can run, and what is wrong with it."""
+    if gpu:
+        from edgelm.commands.doctor_gpu import check_gpu
+
+        raise typer.Exit(check_gpu(model, out))
+    if model or out:
+        raise UsageError("edgelm doctor takes a model and --out only with --gpu", "add --gpu")
     from edgelm.commands.doctor import show_health
 
     raise typer.Exit(show_health(as_json))

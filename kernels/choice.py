@@ -89,7 +89,6 @@ def dispatch(
     `declined` is the op's own reason why its kernel cannot take these arguments; None: it takes them. The kernel's
     module is imported here, on first use, since Triton is not installed everywhere.
     """
-
     name = preferred(op, name)
 
     def run_triton() -> T:

@@ -49,6 +49,7 @@ def build(
     places: Places | None = None,
     memory_bytes: int | None = None,
     cuda_problem: str = "",
+    notify: Callable[[str], None] = log.info,
 ) -> LoadedModel:
     """Load a GGUF or a folder of safetensors and start an engine with it.
 
@@ -56,7 +57,7 @@ def build(
     idle conversations are kept for the next process; None: they end with this process. `places` are where drafting
     reads and stores its data; None: no drafting. `memory_bytes` is what the model may take; None: as much as is free.
     `cuda_problem` is a reason against CUDA. Where the settings leave the choice and loading on the GPU fails because of
-    the GPU, the model is loaded without CUDA.
+    the GPU, the model is loaded without CUDA. `notify` takes lines for the person who waits.
     Raises ModelError for a file that is damaged, not supported or does not fit in memory; EdgeLMError for a context
     that the model cannot have, or an engine or device that is not available.
     """
@@ -71,6 +72,7 @@ def build(
         prefixes=prefixes,
         places=places,
         memory_bytes=memory_bytes,
+        notify=notify,
     )
     loaded = None
     try:
@@ -95,6 +97,7 @@ def _build(
     prefixes: Path | None,
     places: Places | None,
     memory_bytes: int | None,
+    notify: Callable[[str], None],
     cuda_problem: str,
 ) -> LoadedModel:
     draft = find_draft_model(settings, places.hub) if places else None
@@ -118,6 +121,7 @@ def _build(
                     prefixes=prefixes,
                     places=places,
                     memory_bytes=memory_bytes,
+                    notify=notify,
                 )
             except (DeviceError, DoesNotFitError) as error:
                 if choice.device == "cuda" and settings.engine == "auto" and settings.device == "auto":

@@ -1,64 +1,55 @@
-"""The check of our kernels on the user's GPU, before a model is first used there: its worker, its verdict, what is kept.
+"""The check of our kernels on the user's GPU, before a model is first used there: its worker and its verdict.
 
-Owns the rules: how long an op may take, what a crash means, when a verdict holds again. The worker does all work on the
+Owns the rules: how long an op may take, and what a crash means. The worker does all work on the
 GPU, since a wrong kernel may end it; this module imports no torch. Knows nothing of how an op is checked.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import platform
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from edgelm import __version__
-from edgelm.atomic import atomic_json, read_json
-from edgelm.backends.model import OpenedModel
-from edgelm.config import Settings
 from edgelm.errors import EdgeLMError, EngineError
-from edgelm.machine.gpu import nvidia_gpus
 from edgelm.workers.parent import Worker
 
 WORKER = "edgelm.backends.torch.check_worker"
 START_S = 120.0  # for torch to start, and the first compile
 OP_S = 90.0  # for one op, with its compile
 WHOLE_S = 900.0
+NO_NUMBER = 1e9  # in place of a difference, which may be infinite
 MAX_CRASHES = 3  # of one check; each costs an op
-FORMAT = 1  # of the file, and of the checks
-MAX_FILE_BYTES = 2**20
-PACKAGES = ("torch", "triton")
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class OpVerdict:
-    """Whether an op is right with one kind of arguments. `off` is the largest difference, relative to the largest value."""
+    """Whether an op is right with one kind of arguments. `off`: worst difference, as a part of the largest value."""
 
     op: str
     detail: str  # formats and shapes
     right: bool = True
     off: float = 0.0
-    error: str = ""  # what it raised, or how its process ended
+    error: str = ""  # "failed: ..." or the like, as the end of a sentence
 
     @property
     def problem(self) -> str:
-        """What is wrong, as the end of a sentence; empty: nothing."""
+        """What is wrong, as the end of a sentence about the kernel; empty: nothing."""
         if self.right:
             return ""
-        return self.error or f"off by {self.off:.2g} of the largest value"
+        if self.error:
+            return self.error
+        return f"is off by {self.off:.2g} of the largest value" if self.off < NO_NUMBER else "gives no numbers"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckGpu:
-    """Check the GPU, and the ops of a model on it. The ops in `plain` are not tried."""
+    """Check the GPU, and the ops of a model on it; None: with all formats. The ops in `plain` are not tried."""
 
-    model: Path
+    model: Path | None
     modes: tuple[str, ...]
     quantize: str
     plain: tuple[str, ...] = ()
@@ -102,7 +93,7 @@ class GpuVerdict:
     @property
     def reasons(self) -> tuple[str, ...]:
         """A line for each op that is replaced."""
-        return tuple(f"{op} is computed by plain torch: its kernel is {text}" for op, text in self.wrong.items())
+        return tuple(f"{op} is computed by plain torch: its kernel {text}" for op, text in self.wrong.items())
 
 
 Notify = Callable[[str], None]
@@ -122,7 +113,7 @@ def run_check(request: CheckGpu, notify: Notify = lambda _: None, *, command: tu
             verdicts = (*outcome.verdicts, *lost)
             return replace(outcome, verdicts=verdicts, took_s=round(time.monotonic() - began, 1))
         lost.append(outcome)
-        log.warning("%s fails on this GPU: %s", outcome.op, outcome.error)
+        log.warning("the kernel of %s %s on this GPU", outcome.op, outcome.error)
         if len(lost) == MAX_CRASHES:
             message = f"kernels fail on this GPU: {', '.join(verdict.op for verdict in lost)}"
             took_s = round(time.monotonic() - began, 1)
@@ -138,12 +129,12 @@ def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str
             while not isinstance(reply := worker.receive(min(limit_s, max(until - time.monotonic(), 0.0))), Checked):
                 if reply is None:
                     end = worker.exit()
-                    return _lost(current, f"its process {end.how}" + (f": {end.last_line}" if end.last_line else ""))
+                    return _lost(current, f"crashes: its process {end.how}")
                 current, count, limit_s = reply, count + 1, OP_S
                 notify(f"checking the GPU's kernels: {count}, {reply.op} of {reply.detail}")
         except TimeoutError:
             worker.kill()
-            return _lost(current, f"not done after {limit_s:.0f} s")
+            return _lost(current, f"hangs: it is not done after {limit_s:.0f} s")
         except EdgeLMError as error:
             return GpuVerdict("", error.message, error.hint)
     return GpuVerdict(reply.device, verdicts=reply.verdicts)
@@ -151,68 +142,5 @@ def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str
 
 def _lost(begun: Begun, error: str) -> GpuVerdict | OpVerdict:
     if not begun.op:
-        return GpuVerdict("", f"a first small kernel fails on this GPU: {error}", "use --engine llama")
-    return OpVerdict(begun.op, begun.detail, right=False, off=float("inf"), error=error)
-
-
-# -- what is kept ------------------------------------------------------------------------------------------------------
-
-
-def check_key(model: OpenedModel, settings: Settings) -> str:
-    """Return the key of a verdict: GPU, driver, packages, and the formats and shapes that the model's ops have."""
-    gpus = [(gpu.name, gpu.driver) for gpu in nvidia_gpus()]
-    tensors = model.gguf.tensors if model.gguf else model.folder.tensors if model.folder else {}
-    shapes = sorted({repr((_kind(tensor), tuple(tensor.shape))) for tensor in tensors.values()})
-    identity = (FORMAT, __version__, _versions(), gpus, platform.machine(), shapes, settings.kv, settings.quantize)
-    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-
-
-def _kind(tensor: object) -> str:
-    kind = getattr(tensor, "type", None) or getattr(tensor, "dtype", None)
-    return str(getattr(kind, "name", kind))
-
-
-def _versions() -> list[str]:
-    found = []
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found.append(f"{package} {version(package)}")
-    return found
-
-
-def kept_verdict(cache: Path, key: str) -> GpuVerdict | None:
-    """Return the verdict that was kept; None: there is none."""
-    document = read_json(_file(cache, key), MAX_FILE_BYTES)
-    try:
-        verdicts = tuple(OpVerdict(**verdict) for verdict in document.pop("verdicts"))
-        return GpuVerdict(**document, verdicts=verdicts)
-    except (AttributeError, KeyError, TypeError):
-        return None
-
-
-def keep(cache: Path, key: str, verdict: GpuVerdict) -> None:
-    """Keep a verdict for later starts, unless it is a problem, which may be repaired."""
-    if not verdict.problem:
-        atomic_json(_file(cache, key), asdict(verdict))
-
-
-def _file(cache: Path, key: str) -> Path:
-    return cache / "machine" / f"gpu-{key}.json"
-
-
-def verdict_for(
-    model: OpenedModel, settings: Settings, cache: Path, notify: Notify, *, command: tuple[str, ...] = ()
-) -> GpuVerdict:
-    """Return the verdict about a model's ops on this GPU: the kept one, or that of a check that is made now."""
-    key = check_key(model, settings)
-    kept = kept_verdict(cache, key)
-    if kept is not None:
-        return kept
-    notify("checking the GPU's kernels, once for a kind of model")
-    modes = (settings.kv,) if settings.kv != "auto" else AUTO_MODES
-    verdict = run_check(CheckGpu(model.files[0], modes, settings.quantize), notify, command=command)
-    keep(cache, key, verdict)
-    return verdict
-
-
-AUTO_MODES = ("f16", "k8v4")
+        return GpuVerdict("", f"a small kernel {error} on this GPU", "use --engine llama")
+    return OpVerdict(begun.op, begun.detail, right=False, off=NO_NUMBER, error=error)

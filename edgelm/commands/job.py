@@ -77,21 +77,21 @@ def _replies(worker: Worker, files: ModelFiles) -> Iterator[Any]:
 
 
 def _watch(replies: Iterator[Any], status: _Status, name: str, on_loaded: Callable[[], None]) -> Iterator[Any]:
-    """Show progress, and yield all other replies. The first reply after `Loading` means that the model is loaded."""
+    """Show progress, and yield all other replies. Any other reply than a `Status` means that the model is loaded."""
     loaded = False
     try:
         for reply in replies:
             if isinstance(reply, Loading):
                 status.show(f"loading {name} {reply.share:.0%}")
                 continue
+            if isinstance(reply, Status):
+                status.show(reply.text)
+                continue
             if not loaded:
                 on_loaded()
                 loaded = True
-            if isinstance(reply, Status):
-                status.show(reply.text)
-            else:
-                status.clear()
-                yield reply
+            status.clear()
+            yield reply
     finally:
         status.clear()
 

@@ -38,6 +38,7 @@ def work_with_engine(
         places=own_places() if job.drafts else None,
         memory_bytes=job.memory_bytes,
         cuda_problem=job.cuda_problem,
+        notify=lambda text: child.send(Status(text)),
     )
     loaded.engine.on_hang(child.fail)
 

@@ -36,6 +36,7 @@ class Gpu(NamedTuple):
     name: str
     total_bytes: int
     free_bytes: int
+    driver: str = ""  # its version
 
 
 def has_torch() -> bool:
@@ -50,7 +51,7 @@ def nvidia_gpus(tool: str | None = None) -> list[Gpu]:
         return []
     try:
         done = subprocess.run(
-            [tool, "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"],
+            [tool, "--query-gpu=name,driver_version,memory.total,memory.free", "--format=csv,noheader,nounits"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -64,8 +65,8 @@ def nvidia_gpus(tool: str | None = None) -> list[Gpu]:
 
 
 def _parse_gpu(line: str) -> Gpu | None:
-    """Parse "NAME, TOTAL_MIB, FREE_MIB"; return None for any other line, such as one with "[N/A]" for a number."""
-    fields = line.strip().rsplit(", ", 2)
-    if len(fields) != 3 or not all(size.isascii() and size.isdecimal() for size in fields[1:]):
+    """Parse "NAME, DRIVER, TOTAL_MIB, FREE_MIB"; return None for any other line, such as one with "[N/A]" in it."""
+    fields = line.strip().rsplit(", ", 3)
+    if len(fields) != 4 or not all(size.isascii() and size.isdecimal() for size in fields[2:]):
         return None
-    return Gpu(fields[0], int(fields[1]) * MIB, int(fields[2]) * MIB)
+    return Gpu(fields[0], int(fields[2]) * MIB, int(fields[3]) * MIB, fields[1])

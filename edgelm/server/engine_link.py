@@ -25,7 +25,7 @@ from edgelm.library.scan import LocalModel, note_use
 from edgelm.machine import facts as machine
 from edgelm.server.listener import private_folder
 from edgelm.workers.exit_reason import ModelFiles, exit_reason
-from edgelm.workers.messages import Footprint, Loading, Predict, Ready, ServeJob
+from edgelm.workers.messages import Footprint, Loading, Predict, Ready, ServeJob, Status
 from edgelm.workers.parent import Worker, in_daemon_thread
 
 WORKER = "edgelm.server.engine_process"
@@ -115,7 +115,7 @@ class Launcher:
         environment = await asyncio.to_thread(machine.child_environment, self._places)
         flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
         worker = Worker(
-            WORKER, *flags, replies=(Loading, Ready), errors=(DeviceError,), environment=environment, echo=echo
+            WORKER, *flags, replies=(Loading, Ready, Status), errors=(DeviceError,), environment=environment, echo=echo
         )
         return EngineProcess(
             worker,
@@ -252,8 +252,13 @@ class EngineProcess:
 
     async def _start(self) -> None:
         """Follow the loading. Raises EdgeLMError with the worker's own error, or with how it died."""
-        while isinstance(reply := await self._worker.areceive(), Loading):
-            self.progress = reply.share
+        noticed = False
+        while isinstance(reply := await self._worker.areceive(), Loading | Status):
+            if isinstance(reply, Loading):
+                self.progress = reply.share
+            elif not noticed:  # its progress is for those who see one line
+                log.warning("%s: %s", self._files.name, reply.text)
+                noticed = True
         if reply is None:
             raise await self.ended()
         assert isinstance(reply, Ready)

@@ -26,6 +26,7 @@ from edgelm.backends.torch.block_states import FORMAT as STATE_FORMAT
 from edgelm.backends.torch.embedding import TorchEmbedder
 from edgelm.backends.torch.executor import MAX_ROWS, TorchExecutor, TorchOptions, device_name
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
+from edgelm.backends.torch.kept_checks import verdict_for
 from edgelm.backends.torch.memory import STEP_TOKENS, TorchMemory, capacity
 from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.files import file_identity
@@ -39,8 +40,9 @@ from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import DoesNotFitError, EdgeLMError, ModelError
+from edgelm.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError
 from edgelm.kernels.cache import BLOCK_LEN
+from edgelm.kernels.choice import PLAIN_OPS
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.gpu import INSTALL
 from edgelm.machine.memory import available_memory_bytes
@@ -48,7 +50,7 @@ from edgelm.models.config import CONTEXT_FREE_ROPES, read_config
 from edgelm.models.decoder import Decoder
 from edgelm.models.loading.decoder import load
 from edgelm.models.loading.sources import FolderSource, GGUFSource
-from edgelm.places import Places
+from edgelm.places import Places, own_places
 from edgelm.speculation.model_drafter import ModelDrafter
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
@@ -72,6 +74,7 @@ def build_torch(
     prefixes: Path | None = None,
     places: Places | None = None,
     memory_bytes: int | None = None,
+    notify: Callable[[str], None] = log.info,
 ) -> LoadedModel:
     """Load an open model on a device, "cuda" or "cpu", and start an engine over it; `draft` is a model that drafts.
 
@@ -84,7 +87,7 @@ def build_torch(
     with open_model(draft) if draft else nullcontext() as small:
         planned = _plan(model, small, settings, device, least_context, memory_bytes)
         option = planned.require()
-        decoder = load_decoder(model, settings, device, option.context, progress)
+        decoder = load_decoder(model, settings, device, option.context, progress, notify)
         folder = _snapshot_folder(prefixes, model, settings, decoder, option) if prefixes else None
         store = SnapshotStore(int(SNAPSHOT_SHARE * available_memory_bytes()), folder) if folder else None
         executor = _executor(decoder, settings, option, model.name, places, store)
@@ -134,10 +137,33 @@ def _plan(
     return plan(model.facts, settings, machine, own, draft=beside, least_context=least_context)
 
 
+def check_ops(model: OpenedModel, settings: Settings, notify: Callable[[str], None] = log.info) -> None:
+    """Check the ops of a model on this GPU, once; those that are wrong are plain torch in this process from then on.
+
+    Raises DeviceError where no kernel can run. `notify` takes lines of progress.
+    """
+    verdict = verdict_for(model, settings, own_places().cache, notify)
+    if verdict.problem:
+        raise DeviceError(verdict.problem, verdict.hint)
+    for reason in verdict.reasons:
+        log.warning("%s", reason)
+    PLAIN_OPS.update(verdict.wrong)
+
+
 def load_decoder(
-    model: OpenedModel, settings: Settings, device: str, context: int, progress: Callable[[float], bool] | None = None
+    model: OpenedModel,
+    settings: Settings,
+    device: str,
+    context: int,
+    progress: Callable[[float], bool] | None = None,
+    notify: Callable[[str], None] = log.info,
 ) -> Decoder:
-    """Load the weights, for contexts of this length; `progress` returns False to cancel. Raises ModelError."""
+    """Load the weights, for contexts of this length; `progress` returns False to cancel.
+
+    On a GPU its ops are checked first, if they were not before. Raises ModelError, DeviceError.
+    """
+    if device == "cuda":
+        check_ops(model, settings, notify)
     quantize: Literal["int4"] | None = "int4" if settings.quantize == "int4" else None
 
     def watch(done: int) -> None:  # bytes
@@ -192,7 +218,7 @@ def _try_executor(
         max_sequences=settings.parallel,
         max_tokens=STEP_TOKENS[decoder.device.type],
         max_rows=max(MAX_ROWS, settings.parallel),
-        graphs=settings.graphs,
+        graphs=settings.graphs and not PLAIN_OPS,  # the plain version of an op may wait for the device
         tuned=tuned,
     )
     try:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
+from gguf import GGMLQuantizationType as Quant
 
-from edgelm.backends.gpu_check import Begun, CheckGpu, Checked
+from edgelm.backends.gpu_check import Begun, Checked, CheckGpu, OpVerdict
+from edgelm.backends.llama.random_gguf import ALL_QUANTS, write_random_gguf
 from edgelm.backends.model import open_model
 from edgelm.backends.torch.build import DTYPES
 from edgelm.backends.torch.executor import device_name
 from edgelm.backends.torch.self_check import check_model
 from edgelm.backends.torch.trial import run_trial
 from edgelm.kernels.choice import PLAIN_OPS
+from edgelm.models.loading.stored import BLOCK_TYPES, PLAIN_TYPES
 from edgelm.workers.child import Child, run_job
+
+WIDTH = 2048
 
 
 def check(
@@ -23,23 +30,41 @@ def check(
     child: Child,
     device: torch.device | None = None,
     trial: Callable[[torch.device], None] = run_trial,
+    width: int = WIDTH,
 ) -> None:
-    """Run the small kernel, then the ops of the model. Raises EngineError, ModelError."""
+    """Run the small kernel, then the ops of the model. Raises EngineError, ModelError.
+
+    `width` is that of the models of all formats, where no model is given.
+    """
     device = device or torch.device("cuda", 0)
     child.send(Begun("", ""))
     trial(device)
     PLAIN_OPS.update(request.plain)
     quantize: Literal["int4"] | None = "int4" if request.quantize == "int4" else None
-    with open_model(request.model) as model:
-        verdicts = check_model(
-            model,
-            device,
-            DTYPES[device.type],
-            request.modes,
-            quantize=quantize,
-            begins=lambda op, detail: child.send(Begun(op, detail)),
-        )
-    child.send(Checked(device_name(device), tuple(verdicts)))
+    verdicts: dict[tuple[str, str], OpVerdict] = {}
+    with TemporaryDirectory(prefix="edgelm-check-") as folder:
+        for path in [request.model] if request.model else _models_of_all_formats(Path(folder), width):
+            with open_model(path) as model:
+                found = check_model(
+                    model,
+                    device,
+                    DTYPES[device.type],
+                    request.modes,
+                    quantize=quantize,
+                    begins=lambda op, detail: child.send(Begun(op, detail)),
+                )
+            for verdict in found:
+                verdicts.setdefault((verdict.op, verdict.detail), verdict)
+    child.send(Checked(device_name(device), tuple(verdicts.values())))
+
+
+def _models_of_all_formats(folder: Path, width: int) -> Iterator[Path]:
+    """Write a model of all formats, and one of a single format, whose matrices are fused. Neither has experts."""
+    known = [quant for quant in ALL_QUANTS if quant.name in BLOCK_TYPES or quant.name in PLAIN_TYPES]
+    for name, layers, quants in (("all", 2, known), ("one", 1, [Quant.Q4_K])):
+        path = folder / f"{name}.gguf"
+        write_random_gguf(path, layers=layers, width=width, ffn=2 * width, kv_heads=width // 128, quants=quants)
+        yield path
 
 
 if __name__ == "__main__":

@@ -19,17 +19,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from edgelm.backends.gpu_check import OpVerdict
+from edgelm.backends.gpu_check import NO_NUMBER, OpVerdict
 from edgelm.backends.model import OpenedModel
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.checkpoints.gguf import GGUF
-from edgelm.core import Chunk, SamplingParams, Sequence as TokenSequence, Step
+from edgelm.core import Chunk, SamplingParams, Step
+from edgelm.core import Sequence as TokenSequence
 from edgelm.errors import EngineError
 from edgelm.kernels import cache as kv_cache
 from edgelm.kernels.cache import LayerCache
 from edgelm.kernels.choice import Implementation, observed_by
 from edgelm.kernels.layout import DenseWeight, PackedWeight
+from edgelm.kernels.sampling import Answer
 from edgelm.models.config import ModelConfig, read_config
 from edgelm.models.decoder import Decoder
 from edgelm.models.loading.decoder import LAYER, load
@@ -47,6 +49,9 @@ VERIFIED = 5
 # rounding of 16-bit numbers (2**-8) and of sums; written codes may differ by one.
 LIMITS = {"write_kv": (0.2, 2.0**-4)}
 LIMIT = 2.0**-4, 2.0**-6
+
+
+Run = Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,9 @@ class Comparison:
         self.begins = begins
         self._counts: dict[tuple[str, str], int] = {}
 
-    def observe(self, op: str, kernel: Implementation, plain: Implementation, args: tuple[object, ...]) -> Implementation:
+    def observe(
+        self, op: str, kernel: Implementation, plain: Implementation, args: tuple[object, ...]
+    ) -> Implementation:
         """Return an implementation that computes both, compares them, and returns the reference's result."""
         key = op, described(args)
         count = self._counts[key] = self._counts.get(key, 0) + 1
@@ -82,10 +89,10 @@ class Comparison:
         """Keep the worse of this and the verdict so far."""
         largest, mean = LIMITS.get(key[0], LIMIT)
         if difference is None:
-            verdict = OpVerdict(*key, right=False, off=math.inf, error=error)
+            verdict = OpVerdict(*key, right=False, off=NO_NUMBER, error=f"fails: {error}")
         else:
             right = difference.largest <= largest and difference.mean <= mean
-            verdict = OpVerdict(*key, right=right, off=difference.largest)
+            verdict = OpVerdict(*key, right=right, off=min(difference.largest, NO_NUMBER))
         old = self.verdicts.get(key)
         if old is None or (old.right, -old.off) > (verdict.right, -verdict.off):
             self.verdicts[key] = verdict
@@ -94,10 +101,8 @@ class Comparison:
         verdict = self.verdicts.get(key)
         return verdict is not None and not verdict.right
 
-    def _compare(
-        self, key: tuple[str, str], kernel: Callable[..., object], plain: Callable[..., object], *args: Any, **named: Any
-    ) -> object:
-        written = [arg for arg in (*args, *named.values()) if isinstance(arg, LayerCache)] if key[0] == "write_kv" else []
+    def _compare(self, key: tuple[str, str], kernel: Run, plain: Run, *args: Any, **named: Any) -> object:
+        written = [arg for arg in args if isinstance(arg, LayerCache)] if key[0] == "write_kv" else []
         out = named.get("out", args[-1] if key[0] == "attention" else None)
         before = [{name: plane.clone() for name, plane in cache.planes.items()} for cache in written]
         if isinstance(out, Tensor):
@@ -106,7 +111,7 @@ class Comparison:
         error = ""
         try:
             with gpu_errors():
-                got = _results(kernel(*args, **named), out, written)
+                got = _results(key[0], kernel(*args, **named), out, written)
                 if got and got[0].is_cuda:
                     torch.cuda.synchronize(got[0].device)
         except (EngineError, RuntimeError, AssertionError) as problem:
@@ -118,12 +123,12 @@ class Comparison:
         if error:
             self.note(key, None, error)
         else:
-            for one, other in zip(got, _results(result, out, written), strict=True):
+            for one, other in zip(got, _results(key[0], result, out, written), strict=True):
                 self.note(key, difference_of(one, other))
         return result
 
 
-def _results(result: object, out: object, written: Sequence[LayerCache]) -> list[Tensor]:
+def _results(op: str, result: object, out: object, written: Sequence[LayerCache]) -> list[Tensor]:
     """Return copies of all that an op has computed."""
     if isinstance(out, Tensor):
         tensors: tuple[Any, ...] = (out,)
@@ -132,6 +137,8 @@ def _results(result: object, out: object, written: Sequence[LayerCache]) -> list
     blocks = [torch.arange(cache.num_blocks, device=cache.device) for cache in written]
     for cache, all_blocks in zip(written, blocks, strict=True):
         tensors += kv_cache.read(cache, all_blocks, cache.num_blocks * kv_cache.BLOCK_LEN)
+    if op == "sample":  # what was not asked for is not written
+        tensors = tuple(answers[:, Answer.TOKEN] for answers in tensors)
     return [tensor.clone() for tensor in tensors]
 
 

@@ -9,23 +9,16 @@ from __future__ import annotations
 import subprocess
 import sysconfig
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import triton
-import triton.language as tl
 
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.errors import DeviceError, EngineError
+from edgelm.kernels.trial import SIZE, product
 
-SIZE = 16
 OR_LLAMA = "or use --engine llama"
-
-
-@triton.jit
-def trial_kernel(x_ptr, y_ptr, out_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(out_ptr + at, tl.dot(tl.load(x_ptr + at), tl.load(y_ptr + at)))
 
 
 def run_trial(device: torch.device) -> None:
@@ -33,7 +26,7 @@ def run_trial(device: torch.device) -> None:
     with explained(), gpu_errors():
         x = torch.arange(SIZE * SIZE, device=device).reshape(SIZE, SIZE) % 7
         out = torch.full((SIZE, SIZE), torch.nan, device=device)
-        trial_kernel[(1,)](x.half(), x.half(), out, SIZE=SIZE)
+        product(x.half(), x.half(), out)
         wrong = out.cpu() != x.cpu().float() @ x.cpu().float()
     if wrong.any():
         message = f"the GPU computes wrongly: {int(wrong.sum())} of {SIZE * SIZE} numbers of a small product"
@@ -81,7 +74,7 @@ def _no_ptxas(_: BaseException) -> EngineError:
 
 def _unknown_target(error: BaseException) -> EngineError:
     name = next((word.strip("'") for word in str(error).split() if word.strip("'").startswith("sm_")), "this GPU")
-    message = f"triton {triton.__version__} cannot compile for {name}"
+    message = f"triton {version('triton')} cannot compile for {name}"
     return DeviceError(message, f"see whether a newer edgelm[cuda] can, {OR_LLAMA}")
 
 

@@ -1,0 +1,114 @@
+"""`edgelm doctor --gpu`: check every kernel on this machine's GPU, and write a report that can be sent to others.
+
+Owns the lines on the terminal, and the report: it names programs, GPU and kernels, and no folder and no user.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from edgelm import __version__
+from edgelm.atomic import atomic_write
+from edgelm.backends.gpu_check import CheckGpu, GpuVerdict, Notify, OpVerdict, run_check
+from edgelm.backends.questions import ask_cuda
+from edgelm.config import Config, load_config
+from edgelm.errors import EdgeLMError
+from edgelm.kv_modes import TORCH_KV
+from edgelm.library.local import model_config, runnable_model
+from edgelm.machine.gpu import nvidia_gpus
+
+REPORT = "edgelm-gpu.txt"
+PACKAGES = ("torch", "triton", "edgelm-llama", "llama-cpp-python")
+Run = Callable[[CheckGpu, Notify], GpuVerdict]
+
+
+def check_gpu(model: str | None, out: str | None, run: Run = run_check) -> int:
+    """Run the check, print it and write the report; return the exit code: 1 if something is wrong.
+
+    Without a model, all formats of weights and of the KV cache are tried. Raises EdgeLMError for an unknown model, or a
+    report that cannot be written.
+    """
+    config, console = load_config({}), Console()
+    request = _request(model, config)
+    state = ask_cuda()
+    if state.problem:
+        verdict = GpuVerdict(state.name, state.problem, state.hint)
+    else:
+        shows = console.is_terminal
+
+        def notify(line: str) -> None:
+            if shows:
+                sys.stdout.write(f"\r\x1b[K{line[: console.width - 1]}")
+                sys.stdout.flush()
+
+        verdict = run(request, notify)
+        if shows:
+            sys.stdout.write("\r\x1b[K")
+    for line in summary(verdict):
+        console.print(escape(line), soft_wrap=True, highlight=False)
+    path = Path(out or REPORT)
+    try:
+        atomic_write(path, "\n".join(report(verdict, request)).encode() + b"\n")
+    except OSError as error:
+        raise EdgeLMError(f"{path} cannot be written: {error.strerror}", "name another file with --out") from None
+    console.print(escape(f"the report is in {path}: attach it when you report a problem"), soft_wrap=True)
+    return 1 if verdict.problem or verdict.wrong else 0
+
+
+def _request(model: str | None, config: Config) -> CheckGpu:
+    settings = config.settings
+    if model is None:
+        return CheckGpu(None, tuple(TORCH_KV), settings.quantize)
+    local = runnable_model(model, config)
+    settings = model_config(local, config).settings
+    modes = tuple(TORCH_KV) if settings.kv == "auto" else (settings.kv,)
+    return CheckGpu(local.path, modes, settings.quantize)
+
+
+def summary(verdict: GpuVerdict) -> Iterator[str]:
+    """Yield the lines for the terminal: one for each op."""
+    if verdict.problem:
+        yield f"✗ our kernels cannot be used here: {verdict.problem}" + (f"; {verdict.hint}" if verdict.hint else "")
+        return
+    yield f"{verdict.device}, checked in {verdict.took_s:.0f} s"
+    for op, verdicts in _by_op(verdict).items():
+        wrong = [one for one in verdicts if not one.right]
+        if not wrong:
+            off = max(one.off for one in verdicts)
+            yield f"✓ {op}: right in {len(verdicts)} cases, at most {off:.1e} of the largest value off"
+        else:
+            worst = max(wrong, key=lambda one: one.off)
+            yield f"✗ {op}: {worst.problem}, in {len(wrong)} of {len(verdicts)} cases, first {worst.detail}"
+            yield f"  {op} is computed by plain torch instead, which is slower"
+
+
+def _by_op(verdict: GpuVerdict) -> dict[str, list[OpVerdict]]:
+    found: dict[str, list[OpVerdict]] = {}
+    for one in verdict.verdicts:
+        found.setdefault(one.op, []).append(one)
+    return dict(sorted(found.items()))
+
+
+def report(verdict: GpuVerdict, request: CheckGpu) -> Iterator[str]:
+    """Yield the lines of the report."""
+    yield f"edgelm {__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    for package in PACKAGES:
+        try:
+            yield f"{package} {version(package)}"
+        except PackageNotFoundError:
+            yield f"{package} is not installed"
+    for gpu in nvidia_gpus():
+        yield f"GPU {gpu.name}, driver {gpu.driver}, {gpu.total_bytes / 2**30:.1f} GiB"
+    what = request.model.name if request.model else "all formats"
+    yield f"checked: {what}, KV cache {', '.join(request.modes)}, on {verdict.device or 'no GPU'}"
+    yield from summary(verdict)
+    yield ""
+    for one in verdict.verdicts:
+        yield f"{'right' if one.right else 'WRONG'}\t{one.op}\t{one.detail}\t{one.problem or f'{one.off:.1e}'}"
