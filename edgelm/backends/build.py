@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from edgelm.backends.choice import EngineChoice, Situation, choose_engine
@@ -20,7 +19,7 @@ from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
 from edgelm.backends.torch.memory import TorchMemory
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.config import Settings
-from edgelm.errors import DeviceError, DoesNotFitError, ModelError
+from edgelm.errors import ModelError
 from edgelm.evaluation.evaluate import Evaluation
 from edgelm.library.local import find_draft_model, require_gguf
 from edgelm.machine.cpu import usable_cores
@@ -34,10 +33,6 @@ from edgelm.workers.messages import EvalSide, Footprint
 log = logging.getLogger(__name__)
 
 
-class _NotOnGpuError(Exception):
-    """A model cannot be loaded on the GPU; the text says why."""
-
-
 def build(
     path: Path,
     settings: Settings,
@@ -48,21 +43,17 @@ def build(
     prefixes: Path | None = None,
     places: Places | None = None,
     memory_bytes: int | None = None,
-    cuda_problem: str = "",
 ) -> LoadedModel:
     """Load a GGUF or a folder of safetensors and start an engine with it.
 
     Without --ctx the context has at least `least_context` tokens if the model has them. `prefixes` is the folder where
     idle conversations are kept for the next process; None: they end with this process. `places` are where drafting
     reads and stores its data; None: no drafting. `memory_bytes` is what the model may take; None: as much as is free.
-    `cuda_problem` is a reason against CUDA. Where the settings leave the choice and loading on the GPU fails because of
-    the GPU, the model is loaded without CUDA.
     Raises ModelError for a file that is damaged, not supported or does not fit in memory; EdgeLMError for a context
     that the model cannot have, or an engine or device that is not available.
     """
     template = read_template_file(settings.template) if settings.template else None
-    load = partial(
-        _build,
+    loaded = _build(
         path,
         settings,
         least_context=least_context,
@@ -72,14 +63,6 @@ def build(
         places=places,
         memory_bytes=memory_bytes,
     )
-    loaded = None
-    try:
-        loaded = load(cuda_problem=cuda_problem)
-    except _NotOnGpuError as error:
-        cuda_problem = str(error)
-    if loaded is None:  # out of the block above, in which the error keeps what was loaded alive
-        log.warning("%s cannot be loaded with CUDA (%s): it is loaded without", path.name, cuda_problem)
-        loaded = load(cuda_problem=cuda_problem)
     if template is not None:
         loaded.tokenizer.chat_template = template
     return loaded
@@ -95,34 +78,26 @@ def _build(
     prefixes: Path | None,
     places: Places | None,
     memory_bytes: int | None,
-    cuda_problem: str,
 ) -> LoadedModel:
     draft = find_draft_model(settings, places.hub) if places else None
     with open_model(path) as model:
-        choice = choose(
-            model, settings, draft=draft.path if draft else None, least_context=least_context, cuda_problem=cuda_problem
-        )
+        choice = choose(model, settings, draft=draft.path if draft else None, least_context=least_context)
         for reason in choice.reasons:
             log.info("%s", reason)
         if choice.engine == "torch":
             from edgelm.backends.torch.build import build_torch  # it imports torch, which is not on every machine
 
-            try:
-                return build_torch(
-                    model,
-                    settings,
-                    device=choice.device,
-                    draft=draft.path if draft else None,
-                    least_context=least_context,
-                    progress=progress,
-                    prefixes=prefixes,
-                    places=places,
-                    memory_bytes=memory_bytes,
-                )
-            except (DeviceError, DoesNotFitError) as error:
-                if choice.device == "cuda" and settings.engine == "auto" and settings.device == "auto":
-                    raise _NotOnGpuError(error.message) from None
-                raise
+            return build_torch(
+                model,
+                settings,
+                device=choice.device,
+                draft=draft.path if draft else None,
+                least_context=least_context,
+                progress=progress,
+                prefixes=prefixes,
+                places=places,
+                memory_bytes=memory_bytes,
+            )
         facts, files = model.facts, model.files
     from edgelm.backends.llama.build import build_llama  # it imports llama.cpp
 
@@ -208,21 +183,17 @@ def choose(
     draft: Path | None = None,
     least_context: int = 0,
     freed_gpu_bytes: int = 0,
-    cuda_problem: str = "",
 ) -> EngineChoice:
     """Choose the engine of an open model, and of its draft model, on this machine.
 
-    `freed_gpu_bytes` of the GPU's memory are taken now and will be free. `cuda_problem` is a reason against CUDA.
-    Raises ModelError, EdgeLMError.
+    `freed_gpu_bytes` of the GPU's memory are taken now and will be free. Raises ModelError, EdgeLMError.
     """
     from edgelm.backends.llama.devices import llama_devices  # these import llama.cpp
     from edgelm.llama_binding import gpu_problem
 
     prefers_torch = settings.engine == "torch" or settings.device == "cuda"
     may_use_cuda = settings.engine != "llama" and settings.device in ("auto", "cuda")
-    cuda = CudaState(cuda_problem or "the settings say so")
-    if may_use_cuda and not cuda_problem:
-        cuda = find_cuda()
+    cuda = find_cuda() if may_use_cuda else CudaState("the settings say so")
     cuda = replace(cuda, free_bytes=cuda.free_bytes + freed_gpu_bytes)
     may_use_torch = has_torch() and (prefers_torch or not cuda.problem or model.gguf is None)
     torch_problem = model.torch_problem() if may_use_torch else ""

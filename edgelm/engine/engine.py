@@ -9,7 +9,6 @@ import asyncio
 import functools
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,6 @@ from edgelm.core import (
     Matcher,
     OnSaving,
     Op,
-    Sampled,
     SamplingParams,
     Save,
     Sequence,
@@ -45,8 +43,7 @@ from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.stream import Mailbox, Stream
 from edgelm.engine.usage import Usage
 from edgelm.engine.watch import Watch, Watcher
-from edgelm.engine.watchdog import Watchdog
-from edgelm.errors import BusyError, DeviceError, EdgeLMError, EngineError, RequestError, SnapshotError
+from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError, SnapshotError
 
 MAX_REQUESTS = 512  # open at the same time, running and waiting; a client alone may have half of them
 WORK_SHARE = 0.02  # of a step's time, for the background work of the drafter
@@ -54,7 +51,6 @@ MAX_WORK_S = 0.005  # of that work after one step
 FLUSH_IDLE_AFTER_S = 30.0  # without a request: then idle prefixes are stored
 
 _CLOSED = EngineError("the engine was closed")
-_HUNG = DeviceError("the device did not finish a step", "see what nvidia-smi says, or use --engine llama")
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +94,7 @@ class _Request:
 class Engine:
     """Runs requests on one executor. Start it, submit to it, close it.
 
-    `make_embedder` is called on the engine's thread when the first vectors are to be computed. A step that takes longer
-    than `hang_s` never ends; None: it may take any time.
+    `make_embedder` is called on the engine's thread when the first vectors are to be computed.
     """
 
     def __init__(
@@ -109,7 +104,6 @@ class Engine:
         clock: StepClock,
         max_requests: int = MAX_REQUESTS,
         make_embedder: Callable[[], Embedder] | None = None,
-        hang_s: float | None = None,
     ) -> None:
         self.counters = Counters()
         self._executor = executor
@@ -119,16 +113,12 @@ class Engine:
         self._embeddings = EmbeddingQueue(make_embedder, self.counters.embedded)
         self._max_requests = max_requests
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # for the next seven
+        self._lock = threading.Lock()  # for the next five
         self._open: dict[int, _Request] = {}
         self._jobs: set[EmbeddingJob] = set()  # open requests for vectors
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._closing = False
         self._on_saving: OnSaving = lambda _: None
-        self._broken: DeviceError | None = None
-        self._on_broken: Callable[[DeviceError], object] = lambda _: None
-        self._on_hang: Callable[[DeviceError], None] = lambda _: os._exit(1)
-        self._watchdog = Watchdog(hang_s, lambda: self._on_hang(_HUNG)) if hang_s else None
         self._end_lock = threading.Lock()  # for the next one
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -156,23 +146,7 @@ class Engine:
 
     def start(self) -> Engine:
         self._thread.start()
-        if self._watchdog:
-            self._watchdog.start()
         return self
-
-    def on_broken(self, action: Callable[[DeviceError], object]) -> None:
-        """Call `action` when the device fails for good; by then the open requests have failed with that error.
-
-        The engine's thread calls it, or this call itself where that has happened already.
-        """
-        with self._lock:
-            self._on_broken, broken = action, self._broken
-        if broken:
-            action(broken)
-
-    def on_hang(self, action: Callable[[DeviceError], None]) -> None:
-        """Call `action`, which must end the process, if a step never ends; without it, the process just ends."""
-        self._on_hang = action
 
     def submit(
         self,
@@ -198,7 +172,8 @@ class Engine:
         self._scheduler.check(tokens, params)
         loop = asyncio.get_running_loop()
         with self._lock:
-            self._require_open()
+            if self._closing:
+                raise EngineError("the engine is closed")
             self._check_room(client, [request.seq.client for request in self._open.values()])
             seq = Sequence(next(self._ids), list(tokens), len(tokens), params, matcher=matcher, past=past)
             seq.cache_namespace, seq.client, seq.interactive = cache_namespace, client, interactive
@@ -218,7 +193,8 @@ class Engine:
         loop = asyncio.get_running_loop()
         job = EmbeddingJob(inputs, client, loop, loop.create_future())
         with self._lock:
-            self._require_open()
+            if self._closing:
+                raise EngineError("the engine is closed")
             self._check_room(client, [job.client for job in self._jobs])
             self._jobs.add(job)
             self._inbox.put(lambda: self._embeddings.add(job))
@@ -234,12 +210,6 @@ class Engine:
         watcher = self._watch.open()
         self._inbox.put(lambda: None)  # an idle engine tells of its cache, too
         return watcher
-
-    def _require_open(self) -> None:
-        if self._broken:
-            raise self._broken
-        if self._closing:
-            raise EngineError("the engine is closed")
 
     def _check_room(self, client: str, clients: Seq[str]) -> None:
         """Raise BusyError unless there is room for one more request of a client, besides those of `clients`.
@@ -270,8 +240,6 @@ class Engine:
         self._inbox.put(lambda: None)
         if self._thread.ident is not None:
             self._thread.join()
-        if self._watchdog:
-            self._watchdog.close()
         self._fail_open()
         with self._end_lock:
             if not self._ended:
@@ -288,7 +256,7 @@ class Engine:
             if step is None:
                 self._pipeline.reset()
                 return None
-            sampled = self._run_step(step)
+            sampled = self._pipeline.run(step)
             forced = self._watch.forced(step) if self._watch.is_on else None
             events = self._scheduler.commit(step, sampled)
             if forced is not None:
@@ -303,15 +271,6 @@ class Engine:
         except Exception as error:  # the one boundary: a failed step is the failure of its requests
             log.exception("a step failed")
             return self._fail(step, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
-
-    def _run_step(self, step: Step) -> list[list[Sampled]]:
-        if self._watchdog is None:
-            return self._pipeline.run(step)
-        self._watchdog.begin()
-        try:
-            return self._pipeline.run(step)
-        finally:
-            self._watchdog.end()
 
     def _record(self, step: Step, forced: list[int], events: list[Event]) -> None:
         """Tell those who watch of a step that was committed."""
@@ -348,14 +307,7 @@ class Engine:
         events = [event for event in self._scheduler.fail(step, error) if event.seq_id in self._open]
         ids = dict.fromkeys(self._open[event.seq_id].request_id for event in events)
         log.warning("requests %s failed: %s", ", ".join(ids), error)
-        if isinstance(error, DeviceError):
-            self._break(error)
         return events
-
-    def _break(self, error: DeviceError) -> None:
-        """Accept no more requests: every later step would fail, too. The thread ends."""
-        with self._lock:
-            self._broken, self._closing = error, True
 
     def _run(self) -> None:
         idle, flushed = False, True
@@ -366,7 +318,7 @@ class Engine:
                     self._embeddings.free()
                     flushed = True
                 events = self.step()
-                embeds = self._embed(events)
+                embeds = self._embeddings.work(None if events is None else self._pipeline.step_s)
                 flushed = flushed and events is None and not embeds
                 idle = events is None and not embeds and not self._scheduler.work(MAX_WORK_S)
                 if idle and self._watch.is_on:
@@ -376,29 +328,17 @@ class Engine:
             for seq in [*self._scheduler.running, *self._scheduler.waiting]:
                 self._scheduler.abort(seq.id)
             self._pipeline.reset()
-            if not self._broken:
-                self._flush_idle(self._on_saving)
+            self._flush_idle(self._on_saving)
         finally:  # even if a bug ends the thread, no client may wait for it
             self._fail_open()
-            if self._broken:
-                self._on_broken(self._broken)
-
-    def _embed(self, events: list[Event] | None) -> bool:
-        """Compute a piece of the vectors that are waited for; return whether there is more."""
-        try:
-            return self._embeddings.work(None if events is None else self._pipeline.step_s)
-        except DeviceError as error:
-            self._break(error)
-            return False
 
     def _fail_open(self) -> None:
         """Accept no more requests, and fail the open ones."""
         with self._lock:
             self._closing = True
-        error = self._broken or _CLOSED
-        self._deliver([Event(seq_id, finish_reason="error", error=error) for seq_id in list(self._open)])
+        self._deliver([Event(seq_id, finish_reason="error", error=_CLOSED) for seq_id in list(self._open)])
         for job in list(self._jobs):
-            job.finish(error)
+            job.finish(_CLOSED)
 
     def _flush_idle(self, on_saving: OnSaving = lambda _: None) -> None:
         """Store idle prefixes, so that they outlive the process; an error costs these prefixes and nothing else."""

@@ -37,9 +37,7 @@ def work_with_engine(
         prefixes=job.prefixes,
         places=own_places() if job.drafts else None,
         memory_bytes=job.memory_bytes,
-        cuda_problem=job.cuda_problem,
     )
-    loaded.engine.on_hang(child.fail)
 
     def save() -> None:
         loaded.prompt_tokens.save()

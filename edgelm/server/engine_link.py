@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
 import httpx2
 
 from edgelm.config import Config, Settings
-from edgelm.errors import DeviceError, EdgeLMError, EngineError
+from edgelm.errors import EdgeLMError, EngineError
 from edgelm.library.local import find_draft_model, model_config
 from edgelm.library.scan import LocalModel, note_use
 from edgelm.machine import facts as machine
@@ -32,10 +29,7 @@ WORKER = "edgelm.server.engine_process"
 CONNECT_LIMIT_S = 10.0
 KEPT_CONNECTIONS = 32  # without a request, to one engine
 KEPT_S = 5.0  # far below KEEP_ALIVE_S, after which the engine closes them
-MAX_GPU_FAILURES = 2  # within so many seconds; then a model runs without CUDA
-FAILURES_WITHIN_S = 600.0
 
-log = logging.getLogger(__name__)
 
 Change = Literal["rewritten", "replaced"]
 
@@ -84,8 +78,6 @@ class Launcher:
         self._verbose = verbose
         self._started = 0
         self._facts: asyncio.Future[machine.MachineFacts] | None = None
-        self._gpu_failures: dict[Path, list[float]] = {}  # when the GPU failed under a model, by the monotonic clock
-        self._cuda_problems: dict[Path, str] = {}  # why models run without CUDA from now on
 
     async def __call__(self, model: LocalModel, footprint: Footprint | None) -> EngineLink:
         """Start a process that loads a model, in the memory of its prediction.
@@ -110,29 +102,11 @@ class Launcher:
             drafts=True,
             key=secrets.token_urlsafe(32),
             socket=socket,
-            cuda_problem=self._cuda_problems.get(path, ""),
         )
         environment = await asyncio.to_thread(machine.child_environment, self._places)
         flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
-        worker = Worker(
-            WORKER, *flags, replies=(Loading, Ready), errors=(DeviceError,), environment=environment, echo=echo
-        )
-        return EngineProcess(
-            worker,
-            job,
-            draft,
-            note_use=lambda: note_use(self._places.data, path),
-            note_failure=partial(self._note_failure, model, settings),
-        )
-
-    def _note_failure(self, model: LocalModel, settings: Settings, error: DeviceError) -> None:
-        """Note that the GPU failed for good under a model; a model that it failed under often runs without CUDA."""
-        now = time.monotonic()
-        times = [then for then in self._gpu_failures.get(model.path, ()) if now - then < FAILURES_WITHIN_S]
-        self._gpu_failures[model.path] = [*times, now]
-        if len(times) + 1 >= MAX_GPU_FAILURES and settings.engine == settings.device == "auto":
-            self._cuda_problems[model.path] = error.message
-            log.warning("%s runs without CUDA until edgelm serve starts again: %s", model.name, error.message)
+        worker = Worker(WORKER, *flags, replies=(Loading, Ready), environment=environment, echo=echo)
+        return EngineProcess(worker, job, draft, note_use=lambda: note_use(self._places.data, path))
 
     async def question(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int) -> Predict:
         """Return the question for the memory of a model's process. Raises EdgeLMError, as a start would."""
@@ -178,13 +152,7 @@ class EngineProcess:
     """The worker that serves one model. Made inside the event loop."""
 
     def __init__(
-        self,
-        worker: Worker,
-        job: ServeJob,
-        draft: Path | None = None,
-        *,
-        note_use: Callable[[], None] = lambda: None,
-        note_failure: Callable[[DeviceError], None] = lambda _: None,
+        self, worker: Worker, job: ServeJob, draft: Path | None = None, *, note_use: Callable[[], None] = lambda: None
     ) -> None:
         self.pid = worker.pid
         self.progress: float | None = None
@@ -193,8 +161,6 @@ class EngineProcess:
         self._job = job
         self._files = ModelFiles(job.model, *([draft] if draft else []))
         self._note_use = note_use
-        self._note_failure = note_failure
-        self._end: asyncio.Task[EngineError] | None = None  # finds the reason of the end
         self._transport: httpx2.AsyncHTTPTransport | None = None  # once it is ready
         worker.send(job)
         self._starting = asyncio.create_task(self._start())
@@ -220,20 +186,7 @@ class EngineProcess:
         await asyncio.shield(self._starting)
 
     async def ended(self) -> EngineError:
-        self._end = self._end or asyncio.create_task(self._reason())
-        return await asyncio.shield(self._end)
-
-    async def _reason(self) -> EngineError:
-        """Return the worker's own last words, or else what its end says."""
         end = await self._worker.aexit()
-        try:
-            while await self._worker.areceive() is not None:
-                pass
-        except DeviceError as error:
-            self._note_failure(error)
-            return error
-        except EdgeLMError as error:
-            log.debug("the engine's last words: %s", error)
         return await asyncio.to_thread(exit_reason, end, self._files)
 
     async def close(self) -> None:

@@ -19,9 +19,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any
 
-from edgelm.errors import DeviceError, EdgeLMError
+from edgelm.errors import EdgeLMError
 from edgelm.workers.wire import SAVING_S, Failed, Saving, decode, encode
 
 ENDING_S = 1.8  # for the actions at the end, or from one progress in saving to the next; the parent waits 2 s
@@ -62,13 +62,6 @@ class Child:
         with contextlib.suppress(OSError):
             self._replies.write(encode(Saving(num_left)))
             self._replies.flush()
-
-    def fail(self, error: EdgeLMError) -> NoReturn:
-        """Send an error and end the process, from any thread, also while native code hangs or cannot be ended."""
-        with contextlib.suppress(OSError):
-            self._replies.write(encode(Failed.of(error)))
-            self._replies.flush()
-        os._exit(1)
 
     def at_end(self, action: Callable[[], None]) -> None:
         """Call `action` when the parent closes standard input, before this process ends."""
@@ -135,8 +128,6 @@ def _handle(handlers: Mapping[type, Handler], child: Child) -> bool:
     try:
         handlers[type(request)](request, child)
         return True
-    except DeviceError as error:
-        child.fail(error)  # at once: Python's end would call the driver
     except EdgeLMError as error:
         child.send(Failed.of(error))
     except MemoryError:

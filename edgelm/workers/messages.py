@@ -24,7 +24,6 @@ class EngineJob:
     prefixes: Path | None = None  # folder of idle conversations; None: they end with the worker
     drafts: bool = False  # whether to use and extend the drafter's data on disk
     memory_bytes: int | None = None  # that the model may take; None: as much as is free
-    cuda_problem: str = ""  # why the model shall not run with CUDA; empty: it may
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.block_states import FORMAT as STATE_FORMAT
 from edgelm.backends.torch.embedding import TorchEmbedder
-from edgelm.backends.torch.executor import MAX_ROWS, TorchExecutor, TorchOptions, device_name
-from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
+from edgelm.backends.torch.executor import MAX_ROWS, OutOfMemoryError, TorchExecutor, TorchOptions, device_name
 from edgelm.backends.torch.memory import STEP_TOKENS, TorchMemory, capacity
 from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.files import file_identity
@@ -39,7 +38,7 @@ from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import DoesNotFitError, EdgeLMError, ModelError
+from edgelm.errors import EdgeLMError, ModelError
 from edgelm.kernels.cache import BLOCK_LEN
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.gpu import INSTALL
@@ -57,7 +56,6 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 MAX_TEMPLATE_BYTES = 2**20
-HANG_S = 120.0  # a step of a GPU takes milliseconds, or seconds where a kernel is compiled
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")  # recognized, not supported
 
 
@@ -76,8 +74,8 @@ def build_torch(
     """Load an open model on a device, "cuda" or "cpu", and start an engine over it; `draft` is a model that drafts.
 
     `prefixes` is the folder of idle conversations; None: they end with this process.
-    Raises ModelError for a model that is damaged or not supported, DoesNotFitError for one that is too large,
-    DeviceError where the GPU fails; EdgeLMError for a context that the model cannot have.
+    Raises ModelError for a model that is damaged, not supported or too large; EdgeLMError for a context that the model
+    cannot have.
     """
     torch.set_num_threads(settings.threads or usable_cores().physical)
     tokenizer = tokenizer_of(model)
@@ -108,8 +106,7 @@ def build_torch(
     prompt_tokens = PromptTokenCache(folder.path / PROMPT_TOKENS if folder else None)
     summary = model.facts.summary
     make_embedder = partial(TorchEmbedder, decoder, summary.pooling, executor.info.context)
-    hang_s = HANG_S if device == "cuda" else None
-    engine = Engine(executor, scheduler, clock, make_embedder=make_embedder, hang_s=hang_s).start()
+    engine = Engine(executor, scheduler, clock, make_embedder=make_embedder).start()
     return LoadedModel(model.name, engine, tokenizer, prompt_tokens, planned.footprint(device), summary.kind)
 
 
@@ -154,11 +151,10 @@ def load_decoder(
         source = FolderSource(model.folder, model.config, quantize=quantize, progress=watch)
     implementation = "triton" if device == "cuda" else "reference"
     try:
-        with gpu_errors():
-            return load(config, source, device, DTYPES[device], implementation, context=context)
-    except OutOfMemoryError as error:
+        return load(config, source, device, DTYPES[device], implementation, context=context)
+    except torch.OutOfMemoryError:
         hint = "take a smaller model, use --quantize int4, or --engine llama"
-        raise DoesNotFitError(f"{model.name} does not fit: {error.message}", hint) from None
+        raise ModelError(f"{model.name} does not fit in the memory of the GPU", hint) from None
 
 
 def _executor(
@@ -176,7 +172,7 @@ def _executor(
         if settings.ctx is not None or context // 2 < MIN_CONTEXT:
             device = device_name(decoder.device)
             message = f"{name} and {context:,} tokens of context do not fit in the memory of {device}"
-            raise DoesNotFitError(message, "lower --ctx, choose a smaller --kv, or use --engine llama")
+            raise ModelError(message, "lower --ctx, choose a smaller --kv, or use --engine llama")
         context //= 2
     return executor
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.batch import LastTokens, StepBuffers, StepTensors, bucket_of
 from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
-from edgelm.backends.torch.failures import OutOfMemoryError, free_device_memory, gpu_errors
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
 from edgelm.core import (
@@ -41,9 +40,10 @@ from edgelm.core import (
     Step,
     Store,
 )
-from edgelm.errors import SnapshotError
+from edgelm.errors import EngineError, SnapshotError
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, KVFormat, LayerCache, allocate
+from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.gpu_target import target_of
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.tuning import TABLE
@@ -71,6 +71,10 @@ class TorchOptions:
     graphs: bool = True
     runs_ahead: bool | None = None  # None: on a GPU, where dropping a step costs less than waiting
     tuned: Path | None = None  # folder of the fastest kernel configurations of each GPU (tests.kernels.bench --tune)
+
+
+class OutOfMemoryError(EngineError):
+    """The device has less memory than requested."""
 
 
 class TorchExecutor:
@@ -138,21 +142,10 @@ class TorchExecutor:
                     TABLE.open(options.tuned, target_of(device))
                 self._device_sampler = DeviceSampler(decoder.vocab_size, max(options.max_rows, SIZES[-1]), device)
         if options.graphs and device.type == "cuda":
-            self._capture_if_it_fits(options, decoder.vocab_size)
-        if device.type == "cuda":
-            self._warm_up(options)
-
-    def _capture_if_it_fits(self, options: TorchOptions, num_vocab: int) -> None:
-        """Capture the graphs; without memory for them, go on without."""
-        try:
             with gpu_errors("--no-graphs runs without CUDA graphs"), torch.inference_mode():
                 self._graphs = self._capture(Graphs(options.max_sequences, options.max_tokens))
-        except OutOfMemoryError as error:
-            log.warning("%s: it runs without CUDA graphs, which costs speed", error.message)
-            self._device_sampler = None  # with the graphs that it has captured
-            free_device_memory()
-            with gpu_errors():
-                self._device_sampler = DeviceSampler(num_vocab, max(options.max_rows, SIZES[-1]), self._device)
+        if device.type == "cuda":
+            self._warm_up(options)
 
     def _capture(self, graphs: Graphs) -> Graphs:
         """Capture the graphs of the sampler and of the model."""
@@ -232,7 +225,7 @@ class TorchExecutor:
         self._graphs = self._decoder = self._device_sampler = self._buffers = self._last = None
         self._caches = []
         self._logits = torch.empty(0)
-        self._ask_gpu(free_device_memory)
+        self._ask_gpu(torch.cuda.empty_cache)
 
     def _ask_gpu(self, call: Callable[[], object]) -> None:
         """Make a call of CUDA, if that is the device. After an illegal access every call raises, and none is needed."""
@@ -333,3 +326,28 @@ def _last_rows(step: Step) -> dict[int, int]:
 def device_name(device: torch.device) -> str:
     """Return the name of a device, as it is shown."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@contextmanager
+def gpu_errors(hint: str = "see `edgelm doctor`") -> Iterator[None]:
+    """Turn errors of torch and the driver into an EngineError of one line."""
+    try:
+        yield
+    except NoKernelError as error:
+        raise EngineError(str(error), "use --engine llama, or --device cpu") from error
+    except RuntimeError as error:  # torch.AcceleratorError too, if torch has it
+        if _is_out_of_memory(error):
+            message = "the memory of the GPU is used up" if "CUDA" in str(error) else "the memory is used up"
+            raise OutOfMemoryError(message, "lower --ctx or --parallel, or choose a smaller --kv") from error
+        if "CUDA" not in str(error):
+            raise
+        raise EngineError(f"the GPU failed: {str(error).splitlines()[0]}", hint) from error
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether memory was missing, here or in a cause: then the capture of a graph fails with another error."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
