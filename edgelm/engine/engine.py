@@ -402,7 +402,9 @@ class Engine:
         now = time.perf_counter()
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Event]]] = {}
         for event in events:
-            request = self._open[event.seq_id]
+            request = self._open.get(event.seq_id)
+            if request is None:
+                continue  # the watchdog has ended it
             if event.sampled:
                 self._count_tokens(request, len(event.sampled), now)
             if request.is_late(now) and not event.finish_reason and self._scheduler.abort(event.seq_id):

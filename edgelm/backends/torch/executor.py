@@ -111,7 +111,8 @@ class TorchExecutor:
         self._graphs: Graphs | None = None
         self._splits_steps = False  # not while loading: there, a smaller context is better
         try:
-            self._allocate(decoder, options, cache_format)
+            with gpu_errors():
+                self._allocate(decoder, options, cache_format)
         except BaseException:
             self.close()  # here, since the error keeps this object alive while it is handled
             raise

@@ -104,11 +104,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _is_of_gpu(error: BaseException) -> bool:
     if "DefaultCPUAllocator" in str(error):
         return False
-    return (
-        isinstance(error, GPU_ERRORS)
-        or isinstance(error, RuntimeError)
-        and any(text in str(error) for text in OF_THE_GPU)
-    )
+    says_so = isinstance(error, RuntimeError) and any(text in str(error) for text in OF_THE_GPU)
+    return says_so or isinstance(error, GPU_ERRORS)
 
 
 def _is_of_compiler(error: BaseException) -> bool:
