@@ -149,7 +149,6 @@ class Engine:
 
     def start(self) -> Engine:
         self._thread.start()
-        self._watchdog.start(self._thread)
         return self
 
     def submit(
@@ -318,6 +317,7 @@ class Engine:
 
     def _run(self) -> None:
         idle, flushed = False, True
+        self._watchdog.start()
         try:
             while not self._closing:
                 if idle:
@@ -326,7 +326,7 @@ class Engine:
                     self._flush_idle()
                     self._embeddings.free()
                     flushed = True
-                self._begin_work(idle)
+                self._watchdog.begin()
                 events = self.step()
                 embeds = self._embeddings.work(None if events is None else self._pipeline.step_s)
                 flushed = flushed and events is None and not embeds
@@ -344,12 +344,6 @@ class Engine:
         finally:  # even if a bug ends the thread, no client may wait for it
             self._watchdog.close()
             self._fail_open()
-
-    def _begin_work(self, was_idle: bool) -> None:
-        """Tell the watchdog that this thread has something to do."""
-        self._watchdog.work = object()
-        if was_idle:
-            self._watchdog.wake()
 
     def _lose(self, error: DeviceError) -> None:
         """End all requests: nothing can be computed any more. For the engine's thread and, if that hangs, another."""
@@ -372,7 +366,7 @@ class Engine:
             ops = step.ops if step else ()
             num_stored = sum(isinstance(op, Store) for op in ops)
             for part in _by_save(ops):  # to copy a state may take a second, and each copy is progress
-                self._begin_work(was_idle=True)
+                self._watchdog.begin()
                 self._executor.forward(Step((), part))
                 on_saving(num_stored)
         except DeviceError:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from edgelm.core import ExecutorInfo, Step
 from edgelm.errors import DeviceError
@@ -39,18 +40,22 @@ class Watchdog:
         self._on_gpu = info.engine == "torch" and info.device != "cpu"
         self._on_hang = on_hang
         self._tick_s = tick_s
-        self._thread: threading.Thread | None = None  # that is watched
+        self._clock: int | None = None  # of the processor time of the watched thread
         self._awake = threading.Event()
         self._closed = False
 
-    def start(self, thread: threading.Thread) -> None:
-        """Watch a thread that has been started."""
-        self._thread = thread
+    def start(self) -> None:
+        """Watch the calling thread."""
+        with suppress(AttributeError):  # macOS does not tell the processor time of a thread
+            # Asked for here, since to ask for the clock of a thread that has ended crashes the process.
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def wake(self) -> None:
-        """Tell that work begins, after a time without any."""
-        self._awake.set()
+    def begin(self) -> None:
+        """Note that the thread begins a piece of work."""
+        rested, self.work = self.work is None, object()
+        if rested:
+            self._awake.set()
 
     def close(self) -> None:
         self._closed = True
@@ -85,10 +90,8 @@ class Watchdog:
         return DeviceError(f"the {device} hangs: {subject} did not end within {elapsed_s:.0f} s", f"try again; {hint}")
 
     def _cpu_s(self) -> float:
-        """Return the processor time of the watched thread; macOS does not tell it: there, time itself."""
-        assert self._thread is not None
-        assert self._thread.ident is not None
+        """Return the processor time of the watched thread, or time itself: then nothing looks like a hang."""
         try:
-            return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
-        except (AttributeError, OSError):  # OSError: the thread has ended
+            return time.monotonic() if self._clock is None else time.clock_gettime(self._clock)
+        except OSError:  # the thread has ended
             return time.monotonic()

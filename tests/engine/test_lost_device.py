@@ -71,8 +71,8 @@ class Watched:
         """Return whether a piece of work, which computes or waits, counts as a hang."""
 
         def work() -> None:
-            self.dog.work = object()
-            self.dog.wake()
+            self.dog.start()
+            self.dog.begin()
             end = time.monotonic() + work_s
             while time.monotonic() < end and not self.hung.is_set():
                 if not busy:
@@ -81,7 +81,6 @@ class Watched:
 
         thread = threading.Thread(target=work)
         thread.start()
-        self.dog.start(thread)
         thread.join()
         self.dog.close()
         return self.hung.is_set()
@@ -109,18 +108,31 @@ def test_time_in_which_the_watchdog_did_not_run_is_no_hang(monkeypatch: pytest.M
         def monotonic(self) -> float:
             return self.hours
 
+        def clock_gettime(self, _: int) -> float:
+            return self.hours
+
         def sleep(self, _: float) -> None:
             self.hours += 3600
             ticked.release()
             time.sleep(0.001)
 
+    watched.dog.begin()
     monkeypatch.setattr(watchdog, "time", Clock())
-    watched.dog.work = object()
-    watched.dog.start(threading.current_thread())
+    watched.dog.start()
     for _ in range(20):
         assert ticked.acquire(timeout=LIMIT_S)
     watched.dog.close()
     assert not watched.hung.is_set()
+
+
+def test_a_thread_that_has_ended_can_still_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask for its clock would crash the process."""
+    watched = Watched(monkeypatch, LIMIT_S)
+    thread = threading.Thread(target=watched.dog.start)
+    thread.start()
+    thread.join()
+    assert watched.dog._cpu_s() > 0
+    watched.dog.close()
 
 
 @pytest.mark.parametrize(("num_tokens", "limit_s"), [(1, 60.1), (1024, 162.4)])
