@@ -39,6 +39,18 @@ class EngineError(EdgeLMError):
     """The engine failed during its work, or its process died."""
 
 
+class DeviceError(EngineError):
+    """The device fails, and every later call of this process would fail too: the process ends, another may go on."""
+
+
+class DoesNotFitError(ModelError):
+    """The device has less memory than the model takes, although the plan said that it fits."""
+
+
+class GpuLoadError(EdgeLMError):
+    """A model cannot be loaded on this GPU, but without CUDA perhaps: by a new process, which is told the message."""
+
+
 class SnapshotError(EngineError):
     """A snapshot cannot be loaded. Its step is lost, but the KV can be computed again."""
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.core import Embedder, EmbeddingBatch
-from edgelm.errors import EdgeLMError, EngineError
+from edgelm.errors import DeviceError, EdgeLMError, EngineError
 
 BUSY_SHARE = 0.25  # of the time of the steps, while answers are decoded
 BUSY_PIECE_S = 0.03  # that a step waits for a piece of this work
@@ -120,6 +120,8 @@ class EmbeddingQueue:
         began = time.perf_counter()
         try:
             self._advance(IDLE_PIECE_S if step_s is None else BUSY_PIECE_S)
+        except DeviceError:
+            raise
         except EdgeLMError as error:
             self._fail(error)
         except Exception as error:  # the one boundary: a failed batch is the failure of its requests

@@ -43,7 +43,8 @@ from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.stream import Mailbox, Stream
 from edgelm.engine.usage import Usage
 from edgelm.engine.watch import Watch, Watcher
-from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError, SnapshotError
+from edgelm.engine.watchdog import Watchdog
+from edgelm.errors import BusyError, DeviceError, EdgeLMError, EngineError, RequestError, SnapshotError
 
 MAX_REQUESTS = 512  # open at the same time, running and waiting; a client alone may have half of them
 WORK_SHARE = 0.02  # of a step's time, for the background work of the drafter
@@ -106,6 +107,7 @@ class Engine:
         make_embedder: Callable[[], Embedder] | None = None,
     ) -> None:
         self.counters = Counters()
+        self.when_lost: Callable[[DeviceError], None] = lambda _: None  # it may end the process; on any thread
         self._executor = executor
         self._scheduler = scheduler
         self._watch = Watch(scheduler.kv_regions)
@@ -122,6 +124,7 @@ class Engine:
         self._end_lock = threading.Lock()  # for the next one
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._watchdog = Watchdog(executor.info, self._lose)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -249,13 +252,14 @@ class Engine:
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
     def step(self) -> list[Event] | None:
-        """Run one step and return its events; None: there is nothing to do."""
+        """Run one step and return its events; None: there is nothing to do. Raises DeviceError: no other can run."""
         step = self._pipeline.launched
         try:
             step = step or self._plan()
             if step is None:
                 self._pipeline.reset()
                 return None
+            self._watchdog.work = step
             sampled = self._pipeline.run(step)
             forced = self._watch.forced(step) if self._watch.is_on else None
             events = self._scheduler.commit(step, sampled)
@@ -266,6 +270,8 @@ class Engine:
             return events
         except SnapshotError as error:
             return self._recompute(error)
+        except DeviceError:
+            raise
         except EdgeLMError as error:
             return self._fail(step, error)
         except Exception as error:  # the one boundary: a failed step is the failure of its requests
@@ -311,12 +317,16 @@ class Engine:
 
     def _run(self) -> None:
         idle, flushed = False, True
+        self._watchdog.start()
         try:
             while not self._closing:
+                if idle:
+                    self._watchdog.work = None
                 if not self._take_commands(wait=idle, limit_s=None if flushed else FLUSH_IDLE_AFTER_S) and idle:
                     self._flush_idle()
                     self._embeddings.free()
                     flushed = True
+                self._watchdog.begin()
                 events = self.step()
                 embeds = self._embeddings.work(None if events is None else self._pipeline.step_s)
                 flushed = flushed and events is None and not embeds
@@ -329,16 +339,25 @@ class Engine:
                 self._scheduler.abort(seq.id)
             self._pipeline.reset()
             self._flush_idle(self._on_saving)
+        except DeviceError as error:
+            self._lose(error)
         finally:  # even if a bug ends the thread, no client may wait for it
+            self._watchdog.close()
             self._fail_open()
 
-    def _fail_open(self) -> None:
+    def _lose(self, error: DeviceError) -> None:
+        """End all requests: nothing can be computed any more. For the engine's thread and, if that hangs, another."""
+        log.error("%s", error)
+        self.when_lost(error)
+        self._fail_open(error)
+
+    def _fail_open(self, error: EngineError = _CLOSED) -> None:
         """Accept no more requests, and fail the open ones."""
         with self._lock:
             self._closing = True
-        self._deliver([Event(seq_id, finish_reason="error", error=_CLOSED) for seq_id in list(self._open)])
+        self._deliver([Event(seq_id, finish_reason="error", error=error) for seq_id in list(self._open)])
         for job in list(self._jobs):
-            job.finish(_CLOSED)
+            job.finish(error)
 
     def _flush_idle(self, on_saving: OnSaving = lambda _: None) -> None:
         """Store idle prefixes, so that they outlive the process; an error costs these prefixes and nothing else."""
@@ -347,8 +366,11 @@ class Engine:
             ops = step.ops if step else ()
             num_stored = sum(isinstance(op, Store) for op in ops)
             for part in _by_save(ops):  # to copy a state may take a second, and each copy is progress
+                self._watchdog.begin()
                 self._executor.forward(Step((), part))
                 on_saving(num_stored)
+        except DeviceError:
+            raise
         except EdgeLMError as error:
             log.warning("idle prefixes are not stored: %s", error)
             self._scheduler.recompute()
@@ -374,7 +396,9 @@ class Engine:
         now = time.perf_counter()
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Event]]] = {}
         for event in events:
-            request = self._open[event.seq_id]
+            request = self._open.get(event.seq_id)
+            if request is None:
+                continue  # the watchdog has ended it
             if event.sampled:
                 self._count_tokens(request, len(event.sampled), now)
             if request.is_late(now) and not event.finish_reason and self._scheduler.abort(event.seq_id):

@@ -37,7 +37,9 @@ def work_with_engine(
         prefixes=job.prefixes,
         places=own_places() if job.drafts else None,
         memory_bytes=job.memory_bytes,
+        cuda_problem=job.cuda_problem,
     )
+    loaded.engine.when_lost = child.fail
 
     def save() -> None:
         loaded.prompt_tokens.save()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -15,21 +16,26 @@ from typing import Literal, Protocol
 
 import httpx2
 
+from edgelm.backends.choice import may_go_without_cuda
 from edgelm.config import Config, Settings
-from edgelm.errors import EdgeLMError, EngineError
+from edgelm.errors import DeviceError, EdgeLMError, EngineError, GpuLoadError
 from edgelm.library.local import find_draft_model, model_config
 from edgelm.library.scan import LocalModel, note_use
 from edgelm.machine import facts as machine
+from edgelm.server.gpu_failures import GpuFailures
 from edgelm.server.listener import private_folder
 from edgelm.workers.exit_reason import ModelFiles, exit_reason
 from edgelm.workers.messages import Footprint, Loading, Predict, Ready, ServeJob
 from edgelm.workers.parent import Worker, in_daemon_thread
 
 WORKER = "edgelm.server.engine_process"
+ERRORS = DeviceError, GpuLoadError
 CONNECT_LIMIT_S = 10.0
 KEPT_CONNECTIONS = 32  # without a request, to one engine
 KEPT_S = 5.0  # far below KEEP_ALIVE_S, after which the engine closes them
 
+
+log = logging.getLogger(__name__)
 
 Change = Literal["rewritten", "replaced"]
 
@@ -40,6 +46,7 @@ class EngineLink(Protocol):
     pid: int
     progress: float | None  # of loading, 0 to 1
     info: Ready | None  # once it is ready
+    cuda_problem: str  # why it does not use CUDA, which failed before
     client: httpx2.AsyncClient
 
     @property
@@ -77,6 +84,7 @@ class Launcher:
         self._sockets = sockets
         self._verbose = verbose
         self._started = 0
+        self._gpu_failures = GpuFailures()
         self._facts: asyncio.Future[machine.MachineFacts] | None = None
 
     async def __call__(self, model: LocalModel, footprint: Footprint | None) -> EngineLink:
@@ -89,6 +97,9 @@ class Launcher:
         facts.require_working()
         draft = await self._draft_of(settings)
         self._started += 1
+        cuda_problem = self._cuda_problem_of(path, settings)
+        if cuda_problem:
+            log.warning("%s: CUDA is not used: %s", model.name, cuda_problem)
         socket = None
         if self._sockets is not None:
             private_folder(self._sockets)  # a cleaner of temporary folders may have removed it
@@ -102,11 +113,18 @@ class Launcher:
             drafts=True,
             key=secrets.token_urlsafe(32),
             socket=socket,
+            cuda_problem=cuda_problem,
         )
         environment = await asyncio.to_thread(machine.child_environment, self._places)
         flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
-        worker = Worker(WORKER, *flags, replies=(Loading, Ready), environment=environment, echo=echo)
-        return EngineProcess(worker, job, draft, note_use=lambda: note_use(self._places.data, path))
+        worker = Worker(WORKER, *flags, replies=(Loading, Ready), errors=ERRORS, environment=environment, echo=echo)
+        return EngineProcess(
+            worker,
+            job,
+            draft,
+            note_use=lambda: note_use(self._places.data, path),
+            note_failure=lambda error: self._gpu_failures.note(path, error),
+        )
 
     async def question(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int) -> Predict:
         """Return the question for the memory of a model's process. Raises EdgeLMError, as a start would."""
@@ -121,7 +139,11 @@ class Launcher:
             usable_bytes,
             self._config.settings.max_memory is not None,
             freed_gpu_bytes,
+            self._cuda_problem_of(model.path, settings),
         )
+
+    def _cuda_problem_of(self, model: Path, settings: Settings) -> str:
+        return self._gpu_failures.problem(model) if may_go_without_cuda(settings) else ""
 
     def _settings_of(self, model: LocalModel) -> Settings:
         return model_config(model, self._config).settings.without_keys
@@ -152,7 +174,13 @@ class EngineProcess:
     """The worker that serves one model. Made inside the event loop."""
 
     def __init__(
-        self, worker: Worker, job: ServeJob, draft: Path | None = None, *, note_use: Callable[[], None] = lambda: None
+        self,
+        worker: Worker,
+        job: ServeJob,
+        draft: Path | None = None,
+        *,
+        note_use: Callable[[], None] = lambda: None,
+        note_failure: Callable[[EdgeLMError], None] = lambda _: None,
     ) -> None:
         self.pid = worker.pid
         self.progress: float | None = None
@@ -160,7 +188,10 @@ class EngineProcess:
         self._worker = worker
         self._job = job
         self._files = ModelFiles(job.model, *([draft] if draft else []))
+        self.cuda_problem = job.cuda_problem
         self._note_use = note_use
+        self._note_failure = note_failure
+        self._ending: asyncio.Task[EngineError] | None = None
         self._transport: httpx2.AsyncHTTPTransport | None = None  # once it is ready
         worker.send(job)
         self._starting = asyncio.create_task(self._start())
@@ -168,7 +199,8 @@ class EngineProcess:
 
     @property
     def exited(self) -> bool:
-        return self._worker.exited
+        """Whether the process is gone, or has said that it can do nothing more: the kernel may keep it for a while."""
+        return self._worker.exited or (self._ending is not None and self._ending.done())
 
     @property
     def num_saving(self) -> int:
@@ -186,8 +218,19 @@ class EngineProcess:
         await asyncio.shield(self._starting)
 
     async def ended(self) -> EngineError:
-        end = await self._worker.aexit()
-        return await asyncio.to_thread(exit_reason, end, self._files)
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        return await asyncio.shield(self._ending)
+
+    async def _end(self) -> EngineError:
+        """Wait for the error that the process ends with, or for its end."""
+        try:
+            while await self._worker.areceive() is not None:
+                pass
+        except EdgeLMError as error:
+            self._note_failure(error)
+            return error if isinstance(error, EngineError) else EngineError(error.message, error.hint)
+        return await asyncio.to_thread(exit_reason, await self._worker.aexit(), self._files)
 
     async def close(self) -> None:
         if self.info is not None:
@@ -205,8 +248,12 @@ class EngineProcess:
 
     async def _start(self) -> None:
         """Follow the loading. Raises EdgeLMError with the worker's own error, or with how it died."""
-        while isinstance(reply := await self._worker.areceive(), Loading):
-            self.progress = reply.share
+        try:
+            while isinstance(reply := await self._worker.areceive(), Loading):
+                self.progress = reply.share
+        except EdgeLMError as error:
+            self._note_failure(error)
+            raise
         if reply is None:
             raise await self.ended()
         assert isinstance(reply, Ready)

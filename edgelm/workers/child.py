@@ -19,9 +19,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
-from edgelm.errors import EdgeLMError
+from edgelm.errors import DeviceError, EdgeLMError, GpuLoadError
 from edgelm.workers.wire import SAVING_S, Failed, Saving, decode, encode
 
 ENDING_S = 1.8  # for the actions at the end, or from one progress in saving to the next; the parent waits 2 s
@@ -52,6 +52,11 @@ class Child:
             self._replies.flush()
         except BrokenPipeError:
             os._exit(1)  # the parent is gone
+
+    def fail(self, error: EdgeLMError) -> NoReturn:
+        """Send an error and end this process at once: native code that has failed may hang at a usual end."""
+        self.send(Failed.of(error))
+        os._exit(1)
 
     def saving(self, num_left: int) -> None:
         """Note progress in saving conversations, of which some are left, so that this process may end later.
@@ -128,6 +133,8 @@ def _handle(handlers: Mapping[type, Handler], child: Child) -> bool:
     try:
         handlers[type(request)](request, child)
         return True
+    except (DeviceError, GpuLoadError) as error:
+        child.fail(error)
     except EdgeLMError as error:
         child.send(Failed.of(error))
     except MemoryError:

@@ -24,7 +24,8 @@ from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.block_states import FORMAT as STATE_FORMAT
 from edgelm.backends.torch.embedding import TorchEmbedder
-from edgelm.backends.torch.executor import MAX_ROWS, OutOfMemoryError, TorchExecutor, TorchOptions, device_name
+from edgelm.backends.torch.executor import MAX_ROWS, TorchExecutor, TorchOptions, device_name
+from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.memory import STEP_TOKENS, TorchMemory, capacity
 from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.files import file_identity
@@ -38,7 +39,7 @@ from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import EdgeLMError, ModelError
+from edgelm.errors import DoesNotFitError, EdgeLMError, ModelError
 from edgelm.kernels.cache import BLOCK_LEN
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.gpu import INSTALL
@@ -59,6 +60,7 @@ MAX_TEMPLATE_BYTES = 2**20
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")  # recognized, not supported
 
 
+@gpu_errors()
 def build_torch(
     model: OpenedModel,
     settings: Settings,
@@ -74,8 +76,8 @@ def build_torch(
     """Load an open model on a device, "cuda" or "cpu", and start an engine over it; `draft` is a model that drafts.
 
     `prefixes` is the folder of idle conversations; None: they end with this process.
-    Raises ModelError for a model that is damaged, not supported or too large; EdgeLMError for a context that the model
-    cannot have.
+    Raises ModelError for a model that is damaged, not supported or too large, DoesNotFitError if only loading shows it;
+    EdgeLMError for a context that the model cannot have; EngineError where the device fails.
     """
     torch.set_num_threads(settings.threads or usable_cores().physical)
     tokenizer = tokenizer_of(model)
@@ -134,7 +136,10 @@ def _plan(
 def load_decoder(
     model: OpenedModel, settings: Settings, device: str, context: int, progress: Callable[[float], bool] | None = None
 ) -> Decoder:
-    """Load the weights, for contexts of this length; `progress` returns False to cancel. Raises ModelError."""
+    """Load the weights, for contexts of this length; `progress` returns False to cancel.
+
+    Raises ModelError, EngineError where the device fails.
+    """
     quantize: Literal["int4"] | None = "int4" if settings.quantize == "int4" else None
 
     def watch(done: int) -> None:  # bytes
@@ -151,10 +156,13 @@ def load_decoder(
         source = FolderSource(model.folder, model.config, quantize=quantize, progress=watch)
     implementation = "triton" if device == "cuda" else "reference"
     try:
-        return load(config, source, device, DTYPES[device], implementation, context=context)
-    except torch.OutOfMemoryError:
+        with gpu_errors():
+            return load(config, source, device, DTYPES[device], implementation, context=context)
+    except OutOfMemoryError as error:
+        if device == "cpu":
+            raise DoesNotFitError(f"{model.name} does not fit in memory", "take a smaller model") from error
         hint = "take a smaller model, use --quantize int4, or --engine llama"
-        raise ModelError(f"{model.name} does not fit in the memory of the GPU", hint) from None
+        raise DoesNotFitError(f"{model.name} does not fit in the memory of the GPU", hint) from error
 
 
 def _executor(
@@ -172,7 +180,7 @@ def _executor(
         if settings.ctx is not None or context // 2 < MIN_CONTEXT:
             device = device_name(decoder.device)
             message = f"{name} and {context:,} tokens of context do not fit in the memory of {device}"
-            raise ModelError(message, "lower --ctx, choose a smaller --kv, or use --engine llama")
+            raise DoesNotFitError(message, "lower --ctx, choose a smaller --kv, or use --engine llama")
         context //= 2
     return executor
 
@@ -216,7 +224,7 @@ def _load_draft_model(
     executor = _try_executor(decoder, settings, DRAFT_KV, context, places.cache / "kernels")
     if executor is None:
         message = f"the draft model {draft.name} does not fit in the memory of {device_name(decoder.device)}"
-        raise ModelError(message, "lower --ctx, or omit --draft")
+        raise DoesNotFitError(message, "lower --ctx, or omit --draft")
     return ModelDrafter(executor, clock.plain_s)
 
 

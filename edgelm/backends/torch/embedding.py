@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from edgelm.backends.pooling import CausalBatch, Piece
-from edgelm.backends.torch.executor import gpu_errors
+from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.memory import STEP_TOKENS
 from edgelm.core import EmbedderInfo, Pooling
 from edgelm.errors import EngineError

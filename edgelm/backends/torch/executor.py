@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from torch import Tensor
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.batch import LastTokens, StepBuffers, StepTensors, bucket_of
 from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
+from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
+from edgelm.backends.torch.parts import parts_of
 from edgelm.core import (
     LAST,
     NOT_A_TOKEN,
@@ -40,10 +42,9 @@ from edgelm.core import (
     Step,
     Store,
 )
-from edgelm.errors import EngineError, SnapshotError
+from edgelm.errors import DeviceError, SnapshotError
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, KVFormat, LayerCache, allocate
-from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.gpu_target import target_of
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.tuning import TABLE
@@ -71,10 +72,6 @@ class TorchOptions:
     graphs: bool = True
     runs_ahead: bool | None = None  # None: on a GPU, where dropping a step costs less than waiting
     tuned: Path | None = None  # folder of the fastest kernel configurations of each GPU (tests.kernels.bench --tune)
-
-
-class OutOfMemoryError(EngineError):
-    """The device has less memory than requested."""
 
 
 class TorchExecutor:
@@ -115,11 +112,14 @@ class TorchExecutor:
         self._caches: list[LayerCache] = []
         self._buffers: StepBuffers | None = None
         self._graphs: Graphs | None = None
+        self._splits_steps = False  # not while loading: there, a smaller context is better
         try:
-            self._allocate(decoder, options, cache_format)
+            with gpu_errors():
+                self._allocate(decoder, options, cache_format)
         except BaseException:
             self.close()  # here, since the error keeps this object alive while it is handled
             raise
+        self._splits_steps = True
 
     def _allocate(self, decoder: Decoder, options: TorchOptions, cache_format: KVFormat) -> None:
         config, device = decoder.config, decoder.device
@@ -142,20 +142,33 @@ class TorchExecutor:
                     TABLE.open(options.tuned, target_of(device))
                 self._device_sampler = DeviceSampler(decoder.vocab_size, max(options.max_rows, SIZES[-1]), device)
         if options.graphs and device.type == "cuda":
-            with gpu_errors("--no-graphs runs without CUDA graphs"), torch.inference_mode():
-                self._graphs = self._capture(Graphs(options.max_sequences, options.max_tokens))
+            try:
+                self._capture(Graphs(options.max_sequences, options.max_tokens))
+            except OutOfMemoryError as error:
+                self._go_on_without_graphs(options, error)
         if device.type == "cuda":
             self._warm_up(options)
 
-    def _capture(self, graphs: Graphs) -> Graphs:
+    def _capture(self, graphs: Graphs) -> None:
         """Capture the graphs of the sampler and of the model."""
         assert self._buffers is not None
         assert self._device_sampler is not None
-        logits = torch.empty((graphs.sizes[0], self._info.num_vocab), dtype=torch.float32, device=self._device)
-        for size in graphs.sizes:  # first, since a copy of the logits is the largest piece of memory in a graph
-            self._device_sampler.capture(logits[:size], graphs.record)
-        graphs.capture(self._run, self._buffers, logits)
-        return graphs
+        # A capture that fails may leave its stream as the current one: `stream` restores the one before.
+        stream = torch.cuda.stream(torch.cuda.current_stream())
+        with gpu_errors("--no-graphs runs without CUDA graphs"), stream, torch.inference_mode():
+            logits = torch.empty((graphs.sizes[0], self._info.num_vocab), dtype=torch.float32, device=self._device)
+            for size in graphs.sizes:  # first, since a copy of the logits is the largest piece of memory in a graph
+                self._device_sampler.capture(logits[:size], graphs.record)
+            graphs.capture(self._run, self._buffers, logits)
+            self._graphs = graphs
+
+    def _go_on_without_graphs(self, options: TorchOptions, error: OutOfMemoryError) -> None:
+        """Free the graphs: steps need less memory without them. Raises DeviceError if the capture did not end well."""
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):  # torch's allocator still counts a capture
+            raise DeviceError(f"{error.message}, while CUDA graphs were captured", "use --no-graphs") from error
+        log.warning("CUDA graphs are not used, and short steps take longer: %s", error)
+        self._device_sampler = DeviceSampler(self._info.num_vocab, max(options.max_rows, SIZES[-1]), self._device)
+        torch.cuda.empty_cache()
 
     def _warm_up(self, options: TorchOptions) -> None:
         """Run a step of each kind, which compiles kernels and allocates scratch before the first request."""
@@ -177,21 +190,45 @@ class TorchExecutor:
         return self._info
 
     def forward(self, step: Step) -> None:
-        """Do the ops, then run the chunks. Raises EngineError if the device has no memory left, or fails."""
+        """Do the ops, then run the chunks.
+
+        Raises OutOfMemoryError, after which other steps may run, and DeviceError, after which none can.
+        """
         for op in step.ops:
             self._apply(op)
         if not step.chunks:
             return
         self._check(step)
+        try:
+            self._logits = self._forward(step)
+            return
+        except OutOfMemoryError as error:
+            if not self._splits_steps:
+                raise
+            message = error.message
+        # Here and not above, where the error would keep the memory of the first try.
+        log.warning("%s: a step of %d tokens is computed in parts", message, step.num_tokens)
+        self._logits = self._forward_in_parts(step)
+
+    def _forward_in_parts(self, step: Step) -> Tensor:
+        """Run a step that needs too much memory part by part. The KV that the first try wrote is written again."""
+        self._logits = torch.empty(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        parts = [self._forward(part)[: part.num_rows].clone() for part in parts_of(step)]  # a graph's are its own
+        with torch.inference_mode():
+            return torch.cat(parts)
+
+    def _forward(self, step: Step) -> Tensor:
+        """Run chunks; return the logits of their rows, and perhaps of padding."""
         assert self._buffers is not None, "the executor is closed"
         size = bucket_of(step)
         bucket = self._graphs.bucket(size) if self._graphs else None
         with gpu_errors(), torch.inference_mode():
             self._buffers.fill(step, bucket or size, self._last)
             if bucket and self._graphs:
-                self._logits = self._graphs.replay(bucket)
-            else:
-                self._logits = self._run(self._buffers.views(size))
+                return self._graphs.replay(bucket)
+            return self._run(self._buffers.views(size))
 
     def sample(self, step: Step, masks: Masks | None) -> PendingSamples:
         """Start sampling the rows of each chunk, up to the first that differs from the draft. Raises EngineError."""
@@ -326,28 +363,3 @@ def _last_rows(step: Step) -> dict[int, int]:
 def device_name(device: torch.device) -> str:
     """Return the name of a device, as it is shown."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-@contextmanager
-def gpu_errors(hint: str = "see `edgelm doctor`") -> Iterator[None]:
-    """Turn errors of torch and the driver into an EngineError of one line."""
-    try:
-        yield
-    except NoKernelError as error:
-        raise EngineError(str(error), "use --engine llama, or --device cpu") from error
-    except RuntimeError as error:  # torch.AcceleratorError too, if torch has it
-        if _is_out_of_memory(error):
-            message = "the memory of the GPU is used up" if "CUDA" in str(error) else "the memory is used up"
-            raise OutOfMemoryError(message, "lower --ctx or --parallel, or choose a smaller --kv") from error
-        if "CUDA" not in str(error):
-            raise
-        raise EngineError(f"the GPU failed: {str(error).splitlines()[0]}", hint) from error
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether memory was missing, here or in a cause: then the capture of a graph fails with another error."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
