@@ -47,6 +47,10 @@ class DoesNotFitError(ModelError):
     """The device has less memory than the model takes, although the plan said that it fits."""
 
 
+class GpuLoadError(EdgeLMError):
+    """A model cannot be loaded on this GPU, but without CUDA perhaps: by a new process, which is told the message."""
+
+
 class SnapshotError(EngineError):
     """A snapshot cannot be loaded. Its step is lost, but the KV can be computed again."""
 

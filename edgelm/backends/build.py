@@ -7,20 +7,19 @@ build an engine from other parts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from edgelm.backends.choice import EngineChoice, Situation, choose_engine
+from edgelm.backends.choice import EngineChoice, Situation, choose_engine, may_go_without_cuda
 from edgelm.backends.llama.placement import Wish
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
 from edgelm.backends.torch.memory import TorchMemory
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.config import Settings
-from edgelm.errors import DeviceError, DoesNotFitError, ModelError
+from edgelm.errors import DoesNotFitError, EngineError, GpuLoadError, ModelError
 from edgelm.evaluation.evaluate import Evaluation
 from edgelm.library.local import find_draft_model, require_gguf
 from edgelm.machine.cpu import usable_cores
@@ -32,10 +31,6 @@ from edgelm.text.template_file import read_template_file
 from edgelm.workers.messages import EvalSide, Footprint
 
 log = logging.getLogger(__name__)
-
-
-class _NotOnGpuError(Exception):
-    """A model cannot be loaded on the GPU; the text says why."""
 
 
 def build(
@@ -56,14 +51,13 @@ def build(
     Without --ctx the context has at least `least_context` tokens if the model has them. `prefixes` is the folder where
     idle conversations are kept for the next process; None: they end with this process. `places` are where drafting
     reads and stores its data; None: no drafting. `memory_bytes` is what the model may take; None: as much as is free.
-    `cuda_problem` is a reason against CUDA. Where the settings leave the choice and loading on the GPU fails because of
-    the GPU, the model is loaded without CUDA. `notify` takes lines for the person who waits.
-    Raises ModelError for a file that is damaged, not supported or does not fit in memory; EdgeLMError for a context
-    that the model cannot have, or an engine or device that is not available.
+    `cuda_problem` is why CUDA is not to be used. `notify` takes lines for the person who waits. Raises ModelError for a
+    file that is damaged, not supported or does not fit in memory; EdgeLMError for a context that the model cannot have,
+    or an engine or device that is not available; GpuLoadError where CUDA fails and the settings allow a new process to
+    go on without it.
     """
     template = read_template_file(settings.template) if settings.template else None
-    load = partial(
-        _build,
+    loaded = _build(
         path,
         settings,
         least_context=least_context,
@@ -73,15 +67,8 @@ def build(
         places=places,
         memory_bytes=memory_bytes,
         notify=notify,
+        cuda_problem=cuda_problem,
     )
-    loaded = None
-    try:
-        loaded = load(cuda_problem=cuda_problem)
-    except _NotOnGpuError as error:
-        cuda_problem = str(error)
-    if loaded is None:  # out of the block above, in which the error keeps what was loaded alive
-        log.warning("%s cannot be loaded with CUDA (%s): it is loaded without", path.name, cuda_problem)
-        loaded = load(cuda_problem=cuda_problem)
     if template is not None:
         loaded.tokenizer.chat_template = template
     return loaded
@@ -102,20 +89,19 @@ def _build(
 ) -> LoadedModel:
     draft = find_draft_model(settings, places.hub) if places else None
     with open_model(path) as model:
-        choice = choose(
-            model, settings, draft=draft.path if draft else None, least_context=least_context, cuda_problem=cuda_problem
-        )
+        beside = draft.path if draft else None
+        choice = choose(model, settings, draft=beside, least_context=least_context, cuda_problem=cuda_problem)
         for reason in choice.reasons:
             log.info("%s", reason)
         if choice.engine == "torch":
             from edgelm.backends.torch.build import build_torch  # it imports torch, which is not on every machine
 
-            try:
+            with _gpu_load(choice, settings):
                 return build_torch(
                     model,
                     settings,
                     device=choice.device,
-                    draft=draft.path if draft else None,
+                    draft=beside,
                     least_context=least_context,
                     progress=progress,
                     prefixes=prefixes,
@@ -123,10 +109,6 @@ def _build(
                     memory_bytes=memory_bytes,
                     notify=notify,
                 )
-            except (DeviceError, DoesNotFitError) as error:
-                if choice.device == "cuda" and settings.engine == "auto" and settings.device == "auto":
-                    raise _NotOnGpuError(error.message) from None
-                raise
         facts, files = model.facts, model.files
     from edgelm.backends.llama.build import build_llama  # it imports llama.cpp
 
@@ -146,6 +128,20 @@ def _build(
     )
 
 
+@contextmanager
+def _gpu_load(choice: EngineChoice, settings: Settings) -> Iterator[None]:
+    """Raise GpuLoadError where CUDA fails while a model is loaded, and the settings do not ask for it.
+
+    A new process goes on, since this one's memory on the GPU and its driver may be in any state.
+    """
+    try:
+        yield
+    except (EngineError, DoesNotFitError) as error:
+        if choice.device == "cuda" and may_go_without_cuda(settings):
+            raise GpuLoadError(error.message, error.hint) from error
+        raise
+
+
 def load_evaluation(
     model: EvalSide,
     reference: EvalSide | None,
@@ -154,13 +150,17 @@ def load_evaluation(
     window: int | None,
     repack: bool = True,
     progress: Callable[[float], bool] | None = None,
+    cuda_problem: str = "",
 ) -> Evaluation:
-    """Load the sides of an evaluation in one engine. Raises the errors of `load_llama_evaluation`."""
-    choice = choose_for_all(dict.fromkeys(side.model for side in (model, reference) if side), settings)
+    """Load the sides of an evaluation in one engine. Raises the errors of `load_llama_evaluation`, GpuLoadError."""
+    choice = choose_for_all(dict.fromkeys(side.model for side in (model, reference) if side), settings, cuda_problem)
     if choice.engine == "torch":
         from edgelm.backends.torch.evaluation import load_torch_evaluation  # it imports torch
 
-        return load_torch_evaluation(model, reference, settings, device=choice.device, window=window, progress=progress)
+        with _gpu_load(choice, settings):
+            return load_torch_evaluation(
+                model, reference, settings, device=choice.device, window=window, progress=progress
+            )
     from edgelm.backends.llama.devices import llama_devices  # these import llama.cpp
     from edgelm.backends.llama.evaluation import load_llama_evaluation
 
@@ -180,6 +180,7 @@ def predict(
     usable_bytes: int | None = None,
     limited: bool = False,
     freed_gpu_bytes: int = 0,
+    cuda_problem: str = "",
 ) -> Footprint:
     """Predict the memory that `build` takes for a model, where it may take `usable_bytes` of this machine's; None: all.
 
@@ -188,7 +189,7 @@ def predict(
     """
     draft = draft if settings.spec != "off" else None
     with open_model(path) as model, open_model(draft) if draft else nullcontext() as small:
-        choice = choose(model, settings, draft=draft, freed_gpu_bytes=freed_gpu_bytes)
+        choice = choose(model, settings, draft=draft, freed_gpu_bytes=freed_gpu_bytes, cuda_problem=cuda_problem)
         on_gpu = choice.device == "cuda"
         usable = available_memory_bytes() if usable_bytes is None else int(usable_bytes / USABLE) + 1
         free = find_cuda().free_bytes + freed_gpu_bytes if on_gpu else usable
@@ -216,7 +217,7 @@ def choose(
 ) -> EngineChoice:
     """Choose the engine of an open model, and of its draft model, on this machine.
 
-    `freed_gpu_bytes` of the GPU's memory are taken now and will be free. `cuda_problem` is a reason against CUDA.
+    `freed_gpu_bytes` of the GPU's memory are taken now and will be free. `cuda_problem` is why CUDA is not to be used.
     Raises ModelError, EdgeLMError.
     """
     from edgelm.backends.llama.devices import llama_devices  # these import llama.cpp
@@ -255,19 +256,19 @@ def choose(
     )
 
 
-def choose_for_all(paths: Iterable[Path], settings: Settings) -> EngineChoice:
+def choose_for_all(paths: Iterable[Path], settings: Settings, cuda_problem: str = "") -> EngineChoice:
     """Choose one engine for several models: the torch engine where one of them needs it."""
-    choices = _choices(paths, settings)
+    choices = _choices(paths, settings, cuda_problem)
     if len({choice.engine for choice in choices}) > 1:
-        choices = _choices(paths, replace(settings, engine="torch"))
+        choices = _choices(paths, replace(settings, engine="torch"), cuda_problem)
     return next((choice for choice in choices if choice.device == "cpu"), choices[0])
 
 
-def _choices(paths: Iterable[Path], settings: Settings) -> list[EngineChoice]:
+def _choices(paths: Iterable[Path], settings: Settings, cuda_problem: str) -> list[EngineChoice]:
     choices = []
     for path in paths:
         with open_model(path) as model:
-            choices.append(choose(model, settings))
+            choices.append(choose(model, settings, cuda_problem=cuda_problem))
     return choices
 
 

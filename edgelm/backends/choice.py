@@ -136,6 +136,11 @@ def _needs_llama(settings: Settings, situation: Situation) -> str:
     return f"only llama.cpp has {flag}" if flag and situation.has_offload else ""
 
 
+def may_go_without_cuda(settings: Settings) -> bool:
+    """Return whether the settings leave the choice of engine and device to us."""
+    return settings.engine == "auto" and settings.device == "auto"
+
+
 def names_llama_device(settings: Settings) -> bool:
     """Return whether --device means a GPU by llama.cpp."""
     return settings.device not in ("auto", "cuda", "cpu")

@@ -54,6 +54,7 @@ def _predict(request: Predict, child: Child) -> None:
             usable_bytes=request.usable_bytes,
             limited=request.limited,
             freed_gpu_bytes=request.freed_gpu_bytes,
+            cuda_problem=request.cuda_problem,
         )
     )
 

@@ -6,11 +6,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from edgelm.errors import EdgeLMError
+from edgelm.errors import EdgeLMError, GpuLoadError
 from edgelm.jobs.embed_request import Vector
 from edgelm.library.local import find_draft_model
 from edgelm.library.scan import note_use
@@ -42,13 +42,24 @@ def run_job(job: EngineJob, places: Places, verbose: bool) -> Iterator[Iterator[
     echo = "" if verbose else None
     flags = ["-v"] if verbose else []
     environment = machine.child_environment(places)
-    worker = Worker(WORKER, *flags, replies=REPLIES, environment=environment, echo=echo, on_saving=_Saving(status).show)
-    try:
-        with worker:
-            worker.send(replace(job, settings=job.settings.without_keys, repack=facts.repack))
-            yield _watch(_replies(worker, files), status, job.model.name, lambda: note_use(places.data, job.model))
-    finally:
-        status.clear()
+
+    def start() -> Worker:
+        on_saving = _Saving(status).show
+        return Worker(
+            WORKER,
+            *flags,
+            replies=REPLIES,
+            errors=(GpuLoadError,),
+            environment=environment,
+            echo=echo,
+            on_saving=on_saving,
+        )
+
+    job = replace(job, settings=job.settings.without_keys, repack=facts.repack)
+    with ExitStack() as workers:
+        workers.callback(status.clear)
+        replies = _from_workers(start, workers, job, files, status)
+        yield _watch(replies, status, job.model.name, lambda: note_use(places.data, job.model))
 
 
 @contextmanager
@@ -59,6 +70,23 @@ def reader_may_leave() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the buffered rest
+
+
+def _from_workers(
+    start: Callable[[], Worker], workers: ExitStack, job: EngineJob, files: ModelFiles, status: _Status
+) -> Iterator[Any]:
+    """Yield the replies of a worker; where CUDA cannot load the model, those of another, which goes on without it."""
+    while True:
+        worker = workers.enter_context(start())
+        worker.send(job)
+        try:
+            yield from _replies(worker, files)
+            return
+        except GpuLoadError as error:
+            worker.close()
+            status.clear()
+            print(f"note: CUDA is not used: {error.message}", file=sys.stderr)
+            job = replace(job, cuda_problem=error.message)
 
 
 def _replies(worker: Worker, files: ModelFiles) -> Iterator[Any]:

@@ -53,6 +53,8 @@ def _show(state: dict[str, Any]) -> None:
     for model in state["models"]:
         if model["waits_for"] is not None:
             print(f"{model['model']} waits for memory: {model['waits_for']}")
+        if model.get("cuda_problem"):  # an older server does not tell it
+            print(f"{model['model']}: CUDA is not used: {model['cuda_problem']}")
         if model["error"] is not None:
             print(f"{model['model']}: {model['error']}")
 

@@ -108,8 +108,7 @@ class EmbeddingQueue:
     def work(self, step_s: float | None) -> bool:
         """Compute a piece, if it is time; return whether there is more.
 
-        `step_s` is the time of the step before, None if there was no step to run. Raises DeviceError, after which
-        nothing more can be computed; of other errors, only the clients are told.
+        `step_s` is the time of the step before, None if there was no step to run.
         """
         if not self.busy:
             self._credit_s = 0.0
@@ -121,8 +120,7 @@ class EmbeddingQueue:
         began = time.perf_counter()
         try:
             self._advance(IDLE_PIECE_S if step_s is None else BUSY_PIECE_S)
-        except DeviceError as error:
-            self._fail(error)
+        except DeviceError:
             raise
         except EdgeLMError as error:
             self._fail(error)

@@ -9,7 +9,6 @@ import asyncio
 import functools
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,6 @@ from edgelm.core import (
     Matcher,
     OnSaving,
     Op,
-    Sampled,
     SamplingParams,
     Save,
     Sequence,
@@ -54,7 +52,6 @@ MAX_WORK_S = 0.005  # of that work after one step
 FLUSH_IDLE_AFTER_S = 30.0  # without a request: then idle prefixes are stored
 
 _CLOSED = EngineError("the engine was closed")
-_HUNG = DeviceError("the device did not finish a step", "see what nvidia-smi says, or use --engine llama")
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +95,7 @@ class _Request:
 class Engine:
     """Runs requests on one executor. Start it, submit to it, close it.
 
-    `make_embedder` is called on the engine's thread when the first vectors are to be computed. A step that takes longer
-    than `hang_s` never ends; None: it may take any time.
+    `make_embedder` is called on the engine's thread when the first vectors are to be computed.
     """
 
     def __init__(
@@ -109,9 +105,9 @@ class Engine:
         clock: StepClock,
         max_requests: int = MAX_REQUESTS,
         make_embedder: Callable[[], Embedder] | None = None,
-        hang_s: float | None = None,
     ) -> None:
         self.counters = Counters()
+        self.when_lost: Callable[[DeviceError], None] = lambda _: None  # it may end the process; on any thread
         self._executor = executor
         self._scheduler = scheduler
         self._watch = Watch(scheduler.kv_regions)
@@ -119,19 +115,16 @@ class Engine:
         self._embeddings = EmbeddingQueue(make_embedder, self.counters.embedded)
         self._max_requests = max_requests
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # for the next seven
+        self._lock = threading.Lock()  # for the next five
         self._open: dict[int, _Request] = {}
         self._jobs: set[EmbeddingJob] = set()  # open requests for vectors
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._closing = False
         self._on_saving: OnSaving = lambda _: None
-        self._broken: DeviceError | None = None
-        self._on_broken: Callable[[DeviceError], object] = lambda _: None
-        self._on_hang: Callable[[DeviceError], None] = lambda _: os._exit(1)
-        self._watchdog = Watchdog(hang_s, lambda: self._on_hang(_HUNG)) if hang_s else None
         self._end_lock = threading.Lock()  # for the next one
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._watchdog = Watchdog(executor.info, self._lose)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -156,23 +149,7 @@ class Engine:
 
     def start(self) -> Engine:
         self._thread.start()
-        if self._watchdog:
-            self._watchdog.start()
         return self
-
-    def on_broken(self, action: Callable[[DeviceError], object]) -> None:
-        """Call `action` when the device fails for good; by then the open requests have failed with that error.
-
-        The engine's thread calls it, or this call itself where that has happened already.
-        """
-        with self._lock:
-            self._on_broken, broken = action, self._broken
-        if broken:
-            action(broken)
-
-    def on_hang(self, action: Callable[[DeviceError], None]) -> None:
-        """Call `action`, which must end the process, if a step never ends; without it, the process just ends."""
-        self._on_hang = action
 
     def submit(
         self,
@@ -198,7 +175,8 @@ class Engine:
         self._scheduler.check(tokens, params)
         loop = asyncio.get_running_loop()
         with self._lock:
-            self._require_open()
+            if self._closing:
+                raise EngineError("the engine is closed")
             self._check_room(client, [request.seq.client for request in self._open.values()])
             seq = Sequence(next(self._ids), list(tokens), len(tokens), params, matcher=matcher, past=past)
             seq.cache_namespace, seq.client, seq.interactive = cache_namespace, client, interactive
@@ -218,7 +196,8 @@ class Engine:
         loop = asyncio.get_running_loop()
         job = EmbeddingJob(inputs, client, loop, loop.create_future())
         with self._lock:
-            self._require_open()
+            if self._closing:
+                raise EngineError("the engine is closed")
             self._check_room(client, [job.client for job in self._jobs])
             self._jobs.add(job)
             self._inbox.put(lambda: self._embeddings.add(job))
@@ -234,12 +213,6 @@ class Engine:
         watcher = self._watch.open()
         self._inbox.put(lambda: None)  # an idle engine tells of its cache, too
         return watcher
-
-    def _require_open(self) -> None:
-        if self._broken:
-            raise self._broken
-        if self._closing:
-            raise EngineError("the engine is closed")
 
     def _check_room(self, client: str, clients: Seq[str]) -> None:
         """Raise BusyError unless there is room for one more request of a client, besides those of `clients`.
@@ -270,8 +243,6 @@ class Engine:
         self._inbox.put(lambda: None)
         if self._thread.ident is not None:
             self._thread.join()
-        if self._watchdog:
-            self._watchdog.close()
         self._fail_open()
         with self._end_lock:
             if not self._ended:
@@ -281,14 +252,15 @@ class Engine:
     # -- the engine's thread ---------------------------------------------------------------------------------------
 
     def step(self) -> list[Event] | None:
-        """Run one step and return its events; None: there is nothing to do."""
+        """Run one step and return its events; None: there is nothing to do. Raises DeviceError: no other can run."""
         step = self._pipeline.launched
         try:
             step = step or self._plan()
             if step is None:
                 self._pipeline.reset()
                 return None
-            sampled = self._run_step(step)
+            self._watchdog.work = step
+            sampled = self._pipeline.run(step)
             forced = self._watch.forced(step) if self._watch.is_on else None
             events = self._scheduler.commit(step, sampled)
             if forced is not None:
@@ -298,20 +270,13 @@ class Engine:
             return events
         except SnapshotError as error:
             return self._recompute(error)
+        except DeviceError:
+            raise
         except EdgeLMError as error:
             return self._fail(step, error)
         except Exception as error:  # the one boundary: a failed step is the failure of its requests
             log.exception("a step failed")
             return self._fail(step, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
-
-    def _run_step(self, step: Step) -> list[list[Sampled]]:
-        if self._watchdog is None:
-            return self._pipeline.run(step)
-        self._watchdog.begin()
-        try:
-            return self._pipeline.run(step)
-        finally:
-            self._watchdog.end()
 
     def _record(self, step: Step, forced: list[int], events: list[Event]) -> None:
         """Tell those who watch of a step that was committed."""
@@ -348,25 +313,22 @@ class Engine:
         events = [event for event in self._scheduler.fail(step, error) if event.seq_id in self._open]
         ids = dict.fromkeys(self._open[event.seq_id].request_id for event in events)
         log.warning("requests %s failed: %s", ", ".join(ids), error)
-        if isinstance(error, DeviceError):
-            self._break(error)
         return events
-
-    def _break(self, error: DeviceError) -> None:
-        """Accept no more requests: every later step would fail, too. The thread ends."""
-        with self._lock:
-            self._broken, self._closing = error, True
 
     def _run(self) -> None:
         idle, flushed = False, True
+        self._watchdog.start()
         try:
             while not self._closing:
+                if idle:
+                    self._watchdog.work = None
                 if not self._take_commands(wait=idle, limit_s=None if flushed else FLUSH_IDLE_AFTER_S) and idle:
                     self._flush_idle()
                     self._embeddings.free()
                     flushed = True
+                self._watchdog.begin()
                 events = self.step()
-                embeds = self._embed(events)
+                embeds = self._embeddings.work(None if events is None else self._pipeline.step_s)
                 flushed = flushed and events is None and not embeds
                 idle = events is None and not embeds and not self._scheduler.work(MAX_WORK_S)
                 if idle and self._watch.is_on:
@@ -376,26 +338,23 @@ class Engine:
             for seq in [*self._scheduler.running, *self._scheduler.waiting]:
                 self._scheduler.abort(seq.id)
             self._pipeline.reset()
-            if not self._broken:
-                self._flush_idle(self._on_saving)
-        finally:  # even if a bug ends the thread, no client may wait for it
-            self._fail_open()
-            if self._broken:
-                self._on_broken(self._broken)
-
-    def _embed(self, events: list[Event] | None) -> bool:
-        """Compute a piece of the vectors that are waited for; return whether there is more."""
-        try:
-            return self._embeddings.work(None if events is None else self._pipeline.step_s)
+            self._flush_idle(self._on_saving)
         except DeviceError as error:
-            self._break(error)
-            return False
+            self._lose(error)
+        finally:  # even if a bug ends the thread, no client may wait for it
+            self._watchdog.close()
+            self._fail_open()
 
-    def _fail_open(self) -> None:
+    def _lose(self, error: DeviceError) -> None:
+        """End all requests: nothing can be computed any more. For the engine's thread and, if that hangs, another."""
+        log.error("%s", error)
+        self.when_lost(error)
+        self._fail_open(error)
+
+    def _fail_open(self, error: EngineError = _CLOSED) -> None:
         """Accept no more requests, and fail the open ones."""
         with self._lock:
             self._closing = True
-        error = self._broken or _CLOSED
         self._deliver([Event(seq_id, finish_reason="error", error=error) for seq_id in list(self._open)])
         for job in list(self._jobs):
             job.finish(error)
@@ -407,8 +366,11 @@ class Engine:
             ops = step.ops if step else ()
             num_stored = sum(isinstance(op, Store) for op in ops)
             for part in _by_save(ops):  # to copy a state may take a second, and each copy is progress
+                self._watchdog.begin()
                 self._executor.forward(Step((), part))
                 on_saving(num_stored)
+        except DeviceError:
+            raise
         except EdgeLMError as error:
             log.warning("idle prefixes are not stored: %s", error)
             self._scheduler.recompute()
@@ -434,7 +396,9 @@ class Engine:
         now = time.perf_counter()
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Event]]] = {}
         for event in events:
-            request = self._open[event.seq_id]
+            request = self._open.get(event.seq_id)
+            if request is None:
+                continue  # the watchdog has ended it
             if event.sampled:
                 self._count_tokens(request, len(event.sampled), now)
             if request.is_late(now) and not event.finish_reason and self._scheduler.abort(event.seq_id):

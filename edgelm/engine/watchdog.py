@@ -1,8 +1,13 @@
-"""The watchdog of an engine: tells of a step that does not end, from a thread of its own.
+"""Watchdog: notices that the engine's thread hangs, in a call of the driver from which no exception comes.
 
-A call of a GPU's driver may hang for ever, and no exception reaches it. Owns the clock of the step that runs. A process
-that was stopped, or a machine that slept, is not taken for a hang: between two looks, only so much time counts as the
-watchdog meant to sleep. Knows nothing of what a step does.
+Owns a thread that looks now and then, and the limits:
+
+- our kernels on a GPU: 60 s and 0.1 s for each token of the step. No GPU that holds a model computes fewer than ten
+  tokens of a prompt a second;
+- all else, such as llama.cpp: ten minutes in which the thread used no processor time. A processor that computes uses it
+  however slow it is, and so does one that reads the model from a slow disk.
+
+Time is counted in the watchdog's own ticks, so a machine that sleeps, or a process that is stopped, hangs no step.
 """
 
 from __future__ import annotations
@@ -10,44 +15,83 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
-LOOKS = 16  # of the watchdog within its limit
+from edgelm.core import ExecutorInfo, Step
+from edgelm.errors import DeviceError
+
+TICK_S = 2.0
+GPU_S = 60.0
+GPU_TOKEN_S = 0.1
+GPU_OTHER_S = 300.0  # for work without a step: vectors, saving conversations
+IDLE_S = 600.0  # without processor time
+LEAST_CPU_S = 0.001  # of a tick, for a thread that does something
 
 
 class Watchdog:
-    """Calls `bark` once, from its own thread, when a step takes longer than `limit_s`."""
+    """Calls `on_hang` once, from a thread of its own, if the thread that set `work` hangs.
 
-    def __init__(self, limit_s: float, bark: Callable[[], None]) -> None:
-        self._limit_s = limit_s
-        self._bark = bark
-        self._step = 0  # odd while one runs
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+    `work` is an object for each piece of work, a Step for a step, and None while the thread waits for work: to set it
+    is all that a step costs.
+    """
+
+    def __init__(self, info: ExecutorInfo, on_hang: Callable[[DeviceError], None], tick_s: float = TICK_S) -> None:
+        self.work: object | None = None
+        self._on_gpu = info.engine == "torch" and info.device != "cpu"
+        self._on_hang = on_hang
+        self._tick_s = tick_s
+        self._clock: int | None = None  # of the processor time of the watched thread
+        self._awake = threading.Event()
+        self._closed = False
 
     def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread. Idempotent."""
-        self._ended.set()
+        """Watch the calling thread."""
+        with suppress(AttributeError):  # macOS does not tell the processor time of a thread
+            # Asked for here, since to ask for the clock of a thread that has ended crashes the process.
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def begin(self) -> None:
-        """Note that a step begins."""
-        self._step += 1
+        """Note that the thread begins a piece of work."""
+        rested, self.work = self.work is None, object()
+        if rested:
+            self._awake.set()
 
-    def end(self) -> None:
-        """Note that the step has ended."""
-        self._step += 1
+    def close(self) -> None:
+        self._closed = True
+        self._awake.set()
 
     def _watch(self) -> None:
-        pause_s = self._limit_s / LOOKS
-        seen, for_s, last = 0, 0.0, time.monotonic()
-        while not self._ended.wait(pause_s):
-            now = time.monotonic()
-            passed_s, last = min(now - last, 2 * pause_s), now
-            step = self._step
-            for_s = for_s + passed_s if step == seen and step % 2 else 0.0
-            seen = step
-            if for_s > self._limit_s:
-                self._bark()
-                return
+        seen, elapsed_s, cpu_s = self.work, 0.0, 0.0
+        while not self._closed:
+            if self.work is None:
+                self._awake.wait()
+                self._awake.clear()
+            before = time.monotonic()
+            time.sleep(self._tick_s)
+            now, work, used_s = time.monotonic(), self.work, self._cpu_s()
+            if work is not seen or work is None or (not self._on_gpu and used_s - cpu_s > LEAST_CPU_S):
+                seen, elapsed_s = work, 0.0
+            else:
+                elapsed_s += min(now - before, 2 * self._tick_s)
+                if elapsed_s > self._limit_s(work):
+                    self._on_hang(self._error(work, elapsed_s))
+                    return
+            cpu_s = used_s
+
+    def _limit_s(self, work: object) -> float:
+        if not self._on_gpu:
+            return IDLE_S
+        return GPU_S + GPU_TOKEN_S * work.num_tokens if isinstance(work, Step) else GPU_OTHER_S
+
+    def _error(self, work: object, elapsed_s: float) -> DeviceError:
+        subject = f"a step of {work.num_tokens:,} tokens" if isinstance(work, Step) else "the engine's work"
+        device, hint = ("GPU", "see what nvidia-smi says") if self._on_gpu else ("engine", "see the log with -v")
+        return DeviceError(f"the {device} hangs: {subject} did not end within {elapsed_s:.0f} s", f"try again; {hint}")
+
+    def _cpu_s(self) -> float:
+        """Return the processor time of the watched thread, or time itself: then nothing looks like a hang."""
+        try:
+            return time.monotonic() if self._clock is None else time.clock_gettime(self._clock)
+        except OSError:  # the thread has ended
+            return time.monotonic()

@@ -34,6 +34,7 @@ def evaluate_file(job: EvalJob, child: Child) -> None:
         window=job.window,
         repack=job.repack,
         progress=partial(report_loading, child),
+        cuda_problem=job.cuda_problem,
     ) as evaluation:
         _run(job, evaluation, child)
 

@@ -40,7 +40,7 @@ def work_with_engine(
         cuda_problem=job.cuda_problem,
         notify=lambda text: child.send(Status(text)),
     )
-    loaded.engine.on_hang(child.fail)
+    loaded.engine.when_lost = child.fail
 
     def save() -> None:
         loaded.prompt_tokens.save()

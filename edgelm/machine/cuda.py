@@ -45,7 +45,7 @@ def _check_gpu() -> CudaState:
         name = torch.cuda.get_device_name(0)
         capability = torch.cuda.get_device_capability(0)
         free, total = torch.cuda.mem_get_info(0)
-    except RuntimeError as error:
+    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:  # the latter while CUDA starts
         return CudaState(f"the GPU does not answer: {str(error).splitlines()[0]}", "see what nvidia-smi says")
     if capability < MIN_CAPABILITY:
         return CudaState(

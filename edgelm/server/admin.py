@@ -176,6 +176,7 @@ async def _process(slot: EngineSlot, measured: Measured) -> dict[str, Any]:
         "context": info.context if info else None,
         "engine": info.engine if info else None,
         "device": info.device if info else None,
+        "cuda_problem": (link.cuda_problem or None) if link else None,
         "requests": stats["requests"],
         "rss_bytes": stats["rss_bytes"],
         # Of all its processes; pages that several of them share, such as a draft model's, count in equal parts.

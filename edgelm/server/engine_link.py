@@ -10,30 +10,30 @@ import contextlib
 import logging
 import os
 import secrets
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
 import httpx2
 
+from edgelm.backends.choice import may_go_without_cuda
 from edgelm.config import Config, Settings
-from edgelm.errors import DeviceError, EdgeLMError, EngineError
+from edgelm.errors import DeviceError, EdgeLMError, EngineError, GpuLoadError
 from edgelm.library.local import find_draft_model, model_config
 from edgelm.library.scan import LocalModel, note_use
 from edgelm.machine import facts as machine
+from edgelm.server.gpu_failures import GpuFailures
 from edgelm.server.listener import private_folder
 from edgelm.workers.exit_reason import ModelFiles, exit_reason
 from edgelm.workers.messages import Footprint, Loading, Predict, Ready, ServeJob, Status
 from edgelm.workers.parent import Worker, in_daemon_thread
 
 WORKER = "edgelm.server.engine_process"
+ERRORS = DeviceError, GpuLoadError
 CONNECT_LIMIT_S = 10.0
 KEPT_CONNECTIONS = 32  # without a request, to one engine
 KEPT_S = 5.0  # far below KEEP_ALIVE_S, after which the engine closes them
-MAX_GPU_FAILURES = 2  # within so many seconds; then a model runs without CUDA
-FAILURES_WITHIN_S = 600.0
+
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class EngineLink(Protocol):
     pid: int
     progress: float | None  # of loading, 0 to 1
     info: Ready | None  # once it is ready
+    cuda_problem: str  # why it does not use CUDA, which failed before
     client: httpx2.AsyncClient
 
     @property
@@ -83,9 +84,8 @@ class Launcher:
         self._sockets = sockets
         self._verbose = verbose
         self._started = 0
+        self._gpu_failures = GpuFailures()
         self._facts: asyncio.Future[machine.MachineFacts] | None = None
-        self._gpu_failures: dict[Path, list[float]] = {}  # when the GPU failed under a model, by the monotonic clock
-        self._cuda_problems: dict[Path, str] = {}  # why models run without CUDA from now on
 
     async def __call__(self, model: LocalModel, footprint: Footprint | None) -> EngineLink:
         """Start a process that loads a model, in the memory of its prediction.
@@ -97,6 +97,9 @@ class Launcher:
         facts.require_working()
         draft = await self._draft_of(settings)
         self._started += 1
+        cuda_problem = self._cuda_problem_of(path, settings)
+        if cuda_problem:
+            log.warning("%s: CUDA is not used: %s", model.name, cuda_problem)
         socket = None
         if self._sockets is not None:
             private_folder(self._sockets)  # a cleaner of temporary folders may have removed it
@@ -110,29 +113,19 @@ class Launcher:
             drafts=True,
             key=secrets.token_urlsafe(32),
             socket=socket,
-            cuda_problem=self._cuda_problems.get(path, ""),
+            cuda_problem=cuda_problem,
         )
         environment = await asyncio.to_thread(machine.child_environment, self._places)
         flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
-        worker = Worker(
-            WORKER, *flags, replies=(Loading, Ready, Status), errors=(DeviceError,), environment=environment, echo=echo
-        )
+        replies = (Loading, Ready, Status)
+        worker = Worker(WORKER, *flags, replies=replies, errors=ERRORS, environment=environment, echo=echo)
         return EngineProcess(
             worker,
             job,
             draft,
             note_use=lambda: note_use(self._places.data, path),
-            note_failure=partial(self._note_failure, model, settings),
+            note_failure=lambda error: self._gpu_failures.note(path, error),
         )
-
-    def _note_failure(self, model: LocalModel, settings: Settings, error: DeviceError) -> None:
-        """Note that the GPU failed for good under a model; a model that it failed under often runs without CUDA."""
-        now = time.monotonic()
-        times = [then for then in self._gpu_failures.get(model.path, ()) if now - then < FAILURES_WITHIN_S]
-        self._gpu_failures[model.path] = [*times, now]
-        if len(times) + 1 >= MAX_GPU_FAILURES and settings.engine == settings.device == "auto":
-            self._cuda_problems[model.path] = error.message
-            log.warning("%s runs without CUDA until edgelm serve starts again: %s", model.name, error.message)
 
     async def question(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int) -> Predict:
         """Return the question for the memory of a model's process. Raises EdgeLMError, as a start would."""
@@ -147,7 +140,11 @@ class Launcher:
             usable_bytes,
             self._config.settings.max_memory is not None,
             freed_gpu_bytes,
+            self._cuda_problem_of(model.path, settings),
         )
+
+    def _cuda_problem_of(self, model: Path, settings: Settings) -> str:
+        return self._gpu_failures.problem(model) if may_go_without_cuda(settings) else ""
 
     def _settings_of(self, model: LocalModel) -> Settings:
         return model_config(model, self._config).settings.without_keys
@@ -184,7 +181,7 @@ class EngineProcess:
         draft: Path | None = None,
         *,
         note_use: Callable[[], None] = lambda: None,
-        note_failure: Callable[[DeviceError], None] = lambda _: None,
+        note_failure: Callable[[EdgeLMError], None] = lambda _: None,
     ) -> None:
         self.pid = worker.pid
         self.progress: float | None = None
@@ -192,9 +189,10 @@ class EngineProcess:
         self._worker = worker
         self._job = job
         self._files = ModelFiles(job.model, *([draft] if draft else []))
+        self.cuda_problem = job.cuda_problem
         self._note_use = note_use
         self._note_failure = note_failure
-        self._end: asyncio.Task[EngineError] | None = None  # finds the reason of the end
+        self._ending: asyncio.Task[EngineError] | None = None
         self._transport: httpx2.AsyncHTTPTransport | None = None  # once it is ready
         worker.send(job)
         self._starting = asyncio.create_task(self._start())
@@ -202,7 +200,8 @@ class EngineProcess:
 
     @property
     def exited(self) -> bool:
-        return self._worker.exited
+        """Whether the process is gone, or has said that it can do nothing more: the kernel may keep it for a while."""
+        return self._worker.exited or (self._ending is not None and self._ending.done())
 
     @property
     def num_saving(self) -> int:
@@ -220,21 +219,19 @@ class EngineProcess:
         await asyncio.shield(self._starting)
 
     async def ended(self) -> EngineError:
-        self._end = self._end or asyncio.create_task(self._reason())
-        return await asyncio.shield(self._end)
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        return await asyncio.shield(self._ending)
 
-    async def _reason(self) -> EngineError:
-        """Return the worker's own last words, or else what its end says."""
-        end = await self._worker.aexit()
+    async def _end(self) -> EngineError:
+        """Wait for the error that the process ends with, or for its end."""
         try:
             while await self._worker.areceive() is not None:
                 pass
-        except DeviceError as error:
-            self._note_failure(error)
-            return error
         except EdgeLMError as error:
-            log.debug("the engine's last words: %s", error)
-        return await asyncio.to_thread(exit_reason, end, self._files)
+            self._note_failure(error)
+            return error if isinstance(error, EngineError) else EngineError(error.message, error.hint)
+        return await asyncio.to_thread(exit_reason, await self._worker.aexit(), self._files)
 
     async def close(self) -> None:
         if self.info is not None:
@@ -253,12 +250,16 @@ class EngineProcess:
     async def _start(self) -> None:
         """Follow the loading. Raises EdgeLMError with the worker's own error, or with how it died."""
         noticed = False
-        while isinstance(reply := await self._worker.areceive(), Loading | Status):
-            if isinstance(reply, Loading):
-                self.progress = reply.share
-            elif not noticed:  # its progress is for those who see one line
-                log.warning("%s: %s", self._files.name, reply.text)
-                noticed = True
+        try:
+            while isinstance(reply := await self._worker.areceive(), Loading | Status):
+                if isinstance(reply, Loading):
+                    self.progress = reply.share
+                elif not noticed:  # the other lines are for those who see one at a time
+                    log.warning("%s: %s", self._files.name, reply.text)
+                    noticed = True
+        except EdgeLMError as error:
+            self._note_failure(error)
+            raise
         if reply is None:
             raise await self.ended()
         assert isinstance(reply, Ready)

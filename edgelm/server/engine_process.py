@@ -9,7 +9,7 @@ import sys
 from functools import partial
 
 from edgelm.backends.model import LoadedModel
-from edgelm.errors import DeviceError, EdgeLMError
+from edgelm.errors import EdgeLMError
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.request import AnswerRequest
 from edgelm.jobs.worker import work_with_engine
@@ -20,13 +20,9 @@ from edgelm.server.protocol import raise_file_limit
 from edgelm.text.template_worker import TemplateRunner
 from edgelm.workers.child import Child, run_job
 from edgelm.workers.messages import Ready, ServeJob
-from edgelm.workers.wire import Failed
-
-LAST_ANSWERS_S = 2  # to send the errors of open requests, when the device has failed for good
 
 
 async def _serve(loaded: LoadedModel, job: ServeJob, child: Child) -> None:
-    """Serve until the parent ends this process. Raises DeviceError when the device fails for good."""
     listener = bind_tcp("127.0.0.1", 0) if job.socket is None else bind_unix(job.socket)
     info = loaded.engine.info
     port = listener.getsockname()[1] if job.socket is None else None
@@ -39,24 +35,13 @@ async def _serve(loaded: LoadedModel, job: ServeJob, child: Child) -> None:
         await templates.close()
     answerer = Answerer(loaded, templates, grammars, job.settings)
     warming = asyncio.create_task(_warm_up(answerer))
-    server = Server(engine_app(EngineParts(loaded, answerer), job.key), grace_s=LAST_ANSWERS_S)
-    loop, broken = asyncio.get_running_loop(), list[DeviceError]()
-
-    def end(error: DeviceError) -> None:
-        child.send(Failed.of(error))  # at once: the front may end this process when it accepts no connection
-        broken.append(error)
-        server.should_exit = True
-
-    loaded.engine.on_broken(lambda error: loop.call_soon_threadsafe(end, error))
     try:
-        await server.serve(sockets=[listener])
+        await Server(engine_app(EngineParts(loaded, answerer), job.key)).serve(sockets=[listener])
     finally:
         warming.cancel()
         await templates.close()
         if grammars:
             await grammars.close()
-    if broken:
-        raise broken[0]
 
 
 async def _warm_up(answerer: Answerer) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
-from edgelm.errors import EdgeLMError, EngineError, StillLoadingError
+from edgelm.errors import EdgeLMError, EngineError, GpuLoadError, StillLoadingError
 from edgelm.library.scan import LocalModel
 from edgelm.server.engine_link import EngineLink
 from edgelm.workers.messages import Footprint, Ready
@@ -231,6 +231,10 @@ class EngineSlot:
                 self.state, self.blocker, self._began = "starting", "", self.now()
                 self.link = await self._launch(self.model, self.footprint)
                 await self.link.ready()
+            except GpuLoadError as error:  # the next one goes on without CUDA
+                log.warning("%s: %s", self.model.name, error)
+                await self._give_up(error)
+                continue
             except EdgeLMError as error:
                 await self._fail(error)
                 return
@@ -255,6 +259,15 @@ class EngineSlot:
             self.num_restarts += 1
             log.warning("%s: %s", self.model.name, ended)
             await asyncio.sleep(self._pause_s)
+
+    async def _give_up(self, error: GpuLoadError) -> None:
+        """End an engine that could not load the model on the GPU, before another is started."""
+        link = self.link
+        self._to_starting()
+        self.error = error
+        if link is not None:
+            await link.close()
+        self._free()
 
     def _on_end(self, life: asyncio.Task[None]) -> None:
         """Wake waiting requests if a bug ended the task."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from edgelm.errors import DeviceError, EdgeLMError
+from edgelm.errors import DeviceError, EdgeLMError, GpuLoadError
 from edgelm.workers.wire import SAVING_S, Failed, Saving, decode, encode
 
 ENDING_S = 1.8  # for the actions at the end, or from one progress in saving to the next; the parent waits 2 s
@@ -53,6 +53,11 @@ class Child:
         except BrokenPipeError:
             os._exit(1)  # the parent is gone
 
+    def fail(self, error: EdgeLMError) -> NoReturn:
+        """Send an error and end this process at once: native code that has failed may hang at a usual end."""
+        self.send(Failed.of(error))
+        os._exit(1)
+
     def saving(self, num_left: int) -> None:
         """Note progress in saving conversations, of which some are left, so that this process may end later.
 
@@ -62,13 +67,6 @@ class Child:
         with contextlib.suppress(OSError):
             self._replies.write(encode(Saving(num_left)))
             self._replies.flush()
-
-    def fail(self, error: EdgeLMError) -> NoReturn:
-        """Send an error and end the process, from any thread, also while native code hangs or cannot be ended."""
-        with contextlib.suppress(OSError):
-            self._replies.write(encode(Failed.of(error)))
-            self._replies.flush()
-        os._exit(1)
 
     def at_end(self, action: Callable[[], None]) -> None:
         """Call `action` when the parent closes standard input, before this process ends."""
@@ -135,8 +133,8 @@ def _handle(handlers: Mapping[type, Handler], child: Child) -> bool:
     try:
         handlers[type(request)](request, child)
         return True
-    except DeviceError as error:
-        child.fail(error)  # at once: Python's end would call the driver
+    except (DeviceError, GpuLoadError) as error:
+        child.fail(error)
     except EdgeLMError as error:
         child.send(Failed.of(error))
     except MemoryError:

@@ -24,7 +24,7 @@ class EngineJob:
     prefixes: Path | None = None  # folder of idle conversations; None: they end with the worker
     drafts: bool = False  # whether to use and extend the drafter's data on disk
     memory_bytes: int | None = None  # that the model may take; None: as much as is free
-    cuda_problem: str = ""  # why the model shall not run with CUDA; empty: it may
+    cuda_problem: str = ""  # why CUDA is not to be used, although it is there: it failed before
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Predict:
     """Predict the memory of a model's engine before it is loaded; the reply is a Footprint.
 
     It may take `usable_bytes` of this machine's memory, None: all; `limited`: because of --max-memory.
-    `freed_gpu_bytes` of the GPU's are going to be free.
+    `freed_gpu_bytes` of the GPU's are going to be free. `cuda_problem`: why CUDA is not going to be used.
     """
 
     model: Path
@@ -149,6 +149,7 @@ class Predict:
     usable_bytes: int | None
     limited: bool
     freed_gpu_bytes: int
+    cuda_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 import edgelm.backends.build as build_package
+import edgelm.backends.torch.build as torch_build
 from edgelm.backends.build import build, choose
 from edgelm.backends.choice import EngineChoice
 from edgelm.backends.llama import build as build_module
 from edgelm.backends.model import open_model
+from edgelm.backends.torch.failures import OutOfMemoryError
 from edgelm.config import Settings
 from edgelm.core import ExecutorInfo
-from edgelm.errors import EdgeLMError, ModelError
+from edgelm.errors import DeviceError, DoesNotFitError, EdgeLMError, GpuLoadError, ModelError
 from edgelm.machine.gpu import CudaState
 from edgelm.models.loading.stored import BLOCK_TYPES
 from tests.tiny import write_tiny
@@ -117,3 +119,54 @@ def test_what_the_kernels_cannot_take_is_llama_cpps(tmp_path: Path, monkeypatch:
 def test_a_cache_that_only_another_engine_has_is_refused_with_the_reason(wide: Path, kv: str) -> None:
     with pytest.raises(ModelError, match=rf"--kv {kv} is not among the KV caches of llama\.cpp \(f16, k8v16"):
         build(wide, Settings(kv=kv))
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Let the torch engine fail while it loads a model."""
+
+    def build_torch(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch_build, "build_torch", build_torch)
+
+
+LOAD_FAILURES = [
+    DoesNotFitError("plain does not fit in the memory of the GPU", "take a smaller model"),
+    OutOfMemoryError("the memory of the GPU is used up", "lower --ctx"),
+    DeviceError("the GPU's kernels cannot be compiled: Failed to find C compiler.", "see `edgelm doctor`"),
+    DeviceError("the GPU failed: CUDA error: an illegal memory access was encountered", "try again"),
+]
+
+
+@pytest.mark.usefixtures("with_a_gpu")
+@pytest.mark.parametrize("error", LOAD_FAILURES, ids=str)
+def test_what_the_gpu_cannot_load_goes_on_without_it_unless_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: EdgeLMError
+) -> None:
+    plain = write_tiny(tmp_path / "plain.gguf", quant="q8_0")
+    failing(monkeypatch, error)
+    with pytest.raises(GpuLoadError) as caught:
+        build(plain, Settings(threads=1))
+    assert (caught.value.message, caught.value.hint) == (error.message, error.hint)
+    for asked in ({"engine": "torch"}, {"device": "cuda"}):
+        with pytest.raises(type(error)) as own:
+            build(plain, Settings(threads=1, **asked))  # type: ignore[arg-type]
+        assert own.value is error
+    again = build(plain, Settings(threads=1), cuda_problem=caught.value.message)
+    assert again.engine.info.engine == "llama"
+    again.engine.close()
+
+
+@pytest.mark.usefixtures("with_a_gpu")
+def test_a_damaged_model_is_no_failure_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, ModelError("plain is damaged"))
+    with pytest.raises(ModelError, match="plain is damaged"):
+        build(write_tiny(tmp_path / "plain.gguf", quant="q8_0"), Settings(threads=1))
+
+
+@pytest.mark.usefixtures("with_a_gpu")
+def test_why_cuda_is_not_used_any_more_is_told(tmp_path: Path) -> None:
+    with open_model(write_tiny(tmp_path / "plain.gguf", quant="q8_0")) as model:
+        choice = choose(model, Settings(), cuda_problem="the memory of the GPU is used up")
+    assert choice.engine == "llama"
+    assert choice.reasons[0] == "CUDA is not used: the memory of the GPU is used up"

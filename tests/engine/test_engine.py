@@ -56,7 +56,6 @@ def running_engine(
     max_requests: int = 512,
     drafter: Drafter | None = None,
     make_embedder: Callable[[], Embedder] | None = None,
-    hang_s: float | None = None,
     **facts: object,
 ) -> Iterator[tuple[Engine, GatedExecutor]]:
     parsed = info(**({"context": 100_000, "capacity": 200_000} | facts))
@@ -65,7 +64,7 @@ def running_engine(
     executor = GatedExecutor(parsed, memory)
     clock = StepClock()
     scheduler = Scheduler(parsed, kv, clock, drafter)
-    engine = Engine(executor, scheduler, clock, max_requests, make_embedder, hang_s).start()
+    engine = Engine(executor, scheduler, clock, max_requests, make_embedder).start()
     try:
         yield engine, executor
     finally:

@@ -65,6 +65,7 @@ class FakeLink:
         self.pid = pid
         self.progress: float | None = None
         self.info: Ready | None = None
+        self.cuda_problem = ""
         self.client = httpx2.AsyncClient(verify=False)  # it makes no connection, and certificates take 20 ms to read
         self.closed = False
         self.num_saving = 0

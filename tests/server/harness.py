@@ -62,9 +62,9 @@ def body(model: str, text: str, **fields: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(environment: dict[str, str], *arguments: str | Path, log: Path) -> Iterator[Front]:
+def serving(environment: dict[str, str], *arguments: str | Path, log: Path, module: str = "edgelm") -> Iterator[Front]:
     """Run `edgelm serve` on a free port while the block runs."""
-    command = [sys.executable, "-m", "edgelm", "serve", "--port", "0", "--json", *map(str, arguments)]
+    command = [sys.executable, "-m", module, "serve", "--port", "0", "--json", *map(str, arguments)]
     with log.open("ab") as errors:
         process = subprocess.Popen(
             command,

@@ -60,6 +60,25 @@ async def test_what_it_says_of_its_failure(tmp_path: Path) -> None:
         await link.close()
 
 
+async def test_what_it_says_before_its_end_counts_though_the_process_stays(tmp_path: Path) -> None:
+    """The kernel may keep a process whose driver hangs: nobody waits for it."""
+    async with asyncio.timeout(LIMIT_S):
+        failed = "{'event': 'failed', 'kind': 'DeviceError', 'message': 'the GPU hangs', 'hint': 'try again'}"
+        link = await start(f"emit({READY}); sys.stdin.readline(); emit({failed})\nwhile True: time.sleep(1)", tmp_path)
+        noted: list[EdgeLMError] = []
+        link._note_failure = noted.append
+        await link.ready()
+        ended = [asyncio.create_task(link.ended()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert not link.exited
+        link._worker.send_line(b"\n")
+        assert [str(await end) for end in ended] == ["the GPU hangs; try again"] * 2
+        assert link.exited
+        assert [str(error) for error in noted] == ["the GPU hangs; try again"]
+        link.kill()
+        await link.close()
+
+
 async def test_how_it_died(tmp_path: Path) -> None:
     async with asyncio.timeout(LIMIT_S):
         link = await start("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.errors import EngineError, ModelError, StillLoadingError
+from edgelm.errors import EngineError, GpuLoadError, ModelError, StillLoadingError
 from edgelm.library.scan import LocalModel
 from edgelm.server import slots as engine_slot
 from edgelm.server.slots import EngineSlot
@@ -274,3 +274,16 @@ async def test_a_bug_in_starting_wakes_who_waits() -> None:
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         await slot.ready(LONG_S)
     await slot.stop("is gone")
+
+
+async def test_a_model_that_the_gpu_cannot_load_is_loaded_again_at_once(table: EngineTable, launches: Launches) -> None:
+    async with table.lease(MODEL) as slot:
+        waiting = asyncio.create_task(slot.ready(LONG_S))
+        (await launches.number(1)).fail(GpuLoadError("the memory of the GPU is used up", "lower --ctx"))
+        second = await launches.number(2)
+        assert launches.links[0].closed
+        with pytest.raises(StillLoadingError, match="loaded again, because the memory of the GPU is used up"):
+            await slot.ready(0)
+        second.load()
+        assert (await waiting).pid == 2
+        assert slot.error is None

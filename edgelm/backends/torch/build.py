@@ -59,10 +59,10 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 MAX_TEMPLATE_BYTES = 2**20
-HANG_S = 120.0  # a step of a GPU takes milliseconds, or seconds where a kernel is compiled
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")  # recognized, not supported
 
 
+@gpu_errors()
 def build_torch(
     model: OpenedModel,
     settings: Settings,
@@ -79,8 +79,8 @@ def build_torch(
     """Load an open model on a device, "cuda" or "cpu", and start an engine over it; `draft` is a model that drafts.
 
     `prefixes` is the folder of idle conversations; None: they end with this process.
-    Raises ModelError for a model that is damaged or not supported, DoesNotFitError for one that is too large,
-    DeviceError where the GPU fails; EdgeLMError for a context that the model cannot have.
+    Raises ModelError for a model that is damaged, not supported or too large, DoesNotFitError if only loading shows it;
+    EdgeLMError for a context that the model cannot have; EngineError where the device fails.
     """
     torch.set_num_threads(settings.threads or usable_cores().physical)
     tokenizer = tokenizer_of(model)
@@ -111,8 +111,7 @@ def build_torch(
     prompt_tokens = PromptTokenCache(folder.path / PROMPT_TOKENS if folder else None)
     summary = model.facts.summary
     make_embedder = partial(TorchEmbedder, decoder, summary.pooling, executor.info.context)
-    hang_s = HANG_S if device == "cuda" else None
-    engine = Engine(executor, scheduler, clock, make_embedder=make_embedder, hang_s=hang_s).start()
+    engine = Engine(executor, scheduler, clock, make_embedder=make_embedder).start()
     return LoadedModel(model.name, engine, tokenizer, prompt_tokens, planned.footprint(device), summary.kind)
 
 
@@ -160,7 +159,7 @@ def load_decoder(
 ) -> Decoder:
     """Load the weights, for contexts of this length; `progress` returns False to cancel.
 
-    On a GPU its ops are checked first, if they were not before. Raises ModelError, DeviceError.
+    On a GPU its ops are checked first, if they were not before. Raises ModelError, EngineError where the device fails.
     """
     if device == "cuda":
         check_ops(model, settings, notify)
@@ -183,8 +182,10 @@ def load_decoder(
         with gpu_errors():
             return load(config, source, device, DTYPES[device], implementation, context=context)
     except OutOfMemoryError as error:
+        if device == "cpu":
+            raise DoesNotFitError(f"{model.name} does not fit in memory", "take a smaller model") from error
         hint = "take a smaller model, use --quantize int4, or --engine llama"
-        raise DoesNotFitError(f"{model.name} does not fit: {error.message}", hint) from None
+        raise DoesNotFitError(f"{model.name} does not fit in the memory of the GPU", hint) from error
 
 
 def _executor(
@@ -246,7 +247,7 @@ def _load_draft_model(
     executor = _try_executor(decoder, settings, DRAFT_KV, context, places.cache / "kernels")
     if executor is None:
         message = f"the draft model {draft.name} does not fit in the memory of {device_name(decoder.device)}"
-        raise ModelError(message, "lower --ctx, or omit --draft")
+        raise DoesNotFitError(message, "lower --ctx, or omit --draft")
     return ModelDrafter(executor, clock.plain_s)
 
 

@@ -14,6 +14,7 @@ import torch
 from edgelm.backends.model import OpenedModel, open_model
 from edgelm.backends.torch.build import load_decoder, tokenizer_of
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
+from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.memory import BLOCK_LEN, TorchMemory
 from edgelm.config import Settings
 from edgelm.evaluation.evaluate import (
@@ -35,6 +36,7 @@ from edgelm.workers.messages import EvalSide
 MAX_TOKENS = 512  # of a step
 
 
+@gpu_errors()
 def load_torch_evaluation(
     model: EvalSide,
     reference: EvalSide | None,

@@ -20,9 +20,10 @@ from torch import Tensor
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.batch import LastTokens, StepBuffers, StepTensors, bucket_of
 from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
-from edgelm.backends.torch.failures import OutOfMemoryError, free_device_memory, gpu_errors
+from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
+from edgelm.backends.torch.parts import parts_of
 from edgelm.core import (
     LAST,
     NOT_A_TOKEN,
@@ -41,7 +42,7 @@ from edgelm.core import (
     Step,
     Store,
 )
-from edgelm.errors import SnapshotError
+from edgelm.errors import DeviceError, SnapshotError
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, KVFormat, LayerCache, allocate
 from edgelm.kernels.gpu_target import target_of
@@ -111,11 +112,14 @@ class TorchExecutor:
         self._caches: list[LayerCache] = []
         self._buffers: StepBuffers | None = None
         self._graphs: Graphs | None = None
+        self._splits_steps = False  # not while loading: there, a smaller context is better
         try:
-            self._allocate(decoder, options, cache_format)
+            with gpu_errors():
+                self._allocate(decoder, options, cache_format)
         except BaseException:
             self.close()  # here, since the error keeps this object alive while it is handled
             raise
+        self._splits_steps = True
 
     def _allocate(self, decoder: Decoder, options: TorchOptions, cache_format: KVFormat) -> None:
         config, device = decoder.config, decoder.device
@@ -138,31 +142,33 @@ class TorchExecutor:
                     TABLE.open(options.tuned, target_of(device))
                 self._device_sampler = DeviceSampler(decoder.vocab_size, max(options.max_rows, SIZES[-1]), device)
         if options.graphs and device.type == "cuda":
-            self._capture_if_it_fits(options, decoder.vocab_size)
+            try:
+                self._capture(Graphs(options.max_sequences, options.max_tokens))
+            except OutOfMemoryError as error:
+                self._go_on_without_graphs(options, error)
         if device.type == "cuda":
             self._warm_up(options)
 
-    def _capture_if_it_fits(self, options: TorchOptions, num_vocab: int) -> None:
-        """Capture the graphs; without memory for them, go on without."""
-        try:
-            with gpu_errors("--no-graphs runs without CUDA graphs"), torch.inference_mode():
-                self._graphs = self._capture(Graphs(options.max_sequences, options.max_tokens))
-        except OutOfMemoryError as error:
-            log.warning("%s: it runs without CUDA graphs, which costs speed", error.message)
-            self._device_sampler = None  # with the graphs that it has captured
-            free_device_memory()
-            with gpu_errors():
-                self._device_sampler = DeviceSampler(num_vocab, max(options.max_rows, SIZES[-1]), self._device)
-
-    def _capture(self, graphs: Graphs) -> Graphs:
+    def _capture(self, graphs: Graphs) -> None:
         """Capture the graphs of the sampler and of the model."""
         assert self._buffers is not None
         assert self._device_sampler is not None
-        logits = torch.empty((graphs.sizes[0], self._info.num_vocab), dtype=torch.float32, device=self._device)
-        for size in graphs.sizes:  # first, since a copy of the logits is the largest piece of memory in a graph
-            self._device_sampler.capture(logits[:size], graphs.record)
-        graphs.capture(self._run, self._buffers, logits)
-        return graphs
+        # A capture that fails may leave its stream as the current one: `stream` restores the one before.
+        stream = torch.cuda.stream(torch.cuda.current_stream())
+        with gpu_errors("--no-graphs runs without CUDA graphs"), stream, torch.inference_mode():
+            logits = torch.empty((graphs.sizes[0], self._info.num_vocab), dtype=torch.float32, device=self._device)
+            for size in graphs.sizes:  # first, since a copy of the logits is the largest piece of memory in a graph
+                self._device_sampler.capture(logits[:size], graphs.record)
+            graphs.capture(self._run, self._buffers, logits)
+            self._graphs = graphs
+
+    def _go_on_without_graphs(self, options: TorchOptions, error: OutOfMemoryError) -> None:
+        """Free the graphs: steps need less memory without them. Raises DeviceError if the capture did not end well."""
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):  # torch's allocator still counts a capture
+            raise DeviceError(f"{error.message}, while CUDA graphs were captured", "use --no-graphs") from error
+        log.warning("CUDA graphs are not used, and short steps take longer: %s", error)
+        self._device_sampler = DeviceSampler(self._info.num_vocab, max(options.max_rows, SIZES[-1]), self._device)
+        torch.cuda.empty_cache()
 
     def _warm_up(self, options: TorchOptions) -> None:
         """Run a step of each kind, which compiles kernels and allocates scratch before the first request."""
@@ -184,21 +190,45 @@ class TorchExecutor:
         return self._info
 
     def forward(self, step: Step) -> None:
-        """Do the ops, then run the chunks. Raises EngineError if the device has no memory left, or fails."""
+        """Do the ops, then run the chunks.
+
+        Raises OutOfMemoryError, after which other steps may run, and DeviceError, after which none can.
+        """
         for op in step.ops:
             self._apply(op)
         if not step.chunks:
             return
         self._check(step)
+        try:
+            self._logits = self._forward(step)
+            return
+        except OutOfMemoryError as error:
+            if not self._splits_steps:
+                raise
+            message = error.message
+        # Here and not above, where the error would keep the memory of the first try.
+        log.warning("%s: a step of %d tokens is computed in parts", message, step.num_tokens)
+        self._logits = self._forward_in_parts(step)
+
+    def _forward_in_parts(self, step: Step) -> Tensor:
+        """Run a step that needs too much memory part by part. The KV that the first try wrote is written again."""
+        self._logits = torch.empty(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        parts = [self._forward(part)[: part.num_rows].clone() for part in parts_of(step)]  # a graph's are its own
+        with torch.inference_mode():
+            return torch.cat(parts)
+
+    def _forward(self, step: Step) -> Tensor:
+        """Run chunks; return the logits of their rows, and perhaps of padding."""
         assert self._buffers is not None, "the executor is closed"
         size = bucket_of(step)
         bucket = self._graphs.bucket(size) if self._graphs else None
         with gpu_errors(), torch.inference_mode():
             self._buffers.fill(step, bucket or size, self._last)
             if bucket and self._graphs:
-                self._logits = self._graphs.replay(bucket)
-            else:
-                self._logits = self._run(self._buffers.views(size))
+                return self._graphs.replay(bucket)
+            return self._run(self._buffers.views(size))
 
     def sample(self, step: Step, masks: Masks | None) -> PendingSamples:
         """Start sampling the rows of each chunk, up to the first that differs from the draft. Raises EngineError."""
@@ -232,7 +262,7 @@ class TorchExecutor:
         self._graphs = self._decoder = self._device_sampler = self._buffers = self._last = None
         self._caches = []
         self._logits = torch.empty(0)
-        self._ask_gpu(free_device_memory)
+        self._ask_gpu(torch.cuda.empty_cache)
 
     def _ask_gpu(self, call: Callable[[], object]) -> None:
         """Make a call of CUDA, if that is the device. After an illegal access every call raises, and none is needed."""

@@ -6,11 +6,10 @@ call fails too (the context is broken, or the GPU is gone), and what cannot be c
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -56,6 +55,12 @@ HINTS = (
         "the GPU may be gone: see what nvidia-smi says",
     ),
 )
+# torch has AcceleratorError since 2.8; DeferredCudaCallError comes while CUDA starts.
+GPU_ERRORS = (
+    torch.OutOfMemoryError,
+    torch.cuda.DeferredCudaCallError,
+    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
+)
 TRY_AGAIN = "try again; if it happens again, use --engine llama"
 NOT_COMPILED = "see `edgelm doctor`, or use --engine llama"
 
@@ -88,13 +93,6 @@ def gpu_errors(hint: str = "") -> Iterator[None]:
         raise DeviceError(f"the GPU failed: {_line(error)}", _hint(str(error)) or hint or TRY_AGAIN) from error
 
 
-def free_device_memory() -> None:
-    """Give back the memory that torch keeps on the device for later tensors; after a failure, as far as possible."""
-    gc.collect()
-    with suppress(RuntimeError):
-        torch.cuda.empty_cache()
-
-
 def _is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory was missing, here or in a cause: then the capture of a graph fails with another error."""
     return any(
@@ -104,14 +102,15 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_of_gpu(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError | torch.cuda.DeferredCudaCallError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in OF_THE_GPU)
+    if "DefaultCPUAllocator" in str(error):
+        return False
+    says_so = isinstance(error, RuntimeError) and any(text in str(error) for text in OF_THE_GPU)
+    return says_so or isinstance(error, GPU_ERRORS)
 
 
 def _is_of_compiler(error: BaseException) -> bool:
     """Return whether Triton, or a program that it started, failed; a launch that fails is the GPU's error."""
-    if "[CUDA]" in str(error) or isinstance(error, torch.AcceleratorError):
+    if "[CUDA]" in str(error) or isinstance(error, GPU_ERRORS):
         return False
     kinds = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
     of_triton = any(module.partition(".")[0] == "triton" for module in _modules(error.__traceback__))
@@ -121,10 +120,8 @@ def _is_of_compiler(error: BaseException) -> bool:
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error, and those that it comes from."""
     cause: BaseException | None = error
-    seen: set[int] = set()  # one that is raised again may stand behind itself
-    while cause is not None and id(cause) not in seen:
+    while cause is not None:
         yield cause
-        seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
 
 

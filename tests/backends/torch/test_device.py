@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from edgelm.backends.plan import Option
-from edgelm.backends.torch import batch, build
+from edgelm.backends.torch import batch, build, failures
 from edgelm.backends.torch import executor as executors
 from edgelm.backends.torch.batch import StepBuffers, StepTensors, bucket_of
-from edgelm.backends.torch.executor import OutOfMemoryError, TorchExecutor
+from edgelm.backends.torch.executor import TorchExecutor
+from edgelm.backends.torch.failures import OutOfMemoryError
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
 from edgelm.config import Settings
@@ -282,7 +283,7 @@ def test_a_gpu_failure_is_no_lack_of_memory(decoder: Decoder, monkeypatch: pytes
 
 def test_a_capture_that_fails_for_lack_of_memory_says_so() -> None:
     def capture() -> None:
-        with executors.gpu_errors():
+        with failures.gpu_errors():
             try:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             finally:  # as when a failed capture ends

@@ -1,168 +1,269 @@
-"""Errors of torch, Triton and the driver, with their real texts: what each means and what the user is told."""
+"""Failures of a GPU on the processor: messages of torch, Triton and the driver, and steps that need too much memory."""
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
+import asyncio
+import gc
+import subprocess
+import weakref
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources, PTXASError
 
-import edgelm.backends.build as build_package
-import edgelm.backends.torch.build as torch_build
-import edgelm.backends.torch.executor as executors
-from edgelm.backends.build import build
-from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
-from edgelm.config import Settings
-from edgelm.errors import DeviceError, DoesNotFitError, EdgeLMError
+from edgelm.backends.torch.executor import TorchExecutor
+from edgelm.backends.torch.failures import NOT_COMPILED, TRY_AGAIN, OutOfMemoryError, gpu_errors
+from edgelm.backends.torch.parts import parts_of
+from edgelm.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.errors import DeviceError, EngineError
 from edgelm.kernels.choice import NoKernelError
-from edgelm.machine.gpu import CudaState
-from tests.engine.fake import info
+from edgelm.models.decoder import Decoder
+from tests.backends.torch.torch_engine import load_gguf, make_executor, running
 from tests.tiny import write_tiny
 
-ADVICE = "\nCUDA kernel errors might be asynchronously reported at some other API call.\nFor debugging consider"
-FOR_GOOD = {
-    "CUDA error: an illegal memory access was encountered": "use --engine llama",
-    "CUDA error: device-side assert triggered": "use --engine llama",
-    "CUDA error: unspecified launch failure": "use --engine llama",
-    "CUDA error: misaligned address": "use --engine llama",
-    "CUDA error: the launch timed out and was terminated": "use --engine llama",
-    "CUDA error: uncorrectable ECC error encountered": "memory may be broken",
-    "CUDA error: CUDA-capable device(s) is/are busy or unavailable": "another program holds the GPU",
-    "CUDA error: no kernel image is available for execution on the device": "update the NVIDIA driver",
-    "CUDA error: the provided PTX was compiled with an unsupported toolchain.": "update the NVIDIA driver",
-    "CUDA driver version is insufficient for CUDA runtime version": "update the NVIDIA driver",
-    "CUDA error: GPU is lost": "the GPU may be gone",
-    "CUDA error: unknown error": "the GPU may be gone",
-    "No CUDA GPUs are available": "the GPU may be gone",
-    "Triton Error [CUDA]: an illegal memory access was encountered": "use --engine llama",
-    "CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle)`": "use --engine llama",
-}
-OF_MEMORY = (
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB"),
-    RuntimeError("CUDA error: out of memory"),
-    RuntimeError("Triton Error [CUDA]: out of memory"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-)
+MORE_LINES = """
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
+SMALLER = "lower --ctx or --parallel, or choose a smaller --kv"
+USED_UP = "the memory of the GPU is used up"
+BROKEN = "the GPU's memory may be broken: see what `nvidia-smi -q` says"
+BUSY = "another program holds the GPU: see what nvidia-smi says"
+UPDATE = "update the NVIDIA driver, or use --engine llama"
+GONE = "the GPU may be gone: see what nvidia-smi says"
 
 
-def told(error: Exception) -> EdgeLMError:
-    with pytest.raises(EdgeLMError) as raised, gpu_errors():
-        raise error
-    assert "\n" not in str(raised.value)
-    return raised.value
+def cuda(message: str) -> Exception:
+    return torch.AcceleratorError(f"CUDA error: {message}{MORE_LINES}")
 
 
-@pytest.mark.parametrize("text", FOR_GOOD)
-def test_what_breaks_the_context_ends_the_process(text: str) -> None:
-    error = told(RuntimeError(text + ADVICE))
-    assert isinstance(error, DeviceError)
-    assert error.message.startswith("the GPU failed: ")
-    assert text.removeprefix("CUDA error: ")[:30] in error.message
-    assert FOR_GOOD[text] in error.hint
+def failed(message: str) -> str:
+    return f"the GPU failed: CUDA error: {message}"
 
 
-@pytest.mark.parametrize("error", OF_MEMORY, ids=str)
-def test_a_lack_of_memory_ends_no_process(error: Exception) -> None:
-    assert isinstance(told(error), OutOfMemoryError)
-    assert "lower --ctx or --parallel" in str(told(error))
-
-
-def test_what_no_kernel_takes_is_said_at_once() -> None:
-    error = told(NoKernelError("no implementation of attention takes this: triton: the GPU is older than sm_80"))
-    assert isinstance(error, DeviceError)
-    assert "use --engine llama" in error.hint
-
-
-def test_a_bug_of_ours_stays_a_bug() -> None:
-    for bug in (RuntimeError("The size of tensor a (3) must match"), KeyError("x"), AssertionError()):
-        with pytest.raises(type(bug)), gpu_errors():
-            raise bug
-
-
-# -- a GPU that fails while a model is loaded --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_tiny(tmp_path / "m.gguf", quant="q8_0")
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_package, "find_cuda", lambda: CudaState("", "", "GPU X", 80 * 2**30, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (80 * 2**30, 80 * 2**30))
-
-
-CAUSES = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    RuntimeError("CUDA error: an illegal memory access was encountered" + ADVICE),
-    RuntimeError("No CUDA GPUs are available"),
+OUT_OF_MEMORY: list[tuple[Exception, str]] = [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB. GPU 0 has a total capacity of"), USED_UP),
+    (cuda("out of memory"), USED_UP),
+    (RuntimeError("Triton Error [CUDA]: out of memory"), USED_UP),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), USED_UP),
+    (RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":995'), USED_UP),
+    (
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+        "the memory is used up",
+    ),
+]
+LOST: list[tuple[Exception, str, str]] = [
+    *(
+        (cuda(message), failed(message), hint)
+        for message, hint in [
+            ("an illegal memory access was encountered", TRY_AGAIN),
+            ("device-side assert triggered", TRY_AGAIN),
+            ("unspecified launch failure", TRY_AGAIN),
+            ("misaligned address", TRY_AGAIN),
+            ("the launch timed out and was terminated", TRY_AGAIN),
+            ("invalid argument", TRY_AGAIN),
+            ("CUDA-capable device(s) is/are busy or unavailable", BUSY),
+            ("uncorrectable ECC error encountered", BROKEN),
+            ("unknown error", GONE),
+            ("no CUDA-capable device is detected", GONE),
+            ("driver shutting down", GONE),
+            ("the provided PTX was compiled with an unsupported toolchain.", UPDATE),
+            ("no kernel image is available for execution on the device", UPDATE),
+        ]
+    ),
+    (
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        "the GPU failed: Triton Error [CUDA]: an illegal memory access was encountered",
+        TRY_AGAIN,
+    ),
+    (
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, opb)`"),
+        failed("CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, opb)`"),
+        TRY_AGAIN,
+    ),
+    (RuntimeError("No CUDA GPUs are available"), "the GPU failed: No CUDA GPUs are available", GONE),
+    (
+        RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update"),
+        "the GPU failed: The NVIDIA driver on your system is too old (found version 11040). Please update",
+        UPDATE,
+    ),
+    (
+        torch.cuda.DeferredCudaCallError("CUDA call failed lazily at initialization with error: x\n\nCUDA call"),
+        "the GPU failed: CUDA call failed lazily at initialization with error: x",
+        TRY_AGAIN,
+    ),
+    (
+        PTXASError("ptxas fatal   : Value 'sm_130' is not defined\nmore"),
+        "the GPU's kernels cannot be compiled: PTXAS error: ptxas fatal : Value 'sm_130' is not defined",
+        NOT_COMPILED,
+    ),
+    (
+        OutOfResources(131072, 101376, "shared memory"),
+        f"the GPU's kernels cannot be compiled: {OutOfResources(131072, 101376, 'shared memory')}",
+        NOT_COMPILED,
+    ),
+    (
+        NoKernelError("no implementation of attend takes this: triton: it has heads of 48"),
+        "no implementation of attend takes this: triton: it has heads of 48",
+        "use --engine llama, or --device cpu",
+    ),
 ]
 
 
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("cause", CAUSES, ids=["memory", "illegal access", "gone"])
-def test_llama_cpp_takes_a_model_that_the_gpu_cannot_load(
-    cause: Exception, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise cause
+@pytest.mark.parametrize(("error", "message"), OUT_OF_MEMORY, ids=lambda value: str(value)[:40])
+def test_a_lack_of_memory_leaves_the_process_alive(error: Exception, message: str) -> None:
+    with pytest.raises(OutOfMemoryError) as caught, gpu_errors():
+        raise error
+    assert (caught.value.message, caught.value.hint) == (message, SMALLER)
+    assert not isinstance(caught.value, DeviceError)
 
-    monkeypatch.setattr(torch_build, "load", fail)
-    loaded = build(model, Settings(ctx=512))
+
+@pytest.mark.parametrize(("error", "message", "hint"), LOST, ids=lambda value: str(value)[:40])
+def test_any_other_failure_ends_it(error: Exception, message: str, hint: str) -> None:
+    with pytest.raises(DeviceError) as caught, gpu_errors():
+        raise error
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        subprocess.CalledProcessError(1, ["gcc", "driver.c"]),
+        FileNotFoundError(2, "No such file or directory", "ptxas"),
+    ],
+    ids=type,
+)
+def test_what_triton_starts_is_a_failure_to_compile(error: Exception) -> None:
+    with pytest.raises(DeviceError, match="kernels cannot be compiled: ") as caught, gpu_errors():
+        raise_in_triton(error)
+    assert caught.value.hint == NOT_COMPILED
+    assert "\n" not in caught.value.message
+
+
+def raise_in_triton(error: Exception) -> None:
+    """Raise an error from a function whose module is Triton's."""
+
+    def run() -> None:
+        raise error
+
+    FunctionType(run.__code__, {"__name__": "triton.runtime.build"}, closure=run.__closure__)()
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("CUDA"), ValueError("x"), RuntimeError("shapes differ"), KeyError("a")]
+)
+def test_our_own_bugs_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, gpu_errors():
+        raise error
+    assert caught.value is error
+
+
+# -- too little memory for a step --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    path = write_tiny(tmp_path_factory.mktemp("tiny") / "m.gguf", quant="f32", width=64, ffn=128, head_dim=32)
+    return load_gguf(path)
+
+
+class ShortOfMemory:
+    """Lets the passes of an executor with more than so many tokens run out of memory. `held` are their tensors."""
+
+    def __init__(self, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.max_tokens = max_tokens
+        self.sizes: list[int] = []
+        self.held: list[weakref.ref[Any]] = []
+        run = TorchExecutor._run
+
+        def short(executor: TorchExecutor, tensors: Any) -> Any:
+            assert all(tensor() is None for tensor in self.held), "memory of the failed try is still taken"
+            self.sizes.append(len(tensors.ids))
+            if len(tensors.ids) > self.max_tokens:
+                self._fail()
+            return run(executor, tensors)
+
+        monkeypatch.setattr(TorchExecutor, "_run", short)
+
+    def _fail(self) -> None:
+        temporary = torch.zeros(100)
+        self.held.append(weakref.ref(temporary))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+
+async def answer(engine: Any, tokens: list[int], count: int = 6) -> list[int]:
+    stream = engine.submit(tokens, SamplingParams(temperature=0, max_tokens=count))
+    return [sample.id for event in [event async for event in stream] for sample in event.sampled]
+
+
+PROMPTS = [[5 + i % 90 for i in range(150)], [7, 8, 9], [11] * 70]
+
+
+def test_a_step_that_needs_too_much_memory_is_computed_in_parts(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ask() -> list[list[int]]:
+        with running(decoder, capacity=1024) as engine:
+            return list(await asyncio.gather(*(answer(engine, prompt) for prompt in PROMPTS)))
+
+    plain = asyncio.run(ask())
+    memory = ShortOfMemory(64, monkeypatch)
+    gc.disable()  # the memory must be free without the garbage collector
     try:
-        assert loaded.engine.info.engine == "llama"
+        assert asyncio.run(ask()) == plain
     finally:
-        loaded.engine.close()
-    (line,) = [record.getMessage() for record in caplog.records if "without" in record.getMessage()]
-    assert line.startswith("m.gguf cannot be loaded with CUDA (")
-    for chosen in ({"engine": "torch"}, {"device": "cuda"}):
-        with pytest.raises((DeviceError, DoesNotFitError)) as raised:
-            build(model, dataclasses.replace(Settings(ctx=512), **chosen))
-        assert raised.value.hint
+        gc.enable()
+    assert max(memory.sizes) > 64
+    assert "the memory of the GPU is used up: a step of" in caplog.text
 
 
-def test_a_model_runs_without_cuda_when_it_is_told_why(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    loaded = build(model, Settings(ctx=512), cuda_problem="the GPU failed twice")
-    loaded.engine.close()
-    assert loaded.engine.info.engine == "llama"
-    assert "CUDA is not used: the GPU failed twice" in caplog.text
-
-
-# -- graphs that do not fit --------------------------------------------------------------------------------------------
-
-
-def test_a_capture_without_memory_goes_on_without_graphs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_answer_that_needs_too_much_in_any_case_fails_alone(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Graphs:
-        def __init__(self, *_: Any) -> None: ...
+    memory = ShortOfMemory(20, monkeypatch)
 
-        sizes = (1,)
-        record = None
+    async def ask() -> None:
+        with running(decoder, capacity=1024) as engine:
+            with pytest.raises(EngineError, match=f"{USED_UP}; {SMALLER}") as _kept:  # as long as its client reads it
+                await answer(engine, PROMPTS[0])
+            assert len(await answer(engine, PROMPTS[1])) == 6
+            memory.max_tokens = 1000
+            assert len(await answer(engine, PROMPTS[0])) == 6
 
-        def capture(self, *_: Any) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(executors, "Graphs", Graphs)
-    executor = executors.TorchExecutor.__new__(executors.TorchExecutor)
-    executor._graphs, executor._device = None, torch.device("cpu")
-    executor._info = info(num_vocab=50)
-    executor._buffers = Sampler()  # type: ignore[assignment]
-    executor._device_sampler = captured = Sampler()  # type: ignore[assignment]
-    executor._capture_if_it_fits(executors.TorchOptions(context=64, capacity=64), 50)
-    assert executor._graphs is None
-    assert executor._device_sampler is not None
-    assert executor._device_sampler is not captured, "its graphs read memory that is free now"
-    assert "runs without CUDA graphs" in caplog.text
+    asyncio.run(ask())
 
 
-class Sampler:
-    """It captures anything."""
+@pytest.mark.parametrize("max_tokens", [1, 3, 4, 64])
+def test_parts_have_the_tokens_and_rows_of_the_step(max_tokens: int) -> None:
+    seq = Sequence(0, list(range(40)), 40, SamplingParams())
+    chunks = [
+        Chunk(seq, 7, [1, 2, 3, 4, 5, 6], 3, (0,)),
+        Chunk(seq, 0, [9], 1, (1,)),
+        Chunk(seq, 5, [1, 2, 3, 4], 0, (2,)),
+    ]
 
-    record = None
+    def cells(step: Step) -> list[tuple[object, ...]]:
+        return [
+            (chunk.kv, chunk.start + i, token, i >= len(chunk.tokens) - chunk.rows)
+            for chunk in step.chunks
+            for i, token in enumerate(chunk.tokens)
+        ]
 
-    def capture(self, *_: Any) -> None: ...
+    parts = list(parts_of(Step(tuple(chunks)), max_tokens))
+    assert [cell for part in parts for cell in cells(part)] == cells(Step(tuple(chunks)))
+    assert max(part.num_tokens for part in parts) <= max_tokens
+
+
+def test_closing_after_a_failure_fails_no_more(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make_executor(decoder)
+    executor._device = torch.device("cuda")
+
+    def fail() -> None:
+        raise cuda("an illegal memory access was encountered")
+
+    for call in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, call, fail)
+    executor.close()

@@ -1,0 +1,126 @@
+"""Let a fake GPU run out of memory at each stage of loading: `python -m tests.backends.torch.fake_gpu_failures FOLDER`.
+
+test_fake_gpu_failures.py runs this as a child process, where kernels are not interpreted. Prints a line of JSON for
+each stage: what the executor, or the error, was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from edgelm.backends.model import open_model
+from edgelm.backends.plan import Option
+from edgelm.backends.torch import build
+from edgelm.backends.torch import executor as executors
+from edgelm.backends.torch.executor import TorchExecutor
+from edgelm.config import Settings
+from edgelm.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.errors import EdgeLMError
+from edgelm.models.decoder import Decoder
+from edgelm.sampling.device import DeviceSampler
+from tests.backends.torch.fake_gpu import FakeGpu
+from tests.tiny import write_tiny
+
+SETTINGS = Settings(parallel=2)
+CONTEXT = 2048
+ENDED_BADLY = "CUDA error: operation failed due to a previous error during capture"
+
+
+def run_out(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
+
+
+def run_out_and_end_badly(*_: Any, **__: Any) -> Any:
+    try:
+        run_out()
+    finally:
+        raise torch.AcceleratorError(ENDED_BADLY)
+
+
+def above(context: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs out of memory where an executor's context is longer."""
+
+    def limited(self: TorchExecutor, *args: Any) -> Any:
+        if self.info.context > context:
+            run_out()
+        return real(self, *args)
+
+    return limited
+
+
+@contextmanager
+def nth_graph(number: int, fail: Callable[[], Any] = run_out) -> Iterator[None]:
+    """Fail at the begin of the n-th capture."""
+    capture, numbers = torch.cuda.graph, itertools.count(1)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        return fail() if next(numbers) == number else capture(*args, **options)
+
+    with patch.object(torch.cuda, "graph", counted):
+        yield
+
+
+def make(decoder: Decoder) -> dict[str, Any]:
+    """Make an executor and run a step with it; return what became of it."""
+    executor = build._executor(decoder, SETTINGS, Option("f16", CONTEXT, 0, 0, 0, fits=True), "m")
+    seq = Sequence(0, [5], 1, SamplingParams())
+    step = Step((Chunk(seq, 0, [5], 1, (0,)),))
+    executor.forward(step)
+    executor.sample(step, None).read()
+    made = {"context": executor.info.context, "graphs": executor._graphs is not None}
+    executor.close()
+    return made
+
+
+def main(folder: Path) -> None:
+    path = write_tiny(
+        folder / "m.gguf", quant="q8_0", width=256, heads=4, kv_heads=2, head_dim=64, ffn=256, context=CONTEXT
+    )
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("edgelm").addHandler(handler)
+    with FakeGpu(), open_model(path) as model:
+        decoder = build.load_decoder(model, SETTINGS, "cuda", CONTEXT)
+        stages: dict[str, tuple[Any, Callable[[], dict[str, Any]]]] = {
+            "none": (patch.object(build, "log", build.log), lambda: make(decoder)),
+            "weights": (
+                patch.object(build, "load", run_out),
+                lambda: {"context": build.load_decoder(model, SETTINGS, "cuda", CONTEXT)},
+            ),
+            "cache": (
+                patch.object(TorchExecutor, "_allocate", above(600, TorchExecutor._allocate)),
+                lambda: make(decoder),
+            ),
+            "every cache": (patch.object(executors, "allocate", run_out), lambda: make(decoder)),
+            "first graph": (nth_graph(1), lambda: make(decoder)),
+            "a later graph": (nth_graph(4), lambda: make(decoder)),
+            "the sampler's graphs": (patch.object(DeviceSampler, "capture", run_out), lambda: make(decoder)),
+            "capture ends badly": (nth_graph(2, run_out_and_end_badly), lambda: make(decoder)),
+            "warm-up": (
+                patch.object(TorchExecutor, "_warm_up", above(600, TorchExecutor._warm_up)),
+                lambda: make(decoder),
+            ),
+        }
+        for name, (failing, work) in stages.items():
+            lines.clear()
+            try:
+                with failing:
+                    result = work()
+            except EdgeLMError as error:
+                result = {"error": str(error), "kind": type(error).__name__}
+            print(json.dumps({"stage": name, **result, "log": lines}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

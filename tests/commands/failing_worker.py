@@ -1,0 +1,24 @@
+"""A worker of `edgelm run` whose GPU cannot load the model, or fails in the middle of the answer."""
+
+from __future__ import annotations
+
+import sys
+
+from edgelm.errors import DeviceError, GpuLoadError
+from edgelm.workers.child import Child, run_job
+from edgelm.workers.messages import Loading, Result, RunJob, Text
+
+
+def run(job: RunJob, child: Child) -> None:
+    child.send(Loading(0.5))
+    if job.prompt == "load" and not job.cuda_problem:
+        raise GpuLoadError("the memory of the GPU is used up", "lower --ctx")
+    child.send(Text("half an "))
+    if job.prompt == "crash":
+        child.fail(DeviceError("the GPU failed: CUDA error: unspecified launch failure", "try again"))
+    child.send(Text(f"answer after {job.cuda_problem}"))
+    child.send(Result({}))
+
+
+if __name__ == "__main__":
+    sys.exit(run_job({RunJob: run}))
