@@ -22,7 +22,7 @@ with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from torch import Tensor
 TILE = 16  # rows
 CHUNK = 64  # columns
 SUPER = 256  # columns that share the scale of scales
+PART_WEIGHTS = 2**24  # that plain torch dequantizes at a time: about 16 bytes for each, 270 MB
 
 ScaleKind = Literal["f16", "bf16", "f32", "e8m0", "u8", "i8"]
 OffsetKind = Literal["none", "min", "zero"]
@@ -275,6 +276,24 @@ def dequantize(weight: Weight) -> Tensor:
     if layout.offset == "min":
         value = value + _min_values(weight).repeat_interleave(layout.group, -1)[..., : raw.shape[-1]]
     return value[..., : weight.rows, : weight.columns]
+
+
+def slice_rows(weight: Weight, start: int, end: int) -> Weight:
+    """Return rows of a matrix as a weight that shares its memory, without its order; `start` begins a tile."""
+    assert start % TILE == 0
+    if isinstance(weight, DenseWeight):
+        return replace(weight, data=weight.data[start:end])
+    tiles = slice(start // TILE, -(-end // TILE))
+    sliced: dict[str, Any] = {name: plane[tiles] for name, plane in planes(weight).items() if name != "order"}
+    return replace(weight, rows=end - start, order=None, **sliced)
+
+
+def row_parts(weight: Weight, most: int = PART_WEIGHTS) -> Iterator[Weight]:
+    """Yield the rows of a matrix in parts of about `most` weights, so that an output matrix needs little memory."""
+    assert weight.num_matrices == 0
+    step = max(most // max(weight.columns, 1) // TILE, 1) * TILE
+    for start in range(0, weight.rows, step):
+        yield slice_rows(weight, start, min(start + step, weight.rows))
 
 
 def _scale_values(weight: PackedWeight) -> Tensor:  # [..., rows, groups]

@@ -6,6 +6,8 @@ of models.
 
 from __future__ import annotations
 
+import re
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,8 +42,12 @@ def _check_gpu() -> CudaState:
     if torch.version.cuda is None:
         return CudaState("this build of torch has no CUDA", INSTALL)
     try:
-        if not torch.cuda.is_available():
-            return CudaState("torch finds no usable GPU", "see what nvidia-smi says; the driver may be too old")
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
+            available = torch.cuda.is_available()
+        if not available:
+            reason = next((text for warning in noted if "CUDA initialization" in (text := str(warning.message))), "")
+            return _unusable(reason, torch.__version__, torch.version.cuda)
         name = torch.cuda.get_device_name(0)
         capability = torch.cuda.get_device_capability(0)
         free, total = torch.cuda.mem_get_info(0)
@@ -52,3 +58,16 @@ def _check_gpu() -> CudaState:
             f"{name} is older than the Ampere generation (sm_80)", "llama.cpp runs on it", name, free, total
         )
     return CudaState("", "", name, free, total)
+
+
+def _unusable(warning: str, torch_version: str, cuda_version: str) -> CudaState:
+    """Return what torch's warning means: it raises nothing where it cannot use the driver."""
+    if old := re.search(r"too old \(found version (\d+)\)", warning):
+        number = f"{int(old[1]) // 1000}.{int(old[1]) % 1000 // 10}"  # 12040: CUDA 12.4
+        needed = f"torch {torch_version}, which is built for CUDA {cuda_version}"
+        return CudaState(f"the NVIDIA driver is for CUDA {number}, too old for {needed}", "update the NVIDIA driver")
+    reason = re.split(r"CUDA initialization: |\. |, e\.g\.|\(Triggered", warning)[1].strip() if warning else ""
+    if reason:
+        hint = "restart the machine if the NVIDIA driver was updated; see what nvidia-smi says"
+        return CudaState(f"torch finds no usable GPU: {reason}", hint)
+    return CudaState("torch finds no usable GPU", "see what nvidia-smi says, and CUDA_VISIBLE_DEVICES")

@@ -6,9 +6,6 @@ norms. Both ways multiply by the weight rounded to the type of x, and sum in flo
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,7 +13,7 @@ from edgelm.kernels.activation import Gate
 from edgelm.kernels.choice import dispatch
 from edgelm.kernels.dequant_gemm import reference
 from edgelm.kernels.dequantize import dequantize
-from edgelm.kernels.layout import TILE, DenseWeight, PackedWeight, Weight, planes
+from edgelm.kernels.layout import TILE, DenseWeight, PackedWeight, Weight, slice_rows
 from edgelm.kernels.matmul import declines_weight
 from edgelm.kernels.matmul.reference import finish
 
@@ -99,16 +96,6 @@ def by_scratch(
             out_dtype,
         )
     return out
-
-
-def slice_rows(weight: Weight, start: int, end: int) -> Weight:
-    """Return rows of a matrix as a weight that shares its memory, without its order; `start` begins a tile."""
-    assert start % TILE == 0
-    if isinstance(weight, DenseWeight):
-        return replace(weight, data=weight.data[start:end])
-    tiles = slice(start // TILE, -(-end // TILE))
-    sliced: dict[str, Any] = {name: plane[tiles] for name, plane in planes(weight).items() if name != "order"}
-    return replace(weight, rows=end - start, order=None, **sliced)
 
 
 def _rows_per_slice(x: Tensor, weight: Weight, limit_bytes: int) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from edgelm.kernels import layout
 from edgelm.kernels.activation import Gate
-from edgelm.kernels.layout import PackedWeight, Weight
+from edgelm.kernels.layout import PackedWeight, Weight, row_parts
 from edgelm.kernels.matmul.reference import finish
 
 
@@ -17,5 +17,5 @@ def dequant_gemm(
     """Multiply in float32 by the weight rounded to the type of x."""
     if isinstance(weight, PackedWeight) and weight.order is not None:
         x = x[:, weight.order]
-    y = x.float() @ layout.dequantize(weight).to(x.dtype).float().T
-    return finish(y, bias, residual, gate, out_dtype)
+    parts = [x.float() @ layout.dequantize(part).to(x.dtype).float().T for part in row_parts(weight)]
+    return finish(torch.cat(parts, 1), bias, residual, gate, out_dtype)

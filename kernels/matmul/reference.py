@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from edgelm.kernels.activation import Gate, gated_values
-from edgelm.kernels.layout import TILE, PackedWeight, Weight, dequantize
+from edgelm.kernels.layout import TILE, PackedWeight, Weight, dequantize, row_parts
 
 
 class Norm(NamedTuple):
@@ -33,7 +33,8 @@ def matmul(
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
     if isinstance(weight, PackedWeight) and weight.order is not None:
         x = x[:, weight.order]
-    return finish(x @ dequantize(weight).T, bias, residual, gate, out_dtype)
+    parts = [x @ dequantize(part).T for part in row_parts(weight)]
+    return finish(torch.cat(parts, 1), bias, residual, gate, out_dtype)
 
 
 def finish(

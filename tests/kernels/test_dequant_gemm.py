@@ -10,7 +10,7 @@ from edgelm.kernels import dequant_gemm, layout
 from edgelm.kernels.activation import Gate, gated_values
 from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.dequant_gemm import SCRATCH_ROWS, by_scratch, fused
-from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight
+from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, slice_rows
 from tests.kernels.cases.dequant_gemm import CASES, GemmCase
 from tests.kernels.cases.dequantize import Case, random_weight
 from tests.kernels.error_bounds import assert_within, gated_bound, product_bound
@@ -75,7 +75,7 @@ def test_products_by_a_scratch_are_exact_up_to_rounding(case: GemmCase) -> None:
 def test_slices_of_a_scratch_are_the_rows_of_the_weight() -> None:
     weight = random_weight(Case("q5_k", 70, 40), torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
     for start, end in ((0, 32), (32, 64), (64, 70), (16, 17)):
-        part = dequant_gemm.slice_rows(weight, start, end)
+        part = slice_rows(weight, start, end)
         assert part.rows == end - start
         assert torch.equal(layout.dequantize(part), layout.dequantize(weight)[start:end])
 

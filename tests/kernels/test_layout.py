@@ -7,8 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from edgelm.kernels import dequant_gemm, matmul
+from edgelm.kernels import dequantize as dequantizing
+from edgelm.kernels import layout as layouts
 from edgelm.kernels.layout import (
     CHUNK,
+    PART_WEIGHTS,
     SUPER,
     TILE,
     DenseWeight,
@@ -20,6 +24,7 @@ from edgelm.kernels.layout import (
     pack_codes,
     pack_scales,
     planes,
+    row_parts,
     same_planes,
     unpack_codes,
     unpack_scales,
@@ -181,3 +186,39 @@ def test_bits_per_weight_are_those_of_the_planes():
         stored = sum(plane.nbytes for plane in planes(weight).values())
         assert 8 * stored / (16 * columns) == pytest.approx(layout.bits_per_weight)
         assert weight.nbytes == stored
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("name", [*LAYOUTS, "dense"])
+def test_parts_of_a_matrix_have_its_values(name: str, seed: int):
+    g = generator(seed)
+    dense = DenseWeight(torch.randn(84, 70, generator=g))
+    weight = dense if name == "dense" else random_weight(LAYOUTS[name], 84, 300, g)
+    parts = list(row_parts(weight, 40 * weight.columns))
+    assert [part.rows for part in parts] == [32, 32, 20]
+    assert torch.equal(torch.cat([dequantize(part) for part in parts]), dequantize(weight))
+    assert [part.rows for part in row_parts(weight, 1)] == [16, 16, 16, 16, 16, 4]
+
+
+@pytest.mark.parametrize("op", ["matmul", "dequant_gemm", "dequantize"])
+def test_plain_torch_never_dequantizes_a_whole_vocabulary(op: str, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU these replace a kernel that is wrong there: beside a loaded model there is little memory."""
+    sizes: list[int] = []
+
+    def recorded(weight: DenseWeight) -> torch.Tensor:
+        sizes.append(weight.rows * weight.columns)
+        return weight.data.float()
+
+    monkeypatch.setattr(layouts, "dequantize", recorded)
+    monkeypatch.setattr(matmul.reference, "dequantize", recorded)
+    weight = DenseWeight(torch.empty(128256, 4096, dtype=torch.bfloat16, device="meta"))
+    x = torch.empty(2, 4096, dtype=torch.bfloat16, device="meta")
+    if op == "matmul":
+        result = matmul.reference.matmul(x, weight, None, None, None, None, torch.float32)
+    elif op == "dequant_gemm":
+        result = dequant_gemm.reference.dequant_gemm(x, weight, None, None, None, torch.float32)
+    else:
+        result = dequantizing.reference.dequantize(weight, torch.bfloat16, out=torch.empty_like(weight.data))
+    assert result.shape == ((128256, 4096) if op == "dequantize" else (2, 128256))
+    assert sum(sizes) == weight.data.numel()
+    assert max(sizes) <= PART_WEIGHTS

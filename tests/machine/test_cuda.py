@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,42 @@ def test_a_gpu_that_does_not_answer(driver: tuple[str, ...], monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", fail)
     state = find_cuda(driver)
     assert state.problem == "the GPU does not answer: CUDA driver error: unknown"
+
+
+TOO_OLD = (
+    "CUDA initialization: The NVIDIA driver on your system is too old (found version 12040). Please update your "
+    "GPU driver by downloading and installing a new version. (Triggered internally at c10/cuda/CUDAFunctions.cpp:119.)"
+)
+NOT_SET_UP = (
+    "CUDA initialization: CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env "
+    "variable CUDA_VISIBLE_DEVICES after program start. (Triggered internally at c10/cuda/CUDAFunctions.cpp:109.)"
+)
+
+
+@pytest.mark.parametrize(
+    ("warning", "problem", "hint"),
+    [
+        (TOO_OLD, "the NVIDIA driver is for CUDA 12.4, too old for torch ", "update the NVIDIA driver"),
+        (NOT_SET_UP, "torch finds no usable GPU: CUDA unknown error - this may be due to", "restart the machine"),
+        ("", "torch finds no usable GPU", "see what nvidia-smi says"),
+    ],
+    ids=["too old", "not set up", "no GPU"],
+)
+def test_a_driver_that_torch_cannot_use(
+    driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, warning: str, problem: str, hint: str
+) -> None:
+    """torch raises nothing then: it says so in a warning, and that there is no GPU."""
+
+    def warns() -> bool:
+        if warning:
+            warnings.warn(warning, UserWarning, stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", warns)
+    state = find_cuda(driver)
+    assert state.problem.startswith(problem)
+    assert state.hint.startswith(hint)
 
 
 def test_a_process_without_torch_can_ask() -> None:
