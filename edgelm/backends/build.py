@@ -26,7 +26,7 @@ from edgelm.machine.cpu import usable_cores
 from edgelm.machine.cuda import find_cuda
 from edgelm.machine.gpu import CudaState, has_torch
 from edgelm.machine.memory import USABLE, available_memory_bytes
-from edgelm.places import Places
+from edgelm.places import Places, own_places
 from edgelm.text.template_file import read_template_file
 from edgelm.workers.messages import EvalSide, Footprint
 
@@ -239,7 +239,7 @@ def choose(
             kernel_problem = model.torch_problem("triton")
             if not kernel_problem:
                 fit_problem = _fit_problem(model, draft_model, settings, cuda, least_context)
-    return choose_engine(
+    choice = choose_engine(
         settings,
         Situation(
             model=model.name,
@@ -254,6 +254,11 @@ def choose(
             cuda=cuda,
         ),
     )
+    if choice.device != "cuda":
+        return choice
+    from edgelm.backends.torch.kept_checks import kept_reasons  # only with a GPU
+
+    return replace(choice, reasons=(*choice.reasons, *kept_reasons(model, settings, own_places().cache)))
 
 
 def choose_for_all(paths: Iterable[Path], settings: Settings, cuda_problem: str = "") -> EngineChoice:

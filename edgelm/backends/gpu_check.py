@@ -33,7 +33,8 @@ class OpVerdict:
     detail: str  # formats and shapes
     right: bool = True
     off: float = 0.0
-    error: str = ""  # "failed: ..." or the like, as the end of a sentence
+    error: str = ""  # "fails: ..." or the like, as the end of a sentence
+    unknown: bool = False  # there was not enough memory to compare it: it counts as right
 
     @property
     def problem(self) -> str:

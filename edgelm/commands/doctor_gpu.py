@@ -6,6 +6,7 @@ Owns the lines on the terminal, and the report: it names programs, GPU and kerne
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +27,7 @@ from edgelm.machine.gpu import nvidia_gpus
 
 REPORT = "edgelm-gpu.txt"
 PACKAGES = ("torch", "triton", "edgelm-llama", "llama-cpp-python")
+FOLDER = re.compile(r"(?:~|/)[\w.+~-]*/(?:[^\s/'\":]+/)*")  # in messages of other programs
 Run = Callable[[CheckGpu, Notify], GpuVerdict]
 
 
@@ -54,8 +56,9 @@ def check_gpu(model: str | None, out: str | None, run: Run = run_check) -> int:
     for line in summary(verdict):
         console.print(escape(line), soft_wrap=True, highlight=False)
     path = Path(out or REPORT)
+    text = FOLDER.sub("(a folder)/", "\n".join(report(verdict, request)))
     try:
-        atomic_write(path, "\n".join(report(verdict, request)).encode() + b"\n")
+        atomic_write(path, text.encode() + b"\n")
     except OSError as error:
         raise EdgeLMError(f"{path} cannot be written: {error.strerror}", "name another file with --out") from None
     console.print(escape(f"the report is in {path}: attach it when you report a problem"), soft_wrap=True)
@@ -111,4 +114,5 @@ def report(verdict: GpuVerdict, request: CheckGpu) -> Iterator[str]:
     yield from summary(verdict)
     yield ""
     for one in verdict.verdicts:
-        yield f"{'right' if one.right else 'WRONG'}\t{one.op}\t{one.detail}\t{one.problem or f'{one.off:.1e}'}"
+        state = "unknown" if one.unknown else "right" if one.right else "WRONG"
+        yield f"{state}\t{one.op}\t{one.detail}\t{one.problem or f'{one.off:.1e}'}"

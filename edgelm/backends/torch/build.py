@@ -87,7 +87,11 @@ def build_torch(
     with open_model(draft) if draft else nullcontext() as small:
         planned = _plan(model, small, settings, device, least_context, memory_bytes)
         option = planned.require()
-        decoder = load_decoder(model, settings, device, option.context, progress, notify)
+        if device == "cuda":
+            for checked, mode in ((model, option.kv), (small, DRAFT_KV)):
+                if checked:
+                    check_ops(checked, settings, mode, notify)
+        decoder = load_decoder(model, settings, device, option.context, progress)
         folder = _snapshot_folder(prefixes, model, settings, decoder, option) if prefixes else None
         store = SnapshotStore(int(SNAPSHOT_SHARE * available_memory_bytes()), folder) if folder else None
         executor = _executor(decoder, settings, option, model.name, places, store)
@@ -136,12 +140,13 @@ def _plan(
     return plan(model.facts, settings, machine, own, draft=beside, least_context=least_context)
 
 
-def check_ops(model: OpenedModel, settings: Settings, notify: Callable[[str], None] = log.info) -> None:
+def check_ops(model: OpenedModel, settings: Settings, mode: str, notify: Callable[[str], None] = log.info) -> None:
     """Check the ops of a model on this GPU, once; those that are wrong are plain torch in this process from then on.
 
+    `mode` is that of the KV cache. Call it before anything is loaded: the check takes memory of the GPU for a while.
     Raises DeviceError where no kernel can run. `notify` takes lines of progress.
     """
-    verdict = verdict_for(model, settings, own_places().cache, notify)
+    verdict = verdict_for(model, settings, mode, own_places().cache, notify)
     if verdict.problem:
         raise DeviceError(verdict.problem, verdict.hint)
     for reason in verdict.reasons:
@@ -150,19 +155,12 @@ def check_ops(model: OpenedModel, settings: Settings, notify: Callable[[str], No
 
 
 def load_decoder(
-    model: OpenedModel,
-    settings: Settings,
-    device: str,
-    context: int,
-    progress: Callable[[float], bool] | None = None,
-    notify: Callable[[str], None] = log.info,
+    model: OpenedModel, settings: Settings, device: str, context: int, progress: Callable[[float], bool] | None = None
 ) -> Decoder:
     """Load the weights, for contexts of this length; `progress` returns False to cancel.
 
-    On a GPU its ops are checked first, if they were not before. Raises ModelError, EngineError where the device fails.
+    Raises ModelError, EngineError where the device fails.
     """
-    if device == "cuda":
-        check_ops(model, settings, notify)
     quantize: Literal["int4"] | None = "int4" if settings.quantize == "int4" else None
 
     def watch(done: int) -> None:  # bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from edgelm.backends.model import OpenedModel, open_model
-from edgelm.backends.torch.build import load_decoder, tokenizer_of
+from edgelm.backends.torch.build import check_ops, load_decoder, tokenizer_of
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.memory import BLOCK_LEN, TorchMemory
@@ -58,6 +58,8 @@ def load_torch_evaluation(
         if reference and not _same_vocabulary(tokenizers[model.model], tokenizers[reference.model]):
             raise vocabulary_error(model.model, reference.model)
         _require_memory(sides, models, window, settings, device)
+        for side in sides if device == "cuda" else ():
+            check_ops(models[side.model], settings, side.kv)
         decoders: dict[Path, Decoder] = {}
         loaded = []
         for side in sides:

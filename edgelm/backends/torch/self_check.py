@@ -22,7 +22,7 @@ from torch import Tensor
 from edgelm.backends.gpu_check import NO_NUMBER, OpVerdict
 from edgelm.backends.model import OpenedModel
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
-from edgelm.backends.torch.failures import gpu_errors
+from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.core import Chunk, SamplingParams, Step
 from edgelm.core import Sequence as TokenSequence
@@ -114,18 +114,25 @@ class Comparison:
                 got = _results(key[0], kernel(*args, **named), out, written)
                 if got and got[0].is_cuda:
                     torch.cuda.synchronize(got[0].device)
+        except OutOfMemoryError:
+            raise
         except (EngineError, RuntimeError, AssertionError) as problem:
             error = (str(problem).splitlines() or [type(problem).__name__])[0]
+        if error:
+            self.note(key, None, error)
         for cache, planes in zip(written, before, strict=True):
             for name, plane in planes.items():
                 cache.planes[name].copy_(plane)
-        result = plain(*args, **named)
-        if error:
-            self.note(key, None, error)
-        else:
-            for one, other in zip(got, _results(key[0], result, out, written), strict=True):
-                self.note(key, difference_of(one, other))
-        return result
+        try:
+            with gpu_errors():
+                result = plain(*args, **named)
+                if not error:
+                    for one, other in zip(got, _results(key[0], result, out, written), strict=True):
+                        self.note(key, difference_of(one, other))
+                return result
+        except OutOfMemoryError:
+            self.verdicts.setdefault(key, OpVerdict(*key, unknown=True))
+        return kernel(*args, **named)
 
 
 def _results(op: str, result: object, out: object, written: Sequence[LayerCache]) -> list[Tensor]:

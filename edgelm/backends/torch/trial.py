@@ -56,9 +56,16 @@ def _no_compiler(_: BaseException) -> EngineError:
     return DeviceError("Triton needs a C compiler, and there is none", hint)
 
 
+def _no_cache(error: BaseException) -> EngineError:
+    reason = getattr(error, "strerror", None) or "it is not writable"
+    return DeviceError(f"Triton cannot write its cache: {reason}", f"set TRITON_CACHE_DIR to a folder, {OR_LLAMA}")
+
+
 def _missing_program(error: BaseException) -> EngineError:
     name = error.filename if isinstance(error, FileNotFoundError) else ""
-    return DeviceError(f"Triton cannot start {name}, which is not there", f"unset CC, or reinstall triton, {OR_LLAMA}")
+    return DeviceError(
+        f"Triton cannot start {name}, which is not there", f"install it, unset CC if that names it, {OR_LLAMA}"
+    )
 
 
 def _compiler_failed(_: BaseException) -> EngineError:
@@ -90,6 +97,7 @@ _Cause = tuple[Callable[[BaseException], bool], Callable[[BaseException], Engine
 _CAUSES: tuple[_Cause, ...] = (
     (lambda error: "Failed to find C compiler" in str(error), _no_compiler),
     (lambda error: isinstance(error, subprocess.CalledProcessError), _compiler_failed),
+    (lambda error: isinstance(error, PermissionError) or "cache" in str(getattr(error, "filename", "")), _no_cache),
     (lambda error: isinstance(error, FileNotFoundError), _missing_program),
     (lambda error: any(text in str(error) for text in ("gpu-name", "PassManager::run failed")), _unknown_target),
     (lambda error: "ptxas" in str(error).lower() and not isinstance(error, EngineError), _no_ptxas),

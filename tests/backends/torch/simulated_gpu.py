@@ -12,6 +12,7 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+import tempfile
 import time
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from edgelm.backends.gpu_check import CheckGpu
-from edgelm.backends.torch import check_worker
+from edgelm.backends.torch import check_worker, self_check
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.trial import explained, run_trial
 from edgelm.kernels import choice
@@ -32,7 +33,8 @@ def without_compiler(_: torch.device) -> None:
     """Let Triton look for a compiler that is not there."""
     from triton.runtime.build import compile_module_from_src
 
-    os.environ["PATH"] = os.environ["TRITON_CACHE_DIR"] = "/nonexistent"
+    os.environ["PATH"] = "/nonexistent"
+    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="edgelm-no-compiler-")
     with explained(), gpu_errors():
         compile_module_from_src(src="int x;", name="trial")
 
@@ -67,6 +69,7 @@ def main() -> int:
     what, _, op = fault.partition(":")
     if op:
         spoil(what, op)
+    self_check.PROMPTS, self_check.VERIFIED = (5, 3), 2  # the interpreter takes a second for a few rows
     check_worker.device_name = lambda _: NAME  # type: ignore[assignment]
     trial = without_compiler if fault == "no-compiler" else run_trial
     check = partial(check_worker.check, device=torch.device("cpu"), trial=trial)

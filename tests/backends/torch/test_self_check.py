@@ -1,0 +1,226 @@
+"""The check of a GPU's kernels: what it finds, what it costs when a kernel crashes or hangs, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import edgelm.backends.torch.build as torch_build
+from edgelm.backends import gpu_check
+from edgelm.backends.gpu_check import NO_NUMBER, CheckGpu, GpuVerdict, OpVerdict, run_check
+from edgelm.backends.model import open_model
+from edgelm.backends.torch import kept_checks
+from edgelm.backends.torch.kept_checks import check_key, keep, kept_reasons, kept_verdict, verdict_for
+from edgelm.backends.torch.self_check import difference_of, kinds_of_layers
+from edgelm.commands import doctor_gpu
+from edgelm.config import Settings
+from edgelm.errors import DeviceError
+from edgelm.kernels.choice import PLAIN_OPS, preferred
+from edgelm.machine.gpu import CudaState
+from edgelm.models.config import read_config
+from tests.tiny import write_tiny
+
+LIMIT_S = 300
+STAND_IN = """
+import json, os, sys, time
+request = json.loads(sys.stdin.readline())
+def emit(**event): print(json.dumps(event), flush=True)
+def begin(op): emit(event="begun", op=op, detail="q4_k 64x64, 1 row")
+def end(*wrong): emit(event="checked", device="GPU X", verdicts=[{"op": "norm", "detail": "64, 1 row", "right": True}])
+"""
+
+
+def simulated(*fault: str) -> tuple[str, ...]:
+    return sys.executable, "-m", "tests.backends.torch.simulated_gpu", *fault
+
+
+def stand_in(program: str) -> tuple[str, ...]:
+    return sys.executable, "-c", STAND_IN + program
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return write_tiny(folder / "m.gguf", quant="q8_0", width=64, ffn=128, head_dim=32, layers=1)
+
+
+# -- on a simulated GPU ------------------------------------------------------------------------------------------------
+
+
+def test_one_wrong_kernel_is_found_and_all_others_are_right(model: Path) -> None:
+    lines: list[str] = []
+    verdict = run_check(CheckGpu(model, ("k8v4",), "off"), lines.append, command=simulated("wrong:rms_norm"))
+    assert verdict.problem == ""
+    assert set(verdict.wrong) == {"rms_norm"}
+    assert "is off by 0.5 of the largest value" in verdict.wrong["rms_norm"]
+    assert {"matmul", "attention", "write_kv", "embedding", "sample"} <= {
+        one.op for one in verdict.verdicts if one.right
+    }
+    assert any("k8v4, heads of 32" in one.detail for one in verdict.verdicts)
+    assert any("q8_0 256x64 gated" in one.detail for one in verdict.verdicts)
+    assert any("checking the GPU's kernels" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    {
+        "sm_90": "",
+        "sm_130": "cannot compile for",
+        "no compiler": "needs a C compiler, and there is none; `sudo apt install build-essential`",
+        "no such compiler": "cannot start /nonexistent/cc",
+        "no headers": "Python.h is not there; `sudo apt install python3-dev`",
+    }.items(),
+)
+def test_real_failures_of_the_compiler_are_named(case: str, said: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
+    command = [sys.executable, "-m", "tests.backends.torch.triton_failures", case]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    error = json.loads(done.stdout.splitlines()[-1])
+    assert said in error
+    assert bool(error) is bool(said)
+
+
+# -- crashes, hangs, errors --------------------------------------------------------------------------------------------
+
+REQUEST = CheckGpu(Path("m.gguf"), ("f16",), "off")
+
+
+def test_a_crash_costs_the_op_and_the_others_are_checked_again() -> None:
+    program = (
+        "begin('matmul') if 'matmul' not in request['plain'] else end()\nos.abort() if not request['plain'] else 0"
+    )
+    verdict = run_check(REQUEST, command=stand_in(program))
+    assert verdict.device == "GPU X"
+    assert verdict.wrong == {"matmul": "crashes: its process was killed by SIGABRT (q4_k 64x64, 1 row)"}
+    assert [one.op for one in verdict.verdicts] == ["norm", "matmul"]
+
+
+def test_a_hang_costs_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "OP_S", 1.0)
+    program = "begin('attention'); time.sleep(3600) if not request['plain'] else end()"
+    verdict = run_check(REQUEST, command=stand_in(program))
+    assert verdict.wrong == {"attention": "hangs: it is not done after 1 s (q4_k 64x64, 1 row)"}
+
+
+def test_a_gpu_on_which_much_crashes_is_not_used() -> None:
+    program = "begin(['a', 'b', 'c', 'd'][len(request['plain'])]); os.abort()"
+    verdict = run_check(REQUEST, command=stand_in(program))
+    assert verdict.problem == "kernels fail on this GPU: a, b, c"
+    assert verdict.hint == "use --engine llama"
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("begin(''); os.abort()", "a small kernel crashes: its process was killed by SIGABRT on this GPU"),
+        ("emit(event='failed', message='no compiler', hint='get one', kind='DeviceError')", "no compiler"),
+    ],
+)
+def test_without_a_working_kernel_nothing_runs(program: str, problem: str) -> None:
+    assert run_check(REQUEST, command=stand_in(program)).problem == problem
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def test_a_difference_counts_what_is_not_a_number() -> None:
+    want = torch.tensor([1.0, -4.0, math.inf])
+    assert difference_of(want, want).largest == 0
+    assert difference_of(torch.tensor([1.0, -3.0, math.inf]), want).largest == 0.25
+    assert difference_of(torch.tensor([1.0, math.nan, math.inf]), want).largest == math.inf
+    assert difference_of(torch.tensor([1.0, -4.0, 7.0]), want).largest == math.inf
+    assert difference_of(torch.tensor([math.nan]), torch.tensor([math.nan])).largest == 0
+    assert difference_of(torch.tensor([1, 2, 3, 5]), torch.tensor([1, 2, 3, 4])).largest == 0.25
+    assert difference_of(torch.zeros(3), torch.zeros(3)).largest == 0
+
+
+def test_one_layer_of_each_kind_is_tried(tmp_path: Path) -> None:
+    with open_model(write_tiny(tmp_path / "m.gguf", quant="q8_0", layers=3)) as model:
+        assert model.gguf is not None
+        assert kinds_of_layers(read_config(model.gguf.metadata), model.gguf) == [0]
+
+
+# -- what is kept, and what follows ------------------------------------------------------------------------------------
+
+WRONG = OpVerdict("attention", "f16, heads of 64", right=False, off=0.3)
+
+
+def test_a_verdict_is_kept_for_what_it_was_made_for(model: Path, tmp_path: Path) -> None:
+    settings = Settings(kv="f16")
+    with open_model(model) as opened:
+        asked: list[str] = []
+        command = stand_in("end()")
+        first = verdict_for(opened, settings, "f16", tmp_path, asked.append, command=command)
+        again = verdict_for(opened, settings, "f16", tmp_path, asked.append, command=stand_in("os.abort()"))
+        assert first.device == again.device == "GPU X"
+        assert asked == ["checking the kernels on this GPU, once for a kind of model"]
+        assert check_key(opened, settings, "f16") != check_key(opened, settings, "k8v4")
+        key = check_key(opened, settings, "f16")
+        keep(tmp_path, key, GpuVerdict("GPU X", verdicts=(WRONG,)))
+        assert kept_reasons(opened, settings, tmp_path) == (
+            "attention is computed by plain torch: its kernel is off by 0.3 of the largest value (f16, heads of 64)",
+        )
+
+
+@pytest.mark.parametrize(
+    "verdict", [GpuVerdict(problem="no compiler"), GpuVerdict("GPU X", verdicts=(OpVerdict("a", "b", unknown=True),))]
+)
+def test_what_may_change_is_not_kept(verdict: GpuVerdict, tmp_path: Path) -> None:
+    keep(tmp_path, "key", verdict)
+    assert kept_verdict(tmp_path, "key") is None
+
+
+def test_a_wrong_op_is_plain_torch_and_a_broken_gpu_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = [GpuVerdict("GPU X", verdicts=(WRONG,)), GpuVerdict(problem="no compiler", hint="get one")]
+    monkeypatch.setattr(torch_build, "verdict_for", lambda *_: verdicts.pop(0))
+    monkeypatch.setattr(kept_checks, "_gpus", list)
+    try:
+        with open_model(model) as opened:
+            torch_build.check_ops(opened, Settings(), "f16")
+            assert preferred("attention", "triton") == "reference"
+            assert preferred("matmul", "triton") == "triton"
+            with pytest.raises(DeviceError, match="no compiler; get one"):
+                torch_build.check_ops(opened, Settings(), "f16")
+    finally:
+        PLAIN_OPS.clear()
+
+
+# -- edgelm doctor --gpu -----------------------------------------------------------------------------------------------
+
+
+def test_doctor_writes_a_report_without_folders(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = f"fails: {Path.home()}/.triton/cache/x.c is not there"
+    verdicts = (
+        OpVerdict("norm", "64, 1 row"),
+        WRONG,
+        OpVerdict("matmul", "q", right=False, off=NO_NUMBER, error=error),
+    )
+    monkeypatch.setattr(doctor_gpu, "ask_cuda", lambda: CudaState("", "", "GPU X", 2**33, 2**33))
+    out = tmp_path / "report.txt"
+    code = doctor_gpu.check_gpu(str(model), str(out), run=lambda *_: GpuVerdict("GPU X", verdicts=verdicts, took_s=3.2))
+    said, written = capsys.readouterr().out, out.read_text()
+    assert code == 1
+    assert "✓ norm: right in 1 cases" in said
+    assert "✗ attention: is off by 0.3 of the largest value, in 1 of 1 cases, first f16, heads of 64" in said
+    assert "WRONG\tattention\tf16, heads of 64\tis off by 0.3 of the largest value" in written
+    assert "m.gguf" in written
+    assert str(Path.home()) + "/" not in written
+    assert str(tmp_path) not in written
+
+
+def test_doctor_says_why_there_is_nothing_to_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor_gpu, "ask_cuda", lambda: CudaState("no NVIDIA driver was found"))
+    assert doctor_gpu.check_gpu(None, str(tmp_path / "report.txt"), run=lambda *_: pytest.fail("it is not run")) == 1
+    assert "our kernels cannot be used here: no NVIDIA driver was found" in capsys.readouterr().out
+    assert "no NVIDIA driver was found" in (tmp_path / "report.txt").read_text()

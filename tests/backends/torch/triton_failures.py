@@ -1,0 +1,66 @@
+"""A real failure of Triton on this machine, as JSON: what the trial of a GPU would say of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+from triton import compile as triton_compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.build import compile_module_from_src
+
+from edgelm.backends.torch.failures import gpu_errors
+from edgelm.backends.torch.trial import explained
+from edgelm.errors import EngineError
+from edgelm.kernels.trial.kernel import trial_kernel
+
+HEADERS = "#include <Python.h>\nint x;"
+
+
+def for_target(capability: int) -> None:
+    types = {"x_ptr": "*fp16", "y_ptr": "*fp16", "out_ptr": "*fp32", "SIZE": "constexpr"}
+    source = ASTSource(trial_kernel, types, {(3,): 16})  # type: ignore[no-untyped-call]
+    triton_compile(source, target=GPUTarget("cuda", capability, 32))  # type: ignore[no-untyped-call]
+
+
+def build(name: str, **environment: str) -> None:
+    with patch.dict(os.environ, environment):
+        compile_module_from_src(src=HEADERS, name=name)
+
+
+def without_headers() -> None:
+    real: Any = sysconfig.get_paths
+    nowhere = {"include": "/nonexistent"}
+    sysconfig.get_paths = lambda *args, **named: {**real(*args, **named), **nowhere}  # for the rest of this process
+    build("no_headers")
+
+
+CASES: dict[str, Callable[[], None]] = {  # a case at a time: Triton remembers the compiler that it found
+    "sm_90": lambda: for_target(90),
+    "sm_130": lambda: for_target(130),
+    "no compiler": lambda: build("no_compiler", PATH="/nonexistent"),
+    "no such compiler": lambda: build("no_such", CC="/nonexistent/cc"),
+    "no headers": without_headers,
+}
+
+
+def main() -> None:
+    error = ""
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {"TRITON_CACHE_DIR": folder}):
+        try:
+            with explained(), gpu_errors():
+                CASES[sys.argv[1]]()
+        except EngineError as problem:
+            error = str(problem)
+    print(json.dumps(error))
+
+
+if __name__ == "__main__":
+    main()
