@@ -26,7 +26,6 @@ from edgelm.backends.torch.graphs import Graphs
 from edgelm.core import (
     LAST,
     NOT_A_TOKEN,
-    Chunk,
     CompletedSamples,
     Drop,
     ExecutorInfo,
@@ -35,9 +34,7 @@ from edgelm.core import (
     Op,
     PendingSamples,
     Sampled,
-    SamplingParams,
     Save,
-    Sequence,
     Step,
     Store,
 )
@@ -55,7 +52,6 @@ from edgelm.sampling.host import HostSampler, accepted_rows, first_position
 log = logging.getLogger(__name__)
 
 MAX_ROWS = ROWS  # sampled rows of a step: with more, a verified row would have other rounding than a decoded one
-MORE_ROWS = 24  # more than a step verifies of one sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +136,7 @@ class TorchExecutor:
         if options.graphs and device.type == "cuda":
             self._capture_if_it_fits(options, decoder.vocab_size)
         if device.type == "cuda":
-            self._warm_up(options)
+            self._warm_up()
 
     def _capture_if_it_fits(self, options: TorchOptions, num_vocab: int) -> None:
         """Capture the graphs; without memory for them, go on without."""
@@ -164,18 +160,12 @@ class TorchExecutor:
         graphs.capture(self._run, self._buffers, logits)
         return graphs
 
-    def _warm_up(self, options: TorchOptions) -> None:
-        """Run a step of each kind, which compiles kernels and allocates scratch before the first request."""
-        params = SamplingParams(repetition_penalty=1.1, logit_bias=((0, 0.0),), num_logprobs=1)  # all sampling kernels
-        seq = Sequence(-1, [0], 1, params)
-        most = min(options.max_tokens, options.context)
-        prompts = [(0, most), (0, min(MORE_ROWS, most)), (0, min(ROWS // 2, most)), (0, min(8 * MORE_ROWS, most))]
-        prompts.append((options.context - min(MORE_ROWS, most), min(MORE_ROWS, most)))  # after a long context
-        steps = [Step((_dummy(seq, *prompt),)) for prompt in prompts]
-        num_seqs = min(options.max_sequences, MORE_ROWS)
-        rows = min(options.max_tokens, options.max_rows, MORE_ROWS) // num_seqs
-        steps.append(Step((_dummy(seq, 0, rows, rows),) * num_seqs))
-        for step in steps:
+    def _warm_up(self) -> None:
+        """Run steps that compile every kernel, and allocate memory for all later steps, before the first request."""
+        from edgelm.backends.torch.warm_up import warm_up_steps  # it imports Triton, which the CPU does without
+
+        assert self._decoder is not None
+        for step in warm_up_steps(self._decoder, self._caches, self._info):
             self.forward(step)
             self.sample(step, None).read()
 
@@ -313,11 +303,6 @@ class _PendingOnGPU:
     def read(self) -> list[list[Sampled]]:
         with gpu_errors():
             return accepted_rows(self.step, self.launch.read())
-
-
-def _dummy(seq: Sequence, start: int, count: int, rows: int = 1) -> Chunk:
-    """Return a chunk without meaning, on the first blocks."""
-    return Chunk(seq, start, [0] * count, rows, tuple(range(-(-(start + count) // BLOCK_LEN))))
 
 
 def _last_rows(step: Step) -> dict[int, int]:
