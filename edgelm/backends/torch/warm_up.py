@@ -39,8 +39,7 @@ def warm_up_steps(decoder: Decoder, caches: Sequence[LayerCache], limits: Limits
     yield from [_verification(limits, limits.max_tokens, limits.max_rows)] * 2  # with the logits of the step before
     for tokens in _first_of_each(lambda tokens: _step_kind(decoder, caches, limits.context, tokens), limits.max_tokens):
         if tokens <= limits.context:
-            yield Step((_chunk(0, tokens),))
-            yield Step((_chunk(limits.context - tokens, tokens),))
+            yield Step((_chunk(tokens),))
         else:
             yield _verification(limits, tokens, 1)
     most = min(limits.max_rows, limits.max_tokens, limits.max_sequences * VERIFY_LEN)
@@ -76,11 +75,10 @@ def _verification(limits: Limits, tokens: int, rows: int) -> Step:
     for index in range(count):
         share = -(-left // (count - index))
         sampled = min(-(-rows_left // (count - index)), share, VERIFY_LEN)
-        chunks.append(_chunk(0, share, sampled))
+        chunks.append(_chunk(share, sampled))
         left, rows_left = left - share, rows_left - sampled
     return Step(tuple(chunks))
 
 
-def _chunk(start: int, count: int, rows: int = 1) -> Chunk:
-    blocks = tuple(range(-(-(start + count) // BLOCK_LEN)))
-    return Chunk(Seq(-1, [0], 1, PARAMS), start, [0] * count, rows, blocks)
+def _chunk(count: int, rows: int = 1) -> Chunk:
+    return Chunk(Seq(-1, [0], 1, PARAMS), 0, [0] * count, rows, tuple(range(-(-count // BLOCK_LEN))))

@@ -9,6 +9,7 @@ prints how many were in Triton's cache on disk. test_warm_up.py runs it twice. K
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -107,12 +108,14 @@ def main(model: str, kernels: list[str]) -> None:
     with FakeGpu(), torch.inference_mode(), recording() as found:
         TorchExecutor(MODELS[model](), TorchOptions(context=8192, capacity=65536, max_tokens=1024)).close()
     some = [compilation for compilation in found if not kernels or compilation.name in kernels]
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), sum(os.times()[:4])
     with patch.object(knobs.compilation, "listener", count):
         for compilation in some:
             compilation.run()
-    seconds = time.perf_counter() - start
-    result = {"kernels": len(found), "compiled": hits.count(False), "in_cache": hits.count(True), "seconds": seconds}
+    result = {
+        "model": model, "kernels": len(found), "compiled": hits.count(False), "in_cache": hits.count(True),
+        "seconds": round(time.perf_counter() - start, 1), "cpu_seconds": round(sum(os.times()[:4]) - cpu_start, 1),
+    }  # fmt: skip
     print(json.dumps(result))
 
 
