@@ -87,11 +87,12 @@ def gated_kernel(
 
 
 @triton.jit
-def softcap_kernel(x_ptr, out_ptr, size, cap, BLOCK: tl.constexpr):
-    """Cap BLOCK of `size` numbers. Grid: blocks."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, at < size, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, (cap * tanh(x / cap)).to(out_ptr.dtype.element_ty), at < size)
+def softcap_kernel(x_ptr, out_ptr, width, cap, BLOCK: tl.constexpr):
+    """Cap BLOCK columns of a row. Grid: rows, blocks of a row."""
+    start = tl.program_id(0).to(tl.int64) * width
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + start + at, at < width, other=0.0).to(tl.float32)
+    tl.store(out_ptr + start + at, (cap * tanh(x / cap)).to(out_ptr.dtype.element_ty), at < width)
 
 
 def gated(x: Tensor, gate: Gate) -> Tensor:
@@ -110,5 +111,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
-        softcap_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), cap, BLOCK=BLOCK, **OPTIONS)
+        width = x.shape[-1]  # not the size of all: a launch with another number of rows must not compile
+        grid = (x.numel() // width, triton.cdiv(width, BLOCK))
+        softcap_kernel[grid](x, out, width, cap, BLOCK=BLOCK, **OPTIONS)
     return out

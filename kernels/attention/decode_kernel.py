@@ -28,6 +28,7 @@ from edgelm.kernels.attention.operands import (
     ROOT,
     SHIFT,
     SIZES,
+    TABLES,
     WARPS,
     finite,
     logits_of,
@@ -174,7 +175,7 @@ def attend_span(
     return moved, new, total
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TABLES)
 def attend_chunks(
     q,
     keys,
@@ -308,7 +309,7 @@ def attend_chunks(
                 tl.store(sums + at[:, None] * (32 * GROUPS) + column[None, :], joined, mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=(*SIZES, "splits"))
+@triton.jit(do_not_specialize=(*SIZES, "splits"), do_not_specialize_on_alignment=TABLES)
 def combine_chunks(
     sums,
     stats,

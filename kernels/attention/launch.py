@@ -176,10 +176,17 @@ def num_splits(tiles: int, num_kv_heads: int, positions: int) -> int:
     return max(min(SPLIT_PROGRAMS // (tiles * num_kv_heads), positions // MIN_SPLIT), 1)
 
 
-def num_tiles(launch: Launch, tile_rows: int) -> int:
+def num_tiles(tokens: int, num_seqs: int, queries_per_kv: int, tile_rows: int) -> int:
     """Return the largest possible number of tiles of prompts: the last tile of each may not be full."""
-    tokens = launch.max_rows(launch.max_query_len)
-    return tokens * launch.queries_per_kv // tile_rows + min(launch.num_seqs, tokens // (VERIFY_LEN + 1))
+    return tokens * queries_per_kv // tile_rows + min(num_seqs, tokens // (VERIFY_LEN + 1))
+
+
+def launch_kind(tokens: int, cache: LayerCache, num_heads: int, context: int) -> object:
+    """Return the kind of the launches for a prompt: two lengths with one kind use the same compiled kernels."""
+    if tokens <= VERIFY_LEN:
+        return "decode"
+    queries_per_kv, tile = num_heads // cache.num_kv_heads, tile_of(cache.width // GROUP)
+    return num_splits(num_tiles(tokens, 1, queries_per_kv, tile.rows), cache.num_kv_heads, context) > 1
 
 
 def _scratch(launch: Launch, parts: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -277,7 +284,7 @@ def _run_prefill(launch: Launch) -> None:
     q, cache, block_tables = launch.q, launch.cache, launch.block_tables
     rows = launch.max_rows(launch.max_query_len)
     tile = tile_of(cache.width // GROUP)
-    tiles = num_tiles(launch, tile.rows)
+    tiles = num_tiles(rows, launch.num_seqs, launch.queries_per_kv, tile.rows)
     splits = num_splits(tiles, cache.num_kv_heads, block_tables.shape[1] * BLOCK_LEN)
     sums, stats = _scratch(launch, splits, rows) if splits > 1 else (q, q)
     attend_tiles[tiles, cache.num_kv_heads, splits](

@@ -22,6 +22,8 @@ from edgelm.kernels.unpack import unpack_bytes, unpack_nibbles
 
 # integers of a launch that differ from step to step: a kernel must not be recompiled for some of their values
 SIZES = ("window", "num_tokens", "num_seqs", "block_table_len", "max_query_len", "max_rows")
+# tensors of which a launch may take a part, for some sequences only: an element of them is read at a time
+TABLES = ("block_tables", "query_start_loc", "seq_lens")
 MAX_SEQS = tl.constexpr(32)  # sequences of a launch: one per lane of a warp, so that sums over them are shuffles
 WARPS = tl.constexpr(4)  # of a program; each has one block in flight
 ROOT = tl.constexpr(0.17677669529663687)  # 32 ** -0.5

@@ -24,6 +24,7 @@ from edgelm.kernels.attention.operands import (
     ROOT,
     SHIFT,
     SIZES,
+    TABLES,
     finite,
     logits_of,
     not_finite,
@@ -234,7 +235,7 @@ def attend_tokens(
     return acc, new, total
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TABLES)
 def attend_tiles(
     q,
     keys,

@@ -34,9 +34,14 @@ def dequant_gemm(
     implementation: str | None = None,
 ) -> Tensor:
     """Return gate(x @ weight.T + bias) + residual, [rows, N] or with a gate [rows, N / 2]."""
-    if isinstance(weight, DenseWeight) or len(x) >= SCRATCH_ROWS:
+    if isinstance(weight, DenseWeight) or by_slices(len(x)):
         return by_scratch(x, weight, bias, residual, gate, out_dtype, implementation=implementation)
     return fused(x, weight, bias, residual, gate, out_dtype, implementation=implementation)
+
+
+def by_slices(rows: int) -> bool:
+    """Return whether so many rows are multiplied by slices of a dequantized weight."""
+    return rows >= SCRATCH_ROWS
 
 
 def fused(

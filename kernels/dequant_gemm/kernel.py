@@ -129,7 +129,7 @@ def _padded(x: Tensor, chunks: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, chunks * CHUNK - x.shape[1])).contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # of a step: a prompt of another length compiles nothing
 def dequant_gemm_kernel(
     x,  # [rows of x, chunks * 64]
     codes,  # planes of a matrix or of a stack; for a dense weight its data

@@ -53,7 +53,7 @@ def dequantize(weight: PackedWeight, out: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tiles"])  # of a slice, which depend on the length of a prompt
 def dequantize_kernel(
     codes,
     high,

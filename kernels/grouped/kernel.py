@@ -18,7 +18,7 @@ from torch import Tensor
 from edgelm.kernels.activation import Gate
 from edgelm.kernels.activation.kernel import gate_constants, gated_values
 from edgelm.kernels.choice import interpreting
-from edgelm.kernels.dequant_gemm.kernel import Groups, launch, shape_for
+from edgelm.kernels.dequant_gemm.kernel import Groups, Shape, launch, shape_for
 from edgelm.kernels.dequantize.kernel import rounded
 from edgelm.kernels.gpu_target import kwidth
 from edgelm.kernels.grouped import reference
@@ -50,7 +50,7 @@ def grouped_matmul(
     if route is None:
         return multiply_pairs(x, weight, experts, bias, gate, out_dtype)
     out = torch.empty((tokens, width), dtype=out_dtype, device=x.device)
-    step = max(SUM_BYTES // (4 * k * width), ROWS)
+    step = tokens_of_sum(k, width)
     for start in range(0, tokens, step):
         part = slice(start, start + step)
         rows = x[part] if len(x) == tokens else x[start * k : (start + step) * k]
@@ -72,24 +72,51 @@ def multiply_pairs(
         rows = x if len(x) == pairs else x.repeat_interleave(k, 0)
         x = rows.gather(1, weight.order[experts.flatten().clamp(0, weight.num_matrices - 1)])
     shared = pairs // len(x)
-    mixed = isinstance(weight, DenseWeight) and weight.data.dtype != x.dtype  # multiplied in float32
-    if mixed or tokens <= ROWS or pairs <= PAIRS * weight.num_matrices:
+    shape = shape_of(tokens, k, weight, x.dtype)
+    if shape is None:
         multiply_few(x, weight, make_plan(experts, weight.num_matrices, PAIRS), shared, bias, gate, out)
     else:
-        shape = shape_for(pairs // weight.num_matrices, x.dtype)  # as many rows as an expert has on average
         groups = Groups(*make_plan(experts, weight.num_matrices, shape.rows), shared)
         launch(x, weight, out, bias, None, gate, shape, groups)
     return out
 
 
+def shape_of(tokens: int, k: int, weight: Weight, dtype: torch.dtype) -> Shape | None:
+    """Return the shape of a prompt's programs, for x of this type; None: experts have few pairs."""
+    pairs = tokens * k
+    mixed = isinstance(weight, DenseWeight) and weight.data.dtype != dtype  # multiplied in float32
+    if mixed or tokens <= ROWS or pairs <= PAIRS * weight.num_matrices:
+        return None
+    return shape_for(pairs // weight.num_matrices, dtype)  # as many rows as an expert has on average
+
+
+def tokens_of_sum(k: int, width: int) -> int:
+    """Return how many tokens have their rows summed at a time; parts begin at a multiple of 16 bytes."""
+    return max(SUM_BYTES // (4 * k * width) // 16 * 16, ROWS)
+
+
+def part_of(pairs: int) -> int | None:
+    """Return how many pairs a program of the planner places; None: torch sorts them."""
+    if pairs > PLAN_PAIRS:
+        return None
+    return 32 if pairs <= 256 else 128
+
+
+def launch_kinds(tokens: int, k: int, weight: Weight, dtype: torch.dtype, *, summed: bool) -> set[object]:
+    """Return the kinds of launches of `grouped_matmul`: two numbers of tokens with one kind use the same kernels."""
+    step = tokens_of_sum(k, weight.rows) if summed else tokens
+    sizes = {min(tokens, step), tokens % step or step}
+    return {(shape_of(size, k, weight, dtype), part_of(size * k)) for size in sizes}
+
+
 def make_plan(experts: Tensor, num_experts: int, block: int) -> Plan:
     """Sort pairs by expert and cut them into blocks, in one launch."""
     pairs = experts.numel()
-    if pairs > PLAN_PAIRS:
+    part = part_of(pairs)
+    if part is None:
         return reference.make_plan(experts, num_experts, block)
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
     blocks = torch.empty((max_blocks(pairs, num_experts, block), 3), dtype=torch.int32, device=experts.device)
-    part = 32 if pairs <= 256 else 128
     plan_kernel[(1 + triton.cdiv(pairs, part),)](
         experts.contiguous(),
         order,
@@ -249,7 +276,7 @@ def few_pairs_kernel(
     tl.store(out + pair * WIDTH + n, y, mask=(n < WIDTH) & (row < count))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "num_blocks"])  # of a step: a prompt of another length compiles nothing
 def plan_kernel(
     experts,  # int32 [pairs]
     order,  # int32 [pairs]

@@ -284,12 +284,12 @@ def sample(logits: Tensor, batch: Batch) -> Tensor:
         return answers
     row = torch.empty((num_rows, row_stride), dtype=torch.float32, device=device)
     maxima = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
-    integers = torch.empty((num_rows, _NUM_BINS.value + CAPACITY + 1), dtype=torch.int32, device=device)
-    longs = torch.empty((num_rows, num_chunks, 3 + _TOP_ROOM), dtype=torch.int64, device=device).view(-1)
-    size = num_rows * num_chunks
+    # each part begins at a multiple of 16 bytes for any number of rows, or some numbers would compile other kernels
+    integers = torch.empty(num_rows * (_NUM_BINS.value + CAPACITY + 1), dtype=torch.int32, device=device)
+    counts, ids, listed = integers.split((num_rows * _NUM_BINS.value, num_rows * CAPACITY, num_rows))
+    size = -(-num_rows * num_chunks // 2) * 2
+    longs = torch.empty(size * (3 + _TOP_ROOM), dtype=torch.int64, device=device)
     best, sums, raw_sums, tops = longs.split((size, size, size, size * _TOP_ROOM))
-    size = num_rows * _NUM_BINS.value
-    counts, listed, ids = integers.view(-1).split((size, num_rows, num_rows * CAPACITY))
     words, floats = batch.rows, batch.rows.view(torch.float64)
     chunks = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(num_chunks)}
     by_chunk, by_row = (num_rows, num_chunks), (num_rows,)

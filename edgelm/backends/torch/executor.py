@@ -27,7 +27,6 @@ from edgelm.backends.torch.parts import parts_of
 from edgelm.core import (
     LAST,
     NOT_A_TOKEN,
-    Chunk,
     CompletedSamples,
     Drop,
     ExecutorInfo,
@@ -36,9 +35,7 @@ from edgelm.core import (
     Op,
     PendingSamples,
     Sampled,
-    SamplingParams,
     Save,
-    Sequence,
     Step,
     Store,
 )
@@ -56,7 +53,6 @@ from edgelm.sampling.host import HostSampler, accepted_rows, first_position
 log = logging.getLogger(__name__)
 
 MAX_ROWS = ROWS  # sampled rows of a step: with more, a verified row would have other rounding than a decoded one
-MORE_ROWS = 24  # more than a step verifies of one sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +143,7 @@ class TorchExecutor:
             except OutOfMemoryError as error:
                 self._go_on_without_graphs(options, error)
         if device.type == "cuda":
-            self._warm_up(options)
+            self._warm_up()
 
     def _capture(self, graphs: Graphs) -> None:
         """Capture the graphs of the sampler and of the model."""
@@ -170,18 +166,12 @@ class TorchExecutor:
         self._device_sampler = DeviceSampler(self._info.num_vocab, max(options.max_rows, SIZES[-1]), self._device)
         torch.cuda.empty_cache()
 
-    def _warm_up(self, options: TorchOptions) -> None:
-        """Run a step of each kind, which compiles kernels and allocates scratch before the first request."""
-        params = SamplingParams(repetition_penalty=1.1, logit_bias=((0, 0.0),), num_logprobs=1)  # all sampling kernels
-        seq = Sequence(-1, [0], 1, params)
-        most = min(options.max_tokens, options.context)
-        prompts = [(0, most), (0, min(MORE_ROWS, most)), (0, min(ROWS // 2, most)), (0, min(8 * MORE_ROWS, most))]
-        prompts.append((options.context - min(MORE_ROWS, most), min(MORE_ROWS, most)))  # after a long context
-        steps = [Step((_dummy(seq, *prompt),)) for prompt in prompts]
-        num_seqs = min(options.max_sequences, MORE_ROWS)
-        rows = min(options.max_tokens, options.max_rows, MORE_ROWS) // num_seqs
-        steps.append(Step((_dummy(seq, 0, rows, rows),) * num_seqs))
-        for step in steps:
+    def _warm_up(self) -> None:
+        """Run steps that compile every kernel, and allocate memory for all later steps, before the first request."""
+        from edgelm.backends.torch.warm_up import warm_up_steps  # it imports Triton, which the CPU does without
+
+        assert self._decoder is not None
+        for step in warm_up_steps(self._decoder, self._caches, self._info):
             self.forward(step)
             self.sample(step, None).read()
 
@@ -343,11 +333,6 @@ class _PendingOnGPU:
     def read(self) -> list[list[Sampled]]:
         with gpu_errors():
             return accepted_rows(self.step, self.launch.read())
-
-
-def _dummy(seq: Sequence, start: int, count: int, rows: int = 1) -> Chunk:
-    """Return a chunk without meaning, on the first blocks."""
-    return Chunk(seq, start, [0] * count, rows, tuple(range(-(-(start + count) // BLOCK_LEN))))
 
 
 def _last_rows(step: Step) -> dict[int, int]:

@@ -4,12 +4,15 @@
 
 Its tensors are on torch's device "meta" and claim to be on CUDA; every number copied back is 1. Host tensors are real.
 Owns checks of the host's possible mistakes: reading a number from the device, mixing devices, copying or waiting during
-the capture of a graph, passing host memory to a kernel. Triton must not interpret in this process, so tests run it in
-a child. Knows nothing of kernels.
+the capture of a graph, passing host memory to a kernel. Triton itself looks up the kernel of a launch, by the types,
+values and alignments of its arguments, as it does on a GPU; nothing is compiled. Memory is counted as torch's allocator
+counts it. Triton must not interpret in this process, so tests run it in a child. Knows nothing of kernels.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,8 +22,12 @@ from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from edgelm.kernels import gpu_target
 from tests.backends.torch.fake_pools import GraphPools
 
 HOST, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
@@ -28,13 +35,40 @@ DEVICE_OF, IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
 MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu})
 READS = frozenset({torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.numpy, torch.nonzero})
 UPLOADING = frozenset({torch.tensor, torch.as_tensor})  # their numbers come from the host
+ALLOCATED = 512  # bytes: torch's allocator aligns memory to them, and rounds sizes up
+
+
+class Pointer:
+    """A tensor of the fake GPU as a launch sees it."""
+
+    def __init__(self, dtype: torch.dtype, address: int) -> None:
+        self.dtype = dtype
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class FakeDriver:
+    """The driver that Triton asks for the GPU."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
 
 
 class FakeGpu(TorchFunctionMode):
     """An H200. `launches` counts kernels by name, `captured` those of each graph, `copies` transfers by direction.
 
     `blocking` counts the copies that the host waits for; events are not counted. `pools` is the memory of the graphs,
-    `waits` counts the calls that wait for all work of the device.
+    `waits` counts the calls that wait for all work of the device. `compiled` are the kernels that a GPU would have
+    compiled, in order: the name and the key by which Triton finds one. `live_bytes` are those of tensors outside of
+    graphs, `peak_bytes` the most so far; it may be set.
     """
 
     def __init__(self) -> None:
@@ -49,7 +83,10 @@ class FakeGpu(TorchFunctionMode):
         self._place: tuple[object, object] = (None, None)  # pool and stream of the present capture
         self._capturing: Counter[str] | None = None
         self._stack = ExitStack()
-        self._storages: list[torch.UntypedStorage] = []
+        self.compiled: list[tuple[str, str]] = []
+        self.live_bytes = self.peak_bytes = 0
+        self._addresses: dict[int, int] = {}  # of storages, by the address of their object
+        self._free_address = 0
 
     def __enter__(self) -> Self:
         properties = SimpleNamespace(
@@ -116,6 +153,10 @@ class FakeGpu(TorchFunctionMode):
         for name, value in cuda.items():
             self._stack.enter_context(patch.object(torch.cuda, name, value))
         self._stack.enter_context(patch.object(JITFunction, "run", self._launch()))
+        self._stack.enter_context(patch.object(knobs.runtime, "jit_cache_hook", self._compile))
+        gpu_target.kwidth()  # compiles its probe, which no hook may prevent
+        driver.set_active(FakeDriver())
+        self._stack.callback(driver.set_active, None)
         super().__enter__()
         return self
 
@@ -131,6 +172,9 @@ class FakeGpu(TorchFunctionMode):
         result = self._call(func, args, dict(kwargs or {}))
         if self._capturing is not None:
             self.pools.allocate(*self._place, result, (*args, *(kwargs or {}).values()))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if type(tensor) is torch.Tensor and tensor.is_meta:
+                self._address_of(tensor)
         return result
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,9 +197,7 @@ class FakeGpu(TorchFunctionMode):
         if func in READS:
             assert not is_on_gpu(args[0]), f"{func.__name__}: a number is read from the device"
         if func is torch.Tensor.data_ptr and is_on_gpu(args[0]):
-            storage = args[0].untyped_storage()
-            self._storages.append(storage)  # kept alive, so that no other one gets its address
-            return storage._cdata + args[0].storage_offset() * args[0].itemsize
+            return self._address_of(args[0])
         tensors = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x) and x.ndim]
         assert len({is_on_gpu(x) for x in tensors}) < 2, f"{func.__name__} mixes devices"
         return func(*args, **kwargs)
@@ -189,19 +231,59 @@ class FakeGpu(TorchFunctionMode):
     def _on_the_host(self, action: str) -> None:
         assert self._capturing is None, f"{action} while a graph is captured"
 
-    def _launch(self) -> Callable[..., None]:
-        def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-            bound = kernel.signature.bind(*args, **{name: v for name, v in kwargs.items() if name in kernel.arg_names})
-            bound.apply_defaults()
-            for name, value in bound.arguments.items():
-                assert not torch.is_tensor(value) or is_on_gpu(value), f"{kernel.__name__}: {name} is on the host"
-            size = grid(bound.arguments) if callable(grid) else grid
+    def _address_of(self, tensor: torch.Tensor) -> int:
+        """Return the address of a tensor; its memory is allocated when it is seen first, and freed at its end."""
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if number not in self._addresses:
+            size = -(-storage.nbytes() // ALLOCATED) * ALLOCATED
+            self._addresses[number] = self._free_address
+            self._free_address += max(size, ALLOCATED)
+            if self._capturing is not None:
+                size = 0  # of the graph
+            self.live_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            weakref.finalize(storage, self._free, number, size).atexit = False
+        return self._addresses[number] + tensor.storage_offset() * tensor.itemsize
+
+    def _free(self, number: int, size: int) -> None:
+        del self._addresses[number]
+        self.live_bytes -= size
+
+    def _launch(self) -> Callable[..., Any]:
+        find_kernel = JITFunction.run
+
+        def pointer(value: Any) -> Any:
+            if not torch.is_tensor(value):
+                return value
+            return Pointer(value.dtype, self._address_of(value))
+
+        def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            named = itertools.chain(zip(kernel.arg_names, args, strict=False), kwargs.items())
+            with torch._C.DisableTorchFunction():
+                for name, value in named:
+                    assert not torch.is_tensor(value) or value.is_meta, f"{kernel.__name__}: {name} is on the host"
+                pointers = [pointer(value) for value in args]
+                options = {name: pointer(value) for name, value in kwargs.items()}
+            found = find_kernel(kernel, *pointers, grid=grid, warmup=True, **options)
+            if warmup:
+                return found
+            size = grid(options) if callable(grid) else grid
             assert all(isinstance(n, int) and n > 0 for n in size), (kernel.__name__, size)
             self.launches[kernel.__name__] += 1
             if self._capturing is not None:
                 self._capturing[kernel.__name__] += 1
+            return found
 
         return run
+
+    def _compile(self, *, key: str, fn: Any, **_: object) -> bool:
+        """Note a kernel that Triton does not have, and give it one, so that it has it from now on."""
+        kernel = fn.jit_function
+        self.compiled.append((kernel.__name__, key))
+        self._stack.callback(kernel.device_caches.clear)
+        kernel.device_caches[0][0][key] = object()
+        return True
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:

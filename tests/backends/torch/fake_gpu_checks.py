@@ -117,6 +117,35 @@ def find_faults() -> None:
         assert (gpu.launches, gpu.blocking, gpu.copies) == ({"kernel": 1}, 1, {"up": 1, "down": 1})
 
 
+def compare_keys() -> None:
+    """Launch a kernel in the ways that Triton compiles apart, and in those that it does not."""
+
+    @triton.jit(do_not_specialize=["any_size"])
+    def kernel(x_ptr, size, any_size, N: tl.constexpr):
+        tl.store(x_ptr, size + any_size + N)
+
+    with FakeGpu() as gpu:
+        x, half = torch.zeros(64, device="cuda"), torch.zeros(64, device="cuda", dtype=torch.float16)
+        for new, number, arguments, options in (
+            (True, 1, (x, 32, 3, 5), {}),
+            (False, 1, (torch.zeros(8, device="cuda"), 48, 1, 5), {}),
+            (False, 1, (x[4:], 16, 16, 5), {}),
+            (True, 2, (x[1:], 32, 3, 5), {}),  # not aligned to 16 bytes
+            (True, 3, (x, 33, 3, 5), {}),  # not a multiple of 16
+            (False, 3, (x, 7, 3, 5), {}),
+            (True, 4, (x, 1, 3, 5), {}),  # one is a constant
+            (True, 5, (x, 2**40, 3, 5), {}),  # of 64 bits
+            (True, 6, (half, 32, 3, 5), {}),
+            (True, 7, (x, 32, 3, 6), {}),
+            (True, 8, (x, 32, 3, 5), {"num_warps": 8}),
+            (True, 9, (x, 32, 3, 5), {"enable_fp_fusion": False}),
+            (False, 9, (x, 32, 3, 5), {}),
+        ):
+            before = len(gpu.compiled)
+            kernel[(1,)](*arguments, **options)
+            assert (len(gpu.compiled) > before, len(gpu.compiled)) == (new, number), (arguments[1:], options)
+
+
 def _steps() -> Iterator[tuple[str, Step, bool]]:
     """Yield each kind of step, and whether it replays a graph."""
     seqs = [Sequence(i, [5] * PROMPT, PROMPT, SamplingParams(seed=i, num_logprobs=i)) for i in range(NUM_SEQUENCES)]
@@ -147,6 +176,7 @@ def _masks(executor: TorchExecutor, step: Step) -> np.ndarray[tuple[int, ...], n
 def main(folder: Path) -> None:
     """Check everything."""
     find_faults()
+    compare_keys()
     for name in MODELS:
         write(build(name), folder / name)
     for quant in TYPES:
