@@ -20,6 +20,7 @@ from tests.kernels.ptx.values import Array, Mask, Step, dtype_of, view
 
 HINTS = {"L1", "L2", "evict_first", "evict_last", "evict_normal", "no_allocate", "unchanged", "cache_hint", "nc"}
 HINTS |= {"ca", "cg", "cs", "cv", "lu", "wb", "wt", "weak", "128B", "256B", "64B", "evict_unchanged"}
+COPY_PARTS = {*HINTS, "shared", "global", "cta", "commit_group", "wait_group", "wait_all"}
 SCOPES = {"gpu", "sys", "cta"}
 COUNTS = {"v2": 2, "v4": 4, "v8": 8}
 OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -161,6 +162,8 @@ def build_atomic(instruction: Instruction, group: Group) -> Step:
 def build_copy(instruction: Instruction, group: Group) -> Step:
     """Bind cp.async from global to shared memory, its commit_group and its waits."""
     parts = instruction.opcode.replace("::", ".").split(".")
+    if parts[1] != "async" or set(parts[2:]) - COPY_PARTS:
+        raise EmulatorError(f"unknown {instruction}")
     if parts[2:] == ["commit_group"]:
         return group.copies.commit
     if parts[2:] in (["wait_group"], ["wait_all"]):
@@ -170,52 +173,60 @@ def build_copy(instruction: Instruction, group: Group) -> Step:
             group.copies.wait(mask, num_open)
 
         return wait
-    if (
-        parts[1] != "async"
-        or set(parts[2:]) - HINTS - {"shared", "global", "cta"}
-        or len(instruction.operands) not in (3, 4)
-    ):
-        raise EmulatorError(f"unknown {instruction}")
-    registers = group.registers
-    (to, to_offset), (of, of_offset) = (registers.address(operand) for operand in instruction.operands[:2])
-    num_bytes = int(instruction.operands[2], 0)
-    filled = registers.source(instruction.operands[3], "u32") if len(instruction.operands) == 4 else None
-    num_lanes = len(group.ctas)
+    return _Copy(instruction, group).start
 
-    def start(mask: Mask) -> None:
-        targets = np.broadcast_to(to, num_lanes).astype(np.int64) + to_offset
-        sources = np.broadcast_to(of, num_lanes).astype(np.int64) + of_offset
-        sizes = np.full(num_lanes, num_bytes) if filled is None else np.broadcast_to(filled, num_lanes).astype(np.int64)
-        if ((sizes != 0) & (sizes != num_bytes))[slice(None) if mask is None else mask].any():
-            raise EmulatorError(f"a copy of a part: {instruction}")
 
-        def finish(ready: Lanes) -> None:
-            ctas, threads = group.running(ready)
-            values = np.zeros((len(ctas), num_bytes), np.uint8)
-            some = sizes[ready] > 0
-            if some.any():
-                values[some] = load(
-                    group.memory, sources[ready & (sizes > 0)], ctas[some], values.dtype, num_bytes, instruction
-                )
-            store(group.shared, targets[ready], ctas, values, instruction)
-            if group.races is not None:
-                group.races.finish_write(group.shared, targets[ready], ctas, threads, num_bytes)
+class _Copy:
+    """cp.async: copy bytes, or write zeros where the size of the source is 0."""
 
+    def __init__(self, instruction: Instruction, group: Group) -> None:
+        if len(instruction.operands) not in (3, 4):
+            raise EmulatorError(f"unknown {instruction}")
+        self.instruction, self.group = instruction, group
+        registers = group.registers
+        (self.to, self.to_offset), (self.of, self.of_offset) = map(registers.address, instruction.operands[:2])
+        self.num_bytes = int(instruction.operands[2], 0)
+        size = instruction.operands[3] if len(instruction.operands) == 4 else instruction.operands[2]
+        self.size = registers.source(size, "u32")
+
+    def start(self, mask: Mask) -> None:
+        """Take down where the bytes are, and let the copy begin."""
+        group, num_bytes, num_lanes = self.group, self.num_bytes, len(self.group.ctas)
+        targets = np.broadcast_to(self.to, num_lanes).astype(np.int64) + self.to_offset
+        sources = np.broadcast_to(self.of, num_lanes).astype(np.int64) + self.of_offset
         chosen = np.ones(num_lanes, bool) if mask is None else mask
-        ctas, threads = group.running(chosen)
-        require_aligned(targets[chosen], num_bytes, instruction)
+        sizes = np.broadcast_to(self.size, num_lanes)
+        if ((sizes != 0) & (sizes != num_bytes))[chosen].any():
+            raise EmulatorError(f"a copy of a part: {self.instruction}")
         reading = chosen & (sizes > 0)
-        if reading.any():
-            require_aligned(sources[reading], num_bytes, instruction)
+        require_aligned(targets[chosen], num_bytes, self.instruction)
+        require_aligned(sources[reading], num_bytes, self.instruction)
         if group.races is not None:
-            group.races.access(Kind.COPY, group.shared, targets[chosen], ctas, threads, num_bytes, instruction)
-            if reading.any():
-                group.races.access(
-                    Kind.READ, group.memory, sources[reading], *group.running(reading), num_bytes, instruction
-                )
-        group.copies.start(mask, finish)
+            group.races.access(
+                Kind.COPY, group.shared, targets[chosen], *group.running(chosen), num_bytes, self.instruction
+            )
+            self._check_sources(sources, reading)
+        group.copies.start(mask, lambda ready: self._finish(ready, targets, sources, reading))
 
-    return start
+    def _check_sources(self, sources: Array, reading: Lanes) -> None:
+        group = self.group
+        if group.races is not None and reading.any():
+            ctas, threads = group.running(reading)
+            group.races.access(
+                Kind.READ, group.memory, sources[reading], ctas, threads, self.num_bytes, self.instruction
+            )
+
+    def _finish(self, ready: Lanes, targets: Array, sources: Array, reading: Lanes) -> None:
+        group, now = self.group, ready & reading
+        ctas, threads = group.running(ready)
+        values = np.zeros((len(ctas), self.num_bytes), np.uint8)
+        if now.any():
+            found = load(group.memory, sources[now], group.ctas[now], values.dtype, self.num_bytes, self.instruction)
+            values[reading[ready]] = found
+        store(group.shared, targets[ready], ctas, values, self.instruction)
+        if group.races is not None:
+            group.races.finish_write(group.shared, targets[ready], ctas, threads, self.num_bytes)
+            self._check_sources(sources, now)
 
 
 def build_policy(instruction: Instruction, group: Group) -> Step:

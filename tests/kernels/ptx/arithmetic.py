@@ -1,8 +1,8 @@
 """Instructions that compute a register from registers, lane by lane; conversions are in conversions.py.
 
 Owns what they compute, as the PTX manual defines it. Sums and products of 16-bit numbers, and fma of float32, are
-computed in float64 and rounded once, where a second rounding changes nothing: for fma of float32 this is so for all but
-about one in 2**29 results, which differ by one unit in the last place. `approx` instructions are exact but for rounding.
+computed in float64 and rounded to the shorter type: for fma of float32 about one result in 2**29 differs by one unit in
+the last place. `approx` instructions are exact but for rounding.
 """
 
 from __future__ import annotations
@@ -265,6 +265,10 @@ def build_field(instruction: Instruction, registers: Registers) -> Step:
         if kind[0] == "s":
             top = np.minimum(at + width - 1, bits - 1).astype(np.uint64)
             negative = (width > 0) & ((x.astype(np.uint64) >> top & np.uint64(1)) > 0)
+            inside = np.clip(bits - at, 0, width)  # what lies beyond the word is filled with the sign too
+            ones = np.where(
+                inside >= 64, ones, (np.uint64(1) << np.minimum(inside, 63).astype(np.uint64)) - np.uint64(1)
+            )
             value = np.where(negative, value | ~ones, value)
         return value.astype(dtype_of(f"u{bits}"))
 

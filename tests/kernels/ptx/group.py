@@ -62,7 +62,7 @@ class Queue:
 
 @dataclass(slots=True)
 class Group:
-    """Warps of some CTAs. `ctas` and `threads` say for each lane which CTA of those that run it is in, and where there."""
+    """Warps of some CTAs. `ctas` and `threads` are the CTA of each lane, among those that run, and its thread there."""
 
     registers: Registers
     shared: SharedMemory

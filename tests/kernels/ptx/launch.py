@@ -72,7 +72,7 @@ class Emulated:
     """Emulate the launches of Triton's kernels on a GPU of a compute capability (90: sm_90).
 
     `order` is the order of warps: the one with the least program counter first, at random, or one far ahead. `races`
-    checks that accesses of the same bytes are ordered. `change` may alter the PTX of a kernel (name, text) before it runs.
+    checks that accesses of the same bytes are ordered. `change` may alter the PTX (name, text) before it runs.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Emulated:
 
 
 def num_together(num_warps: int, watched_bytes: int, num_ctas: int) -> int:
-    """Return how many CTAs run side by side: the arrays of races are as large as a CTA's shared memory times its warps."""
+    """Return how many CTAs run side by side; races need arrays as large as their shared memory times their warps."""
     room = WATCHED_TOGETHER // max(1, watched_bytes * num_warps)
     return max(1, min(LANES_TOGETHER // (32 * num_warps), room, num_ctas))
 

@@ -24,7 +24,7 @@ from tests.kernels.ptx.registers import Registers
 from tests.kernels.ptx.values import Mask
 
 Order = Literal["least", "random", "ahead"]
-LIMIT = 4_000_000  # instructions of CTAs that run together; a kernel that runs longer is taken for one without an end
+LIMIT = 1_000_000  # instructions that a group of warps may run: more is taken for a loop without an end
 LANES_TOGETHER = 2048
 END = 1 << 60
 
@@ -153,6 +153,7 @@ class Machine:
 
     def _run_together(self, rng: np.random.Generator, seed: int) -> int:
         count = 0
+        limit_of_all = LIMIT * len(self.fragments)
         ahead = self.fragments[seed % len(self.fragments)]
         while True:
             ready = [fragments for fragments in self.fragments if fragments.at]
@@ -163,9 +164,9 @@ class Machine:
                 fragments, limit = ready[rng.integers(len(ready))], int(rng.integers(1, 64))
             else:
                 fragments = ahead if ahead.at else ready[0]
-            count += fragments.advance(self, min(limit, LIMIT))
-            if count > LIMIT:
-                raise DeadlockError(f"{self.program.name} runs {LIMIT} instructions and has not ended")
+            count += fragments.advance(self, min(limit, limit_of_all))
+            if count >= limit_of_all:
+                raise DeadlockError(f"{self.program.name} runs {count} instructions and has not ended")
         if any((places >= 0).any() for places in self._waiting.values()):
             raise DeadlockError(f"{self.program.name}: {self._describe_waiting()}")
         return count

@@ -70,9 +70,11 @@ def build_select(instruction: Instruction, registers: Registers) -> Step:
     _, kind = instruction.parts
     target, a, b, predicate = instruction.operands
     kind = f"b{dtype_of(kind).itemsize * 8}"
-    return registers.computing(
-        lambda x, y, p: np.where(p, x, y), target, kind, [(a, kind), (b, kind), (predicate, "pred")]
-    )
+
+    def select(x: Array, y: Array, p: Array) -> Array:
+        return np.where(p, x, y)
+
+    return registers.computing(select, target, kind, [(a, kind), (b, kind), (predicate, "pred")])
 
 
 def build_move(instruction: Instruction, registers: Registers) -> Step:

@@ -187,7 +187,7 @@ class Races:
         chunks = np.unique(np.concatenate([tile.ravel() for tile in tiles]) & ~15)
         ctas, threads = (np.full(len(chunks), array[lane]) for array in (group.ctas, group.threads))
         self.access(Kind.PRODUCT, self.shared, chunks, ctas, threads, 16, instruction)
-        units = (chunks - SHARED_BASE + ctas * self.shared.stride)[:, None] + np.arange(16)
+        units: Array = (chunks - SHARED_BASE + ctas * self.shared.stride)[:, None] + np.arange(16)
         self._products.append((units, int(group.ctas[lane]), int(group.threads[lane]) // 32))
         return units
 

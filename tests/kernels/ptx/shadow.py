@@ -1,6 +1,6 @@
 """The last accesses of each byte of a stretch of memory.
 
-Owns how an access is compared with those before it: by the clocks of warps within a CTA; of two CTAs nothing is ordered.
+Owns how an access is compared with those before it: by the clocks of warps within a CTA; nothing orders two CTAs.
 """
 
 from __future__ import annotations

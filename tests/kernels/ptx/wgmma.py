@@ -22,7 +22,7 @@ from tests.kernels.ptx.fragments import (
 from tests.kernels.ptx.group import Group, Lanes
 from tests.kernels.ptx.memory import load
 from tests.kernels.ptx.parse import Instruction
-from tests.kernels.ptx.values import Array, Mask, Step, constant
+from tests.kernels.ptx.values import Array, Mask, Step
 from tests.kernels.ptx.warps import require_whole_warps
 
 SHAPE = re.compile(r"m64n(\d+)k16")
@@ -48,8 +48,9 @@ def addresses_of(descriptor: int, rows: Array, size: int, transposed: bool) -> A
         offset = row // 8 * stride + row % 8 * width + k * 2
     else:
         offset = row // 8 * stride + row % 8 * 16 + k // 8 * leading + k % 8 * 2
-    address = start + offset
-    return address ^ (address >> 7 & bits) << 4
+    address: Array = start + offset
+    swizzled: Array = address ^ (address >> 7 & bits) << 4
+    return swizzled
 
 
 def build_wgmma(instruction: Instruction, group: Group) -> Step:
@@ -66,82 +67,94 @@ def build_wgmma(instruction: Instruction, group: Group) -> Step:
             group.products.wait(mask, num_open)
 
         return wait
-    return _build_product(instruction, group)
+    return _Product(instruction, group).start
 
 
-def _build_product(instruction: Instruction, group: Group) -> Step:
-    parts = instruction.parts
-    shape = SHAPE.fullmatch(parts[4]) if len(parts) == 8 else None
-    if (
-        shape is None
-        or parts[1:4] != ["mma_async", "sync", "aligned"]
-        or parts[5] != "f32"
-        or parts[6] not in ("f16", "bf16")
-        or parts[7] != parts[6]
-    ):
-        raise EmulatorError(f"unknown {instruction}")
-    kind, num_columns = parts[6], int(shape[1])
-    registers, num_lanes = group.registers, len(group.ctas)
-    sums_text, left_text, right_text, kept_text, *signs = instruction.operands
-    if len(signs) != (3 if left_text.startswith("{") else 4) or signs[:2] != ["1", "1"]:
-        raise EmulatorError(f"unknown {instruction}")
-    names = registers.names(sums_text)
-    targets = [registers.target(name, "f32") for name in names]
-    sums = [registers.source(name, "f32") for name in names]
-    left = [registers.source(name, "b32") for name in registers.names(left_text)] if left_text.startswith("{") else None
-    left_descriptor = registers.source(left_text, "b64") if left is None else constant("0", "b64")
-    right_descriptor = registers.source(right_text, "b64")
-    kept = registers.source(kept_text, "pred")
-    left_transposed, right_transposed = len(signs) == 4 and signs[2] == "1", signs[-1] == "1"
-    if len(names) != num_columns // 2 or (left is not None and len(left) != 4):
-        raise EmulatorError(f"unknown {instruction}")
+class _Product:
+    """wgmma.mma_async of 16-bit numbers with float32 sums; the left operand is in registers or in shared memory."""
 
-    def start(mask: Mask) -> None:
+    def __init__(self, instruction: Instruction, group: Group) -> None:
+        self.instruction, self.group = instruction, group
+        registers = group.registers
+        self.kind, self.num_columns = _shape(instruction)
+        sums, left, right, kept, *signs = instruction.operands
+        in_registers = left.startswith("{")
+        names, left_names = registers.names(sums), registers.names(left) if in_registers else []
+        if signs[:2] != ["1", "1"] or len(signs) != (3 if in_registers else 4) or len(names) != self.num_columns // 2:
+            raise EmulatorError(f"unknown {instruction}")
+        if in_registers and len(left_names) != 4:
+            raise EmulatorError(f"unknown {instruction}")
+        self.targets = [registers.target(name, "f32") for name in names]
+        self.sums = [registers.source(name, "f32") for name in names]
+        self.left = [registers.source(name, "b32") for name in left_names]
+        self.left_descriptor = None if in_registers else registers.source(left, "b64")
+        self.right_descriptor = registers.source(right, "b64")
+        self.kept = registers.source(kept, "pred")
+        self.left_transposed, self.right_transposed = not in_registers and signs[2] == "1", signs[-1] == "1"
+
+    def start(self, mask: Mask) -> None:
+        """Take down where the operands are, and let the product begin."""
+        group, instruction = self.group, self.instruction
         require_whole_warps(mask, instruction)
-        lanes = np.ones(num_lanes, bool) if mask is None else mask
-        first = np.arange(0, num_lanes, 32)[lanes[::32]]  # the first lane of each warp that runs
-        right = _of_warps(right_descriptor, first, num_lanes, lanes, instruction)
-        tiles = [addresses_of(value, np.arange(num_columns), 16, right_transposed) for value in right]
-        left_tiles: list[Array] = []
-        if left is None:
-            others = _of_warps(left_descriptor, first, num_lanes, lanes, instruction)
-            rows = [16 * (warp % 4) + np.arange(16) for warp in (group.threads[first] // 32).tolist()]
-            left_tiles = [addresses_of(value, r, 16, left_transposed) for value, r in zip(others, rows, strict=True)]
-        keeps = np.broadcast_to(kept, num_lanes)[first].copy()
+        lanes = np.ones(len(group.ctas), bool) if mask is None else mask
+        first = np.arange(0, len(lanes), 32)[lanes[::32]]  # the first lane of each warp that runs
+        columns = np.arange(self.num_columns)
+        descriptors = _of_warps(self.right_descriptor, first, lanes, instruction)
+        right = [addresses_of(value, columns, 16, self.right_transposed) for value in descriptors]
+        left: list[Array] = []
+        if self.left_descriptor is not None:
+            descriptors = _of_warps(self.left_descriptor, first, lanes, instruction)
+            for value, warp in zip(descriptors, (group.threads[first] // 32).tolist(), strict=True):
+                left.append(addresses_of(value, 16 * (warp % 4) + np.arange(16), 16, self.left_transposed))
+        keeps = np.broadcast_to(self.kept, len(lanes))[first].copy()
         reads: list[Array] = []
         if group.races is not None:
             for at, lane in enumerate(first):
-                of_warp = [tiles[at], *([left_tiles[at]] if left_tiles else [])]
+                of_warp = [right[at], *left[at : at + 1]]
                 reads.append(group.races.start_product(group, lane, of_warp, instruction))
-
-        def finish(ready: Lanes) -> None:
-            chosen = ready[first]
-            at = np.flatnonzero(chosen)
-            b = _read_tiles(group, [tiles[i] for i in at], first[chosen], kind, instruction)  # [warp, columns, 16]
-            if left is None:
-                a = _read_tiles(group, [left_tiles[i] for i in at], first[chosen], kind, instruction)
-            else:
-                a = left_matrix(read_words(left, num_lanes, ready), kind)
-            product = a @ b.swapaxes(1, 2)
-            before = accumulators(read_words(sums, num_lanes, ready)).astype(np.float64)
-            after = np.where(keeps[chosen][:, None, None], product + before, product)
-            write_words(targets, spread_accumulators(after.astype(np.float32)), ready)
-            if group.fences is not None:
-                group.fences.hold(instruction, ready, -1)
-            if group.races is not None:
-                for i in at:
-                    group.races.finish_product(reads[i])
-
         if group.fences is not None:
             group.fences.hold(instruction, mask, 1)
+
+        def finish(ready: Lanes) -> None:
+            chosen = np.flatnonzero(ready[first])
+            self._compute(
+                ready, first[chosen], [left[i] for i in chosen if left], [right[i] for i in chosen], keeps[chosen]
+            )
+            for i in chosen if reads else ():
+                assert group.races is not None
+                group.races.finish_product(reads[i])
+
         group.products.start(mask, finish)
 
-    return start
+    def _compute(self, ready: Lanes, first: Array, left: list[Array], right: list[Array], keeps: Array) -> None:
+        group = self.group
+        b = _read_tiles(group, right, first, self.kind, self.instruction)  # [warp, columns, 16]
+        if left:
+            a = _read_tiles(group, left, first, self.kind, self.instruction)
+        else:
+            a = left_matrix(read_words(self.left, len(ready), ready), self.kind)
+        product = a @ b.swapaxes(1, 2)
+        before = accumulators(read_words(self.sums, len(ready), ready)).astype(np.float64)
+        after = np.where(keeps[:, None, None], product + before, product)
+        write_words(self.targets, spread_accumulators(after.astype(np.float32)), ready)
+        if group.fences is not None:
+            group.fences.hold(self.instruction, ready, -1)
 
 
-def _of_warps(values: Array, first: Array, num_lanes: int, lanes: Lanes, instruction: Instruction) -> list[int]:
+def _shape(instruction: Instruction) -> tuple[str, int]:
+    """Return the type of a product's operands and its number of columns."""
+    parts = instruction.parts
+    shape = SHAPE.fullmatch(parts[4]) if len(parts) == 8 else None
+    if shape is None or parts[1:4] != ["mma_async", "sync", "aligned"] or parts[5] != "f32":
+        raise EmulatorError(f"unknown {instruction}")
+    if parts[6] not in ("f16", "bf16") or parts[7] != parts[6]:
+        raise EmulatorError(f"unknown {instruction}")
+    return parts[6], int(shape[1])
+
+
+def _of_warps(values: Array, first: Array, lanes: Lanes, instruction: Instruction) -> list[int]:
     """Return a descriptor of each warp; its lanes must agree."""
-    everywhere = np.broadcast_to(values, num_lanes)
+    everywhere = np.broadcast_to(values, len(lanes))
     if (everywhere.reshape(-1, 32)[lanes[::32]] != everywhere[first][:, None]).any():
         raise EmulatorError(f"lanes of a warp have different descriptors: {instruction}")
     return [int(value) for value in everywhere[first]]
