@@ -28,7 +28,10 @@ def permute(a: int, b: int, selector: int) -> int:
     pool = [(a | b << 32) >> 8 * at & 255 for at in range(8)]
     chosen = [pool[selector >> 4 * at & 7] for at in range(4)]
     signs = [selector >> 4 * at & 8 for at in range(4)]
-    return sum((255 * (byte >> 7) if sign else byte) << 8 * at for at, (byte, sign) in enumerate(zip(chosen, signs)))
+    return sum(
+        (255 * (byte >> 7) if sign else byte) << 8 * at
+        for at, (byte, sign) in enumerate(zip(chosen, signs, strict=True))
+    )
 
 
 def field(a: int, start: int, length: int) -> int:
@@ -87,7 +90,7 @@ INTEGERS: dict[str, Callable[[int, int, int], int]] = {
 @settings(max_examples=15)
 def test_integers(text: str, a: list[int], b: list[int], c: list[int]):
     arrays = {f"%r{number}": np.array(values, np.uint32) for number, values in enumerate((a, b, c))}
-    expected = [INTEGERS[text](*values) % WORD for values in zip(a, b, c)]
+    expected = [INTEGERS[text](*values) % WORD for values in zip(a, b, c, strict=True)]
     assert compute(f"{text};", arrays, "%r3").tolist() == expected
 
 
@@ -103,7 +106,7 @@ def test_fma_rounds_once():
     a = np.array([1 + 2**-23, 3.0, 1e-30, 2.0**127], np.float32)
     c = np.array([-1 - 2**-22, 1e-9, 1e-38, -(2.0**127)], np.float32)
     result = compute("fma.rn.f32 %r3, %r0, %r0, %r1;", {"%r0": a, "%r1": c}, "%r3").view(np.float32)
-    for x, z, y in zip(a[:3], c[:3], result[:3]):
+    for x, z, y in zip(a[:3], c[:3], result[:3], strict=True):
         exact = Fraction(float(x)) ** 2 + Fraction(float(z))
         neighbours = [np.nextafter(y, np.float32(at)) for at in (-np.inf, np.inf)]
         assert all(abs(Fraction(float(y)) - exact) <= abs(Fraction(float(other)) - exact) for other in neighbours)
@@ -126,7 +129,7 @@ def test_pairs_of_halves(kind: str, dtype: torch.dtype, name: str, a: list[int],
     x, y, z = (torch.from_numpy(values.view(np.int16)).view(dtype).double() for values in numbers)
     exact = {"add": x + y, "sub": x - y, "mul": x * y, "fma": x * y + z}[name]
     got = torch.from_numpy(result.view(np.int16).copy()).view(dtype)
-    for value, number in zip(got.tolist(), exact.tolist()):
+    for value, number in zip(got.tolist(), exact.tolist(), strict=True):
         assert (math.isnan(value) and math.isnan(number)) or value == nearest(number, dtype)
 
 
@@ -141,7 +144,7 @@ def nearest(number: float, dtype: torch.dtype) -> float:
     limit = 2 * torch.finfo(dtype).max - values_below(torch.finfo(dtype).max, dtype)
     finite = [
         (math.copysign(limit, value) if math.isinf(value) else value, value, code)
-        for value, code in zip(values, around)
+        for value, code in zip(values, around, strict=True)
     ]
     usable = [entry for entry in finite if not math.isnan(entry[1])]
     return min(usable, key=lambda entry: (abs(Fraction(entry[0]) - Fraction(number)), entry[2] & 1))[1]

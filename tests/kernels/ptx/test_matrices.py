@@ -49,7 +49,8 @@ def test_mma(kind: str, dtype: torch.dtype):
 def test_accumulators_and_right_operands_are_inverse_to_their_layouts():
     sums = np.arange(16 * 24, dtype=np.float32).reshape(1, 16, 24)
     words = spread_accumulators(sums)
-    assert words.shape == (12, 1, 32) and words[5, 0, 7] == sums[0, 1, 8 + 7]  # row 7 // 4, column 8 + 2 * 3 + 1
+    assert words.shape == (12, 1, 32)
+    assert words[5, 0, 7] == sums[0, 1, 8 + 7]  # row 7 // 4, column 8 + 2 * 3 + 1
     halves = np.arange(16 * 8, dtype=np.float16).reshape(16, 8)
     spread = np.empty((2, 1, 32, 2), np.float16)
     for lane in range(32):
@@ -92,7 +93,8 @@ PRODUCT = """mov.u32 %r1, smem; shl.b32 %r2, %r0, 4; cvt.u64.u32 %rd5, %r2; add.
     fence.proxy.async.shared::cta; bar.sync 0; mov.pred %p2, 0;
     cvt.u64.u32 %rd10, %r1; shr.u64 %rd10, %rd10, 4; mov.b64 %rd11, 0x800080000; or.b64 %rd10, %rd10, %rd11;
     wgmma.fence.sync.aligned;
-    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r20, %r21, %r22, %r23}, {%r10, %r11, %r12, %r13}, %rd10, %p2, 1, 1, 0;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r20, %r21, %r22, %r23},
+        {%r10, %r11, %r12, %r13}, %rd10, %p2, 1, 1, 0;
     wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
     add.s64 %rd7, %rd2, %rd5; st.global.v4.b32 [%rd7], {%r20, %r21, %r22, %r23}; @%p1 st.shared.b32 [%r3], %r0;"""
 
