@@ -85,9 +85,10 @@ def test_ctas_race_unless_they_use_atomics_or_write_the_same():
 
 
 def test_warps_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch):
-    """A barrier of two warps of four, with an arrival that does not wait; and one that nobody comes to."""
+    """A barrier of two warps of four; a barrier that too few come to; a loop without an end; a warp that is apart."""
     text = f"""{ADDRESSES} setp.lt.u32 %p1, %r0, 64; @%p1 bra $L_few; bra $L_end;
-        $L_few: st.shared.b32 [%r3], %r0; bar.sync 1, 64; ld.shared.b32 %r6, [%r5]; st.global.b32 [%rd11], %r6; $L_end:"""
+        $L_few: st.shared.b32 [%r3], %r0; bar.sync 1, 64; ld.shared.b32 %r6, [%r5]; st.global.b32 [%rd11], %r6;
+        $L_end:"""
     out = torch.full((128,), -1, dtype=torch.int32)
     run(text, [out], warps=4, races=True)
     assert out.tolist() == other_warp(64) + [-1] * 64
