@@ -1,0 +1,52 @@
+"""Programs in PTX that tests write by hand, and their run without Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from tests.kernels.ptx.instructions import OF_REGISTERS
+from tests.kernels.ptx.machine import Machine, Order
+from tests.kernels.ptx.parse import parse
+from tests.kernels.ptx.registers import Registers
+from tests.kernels.ptx.values import Array
+
+DECLARED = ".reg .pred %p<16>; .reg .b16 %rs<32>; .reg .b32 %r<200>; .reg .b64 %rd<32>;"
+
+
+def run(
+    body: str,
+    tensors: Sequence[torch.Tensor],
+    *,
+    warps: int = 1,
+    ctas: int = 1,
+    together: int = 2,
+    shared_bytes: int = 16384,
+    order: Order = "least",
+    seed: int = 0,
+    races: bool = False,
+) -> None:
+    """Run a program; %rd0, %rd1, ... are the addresses of the tensors, %r0 the number of the thread."""
+    names = [f"test_param_{number}" for number in range(len(tensors))]
+    loads = " ".join(f"ld.param.b64 %rd{number}, [{name}];" for number, name in enumerate(names))
+    text = f"""
+        .extern .shared .align 16 .b8 smem[];
+        .visible .entry test({", ".join(f".param .u64 {name}" for name in names)})
+        {{ {DECLARED} {loads} mov.u32 %r0, %tid.x; {body} ret; }}"""
+    machine = Machine(parse(text), warps, min(together, ctas), shared_bytes, order, races)
+    machine.run(tensors, [tensor.data_ptr() for tensor in tensors], (ctas,), seed)
+
+
+def compute(text: str, registers: Mapping[str, Array], output: str) -> Array:
+    """Run instructions that only use registers, on arrays of values; return those of a register."""
+    program = parse(f".visible .entry test() {{ {DECLARED} {text} ret; }}")
+    bank = Registers(program, len(next(iter(registers.values()))), {})
+    for name, values in registers.items():
+        register = bank.array(name)
+        register[:] = values.view(register.dtype)
+    with np.errstate(all="ignore"):
+        for instruction in program.instructions[:-1]:
+            OF_REGISTERS[instruction.parts[0]](instruction, bank)(None)
+    return bank.array(output)

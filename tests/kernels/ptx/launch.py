@@ -1,0 +1,168 @@
+"""Launches of the project's kernels, emulated on CPU tensors.
+
+    with Emulated(90) as gpu: ...  # project code on CPU tensors
+
+Owns the seam: inside of the context each launch goes through Triton's own binder and compiler for that capability, and
+the PTX runs on the memory of the CPU tensors. Triton must not interpret in this process. Knows nothing of instructions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Self
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import edgelm.kernels
+from edgelm.kernels import choice, gpu_target
+from tests.kernels.ptx.errors import BoundsError, DeadlockError, EmulatorError, RaceError
+from tests.kernels.ptx.machine import LANES_TOGETHER, Machine, Order
+from tests.kernels.ptx.parse import parse
+from tests.kernels.ptx.values import UNSIGNED
+
+__all__ = ["BoundsError", "DeadlockError", "Emulated", "EmulatorError", "Launch", "RaceError"]
+WATCHED_TOGETHER = 1 << 21
+FLOATS: dict[str, type[np.floating[Any]]] = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch that was emulated. `instructions` counts instructions run, once for all threads that run together."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    instructions: int
+    warps: int
+    signature: tuple[tuple[str, str], ...]  # the parameters' names and types
+    ptx_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Driver:
+    """Stands in for CUDA's driver. The capability is the device's number, so each has its own compiled kernels."""
+
+    capability: int
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def set_current_device(self, device: int) -> None: ...
+
+
+class Emulated:
+    """Emulate the launches of Triton's kernels on a GPU of a compute capability (90: sm_90).
+
+    `order` is the order of warps: the one with the least program counter first, at random, or one far ahead. `races`
+    checks that accesses of the same bytes are ordered. `change` may alter the PTX (name, text) before it runs.
+    """
+
+    def __init__(
+        self,
+        capability: int,
+        *,
+        order: Order = "least",
+        seed: int = 0,
+        races: bool = False,
+        num_sms: int = 2,
+        change: Callable[[str, str], str] | None = None,
+    ) -> None:
+        self.capability = capability
+        self.order = order
+        self.seed = seed
+        self.races = races
+        self.num_sms = num_sms
+        self.change = change
+        self.launches: list[Launch] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        assert not choice.interpreting(), "Triton interprets in this process: unset TRITON_INTERPRET"
+        before = driver._active
+        driver.set_active(_Driver(self.capability))
+        self._stack.callback(lambda: setattr(driver, "_active", before))
+        run = JITFunction.run
+
+        def emulate(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+            if not warmup:
+                self._launch(kernel, compiled, args, options, grid)
+            return compiled
+
+        self._stack.enter_context(patch.object(JITFunction, "run", emulate))
+        for module in pkgutil.walk_packages(edgelm.kernels.__path__, "edgelm.kernels."):
+            import_module(module.name)  # a module that was first imported below would keep what is patched
+        self._stack.enter_context(patch.object(choice, "interpreting", lambda: True))  # CPU tensors may pass
+        self._replace("num_sms", gpu_target.num_sms, lambda _: self.num_sms)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _replace(self, name: str, original: object, stand_in: object) -> None:
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is original:
+                self._stack.enter_context(patch.object(module, name, stand_in))
+
+    def _launch(self, kernel: Any, compiled: Any, args: tuple[Any, ...], options: Mapping[str, Any], grid: Any) -> None:
+        names = kernel.arg_names
+        bound = dict(zip(names, args, strict=False)) | {name: options[name] for name in options if name in names}
+        for parameter in kernel.params:
+            if parameter.has_default:
+                bound.setdefault(parameter.name, parameter.default)
+        signature = {name: str(kind) for name, kind in compiled.src.signature.items() if kind != "constexpr"}
+        ptx = compiled.asm["ptx"]
+        if self.change is not None:
+            ptx = self.change(kernel.__name__, ptx)
+        shape = tuple(int(size) for size in (grid(bound) if callable(grid) else grid))
+        metadata = compiled.metadata
+        num_ctas = num_together(metadata.num_warps, metadata.shared if self.races else 0, math.prod(shape))
+        machine = machine_of(ptx, metadata.num_warps, num_ctas, metadata.shared, self.order, self.races)
+        values = [bound[name] for name in signature]
+        bits = [bits_of(value, kind) for value, kind in zip(values, signature.values(), strict=True)]
+        if not 0 <= len(machine.parameters) - len(bits) <= 2:  # Triton adds two pointers to memory of its own
+            raise EmulatorError(f"{kernel.__name__} has {len(machine.parameters)} parameters, not {len(bits)}")
+        count = machine.run([value for value in values if torch.is_tensor(value)], bits, shape, self.seed)
+        digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
+        types = tuple(signature.items())
+        self.launches.append(Launch(kernel.__name__, shape, count, metadata.num_warps, types, digest))
+
+
+def num_together(num_warps: int, watched_bytes: int, num_ctas: int) -> int:
+    """Return how many CTAs run side by side; races need arrays as large as their shared memory times their warps."""
+    room = WATCHED_TOGETHER // max(1, watched_bytes * num_warps)
+    return max(1, min(LANES_TOGETHER // (32 * num_warps), room, num_ctas))
+
+
+@lru_cache(maxsize=64)
+def machine_of(ptx: str, num_warps: int, num_ctas: int, shared_bytes: int, order: Order, races: bool) -> Machine:
+    """Return a machine for a kernel; the next launch of the same kernel takes the same one."""
+    return Machine(parse(ptx), num_warps, num_ctas, shared_bytes, order, races)
+
+
+def bits_of(value: object, kind: str) -> int:
+    """Return an argument as a parameter's bits."""
+    if torch.is_tensor(value):
+        return value.data_ptr()
+    if kind in FLOATS:
+        return int(np.array([value], FLOATS[kind]).view(UNSIGNED[np.dtype(FLOATS[kind]).itemsize])[0])
+    assert isinstance(value, int), (value, kind)
+    return value
