@@ -1,0 +1,243 @@
+"""Deliberate mutations of compiled kernels: each changes one place of the PTX, and its emulation must fail.
+
+    python -m tests.kernels.emulated.mutations [--main] [WORD...]
+
+A mutation is found by a result beyond its bound, or by an access outside of its tensor, a race or a deadlock. A line of
+JSON for each says by what. The exit code is 1 if a mutation survives that is not listed as equivalent, or if one that is
+listed is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from tests.kernels.emulated.case import EmulatedCase, all_cases, emulate
+
+SEED = 27
+SOURCE = re.compile(r"//\s*(\S+?:\d+):\d+\s*$")
+
+
+class Kind(NamedTuple):
+    """A change of one instruction: those that match, and what it becomes ("": nothing)."""
+
+    name: str
+    pattern: str
+    replacement: str
+
+    def places(self, ptx: str) -> list[int]:
+        """Return the numbers of the lines that it can change."""
+        return [at for at, line in enumerate(ptx.splitlines()) if re.search(self.pattern, line)]
+
+    def apply(self, ptx: str, place: int) -> str:
+        lines = ptx.splitlines(keepends=True)
+        lines[place] = re.sub(self.pattern, partial(_expand, self.replacement), lines[place], count=1)
+        return "".join(lines)
+
+
+def _expand(replacement: str, match: re.Match[str]) -> str:
+    """Fill in the groups of a match; <1+16> stands for group 1 as a number, plus 16."""
+    filled = re.sub(r"<(\d)([+^*])(\d+)>", lambda part: str(_number(match, part)), replacement)
+    return match.expand(filled)
+
+
+def _number(match: re.Match[str], part: re.Match[str]) -> int:
+    number, other = int(match[int(part[1])] or 0), int(part[3])
+    return {"+": number + other, "^": number ^ other, "*": number * other}[part[2]]
+
+
+BARRIER = Kind("barrier removed", r"\bbar\.sync\s+0;", "")
+COPY_WAIT = Kind("wait for copies removed", r"cp\.async\.wait_group\s+\d+;", "")
+COPY_EARLY = Kind("wait leaves a group of copies more", r"cp\.async\.wait_group\s+(\d+);", "cp.async.wait_group <1+1>;")
+COMMIT = Kind("commit of copies removed", r"cp\.async\.commit_group;", "")
+PROXY_FENCE = Kind("fence of the async proxy removed", r"fence\.proxy\.async[\w.:]*;", "")
+WGMMA_FENCE = Kind("wgmma fence removed", r"wgmma\.fence\.sync\.aligned;", "")
+WGMMA_WAIT = Kind("wgmma wait removed", r"wgmma\.wait_group\.sync\.aligned\s+\d+;", "")
+WGMMA_EARLY = Kind(
+    "wgmma wait leaves a group more",
+    r"wgmma\.wait_group\.sync\.aligned\s+(\d+);",
+    "wgmma.wait_group.sync.aligned <1+1>;",
+)
+LOAD = Kind("load off by 16 bytes", r"(ld\.global\S* .*\+) 0 \]", r"\1 16 ]")
+STORE = Kind("store off by 16 bytes", r"(st\.global\S* .*?\+) 0 \]", r"\1 16 ]")
+SCALE = Kind("scale of the next row", r"(ld\.global\S*\.b16 .*\+) 0 \]", r"\1 2 ]")
+COPY = Kind("copy from 16 bytes further", r"(cp\.async\.c[ag]\S* .*\[ %rd\d+ \+) 0 \]", r"\1 16 ]")
+INTO = Kind("copy to 16 bytes further", r"(cp\.async\.c[ag]\S* \[ %r\d+ \+) 0 \]", r"\1 16 ]")
+SHARED_LOAD = Kind("load of shared memory off by 16 bytes", r"(ld\.shared\S*\s.*\[%r\d+)(?:\+(\d+))?\]", r"\1+<2+16>]")
+SHARED_STORE = Kind("store to shared memory off by 16 bytes", r"(st\.shared\S*\s+\[%r\d+)(?:\+(\d+))?\]", r"\1+<2+16>]")
+STRIDE = Kind("stride 4 too large", r"(mad\.wide\.[us]32\s+\S+ \S+) (\d+),", r"\1 <2+4>,")
+UNMASKED_LOAD = Kind("mask of a load dropped", r"@%p\d+ (ld\.global)", r"\1")
+UNMASKED_STORE = Kind("mask of a store dropped", r"@%p\d+ (st\.global)", r"\1")
+INVERTED_LOAD = Kind("mask of a load inverted", r"@(%p\d+) (ld\.global)", r"@!\1 \2")
+INVERTED_STORE = Kind("mask of a store inverted", r"@(%p\d+) (st\.global)", r"@!\1 \2")
+SHUFFLE = Kind("shuffle of another lane", r"(shfl\.sync\.(?:bfly|idx|up|down)\.b32\s+\S+ \S+) (\d+),", r"\1 <2^4>,")
+LIMIT = Kind("comparison one too small", r"(setp\.lt\.[us]32\s+\S+ \S+) (\d+);", r"\1 <2+1>;")
+
+ASYNC = (COPY_WAIT, COPY_EARLY, COMMIT, COPY, INTO)
+WGMMA = (PROXY_FENCE, WGMMA_FENCE, WGMMA_WAIT, WGMMA_EARLY)
+SHARED = (BARRIER, SHARED_LOAD, SHARED_STORE)
+GLOBAL = (LOAD, STORE, STRIDE, INVERTED_LOAD, INVERTED_STORE, UNMASKED_LOAD, UNMASKED_STORE)
+
+
+class Subject(NamedTuple):
+    """A kernel that is mutated, in one case on one architecture."""
+
+    case: str  # the start of its name
+    capability: int
+    kernel: str
+    kinds: tuple[Kind, ...]
+    most: int = 2  # places of a kind
+
+
+SUBJECTS = (
+    Subject("dequant_gemm q4_k rows=130", 90, "dequant_gemm_kernel", (*ASYNC, *WGMMA, *SHARED, SCALE, UNMASKED_STORE)),
+    Subject("dequant_gemm q4_0 rows=17 q4_0-20x330", 80, "dequant_gemm_kernel", (*ASYNC, *SHARED, SCALE, INVERTED_STORE)),
+    Subject("attention bfloat16 kv=int8 rows=18 int8 d=64", 90, "attend_tiles", (*WGMMA, BARRIER, SHUFFLE, *GLOBAL)),
+    Subject("attention float16 kv=k8v4 rows=17 k8v4 d=64", 86, "attend_tiles", (*SHARED, SHUFFLE, LOAD)),
+    Subject("attention float32 kv=k6v4 rows=2 k6v4 d=64", 80, "attend_chunks", (*SHARED, SHUFFLE, LOAD, LIMIT)),
+    Subject("attention float32 kv=f16 rows=2 f16 d=32", 120, "combine_chunks", (BARRIER, *GLOBAL)),
+    Subject("matmul q4_k rows=3 float16", 80, "decode_kernel", (*SHARED, SHUFFLE, SCALE, *GLOBAL)),
+    Subject("matmul q6_k rows=11", 86, "decode_kernel", (BARRIER, SHUFFLE, LOAD, LIMIT)),
+    Subject("matmul q4_1 rows=5 norm bias silu", 90, "combine_kernel", GLOBAL),
+    Subject("write_kv float16 kv=k6v4 rows=5", 80, "write_kv_kernel", (SHUFFLE, *GLOBAL)),
+    Subject("write_kv float16 kv=fp8 rows=5 fp8 d=64", 89, "write_kv_kernel", (SHUFFLE, *GLOBAL)),
+    Subject("grouped mxfp4 rows=3", 89, "few_pairs_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject("grouped q4_k rows=17", 90, "plan_kernel", (BARRIER, SHUFFLE, *GLOBAL)),
+    Subject("grouped q4_k rows=17", 90, "weighted_sum_kernel", GLOBAL),
+    Subject("norm bfloat16 rows=2 width=8193", 80, "add_rms_norm_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject("dequantize q5_k rows=33", 86, "dequantize_kernel", (SCALE, *SHARED, *GLOBAL)),
+    Subject("embedding q4_k rows=9 q4_k-37x80", 120, "packed_kernel", (SCALE, LOAD, STORE, INVERTED_STORE)),
+    Subject("route bfloat16 rows=4 softmax 4x60", 89, "route_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject("activation bfloat16 rows=1 gelu_tanh", 120, "gated_kernel", GLOBAL),
+    Subject("sampling logits rows=1 kind 9", 80, "weigh_kernel", (*SHARED, SHUFFLE, *GLOBAL), 1),
+    Subject("sampling logits rows=1 kind 9", 80, "draw_kernel", (*SHARED, SHUFFLE, *GLOBAL), 1),
+)
+MAIN = ("barrier removed", "wgmma wait removed", "wait for copies removed", "shuffle of another lane")
+EQUIVALENT: dict[str, str] = {}  # by the title of a mutation: why it changes no result
+
+
+class Mutation(NamedTuple):
+    """A change at one place of a kernel."""
+
+    subject: Subject
+    case: EmulatedCase
+    kind: Kind
+    place: int  # the number of the line
+    number: int  # of the places of this kind
+    source: str  # "kernel.py:68"
+
+    @property
+    def title(self) -> str:
+        subject = self.subject
+        return f"sm_{subject.capability} {subject.kernel} {self.kind.name} {self.number} ({subject.case})"
+
+    def change(self, kernel: str, ptx: str) -> str:
+        return self.kind.apply(ptx, self.place) if kernel == self.subject.kernel else ptx
+
+
+class Verdict(NamedTuple):
+    """How a mutation was found; `found` is empty if it was not."""
+
+    mutation: Mutation
+    found: str  # "wrong result", "RaceError", ...
+    detail: str
+    seconds: float
+
+
+def mutations(subject: Subject) -> Iterator[Mutation]:
+    """Run a subject's case as it is, and yield the mutations of its kernel: of each kind the first and the last place."""
+    case = next(case for case in all_cases() if case.name.startswith(subject.case))
+    texts: list[str] = []
+
+    def seen(kernel: str, ptx: str) -> str:
+        if kernel == subject.kernel and ptx not in texts:
+            texts.append(ptx)
+        return ptx
+
+    result = emulate(case, subject.capability, SEED, races=True, change=seen)
+    assert not result.outcome.fault, f"{case.name} sm_{subject.capability}: {result.outcome.fault}"
+    assert texts, f"{case.name} does not launch {subject.kernel}"
+    if len(texts) > 1:
+        raise AssertionError(f"{case.name} launches {len(texts)} variants of {subject.kernel}")
+    lines = texts[0].splitlines()
+    for kind in subject.kinds:
+        places = kind.places(texts[0])
+        chosen = dict.fromkeys([0, len(places) - 1, len(places) // 2][: subject.most]) if places else {}
+        for number in chosen:
+            yield Mutation(subject, case, kind, places[number], number, _source(lines, places[number]))
+
+
+def _source(lines: Sequence[str], place: int) -> str:
+    """Return the line of the kernel's source that a line of PTX stands for."""
+    for line in reversed(lines[:place]):
+        if ".loc" in line and (match := SOURCE.search(line)):
+            return match[1]
+    return ""
+
+
+def judge(mutation: Mutation) -> Verdict:
+    """Emulate a mutation: at first with the search for races, then with one warp far ahead."""
+    began = time.perf_counter()
+    attempts: tuple[dict[str, Any], ...] = ({"races": True}, {"races": False, "order": "ahead"})
+    for options in attempts:
+        result = emulate(mutation.case, mutation.subject.capability, SEED, change=mutation.change, **options)
+        if fault := result.outcome.fault:
+            name, _, rest = fault.partition(": ")
+            error = name.endswith("Error") and " " not in name
+            return Verdict(
+                mutation, name if error else "wrong result", rest if error else fault, time.perf_counter() - began
+            )
+    return Verdict(mutation, "", "", time.perf_counter() - began)
+
+
+def chosen(words: Sequence[str], main: bool) -> Iterator[Mutation]:
+    """Yield the mutations with one of the words in their title, or all."""
+    for subject in SUBJECTS:
+        if main and subject is not SUBJECTS[1]:
+            continue
+        if words and not any(word in f"{subject.kernel} {subject.case}" for word in words):
+            continue
+        for mutation in mutations(subject):
+            if not main or (mutation.kind.name in MAIN and mutation.number == 0):
+                yield mutation
+
+
+def fields(verdict: Verdict) -> dict[str, object]:
+    """Return a verdict as JSON has it."""
+    mutation = verdict.mutation
+    return {
+        "title": mutation.title,
+        "kernel": mutation.subject.kernel,
+        "kind": mutation.kind.name,
+        "capability": mutation.subject.capability,
+        "source": mutation.source,
+        "found": verdict.found,
+        "detail": verdict.detail[:300],
+        "equivalent": EQUIVALENT.get(mutation.title, ""),
+        "seconds": round(verdict.seconds, 2),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    assert "TRITON_INTERPRET" not in os.environ, "kernels that are interpreted are not compiled"
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.emulated.mutations")
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--main", action="store_true", help="only the mutations of every test run")
+    options = parser.parse_args(arguments)
+    wrong = 0
+    for mutation in chosen(options.words, options.main):
+        verdict = judge(mutation)
+        wrong += bool(verdict.found) == (mutation.title in EQUIVALENT)
+        print(json.dumps(fields(verdict)), flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
