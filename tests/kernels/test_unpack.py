@@ -12,9 +12,9 @@ from triton.runtime.interpreter import TensorHandle
 
 from edgelm.kernels import unpack
 from edgelm.kernels.layout import pack_codes
-from tests.kernels import ptx
+from tests.kernels.ptx import assembly as ptx
 from tests.kernels.cases.matmul import IQ4, MXFP4
-from tests.kernels.ptx import Words
+from tests.kernels.ptx.assembly import Words
 from tests.kernels.seeds import SEED, generator
 
 DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}

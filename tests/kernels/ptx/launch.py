@@ -1,0 +1,154 @@
+"""Launches of the project's kernels, emulated on CPU tensors.
+
+    with Emulated(90) as gpu: ...  # project code on CPU tensors
+
+Owns the seam: inside of the context each launch goes through Triton's own binder and compiler for that capability, and
+the PTX runs on the memory of the CPU tensors. Triton must not interpret in this process. Knows nothing of instructions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, Self
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import edgelm.kernels
+from edgelm.kernels import choice, gpu_target
+
+from tests.kernels.ptx.prototype import Emu, Mem
+
+Order = Literal["least", "random", "ahead"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch that was emulated. `instructions` counts instructions run, once for all threads that run together."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    instructions: int
+    warps: int
+    signature: tuple[tuple[str, str], ...]  # the parameters' names and types
+    ptx_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Driver:
+    """Stands in for CUDA's driver. The capability is the device's number, so each has its own compiled kernels."""
+
+    capability: int
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def set_current_device(self, device: int) -> None: ...
+
+
+class Emulated:
+    """Emulate the launches of Triton's kernels on a GPU of a compute capability (90: sm_90).
+
+    `order` is the order of warps: the one with the least program counter first, at random, or one far ahead. `races`
+    checks that accesses of the same bytes are ordered. `change` may alter the PTX of a kernel (name, text) before it runs.
+    """
+
+    def __init__(
+        self,
+        capability: int,
+        *,
+        order: Order = "least",
+        seed: int = 0,
+        races: bool = False,
+        num_sms: int = 2,
+        change: Callable[[str, str], str] | None = None,
+    ) -> None:
+        self.capability = capability
+        self.order = order
+        self.seed = seed
+        self.races = races
+        self.num_sms = num_sms
+        self.change = change
+        self.launches: list[Launch] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        assert not choice.interpreting(), "Triton interprets in this process: unset TRITON_INTERPRET"
+        before = driver._active
+        driver.set_active(_Driver(self.capability))
+        self._stack.callback(lambda: setattr(driver, "_active", before))
+        run = JITFunction.run
+
+        def emulate(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+            if not warmup:
+                self._launch(kernel, compiled, args, options, grid)
+            return compiled
+
+        self._stack.enter_context(patch.object(JITFunction, "run", emulate))
+        for module in pkgutil.walk_packages(edgelm.kernels.__path__, "edgelm.kernels."):
+            import_module(module.name)  # a module that was first imported below would keep what is patched
+        self._stack.enter_context(patch.object(choice, "interpreting", lambda: True))  # CPU tensors may pass
+        self._replace("num_sms", gpu_target.num_sms, lambda _: self.num_sms)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _replace(self, name: str, original: object, stand_in: object) -> None:
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is original:
+                self._stack.enter_context(patch.object(module, name, stand_in))
+
+    def _launch(self, kernel: Any, compiled: Any, args: tuple[Any, ...], options: Mapping[str, Any], grid: Any) -> None:
+        names = kernel.arg_names
+        bound = dict(zip(names, args, strict=False)) | {name: options[name] for name in options if name in names}
+        for parameter in kernel.params:
+            if parameter.has_default:
+                bound.setdefault(parameter.name, parameter.default)
+        signature = {name: str(kind) for name, kind in compiled.src.signature.items() if kind != "constexpr"}
+        ptx = compiled.asm["ptx"]
+        if self.change is not None:
+            ptx = self.change(kernel.__name__, ptx)
+        shape = tuple(int(size) for size in (grid(bound) if callable(grid) else grid))
+        warps = compiled.metadata.num_warps
+        count = _run(ptx, [bound[name] for name in signature], shape, warps)
+        digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
+        self.launches.append(Launch(kernel.__name__, shape, count, warps, tuple(signature.items()), digest))
+
+
+def _run(ptx: str, values: list[Any], grid: tuple[int, ...], warps: int) -> int:
+    storages = {}
+    memory = Mem(sum(v.untyped_storage().nbytes() + 1024 for v in values if torch.is_tensor(v)) + 16384 >> 3 << 3)
+    given = []
+    for value in values:
+        if not torch.is_tensor(value):
+            given.append(float(value) if isinstance(value, float) else int(value))
+            continue
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in storages:
+            host = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            storages[storage.data_ptr()] = (memory.put(host), host)
+        given.append(storages[storage.data_ptr()][0] + value.storage_offset() * value.itemsize)
+    machine = Emu(ptx, memory, warps)
+    machine.launch(grid, given)
+    for at, host in storages.values():
+        host[:] = memory.b[at : at + len(host)]
+    return machine.count
