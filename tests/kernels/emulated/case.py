@@ -47,7 +47,8 @@ class Result(NamedTuple):
 
 def emulate(case: EmulatedCase, capability: int, seed: int, **options: Any) -> Result:
     """Run a case on an emulated GPU; `options` are those of `Emulated`. An error of the emulator is a fault."""
-    from tests.kernels.ptx.launch import Emulated, EmulatorError
+    from tests.kernels.ptx.errors import EmulatorError
+    from tests.kernels.ptx.launch import Emulated
 
     began = time.perf_counter()
     with Emulated(capability, **options) as gpu, filled_memory():

@@ -281,7 +281,8 @@ class ModelResult(NamedTuple):
 
 def emulate(case: ModelCase, capability: int, **options: Any) -> ModelResult:
     """Run a model on an emulated GPU and compare it with the reference."""
-    from tests.kernels.ptx.launch import Emulated, EmulatorError
+    from tests.kernels.ptx.errors import EmulatorError
+    from tests.kernels.ptx.launch import Emulated
 
     seed, answer, expected, rounding = reference(case)
     began = time.perf_counter()

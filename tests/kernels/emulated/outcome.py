@@ -15,6 +15,7 @@ class Outcome(NamedTuple):
     difference: float  # the largest; infinite for NaN and for values that were not written
     bound: float  # the largest that is allowed, at any element; 0: equal in every bit
     fault: str = ""  # "": each element is within its own bound
+    share: float = 0.0  # the largest difference in bounds of its own element
 
 
 def within(got: Tensor, exact: Tensor, bound: Tensor | float) -> Outcome:
@@ -27,7 +28,8 @@ def within(got: Tensor, exact: Tensor, bound: Tensor | float) -> Outcome:
     largest = float(exact.abs().max()) or 1.0
     wrong = int((off > allowed).sum())
     fault = f"{wrong} of {got.numel()} values are beyond their bounds" if wrong else ""
-    return Outcome(float(off.max()) / largest, float(allowed.max()) / largest, fault)
+    share = float((off / allowed).nan_to_num(0.0, posinf=float("inf")).max())  # 0 / 0: equal, as it has to be
+    return Outcome(float(off.max()) / largest, float(allowed.max()) / largest, fault, share)
 
 
 def equal(got: Tensor, expected: Tensor) -> Outcome:
@@ -42,9 +44,10 @@ def equal(got: Tensor, expected: Tensor) -> Outcome:
 
 
 def worst(outcomes: Sequence[Outcome]) -> Outcome:
-    """Join the outcomes of the results of one case."""
+    """Join the outcomes of the results of one case: the largest of each number."""
     return Outcome(
         max(outcome.difference for outcome in outcomes),
         max(outcome.bound for outcome in outcomes),
         "; ".join(outcome.fault for outcome in outcomes if outcome.fault),
+        max(outcome.share for outcome in outcomes),
     )

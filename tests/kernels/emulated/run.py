@@ -39,6 +39,7 @@ def fields(result: Result) -> dict[str, object]:
         "kernels": result.kernels,
         "difference": outcome.difference,
         "bound": outcome.bound,
+        "share": outcome.share,
         "fault": outcome.fault,
         "instructions": result.instructions,
         "seconds": round(result.seconds, 2),
