@@ -56,6 +56,7 @@ class Scheduler:
         assert info.max_sequences <= min(info.max_tokens, info.max_rows)
         assert info.context <= info.capacity
         self._info = info
+        self._max_draft = info.max_draft or info.max_rows
         self._kv = kv
         self._clock = clock
         self._drafter = drafter if info.can_trim else None  # a rejected draft must be cut off
@@ -320,7 +321,7 @@ class Scheduler:
         """
         admissible = min(len(self.waiting), self._info.max_sequences - len(self.running))  # drafts leave them room
         max_len = min(room.tokens, room.rows) - room.reserved - admissible - 1
-        max_len = min(max_len, self._max_draft_len(seq))
+        max_len = min(max_len, self._max_draft, self._max_draft_len(seq))
         if max_len <= 0:
             return []
         rows = self._info.max_rows - room.rows + room.reserved + 1
@@ -343,7 +344,7 @@ class Scheduler:
         rows, total = len(chunks), 0.0
         room = min(self._info.max_tokens, self._info.max_rows) - rows
         for chunk in chunks:
-            max_len = min(room, self._max_draft_len(chunk.seq))
+            max_len = min(room, self._max_draft, self._max_draft_len(chunk.seq))
             if max_len > 0 and chunk.seq.params.drafts:
                 costs = self._clock.marginal_cost(rows, self._depth, rows, max_len)
                 total += drafter.missed_draft_cost(chunk.seq, costs)

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Protocol
 
 from edgelm.atomic import atomic_json, read_json
-from edgelm.core import Chunk, Copy, Drop, Executor, Load, Op, SamplingParams, Save, Sequence, Step, Trim
+from edgelm.core import Chunk, Copy, Drop, Executor, ExecutorInfo, Load, Op, SamplingParams, Save, Sequence, Step, Trim
 
 Point = tuple[int, int, float]  # rows, depth, seconds
 
 ROWS = (1, 4, 2, 8, 3, 16, 6, 5, 12, 7, 32)  # the most useful points first: the time budget may end
+MORE_ROWS = (64,)  # beyond a single draft, where there is a limit for one: only several sequences have so many
 DEEP_ROWS = (1, 4, 8, 2)
 DEPTH = 2048  # positions; attention's share of a step grows in proportion
 STATE_LEN = 32  # positions of the state that is repeated to fill the cache
@@ -113,11 +114,13 @@ class _Bench(Protocol):
 
 
 class _Blocks:
-    """A sequence with a block table. Nothing has to be filled, because unwritten blocks can be read."""
+    """Sequences with block tables. Nothing has to be filled, because unwritten blocks can be read.
+
+    It is one sequence, unless its rows are more than a step verifies of one: then others have the rest.
+    """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._seq = Sequence(-1, [0], 1, SamplingParams(temperature=0))
         self._token = executor.info.num_vocab // 2
         self.depth = 0
 
@@ -125,13 +128,21 @@ class _Blocks:
         self.depth = depth
 
     def step(self, rows: int) -> None:
-        table = tuple(range(-(-(self.depth + rows) // self._executor.info.block_len)))
-        step = Step((Chunk(self._seq, self.depth, [self._token] * rows, rows, table),))
+        most = _rows_of_sequence(self._executor.info)
+        counts = [min(rows - first, most) for first in range(0, rows, most)]
+        start = self.depth // len(counts)
+        blocks = -(-(start + counts[0]) // self._executor.info.block_len)
+        step = Step(tuple(self._chunk(i, start, count, blocks) for i, count in enumerate(counts)))
         self._executor.forward(step)
         self._executor.sample(step, None).read()
 
     def clear(self) -> None:
         self.depth = 0
+
+    def _chunk(self, number: int, start: int, count: int, blocks: int) -> Chunk:
+        seq = Sequence(-1 - number, [0], 1, SamplingParams(temperature=0))
+        table = tuple(range(number * blocks, (number + 1) * blocks))
+        return Chunk(seq, start, [self._token] * count, count, table)
 
 
 class _Slots:
@@ -180,13 +191,20 @@ def _all_points(executor: Executor) -> list[tuple[int, int]]:
     """Return the points to measure on an executor: (rows, depth)."""
     info = executor.info
     max_rows = min(info.max_rows, info.max_tokens, info.context - SHALLOW_LEN)
-    shallow = [(rows, SHALLOW_LEN) for rows in ROWS if rows <= max_rows]
+    max_rows = min(max_rows, info.max_sequences * _rows_of_sequence(info))
+    numbers = (*ROWS, *MORE_ROWS) if info.max_draft else ROWS
+    shallow = [(rows, SHALLOW_LEN) for rows in numbers if rows <= max_rows]
     room = info.context if info.block_len else info.capacity  # a slot's copies repeat the same positions
     depth = min(DEPTH, (room - max(DEEP_ROWS) - STATE_LEN) // STATE_LEN * STATE_LEN)
     too_short = depth < 4 * STATE_LEN or info.context < STATE_LEN + max(DEEP_ROWS)
     if too_short or info.max_sequences < 2 or not (info.can_trim and info.can_copy):
         return shallow
     return shallow[:5] + [(rows, depth) for rows in DEEP_ROWS if rows <= max_rows] + shallow[5:]
+
+
+def _rows_of_sequence(info: ExecutorInfo) -> int:
+    """Return the most rows that a step verifies of one sequence."""
+    return info.max_draft + 1 if info.max_draft else info.max_rows
 
 
 def _read(path: Path) -> list[Point]:

@@ -82,7 +82,7 @@ class DeviceSampler:
         self._max_rows = max_rows
         self._device = torch.device(device)
         self._implementation = implementation
-        self._captured: dict[int, _Captured] = {}  # by the address of the logits
+        self._captured: list[_Captured] = []  # the fewest rows first
         self._num_words = (num_vocab + 31) // 32  # of a mask
         num_masks = max_rows * self._num_words
         with torch.inference_mode():
@@ -117,13 +117,14 @@ class DeviceSampler:
             masks.view(-1, self._num_words),
         )
         graph, words = record(lambda: sampling.sample(logits, batch, implementation=self._implementation))
-        self._captured[logits.data_ptr()] = _Captured(logits, graph, words)
+        self._captured.append(_Captured(logits, graph, words))
+        self._captured.sort(key=lambda captured: len(captured.logits))
 
     def launch(self, logits: Tensor, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> Launch:
         """Start to sample, without waiting for the device. A launch may stay unread."""
         assert logits.shape[1] == self._num_vocab, logits.shape
         with torch.inference_mode():
-            captured = self._captured.get(logits.data_ptr())
+            captured = self._captured_over(logits)
             batch, num_tops = self._stage(rows, masks, len(captured.words) if captured else 0)
             assert len(logits) == len(num_tops) <= self._max_rows, (logits.shape, len(num_tops))
             if captured and not len(batch.bias_ids) and not len(batch.history_ids):
@@ -134,6 +135,17 @@ class DeviceSampler:
             self._answers.rotate()
             self._answers[0].fetch(words)
         return Launch(words[:, Answer.TOKEN], self._answers[0], num_tops, self._num_vocab)
+
+    def _captured_over(self, logits: Tensor) -> _Captured | None:
+        """Return the smallest recorded work that samples these rows; None: there is none."""
+        return next(
+            (
+                captured
+                for captured in self._captured
+                if captured.logits.data_ptr() == logits.data_ptr() and len(captured.logits) >= len(logits)
+            ),
+            None,
+        )
 
     def _stage(
         self, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None, num_padded: int

@@ -6,7 +6,8 @@ and no shape depends on it, so one CUDA graph serves every routing.
 A pair is (token, one of its k experts), numbered token * k + j. An expert id outside of the stack (-1 in a row that
 pads a batch) has no weights to read: the result of its pair is zero.
 
-Up to 16 tokens are one numerics class: a token's result does not depend, to the last bit, on the rest of the batch.
+Up to `matmul.ROWS` tokens are one numerics class: a token's result does not depend, to the last bit, on the rest of the
+batch.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from edgelm.kernels.gpu_target import kwidth
 from edgelm.kernels.grouped import reference
 from edgelm.kernels.grouped.reference import Plan, max_blocks
 from edgelm.kernels.layout import TILE, DenseWeight, PackedWeight, Weight
+from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.matmul.kernel import planes_and_constants, with_bias
 from edgelm.kernels.matmul.step_kernel import load_words, load_x, multiply
 
-CLASS_TOKENS = 16  # up to this many tokens are one numerics class
 PAIRS = 8  # pairs of a program
 NUM_WARPS = 4
 PLAN_PAIRS = 8192  # torch sorts more pairs than this: the planner compares every pair with every other
@@ -50,7 +50,7 @@ def grouped_matmul(
     if route is None:
         return multiply_pairs(x, weight, experts, bias, gate, out_dtype)
     out = torch.empty((tokens, width), dtype=out_dtype, device=x.device)
-    step = max(SUM_BYTES // (4 * k * width), CLASS_TOKENS)
+    step = max(SUM_BYTES // (4 * k * width), ROWS)
     for start in range(0, tokens, step):
         part = slice(start, start + step)
         rows = x[part] if len(x) == tokens else x[start * k : (start + step) * k]
@@ -73,7 +73,7 @@ def multiply_pairs(
         x = rows.gather(1, weight.order[experts.flatten().clamp(0, weight.num_matrices - 1)])
     shared = pairs // len(x)
     mixed = isinstance(weight, DenseWeight) and weight.data.dtype != x.dtype  # multiplied in float32
-    if mixed or tokens <= CLASS_TOKENS or pairs <= PAIRS * weight.num_matrices:
+    if mixed or tokens <= ROWS or pairs <= PAIRS * weight.num_matrices:
         multiply_few(x, weight, make_plan(experts, weight.num_matrices, PAIRS), shared, bias, gate, out)
     else:
         shape = shape_for(pairs // weight.num_matrices, x.dtype)  # as many rows as an expert has on average
@@ -111,7 +111,8 @@ def multiply_few(
     """Multiply pairs, up to 8 of one expert at a time."""
     planes, constants = planes_and_constants(weight, x.dtype)
     tiles = 1 if gate is None else 2
-    few_pairs_kernel[(triton.cdiv(weight.rows, tiles * TILE), len(plan.blocks))](
+    # blocks of one expert are neighbours, so the second one finds the weights in the cache
+    few_pairs_kernel[(len(plan.blocks), triton.cdiv(weight.rows, tiles * TILE))](
         x.contiguous(),
         *planes,
         None if bias is None else bias.contiguous(),
@@ -193,8 +194,8 @@ def few_pairs_kernel(
     KW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Multiply MT tiles of one matrix by the rows of one block."""
-    block = blocks + tl.program_id(1) * 3
+    """Multiply MT tiles of one matrix by the rows of one block. Grid: blocks, tiles."""
+    block = blocks + tl.program_id(0) * 3
     matrix = tl.load(block)
     if matrix < 0:
         return
@@ -208,7 +209,7 @@ def few_pairs_kernel(
     offsets = offsets if offsets is None else offsets + start * offsets_stride
     supers = supers if supers is None else supers + start * supers_stride
 
-    pid = tl.program_id(0)
+    pid = tl.program_id(1)
     i = tl.arange(0, NW * 8)[:, None] % 8
     pair = tl.load(order + first + i, mask=i < count, other=0)
     x_row = x + (pair // SHARED).to(tl.int64) * K  # [NW * 8, 1]

@@ -20,7 +20,7 @@ from edgelm.kernels.matmul.reference import Norm
 
 __all__ = ["ROWS", "Norm", "declines_weight", "matmul"]
 
-ROWS = 16  # maximum rows of a step that decodes or verifies
+ROWS = 64  # of a step that decodes or verifies, at most
 
 
 def matmul(

@@ -1,15 +1,14 @@
 """Matmul in Triton for 1 to ROWS rows: reads each weight once, at the speed of the memory. More rows go elsewhere.
 
-Owns the kernels, their configs and their launch. A program has MT tiles of 16 rows of the weight. Each of its NW warps
-takes every NW-th chunk of 64 columns: the warps are the batch of a three-dimensional dot, so no warp waits for another
-before the end. The codes are exact in the dot; the scale multiplies its float32 result. Rows of x come in TT blocks of
-8, and the result of a row depends on no other row. SPLITS programs may share K: each writes its sums, and
-`combine_kernel` adds them in order.
+Owns the kernels and their launch; configs.py divides the work. A program has MT tiles of 16 rows of the weight. Each of
+its NW warps takes every NW-th chunk of 64 columns: the warps are the batch of a three-dimensional dot, so no warp waits
+for another before the end. The codes are exact in the dot; the scale multiplies its float32 result. Rows of x come in
+TT blocks of 8, and the result of a row depends on no other row. Where there are more blocks than a program has
+registers for, programs that run side by side share them, so the second one finds the weights in the cache. SPLITS
+programs may share K: each writes its sums, and `combine_kernel` adds them in order.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -23,63 +22,21 @@ from edgelm.kernels.dequant_gemm import dequant_gemm
 from edgelm.kernels.gpu_target import kwidth
 from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight, layout_constants
 from edgelm.kernels.matmul import ROWS
+from edgelm.kernels.matmul.configs import (
+    BLOCKS,
+    MAX_REGISTERS,
+    Config,
+    candidates,
+    float32_config,
+    most_blocks,
+    row_blocks,
+    tiles_of_program,
+    tuning_key,
+)
 from edgelm.kernels.matmul.reference import Norm
 from edgelm.kernels.matmul.step_kernel import load_words, load_x, multiply
 from edgelm.kernels.norm import rms_norm
 from edgelm.kernels.tuning import TABLE
-
-PROGRAMS = 256  # enough for every GPU of up to 132 multiprocessors; more splits cost another pass
-
-
-class Config(NamedTuple):
-    """The layout of a decode matmul. A program multiplies `tiles` tiles of 16 rows; its warps share K.
-
-    Nothing here depends on the number of rows of x, so a row's sums are made in one order for any batch.
-    """
-
-    warps: int
-    tiles: int
-    prefetch: bool  # hold the words of the next step in registers
-    splits: int  # programs that share K; more than one need a second kernel
-
-
-def tuning_key(weight: Weight, gated: bool) -> str:
-    """Return the shapes and the format that a tuned config holds for: never the number of rows of x."""
-    name = weight.layout.name if isinstance(weight, PackedWeight) else str(weight.data.dtype).removeprefix("torch.")
-    return f"{name} {weight.rows}x{weight.columns}{' gated' if gated else ''}"
-
-
-def default_config(weight: Weight, gated: bool) -> Config:
-    """Return a config that is never bad: enough programs first, then few reads of x."""
-    tiles = -(-weight.rows // TILE)
-    steps = -(-weight.columns // CHUNK)
-    program_tiles = 2 if gated or tiles >= 2 * PROGRAMS else 1
-    warps = 8 if steps >= 64 and tiles < 4 * PROGRAMS else 4
-    programs = -(-tiles // program_tiles)
-    splits = 1
-    while programs * splits < PROGRAMS and splits < 8 and steps // (warps * splits * 2) >= 4:
-        splits *= 2
-    return Config(warps, program_tiles, True, splits)
-
-
-def float32_config(config: Config, gated: bool) -> Config:
-    """Return a config for float32 operands, which go through shared memory: a larger one does not fit every GPU."""
-    return config._replace(warps=4, tiles=2 if gated else 1, prefetch=False)
-
-
-def candidates(weight: Weight, gated: bool) -> list[Config]:
-    """Return the configs that tuning tries, the default first."""
-    steps = -(-weight.columns // CHUNK)
-    configs = [default_config(weight, gated)]
-    for warps in (4, 8):
-        for tiles in (2, 4) if gated else (1, 2, 4):
-            for prefetch in (False, True):
-                for splits in (1, 2, 4, 8):
-                    config = Config(warps, tiles, prefetch, splits)
-                    fits = tiles * TILE <= weight.rows and steps >= 2 * warps * splits
-                    if config not in configs and (splits == 1 or fits):
-                        configs.append(config)
-    return configs
 
 
 @triton.jit
@@ -110,8 +67,8 @@ def decode_kernel(
     residual,
     norm,  # float32 [K], or None
     out,  # [rows, N], with a gate [rows, N / 2]
-    partial,  # float32 [SPLITS, 16, N padded to tiles], or None
-    partial_squares,  # float32 [SPLITS, 16], or None
+    partial,  # float32 [rows, SPLITS, N padded to tiles], or None
+    partial_squares,  # float32 [rows, SPLITS], or None
     x_stride,
     residual_stride,
     rows,
@@ -138,9 +95,12 @@ def decode_kernel(
     KW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Multiply MT tiles by all rows of x, over one of SPLITS parts of K."""
-    pid = tl.program_id(0)
-    split = tl.program_id(1)  # never a constant 0: a loop of known length would be unrolled
+    """Multiply MT tiles by TT blocks of rows of x, over one of SPLITS parts of K. Grid: row blocks, tiles, parts."""
+    first_row = tl.program_id(0) * (TT * 8)
+    pid = tl.program_id(1)
+    split = tl.program_id(2)  # never a constant 0: a loop of known length would be unrolled
+    x += first_row.to(tl.int64) * x_stride
+    left = rows - first_row  # rows from the first one on
     NORM: tl.constexpr = norm is not None
     FULL: tl.constexpr = K // 64 // NW  # steps in which no warp reaches the border
     EACH: tl.constexpr = (FULL + SPLITS - 1) // SPLITS
@@ -163,7 +123,7 @@ def decode_kernel(
                 words = load_words(codes, high, pid, tl.minimum(step + 1, last - 1), N, K, CHUNKS, BITS, NW, MT, False)
             else:
                 now = load_words(codes, high, pid, step, N, K, CHUNKS, BITS, NW, MT, False)
-            b, squares = load_x(x, norm, x_stride, rows, step, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, False)
+            b, squares = load_x(x, norm, x_stride, left, step, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, False)
             acc = multiply(
                 acc, now, b, scales, offsets, supers, pid, step, N, K, CHUNKS, BITS, GROUP, SCALE, CODE, ZERO,
                 OFFSET, BOOK, DTYPE, NW, MT, TT, KW, ASM, False,
@@ -172,7 +132,7 @@ def decode_kernel(
         pass
     elif split == SPLITS - 1:
         now = load_words(codes, high, pid, FULL, N, K, CHUNKS, BITS, NW, MT, True)
-        b, squares = load_x(x, norm, x_stride, rows, FULL, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, True)
+        b, squares = load_x(x, norm, x_stride, left, FULL, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, True)
         acc = multiply(
             acc, now, b, scales, offsets, supers, pid, FULL, N, K, CHUNKS, BITS, GROUP, SCALE, CODE, ZERO,
             OFFSET, BOOK, DTYPE, NW, MT, TT, KW, ASM, True,
@@ -181,17 +141,18 @@ def decode_kernel(
     PADDED: tl.constexpr = (N + 15) // 16 * 16
     lane = tl.arange(0, 16)[:, None]
     for tt in tl.static_range(TT):
-        row = tt * 8 + tl.arange(0, 8)[None, :]
+        row = first_row + tt * 8 + tl.arange(0, 8)[None, :]
         if NORM:
             total = tl.sum(tl.sum(tl.reshape(squares[tt], [NW, 8, COLUMNS]), 2), 0)
             if SPLITS > 1 and pid == 0:
-                tl.store(partial_squares + split * 16 + tt * 8 + tl.arange(0, 8), total)
+                at = first_row + tt * 8 + tl.arange(0, 8)
+                tl.store(partial_squares + at * SPLITS + split, total, mask=at < rows)
             factor = tl.rsqrt(total / K + eps)[None, :]
         for mt in tl.static_range(MT):
             y = tl.sum(acc[mt * TT + tt], 0)  # [16, 8]
             n = (pid * MT + mt) * 16 + lane
             if SPLITS > 1:
-                tl.store(partial + (split * 16 + row) * PADDED + n, y, mask=(row < rows) & (n < N))
+                tl.store(partial + (row * SPLITS + split) * PADDED + n, y, mask=(row < rows) & (n < N))
             else:
                 if NORM:
                     y *= factor
@@ -208,8 +169,8 @@ def decode_kernel(
 
 @triton.jit
 def combine_kernel(
-    partial,  # float32 [SPLITS, 16, N padded to tiles]
-    partial_squares,  # float32 [SPLITS, 16]
+    partial,  # float32 [rows, SPLITS, N padded to tiles]
+    partial_squares,  # float32 [rows, SPLITS]
     bias,
     residual,
     out,  # [rows, N], with a gate [rows, N / 2]
@@ -235,12 +196,12 @@ def combine_kernel(
     up = y
     total = 0.0
     for split in tl.static_range(SPLITS):
-        part = partial + (split * 16 + row) * PADDED + at
+        part = partial + (row * SPLITS + split) * PADDED + at
         y += tl.load(part, mask=mask, other=0.0)
         if GATE is not None:
             up += tl.load(part + 16, mask=mask, other=0.0)
         if NORM:
-            total += tl.load(partial_squares + split * 16 + row)
+            total += tl.load(partial_squares + row * SPLITS + split)
     if NORM:
         factor = tl.rsqrt(total / K + eps)
         y *= factor
@@ -282,7 +243,8 @@ def decode(
     config: Config | None = None,
 ) -> Tensor:
     """Multiply 1 to ROWS rows."""
-    planes, constants = planes_and_constants(weight, operand_type(x.dtype, norm is not None, out_dtype))
+    operand = operand_type(x.dtype, norm is not None, out_dtype)
+    planes, constants = planes_and_constants(weight, operand)
     if config is None:
         paired = gate is not None
         config = TABLE.best("matmul", tuning_key(weight, paired), lambda: candidates(weight, paired))
@@ -290,7 +252,8 @@ def decode(
             config = float32_config(config, paired)
     assert gate is None or config.tiles % 2 == 0
     rows = x.shape[0]
-    blocks = 1 if rows <= 8 else 2
+    blocks, shares = row_blocks(rows, most_blocks(weight, operand, norm is not None))
+    tiles_each = tiles_of_program(config, blocks, weight, gate is not None)
     norm_weight = None if norm is None else norm.weight
     if isinstance(weight, PackedWeight) and weight.order is not None:
         x = x.index_select(1, weight.order)
@@ -304,16 +267,17 @@ def decode(
     partial = squares = None
     tiles = -(-weight.rows // TILE)
     if config.splits > 1:
-        partial = torch.empty((config.splits, 16, tiles * TILE), dtype=torch.float32, device=x.device)
-        squares = torch.empty((config.splits, 16), dtype=torch.float32, device=x.device)
+        partial = torch.empty((rows, config.splits, tiles * TILE), dtype=torch.float32, device=x.device)
+        squares = torch.empty((rows, config.splits), dtype=torch.float32, device=x.device)
     epilogue = gate_constants(gate)
     eps = norm.eps if norm else 0.0
     residual_stride = 0 if residual is None else residual.stride(0)
-    decode_kernel[(-(-tiles // config.tiles), config.splits)](
+    decode_kernel[(shares, -(-tiles // tiles_each), config.splits)](
         x, *planes, bias, residual, norm_weight, out, partial, squares, x.stride(0), residual_stride, rows, eps,
-        N=weight.rows, K=weight.columns, **constants, **epilogue, NW=config.warps, MT=config.tiles,
+        N=weight.rows, K=weight.columns, **constants, **epilogue, NW=config.warps, MT=tiles_each,
         TT=blocks, SPLITS=config.splits, PF=config.prefetch, KW=kwidth(),
         num_warps=config.warps, num_stages=1, enable_fp_fusion=True,
+        maxnreg=MAX_REGISTERS if blocks == BLOCKS and norm is None else None,  # with a norm, it spills at the limit
     )  # fmt: skip
     if config.splits > 1:
         combine_kernel[(-(-width // 128), rows)](

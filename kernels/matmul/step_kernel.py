@@ -1,4 +1,4 @@
-"""One step of a decode matmul: each warp multiplies a chunk of 64 columns of some tiles by up to 16 rows of x.
+"""One step of a decode matmul: each warp multiplies a chunk of 64 columns of some tiles by some blocks of 8 rows of x.
 
 Owns how scales, words and x are read, and the order of the sums. Knows nothing of grids or of what follows the product.
 `chunk` is [NW, 1], a chunk for each warp. MASKED: a chunk may reach or lie beyond K; what lies there is read as 0.

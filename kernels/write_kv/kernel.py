@@ -10,6 +10,7 @@ from torch import Tensor
 from edgelm.kernels import rope as angles
 from edgelm.kernels.cache import BLOCK_LEN, LayerCache, order
 from edgelm.kernels.cache.kernel import hadamard, quantize
+from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.rope import Rope
 
 S0, S1, S2, S3, S4 = (tl.constexpr(c) for c in angles.SINE)
@@ -17,7 +18,7 @@ C0, C1, C2, C3, C4, C5 = (tl.constexpr(c) for c in angles.COSINE)
 RADIANS = tl.constexpr(angles.RADIANS)
 OPTIONS = {"enable_fp_fusion": False}  # every operation is rounded as in the reference
 assert BLOCK_LEN == 32
-FEW_TOKENS = 16  # up to this many, a program has one head, to fill the GPU
+FEW_TOKENS = ROWS  # up to this many, a program has one head: to fill the GPU, and to sum in one order in these steps
 
 
 @triton.jit

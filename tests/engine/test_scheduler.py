@@ -244,6 +244,18 @@ def test_drafts_leave_a_token_to_each_running_sequence(kind: str) -> None:
 
 
 @both
+def test_no_draft_is_longer_than_the_executor_verifies(kind: str) -> None:
+    """A longer one would be verified by kernels with other rounding than those that decode."""
+    loop = Loop(kind, drafter=Drafts([1] * 50), max_tokens=64, max_rows=64, max_sequences=4, max_draft=15)
+    for token in range(3):
+        loop.add([token], max_tokens=100)
+    loop.step()
+    assert shape(loop.last) == [(0, 16, 16), (1, 16, 16), (2, 16, 16)]
+    loop.step()
+    assert max(len(chunk.tokens) for chunk in loop.last.chunks) == 16
+
+
+@both
 def test_an_unfinished_prompt_shares_its_prefix(kind: str) -> None:
     loop = Loop(kind, max_tokens=40, block_len=8)
     first = loop.add([1] * 100, max_tokens=2)

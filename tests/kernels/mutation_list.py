@@ -229,6 +229,13 @@ MUTATIONS = [
     ),
     Mutation(
         MATMUL,
+        "every program multiplies the first rows",
+        "x += first_row.to(tl.int64) * x_stride",
+        "x += first_row.to(tl.int64) * 0",
+        OF_MATMUL + "::test_every_format_has_the_same_bits_for_any_number_of_rows",
+    ),
+    Mutation(
+        MATMUL,
         "squares of the last part of K only",
         "total += tl.load(partial_squares",
         "total = tl.load(partial_squares",

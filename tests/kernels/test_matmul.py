@@ -13,7 +13,8 @@ from edgelm.kernels.activation import Gate
 from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, dequantize, fuse_gated, planes
 from edgelm.kernels.matmul import Norm, kernel, matmul
-from edgelm.kernels.matmul.kernel import Config, candidates, decode, default_config, operand_type
+from edgelm.kernels.matmul.configs import Config, candidates, default_config, row_blocks
+from edgelm.kernels.matmul.kernel import decode, operand_type
 from tests.kernels.cases.matmul import LAYOUTS, random_dense, random_weight
 from tests.kernels.seeds import SEED, generator
 
@@ -26,7 +27,7 @@ CONFIGS = (
     Config(1, 2, True, 3),
     Config(2, 1, False, 1),
 )
-ROWS = (1, 2, 3, 8, 9, 16)
+ROWS = (1, 3, 9, 16, 17, 31, 40, 64)
 GATES = (Gate("silu"), Gate("gelu"), Gate("gelu_tanh"), Gate("swiglu_oai", limit=0.5, alpha=1.3))
 
 
@@ -103,10 +104,35 @@ def test_every_format_equals_float64(at: int, seed: int):
     g = generator(seed)
     weight = weight_named(NAMES[at], 21, 203, g)
     choice = seed + at
-    x = torch.randn(ROWS[choice % 6], 203, generator=g).to(DTYPES[choice % 3])
+    x = torch.randn(ROWS[choice % 8], 203, generator=g).to(DTYPES[choice % 3])
     y, error = exact(x, weight)
     assert_within(matmul(x, weight, out_dtype=torch.float32, implementation="reference"), y, error)
     assert_within(decode(x, weight, None, None, None, None, torch.float32, CONFIGS[choice % 5]), y, error)
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("at", range(len(NAMES)), ids=NAMES)
+def test_every_format_has_the_same_bits_for_any_number_of_rows(at: int, seed: int):
+    g = generator(seed)
+    weight = weight_named(NAMES[at], 21, 140, g)
+    choice = seed + at
+    x = torch.randn(64, 140, generator=g).to(DTYPES[choice % 3])
+    y, error = exact(x, weight)
+    config = CONFIGS[choice % 5]
+    together = decode(x, weight, None, None, None, None, torch.float32, config)
+    assert_within(together, y, error)
+    first, count = ((0, 1), (10, 5), (3, 16), (47, 17), (20, 40), (0, 63))[choice % 6]
+    part = decode(x[first : first + count], weight, None, None, None, None, torch.float32, config)
+    assert torch.equal(part, together[first : first + count])
+
+
+@pytest.mark.parametrize("most", [2, 4])
+def test_programs_share_the_blocks_of_rows_equally(most: int):
+    for rows in range(1, 65):
+        blocks, shares = row_blocks(rows, most)
+        assert 1 <= blocks <= most
+        assert 8 * blocks * (shares - 1) < rows <= 8 * blocks * shares  # none is without work
+    assert [row_blocks(rows, 4) for rows in (8, 16, 24, 32, 48, 64)] == [(1, 1), (2, 1), (3, 1), (4, 1), (3, 2), (4, 2)]
 
 
 @pytest.mark.parametrize("seed", [SEED])
@@ -165,7 +191,7 @@ def surrounded(kind: Gate, rows: int, dtype: torch.dtype, g: torch.Generator) ->
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("at", range(4), ids=[gate.kind for gate in GATES])
 def test_norm_bias_gate_and_residual(at: int, splits: int, seed: int):
-    given = surrounded(GATES[at], ROWS[(seed + splits) % 6], DTYPES[(seed + at) % 3], generator(seed))
+    given = surrounded(GATES[at], ROWS[(seed + at + splits) % 8], DTYPES[(seed + at) % 3], generator(seed))
     arguments, expected, error = given
     assert_within(decode(*arguments, torch.float32, Config(1, 2, True, splits)), expected, error)
     x, weight, bias, residual, gate, norm = arguments
@@ -187,7 +213,7 @@ def _gated64(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", [SEED])
-@pytest.mark.parametrize("rows", [2, 17])
+@pytest.mark.parametrize("rows", [2, 17, 65])
 def test_a_normed_stream_may_be_larger_than_float16(rows: int, seed: int):
     """Before the root divides it, x times the norm's weight is up to a million here."""
     g = generator(seed)
@@ -197,7 +223,7 @@ def test_a_normed_stream_may_be_larger_than_float16(rows: int, seed: int):
     y, error = exact(x, weight, None, norm)
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True)) * norm.weight.double()
     rounding = UNIT[torch.float16] * (normed.abs() @ dequantize(weight).double().abs().T)
-    if rows > 16:  # weights are rounded too
+    if rows > 64:  # weights are rounded too
         rounding *= 2 + 2.0**-10
     assert_within(matmul(x, weight, norm=norm, out_dtype=torch.float16, implementation="triton"), y, error + rounding)
 
@@ -225,27 +251,27 @@ def test_planes_of_a_stack_keep_their_strides(seed: int):
 
 @pytest.mark.parametrize("seed", [SEED])
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("name", "config", "num_rows"),
     [
-        ("q4_k", Config(2, 2, True, 1)),
-        ("q4_k", Config(1, 2, False, 2)),
-        ("q6_k", Config(2, 2, False, 1)),
-        ("awq", Config(1, 2, True, 2)),
-        ("dense_bfloat16", Config(2, 2, True, 1)),
+        ("q4_k", Config(2, 2, True, 1), 40),
+        ("q4_k", Config(1, 2, False, 2), 40),
+        ("q6_k", Config(2, 2, False, 1), 16),
+        ("awq", Config(1, 2, True, 2), 16),
+        ("dense_bfloat16", Config(2, 2, True, 1), 24),
     ],
 )
-def test_a_row_depends_on_no_other(name: str, config: Config, seed: int):
+def test_a_row_depends_on_no_other(name: str, config: Config, num_rows: int, seed: int):
     g = generator(seed)
     dtype = torch.bfloat16 if name == "dense_bfloat16" else torch.float16
     weight = weight_named(name, 20, 203, g)
     norm = Norm(torch.rand(203, generator=g), 1e-5) if name == "q4_k" else None
-    x = torch.randn(16, 203, generator=g).to(dtype)
+    x = torch.randn(num_rows, 203, generator=g).to(dtype)
 
     def product(rows: Tensor) -> Tensor:
         return decode(rows, weight, None, None, None, norm, torch.float32, config)
 
     together = product(x)
-    for row in (7, 15):
+    for row in (7, num_rows - 1):
         assert torch.equal(product(x[row : row + 1])[0], together[row])
     assert torch.equal(product(x[5:14]), together[5:14])
     x[:7] = x[8:] = float("nan")
@@ -306,7 +332,7 @@ def test_views_of_larger_tensors(seed: int):
 def test_a_prompt_has_the_same_formula(seed: int):
     g = generator(seed)
     weight = weight_named("q4_0", 20, 70, g)
-    x = torch.randn(17, 70, generator=g)
+    x = torch.randn(65, 70, generator=g)
     norm = Norm(torch.rand(70, generator=g), 1e-5)
     bias = torch.randn(20, generator=g)
     y, error = exact(x, weight, bias, norm)

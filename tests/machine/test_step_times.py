@@ -10,8 +10,8 @@ import pytest
 
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
-from edgelm.machine.step_times import DEEP_ROWS, DEPTH, ROWS, StepTimes, measure_steps
+from edgelm.core import Chunk, CompletedSamples, ExecutorInfo, SamplingParams, Sequence, Step
+from edgelm.machine.step_times import DEEP_ROWS, DEPTH, MORE_ROWS, ROWS, StepTimes, measure_steps
 from tests.tiny import write_tiny
 
 
@@ -134,3 +134,34 @@ def test_an_executor_with_one_slot_measures_no_depth(model_path: Path, tmp_path:
     times.measure(executor, budget_s=60)
     assert {depth for _, depth, _ in times.points} == {8}
     executor.close()
+
+
+class RecordingBlocks:
+    """An executor with block tables that does nothing; it keeps its steps."""
+
+    def __init__(self, max_sequences: int) -> None:
+        self.steps: list[Step] = []
+        limits = {"context": 4096, "capacity": 8192, "max_tokens": 512, "max_rows": 64, "max_draft": 15}
+        self.info = ExecutorInfo(
+            engine="torch", device="cpu", num_vocab=100, kv_bytes_per_token=1, block_len=32,
+            max_sequences=max_sequences, **limits,
+        )  # fmt: skip
+
+    def forward(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def sample(self, step: Step, _: None) -> CompletedSamples:
+        return CompletedSamples([[] for _ in step.chunks])
+
+
+@pytest.mark.parametrize(("max_sequences", "largest"), [(1, 16), (2, 32), (8, 64)])
+def test_no_sequence_has_more_rows_than_a_step_verifies(tmp_path: Path, max_sequences: int, largest: int) -> None:
+    executor = RecordingBlocks(max_sequences)
+    times = StepTimes(tmp_path, ["a"])
+    times.measure(executor, budget_s=60)  # type: ignore[arg-type]
+    assert {rows for rows, _, _ in times.points} == {rows for rows in ROWS + MORE_ROWS if rows <= largest}
+    for step in executor.steps:
+        assert all(len(chunk.tokens) <= 16 for chunk in step.chunks)
+        tables = [block for chunk in step.chunks for block in chunk.kv]  # type: ignore[union-attr]
+        assert len(set(tables)) == len(tables), "two sequences write to one block"
+    assert max(step.num_rows for step in executor.steps) == largest

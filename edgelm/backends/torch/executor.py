@@ -7,8 +7,8 @@ returns while the device works, and reading the samples waits for their tokens o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.batch import LastTokens, StepBuffers, StepTensors, bucket_of
 from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
-from edgelm.backends.torch.graphs import SIZES, Graphs
+from edgelm.backends.torch.graph_sizes import SIZES
+from edgelm.backends.torch.graphs import Graphs
 from edgelm.core import (
     LAST,
     NOT_A_TOKEN,
@@ -40,9 +41,11 @@ from edgelm.core import (
     Store,
 )
 from edgelm.errors import EngineError, SnapshotError
+from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, KVFormat, LayerCache, allocate
 from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.gpu_target import target_of
+from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.tuning import TABLE
 from edgelm.models.decoder import Decoder
 from edgelm.sampling.device import DeviceSampler, Launch, RowRequest
@@ -51,8 +54,8 @@ from edgelm.sampling.host import HostSampler, accepted_rows, first_position
 
 log = logging.getLogger(__name__)
 
-MAX_ROWS = 64  # sampled rows of a step
-MORE_ROWS = 24  # more than a step that decodes or verifies one sequence has
+MAX_ROWS = ROWS  # sampled rows of a step: with more, a verified row would have other rounding than a decoded one
+MORE_ROWS = 24  # more than a step verifies of one sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +102,11 @@ class TorchExecutor:
             max_tokens=options.max_tokens,
             max_rows=options.max_rows,
             max_sequences=options.max_sequences,
+            max_draft=VERIFY_LEN - 1,
             block_len=BLOCK_LEN,
             runs_ahead=device.type == "cuda" if options.runs_ahead is None else options.runs_ahead,
             kv_bytes_per_token=num_layers * cache_format.bytes_per_token(config.num_kv_heads, config.head_dim),
         )
-        self._hidden = torch.empty((0, config.hidden_size))
         self._logits = torch.empty((0, decoder.vocab_size))
         self._host_sampler = HostSampler(decoder.vocab_size)
         self._device_sampler: DeviceSampler | None = None
@@ -140,21 +143,26 @@ class TorchExecutor:
                 self._device_sampler = DeviceSampler(decoder.vocab_size, max(options.max_rows, SIZES[-1]), device)
         if options.graphs and device.type == "cuda":
             with gpu_errors("--no-graphs runs without CUDA graphs"), torch.inference_mode():
-                graphs = Graphs(options.max_sequences, options.max_tokens)
-                graphs.capture(self._run, self._buffers)
-                for logits in graphs.logits:
-                    if self._device_sampler:
-                        self._device_sampler.capture(logits, graphs.record)
-                self._graphs = graphs
+                self._graphs = self._capture(Graphs(options.max_sequences, options.max_tokens))
         if device.type == "cuda":
             self._warm_up(options)
+
+    def _capture(self, graphs: Graphs) -> Graphs:
+        """Capture the graphs of the sampler and of the model."""
+        assert self._buffers is not None
+        assert self._device_sampler is not None
+        logits = torch.empty((graphs.sizes[0], self._info.num_vocab), dtype=torch.float32, device=self._device)
+        for size in graphs.sizes:  # first, since a copy of the logits is the largest piece of memory in a graph
+            self._device_sampler.capture(logits[:size], graphs.record)
+        graphs.capture(self._run, self._buffers, logits)
+        return graphs
 
     def _warm_up(self, options: TorchOptions) -> None:
         """Run a step of each kind, which compiles kernels and allocates scratch before the first request."""
         params = SamplingParams(repetition_penalty=1.1, logit_bias=((0, 0.0),), num_logprobs=1)  # all sampling kernels
         seq = Sequence(-1, [0], 1, params)
         most = min(options.max_tokens, options.context)
-        prompts = [(0, most), (0, min(MORE_ROWS, most)), (0, min(8 * MORE_ROWS, most))]
+        prompts = [(0, most), (0, min(MORE_ROWS, most)), (0, min(ROWS // 2, most)), (0, min(8 * MORE_ROWS, most))]
         prompts.append((options.context - min(MORE_ROWS, most), min(MORE_ROWS, most)))  # after a long context
         steps = [Step((_dummy(seq, *prompt),)) for prompt in prompts]
         num_seqs = min(options.max_sequences, MORE_ROWS)
@@ -181,9 +189,9 @@ class TorchExecutor:
         with gpu_errors(), torch.inference_mode():
             self._buffers.fill(step, bucket or size, self._last)
             if bucket and self._graphs:
-                self._hidden, self._logits = self._graphs.replay(bucket)
+                self._logits = self._graphs.replay(bucket)
             else:
-                self._hidden, self._logits = self._run(self._buffers.views(size))
+                self._logits = self._run(self._buffers.views(size))
 
     def sample(self, step: Step, masks: Masks | None) -> PendingSamples:
         """Start sampling the rows of each chunk, up to the first that differs from the draft. Raises EngineError."""
@@ -213,18 +221,25 @@ class TorchExecutor:
         """Free the device's memory."""
         if self._snapshots:
             self._snapshots.close()
+        self._ask_gpu(torch.cuda.synchronize)  # it may still run a graph
         self._graphs = self._decoder = self._device_sampler = self._buffers = self._last = None
         self._caches = []
-        self._hidden = self._logits = torch.empty(0)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._logits = torch.empty(0)
+        self._ask_gpu(torch.cuda.empty_cache)
 
-    def _run(self, tensors: StepTensors) -> tuple[Tensor, Tensor]:
+    def _ask_gpu(self, call: Callable[[], object]) -> None:
+        """Make a call of CUDA, if that is the device. After an illegal access every call raises, and none is needed."""
+        if self._device.type == "cuda":
+            with suppress(RuntimeError):
+                call()
+
+    def _run(self, tensors: StepTensors) -> Tensor:
+        """Return the logits of the sampled rows: float32 [rows, vocab_size]."""
         assert self._decoder is not None, "the executor is closed"
         hidden = self._decoder.forward(tensors.ids, tensors.batch, self._caches).index_select(0, tensors.rows)
         if not len(tensors.rows):
-            return hidden, hidden.new_empty((0, self._info.num_vocab))
-        return hidden, self._decoder.logits(hidden)
+            return hidden.new_empty((0, self._info.num_vocab))
+        return self._decoder.logits(hidden)
 
     def _apply(self, op: Op) -> None:
         """Save, load or store blocks. Raises SnapshotError for a state that cannot be loaded."""

@@ -2,7 +2,8 @@
 
     weights     matrices in the kernels' layouts (kernels/layout.py), small tensors as float32
     KV cache    blocks of 32 positions, and one more block for each sequence that may run
-    workspace   activations of the largest step │ logits │ sums of attention │ scratch of prefill │ CUDA and torch
+    workspace   activations of the largest step │ logits │ sampling │ sums of attention │ scratch of prefill │ CUDA and
+                torch │ CUDA graphs: the same for their largest step, since all graphs share one piece of memory
 
 Owns these formulas; tests/backends/torch/test_memory.py compares them with real allocations. Knows nothing of free
 memory. It imports neither torch nor the kernels, since `edgelm plan` shows the same numbers from another process.
@@ -14,6 +15,7 @@ from functools import cached_property
 from math import prod
 
 from edgelm.backends.plan import DeviceMemory
+from edgelm.backends.torch.graph_sizes import VERIFY_LEN, GraphSize, graph_sizes
 from edgelm.checkpoints.summary import ModelFacts, TensorFacts, WeightBytes
 from edgelm.kv_modes import TORCH_KV
 
@@ -38,8 +40,8 @@ INT4_BITS = 4.5  # of --quantize int4: groups of 64 with a scale and a zero
 WIDE = frozenset({"F16", "BF16", "F32"})
 OWN_BYTES = {"cuda": 600 * MIB, "cpu": 350 * MIB}  # CUDA context, torch, compiled kernels
 SCRATCH_BYTES = 256 * MIB  # of prefill: a matrix, or a part of it, dequantized to 16 bits
-VERIFY_LEN = 16  # rows of a sequence whose attention has partial sums for each chunk of the context
-GRAPH_TOKENS = 16  # tokens of the largest step in a CUDA graph, which has memory of its own
+GRAPH_BYTES = 2 * MIB  # of a captured graph, in addition to the memory that it works in: an estimate
+SAMPLED_ROWS = 64  # of a step
 MAX_ATTENTION_BYTES = 256 * MIB  # of partial sums at one time; a single sequence may need more
 SPLIT_PROGRAMS, MIN_SPLIT, MAX_GROUPS = 256, 512, 4  # the values of kernels/attention/launch.py
 ACTIVATION_ROWS = 10  # float32 rows of the hidden size that live at one time, per token of a step
@@ -108,41 +110,69 @@ class TorchMemory:
         return int(self.kv_bytes_per_token(kv) * capacity(context, self._sequences))
 
     def workspace_bytes(self, kv: str, context: int) -> int:
-        summary = self._model.summary
-        shapes = [tensor.shape for tensor in self._model.tensors if len(tensor.shape) > 1]
-        widest = max((shape[-1] for shape in shapes if len(shape) == 2), default=summary.width)
-        tokens = self._max_tokens * (ACTIVATION_ROWS * summary.width + 2 * min(widest, 8 * summary.width)) * 4
-        logits = 64 * max(summary.vocab_size, 1) * 4 * 2
+        vocab_size = max(self._model.summary.vocab_size, 1)
+        logits = SAMPLED_ROWS * vocab_size * 4 * 2  # of a graph, and of a step without one
         if self._device == "cuda":
-            scratch = SCRATCH_BYTES + self._attention_bytes(context)
+            scratch = SCRATCH_BYTES + self._attention_bytes(context) + sampler_bytes(SAMPLED_ROWS, vocab_size)
+            scratch += self.graph_bytes(context) + self._num_graphs * GRAPH_BYTES
         else:  # the reference dequantizes a whole matrix to float32
+            shapes = [tensor.shape for tensor in self._model.tensors if len(tensor.shape) > 1]
             scratch = 4 * max((prod(shape[-2:]) for shape in shapes), default=0)
-        return OWN_BYTES[self._device] + tokens + logits + scratch
+        return OWN_BYTES[self._device] + self._max_tokens * self._token_bytes + logits + scratch
+
+    def graph_bytes(self, context: int) -> int:
+        """Return the bytes in which the CUDA graphs work: of the largest one, since only one runs at a time."""
+        tokens = self._graph_sizes[-1].tokens
+        scratch = sampler_bytes(tokens, max(self._model.summary.vocab_size, 1))  # more than the logits before it
+        return tokens * self._token_bytes + scratch + self._chunk_sum_bytes(tokens, context)
 
     def token_seconds(self, read_bytes_per_s: float, kv: str, context: int) -> float:
         """Estimate the seconds of decoding one token of one sequence, after `context` tokens."""
         read = self.weights.read_per_token + context * self.kv_bytes_per_token(kv)
         return read / read_bytes_per_s + LAYER_SECONDS[self._device] * self._model.summary.layers + STEP_SECONDS
 
-    def _attention_bytes(self, context: int) -> int:
-        """Return the bytes of attention's sums for a full context: in graphs, in other steps, and of prompts."""
+    @property
+    def _token_bytes(self) -> int:
+        """The activations of a token of a step."""
         summary = self._model.summary
-        width = max((-(-head_dim // GROUP) * GROUP for head_dim in summary.key_lens), default=0)
-        num_kv_heads = max(summary.kv_heads, default=0)
-        if not width or not num_kv_heads:
-            return 0
+        shapes = [tensor.shape for tensor in self._model.tensors]
+        widest = max((shape[-1] for shape in shapes if len(shape) == 2), default=summary.width)
+        return (ACTIVATION_ROWS * summary.width + 2 * min(widest, 8 * summary.width)) * 4
+
+    @cached_property
+    def _graph_sizes(self) -> list[GraphSize]:
+        return graph_sizes(self._sequences, self._max_tokens)
+
+    @property
+    def _num_graphs(self) -> int:
+        """Those of the model, and one of the sampler for each number of rows."""
+        return len(self._graph_sizes) + len({size.tokens for size in self._graph_sizes})
+
+    @cached_property
+    def _head_width(self) -> int:
+        """Numbers of the widest head, with padding; 0: there is no attention."""
+        summary = self._model.summary
+        widths = [-(-head_dim // GROUP) * GROUP for head_dim in summary.key_lens]
+        return max(widths, default=0) if any(summary.kv_heads) else 0
+
+    def _chunk_sum_bytes(self, tokens: int, context: int) -> int:
+        """Return the bytes of attention's sums in a step that decodes or verifies."""
         positions = -(-context // BLOCK_LEN) * BLOCK_LEN
-        graph_tokens = min(GRAPH_TOKENS, self._max_tokens)
-        return (
-            chunk_sum_bytes(graph_tokens, self._sequences, summary.heads, width, positions)
-            + chunk_sum_bytes(self._max_tokens, self._sequences, summary.heads, width, positions)
-            + max(
-                (
-                    split_sum_bytes(tokens, summary.heads, num_kv_heads, width, positions)
-                    for tokens in range(VERIFY_LEN + 1, self._max_tokens + 1)
-                ),
-                default=0,
-            )
+        heads = self._model.summary.heads
+        return chunk_sum_bytes(tokens, self._sequences, heads, self._head_width, positions) if self._head_width else 0
+
+    def _attention_bytes(self, context: int) -> int:
+        """Return the bytes of attention's sums for a full context, without those of graphs, and of prompts."""
+        if not self._head_width:
+            return 0
+        summary = self._model.summary
+        positions = -(-context // BLOCK_LEN) * BLOCK_LEN
+        return self._chunk_sum_bytes(self._max_tokens, context) + max(
+            (
+                split_sum_bytes(tokens, summary.heads, max(summary.kv_heads), self._head_width, positions)
+                for tokens in range(VERIFY_LEN + 1, self._max_tokens + 1)
+            ),
+            default=0,
         )
 
     @property
@@ -196,6 +226,12 @@ def chunk_sum_bytes(tokens: int, sequences: int, num_heads: int, width: int, pos
     row_bytes = num_heads * num_chunks(positions) * (width + 2) * 4
     rows = min(tokens, min(sequences, 32) * VERIFY_LEN)
     return min(rows * row_bytes, max(MAX_ATTENTION_BYTES, min(tokens, VERIFY_LEN) * row_bytes))
+
+
+def sampler_bytes(rows: int, num_vocab: int) -> int:
+    """Return the bytes of the sampler's scratch: of each row a copy of the logits, a list, bins, and sums of chunks."""
+    chunks = -(-num_vocab // 2048)
+    return rows * (4 * (2048 * chunks + 8192) + 4 * (256 + 8192 + 1) + chunks * (4 + 8 * 35) + 8 * 24)
 
 
 def split_sum_bytes(tokens: int, num_heads: int, num_kv_heads: int, width: int, positions: int) -> int:

@@ -21,6 +21,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
+from tests.backends.torch.fake_pools import GraphPools
+
 HOST, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
 DEVICE_OF, IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
 MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu})
@@ -31,7 +33,8 @@ UPLOADING = frozenset({torch.tensor, torch.as_tensor})  # their numbers come fro
 class FakeGpu(TorchFunctionMode):
     """An H200. `launches` counts kernels by name, `captured` those of each graph, `copies` transfers by direction.
 
-    `blocking` counts the copies that the host waits for; events are not counted.
+    `blocking` counts the copies that the host waits for; events are not counted. `pools` is the memory of the graphs,
+    `waits` counts the calls that wait for all work of the device.
     """
 
     def __init__(self) -> None:
@@ -41,6 +44,9 @@ class FakeGpu(TorchFunctionMode):
         self.replays = 0
         self.copies: Counter[str] = Counter()  # "up" and "down"
         self.blocking = 0
+        self.pools = GraphPools()
+        self.waits = 0
+        self._place: tuple[object, object] = (None, None)  # pool and stream of the present capture
         self._capturing: Counter[str] | None = None
         self._stack = ExitStack()
         self._storages: list[torch.UntypedStorage] = []
@@ -68,15 +74,19 @@ class FakeGpu(TorchFunctionMode):
             def wait_stream(self, _: object) -> None: ...
 
         class Graph:
-            def pool(self) -> tuple[int, int]:
-                return (0, 1)
+            own_pool: object = None
+
+            def pool(self) -> object:
+                return self.own_pool
 
             def replay(self) -> None:
                 gpu.replays += 1
 
         @contextmanager
-        def capture(graph: Graph, **_: object) -> Iterator[None]:
+        def capture(graph: Graph, pool: object = None, stream: object = None) -> Iterator[None]:
             assert gpu._capturing is None
+            graph.own_pool = pool or object()
+            gpu._place = graph.own_pool, stream
             gpu._capturing = Counter()
             yield
             gpu.captured.append(gpu._capturing)
@@ -94,6 +104,7 @@ class FakeGpu(TorchFunctionMode):
             "get_device_properties": lambda *_: properties,
             "mem_get_info": lambda *_: (100 * 2**30, properties.total_memory),
             "empty_cache": lambda: None,
+            "synchronize": self._wait,
             "is_current_stream_capturing": lambda: gpu._capturing is not None,
             "Event": Event,
             "Stream": Stream,
@@ -115,7 +126,12 @@ class FakeGpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        results = self._call(func, args, dict(kwargs or {}))
+        if self._capturing is not None:
+            self.pools.allocate(*self._place, results, (*args, *(kwargs or {}).values()))
+        return results
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs.pop("pin_memory", None)
         if func == DEVICE_OF:
             return CUDA if func(*args) == META else func(*args)
@@ -165,6 +181,10 @@ class FakeGpu(TorchFunctionMode):
         self._on_the_host(f"something is copied {direction}")
         self.copies[direction] += 1
         self.blocking += blocking
+
+    def _wait(self) -> None:
+        self._on_the_host("the device is waited for")
+        self.waits += 1
 
     def _on_the_host(self, action: str) -> None:
         assert self._capturing is None, f"{action} while a graph is captured"

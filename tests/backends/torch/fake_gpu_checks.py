@@ -18,9 +18,11 @@ import triton
 import triton.language as tl
 
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
-from edgelm.backends.torch.graphs import SIZES
+from edgelm.backends.torch.graph_sizes import SIZES, graph_sizes
+from edgelm.backends.torch.memory import TorchMemory
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.safetensors import open_safetensors
+from edgelm.checkpoints.summary import model_facts
 from edgelm.core import LAST, Chunk, SamplingParams, Sequence, Step
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS
 from edgelm.models.config import read_config
@@ -28,6 +30,7 @@ from edgelm.models.decoder import Decoder
 from edgelm.models.loading.decoder import load
 from edgelm.models.loading.sources import FolderSource, GGUFSource
 from tests.backends.torch.fake_gpu import FakeGpu
+from tests.backends.torch.fake_pools import GraphPools
 from tests.models.tiny_models import MODELS, build, write
 from tests.tiny import TYPES, write_tiny
 
@@ -36,17 +39,17 @@ NUM_SEQUENCES = 4
 PROMPT = 40
 
 
-def check(name: str, gpu: FakeGpu, decoder: Decoder, kv: str = "f16") -> None:
-    """Run steps of each kind, and print their kernels."""
+def check(name: str, gpu: FakeGpu, decoder: Decoder, kv: str = "f16") -> int:
+    """Run steps of each kind, and print their kernels. Return the bytes in which the graphs work."""
     gpu.captured.clear()
     gpu.launches.clear()
+    gpu.pools = GraphPools()
     executor = TorchExecutor(
         decoder, TorchOptions(context=CONTEXT, capacity=CONTEXT * NUM_SEQUENCES, kv=kv, max_sequences=NUM_SEQUENCES)
     )
-    decoding = len([size for size in SIZES if size <= NUM_SEQUENCES])
     compiled = set(gpu.launches)
-    num_graphs = decoding + len(SIZES) - 1
-    assert len(gpu.captured) == 2 * num_graphs  # for the model and the sampler
+    assert len(gpu.captured) == len(SIZES) + len(graph_sizes(NUM_SEQUENCES, 512))  # of the sampler, and of the model
+    (graph_bytes,) = gpu.pools.reserved.values()  # all graphs share their memory
     for kind, step, replayed in _steps():
         gpu.copies.clear()
         gpu.launches.clear()
@@ -65,10 +68,13 @@ def check(name: str, gpu: FakeGpu, decoder: Decoder, kv: str = "f16") -> None:
         samples.read()
         assert gpu.copies["down"] == 1
         assert gpu.launches.keys() <= compiled, f"{kind}: a kernel is compiled during a request"
+    waits = gpu.waits
     executor.close()
-    kernels = sum(gpu.captured[num_graphs - 1].values())  # of the smallest graph
-    sampling = sorted(gpu.captured[-1])
+    assert gpu.waits > waits, "a graph is freed while it may still run"
+    kernels = sum(gpu.captured[-1].values())  # of the smallest graph
+    sampling = sorted(gpu.captured[0])
     print(json.dumps({"name": name, "kv": kv, "kernels": kernels, "sampling": sampling}), flush=True)
+    return graph_bytes
 
 
 def find_faults() -> None:
@@ -126,11 +132,12 @@ def _steps() -> Iterator[tuple[str, Step, bool]]:
     yield "verifying", step(PROMPT + 3, [7] * 4, 4), True
     yield "verifying one", step(PROMPT + 7, [7] * 11, 11, only=1), True
     yield "masked", step(PROMPT + 18, [8], 1, only=2), True
-    yield "more than a graph", step(PROMPT + 19, [8] * 5, 5), False
-    yield "one token of a prompt", step(PROMPT + 24, [9], 1, only=1), True
+    yield "verifying many", step(PROMPT + 19, [8] * 16, 16), True
+    yield "more than a graph", step(PROMPT + 35, [8] * 17, 1), False
+    yield "one token of a prompt", step(PROMPT + 52, [9], 1, only=1), True
     heavy = SamplingParams(repetition_penalty=1.1, logit_bias=((3, 2.0),))
-    seq = Sequence(9, [5] * (PROMPT + 26), PROMPT, heavy)
-    yield "penalized", Step((Chunk(seq, PROMPT + 25, [9], 1, block_tables[0]),)), True
+    seq = Sequence(9, [5] * (PROMPT + 54), PROMPT, heavy)
+    yield "penalized", Step((Chunk(seq, PROMPT + 53, [9], 1, block_tables[0]),)), True
 
 
 def _masks(executor: TorchExecutor, step: Step) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
@@ -153,8 +160,10 @@ def main(folder: Path) -> None:
         with FakeGpu() as gpu, open_gguf(folder / f"{quant}.gguf") as gguf:
             config = read_config(gguf.metadata)
             decoder = load(config, GGUFSource(gguf), "cuda", torch.bfloat16, "triton", context=CONTEXT)
+            planned = TorchMemory(model_facts(gguf), sequences=NUM_SEQUENCES).graph_bytes(CONTEXT)
             for kv in FORMATS if quant == "q8_0" else ["f16"]:
-                check(quant, gpu, decoder, kv)
+                used = check(quant, gpu, decoder, kv)
+                assert used <= planned <= 2 * used, f"{quant}: graphs work in {used} bytes, planned are {planned}"
 
 
 if __name__ == "__main__":

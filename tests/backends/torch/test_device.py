@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +20,8 @@ from edgelm.backends.torch import batch, build
 from edgelm.backends.torch import executor as executors
 from edgelm.backends.torch.batch import StepBuffers, StepTensors, bucket_of
 from edgelm.backends.torch.executor import OutOfMemoryError, TorchExecutor
-from edgelm.backends.torch.graphs import SIZES, Graphs
+from edgelm.backends.torch.graph_sizes import SIZES
+from edgelm.backends.torch.graphs import Graphs
 from edgelm.config import Settings
 from edgelm.core import LAST, Chunk, SamplingParams, Sequence, Step
 from edgelm.errors import EngineError, ModelError
@@ -50,47 +51,38 @@ class FakeGraph:
     """Repeats the captured work: it reads and writes the same tensors."""
 
     capturing: Self | None = None
+    replay: Callable[[], object]
 
     def pool(self) -> tuple[int, int]:
         return (0, 1)
-
-    def replay(self) -> None:
-        for old, new in zip(self.results, self.forward(self.tensors), strict=True):
-            old.copy_(new)
-
-
-class FakeStream:
-    def wait_stream(self, _: FakeStream) -> None:
-        pass
 
 
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def capture(graph: FakeGraph, pool: object, stream: FakeStream) -> Iterator[None]:
+    def capture(graph: FakeGraph, pool: object, stream: object) -> Iterator[None]:
         FakeGraph.capturing = graph
         yield
         FakeGraph.capturing = None
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", object)
 
 
 def give_graphs(executor: TorchExecutor) -> Graphs:
     """Give graphs to an executor on the CPU, as on a GPU."""
 
-    def forward(tensors: StepTensors) -> tuple[Tensor, Tensor]:
-        results = executor._run(tensors)
-        if graph := FakeGraph.capturing:
-            graph.forward, graph.tensors, graph.results = executor._run, tensors, results
-        return results
-
     graphs = Graphs(executor.info.max_sequences, executor.info.max_tokens)
+    logits = torch.empty(graphs.sizes[0], executor.info.num_vocab)
+
+    def forward(tensors: StepTensors) -> Tensor:
+        if graph := FakeGraph.capturing:
+            graph.replay = lambda: logits[: len(tensors.rows)].copy_(executor._run(tensors))
+        return executor._run(tensors)
+
     with torch.inference_mode():
-        graphs.capture(forward, executor._buffers)
+        graphs.capture(forward, executor._buffers, logits)
     executor._graphs = graphs
     return graphs
 
@@ -101,20 +93,23 @@ def test_a_graph_has_the_results_of_a_step_without_one(decoder: Decoder) -> None
     plain, graphed = (make_executor(decoder, context=128, capacity=256, max_tokens=64) for _ in range(2))
     graphs = give_graphs(graphed)
     first = Step((chunk(list(range(20, 60)), 0, (1, 2)), chunk(list(range(3, 12)), 0, (4,))))
-    assert graphs.bucket(bucket_of(first)) is None  # 49 tokens
+    assert graphs.bucket(bucket_of(first)) is None  # 40 tokens of one sequence are a prompt
     sizes = [16, 1, 3, 8, 2, 5, 13, 1]
     steps = [first]
     for size in sizes:
         ones = [chunk([size], 40, (1, 2))]
         steps.append(Step((*ones, chunk(list(range(70, 69 + size)), 9, (4,), rows=size - 1)) if size > 1 else (*ones,)))
+    for most in (16, 11):  # four sequences of so many tokens
+        chunks = [chunk(list(range(70, 70 + most)), 9, (4 + i,), rows=most) for i in range(4)]
+        steps += [Step(tuple(chunks)), Step(tuple(chunks[:2]))]
     for step in steps:
         for executor in (plain, graphed):
             executor.forward(step)
         np.testing.assert_allclose(graphed.logits(step), plain.logits(step), rtol=1e-4, atol=1e-4)
         assert graphed.sample(step, None).read() == plain.sample(step, None).read()
     chosen = [graphs.bucket(bucket_of(step)) for step in steps[1:]]
-    assert [bucket.tokens for bucket in chosen] == [16, 1, 4, 8, 2, 8, 16, 1]
-    assert [bucket.max_query_len for bucket in chosen] == [16, 1, 4, 8, 1, 8, 16, 1]
+    assert [bucket.tokens for bucket in chosen] == [16, 1, 4, 8, 2, 8, 16, 1, 64, 32, 48, 24]
+    assert [bucket.max_query_len for bucket in chosen] == [16, 1, 4, 8, 1, 8, 16, 1, 16, 16, 16, 16]
 
 
 @pytest.mark.usefixtures("fake_cuda")
@@ -205,7 +200,7 @@ def _tensors(step: Batch) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("fake_cuda")
-@pytest.mark.parametrize(("max_tokens", "largest"), [(512, 16), (16, 16), (10, 8), (1, 1)])
+@pytest.mark.parametrize(("max_tokens", "largest"), [(512, 48), (48, 48), (40, 32), (16, 16), (10, 8), (1, 1)])
 def test_no_graph_is_larger_than_a_step(decoder: Decoder, max_tokens: int, largest: int) -> None:
     executor = make_executor(decoder, context=64, capacity=128, max_tokens=max_tokens, max_sequences=3)
     graphs = give_graphs(executor)
@@ -312,6 +307,19 @@ def test_nothing_is_left_after_closing(decoder: Decoder) -> None:
     assert not any(tensor() is not None for tensor in [*planes, buffers, logits])
     with pytest.raises(AssertionError, match="closed"):
         executor.forward(step)
+
+
+def test_closing_frees_the_memory_of_a_device_that_failed(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    executor = make_executor(decoder, context=64, capacity=128)
+    planes = [weakref.ref(plane) for cache in executor._caches for plane in cache.planes.values()]
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail)
+    executor._device = torch.device("cuda")
+    executor.close()
+    assert not any(plane() is not None for plane in planes)
 
 
 def test_16_bit_activations_over_the_cache(path: Path, decoder: Decoder) -> None:

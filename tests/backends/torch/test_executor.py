@@ -260,7 +260,7 @@ def test_padding_changes_nothing(executor: TorchExecutor) -> None:
     with torch.inference_mode():
         bucket = Bucket(tokens=16, sequences=8, rows=16, max_query_len=16)
         executor._buffers.fill(step, bucket)
-        _, padded = executor._run(executor._buffers.views(bucket))
+        padded = executor._run(executor._buffers.views(bucket))
     np.testing.assert_allclose(padded[:4].numpy(), plain, rtol=1e-4, atol=1e-5)
     after = Step((chunk([78], 41, (1, 2)),))
     executor.forward(after)  # would read entries written by padding

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from edgelm.backends.plan import MachineMemory, plan
-from edgelm.backends.torch.graphs import SIZES
+from edgelm.backends.torch.graph_sizes import SIZES, VERIFY_LEN, graph_sizes
 from edgelm.backends.torch.memory import (
     BLOCK_LEN,
-    GRAPH_TOKENS,
+    SAMPLED_ROWS,
     TorchMemory,
     capacity,
     chunk_sum_bytes,
     head_bytes,
     num_chunks,
+    sampler_bytes,
     split_sum_bytes,
 )
 from edgelm.checkpoints.gguf import open_gguf
@@ -25,6 +27,7 @@ from edgelm.checkpoints.summary import model_facts
 from edgelm.config import Settings
 from edgelm.kernels import cache
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, planes
+from edgelm.kernels.matmul import ROWS
 from edgelm.models.loading.sources import GGUFSource
 from tests.tiny import write_tiny
 
@@ -48,7 +51,51 @@ def test_the_chunks_of_a_context_are_those_of_the_kernel() -> None:
 
     for length in (1, 32, 256, 257, 8192, 8193, 24576, 24577, 131072, 10**6):
         assert num_chunks(length) == launch.num_chunks(length)
-    assert SIZES[-1] == GRAPH_TOKENS
+    assert launch.VERIFY_LEN == VERIFY_LEN
+
+
+def test_the_largest_graph_has_the_rows_that_decode_kernels_take() -> None:
+    assert SIZES[-1] == ROWS == SAMPLED_ROWS
+
+
+def test_there_are_graphs_for_the_steps_that_so_many_sequences_have() -> None:
+    def sizes(max_sequences: int, *, decoding: bool, max_tokens: int = 1024) -> list[int]:
+        graphs = graph_sizes(max_sequences, max_tokens)
+        return [tokens for tokens, query_len in graphs if (query_len == 1) == decoding]
+
+    assert sizes(1, decoding=True) == [1]
+    assert sizes(1, decoding=False) == [2, 4, 8, 16]
+    assert sizes(8, decoding=True) == [1, 2, 4, 8]
+    assert sizes(8, decoding=False) == [2, 4, 8, 16, 24, 32, 48, 64]
+    assert sizes(17, decoding=True) == [1, 2, 4, 8, 16, 24]
+    assert sizes(64, decoding=True) == list(SIZES)
+    assert sizes(64, decoding=False, max_tokens=10) == [2, 4, 8]
+
+
+@pytest.mark.parametrize(("rows", "num_vocab"), [(1, 100), (64, 5000), (3, 2048)])
+def test_the_scratch_of_the_sampler_equals_its_allocations(
+    rows: int, num_vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgelm.kernels.sampling import Batch, Word, kernel
+
+    sizes: list[int] = []
+    real = torch.empty
+
+    def empty(*args: Any, **options: Any) -> torch.Tensor:
+        tensor = real(*args, **options)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    for name in ("prepare", "limit", "weigh", "collect", "draw"):
+        monkeypatch.setattr(kernel, f"{name}_kernel", _NoKernel())
+    none = torch.zeros(0, dtype=torch.int32, device="meta")
+    words = torch.zeros(rows, len(Word), dtype=torch.int64, device="meta")
+    logits = torch.zeros(rows, num_vocab, device="meta")
+    batch = Batch(words, none, none, none, none, torch.zeros(rows, 1, dtype=torch.int32, device="meta"))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        kernel.sample(logits, batch)
+    assert sum(sizes) == sampler_bytes(rows, num_vocab)
 
 
 class _NoKernel:
@@ -124,7 +171,7 @@ def test_a_plan_has_room_for_attention(tmp_path: Path) -> None:
         memory = TorchMemory(model_facts(gguf), sequences=8)
     grown = memory.workspace_bytes("f16", 131072) - memory.workspace_bytes("f16", 8192)
     chunks = num_chunks(131072) - num_chunks(8192)
-    assert grown == (16 + 8 * 16) * 4 * chunks * (96 + 2) * 4
+    assert grown == (64 + 8 * 16) * 4 * chunks * (96 + 2) * 4
 
 
 def nbytes(weight: Weight) -> int:

@@ -211,7 +211,7 @@ RECIPES = (
 
 def _row_cases(tiny: bool) -> list[BenchCase]:
     """Return the cases of norm, sampling and bandwidth."""
-    rows = (1, 3) if tiny else (1, 8, 16)
+    rows = (1, 3) if tiny else (1, 8, 16, 64)
     cases = [_norm(192 if tiny else 4096, n) for n in rows]
     cases += [_sampling(recipe, 1000 if tiny else 128256, n) for recipe in RECIPES for n in rows]
     return [*cases, _bandwidth(3 * bandwidth.BLOCK_LEN if tiny else 1 << 28)]
@@ -305,12 +305,12 @@ class MatmulInputs(NamedTuple):
 def _weight_cases(tiny: bool) -> list[BenchCase]:
     """Return the cases of matmul, grouped and dequantize."""
     shapes = ((48, 512), (32, 768)) if tiny else SHAPES
-    rows = (1, 3, 16) if tiny else (1, 2, 4, 8, 16)
+    rows = (1, 3, 16, 17) if tiny else (1, 2, 4, 8, 16, 24, 32, 64)
     cases = [_matmul(name, shape, n) for shape in shapes for name in WEIGHT_FORMATS for n in rows]
-    cases += [_matmul(name, shapes[0 if tiny else 2], 20 if tiny else PROMPT_ROWS) for name in WEIGHT_FORMATS]
+    cases += [_matmul(name, shapes[0 if tiny else 2], 70 if tiny else PROMPT_ROWS) for name in WEIGHT_FORMATS]
     cases += [_dequantize(name, shapes[0 if tiny else 2]) for name in WEIGHT_FORMATS]
     experts = (("mxfp4", 4, 2, 32, 128), ("q4_k", 3, 2, 32, 256)) if tiny else EXPERTS
-    return cases + [_grouped(*mixture, n) for mixture in experts for n in ((1, 3) if tiny else (1, 4, 16))]
+    return cases + [_grouped(*mixture, n) for mixture in experts for n in ((1, 3) if tiny else (1, 4, 16, 64))]
 
 
 def _matmul(name: str, shape: tuple[int, int], rows: int) -> BenchCase:

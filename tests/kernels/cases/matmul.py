@@ -24,7 +24,7 @@ from edgelm.kernels.layout import (
 from tests.kernels.compile_case import CompileCase
 
 if TYPE_CHECKING:
-    from edgelm.kernels.matmul.kernel import Config
+    from edgelm.kernels.matmul.configs import Config
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -121,7 +121,8 @@ _POINTERS = {"f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "u8": "*u8", "i8":
 
 def compile_cases() -> list[CompileCase]:
     """Return the kernels for the shapes of an 8B model, in all formats, and with norm and gate."""
-    from edgelm.kernels.matmul.kernel import Config, combine_kernel, float32_config
+    from edgelm.kernels.matmul.configs import Config, float32_config
+    from edgelm.kernels.matmul.kernel import combine_kernel
 
     # The instructions that an H200 has time for at 92 % of its bandwidth; for 16 rows of q4_k and q5_k, an H100.
     budgets = {("q4_0", 8): 3.9, ("q4_0", 16): 3.9, ("q4_k", 8): 4.0, ("q4_k", 16): 5.0, ("q8_0", 8): 7.3}
@@ -133,6 +134,15 @@ def compile_cases() -> list[CompileCase]:
         for rows, tiles in ((8, 2), (16, 2))
     ]
     cases += [compile_case(None, dtype, rows, Config(4, 2, False, 1)) for dtype in ("fp16", "bf16") for rows in (8, 16)]
+    for name, layout in LAYOUTS.items():  # programs of four blocks of rows, where they have the registers for it
+        if layout.group > 16 or layout.offset == "none":
+            cases += [compile_case(name, dtype, 32, Config(4, 2, True, 1)) for dtype in ("fp16", "bf16")]
+    cases += [compile_case(None, dtype, 32, Config(4, 2, False, 1)) for dtype in ("fp16", "bf16")]
+    cases += [
+        compile_case(name, "bf16", rows, Config(4, 2, True, 1), norm=True, gate="silu", x="fp32")
+        for name in ("q4_0", "q4_k", "q5_k", "q8_0", "mxfp4")
+        for rows in (24, 32)
+    ]
     cases += [  # in float32, which is slow
         compile_case(name, dtype, 16, float32_config(Config(8, 2, True, 1), False), dense=dense)
         for name, dtype, dense in (("q6_k", "fp32", None), (None, "bf16", "fp16"))
@@ -172,10 +182,11 @@ def compile_case(
     import triton.language as tl
 
     from edgelm.kernels.gpu_target import kwidth
+    from edgelm.kernels.matmul.configs import BLOCKS, MAX_REGISTERS, row_blocks
     from edgelm.kernels.matmul.kernel import decode_kernel
 
     layout = LAYOUTS[name] if name else None
-    blocks = 1 if rows <= 8 else 2
+    blocks, _ = row_blocks(rows, BLOCKS)
     kind = f"*{dtype}"
     common = dtype if dense is None else "fp32"
     pointers = {"x": f"*{x or dtype}", "codes": "*i32" if layout else f"*{dense or dtype}", "out": kind}
@@ -206,7 +217,7 @@ def compile_case(
         constants,
         (*pointers, "x_stride"),
         config.warps,
-        {"num_stages": 1},
+        {"num_stages": 1} | ({"maxnreg": MAX_REGISTERS} if blocks == BLOCKS and not norm else {}),
         loop_weights=32 * config.tiles
         if layout and common != "fp32"
         else 0,  # the loop of dense rows is unrolled for sm_80

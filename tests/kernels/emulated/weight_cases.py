@@ -14,7 +14,8 @@ from edgelm.kernels.dequantize import dequantize
 from edgelm.kernels.embedding import embedding
 from edgelm.kernels.layout import PackedWeight
 from edgelm.kernels.matmul import Norm, matmul
-from edgelm.kernels.matmul.kernel import Config, decode, float32_config, operand_type, planes_and_constants
+from edgelm.kernels.matmul.configs import Config, float32_config
+from edgelm.kernels.matmul.kernel import decode, operand_type, planes_and_constants
 from tests.kernels import test_dequant_gemm, test_grouped
 from tests.kernels.cases import dequant_gemm as gemm_cases
 from tests.kernels.cases import dequantize as dequantize_cases
@@ -32,7 +33,12 @@ from tests.kernels.test_matmul import GATES, NAMES, UNIT, exact, surrounded, wei
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 # few rows of x, their type, the columns (two whole steps and a part of one), and the config
-FEW = ((3, F16, 600, Config(4, 1, True, 1)), (11, BF16, 330, Config(2, 2, True, 2)))
+FEW = (
+    (3, F16, 600, Config(4, 1, True, 1)),
+    (11, BF16, 330, Config(2, 2, True, 2)),
+    (29, BF16, 330, Config(4, 1, True, 1)),  # a program takes four blocks of 8 rows
+    (50, F16, 330, Config(2, 1, False, 2)),  # programs share the blocks
+)
 MAIN_FORMATS = ("q4_k", "q6_k", "q8_0", "mxfp4")
 MAIN_OF_FORMAT = {name: (CAPABILITIES[at],) for at, name in enumerate(MAIN_FORMATS)}
 
@@ -56,7 +62,7 @@ def cases() -> Iterator[EmulatedCase]:
 def _matmul_cases() -> Iterator[EmulatedCase]:
     for name in NAMES:
         for rows, dtype, columns, config in FEW:
-            main = MAIN_OF_FORMAT.get(name, ()) if rows == 3 else ()
+            main = MAIN_OF_FORMAT.get(name, ()) if rows == 3 else (90,) if (name, rows) == ("q5_k", 50) else ()
             run = partial(_decode, name, rows, dtype, columns, config)
             yield EmulatedCase("matmul", name, rows, f"{_short(dtype)} K={columns} {tuple(config)}", run, main=main)
     for name in ("q4_0", "q6_k", "dense_float32"):
@@ -69,9 +75,10 @@ def _matmul_cases() -> Iterator[EmulatedCase]:
             main = (90,) if gate.kind == "silu" and splits == 2 else ()
             yield EmulatedCase("matmul", "q4_1", rows, f"norm bias {gate.kind} residual splits={splits}", run, main=main)
     for name in ("q4_k", "dense_bfloat16"):
-        for rows in (2, 18):
+        for rows in (2, 35, 70):
             run = partial(_stream, name, rows)
-            yield EmulatedCase("matmul", name, rows, "normed stream", run, main=(89,) if name == "q4_k" else ())
+            main = (89,) if name == "q4_k" and rows != 35 else ()
+            yield EmulatedCase("matmul", name, rows, "normed stream", run, main=main)
 
 
 def _short(dtype: torch.dtype) -> str:

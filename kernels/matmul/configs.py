@@ -1,0 +1,97 @@
+"""How a decode matmul is divided among programs: tiles of the weight, rows of x, parts of K.
+
+Owns these choices. Knows nothing of the kernel's arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight
+
+BLOCKS, LARGE_BLOCKS = 4, 2  # of 8 rows, of a program; the second for operands that take more room
+MAX_REGISTERS = 255  # without this limit, the assembler may spill a few registers to reach a lower one
+PROGRAMS = 256  # enough for every GPU of up to 132 multiprocessors; more splits cost another pass
+
+
+class Config(NamedTuple):
+    """The layout of a decode matmul. A program multiplies `tiles` tiles of 16 rows; its warps share K.
+
+    Nothing here depends on the number of rows of x, so a row's sums are made in one order for any batch.
+    """
+
+    warps: int
+    tiles: int
+    prefetch: bool  # hold the words of the next step in registers
+    splits: int  # programs that share K; more than one need a second kernel
+
+
+def tuning_key(weight: Weight, gated: bool) -> str:
+    """Return the shapes and the format that a tuned config holds for: never the number of rows of x."""
+    name = weight.layout.name if isinstance(weight, PackedWeight) else str(weight.data.dtype).removeprefix("torch.")
+    return f"{name} {weight.rows}x{weight.columns}{' gated' if gated else ''}"
+
+
+def default_config(weight: Weight, gated: bool) -> Config:
+    """Return a config that is never bad: enough programs first, then few reads of x."""
+    tiles = -(-weight.rows // TILE)
+    steps = -(-weight.columns // CHUNK)
+    program_tiles = 2 if gated or tiles >= 2 * PROGRAMS else 1
+    warps = 8 if steps >= 64 and tiles < 4 * PROGRAMS else 4
+    programs = -(-tiles // program_tiles)
+    splits = 1
+    while programs * splits < PROGRAMS and splits < 8 and steps // (warps * splits * 2) >= 4:
+        splits *= 2
+    return Config(warps, program_tiles, True, splits)
+
+
+def float32_config(config: Config, gated: bool) -> Config:
+    """Return a config for float32 operands, which go through shared memory: a larger one does not fit every GPU."""
+    return config._replace(warps=4, tiles=2 if gated else 1, prefetch=False)
+
+
+def most_blocks(weight: Weight, dtype: torch.dtype, normed: bool) -> int:
+    """Return how many blocks of 8 rows a program has registers for, which multiplies in this type.
+
+    Groups of 16 have twice the operands, and float32 ones go through shared memory.
+    """
+    large = dtype == torch.float32
+    if isinstance(weight, PackedWeight):
+        large |= weight.layout.group == 16 and (normed or weight.layout.offset != "none")
+    else:
+        large |= weight.data.dtype != dtype  # they meet in float32
+    return LARGE_BLOCKS if large else BLOCKS
+
+
+def row_blocks(rows: int, most: int) -> tuple[int, int]:
+    """Return how many blocks of 8 rows a program takes, at most `most`, and how many programs share the rows."""
+    blocks = -(-rows // 8)
+    shares = -(-blocks // most)
+    return -(-blocks // shares), shares
+
+
+def tiles_of_program(config: Config, blocks: int, weight: Weight, gated: bool) -> int:
+    """Return the tiles of a program that takes so many blocks of rows. They change no bit of a result.
+
+    Each program reads all of its rows of x, which are more than its weights where there are many: two tiles halve that.
+    """
+    if blocks <= 2:
+        return config.tiles
+    return 2 if gated or -(-weight.rows // TILE) * config.splits >= PROGRAMS else 1
+
+
+def candidates(weight: Weight, gated: bool) -> list[Config]:
+    """Return the configs that tuning tries, the default first."""
+    steps = -(-weight.columns // CHUNK)
+    configs = [default_config(weight, gated)]
+    for warps in (4, 8):
+        for tiles in (2, 4) if gated else (1, 2, 4):
+            for prefetch in (False, True):
+                for splits in (1, 2, 4, 8):
+                    config = Config(warps, tiles, prefetch, splits)
+                    fits = tiles * TILE <= weight.rows and steps >= 2 * warps * splits
+                    if config not in configs and (splits == 1 or fits):
+                        configs.append(config)
+    return configs
