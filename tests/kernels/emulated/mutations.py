@@ -43,14 +43,14 @@ class Kind(NamedTuple):
 
 
 def _expand(replacement: str, match: re.Match[str]) -> str:
-    """Fill in the groups of a match; <1+16> stands for group 1 as a number, plus 16."""
-    filled = re.sub(r"<(\d)([+^*])(\d+)>", lambda part: str(_number(match, part)), replacement)
+    """Fill in the groups of a match; <1+16> stands for group 1 as a number, plus 16. Half of 1 is 2: never the same."""
+    filled = re.sub(r"<(\d)([+/])(\d+)>", lambda part: str(_number(match, part)), replacement)
     return match.expand(filled)
 
 
 def _number(match: re.Match[str], part: re.Match[str]) -> int:
     number, other = int(match[int(part[1])] or 0), int(part[3])
-    return {"+": number + other, "^": number ^ other, "*": number * other}[part[2]]
+    return number + other if part[2] == "+" else number // other or other
 
 
 BARRIER = Kind("barrier removed", r"\bbar\.sync\s+0;", "")
@@ -77,7 +77,7 @@ UNMASKED_LOAD = Kind("mask of a load dropped", r"@%p\d+ (ld\.global)", r"\1")
 UNMASKED_STORE = Kind("mask of a store dropped", r"@%p\d+ (st\.global)", r"\1")
 INVERTED_LOAD = Kind("mask of a load inverted", r"@(%p\d+) (ld\.global)", r"@!\1 \2")
 INVERTED_STORE = Kind("mask of a store inverted", r"@(%p\d+) (st\.global)", r"@!\1 \2")
-SHUFFLE = Kind("shuffle of another lane", r"(shfl\.sync\.(?:bfly|idx|up|down)\.b32\s+\S+ \S+) (\d+),", r"\1 <2^4>,")
+SHUFFLE = Kind("shuffle of another lane", r"(shfl\.sync\.bfly\.b32\s+\S+ \S+) (\d+),", r"\1 <2/2>,")
 LIMIT = Kind("comparison one too small", r"(setp\.lt\.[us]32\s+\S+ \S+) (\d+);", r"\1 <2+1>;")
 
 ASYNC = (COPY_WAIT, COPY_EARLY, COMMIT, COPY, INTO)
@@ -109,8 +109,8 @@ SUBJECTS = (
     Subject("write_kv float16 kv=k6v4 rows=5", 80, "write_kv_kernel", (SHUFFLE, *GLOBAL)),
     Subject("write_kv float16 kv=fp8 rows=5 fp8 d=64", 89, "write_kv_kernel", (SHUFFLE, *GLOBAL)),
     Subject("grouped mxfp4 rows=3", 89, "few_pairs_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
-    Subject("grouped q4_k rows=17", 90, "plan_kernel", (BARRIER, SHUFFLE, *GLOBAL)),
-    Subject("grouped q4_k rows=17", 90, "weighted_sum_kernel", GLOBAL),
+    Subject("grouped q4_k rows=70", 90, "plan_kernel", (BARRIER, SHUFFLE, *GLOBAL)),
+    Subject("grouped q4_k rows=70", 90, "weighted_sum_kernel", GLOBAL),
     Subject("norm bfloat16 rows=2 width=8193", 80, "add_rms_norm_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
     Subject("dequantize q5_k rows=33", 86, "dequantize_kernel", (SCALE, *SHARED, *GLOBAL)),
     Subject("embedding q4_k rows=9 q4_k-37x80", 120, "packed_kernel", (SCALE, LOAD, STORE, INVERTED_STORE)),

@@ -35,7 +35,7 @@ def test_what_is_listed_as_equivalent_changes_nothing(verdicts: list[dict[str, A
 
 @pytest.mark.parametrize(
     ("replacement", "changed"),
-    [("", "a  b"), (r"load \1", "a load 3 b"), ("load <1+16>", "a load 19 b"), ("load <1^4>", "a load 7 b")],
+    [("", "a  b"), (r"load \1", "a load 3 b"), ("load <1+16>", "a load 19 b"), ("load <1/2>", "a load 1 b")],
 )
 def test_a_mutation_changes_its_place_alone(replacement: str, changed: str) -> None:
     kind = Kind("", r"wait (\d+)", replacement)
