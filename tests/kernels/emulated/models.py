@@ -55,8 +55,14 @@ PROMPTS = 90, 20
 FIRST = 70  # tokens of the longer prompt in the first step: more than decode kernels take
 NUM_DECODED = 2
 DRAFT = 4  # tokens, of which the third is wrong
-SEEDS: dict[str, int] = {}
+# the first seeds whose answers are clear
+SEEDS = {
+    "llama k6v4": 11, "llama k8v4": 0, "llama fp8": 2, "llama int8": 2, "llama f16": 2,
+    "gemma k6v4": 383, "gemma k8v4": 107, "gemma fp8": 134, "gemma int8": 8, "gemma f16": 8,
+    "mixture k6v4": 229, "mixture k8v4": 20, "mixture fp8": 14, "mixture int8": 14, "mixture f16": 5,
+}  # fmt: skip
 MOST_SEEDS = 1500
+VARIETY = 6  # different tokens, at least, in both answers
 TRIALS = 4
 NOISE = 1.5  # random errors that change no token, in those that the reference makes by computing in bfloat16
 TIMES = 3  # the error that is allowed, in those that the reference makes by computing in bfloat16
@@ -239,7 +245,7 @@ def reference(case: ModelCase) -> Reference:
     """Return the first seed whose tokens are clear: float32 gives the same, and so do logits with random errors."""
     for seed in (SEEDS.get(case.name, 0), *range(MOST_SEEDS)):
         plain = walk(case, seed, "reference")
-        if not clear(plain, 0.005, seed):  # nothing that could be clear
+        if len({*plain.tokens[0], *plain.tokens[1]}) < VARIETY or not clear(plain, 0.005, seed):
             continue
         answer = plain.tokens[0]
         drafted = walk(case, seed, "reference", answer)
