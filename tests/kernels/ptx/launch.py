@@ -9,18 +9,19 @@ the PTX runs on the memory of the CPU tensors. Triton must not interpret in this
 from __future__ import annotations
 
 import hashlib
+import math
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
-from typing import Any, Literal, Self
+from typing import Any, Self
 from unittest.mock import patch
 
 import numpy as np
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -28,9 +29,13 @@ from triton.runtime.jit import JITFunction
 import edgelm.kernels
 from edgelm.kernels import choice, gpu_target
 
-from tests.kernels.ptx.prototype import Emu, Mem
+from tests.kernels.ptx.errors import BoundsError, DeadlockError, EmulatorError, RaceError
+from tests.kernels.ptx.machine import LANES_TOGETHER, Machine, Order
+from tests.kernels.ptx.parse import parse
+from tests.kernels.ptx.values import UNSIGNED
 
-Order = Literal["least", "random", "ahead"]
+__all__ = ["BoundsError", "DeadlockError", "Emulated", "EmulatorError", "Launch", "RaceError"]
+FLOATS: dict[str, type[np.floating[Any]]] = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,27 +133,31 @@ class Emulated:
         if self.change is not None:
             ptx = self.change(kernel.__name__, ptx)
         shape = tuple(int(size) for size in (grid(bound) if callable(grid) else grid))
-        warps = compiled.metadata.num_warps
-        count = _run(ptx, [bound[name] for name in signature], shape, warps)
+        metadata = compiled.metadata
+        num_ctas = 1 if self.order != "least" else LANES_TOGETHER // (32 * metadata.num_warps)
+        num_ctas = max(1, min(num_ctas, math.prod(shape)))
+        machine = machine_of(ptx, metadata.num_warps, num_ctas, metadata.shared, self.order, self.races)
+        values = [bound[name] for name in signature]
+        bits = [bits_of(value, kind) for value, kind in zip(values, signature.values(), strict=True)]
+        if not 0 <= len(machine.parameters) - len(bits) <= 2:  # Triton adds two pointers to memory of its own
+            raise EmulatorError(f"{kernel.__name__} has {len(machine.parameters)} parameters, not {len(bits)}")
+        count = machine.run([value for value in values if torch.is_tensor(value)], bits, shape, self.seed)
         digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
-        self.launches.append(Launch(kernel.__name__, shape, count, warps, tuple(signature.items()), digest))
+        types = tuple(signature.items())
+        self.launches.append(Launch(kernel.__name__, shape, count, metadata.num_warps, types, digest))
 
 
-def _run(ptx: str, values: list[Any], grid: tuple[int, ...], warps: int) -> int:
-    storages = {}
-    memory = Mem(sum(v.untyped_storage().nbytes() + 1024 for v in values if torch.is_tensor(v)) + 16384 >> 3 << 3)
-    given = []
-    for value in values:
-        if not torch.is_tensor(value):
-            given.append(float(value) if isinstance(value, float) else int(value))
-            continue
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in storages:
-            host = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            storages[storage.data_ptr()] = (memory.put(host), host)
-        given.append(storages[storage.data_ptr()][0] + value.storage_offset() * value.itemsize)
-    machine = Emu(ptx, memory, warps)
-    machine.launch(grid, given)
-    for at, host in storages.values():
-        host[:] = memory.b[at : at + len(host)]
-    return machine.count
+@lru_cache(maxsize=64)
+def machine_of(ptx: str, num_warps: int, num_ctas: int, shared_bytes: int, order: Order, races: bool) -> Machine:
+    """Return a machine for a kernel; the next launch of the same kernel takes the same one."""
+    return Machine(parse(ptx), num_warps, num_ctas, shared_bytes, order, races)
+
+
+def bits_of(value: object, kind: str) -> int:
+    """Return an argument as a parameter's bits."""
+    if torch.is_tensor(value):
+        return value.data_ptr()
+    if kind in FLOATS:
+        return int(np.array([value], FLOATS[kind]).view(UNSIGNED[np.dtype(FLOATS[kind]).itemsize])[0])
+    assert isinstance(value, int), (value, kind)
+    return value
