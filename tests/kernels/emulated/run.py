@@ -11,16 +11,22 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from tests.kernels.emulated.case import CAPABILITIES, EmulatedCase, Result, all_cases, emulate
 
 
 def chosen(options: argparse.Namespace) -> Iterator[tuple[EmulatedCase, int]]:
-    """Yield the cases, each with an architecture."""
+    """Yield the cases, each with an architecture. Ops take turns, so that a run that is cut off has some of each."""
     cases = [case for case in all_cases() if not options.only or any(word in case.name for word in options.only)]
-    for capability in options.capability or CAPABILITIES:
-        for case in cases:
+    turns: Counter[str] = Counter()
+    order = []
+    for case in cases:
+        order.append((turns[case.op], case))
+        turns[case.op] += 1
+    for _, case in sorted(order, key=lambda turn: turn[0]):
+        for capability in options.capability or CAPABILITIES:
             if not options.main or capability in case.main:
                 yield case, capability
 
