@@ -105,7 +105,7 @@ def build_store(instruction: Instruction, group: Group) -> Step:
         everywhere = [np.broadcast_to(source, len(group.ctas)) for source in sources]
         values = np.stack(everywhere if mask is None else [array[mask] for array in everywhere], 1)
         if group.races is not None:
-            group.races.access(Kind.WRITE, memory, addresses, ctas, threads, num_bytes, instruction)
+            group.races.access(Kind.WRITE, memory, addresses, ctas, threads, num_bytes, instruction, values)
         store(memory, addresses, ctas, values, instruction)
 
     return step

@@ -175,8 +175,9 @@ def build_store_matrix(instruction: Instruction, group: Group) -> Step:
         if transposed:
             matrices = matrices.swapaxes(2, 3)
         ctas, threads = (_rows(array, len(names)).ravel() for array in group.running(mask))
+        values = np.ascontiguousarray(matrices).reshape(-1, 8)
         if group.races is not None:
-            group.races.access(Kind.WRITE, group.shared, rows.ravel(), ctas, threads, 16, instruction)
-        store(group.shared, rows.ravel(), ctas, matrices.reshape(-1, 8), instruction)
+            group.races.access(Kind.WRITE, group.shared, rows.ravel(), ctas, threads, 16, instruction, values)
+        store(group.shared, rows.ravel(), ctas, values, instruction)
 
     return step

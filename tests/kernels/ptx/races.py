@@ -2,7 +2,8 @@
 
 Happens-before is kept by vector clocks, one for each warp (FastTrack, Flanagan and Freund 2009): a barrier joins the
 clocks of the warps of a CTA. For what wgmma reads, a second clock counts only what a proxy fence has passed on. Nothing
-orders CTAs but the end of a launch; atomic operations do not race with each other.
+orders CTAs but the end of a launch; atomic operations do not race with each other. Writes of equal bytes do not either:
+where Triton keeps a value in several warps, all of them store it.
 
 Instructions of one warp are ordered as the warp runs them, whichever lanes they are of: Triton keeps the lanes of a
 warp together, and puts bar.warp.sync where its lanes exchange data through memory, which is not checked here. A copy
@@ -22,7 +23,7 @@ from tests.kernels.ptx.errors import RaceError
 from tests.kernels.ptx.memory import Memory, SharedMemory
 from tests.kernels.ptx.parse import Instruction, Program
 from tests.kernels.ptx.registers import SHARED_BASE
-from tests.kernels.ptx.shadow import NEVER_SEEN, Accesses, Conflict, Shadow
+from tests.kernels.ptx.shadow import NEVER_SEEN, Accesses, Conflict, Shadow, conflict_within
 from tests.kernels.ptx.values import Array
 
 if TYPE_CHECKING:
@@ -80,8 +81,9 @@ class Races:
         threads: Integers,
         num_bytes: int,
         instruction: Instruction,
+        values: Array | None = None,
     ) -> None:
-        """Check accesses against all before them, and remember them; the address of each thread."""
+        """Check accesses against all before them, and remember them; the address of each thread, and what it writes."""
         shared = isinstance(memory, SharedMemory)
         for number, part, chosen, where in memory.split(addresses, ctas, num_bytes, instruction):
             units = where[:, None] + np.arange(num_bytes)
@@ -96,15 +98,19 @@ class Races:
             else:
                 shadow = self._of_tensors[number] = Shadow(len(part.data), self.num_warps)
                 for read in self._read_only.pop(number, []):
-                    shadow.record_read(read)
-            self._check(kind, shadow, accesses, instruction, "shared memory" if shared else "a tensor")
+                    shadow.reads.record(read)
+            written = None if values is None else np.ascontiguousarray(values[chosen]).view(np.uint8)
+            harmless = None if written is None else part.data[units] == written
+            conflict = self._conflict(kind, shadow, accesses, written, harmless)
+            if conflict is not None:
+                self._raise(conflict, accesses, instruction, shared)
             self._record(kind, shadow, accesses)
 
     def finish_write(self, memory: SharedMemory, addresses: Array, ctas: Integers, threads: Integers, num_bytes: int) -> None:
         """End a copy's writes: from here on they are ordered like other writes of these threads."""
         units = (addresses - SHARED_BASE + ctas * memory.stride)[:, None] + np.arange(num_bytes)
         warps = threads // 32
-        self._of_shared.write_clock[units] = self.clocks[ctas, warps, warps][:, None]
+        self._of_shared.writes.clock[warps[:, None], units] = self.clocks[ctas, warps, warps][:, None]
 
     def _accesses(self, units: Array, ctas: Integers, threads: Integers, instruction: Instruction) -> Accesses:
         warps = threads // 32
@@ -112,41 +118,40 @@ class Races:
         who = (instruction.index << 10 | threads).astype(np.int32)
         return Accesses(units, self.cta_numbers[ctas], ctas, warps, own, who)
 
-    def _check(self, kind: Kind, shadow: Shadow, accesses: Accesses, instruction: Instruction, place: str) -> None:
+    def _conflict(
+        self, kind: Kind, shadow: Shadow, accesses: Accesses, written: Array | None, harmless: Array | None
+    ) -> Conflict | None:
         known = (self.passed_on if kind is Kind.PRODUCT else self.clocks)[accesses.ctas, accesses.warps]
-        conflict = shadow.conflict_with_writes(accesses, known)
+        conflict = shadow.writes.conflict(accesses, known, harmless)
         if conflict is None and kind is not Kind.ATOMIC:
             conflict = shadow.conflict_with_atomics(accesses, known)
         if conflict is None and kind not in (Kind.READ, Kind.PRODUCT):
-            conflict = shadow.conflict_with_reads(accesses, known)
+            conflict = shadow.reads.conflict(accesses, known)
         if conflict is None and kind in (Kind.WRITE, Kind.COPY):
-            conflict = shadow.conflict_within(accesses)
-        if conflict is not None:
-            self._raise(conflict, accesses, instruction, place)
+            conflict = conflict_within(accesses, written)
+        return conflict
 
     def _record(self, kind: Kind, shadow: Shadow, accesses: Accesses) -> None:
-        if kind is Kind.READ:
-            shadow.record_read(accesses)
-        elif kind is Kind.PRODUCT:
-            shadow.record_read(accesses._replace(clocks=np.full_like(accesses.clocks, NEVER_SEEN)))
-        elif kind is Kind.ATOMIC:
+        if kind in (Kind.COPY, Kind.PRODUCT):
+            accesses = accesses._replace(clocks=np.full_like(accesses.clocks, NEVER_SEEN))
+        if kind is Kind.ATOMIC:
             shadow.record_atomic(accesses)
-        elif kind is Kind.COPY:
-            shadow.record_write(accesses._replace(clocks=np.full_like(accesses.clocks, NEVER_SEEN)))
+        elif kind in (Kind.READ, Kind.PRODUCT):
+            shadow.reads.record(accesses)
         else:
-            shadow.record_write(accesses)
+            shadow.writes.record(accesses)
 
-    def _raise(self, conflict: Conflict, accesses: Accesses, instruction: Instruction, place: str) -> None:
+    def _raise(self, conflict: Conflict, accesses: Accesses, instruction: Instruction, shared: bool) -> None:
         before = self.program.instructions[conflict.who >> 10]
         first, second = conflict.who & 1023, int(accesses.who[conflict.access]) & 1023
-        cta, other = int(accesses.cta_numbers[conflict.access]), conflict.cta_number
-        where = f"byte {conflict.unit} of {place}"
-        if place == "shared memory":
-            where = f"byte {conflict.unit % self.shared.stride} of {place}"
-            other = cta
+        cta = int(accesses.cta_numbers[conflict.access])
+        other = f"CTA {conflict.cta_number}" if conflict.cta_number >= 0 else "another CTA"
+        where = f"byte {conflict.unit} of a tensor"
+        if shared:
+            where = f"byte {conflict.unit % self.shared.stride} of shared memory"
         goes_on = ", which is not waited for" if conflict.open else ""
         raise RaceError(
-            f"nothing orders two accesses of {where}:\n  thread {first} of CTA {other}: {before}{goes_on}\n"
+            f"nothing orders two accesses of {where}:\n  thread {first} of {other}: {before}{goes_on}\n"
             f"  thread {second} of CTA {cta}: {instruction}"
         )
 

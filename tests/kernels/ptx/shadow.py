@@ -38,12 +38,12 @@ class Conflict(NamedTuple):
 
 
 class Marks:
-    """The last access of each byte by each warp, for reads or for atomic operations."""
+    """The last access of each byte by each warp, of one kind."""
 
     def __init__(self, num_units: int, num_warps: int) -> None:
-        self.clock = np.zeros((num_warps, num_units), np.int32)
-        self.who = np.zeros((num_warps, num_units), np.int32)
-        self.cta = np.full(num_units, NOBODY, np.int32)
+        self.clock: NDArray[np.int32] = np.zeros((num_warps, num_units), np.int32)
+        self.who: NDArray[np.int32] = np.zeros((num_warps, num_units), np.int32)
+        self.cta: NDArray[np.int32] = np.full(num_units, NOBODY, np.int32)
 
     def clear(self) -> None:
         self.clock.fill(0)
@@ -58,14 +58,18 @@ class Marks:
         after = self.cta[units]
         self.cta[units[(after != ctas) & (after != SEVERAL)]] = SEVERAL  # CTAs that run together
 
-    def conflict(self, accesses: Accesses, known: Array) -> Conflict | None:
-        """Return an access of a warp that those now do not know about; `known` is [threads, warps]."""
+    def conflict(self, accesses: Accesses, known: Array, harmless: Array | None = None) -> Conflict | None:
+        """Return an access of a warp that those now do not know about; `known` is [threads, warps].
+
+        `harmless`: the bytes of accesses now whose conflicts count only with an access that still goes on.
+        """
         ctas = self.cta[accesses.units]
         if (ctas == NOBODY).all():
             return None
         clocks = self.clock[:, accesses.units]  # [warps, threads, bytes]
         unseen = (clocks > known.T[:, :, None]) | (ctas != accesses.cta_numbers[:, None]) & (clocks > 0)
-        unseen |= (ctas == SEVERAL) & (clocks > 0)
+        if harmless is not None:
+            unseen &= ~harmless | (clocks == NEVER_SEEN)
         if not unseen.any():
             return None
         warp, access, byte = (int(at) for at in np.argwhere(unseen)[0])
@@ -75,66 +79,42 @@ class Marks:
 
 
 class Shadow:
-    """What was last done with each byte."""
+    """What was last done with each byte, by kind."""
 
     def __init__(self, num_units: int, num_warps: int) -> None:
-        self.write_clock: NDArray[np.int32] = np.zeros(num_units, np.int32)
-        self.write_who = np.zeros(num_units, np.int32)
-        self.write_cta = np.full(num_units, NOBODY, np.int32)
+        self.writes = Marks(num_units, num_warps)
         self.reads = Marks(num_units, num_warps)
         self._atomics: Marks | None = None
 
     def clear(self) -> None:
-        self.write_clock.fill(0)
-        self.write_cta.fill(NOBODY)
+        self.writes.clear()
         self.reads.clear()
         self._atomics = None
 
-    def record_read(self, accesses: Accesses) -> None:
-        self.reads.record(accesses)
-
     def record_atomic(self, accesses: Accesses) -> None:
         if self._atomics is None:
-            self._atomics = Marks(len(self.write_clock), len(self.reads.clock))
+            num_warps, num_units = self.reads.clock.shape
+            self._atomics = Marks(num_units, num_warps)
         self._atomics.record(accesses)
-
-    def record_write(self, accesses: Accesses) -> None:
-        self.write_clock[accesses.units] = accesses.clocks[:, None]
-        self.write_who[accesses.units] = accesses.who[:, None]
-        self.write_cta[accesses.units] = accesses.cta_numbers[:, None]
-
-    def conflict_with_writes(self, accesses: Accesses, known: Array) -> Conflict | None:
-        clocks = self.write_clock[accesses.units]
-        if not clocks.any():
-            return None
-        warps = (self.write_who[accesses.units] & 1023) // 32
-        unseen = clocks > np.take_along_axis(known, warps, 1)
-        unseen |= (self.write_cta[accesses.units] != accesses.cta_numbers[:, None]) & (clocks > 0)
-        if not unseen.any():
-            return None
-        access, byte = (int(at) for at in np.argwhere(unseen)[0])
-        unit = int(accesses.units[access, byte])
-        open_ = bool(clocks[access, byte] == NEVER_SEEN)
-        return Conflict(access, unit, int(self.write_who[unit]), int(self.write_cta[unit]), open_)
-
-    def conflict_with_reads(self, accesses: Accesses, known: Array) -> Conflict | None:
-        return self.reads.conflict(accesses, known)
 
     def conflict_with_atomics(self, accesses: Accesses, known: Array) -> Conflict | None:
         return None if self._atomics is None else self._atomics.conflict(accesses, known)
 
-    def conflict_within(self, accesses: Accesses) -> Conflict | None:
-        """Return two writes of one byte, by different warps that run an instruction together."""
-        units = accesses.units.ravel()
-        order = np.argsort(units, kind="stable")
-        equal = np.flatnonzero(units[order][1:] == units[order][:-1])
-        if not len(equal):
-            return None
-        num_bytes = accesses.units.shape[1]
-        first, second = order[equal] // num_bytes, order[equal + 1] // num_bytes
-        apart = (accesses.warps[first] != accesses.warps[second]) | (accesses.cta_numbers[first] != accesses.cta_numbers[second])
-        if not apart.any():
-            return None
-        one, other = int(first[apart][0]), int(second[apart][0])
-        unit = int(units[order][equal[apart][0]])
-        return Conflict(other, unit, int(accesses.who[one]), int(accesses.cta_numbers[one]), False)
+
+def conflict_within(accesses: Accesses, values: Array | None) -> Conflict | None:
+    """Return two writes of one byte, with different values, by different warps that run an instruction together."""
+    units = accesses.units.ravel()
+    order = np.argsort(units, kind="stable")
+    equal = np.flatnonzero(units[order][1:] == units[order][:-1])
+    if not len(equal):
+        return None
+    one, other = order[equal], order[equal + 1]
+    first, second = one // accesses.units.shape[1], other // accesses.units.shape[1]
+    apart = (accesses.warps[first] != accesses.warps[second]) | (accesses.cta_numbers[first] != accesses.cta_numbers[second])
+    if values is not None:
+        apart &= values.ravel()[one] != values.ravel()[other]
+    if not apart.any():
+        return None
+    at = int(np.flatnonzero(apart)[0])
+    earlier = int(first[at])
+    return Conflict(int(second[at]), int(units[one[at]]), int(accesses.who[earlier]), int(accesses.cta_numbers[earlier]), False)
