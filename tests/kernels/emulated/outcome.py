@@ -35,7 +35,7 @@ def within(got: Tensor, exact: Tensor, bound: Tensor | float) -> Outcome:
 def equal(got: Tensor, expected: Tensor) -> Outcome:
     """Compare two tensors bit by bit."""
     same = got.dtype == expected.dtype and got.shape == expected.shape
-    if same and torch.equal(*(part.contiguous().view(torch.uint8) for part in (got, expected))):
+    if same and torch.equal(*(part.contiguous().view(-1).view(torch.uint8) for part in (got, expected))):
         return Outcome(0.0, 0.0)
     if not same:
         return Outcome(float("inf"), 0.0, f"{got.dtype} {list(got.shape)}, not {expected.dtype} {list(expected.shape)}")
