@@ -28,9 +28,7 @@ def cases() -> Iterator[EmulatedCase]:
     for case in write_cases.CASES:
         main = MAIN_OF_KV[case.format] if case.head_dim == 64 else ()
         dtype = str(case.dtype).removeprefix("torch.")
-        yield EmulatedCase(
-            "write_kv", dtype, case.tokens, case.name, partial(_write, case), kv=case.format, main=main
-        )
+        yield EmulatedCase("write_kv", dtype, case.tokens, case.name, partial(_write, case), kv=case.format, main=main)
     for case, split in _attention():
         main = ()
         if case in _LLAMA[:5] and case.query_lens == (1, 3):
@@ -40,9 +38,7 @@ def cases() -> Iterator[EmulatedCase]:
         detail = f"{case.name}{' split' if split else ''}"
         dtype = str(case.dtype).removeprefix("torch.")
         rows = max(case.query_lens)
-        yield EmulatedCase(
-            "attention", dtype, rows, detail, partial(_attend, case, split), kv=case.format, main=main
-        )
+        yield EmulatedCase("attention", dtype, rows, detail, partial(_attend, case, split), kv=case.format, main=main)
 
 
 # as models run it: bf16 activations, heads of 64 and 128, a float16 cache; decoding with a draft beside it, prompts

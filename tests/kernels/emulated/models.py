@@ -134,9 +134,7 @@ class Walk:
             draft[2] = (draft[2] + 1) % VOCAB
         return draft
 
-    def chunk(
-        self, seq: Sequence, count: int, *, rows: int = 1, draft: Seq[int] = (), last: bool = False
-    ) -> Chunk:
+    def chunk(self, seq: Sequence, count: int, *, rows: int = 1, draft: Seq[int] = (), last: bool = False) -> Chunk:
         """Return the next `count` tokens, and the draft after them."""
         start = seq.computed
         tokens = [LAST] if last else [*seq.tokens[start : start + count], *draft]
@@ -192,7 +190,7 @@ def path_of(family: str) -> Path:
     """Write a tiny model of two layers with random weights, in several formats as real files have."""
     name = FAMILIES[family]
     model = build(name, **({} if "num_hidden_layers" in MODELS[name][1] else {"num_hidden_layers": 2}))
-    return write_gguf(model, folder() / f"{family}.gguf", lambda tensor: _kind(tensor))
+    return write_gguf(model, folder() / f"{family}.gguf", _kind)
 
 
 def _kind(tensor: str) -> Kind:
@@ -212,7 +210,13 @@ def walk(
     """Run the sequences of a seed."""
     kind = EmulatedExecutor if implementation == "triton" else TorchExecutor
     options = TorchOptions(
-        context=CONTEXT, capacity=2 * CONTEXT, kv=case.kv, max_sequences=2, max_tokens=FIRST, graphs=False, runs_ahead=False
+        context=CONTEXT,
+        capacity=2 * CONTEXT,
+        kv=case.kv,
+        max_sequences=2,
+        max_tokens=FIRST,
+        graphs=False,
+        runs_ahead=False,
     )
     decoder = decoder_of(case.family, implementation, dtype)
     executor = kind(decoder, options)

@@ -22,6 +22,7 @@ from typing import Any
 from tests.kernels.emulated.case import CAPABILITIES, all_cases
 from tests.kernels.emulated.models import ARCHITECTURES
 from tests.kernels.emulated.models import cases as model_cases
+from tests.kernels.emulated.mutations import EQUIVALENT
 
 FEW = 16  # rows of a step that decodes or verifies one sequence
 Line = dict[str, Any]
@@ -47,21 +48,23 @@ def read(paths: Iterable[str]) -> tuple[list[Line], list[Line], list[Line]]:
 def group(line: Line) -> tuple[str, str, str, str]:
     """Return the row of the table that a case belongs to."""
     rows = "few" if line["rows"] <= FEW else "prompt" if line["rows"] > 64 or line["op"] == "attention" else "17 to 64"
+    if line["op"] in ("dequantize", "bandwidth"):
+        rows = "-"  # these are no rows of a step
     return line["op"], line["format"], line["kv"] or "-", rows
 
 
 def case_rows(lines: Sequence[Line]) -> Iterator[str]:
     """Yield a row for each op, format, KV format and number of rows, with a column for each architecture."""
-    yield "Largest difference from the reference, relative to its largest value, by architecture (0: every bit is equal; -:"
-    yield "not run). bound: the largest that the tests allow at any element, relative as well. of it: the largest"
-    yield "difference in bounds of its own element, at most 1. cases: how many on all architectures."
+    yield "Largest difference from the reference, relative to its largest value, by architecture (0: every bit is"
+    yield "equal; -: not run). bound: the largest that the tests allow at any element, relative as well. of it: the"
+    yield "largest difference in bounds of its own element, at most 1. cases: how many on all architectures."
     yield ""
     heads = "".join(f"{f'sm_{capability}':>9}" for capability in CAPABILITIES)
     yield f"{'op':<13}{'format':<16}{'KV':<6}{'rows':<9}{heads}{'bound':>9}{'of it':>9}{'cases':>7}"
     groups: dict[tuple[str, str, str, str], list[Line]] = defaultdict(list)
     for line in lines:
         groups[group(line)].append(line)
-    for (op, kind, kv, rows), members in groups.items():
+    for (op, kind, kv, rows), members in sorted(groups.items()):
         columns = ""
         for capability in CAPABILITIES:
             differences = [line["difference"] for line in members if line["capability"] == capability]
@@ -82,10 +85,11 @@ def kernel_rows(lines: Sequence[Line]) -> Iterator[str]:
 
 def model_rows(lines: Sequence[Line]) -> Iterator[str]:
     """Yield a row for each model."""
-    yield "Whole models: two sequences, prompts in chunks, decoding, drafts, sampling. error: root mean square of all logits'"
-    yield "errors, relative to the logits, and what is allowed; product: that of the output matrix, with its bound."
+    yield "Whole models: two sequences, prompts in chunks, decoding, drafts, sampling. error: root mean square of all"
+    yield "logits' errors, relative to the logits, with the limit; product: that of the output matrix, with its bound."
     yield ""
-    yield f"{'model':<16}{'':<7}{'tokens':<14}{'error':>9}{'allowed':>9}{'product':>9}{'bound':>9}{'launches':>9}{'seconds':>9}"
+    heads = "".join(f"{head:>9}" for head in ("error", "allowed", "product", "bound", "launches", "seconds"))
+    yield f"{'model':<16}{'':<7}{'tokens':<14}{heads}"
     for line in lines:
         tokens = line["fault"][:13] or f"{sum(map(len, line['tokens']))} equal"
         numbers = (line["errors"][0], line["bounds"][0], line["product"], line["product_bound"])
@@ -96,9 +100,9 @@ def model_rows(lines: Sequence[Line]) -> Iterator[str]:
 
 def mutation_rows(lines: Sequence[Line]) -> Iterator[str]:
     """Yield how many mutations of each kind were found, and by what; then the others, with the reason."""
-    equivalent = [line for line in lines if line["equivalent"]]
+    equivalent = [line for line in lines if line["title"] in EQUIVALENT]
     found = [line for line in lines if line["found"]]
-    yield f"Mutations: {len(lines)} tried, {len(found)} found, {len(equivalent)} change no result (below, with the reason)."
+    yield f"Mutations: {len(lines)} tried, {len(found)} found; {len(equivalent)} change no result, for these reasons."
     yield ""
     yield f"{'mutation':<42}{'tried':>6}{'found':>6}  by"
     kinds: dict[str, list[Line]] = defaultdict(list)
@@ -113,12 +117,22 @@ def mutation_rows(lines: Sequence[Line]) -> Iterator[str]:
     yield "by kernel: " + ", ".join(f"{kernel} {count}" for kernel, count in kernels.items())
     for line in lines:
         if not line["found"]:
-            reason = line["equivalent"] or "NOT FOUND"
+            reason = EQUIVALENT.get(line["title"], "NOT FOUND")
             yield f"  {line['title']}, {line['source']}: {reason}"
 
 
 def _number(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
+
+
+def coverage_rows(everything: set[tuple[str, int]], missing: set[tuple[str, int]]) -> Iterator[str]:
+    """Yield how many of its cases an op has run on each architecture."""
+    wanted = Counter((name.split()[0], capability) for name, capability in everything)
+    left = Counter((name.split()[0], capability) for name, capability in missing)
+    yield f"{'':<16}" + "".join(f"{f'sm_{capability}':>12}" for capability in CAPABILITIES)
+    for op in sorted({op for op, _ in wanted}):
+        numbers = ((wanted[op, capability], left[op, capability]) for capability in CAPABILITIES)
+        yield f"  {op:<14}" + "".join(f"{f'{total - rest} of {total}':>12}" for total, rest in numbers)
 
 
 def report(paths: Sequence[str]) -> Iterator[str]:
@@ -131,12 +145,14 @@ def report(paths: Sequence[str]) -> Iterator[str]:
     instructions, seconds = (sum(line[name] for line in [*cases, *models]) for name in ("instructions", "seconds"))
     everything = {(case.name, capability) for case in all_cases() for capability in CAPABILITIES}
     missing = everything - {(line["name"], line["capability"]) for line in cases}
-    yield f"{len(cases)} of {len(everything)} cases, {len(models)} of {len(model_cases()) * len(ARCHITECTURES)} models, "
+    num_models = len(model_cases()) * len(ARCHITECTURES)
+    yield f"{len(cases)} of {len(everything)} cases, {len(models)} of {num_models} models"
     yield f"{instructions:,} instructions in {seconds:,.0f} s; {len(faults)} wrong"
     if missing:
-        left = Counter((name.split()[0], capability) for name, capability in missing)
-        yield "not run: " + ", ".join(f"{op} sm_{capability} {count}" for (op, capability), count in sorted(left.items()))
-    yield from (f"WRONG: {line.get('name') or line['case']} sm_{line['capability']}: {line['fault'][:300]}" for line in faults)
+        yield "cases run of all:"
+        yield from coverage_rows(everything, missing)
+    for line in faults:
+        yield f"WRONG: {line.get('name') or line['case']} sm_{line['capability']}: {line['fault'][:300]}"
     for part in (case_rows(cases), kernel_rows(cases), model_rows(models), mutation_rows(mutations)):
         yield ""
         yield from part

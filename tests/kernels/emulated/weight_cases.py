@@ -73,7 +73,9 @@ def _matmul_cases() -> Iterator[EmulatedCase]:
             rows, dtype = (16, 5)[splits - 1], (BF16, F16)[at % 2]
             run = partial(_surrounded, gate, rows, dtype, Config(1, 2, True, splits))
             main = (90,) if gate.kind == "silu" and splits == 2 else ()
-            yield EmulatedCase("matmul", "q4_1", rows, f"norm bias {gate.kind} residual splits={splits}", run, main=main)
+            yield EmulatedCase(
+                "matmul", "q4_1", rows, f"norm bias {gate.kind} residual splits={splits}", run, main=main
+            )
     for name in ("q4_k", "dense_bfloat16"):
         for rows in (2, 35, 70):
             run = partial(_stream, name, rows)
@@ -122,7 +124,7 @@ def _gemm_cases() -> Iterator[EmulatedCase]:
     # loops of several chunks, which are loaded ahead; tiles of 32, 64 and 128 rows
     long = [GemmCase(Case(name, 20, 330), 17, (F16, BF16)[at % 2]) for at, name in enumerate(LAYOUTS)]
     long += [GemmCase(Case(name, 70, 330), 50, (F16, BF16)[at % 2]) for at, name in enumerate(MAIN_FORMATS)]
-    long += [GemmCase(Case(name, 150, 330), 130, (BF16, F16)[at % 2]) for at, name in enumerate(MAIN_FORMATS)]
+    long += [GemmCase(Case(name, 150, 380), 130, (BF16, F16)[at % 2]) for at, name in enumerate(MAIN_FORMATS)]
     for case in (*gemm_cases.CASES, *long):
         main = (90,) if case == long[-4] else (80,) if case.gate == "silu" and case.rows == 33 else ()
         columns = case.weight.columns
