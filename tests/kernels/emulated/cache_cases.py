@@ -29,6 +29,8 @@ def cases() -> Iterator[EmulatedCase]:
         main = MAIN_OF_KV[case.format] if case.head_dim == 64 else ()
         dtype = str(case.dtype).removeprefix("torch.")
         yield EmulatedCase("write_kv", dtype, case.tokens, case.name, partial(_write, case), kv=case.format, main=main)
+    long = Attend("int8", 64, 1, 1, (2,), (600,), sinks=True, dtype=BF16)
+    yield EmulatedCase("attention", "bfloat16", 2, f"{long.name} by chunk", partial(_by_chunk, long), kv="int8")
     for case, split in _attention():
         main = ()
         if case in _LLAMA[:5] and case.query_lens == (1, 3):
@@ -47,6 +49,7 @@ _LLAMA = [
     *(Attend(name, 128, 2, 1, (2,), (45,), dtype=BF16) for name in FORMATS),
     *(Attend(name, 64, 4, 1, (18, 2), (70, 40), dtype=BF16) for name in FORMATS),
     *(Attend(name, 128, 2, 1, (20,), (50,), dtype=F16) for name in FORMATS),
+    *(Attend(name, 64, 2, 1, (20,), (200,), dtype=BF16) for name in FORMATS),  # several tiles of tokens
     *(Attend(name, 64, 2, 2, (17, 1), (60, 40), 30, 4.0, sinks=True, dtype=BF16) for name in FORMATS),
     *(Attend(name, 64, 2, 1, (2,), (60,), 30, 4.0, sinks=True, dtype=BF16) for name in FORMATS),
 ]
@@ -72,6 +75,12 @@ def _write(case: write_cases.Case, seed: int) -> Outcome:
     # codes of a poisoned cache are no numbers: they are compared as bytes
     codes = [tuple(part.view(torch.uint8) for part in pair) for pair in planes]
     return worst([*(equal(*pair) for pair in rows), *(equal(*pair) for pair in codes)])
+
+
+def _by_chunk(case: Attend, seed: int) -> Outcome:
+    """Add up one chunk of the context at a time, as with long contexts several."""
+    with patch.object(launch, "AT_ONCE", 1):
+        return _attend(case, False, seed)
 
 
 def _attend(case: Attend, split: bool, seed: int) -> Outcome:

@@ -27,7 +27,8 @@ def lines_of(program: str, *arguments: str, limit_s: float) -> list[dict[str, An
         timeout=limit_s,
         check=False,
     )
-    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Traceback" not in done.stderr, done.stderr[-4000:]
     if path := os.environ.get("EMULATED_LINES"):
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(done.stdout)

@@ -124,7 +124,7 @@ def _gemm_cases() -> Iterator[EmulatedCase]:
     # loops of several chunks, which are loaded ahead; tiles of 32, 64 and 128 rows
     long = [GemmCase(Case(name, 20, 330), 17, (F16, BF16)[at % 2]) for at, name in enumerate(LAYOUTS)]
     long += [GemmCase(Case(name, 70, 330), 50, (F16, BF16)[at % 2]) for at, name in enumerate(MAIN_FORMATS)]
-    long += [GemmCase(Case(name, 150, 380), 130, (BF16, F16)[at % 2]) for at, name in enumerate(MAIN_FORMATS)]
+    long += [GemmCase(Case(name, 150, 500), 130, (BF16, F16)[at % 2]) for at, name in enumerate(MAIN_FORMATS)]
     for case in (*gemm_cases.CASES, *long):
         main = (90,) if case == long[-4] else (80,) if case.gate == "silu" and case.rows == 33 else ()
         columns = case.weight.columns
