@@ -1,4 +1,4 @@
-"""kernels/unpack.py: words become exact values, by the plain functions and by the assembly, which ptx.py runs."""
+"""kernels/unpack.py: words become exact values, by the plain functions and by the assembly, run by ptx/assembly.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from triton.runtime.interpreter import TensorHandle
 
 from edgelm.kernels import unpack
 from edgelm.kernels.layout import pack_codes
-from tests.kernels.ptx import assembly as ptx
 from tests.kernels.cases.matmul import IQ4, MXFP4
+from tests.kernels.ptx import assembly
 from tests.kernels.ptx.assembly import Words
 from tests.kernels.seeds import SEED, generator
 
@@ -101,7 +101,7 @@ def emulated(
     words = [np.broadcast_to(tensor.handle.data, args[0].shape).ravel().view(np.uint32) for tensor in args]
     assert len(words) == operands.split(",").count("r")
     kind = np.uint16 if dtype[0] == tl.bfloat16 else np.float16  # the interpreter keeps bfloat16 as its bits
-    outputs = [bits.view(kind).reshape(args[0].shape) for bits in ptx.run(text, words, len(dtype))]
+    outputs = [bits.view(kind).reshape(args[0].shape) for bits in assembly.run(text, words, len(dtype))]
     return tuple(tl.tensor(TensorHandle(data, dtype[0]), tl.block_type(dtype[0], args[0].shape)) for data in outputs)
 
 

@@ -40,7 +40,11 @@ def _form(instruction: Instruction) -> _Form:
     space = {"global", "shared"} & set(parts)
     counts = [COUNTS[part] for part in parts if part in COUNTS]
     rest = set(parts) - HINTS - set(COUNTS) - {"global", "shared"} - ({"cta"} if "shared" in space else set())
-    if len(space) != 1 or rest or kind not in ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64"):
+    if (
+        len(space) != 1
+        or rest
+        or kind not in ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
+    ):
         raise EmulatorError(f"unknown {instruction}")
     return _Form("shared" in space, sum(counts) or 1, kind)
 
@@ -116,7 +120,12 @@ def build_atomic(instruction: Instruction, group: Group) -> Step:
     name, *parts, kind = instruction.opcode.replace("::", ".").split(".")
     operation = next((part for part in parts if part in (*OPERATIONS, "cas")), None)
     rest = set(parts) - SCOPES - {"relaxed", "global", "shared", operation}
-    if operation is None or rest or "shared" not in parts and "global" not in parts or kind in ("f16x2", "bf16x2", "bf16"):
+    if (
+        operation is None
+        or rest
+        or ("shared" not in parts and "global" not in parts)
+        or kind in ("f16x2", "bf16x2", "bf16")
+    ):
         raise EmulatorError(f"unknown {instruction}")
     registers = group.registers
     target = registers.target(instruction.operands[0] if name == "atom" else "_", kind)
@@ -161,7 +170,11 @@ def build_copy(instruction: Instruction, group: Group) -> Step:
             group.copies.wait(mask, num_open)
 
         return wait
-    if parts[1] != "async" or set(parts[2:]) - HINTS - {"shared", "global", "cta"} or len(instruction.operands) not in (3, 4):
+    if (
+        parts[1] != "async"
+        or set(parts[2:]) - HINTS - {"shared", "global", "cta"}
+        or len(instruction.operands) not in (3, 4)
+    ):
         raise EmulatorError(f"unknown {instruction}")
     registers = group.registers
     (to, to_offset), (of, of_offset) = (registers.address(operand) for operand in instruction.operands[:2])
@@ -181,7 +194,9 @@ def build_copy(instruction: Instruction, group: Group) -> Step:
             values = np.zeros((len(ctas), num_bytes), np.uint8)
             some = sizes[ready] > 0
             if some.any():
-                values[some] = load(group.memory, sources[ready & (sizes > 0)], ctas[some], values.dtype, num_bytes, instruction)
+                values[some] = load(
+                    group.memory, sources[ready & (sizes > 0)], ctas[some], values.dtype, num_bytes, instruction
+                )
             store(group.shared, targets[ready], ctas, values, instruction)
             if group.races is not None:
                 group.races.finish_write(group.shared, targets[ready], ctas, threads, num_bytes)
@@ -195,7 +210,9 @@ def build_copy(instruction: Instruction, group: Group) -> Step:
         if group.races is not None:
             group.races.access(Kind.COPY, group.shared, targets[chosen], ctas, threads, num_bytes, instruction)
             if reading.any():
-                group.races.access(Kind.READ, group.memory, sources[reading], *group.running(reading), num_bytes, instruction)
+                group.races.access(
+                    Kind.READ, group.memory, sources[reading], *group.running(reading), num_bytes, instruction
+                )
         group.copies.start(mask, finish)
 
     return start

@@ -15,12 +15,17 @@ import numpy as np
 from tests.kernels.ptx.errors import EmulatorError
 from tests.kernels.ptx.parse import Instruction
 from tests.kernels.ptx.registers import Registers
-from tests.kernels.ptx.values import Array, Mask, Step, dtype_of, flushed, from_bf16, halves_of, packed, to_bf16
+from tests.kernels.ptx.values import Array, Step, dtype_of, flushed, from_bf16, halves_of, packed, to_bf16
 
 Function = Callable[..., Array]
 IGNORED = {"rn", "approx", "full", "lo", "uni"}  # how a result is rounded: see above
 PACKED = ("f16x2", "bf16x2", "f32x2")
-BITWISE: dict[str, Function] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.bitwise_not}
+BITWISE: dict[str, Function] = {
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.bitwise_not,
+}
 
 
 def _fma(a: Array, b: Array, c: Array) -> Array:
@@ -178,7 +183,7 @@ def _mixed(instruction: Instruction, registers: Registers, function: Function, k
 
 
 def _integer_product(instruction: Instruction, registers: Registers) -> Step:
-    name, part, kind = instruction.parts
+    _name, part, kind = instruction.parts
     target, a, b, *added = instruction.operands
     bits = int(kind[1:])
     result = f"{kind[0]}{2 * bits}" if part == "wide" else kind
@@ -274,7 +279,9 @@ def build_field_insert(instruction: Instruction, registers: Registers) -> Step:
 
     def compute(x: Array, y: Array, position: Array, num_bits: Array) -> Array:
         at, width = (position & np.uint32(255)).astype(np.uint64), (num_bits & np.uint32(255)).astype(np.uint64)
-        ones = np.where(width >= 64, np.uint64(2**64 - 1), (np.uint64(1) << np.minimum(width, np.uint64(63))) - np.uint64(1))
+        ones = np.where(
+            width >= 64, np.uint64(2**64 - 1), (np.uint64(1) << np.minimum(width, np.uint64(63))) - np.uint64(1)
+        )
         field = np.where(at < bits, ones << np.minimum(at, np.uint64(63)), np.uint64(0))
         placed = x.astype(np.uint64) << np.minimum(at, np.uint64(63))
         return (placed & field | y.astype(np.uint64) & ~field).astype(dtype_of(kind))

@@ -94,7 +94,12 @@ def build_mma(instruction: Instruction, group: Group) -> Step:
     """Bind mma.sync of m16n8: 16-bit numbers, 8-bit integers, tf32."""
     parts = instruction.parts
     shape = SHAPE.fullmatch(parts[3]) if len(parts) == 10 else None
-    if shape is None or parts[1:3] != ["sync", "aligned"] or shape.group(1, 2) != ("16", "8") or parts[4:6] != ["row", "col"]:
+    if (
+        shape is None
+        or parts[1:3] != ["sync", "aligned"]
+        or shape.group(1, 2) != ("16", "8")
+        or parts[4:6] != ["row", "col"]
+    ):
         raise EmulatorError(f"unknown {instruction}")
     to, left_kind, right_kind, of = parts[6:]
     sums_kind = "s32" if left_kind in ("s8", "u8") else "f32"

@@ -28,13 +28,13 @@ from triton.runtime.jit import JITFunction
 
 import edgelm.kernels
 from edgelm.kernels import choice, gpu_target
-
 from tests.kernels.ptx.errors import BoundsError, DeadlockError, EmulatorError, RaceError
 from tests.kernels.ptx.machine import LANES_TOGETHER, Machine, Order
 from tests.kernels.ptx.parse import parse
 from tests.kernels.ptx.values import UNSIGNED
 
 __all__ = ["BoundsError", "DeadlockError", "Emulated", "EmulatorError", "Launch", "RaceError"]
+WATCHED_TOGETHER = 1 << 21
 FLOATS: dict[str, type[np.floating[Any]]] = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
 
 
@@ -134,8 +134,7 @@ class Emulated:
             ptx = self.change(kernel.__name__, ptx)
         shape = tuple(int(size) for size in (grid(bound) if callable(grid) else grid))
         metadata = compiled.metadata
-        num_ctas = 1 if self.order != "least" else LANES_TOGETHER // (32 * metadata.num_warps)
-        num_ctas = max(1, min(num_ctas, math.prod(shape)))
+        num_ctas = num_together(metadata.num_warps, metadata.shared if self.races else 0, math.prod(shape))
         machine = machine_of(ptx, metadata.num_warps, num_ctas, metadata.shared, self.order, self.races)
         values = [bound[name] for name in signature]
         bits = [bits_of(value, kind) for value, kind in zip(values, signature.values(), strict=True)]
@@ -145,6 +144,12 @@ class Emulated:
         digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
         types = tuple(signature.items())
         self.launches.append(Launch(kernel.__name__, shape, count, metadata.num_warps, types, digest))
+
+
+def num_together(num_warps: int, watched_bytes: int, num_ctas: int) -> int:
+    """Return how many CTAs run side by side: the arrays of races are as large as a CTA's shared memory times its warps."""
+    room = WATCHED_TOGETHER // max(1, watched_bytes * num_warps)
+    return max(1, min(LANES_TOGETHER // (32 * num_warps), room, num_ctas))
 
 
 @lru_cache(maxsize=64)

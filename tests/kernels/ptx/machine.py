@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from tests.kernels.ptx.errors import DeadlockError, EmulatorError
 from tests.kernels.ptx.group import Group, Lanes
-from tests.kernels.ptx.instructions import BARRIER, BRANCH, EXIT, Operation, bind
+from tests.kernels.ptx.instructions import BRANCH, EXIT, Operation, bind
 from tests.kernels.ptx.memory import GlobalMemory, SharedMemory
 from tests.kernels.ptx.parse import Program
 from tests.kernels.ptx.races import Races
 from tests.kernels.ptx.registers import Registers
-from tests.kernels.ptx.values import Array, Mask
-from tests.kernels.ptx.warps import require_whole_warps
+from tests.kernels.ptx.values import Mask
 
 Order = Literal["least", "random", "ahead"]
 LIMIT = 4_000_000  # instructions of CTAs that run together; a kernel that runs longer is taken for one without an end
@@ -228,7 +227,9 @@ class Machine:
                 chosen = mine & (places[ctas, warps] == place)
                 by_warp = np.zeros((self.num_ctas, self.num_warps), bool)
                 by_warp[ctas[chosen], warps[chosen]] = True
-                lanes = (by_warp[:, :, None] & self._running)[fragments.group.ctas, fragments.group.threads // 32, fragments.group.threads % 32]
+                lanes = (by_warp[:, :, None] & self._running)[
+                    fragments.group.ctas, fragments.group.threads // 32, fragments.group.threads % 32
+                ]
                 fragments.add(int(place), lanes)
         places[ctas, warps] = -1
 

@@ -37,7 +37,11 @@ def build_setp(instruction: Instruction, registers: Registers) -> Step:
     targets = [registers.target(target.strip(), "pred") for target in names.split("|")]
     combine = next((BITWISE[flag] for flag in flags if flag in BITWISE), None)
     ftz = "ftz" in flags
-    if set(flags) - set(BITWISE) - {"ftz"} or (combine is None) != (not other) or name.removesuffix("u") not in (*COMPARISONS, "num", "nan"):
+    if (
+        set(flags) - set(BITWISE) - {"ftz"}
+        or (combine is None) != (not other)
+        or name.removesuffix("u") not in (*COMPARISONS, "num", "nan")
+    ):
         raise EmulatorError(f"unknown {instruction}")
     read = f"u{kind[1:]}" if kind[0] == "b" and kind not in ("bf16", "bf16x2") else kind
     x, y = registers.source(a, read), registers.source(b, read)

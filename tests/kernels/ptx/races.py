@@ -106,7 +106,9 @@ class Races:
                 self._raise(conflict, accesses, instruction, shared)
             self._record(kind, shadow, accesses)
 
-    def finish_write(self, memory: SharedMemory, addresses: Array, ctas: Integers, threads: Integers, num_bytes: int) -> None:
+    def finish_write(
+        self, memory: SharedMemory, addresses: Array, ctas: Integers, threads: Integers, num_bytes: int
+    ) -> None:
         """End a copy's writes: from here on they are ordered like other writes of these threads."""
         units = (addresses - SHARED_BASE + ctas * memory.stride)[:, None] + np.arange(num_bytes)
         warps = threads // 32

@@ -110,11 +110,15 @@ def conflict_within(accesses: Accesses, values: Array | None) -> Conflict | None
         return None
     one, other = order[equal], order[equal + 1]
     first, second = one // accesses.units.shape[1], other // accesses.units.shape[1]
-    apart = (accesses.warps[first] != accesses.warps[second]) | (accesses.cta_numbers[first] != accesses.cta_numbers[second])
+    apart = (accesses.warps[first] != accesses.warps[second]) | (
+        accesses.cta_numbers[first] != accesses.cta_numbers[second]
+    )
     if values is not None:
         apart &= values.ravel()[one] != values.ravel()[other]
     if not apart.any():
         return None
     at = int(np.flatnonzero(apart)[0])
     earlier = int(first[at])
-    return Conflict(int(second[at]), int(units[one[at]]), int(accesses.who[earlier]), int(accesses.cta_numbers[earlier]), False)
+    return Conflict(
+        int(second[at]), int(units[one[at]]), int(accesses.who[earlier]), int(accesses.cta_numbers[earlier]), False
+    )

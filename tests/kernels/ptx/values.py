@@ -44,7 +44,7 @@ def constant(text: str, kind: str) -> Array:
     match = NUMBER.fullmatch(text)
     assert match is not None, text
     digits = match[2]
-    bits = int(digits[2:], 16) if digits[:2].lower() in ("0f", "0d") else int(digits, 0)
+    bits = int(digits, 0) if digits[:2].lower() in ("0f", "0d") else int(digits, 0)
     bits = -bits if match[1] else bits
     dtype = dtype_of(kind)
     if kind == "pred":
@@ -84,7 +84,11 @@ def odd_float32(values: Array) -> Array:
     bits = near.view(np.uint32)
     back = near.astype(np.float64)
     inexact = (back != values) & np.isfinite(near)
-    return (np.where(inexact, (bits - (np.abs(back) > np.abs(values))) | np.uint32(1), bits)).astype(np.uint32).view(np.float32)
+    return (
+        (np.where(inexact, (bits - (np.abs(back) > np.abs(values))) | np.uint32(1), bits))
+        .astype(np.uint32)
+        .view(np.float32)
+    )
 
 
 def flushed(values: Array) -> Array:
@@ -125,7 +129,7 @@ class Target:
         if register is None:
             return
         dtype = dtype_of(kind)
-        if register.dtype == dtype or register.dtype.itemsize == dtype.itemsize and kind != "pred":
+        if register.dtype == dtype or (register.dtype.itemsize == dtype.itemsize and kind != "pred"):
             self.view = register.view(dtype)
         elif register.dtype.itemsize > dtype.itemsize:
             signed = {2: np.int16, 4: np.int32, 8: np.int64}[register.dtype.itemsize]

@@ -14,7 +14,14 @@ from tests.kernels.ptx.registers import Registers
 from tests.kernels.ptx.values import Array, Mask, Step
 
 LANE = np.arange(32)
-REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 
 
 def require_whole_warps(mask: Mask, instruction: Instruction) -> None:
@@ -33,7 +40,9 @@ def _require_members(members: Array, mask: Mask, instruction: Instruction) -> No
     if mask is None:
         running = np.ones(members.size, bool)
     here = running.reshape(-1, 32)
-    named = (np.broadcast_to(members, running.shape).reshape(-1, 32)[:, :, None] >> LANE.astype(np.uint32) & 1).astype(bool)
+    named = (np.broadcast_to(members, running.shape).reshape(-1, 32)[:, :, None] >> LANE.astype(np.uint32) & 1).astype(
+        bool
+    )
     if (here[:, :, None] & (named != here[:, None, :])).any():
         raise EmulatorError(f"lanes that a warp names are not there: {instruction}")
 
@@ -56,7 +65,10 @@ def build_shuffle(instruction: Instruction, registers: Registers) -> Step:
     def step(mask: Mask) -> None:
         _require_members(members if mask is None else np.broadcast_to(members, mask.shape), mask, instruction)
         n = (distance & np.uint32(31)).astype(np.int64)
-        clamp, segment = (limits & np.uint32(31)).astype(np.int64), (limits >> np.uint32(8) & np.uint32(31)).astype(np.int64)
+        clamp, segment = (
+            (limits & np.uint32(31)).astype(np.int64),
+            (limits >> np.uint32(8) & np.uint32(31)).astype(np.int64),
+        )
         last = lane & segment | clamp & ~segment
         if mode == "up":
             other = lane - n
@@ -85,7 +97,11 @@ def build_reduction(instruction: Instruction, registers: Registers) -> Step:
         raise EmulatorError(f"unknown {instruction}")
     name, kind = parts[2:]
     target, source, membermask = instruction.operands
-    out, values, members = registers.target(target, kind), registers.source(source, kind), registers.source(membermask, "u32")
+    out, values, members = (
+        registers.target(target, kind),
+        registers.source(source, kind),
+        registers.source(membermask, "u32"),
+    )
     neutral = {"add": 0, "or": 0, "xor": 0, "and": 0xFFFFFFFF}
 
     def step(mask: Mask) -> None:

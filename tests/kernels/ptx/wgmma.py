@@ -11,11 +11,17 @@ import re
 import numpy as np
 
 from tests.kernels.ptx.errors import EmulatorError
-from tests.kernels.ptx.fragments import accumulators, elements, left_matrix, read_words, spread_accumulators, write_words
+from tests.kernels.ptx.fragments import (
+    accumulators,
+    elements,
+    left_matrix,
+    read_words,
+    spread_accumulators,
+    write_words,
+)
 from tests.kernels.ptx.group import Group, Lanes
 from tests.kernels.ptx.memory import load
 from tests.kernels.ptx.parse import Instruction
-from tests.kernels.ptx.races import Kind
 from tests.kernels.ptx.values import Array, Mask, Step, constant
 from tests.kernels.ptx.warps import require_whole_warps
 
@@ -66,7 +72,13 @@ def build_wgmma(instruction: Instruction, group: Group) -> Step:
 def _build_product(instruction: Instruction, group: Group) -> Step:
     parts = instruction.parts
     shape = SHAPE.fullmatch(parts[4]) if len(parts) == 8 else None
-    if shape is None or parts[1:4] != ["mma_async", "sync", "aligned"] or parts[5] != "f32" or parts[6] not in ("f16", "bf16") or parts[7] != parts[6]:
+    if (
+        shape is None
+        or parts[1:4] != ["mma_async", "sync", "aligned"]
+        or parts[5] != "f32"
+        or parts[6] not in ("f16", "bf16")
+        or parts[7] != parts[6]
+    ):
         raise EmulatorError(f"unknown {instruction}")
     kind, num_columns = parts[6], int(shape[1])
     registers, num_lanes = group.registers, len(group.ctas)
@@ -81,7 +93,7 @@ def _build_product(instruction: Instruction, group: Group) -> Step:
     right_descriptor = registers.source(right_text, "b64")
     kept = registers.source(kept_text, "pred")
     left_transposed, right_transposed = len(signs) == 4 and signs[2] == "1", signs[-1] == "1"
-    if len(names) != num_columns // 2 or left is not None and len(left) != 4:
+    if len(names) != num_columns // 2 or (left is not None and len(left) != 4):
         raise EmulatorError(f"unknown {instruction}")
 
     def start(mask: Mask) -> None:
@@ -114,10 +126,14 @@ def _build_product(instruction: Instruction, group: Group) -> Step:
             before = accumulators(read_words(sums, num_lanes, ready)).astype(np.float64)
             after = np.where(keeps[chosen][:, None, None], product + before, product)
             write_words(targets, spread_accumulators(after.astype(np.float32)), ready)
+            if group.fences is not None:
+                group.fences.hold(instruction, ready, -1)
             if group.races is not None:
                 for i in at:
                     group.races.finish_product(reads[i])
 
+        if group.fences is not None:
+            group.fences.hold(instruction, mask, 1)
         group.products.start(mask, finish)
 
     return start
