@@ -29,7 +29,7 @@ def cases() -> Iterator[EmulatedCase]:
         main = MAIN_OF_KV[case.format] if case.head_dim == 64 else ()
         dtype = str(case.dtype).removeprefix("torch.")
         yield EmulatedCase("write_kv", dtype, case.tokens, case.name, partial(_write, case), kv=case.format, main=main)
-    long = Attend("int8", 64, 1, 1, (2,), (600,), sinks=True, dtype=BF16)
+    long = Attend("int8", 64, 2, 1, (2,), (600,), sinks=True, dtype=BF16)
     yield EmulatedCase("attention", "bfloat16", 2, f"{long.name} by chunk", partial(_by_chunk, long), kv="int8")
     for case, split in _attention():
         main = ()

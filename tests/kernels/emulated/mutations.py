@@ -107,7 +107,7 @@ SUBJECTS = (
     ),
     Subject("attention bfloat16 kv=k6v4 rows=3 k6v4 d=64", 80, "attend_chunks", (*SHARED, SHUFFLE, LOAD)),
     Subject("attention float32 kv=k6v4 rows=2 k6v4 d=64 2x1 1@1", 80, "attend_chunks", (LIMIT,)),
-    Subject("attention bfloat16 kv=int8 rows=2 int8 d=64 1x1 2@600", 120, "combine_chunks", (BARRIER, *GLOBAL)),
+    Subject("attention bfloat16 kv=int8 rows=2 int8 d=64 2x1 2@600", 120, "combine_chunks", (BARRIER, *GLOBAL)),
     Subject("matmul q4_k rows=3 float16", 80, "decode_kernel", (*SHARED, SHUFFLE, SCALE, *GLOBAL)),
     Subject("matmul q6_k rows=3 float16", 86, "decode_kernel", (BARRIER, SHUFFLE, LOAD, LIMIT)),
     Subject("matmul q4_1 rows=5 norm bias silu", 90, "combine_kernel", GLOBAL),
@@ -125,7 +125,38 @@ SUBJECTS = (
     Subject("sampling logits rows=1 kind 9", 80, "draw_kernel", (*SHARED, SHUFFLE, *GLOBAL), 1),
 )
 MAIN = ("barrier removed", "wgmma wait removed", "wait for copies removed", "shuffle of another lane")
-EQUIVALENT: dict[str, str] = {}  # by the title of a mutation: why it changes no result
+Q4_K, Q4_0 = "dequant_gemm q4_k rows=130", "dequant_gemm q4_0 rows=17 q4_0-20x330"
+INT8, K8V4 = "attention bfloat16 kv=int8 rows=20 int8 d=64", "attention bfloat16 kv=k8v4 rows=20 k8v4 d=64"
+COMBINED, ROUTED = "attention bfloat16 kv=int8 rows=2 int8 d=64 2x1 2@600", "route bfloat16 rows=4 softmax 4x60"
+LAST_COPIES = "the last copies go to a part of the shared memory that is not used after the loop"
+JOINED = "the copies join the next group, which is waited for at the same time"
+UNUSED_ROWS = "it is of rows of the tile that no query has"
+SAME_VALUES = "other threads hold the same values, and store them instead"
+LOW_BITS = "the lower half of a float64 that is the sum of two squares of float16 numbers: 0 in all lanes"
+# by the title of a mutation: why it changes no result
+EQUIVALENT = {
+    f"sm_90 dequant_gemm_kernel wait leaves a group of copies more 1 ({Q4_K})": LAST_COPIES,
+    f"sm_90 dequant_gemm_kernel commit of copies removed 0 ({Q4_K})": JOINED,
+    f"sm_90 dequant_gemm_kernel fence of the async proxy removed 1 ({Q4_K})": (
+        "nothing writes the tile between the two products, and there is a fence before the first"
+    ),
+    f"sm_80 dequant_gemm_kernel wait leaves a group of copies more 1 ({Q4_0})": LAST_COPIES,
+    f"sm_80 dequant_gemm_kernel commit of copies removed 0 ({Q4_0})": JOINED,
+    f"sm_80 dequant_gemm_kernel scale of the next row 7 ({Q4_0})": "it is of rows 24 to 31 of a weight that has 20",
+    f"sm_90 attend_tiles store off by 16 bytes 7 ({INT8})": UNUSED_ROWS,
+    f"sm_86 attend_tiles load of shared memory off by 16 bytes 45 ({K8V4})": UNUSED_ROWS,
+    f"sm_86 attend_tiles mask of a load dropped 35 ({K8V4})": "the threads behind the mask load what others load as well",
+    f"sm_120 combine_chunks mask of a store inverted 0 ({COMBINED})": SAME_VALUES,
+    "sm_80 write_kv_kernel shuffle of another lane 0 (write_kv float16 kv=k6v4 rows=5)": LOW_BITS,
+    "sm_89 write_kv_kernel shuffle of another lane 0 (write_kv float16 kv=fp8 rows=5 fp8 d=64)": LOW_BITS,
+    "sm_90 weighted_sum_kernel mask of a store inverted 0 (grouped q4_k rows=70)": SAME_VALUES,
+    "sm_86 dequantize_kernel store off by 16 bytes 7 (dequantize q5_k rows=33)": "it is of columns behind the last one",
+    f"sm_89 route_kernel shuffle of another lane 0 ({ROUTED})": (
+        "a softmax subtracts the largest logit; the largest of half of the experts serves as well"
+    ),
+    f"sm_89 route_kernel mask of a store inverted 0 ({ROUTED})": SAME_VALUES,
+    f"sm_89 route_kernel mask of a store inverted 1 ({ROUTED})": SAME_VALUES,
+}
 
 
 class Mutation(NamedTuple):
