@@ -145,7 +145,7 @@ EQUIVALENT = {
     f"sm_80 dequant_gemm_kernel scale of the next row 7 ({Q4_0})": "it is of rows 24 to 31 of a weight that has 20",
     f"sm_90 attend_tiles store off by 16 bytes 7 ({INT8})": UNUSED_ROWS,
     f"sm_86 attend_tiles load of shared memory off by 16 bytes 45 ({K8V4})": UNUSED_ROWS,
-    f"sm_86 attend_tiles mask of a load dropped 35 ({K8V4})": "the threads behind the mask load what others load as well",
+    f"sm_86 attend_tiles mask of a load dropped 35 ({K8V4})": "threads behind the mask load what others load as well",
     f"sm_120 combine_chunks mask of a store inverted 0 ({COMBINED})": SAME_VALUES,
     "sm_80 write_kv_kernel shuffle of another lane 0 (write_kv float16 kv=k6v4 rows=5)": LOW_BITS,
     "sm_89 write_kv_kernel shuffle of another lane 0 (write_kv float16 kv=fp8 rows=5 fp8 d=64)": LOW_BITS,

@@ -44,7 +44,8 @@ def constant(text: str, kind: str) -> Array:
     match = NUMBER.fullmatch(text)
     assert match is not None, text
     digits = match[2]
-    bits = int(digits, 0) if digits[:2].lower() in ("0f", "0d") else int(digits, 0)
+    is_float = digits[:2].lower() in ("0f", "0d")  # followed by its bits
+    bits = int(f"0x{digits[2:]}" if is_float else digits, 0)
     bits = -bits if match[1] else bits
     dtype = dtype_of(kind)
     if kind == "pred":
