@@ -93,7 +93,6 @@ class Subject(NamedTuple):
     capability: int
     kernel: str
     kinds: tuple[Kind, ...]
-    most: int = 2  # places of a kind
 
 
 SUBJECTS = (
@@ -121,8 +120,6 @@ SUBJECTS = (
     Subject("embedding q4_k rows=9 q4_k-37x80", 120, "packed_kernel", (SCALE, LOAD, STORE, INVERTED_STORE)),
     Subject("route bfloat16 rows=4 softmax 4x60", 89, "route_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
     Subject("activation bfloat16 rows=1 gelu_tanh", 120, "gated_kernel", GLOBAL),
-    Subject("sampling logits rows=1 kind 9", 80, "weigh_kernel", (*SHARED, SHUFFLE, *GLOBAL), 1),
-    Subject("sampling logits rows=1 kind 9", 80, "draw_kernel", (*SHARED, SHUFFLE, *GLOBAL), 1),
 )
 MAIN = ("barrier removed", "wgmma wait removed", "wait for copies removed", "shuffle of another lane")
 Q4_K, Q4_0 = "dequant_gemm q4_k rows=130", "dequant_gemm q4_0 rows=17 q4_0-20x330"
@@ -205,8 +202,7 @@ def mutations(subject: Subject) -> Iterator[Mutation]:
     lines = text.splitlines()
     for kind in subject.kinds:
         places = kind.places(text)
-        chosen = dict.fromkeys([0, len(places) - 1, len(places) // 2][: subject.most]) if places else {}
-        for number in chosen:
+        for number in dict.fromkeys([0, len(places) - 1] if places else []):
             yield Mutation(subject, case, kind, text, places[number], number, _source(lines, places[number]))
 
 
