@@ -121,7 +121,7 @@ SUBJECTS = (
     Subject("route bfloat16 rows=4 softmax 4x60", 89, "route_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
     Subject("activation bfloat16 rows=1 gelu_tanh", 120, "gated_kernel", GLOBAL),
 )
-MAIN = ("barrier removed", "wgmma wait removed", "wait for copies removed", "shuffle of another lane")
+MAIN = (COPY_WAIT, COPY_EARLY, INTO, BARRIER, SCALE)
 Q4_K, Q4_0 = "dequant_gemm q4_k rows=130", "dequant_gemm q4_0 rows=17 q4_0-20x330"
 INT8, K8V4 = "attention bfloat16 kv=int8 rows=20 int8 d=64", "attention bfloat16 kv=k8v4 rows=20 k8v4 d=64"
 COMBINED, ROUTED = "attention bfloat16 kv=int8 rows=2 int8 d=64 2x1 2@600", "route bfloat16 rows=4 softmax 4x60"
@@ -239,7 +239,7 @@ def chosen(words: Sequence[str], main: bool) -> Iterator[Mutation]:
         if words and not any(word in f"{subject.kernel} {subject.case}" for word in words):
             continue
         for mutation in mutations(subject):
-            if not main or (mutation.kind.name in MAIN and mutation.number == 0):
+            if not main or (mutation.kind in MAIN and mutation.number == 0):
                 yield mutation
         machine_of.cache_clear()  # each mutation has a machine of its own
 
