@@ -11,6 +11,8 @@ if [ "${1:-}" = vulkan ]; then  # llama.cpp's GPU side on a software device; dow
     exec .venv/bin/python packaging/vulkan_check.py ${2:+--wheels "$2"} --out "docs/results/vulkan-lavapipe-$(date -u +%Y-%m-%d).txt"
 fi
 result=docs/results/soak-$(date -u +%Y-%m-%d).txt
+EMULATED_LINES=$(mktemp)  # of the emulated kernels, for their table
+export EMULATED_LINES
 changed=$(git status --porcelain --untracked-files=no 2>/dev/null | wc -l | tr -d ' ')
 {
     echo "commit: $(git rev-parse HEAD 2>/dev/null || echo unknown), $changed files changed since"
@@ -23,4 +25,6 @@ changed=$(git status --porcelain --untracked-files=no 2>/dev/null | wc -l | tr -
     .venv/bin/python -m pytest --soak --timeout=14400 --durations=15 "$@"
     echo
     .venv/bin/python -m tests.engine.mutations
+    echo
+    .venv/bin/python -m tests.kernels.emulated.table "$EMULATED_LINES"
 } 2>&1 | tee "$result"

@@ -36,8 +36,13 @@ def gated_bound(gate: Tensor, up: Tensor, gate_bound: Tensor, up_bound: Tensor, 
     return 1.2 * gate_bound * (factor + up_bound) + 1.2 * gate.abs() * up_bound + own
 
 
+def rounded_bound(exact: Tensor, bound: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bound of a result that is rounded to `dtype`."""
+    return bound + (exact.double().abs() + bound) * ROUNDING[dtype] + 2.0**-24
+
+
 def assert_within(got: Tensor, exact: Tensor, bound: Tensor) -> None:
     """Check each element against its bound, and the rounding to the type of `got`."""
-    bound = bound + (exact.double().abs() + bound) * ROUNDING[got.dtype] + 2.0**-24
+    bound = rounded_bound(exact, bound, got.dtype)
     off = (got.double() - exact.double()).abs()
     assert bool((off <= bound).all()), f"off by up to {float((off / bound).nan_to_num(float('inf')).max()):.3g} bounds"

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 class Inputs:
     """Random tensors of a case, the exact result for them in float64, and its error bound."""
 
-    def __init__(self, case: GemmCase) -> None:
-        self.seed = int(torch.randint(2**31, ()))
+    def __init__(self, case: GemmCase, seed: int | None = None) -> None:
+        self.seed = int(torch.randint(2**31, ())) if seed is None else seed
         generator = torch.Generator().manual_seed(self.seed)
         self.weight: Weight = random_weight(case.weight, generator)
         rows, columns = case.weight.rows, case.weight.columns

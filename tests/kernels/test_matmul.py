@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -78,10 +78,14 @@ def exact(x: Tensor, weight: Weight, bias: Tensor | None = None, norm: Norm | No
     return y, size * ((x.shape[1] + 32) * 2.0**-24 + unit)
 
 
+def with_rounding(dtype: torch.dtype, expected: Tensor, error: Tensor) -> Tensor:
+    """Return the largest error of a correct result of this type."""
+    return error + UNIT[dtype] * (expected.abs() + error) + 2.0**-25
+
+
 def assert_within(y: Tensor, expected: Tensor, error: Tensor) -> None:
     assert y.shape == expected.shape
-    rounding = UNIT[y.dtype] * (expected.abs() + error) + 2.0**-25
-    off = (y.double() - expected).abs() - error - rounding
+    off = (y.double() - expected).abs() - with_rounding(y.dtype, expected, error)
     assert bool((off <= 0).all()), f"off by {off.max()} too much (NaN: {int(y.isnan().sum())})"
 
 
@@ -100,7 +104,7 @@ def test_every_format_equals_float64(at: int, seed: int):
     g = generator(seed)
     weight = weight_named(NAMES[at], 21, 203, g)
     choice = seed + at
-    x = torch.randn(ROWS[choice % 6], 203, generator=g).to(DTYPES[choice % 3])
+    x = torch.randn(ROWS[choice % len(ROWS)], 203, generator=g).to(DTYPES[choice % 3])
     y, error = exact(x, weight)
     assert_within(matmul(x, weight, out_dtype=torch.float32, implementation="reference"), y, error)
     assert_within(decode(x, weight, None, None, None, None, torch.float32, CONFIGS[choice % 5]), y, error)
@@ -156,32 +160,43 @@ def test_odd_sizes(name: str, n: int, k: int, seed: int):
     assert_within(decode(x, weight, None, None, None, None, torch.float32, Config(2, 2, True, 2)), y, error)
 
 
-@pytest.mark.parametrize("seed", [SEED])
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("at", range(4), ids=[gate.kind for gate in GATES])
-def test_norm_bias_gate_and_residual(at: int, splits: int, seed: int):
-    g = generator(seed)
-    dtype = DTYPES[(seed + at) % 3]
+class Surrounded(NamedTuple):
+    """The arguments of a product with norm, bias, gate and residual; its values in float64, and their largest error."""
+
+    arguments: tuple[Tensor, Weight, Tensor, Tensor, Gate, Norm]
+    expected: Tensor
+    error: Tensor
+
+
+def surrounded(kind: Gate, rows: int, dtype: torch.dtype, g: torch.Generator) -> Surrounded:
     gate, up = (random_weight(LAYOUTS["q4_1"], 32, 150, g) for _ in range(2))
     scaled = replace(gate, order=torch.randperm(150, generator=g))
     weight = fuse_gated(scaled, replace(up, order=scaled.order))
-    x = (3 * torch.randn(ROWS[(seed + at + splits) % 6], 150, generator=g)).to(dtype)
+    x = (3 * torch.randn(rows, 150, generator=g)).to(dtype)
     norm = Norm(torch.rand(150, generator=g) + 0.5, 0.3)
     bias = torch.randn(64, generator=g).to(dtype)
     residual = torch.randn(x.shape[0], 50, generator=g)[:, 3:35]
     pairs, errors = exact(x, weight, bias, norm)
     both, errors = pairs.reshape(-1, 2, 2, 16), errors.reshape(-1, 2, 2, 16)
     first, second = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
-    expected = _gated64(first, second, GATES[at]) + residual.double()
+    expected = _gated64(first, second, kind) + residual.double()
     # No gate is steeper than 1.2 in its first argument, for each unit of the second; 1e-6: exp and its like.
     slope = 1.2 * errors[:, :, 0].flatten(1) * (second.abs() + 1 + errors[:, :, 1].flatten(1))
     error = (
         slope + errors[:, :, 1].flatten(1) * first.abs() + 1e-6 * (expected.abs() + first.abs() * (second.abs() + 1))
     )
-    error += 1e-6 * residual.abs()
-    arguments = (x, weight, bias, residual, GATES[at], norm)
+    return Surrounded((x, weight, bias, residual, kind, norm), expected, error + 1e-6 * residual.abs())
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("at", range(4), ids=[gate.kind for gate in GATES])
+def test_norm_bias_gate_and_residual(at: int, splits: int, seed: int):
+    given = surrounded(GATES[at], ROWS[(seed + at + splits) % len(ROWS)], DTYPES[(seed + at) % 3], generator(seed))
+    arguments, expected, error = given
     assert_within(decode(*arguments, torch.float32, Config(1, 2, True, splits)), expected, error)
-    options = {"bias": bias, "residual": residual, "gate": GATES[at], "norm": norm}
+    x, weight, bias, residual, gate, norm = arguments
+    options = {"bias": bias, "residual": residual, "gate": gate, "norm": norm}
     result = matmul(x, weight, implementation="reference", **options)
     assert result.dtype == torch.float32
     assert_within(result, expected, error)

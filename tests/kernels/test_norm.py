@@ -40,13 +40,16 @@ def exact_rms(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
+def bound_of(dtype: torch.dtype, want: Tensor, scale: Tensor) -> Tensor:
+    """Return the bound of float32 results, TOLERANCE of `scale`; of 16-bit ones with the rounding of the last place."""
+    bound = TOLERANCE * scale + ROUNDING[dtype] * want.abs() * (1 + TOLERANCE)
+    return bound + (torch.finfo(torch.float16).smallest_normal * 2**-11 if dtype == torch.float16 else 0.0)
+
+
 def expect(got: Tensor, want: Tensor, scale: Tensor) -> None:
-    """Check float32 results within TOLERANCE of `scale`, 16-bit ones within the rounding of their last place more."""
     assert got.shape == want.shape
     if got.numel():
-        error = (got.double() - want).abs()
-        bound = TOLERANCE * scale + ROUNDING[got.dtype] * want.abs() * (1 + TOLERANCE)
-        bound += torch.finfo(torch.float16).smallest_normal * 2**-11 if got.dtype == torch.float16 else 0.0
+        error, bound = (got.double() - want).abs(), bound_of(got.dtype, want, scale)
         assert bool((error <= bound).all()), float((error - bound).max())
 
 

@@ -102,6 +102,26 @@ def late_draw(request: RowRequest, rng: np.random.Generator) -> RowRequest:
     return request._replace(params=replace(params, seed=seed))
 
 
+def random_rows(
+    params: list[SamplingParams], num_vocab: int, rng: np.random.Generator
+) -> tuple[torch.Tensor, list[RowRequest]]:
+    """Return logits with ties and impossible tokens, and a request with a history for each row."""
+    values = rng.standard_normal((len(params), num_vocab)) * rng.choice([1, 4, 12], (len(params), 1))
+    values[::2] = values[::2].round()  # ties
+    values[rng.random(values.shape) < 0.1] = -math.inf
+    values[:, 0] = 0.0
+    values[2:] = -np.sort(-values[2:])  # likeliest first, so that a late draw selects the last kept token
+    table = torch.from_numpy(values.astype(np.float32))
+    if rng.random() < 0.5:
+        table = table.bfloat16()
+    histories = [History(rng.integers(0, NUM_VOCAB, 30).tolist()) for _ in params]
+    for history in histories:
+        history.extend(rng.integers(0, NUM_VOCAB, 20).tolist())
+    requests = [RowRequest(kind, int(rng.integers(2**32)), histories[i], [5, 6, 5]) for i, kind in enumerate(params)]
+    requests[2:] = [late_draw(request, rng) for request in requests[2:]]
+    return table, requests
+
+
 @pytest.mark.timeout(Count(test=300, soak=7200))
 @pytest.mark.parametrize(("capacity", "masked", "first"), [(8, True, 1), (64, False, 0)])
 def test_the_kernels_equal_plain_torch(
@@ -112,23 +132,8 @@ def test_the_kernels_equal_plain_torch(
     for name, value in {"CHUNK": 64, "TILE": TILE, "CAPACITY": capacity, "ENTRIES": 16}.items():
         monkeypatch.setattr(kernels, name, value)
     for _ in range(ROUNDS):
-        params = kinds(rng)[first % SHARE :: SHARE]
-        values = rng.standard_normal((len(params), NUM_VOCAB)) * rng.choice([1, 4, 12], (len(params), 1))
-        values[::2] = values[::2].round()  # ties
-        values[rng.random(values.shape) < 0.1] = -math.inf
-        values[:, 0] = 0.0
-        values[2:] = -np.sort(-values[2:])  # likeliest first, so that a late draw selects the last kept token
-        table = torch.from_numpy(values.astype(np.float32))
-        if rng.random() < 0.5:
-            table = table.bfloat16()
-        histories = [History(rng.integers(0, NUM_VOCAB, 30).tolist()) for _ in params]
-        for history in histories:
-            history.extend(rng.integers(0, NUM_VOCAB, 20).tolist())
-        requests = [
-            RowRequest(kind, int(rng.integers(2**32)), histories[i], [5, 6, 5]) for i, kind in enumerate(params)
-        ]
-        requests[2:] = [late_draw(request, rng) for request in requests[2:]]
-        masks = rng.integers(-(2**31), 2**31, (len(params), 5)).astype(np.int32) if masked else None
+        table, requests = random_rows(kinds(rng)[first % SHARE :: SHARE], NUM_VOCAB, rng)
+        masks = rng.integers(-(2**31), 2**31, (len(requests), 5)).astype(np.int32) if masked else None
         got, want = (
             DeviceSampler(NUM_VOCAB, 16, "cpu", name).sample(table, requests, masks) for name in ("triton", "reference")
         )

@@ -1,0 +1,127 @@
+"""The emulated cases of the ops on rows: norm, activation, route, sampling, and the bandwidth probe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+
+from edgelm.kernels import trial
+from edgelm.kernels.activation import gated, softcap
+from edgelm.kernels.norm import add_rms_norm, rms_norm
+from edgelm.kernels.route import route
+from edgelm.sampling.device import DeviceSampler
+from tests.kernels import bandwidth, test_activation, test_norm, test_route, test_sampling
+from tests.kernels.cases import activation as activation_cases
+from tests.kernels.cases import bandwidth as bandwidth_cases
+from tests.kernels.cases import norm as norm_cases
+from tests.kernels.cases import route as route_cases
+from tests.kernels.emulated.case import EmulatedCase
+from tests.kernels.emulated.outcome import Outcome, equal, within, worst
+from tests.kernels.seeds import generator
+
+NUM_VOCAB = 5000  # three chunks, the last one not full
+
+
+def cases() -> Iterator[EmulatedCase]:
+    """Yield the cases of all ops on rows."""
+    for case in norm_cases.CASES:
+        if case.rows:
+            main = (80,) if case.width == 8193 else ()
+            dtype = str(case.dtype).removeprefix("torch.")
+            yield EmulatedCase("norm", dtype, case.rows, f"width={case.width}", partial(_norm, case), main=main)
+    for case in activation_cases.CASES:
+        if case.rows:
+            main = (120,) if case.width == 1040 else ()
+            run = partial(_gated, case)
+            detail = f"{case.gate.kind} limit={case.gate.limit:g} width={case.width}"
+            yield EmulatedCase("activation", str(case.dtype)[6:], case.rows, detail, run, main=main)
+    for cap in (0.5, 30.0):
+        run = partial(_softcap, cap)
+        yield EmulatedCase("activation", "float32", 2, f"softcap {cap:g}", run, main=(86,) if cap > 1 else ())
+    for case in route_cases.CASES:
+        if case.tokens:
+            main = (89,) if case.experts == 60 else ()
+            yield EmulatedCase("route", str(case.dtype)[6:], case.tokens, case.name, partial(_route, case), main=main)
+    for kind in range(10):
+        run = partial(_sample, kind)
+        yield EmulatedCase("sampling", "logits", 1, f"kind {kind}", run, main=(80,) if kind in (5, 9) else ())
+    yield EmulatedCase("trial", "float16", trial.SIZE, "one product", _trial, main=(80,))
+    size = bandwidth_cases.SIZES[1]
+    yield EmulatedCase("bandwidth", "int32", 1, f"{size} words", partial(_read, size))
+
+
+def _trial(seed: int) -> Outcome:
+    x, y = (torch.randint(-8, 8, (trial.SIZE, trial.SIZE), generator=generator(seed)) for _ in range(2))
+    out = torch.full((trial.SIZE, trial.SIZE), torch.nan)
+    trial.product(x.half(), y.half(), out)
+    return equal(out, (x @ y).float())
+
+
+def _norm(case: norm_cases.Case, seed: int) -> Outcome:
+    x, residual, weight, post_weight = norm_cases.make_inputs(case, generator(seed))
+
+    def near(got: torch.Tensor, want: torch.Tensor, scale: torch.Tensor) -> Outcome:
+        return within(got, want, test_norm.bound_of(got.dtype, want, scale))
+
+    want = test_norm.exact_rms(x, weight)
+    outcomes = [near(rms_norm(x, weight, test_norm.EPS, implementation="triton"), want, want.abs())]
+    for post in (None, post_weight):
+        options = {"post_weight": post, "implementation": "triton"}
+        normed, total = add_rms_norm(x, residual, weight, test_norm.EPS, **options)
+        added = x.double() if post is None else test_norm.exact_rms(x, post)
+        outcomes.append(near(total, residual.double() + added, residual.double().abs() + added.abs()))
+        want = test_norm.exact_rms(total, weight)
+        outcomes.append(near(normed, want, want.abs()))
+    return worst(outcomes)
+
+
+def _gated(case: activation_cases.Case, seed: int) -> Outcome:
+    x = activation_cases.make_input(case, generator(seed))
+    gate, up = x.chunk(2, 1)
+    want = test_activation.exact(gate, up, case.gate)
+    got = gated(x, case.gate, implementation="triton")
+    return within(got, want, test_activation.bound_of(gate, up, want, case.dtype))
+
+
+def _softcap(cap: float, seed: int) -> Outcome:
+    x = torch.randn(2, 1100, generator=generator(seed)) * cap
+    want = cap * torch.tanh(x.double() / cap)
+    return within(softcap(x, cap, implementation="triton"), want, 5e-7 * want.abs())
+
+
+def _route(case: route_cases.Case, seed: int) -> Outcome:
+    logits = route_cases.make_logits(case, generator(seed))
+    weights, ids = test_route.exact(logits, case)
+    got, chosen = route(logits, case.k, kind=case.kind, normalise=case.normalise, implementation="triton")
+    want = torch.from_numpy(weights)
+    same = equal(chosen, torch.tensor(ids, dtype=torch.int32))
+    return worst([within(got, want, route_cases.TOLERANCE * want.abs()), same])
+
+
+def _sample(kind: int, seed: int) -> Outcome:
+    """Sample a row with and without a mask: the token and the likeliest tokens are those of plain torch."""
+    rng = np.random.default_rng(seed)
+    outcomes = []
+    for masked in (False, True):
+        params = test_sampling.kinds(rng)[kind]
+        table, requests = test_sampling.random_rows([params] * 3, NUM_VOCAB, rng)
+        table, requests = table[kind % 3 :][:1], requests[kind % 3 :][:1]
+        words = -(-NUM_VOCAB // 32)
+        masks = rng.integers(-(2**31), 2**31, (1, words)).astype(np.int32) if masked else None
+        got, want = (
+            DeviceSampler(NUM_VOCAB, 4, "cpu", name).sample(table, requests, masks)[0]
+            for name in ("triton", "reference")
+        )
+        ids = [torch.tensor([row.id, *(token for token, _ in row.top)]) for row in (got, want)]
+        logprobs = [torch.tensor([row.logprob or 0.0, *(x for _, x in row.top)]) for row in (got, want)]
+        outcomes += [equal(*ids), within(*logprobs, 1e-6)]
+    return worst(outcomes)
+
+
+def _read(size: int, seed: int) -> Outcome:
+    words = torch.randint(-(2**31), 2**31, (size,), generator=generator(seed), dtype=torch.int32)
+    sums = bandwidth.read(words, implementation="triton")
+    return equal(sums.sum() % 2**32, words.sum(dtype=torch.int64) % 2**32)

@@ -1,0 +1,168 @@
+"""The table of what was emulated: docs/results/emulated-DATE.txt.
+
+    python -m tests.kernels.emulated.run > cases.jsonl
+    python -m tests.kernels.emulated.models > models.jsonl
+    python -m tests.kernels.emulated.mutations > mutations.jsonl
+    python -m tests.kernels.emulated.table cases.jsonl models.jsonl mutations.jsonl
+
+Owns the layout of the table. A case that was emulated twice counts as it was the last time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.kernels.emulated.case import CAPABILITIES, all_cases
+from tests.kernels.emulated.models import ARCHITECTURES
+from tests.kernels.emulated.models import cases as model_cases
+from tests.kernels.emulated.mutations import EQUIVALENT
+
+FEW = 16  # rows of a step that decodes or verifies one sequence
+Line = dict[str, Any]
+
+
+def read(paths: Iterable[str]) -> tuple[list[Line], list[Line], list[Line]]:
+    """Return the lines of the cases, the models and the mutations."""
+    cases: dict[tuple[str, int], Line] = {}
+    models: dict[tuple[str, int], Line] = {}
+    mutations: dict[str, Line] = {}
+    for path in paths:
+        for text in Path(path).read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            if "title" in line:
+                mutations[line["title"]] = line
+            elif "case" in line:
+                models[line["case"], line["capability"]] = line
+            else:
+                cases[line["name"], line["capability"]] = line
+    return list(cases.values()), list(models.values()), list(mutations.values())
+
+
+def group(line: Line) -> tuple[str, str, str, str]:
+    """Return the row of the table that a case belongs to."""
+    rows = "few" if line["rows"] <= FEW else "prompt" if line["rows"] > 64 or line["op"] == "attention" else "17 to 64"
+    if line["op"] in ("dequantize", "bandwidth"):
+        rows = "-"  # these are no rows of a step
+    return line["op"], line["format"], line["kv"] or "-", rows
+
+
+def case_rows(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield a row for each op, format, KV format and number of rows, with a column for each architecture."""
+    yield "Largest difference from the reference, relative to its largest value, by architecture (0: every bit is"
+    yield "equal; -: not run). bound: the largest that the tests allow at any element, relative as well. of it: the"
+    yield "largest difference in bounds of its own element, at most 1. cases: how many on all architectures."
+    yield ""
+    heads = "".join(f"{f'sm_{capability}':>9}" for capability in CAPABILITIES)
+    yield f"{'op':<13}{'format':<16}{'KV':<6}{'rows':<9}{heads}{'bound':>9}{'of it':>9}{'cases':>7}"
+    groups: dict[tuple[str, str, str, str], list[Line]] = defaultdict(list)
+    for line in lines:
+        groups[group(line)].append(line)
+    for (op, kind, kv, rows), members in sorted(groups.items()):
+        columns = ""
+        for capability in CAPABILITIES:
+            differences = [line["difference"] for line in members if line["capability"] == capability]
+            columns += f"{_number(max(differences)) if differences else '-':>9}"
+        bound, share = (max(line[name] for line in members) for name in ("bound", "share"))
+        yield f"{op:<13}{kind:<16}{kv:<6}{rows:<9}{columns}{_number(bound):>9}{share:>9.3f}{len(members):>7}"
+
+
+def kernel_rows(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield how many cases launched each kernel, for each architecture."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for line in lines:
+        counts.update((kernel, line["capability"]) for kernel in line["kernels"])
+    yield f"{'kernel: cases that launch it':<30}" + "".join(f"{f'sm_{capability}':>8}" for capability in CAPABILITIES)
+    for kernel in sorted({kernel for kernel, _ in counts}):
+        yield f"{kernel:<30}" + "".join(f"{counts[kernel, capability]:>8}" for capability in CAPABILITIES)
+
+
+def model_rows(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield a row for each model."""
+    yield "Whole models: two sequences, prompts in chunks, decoding, drafts, sampling. error: root mean square of all"
+    yield "logits' errors, relative to the logits, with the limit; product: that of the output matrix, with its bound."
+    yield ""
+    heads = "".join(f"{head:>9}" for head in ("error", "allowed", "product", "bound", "launches", "seconds"))
+    yield f"{'model':<16}{'':<7}{'tokens':<14}{heads}"
+    for line in lines:
+        tokens = line["fault"][:13] or f"{sum(map(len, line['tokens']))} equal"
+        numbers = (line["errors"][0], line["bounds"][0], line["product"], line["product_bound"])
+        columns = "".join(f"{_number(number):>9}" for number in numbers)
+        name = f"sm_{line['capability']}"
+        yield f"{line['case']:<16}{name:<7}{tokens:<14}{columns}{line['launches']:>9}{line['seconds']:>9.0f}"
+
+
+def mutation_rows(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield how many mutations of each kind were found, and by what; then the others, with the reason."""
+    equivalent = [line for line in lines if line["title"] in EQUIVALENT]
+    found = [line for line in lines if line["found"]]
+    yield f"Mutations: {len(lines)} tried, {len(found)} found; {len(equivalent)} change no result, for these reasons."
+    yield ""
+    yield f"{'mutation':<42}{'tried':>6}{'found':>6}  by"
+    kinds: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        kinds[line["kind"]].append(line)
+    for kind, members in kinds.items():
+        ways = Counter(line["found"] for line in members if line["found"])
+        by = ", ".join(f"{way} {count}" for way, count in ways.most_common())
+        yield f"{kind:<42}{len(members):>6}{sum(ways.values()):>6}  {by}"
+    yield ""
+    kernels = Counter(line["kernel"] for line in lines)
+    yield "by kernel: " + ", ".join(f"{kernel} {count}" for kernel, count in kernels.items())
+    for line in lines:
+        if not line["found"]:
+            reason = EQUIVALENT.get(line["title"], "NOT FOUND")
+            yield f"  {line['title']}, {line['source']}: {reason}"
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def coverage_rows(everything: set[tuple[str, int]], missing: set[tuple[str, int]]) -> Iterator[str]:
+    """Yield how many of its cases an op has run on each architecture."""
+    wanted = Counter((name.split()[0], capability) for name, capability in everything)
+    left = Counter((name.split()[0], capability) for name, capability in missing)
+    yield f"{'':<16}" + "".join(f"{f'sm_{capability}':>12}" for capability in CAPABILITIES)
+    for op in sorted({op for op, _ in wanted}):
+        numbers = ((wanted[op, capability], left[op, capability]) for capability in CAPABILITIES)
+        yield f"  {op:<14}" + "".join(f"{f'{total - rest} of {total}':>12}" for total, rest in numbers)
+
+
+def report(paths: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of the whole report."""
+    cases, models, mutations = read(paths)
+    command = "python -m tests.kernels.emulated.table " + " ".join(Path(path).name for path in paths)
+    yield f"Compiled kernels in the PTX emulator (tests/kernels/ptx), on the CPU: {command}"
+    yield f"Triton {version('triton')}, torch {version('torch')}, {os.cpu_count()} cores"
+    faults = [line for line in [*cases, *models] if line["fault"]]
+    instructions, seconds = (sum(line[name] for line in [*cases, *models]) for name in ("instructions", "seconds"))
+    everything = {(case.name, capability) for case in all_cases() for capability in CAPABILITIES}
+    missing = everything - {(line["name"], line["capability"]) for line in cases}
+    num_models = len(model_cases()) * len(ARCHITECTURES)
+    yield f"{len(cases)} of {len(everything)} cases, {len(models)} of {num_models} models"
+    yield f"{instructions:,} instructions in {seconds:,.0f} s; {len(faults)} wrong"
+    if missing:
+        yield "cases run of all:"
+        yield from coverage_rows(everything, missing)
+    for line in faults:
+        yield f"WRONG: {line.get('name') or line['case']} sm_{line['capability']}: {line['fault'][:300]}"
+    for part in (case_rows(cases), kernel_rows(cases), model_rows(models), mutation_rows(mutations)):
+        yield ""
+        yield from part
+
+
+def main() -> int:
+    for line in report(sys.argv[1:]):
+        print(line.rstrip())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

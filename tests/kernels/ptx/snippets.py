@@ -1,0 +1,75 @@
+"""Small kernels of one or two warps, written by hand, for the emulator's own tests.
+
+Owns the text around a few instructions: their inputs come from tensors, a row of each to a thread, and their outputs
+go back the same way. Knows nothing of what the instructions do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tests.kernels.ptx.machine import Machine, Order
+from tests.kernels.ptx.parse import parse
+
+Words = NDArray[np.uint64]
+REGISTERS = ".reg .pred %p<20>;\n.reg .b16 %rs<20>;\n.reg .b32 %r<80>;\n.reg .b64 %rd<40>;\n"
+
+
+def kernel(body: str, num_pointers: int) -> str:
+    """Return the PTX of a kernel `k`; %rd0, %rd1, ... are its pointers, and %r0 is %tid.x."""
+    parameters = ", ".join(f".param .u64 k_param_{at}" for at in range(num_pointers))
+    loads = "".join(f"ld.param.b64 %rd{at}, [k_param_{at}];\n" for at in range(num_pointers))
+    shared = ".extern .shared .align 16 .b8 global_smem[];\n"
+    return f"{shared}.visible .entry k({parameters})\n{{\n{REGISTERS}{loads}mov.u32 %r0, %tid.x;\n{body}\nret;\n}}\n"
+
+
+def run(
+    body: str,
+    tensors: Sequence[torch.Tensor],
+    *,
+    num_warps: int = 1,
+    grid: Sequence[int] = (1,),
+    shared_bytes: int = 0,
+    order: Order = "least",
+    races: bool = False,
+    seed: int = 0,
+) -> None:
+    """Run a kernel on tensors."""
+    num_ctas = int(np.prod(grid)) if order == "least" else 1
+    machine = Machine(parse(kernel(body, len(tensors))), num_warps, num_ctas, shared_bytes, order, races)
+    machine.run(tensors, [tensor.data_ptr() for tensor in tensors], grid, seed)
+
+
+def tensor_of(array: NDArray[np.generic]) -> torch.Tensor:
+    """Return the memory of an array as bytes of a tensor."""
+    return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8).copy())
+
+
+def compute(instructions: str, inputs: Sequence[Words], outputs: str = "b64") -> Words:
+    """Run instructions on 64-bit words: %rd10, %rd11, ... (low halves %r10, ..., low quarters %rs10, ...) to %rd30.
+
+    `outputs` is the type of the result: it is in %rd30, %r30, %rs30 or %p1.
+    """
+    lanes = max(32, -(-len(inputs[0]) // 32) * 32)
+    padded = [np.resize(words, lanes) for words in inputs]
+    out = torch.zeros(lanes, dtype=torch.int64)
+    lines = ["mul.wide.u32 %rd9, %r0, 8;"]
+    for at in range(len(inputs)):
+        lines += [f"add.s64 %rd8, %rd{at}, %rd9;", f"ld.global.b64 %rd{10 + at}, [%rd8];"]
+        lines += [f"cvt.u32.u64 %r{10 + at}, %rd{10 + at};", f"cvt.u16.u64 %rs{10 + at}, %rd{10 + at};"]
+    lines.append(instructions)
+    lines += {
+        "b64": [],
+        "b32": ["cvt.u64.u32 %rd30, %r30;"],
+        "b16": ["cvt.u64.u16 %rd30, %rs19;"],
+        "pred": ["selp.b64 %rd30, 1, 0, %p1;"],
+    }[outputs]
+    lines += [f"add.s64 %rd8, %rd{len(inputs)}, %rd9;", "st.global.b64 [%rd8], %rd30;"]
+    # At most 1,024 threads, as on a GPU.
+    assert lanes <= 1024
+    run("\n".join(lines), [*map(tensor_of, padded), out], num_warps=lanes // 32)
+    return out.numpy().view(np.uint64)[: len(inputs[0])]
