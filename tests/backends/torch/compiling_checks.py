@@ -1,0 +1,90 @@
+"""Check compiling in several processes, with Triton's compiler and without a GPU.
+
+test_compiling.py runs this as a child process, where kernels are not interpreted, with an empty folder for Triton's
+cache: `python -m tests.backends.torch.compiling_checks CHECK`. It prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from edgelm.backends.torch import compiling
+from edgelm.errors import EngineError
+from edgelm.kernels.activation import Gate
+from edgelm.kernels.activation.kernel import gated, softcap
+from edgelm.kernels.compilation import Compilation, recording
+from edgelm.kernels.norm.kernel import rms_norm
+from tests.backends.torch import bad_kernels
+
+
+class Driver:
+    """The driver of a GPU that is not there."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def needed() -> list[Compilation]:
+    """Return the kernels of some ops, each of which is launched twice."""
+    with recording() as found:
+        for _ in range(2):
+            for dtype in (torch.float16, torch.bfloat16):
+                x = torch.zeros((2, 64), dtype=dtype)
+                gated(x, Gate("silu"))
+                softcap(x, 30.0)
+                rms_norm(x, torch.zeros(64), 1e-5, dtype)
+    return found
+
+
+def run(compilations: list[Compilation], workers: int = 2) -> dict[str, Any]:
+    progress: list[tuple[int, int]] = []
+    error = None
+    try:
+        compiling.compile_kernels(compilations, lambda *numbers: progress.append(numbers), workers)
+    except EngineError as caught:
+        error = str(caught)
+    return {"progress": progress, "error": error}
+
+
+def good() -> dict[str, Any]:
+    """Compile, then compile again, then launch each kernel as a start does."""
+    found = needed()
+    first = run(found)
+    with patch.object(compiling, "Worker", side_effect=AssertionError("nothing is left to be compiled")):
+        second = run(needed())
+    hits: list[bool] = []
+    with patch.object(knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit)):
+        for compilation in found:
+            compilation.run()
+    return {"names": [compilation.name for compilation in found], "first": first, "second": second, "hits": hits}
+
+
+def bad() -> dict[str, Any]:
+    """Compile kernels of which one has an error, then some of which one kills its process."""
+    found = needed()
+    with recording() as bad:
+        bad_kernels.wrong_kernel[(1,)](torch.zeros(4))
+    dead = replace(found[0], module=bad_kernels.__name__, name="deadly_kernel")
+    wrong = run([*bad, *found])
+    with patch.object(Compilation, "is_done", False):  # this process must not look at the kernel
+        return {"wrong": wrong["error"], "deadly": run([dead, *found])["error"]}
+
+
+if __name__ == "__main__":
+    driver.set_active(Driver())
+    print(json.dumps({"good": good, "bad": bad}[sys.argv[1]]()))

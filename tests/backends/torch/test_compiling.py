@@ -1,0 +1,48 @@
+"""Kernels are compiled in several processes at load, found again by the next start, and a failure is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[3]
+HINT = "see `edgelm doctor`, or use --engine llama"
+
+
+def check(name: str, cache: Path) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.backends.torch.compiling_checks", name], cwd=ROOT, timeout=100, check=False,
+        env={**environment, "TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_kernels_are_compiled_once_and_the_next_start_finds_them(tmp_path: Path) -> None:
+    result = check("good", tmp_path)
+    count = len(result["names"])
+    assert set(result["names"]) == {"gated_kernel", "softcap_kernel", "rms_norm_kernel"}
+    assert count == 6, "each for two types; a second launch needs no other one"
+    assert result["first"] == {"progress": [[done, count] for done in range(count + 1)], "error": None}
+    assert result["second"] == {"progress": [], "error": None}
+    assert result["hits"] == [True] * count
+    again = check("good", tmp_path)
+    assert again["first"] == {"progress": [], "error": None}
+
+
+def test_a_failure_is_one_line(tmp_path: Path) -> None:
+    errors = check("bad", tmp_path)
+    assert errors == {
+        "wrong": f"the GPU's kernel wrong_kernel cannot be compiled: CompileTimeAssertionFailure: is wrong; {HINT}",
+        "deadly": f"the GPU's kernel deadly_kernel cannot be compiled: the compiler was killed by SIGKILL; {HINT}",
+    }
