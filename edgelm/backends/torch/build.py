@@ -94,7 +94,7 @@ def build_torch(
         decoder = load_decoder(model, settings, device, option.context, progress)
         folder = _snapshot_folder(prefixes, model, settings, decoder, option) if prefixes else None
         store = SnapshotStore(int(SNAPSHOT_SHARE * available_memory_bytes()), folder) if folder else None
-        executor = _executor(decoder, settings, option, model.name, places, store)
+        executor = _executor(decoder, settings, option, model.name, places, store, notify)
         clock, drafter = StepClock(), None
         try:
             if places and settings.spec != "off":
@@ -103,7 +103,7 @@ def build_torch(
                 drafters: list[Drafter] = [ngram_drafter(tokenizer, settings, places, identity)]
                 if small:
                     drafters.append(
-                        _load_draft_model(small, settings, decoder, executor.info, tokenizer, clock, places)
+                        _load_draft_model(small, settings, decoder, executor.info, tokenizer, clock, places, notify)
                     )
                 drafter = throttled(drafters, clock, settings)
         except EdgeLMError:
@@ -193,11 +193,12 @@ def _executor(
     name: str,
     places: Places | None = None,
     store: SnapshotStore | None = None,
+    notify: Callable[[str], None] = log.info,
 ) -> TorchExecutor:
     """Make the executor; if its memory cannot be allocated, retry with half the context."""
     context = option.context
     tuned = places.cache / "kernels" if places else None
-    while (executor := _try_executor(decoder, settings, option.kv, context, tuned, store)) is None:
+    while (executor := _try_executor(decoder, settings, option.kv, context, tuned, store, notify)) is None:
         if settings.ctx is not None or context // 2 < MIN_CONTEXT:
             device = device_name(decoder.device)
             message = f"{name} and {context:,} tokens of context do not fit in the memory of {device}"
@@ -207,7 +208,13 @@ def _executor(
 
 
 def _try_executor(
-    decoder: Decoder, settings: Settings, kv: str, context: int, tuned: Path | None, store: SnapshotStore | None = None
+    decoder: Decoder,
+    settings: Settings,
+    kv: str,
+    context: int,
+    tuned: Path | None,
+    store: SnapshotStore | None = None,
+    notify: Callable[[str], None] = log.info,
 ) -> TorchExecutor | None:
     """Make an executor; None if its memory cannot be allocated. Raises EngineError for other failures."""
     options = TorchOptions(
@@ -221,7 +228,7 @@ def _try_executor(
         tuned=tuned,
     )
     try:
-        return TorchExecutor(decoder, options, store)
+        return TorchExecutor(decoder, options, store, notify)
     except OutOfMemoryError:
         return None
 
@@ -234,6 +241,7 @@ def _load_draft_model(
     tokenizer: Tokenizer,
     clock: StepClock,
     places: Places,
+    notify: Callable[[str], None],
 ) -> ModelDrafter:
     """Load a draft model on the device of the large one, whose executor has `info`.
 
@@ -242,7 +250,7 @@ def _load_draft_model(
     require_same_vocabulary(tokenizer, tokenizer_of(draft), draft.name)
     context = min(info.context, draft.facts.summary.context or info.context)
     decoder = load_decoder(draft, settings, large.device.type, context)
-    executor = _try_executor(decoder, settings, DRAFT_KV, context, places.cache / "kernels")
+    executor = _try_executor(decoder, settings, DRAFT_KV, context, places.cache / "kernels", notify=notify)
     if executor is None:
         message = f"the draft model {draft.name} does not fit in the memory of {device_name(decoder.device)}"
         raise DoesNotFitError(message, "lower --ctx, or omit --draft")

@@ -9,7 +9,7 @@ import resource
 from triton.compiler.errors import CompilationError
 
 from edgelm.backends.torch.compiling import HINT, Compile, Compiled
-from edgelm.errors import EngineError
+from edgelm.errors import DeviceError
 from edgelm.workers.child import Child, answer_requests
 
 MAX_LENGTH = 200  # characters of a foreign message
@@ -23,7 +23,7 @@ def _compile(request: Compile, child: Child) -> None:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
         line = lines[-1] if isinstance(error, CompilationError) else lines[0]  # it begins with the place in the source
         reason = f"{type(error).__name__}: {line[:MAX_LENGTH]}".removesuffix(": ")
-        raise EngineError(f"the GPU's kernel {compilation.name} cannot be compiled: {reason}", HINT) from error
+        raise DeviceError(f"the GPU's kernel {compilation.name} cannot be compiled: {reason}", HINT) from error
     child.send(Compiled())
 
 

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from edgelm.errors import EngineError
+from edgelm.errors import DeviceError
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.memory import available_memory_bytes
 from edgelm.workers.parent import Worker
@@ -54,7 +54,7 @@ class Compiled:
 def compile_kernels(needed: Sequence[Compilation], on_progress: Progress, workers: int | None = None) -> None:
     """Compile those kernels that the cache on disk does not have; `workers` defaults to what the machine allows.
 
-    A few kernels are left to their first launch. Raises EngineError where a kernel cannot be compiled.
+    A few kernels are left to their first launch. Raises DeviceError where a kernel cannot be compiled.
     """
     missing = [compilation for compilation in needed if not compilation.is_done]
     count = min(workers or _num_workers(), len(missing) // KERNELS_EACH)
@@ -92,14 +92,14 @@ class _Pool:
             self._idle.append(self._start())
 
     def compile(self, compilation: Compilation) -> None:
-        """Compile a kernel; if its process dies, in another one. Raises EngineError."""
+        """Compile a kernel; if its process dies, in another one. Raises DeviceError."""
         request = Compile(base64.b64encode(pickle.dumps(compilation)).decode())
         for _ in range(ATTEMPTS):
             end = self._ask(request, compilation.name)
             if end is None:
                 return
             log.warning("a process that compiled %s %s", compilation.name, end)
-        raise EngineError(f"the GPU's kernel {compilation.name} cannot be compiled: the compiler {end}", HINT)
+        raise DeviceError(f"the GPU's kernel {compilation.name} cannot be compiled: the compiler {end}", HINT)
 
     def stop(self) -> None:
         """Let `compile` fail soon in all threads."""
@@ -110,7 +110,7 @@ class _Pool:
     def _ask(self, request: Compile, name: str) -> str | None:
         """Let a process compile a kernel; return how it died, and None if it did not."""
         if self._stopped:
-            raise EngineError(f"the GPU's kernel {name} is not compiled: another one failed", HINT)
+            raise DeviceError(f"the GPU's kernel {name} is not compiled: another one failed", HINT)
         try:
             worker = self._idle.popleft()
         except IndexError:  # it died
@@ -120,7 +120,7 @@ class _Pool:
             reply = worker.receive(LIMIT_S)
         except TimeoutError:
             worker.kill()
-            raise EngineError(f"the GPU's kernel {name} is not compiled after {LIMIT_S:.0f} s", HINT) from None
+            raise DeviceError(f"the GPU's kernel {name} is not compiled after {LIMIT_S:.0f} s", HINT) from None
         if reply is None:
             end = worker.exit()
             return f"{end.how} ({end.last_line})" if end.last_line else end.how
@@ -128,6 +128,6 @@ class _Pool:
         return None
 
     def _start(self) -> Worker:
-        worker = Worker(WORKER, replies=(Compiled,), errors=(EngineError,), environment={"CUDA_VISIBLE_DEVICES": ""})
+        worker = Worker(WORKER, replies=(Compiled,), errors=(DeviceError,), environment={"CUDA_VISIBLE_DEVICES": ""})
         self._workers.append(worker)
         return self._stack.enter_context(worker)

@@ -20,6 +20,7 @@ from torch import Tensor
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.batch import LastTokens, StepBuffers, StepTensors, bucket_of
 from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
+from edgelm.backends.torch.compiling import compile_kernels
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
@@ -73,11 +74,18 @@ class TorchOptions:
 class TorchExecutor:
     """An `Executor` that owns a decoder.
 
-    `snapshots` holds blocks on their way to files and back; None: the steps have no ops.
+    `snapshots` holds blocks on their way to files and back; None: the steps have no ops. `notify` takes lines of
+    progress.
     Raises OutOfMemoryError if its memory cannot be allocated; then all of it is free again, except the decoder's.
     """
 
-    def __init__(self, decoder: Decoder, options: TorchOptions, snapshots: SnapshotStore | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        options: TorchOptions,
+        snapshots: SnapshotStore | None = None,
+        notify: Callable[[str], None] = log.info,
+    ) -> None:
         assert options.capacity % BLOCK_LEN == 0
         assert options.context <= options.capacity
         config, device = decoder.config, decoder.device
@@ -111,13 +119,15 @@ class TorchExecutor:
         self._splits_steps = False  # not while loading: there, a smaller context is better
         try:
             with gpu_errors():
-                self._allocate(decoder, options, cache_format)
+                self._allocate(decoder, options, cache_format, notify)
         except BaseException:
             self.close()  # here, since the error keeps this object alive while it is handled
             raise
         self._splits_steps = True
 
-    def _allocate(self, decoder: Decoder, options: TorchOptions, cache_format: KVFormat) -> None:
+    def _allocate(
+        self, decoder: Decoder, options: TorchOptions, cache_format: KVFormat, notify: Callable[[str], None]
+    ) -> None:
         config, device = decoder.config, decoder.device
         num_blocks = options.capacity // BLOCK_LEN
         with gpu_errors():
@@ -137,6 +147,7 @@ class TorchExecutor:
                 if options.tuned is not None:
                     TABLE.open(options.tuned, target_of(device))
                 self._device_sampler = DeviceSampler(decoder.vocab_size, max(options.max_rows, SIZES[-1]), device)
+                self._compile(notify)
         if options.graphs and device.type == "cuda":
             try:
                 self._capture(Graphs(options.max_sequences, options.max_tokens))
@@ -144,6 +155,19 @@ class TorchExecutor:
                 self._go_on_without_graphs(options, error)
         if device.type == "cuda":
             self._warm_up()
+
+    def _compile(self, notify: Callable[[str], None]) -> None:
+        """Compile the kernels of the warm-up beside each other, before the first one is launched."""
+        from edgelm.backends.torch.warm_up import warm_up_steps  # these import Triton, which the CPU does without
+        from edgelm.kernels.compilation import recording
+
+        assert self._decoder is not None
+        with recording() as needed:
+            for step in warm_up_steps(self._decoder, self._caches, self._info):
+                self.forward(step)
+                self.sample(step, None)  # not read: no kernel wrote it
+        self._last = None
+        compile_kernels(needed, lambda done, total: notify(f"compiling the GPU's kernels: {done} of {total}"))
 
     def _capture(self, graphs: Graphs) -> None:
         """Capture the graphs of the sampler and of the model."""

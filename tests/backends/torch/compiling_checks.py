@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from edgelm.backends.torch import compiling
-from edgelm.errors import EngineError
+from edgelm.errors import DeviceError
 from edgelm.kernels.activation import Gate
 from edgelm.kernels.activation.kernel import gated, softcap
 from edgelm.kernels.compilation import Compilation, recording
@@ -56,7 +56,7 @@ def run(compilations: list[Compilation], workers: int = 2) -> dict[str, Any]:
     error = None
     try:
         compiling.compile_kernels(compilations, lambda *numbers: progress.append(numbers), workers)
-    except EngineError as caught:
+    except DeviceError as caught:
         error = str(caught)
     return {"progress": progress, "error": error}
 

@@ -27,7 +27,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from edgelm.backends.torch import executor
 from edgelm.kernels import gpu_target
+from edgelm.kernels.compilation import Compilation
 from tests.backends.torch.fake_pools import GraphPools
 
 HOST, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
@@ -67,13 +69,15 @@ class FakeGpu(TorchFunctionMode):
 
     `blocking` counts the copies that the host waits for; events are not counted. `pools` is the memory of the graphs,
     `waits` counts the calls that wait for all work of the device. `compiled` are the kernels that a GPU would have
-    compiled, in order: the name and the key by which Triton finds one. `live_bytes` are those of tensors outside of
+    compiled, in order: the name and the key by which Triton finds one, `ahead` those that several processes would have
+    compiled before. `live_bytes` are those of tensors outside of
     graphs, `peak_bytes` the most so far; it may be set.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: Counter[str] = Counter()
+        self.ahead: set[tuple[str, str]] = set()
         self.captured: list[Counter[str]] = []
         self.replays = 0
         self.copies: Counter[str] = Counter()  # "up" and "down"
@@ -154,6 +158,7 @@ class FakeGpu(TorchFunctionMode):
             self._stack.enter_context(patch.object(torch.cuda, name, value))
         self._stack.enter_context(patch.object(JITFunction, "run", self._launch()))
         self._stack.enter_context(patch.object(knobs.runtime, "jit_cache_hook", self._compile))
+        self._stack.enter_context(patch.object(executor, "compile_kernels", self._compile_ahead))
         gpu_target.kwidth()  # compiles its probe, which no hook may prevent
         driver.set_active(FakeDriver())
         self._stack.callback(driver.set_active, None)
@@ -276,6 +281,9 @@ class FakeGpu(TorchFunctionMode):
             return found
 
         return run
+
+    def _compile_ahead(self, needed: list[Compilation], _: object) -> None:
+        self.ahead |= {(compilation.name, compilation.key) for compilation in needed}
 
     def _compile(self, *, key: str, fn: Any, **_: object) -> bool:
         """Note a kernel that Triton does not have, and give it one, so that it has it from now on."""

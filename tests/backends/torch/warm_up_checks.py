@@ -88,6 +88,8 @@ def check(name: str, num_sequences: int, context: int, kv: str, graphs: bool, th
         )  # fmt: skip
         num_compiled, peak = len(gpu.compiled), gpu.peak_bytes
         faults: list[str] = []
+        if alone := sorted({kernel for kernel, key in gpu.compiled if (kernel, key) not in gpu.ahead}):
+            faults.append(f"loading compiles one by one: {', '.join(alone)}")
         num_steps = 0
         for step in steps(num_sequences, context, thorough):
             gpu.peak_bytes = gpu.live_bytes
