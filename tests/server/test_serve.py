@@ -75,7 +75,7 @@ def test_ps_shows_a_loaded_model(front: Front, environment: dict[str, str]) -> N
     state = json.loads(edgelm(environment, "ps", "--json").stdout)
     assert state["models"][0].keys() == {
         *("model", "path", "state", "progress", "pid", "context", "engine", "device", "requests", "rss_bytes"),
-        *("idle_s", "error", "keep_alive_s", "expires_in_s", "pinned", "waits_for"),
+        *("idle_s", "error", "cuda_problem", "keep_alive_s", "expires_in_s", "pinned", "waits_for"),
         *("memory_bytes", "predicted_bytes", "predicted", "promised_bytes"),
     }
     assert state["models"][0]["rss_bytes"] > 2**20
