@@ -295,7 +295,9 @@ class ExecutorInfo:
     max_rows: int  # sampled rows of a step
     max_sequences: int  # slots
     kv_bytes_per_token: int
-    max_draft: int = 0  # draft tokens of a sequence that the executor verifies as it decodes; 0: no limit of its own
+    # Draft tokens of a sequence that the executor verifies as it decodes; 0: no limit of its own. Not in the repr:
+    # that names the files with measured times.
+    max_draft: int = field(default=0, repr=False)
     can_trim: bool = True  # the KV of a sequence can be cut after any position
     can_copy: bool = True  # another sequence can share a prefix
     block_len: int = 0  # positions of a block, if a chunk's `kv` is a block table; 0: it is a slot

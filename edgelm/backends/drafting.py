@@ -35,7 +35,8 @@ def measured_clock(executor: Executor, settings: Settings, places: Places, ident
     """
     cores = usable_cores()
     machine = machine_key(cores), settings.threads or cores.physical  # machines may share a home folder
-    times = StepTimes(places.cache / "step-times", [identity.hex(), executor.info, machine])
+    limit = [f"drafts of {executor.info.max_draft}"] if executor.info.max_draft else []
+    times = StepTimes(places.cache / "step-times", [identity.hex(), executor.info, machine, *limit])
     times.measure(executor, MEASURE_S, REPEAT_S)
     return StepClock(StepCosts(Measured(*point) for point in times.surface()))
 
