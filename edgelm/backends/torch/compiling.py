@@ -24,7 +24,7 @@ from edgelm.machine.memory import available_memory_bytes
 from edgelm.workers.parent import Worker
 
 if TYPE_CHECKING:  # Triton is not installed everywhere
-    from edgelm.kernels.compilation import Compilation
+    from edgelm.backends.torch.compilation import Compilation
 
 log = logging.getLogger(__name__)
 

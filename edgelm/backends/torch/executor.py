@@ -158,8 +158,8 @@ class TorchExecutor:
 
     def _compile(self, notify: Callable[[str], None]) -> None:
         """Compile the kernels of the warm-up beside each other, before the first one is launched."""
+        from edgelm.backends.torch.compilation import recording
         from edgelm.backends.torch.warm_up import warm_up_steps  # these import Triton, which the CPU does without
-        from edgelm.kernels.compilation import recording
 
         assert self._decoder is not None
         with recording() as needed:

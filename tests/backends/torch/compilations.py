@@ -18,9 +18,9 @@ from unittest.mock import patch
 import torch
 from triton import knobs
 
+from edgelm.backends.torch.compilation import recording
 from edgelm.backends.torch.compiling import compile_kernels
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
-from edgelm.kernels.compilation import recording
 from tests.backends.torch.fake_gpu import FakeGpu
 from tests.backends.torch.shape_models import MODELS
 

@@ -18,10 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from edgelm.backends.torch import compiling
+from edgelm.backends.torch.compilation import Compilation, recording
 from edgelm.errors import DeviceError
 from edgelm.kernels.activation import Gate
 from edgelm.kernels.activation.kernel import gated, softcap
-from edgelm.kernels.compilation import Compilation, recording
 from edgelm.kernels.norm.kernel import rms_norm
 from tests.backends.torch import bad_kernels
 

@@ -28,8 +28,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from edgelm.backends.torch import executor
+from edgelm.backends.torch.compilation import Compilation
 from edgelm.kernels import gpu_target
-from edgelm.kernels.compilation import Compilation
 from tests.backends.torch.fake_pools import GraphPools
 
 HOST, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)

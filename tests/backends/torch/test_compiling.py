@@ -21,7 +21,7 @@ def check(name: str, cache: Path) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.backends.torch.compiling_checks", name], cwd=ROOT, timeout=100, check=False,
-        env={**environment, "TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True,
+        env={**environment, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
