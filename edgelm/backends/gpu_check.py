@@ -38,7 +38,7 @@ class OpVerdict:
 
     @property
     def problem(self) -> str:
-        """What is wrong, as the end of a sentence about the kernel; empty: nothing."""
+        """The problem, as the end of a sentence about the kernel; empty: there is none."""
         if self.right:
             return ""
         if self.error:
@@ -74,7 +74,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class GpuVerdict:
-    """What a check has found. With a problem, no model can use our kernels here."""
+    """The result of a check. With a problem, no model can use our kernels here."""
 
     device: str = ""
     problem: str = ""

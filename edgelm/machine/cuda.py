@@ -61,7 +61,7 @@ def _check_gpu() -> CudaState:
 
 
 def _unusable(warning: str, torch_version: str, cuda_version: str) -> CudaState:
-    """Return what torch's warning means: it raises nothing where it cannot use the driver."""
+    """Explain a warning of torch, which raises nothing where it cannot use the driver."""
     if old := re.search(r"too old \(found version (\d+)\)", warning):
         number = f"{int(old[1]) // 1000}.{int(old[1]) % 1000 // 10}"  # 12040: CUDA 12.4
         needed = f"torch {torch_version}, which is built for CUDA {cuda_version}"

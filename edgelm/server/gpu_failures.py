@@ -1,4 +1,4 @@
-"""What a front remembers of GPUs that failed, so that `--engine auto` goes on without CUDA.
+"""The memory of a front for GPUs that failed, so that `--engine auto` goes on without CUDA.
 
 Owns the rule: a model that CUDA could not load, or whose engine CUDA ended twice within some minutes, is loaded without
 it. After a while without a failure, CUDA is tried again when the model is next loaded.

@@ -1,4 +1,4 @@
-"""What a kernel is compiled from, and its place in Triton's cache on disk.
+"""The source, types and options of a kernel to be compiled, and its place in Triton's cache on disk.
 
 Owns finding out which kernels some work will launch, without launching them, and compiling one of them in any process:
 no GPU is needed for that, and none is touched. Knows nothing of models and processes.
@@ -83,16 +83,16 @@ def recording() -> Iterator[list[Compilation]]:
         JITFunction.run, knobs.runtime.jit_cache_hook = look_up, hook
 
 
-def _compilation(kernel: Any, key: str, compile: dict[str, Any]) -> Compilation:  # noqa: A002
-    stored = json.loads(compile["specialization_data"])["options"]
+def _compilation(kernel: Any, key: str, given: dict[str, Any]) -> Compilation:
+    stored = json.loads(given["specialization_data"])["options"]
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
-    (attributes,) = compile["configs"]
-    target = kernel.device_caches[compile["device"]][2]
+    (attributes,) = given["configs"]
+    target = kernel.device_caches[given["device"]][2]
     return Compilation(
         module=kernel.__module__,
         name=kernel.__name__,
-        signature=dict(compile["signature"]),
-        constants=dict(compile["constants"]),
+        signature=dict(given["signature"]),
+        constants=dict(given["constants"]),
         attributes=dict(attributes),
         options=options,
         target=(target.backend, target.arch, target.warp_size),

@@ -1,4 +1,4 @@
-"""What is kept of the checks of GPUs: the verdict about the ops of a kind of model, under all that it depends on.
+"""The kept results of GPU checks: a verdict about the ops of a kind of model, under a key of all it depends on.
 
 Owns the key, and the file. Knows nothing of how a check is made.
 """

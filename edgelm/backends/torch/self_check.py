@@ -167,7 +167,7 @@ def difference_of(got: Tensor, want: Tensor) -> Difference:
 
 
 def described(args: Sequence[object]) -> str:
-    """Return what a kernel is chosen by: formats and shapes."""
+    """Return the formats and shapes by which a kernel is chosen, as text."""
     words = []
     for arg in args:
         if isinstance(arg, PackedWeight | DenseWeight):

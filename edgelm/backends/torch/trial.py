@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import subprocess
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,18 +34,17 @@ def run_trial(device: torch.device) -> None:
         raise DeviceError(message, f"update the NVIDIA driver, {OR_LLAMA}")
 
 
-class explained:  # noqa: N801 - it is used as a function
+@contextmanager
+def explained() -> Iterator[None]:
     """Turn what Triton raises where it cannot compile into an EngineError that says what is missing."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is None:
-            return
+    try:
+        yield
+    except Exception as error:
         cause = error.__cause__ if isinstance(error, EngineError) else error
         for matches, explain in _CAUSES:
             if cause is not None and matches(cause):
                 raise explain(cause) from cause
+        raise
 
 
 def _has_headers() -> bool:

@@ -73,7 +73,7 @@ class DraftChat:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a message of an export says: the role may be that of a tool or of the system, and all may be empty."""
+    """A message of an export. The role may be that of a tool or of the system, and every field may be empty."""
 
     role: str
     _: KW_ONLY
@@ -127,7 +127,7 @@ def together(first: Said, other: Said) -> Said:
 
 
 def draft_of(said: Said, key: str, parent: str | None) -> DraftMessage:
-    """Return what was said as a message of our own, whose role is the user's or the model's."""
+    """Return an exported message as one of our own, whose role is the user's or the model's."""
     return DraftMessage(
         key=key, parent=parent, role="user" if said.role == "user" else "assistant", text=said.text,
         reasoning=said.reasoning, model=said.model, created=said.created, state=said.state,

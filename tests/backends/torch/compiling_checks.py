@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import torch
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from edgelm.backends.torch import compiling
@@ -24,19 +23,7 @@ from edgelm.kernels.activation import Gate
 from edgelm.kernels.activation.kernel import gated, softcap
 from edgelm.kernels.norm.kernel import rms_norm
 from tests.backends.torch import bad_kernels
-
-
-class Driver:
-    """The driver of a GPU that is not there."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+from tests.backends.torch.fake_gpu import FakeDriver
 
 
 def needed() -> list[Compilation]:
@@ -86,5 +73,5 @@ def bad() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    driver.set_active(Driver())
+    driver.set_active(FakeDriver())
     print(json.dumps({"good": good, "bad": bad}[sys.argv[1]]()))

@@ -285,7 +285,7 @@ def errors(got: Trace, expected: Trace) -> Errors:
 
 
 class ModelResult(NamedTuple):
-    """What a model's emulation gave."""
+    """The result of emulating a model."""
 
     case: ModelCase
     capability: int

@@ -79,7 +79,7 @@ class Marks:
 
 
 class Shadow:
-    """What was last done with each byte, by kind."""
+    """The last access of each byte, by kind."""
 
     def __init__(self, num_units: int, num_warps: int) -> None:
         self.writes = Marks(num_units, num_warps)
