@@ -1,7 +1,7 @@
 """The names and flags of the commands. The work of a command is a module of `commands`, imported when it is called.
 
 Owns the exit code of an error. The commands about a server are in cli_server.py, those about chats in
-cli_chats.py. Knows nothing of engines, models and files.
+cli_chats.py, those that make and judge models in cli_making.py. Knows nothing of engines, models and files.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typer import exceptions as usage
 
 from edgelm import __version__
 from edgelm.cli_chats import chats_app
+from edgelm.cli_making import evaluate
 from edgelm.cli_server import launch, load, ps, serve, service_app, top, unload, watch
 from edgelm.commands.flags import Flags, Json, Model, Verbose, Yes, with_settings
 from edgelm.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError
@@ -216,43 +217,7 @@ def embed(
     )
 
 
-@app.command("eval")
-@with_settings("eval")
-def evaluate(
-    model: Model,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A text file, of any length.", show_default=False)],
-    against: Annotated[
-        list[str] | None,
-        typer.Option(help="The reference: a KV mode, another file of the same model, or both.", show_default=False),
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Tokens that the model sees at a time (512).", show_default=False)
-    ] = None,
-    stride: Annotated[
-        int | None, typer.Option(help="Overlapping windows, this many tokens apart.", show_default=False)
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="End after this many windows.", show_default=False)] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Do not continue an interrupted run.")] = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    *,
-    flags: Flags,
-) -> None:
-    """Measure how well a model predicts a text, and how far it is from a reference."""
-    from edgelm.commands.eval import eval_model
-
-    eval_model(
-        model,
-        file,
-        flags,
-        against or [],
-        window=window,
-        stride=stride,
-        limit=limit,
-        restart=restart,
-        as_json=as_json,
-        verbose=verbose,
-    )
+app.command("eval")(evaluate)
 
 
 @app.command()

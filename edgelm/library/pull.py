@@ -8,7 +8,6 @@ Owns that order, the threads and their reports. download.py downloads one file u
 from __future__ import annotations
 
 import queue
-import shutil
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgelm import disk
 from edgelm.errors import EdgeLMError
 from edgelm.library.download import Download
 from edgelm.library.http_range import CancelledTransferError, RangeClient
@@ -131,7 +131,7 @@ def has_room(missing: int, free: int) -> bool:
 def free_bytes(folder: Path) -> int:
     """Return the free bytes on the disk of a folder, which need not exist yet. Raises EdgeLMError."""
     try:
-        return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        return disk.free_bytes(folder)
     except OSError as error:
         message = f"{folder} cannot be used: {error.strerror}"
         raise EdgeLMError(message, "correct its permissions, or set HF_HUB_CACHE to another folder") from None

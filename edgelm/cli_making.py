@@ -1,0 +1,50 @@
+"""The names and flags of the commands that make and judge models: convert, quantize, eval.
+
+The work is in `commands.convert`, `commands.quantize` and `commands.eval`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from edgelm.commands.flags import Flags, Json, Model, Verbose, with_settings
+
+
+@with_settings("eval")
+def evaluate(
+    model: Model,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A text file, of any length.", show_default=False)],
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="The reference: a KV mode, another file of the same model, or both.", show_default=False),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens that the model sees at a time (512).", show_default=False)
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Overlapping windows, this many tokens apart.", show_default=False)
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="End after this many windows.", show_default=False)] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Do not continue an interrupted run.")] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    *,
+    flags: Flags,
+) -> None:
+    """Measure how well a model predicts a text, and how far it is from a reference."""
+    from edgelm.commands.eval import eval_model
+
+    eval_model(
+        model,
+        file,
+        flags,
+        against or [],
+        window=window,
+        stride=stride,
+        limit=limit,
+        restart=restart,
+        as_json=as_json,
+        verbose=verbose,
+    )

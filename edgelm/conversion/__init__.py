@@ -1,0 +1,1 @@
+"""Conversion: a folder of safetensors as a GGUF, with its tokenizer, template and adapters."""

@@ -1,0 +1,1 @@
+"""Quantization: fewer bits for the weights of a model, where they cost least; calibration and its texts."""
