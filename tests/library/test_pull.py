@@ -12,10 +12,10 @@ import huggingface_hub
 import pytest
 from gguf.constants import GGUFValueType as V
 
+from edgelm import disk
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.errors import EdgeLMError
 from edgelm.library import hub_cache
-from edgelm.library import pull as pull_module
 from edgelm.library.http_range import CancelledTransferError, fetch_headers
 from edgelm.library.hub import Hub
 from edgelm.library.local import find_local
@@ -203,7 +203,7 @@ def test_a_full_disk_is_noticed_before_the_download(
     server: HubServer, puller: Puller, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": SIZE})
-    monkeypatch.setattr(pull_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(EdgeLMError, match=r"needs 3\.00 MB more, .* has 3\.00 MB free; free some space"):
         puller.pull(NAME)
     assert server.sent == []
