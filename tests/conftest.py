@@ -1,11 +1,10 @@
-"""The option `--soak`, the shared test data, and hypothesis's settings."""
+"""The option `--soak`, and hypothesis's settings."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import signal
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -14,7 +13,6 @@ from tests.counts import choose_counts
 
 os.environ.setdefault("KERNEL_SEED", str(secrets.randbelow(2**31)))  # one for all processes that run the tests
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported: that decides what it becomes
-SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"  # lies beside the checkout on some machines
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,11 +26,3 @@ def pytest_configure(config: pytest.Config) -> None:
     # A busy machine is not a failure. New inputs in each run; a failing one prints how to repeat it.
     hypothesis.settings.register_profile("edgelm", deadline=None, print_blob=True)
     hypothesis.settings.load_profile("edgelm")
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """Return the folder with real tokenizers and trained models; a test that asks for it skips where there is none."""
-    if not SHARED_DATA.is_dir():
-        pytest.skip("no ../shared/data beside this checkout")
-    return SHARED_DATA

@@ -18,6 +18,7 @@ from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.gguf_parse import TENSOR_TYPES, Array, TensorType
 from edgelm.errors import ModelError
 from tests.checkpoints.gguf_bytes import RawGGUF, RawTensor, take_apart
+from tests.real_data import data_files, vocabulary
 from tests.tiny import write_tiny
 
 INTEGERS = {V.UINT8: (0, 8), V.INT8: (1, 8), V.UINT16: (0, 16), V.INT16: (1, 16), V.UINT32: (0, 32), V.INT32: (1, 32)}
@@ -154,8 +155,8 @@ def test_the_parts_of_a_split_model_read_as_one(tensors: dict[str, Any], most: i
                     assert bytes(ours.tensor_bytes(name)) == tensor.data.tobytes()
 
 
-def test_the_shared_models_read_the_same(shared_data: Path) -> None:
-    for path in sorted(shared_data.glob("models/*.gguf")):
+def test_real_models_read_the_same() -> None:
+    for path in data_files("models", ".gguf"):
         if "unsupported" in path.name:
             with pytest.raises(ModelError, match="version 1"):
                 open_gguf(path)
@@ -199,11 +200,11 @@ def test_any_bytes_of_any_type_become_numbers_or_an_error(tmp_path: Path, kind: 
         assert message in ("", f"m.gguf: {kind.name} cannot be dequantized")
 
 
-def test_the_shared_vocabularies_read_the_same(shared_data: Path) -> None:
-    path = shared_data / "vocab" / "ggml-vocab-phi-3.gguf"  # the library's reader takes too long for the others
+def test_real_vocabularies_read_the_same() -> None:
+    path = vocabulary("phi-3")  # the library's reader takes too long for the others
     with open_gguf(path) as ours:
         assert_same(ours, library.GGUFReader(path))
-    for path in sorted(shared_data.glob("vocab/*.gguf")):
+    for path in data_files("vocab", ".gguf"):
         with open_gguf(path) as ours:
             tokens = ours.metadata["tokenizer.ggml.tokens"]
             assert isinstance(tokens, Array)

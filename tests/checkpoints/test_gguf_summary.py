@@ -13,6 +13,7 @@ from edgelm.checkpoints.summary import ModelSummary, model_summary
 from edgelm.errors import ModelError
 from tests.checkpoints.gguf_bytes import RawGGUF
 from tests.checkpoints.small_models import FAMILIES, LLAMA, WIDTH, key, model, tensor
+from tests.real_data import data_file, vocabulary
 from tests.tiny import write_tiny
 
 
@@ -116,13 +117,13 @@ def test_impossible_numbers_are_refused(tmp_path: Path) -> None:
         summary(tmp_path, FAMILIES["llama"].with_keys(llama__block_count=key(2**32 - 1)))
 
 
-def test_tiny_and_shared_models(tmp_path: Path, shared_data: Path) -> None:
+def test_tiny_and_real_models(tmp_path: Path) -> None:
     with open_gguf(write_tiny(tmp_path / "tiny.gguf", quant="q8_0", layers=3)) as gguf:
         tiny = model_summary(gguf)
     assert (tiny.quantization, tiny.layers, tiny.vocab_size, tiny.context) == ("Q8_0", 3, 512, 2048)
-    with open_gguf(shared_data / "models" / "stories260K-v3-f32.gguf") as gguf:
+    with open_gguf(data_file("models/stories260K-v3-f32.gguf")) as gguf:
         stories = model_summary(gguf)
     assert (stories.name, stories.parameters, stories.quantization) == ("stories260K", 260032, "F32")
     assert stories.kv_bytes_per_token == 5 * 4 * (8 + 8) * 2
-    with open_gguf(shared_data / "vocab" / "ggml-vocab-qwen2.gguf") as gguf:
+    with open_gguf(vocabulary("qwen2")) as gguf:
         assert model_summary(gguf).vocab_size == 151936

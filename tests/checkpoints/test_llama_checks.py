@@ -18,6 +18,7 @@ from edgelm.checkpoints.llama_checks import check_for_llama
 from edgelm.errors import ModelError
 from tests.checkpoints.gguf_bytes import RawGGUF, RawTensor
 from tests.checkpoints.small_models import DENSE, FAMILIES, FFN, LLAMA, NORM, VOCAB, Dims, key, model, tensor
+from tests.real_data import data_files
 from tests.tiny import write_tiny
 
 QWEN = model("qwen3", [LLAMA] * 2, rope__dimension_count=8)
@@ -50,19 +51,19 @@ def test_a_tiny_model_is_not_refused(tmp_path: Path, options: dict[str, Any]) ->
         check_for_llama(gguf)
 
 
-def test_the_shared_models_are_not_refused(shared_data: Path) -> None:
-    for path in shared_data.glob("models/*.gguf"):
+def test_real_models_are_not_refused() -> None:
+    for path in data_files("models", ".gguf"):
         if "unsupported" not in path.name:
             with open_gguf(path) as gguf:
                 check_for_llama(gguf)
 
 
-def test_a_vocabulary_is_not_a_model(tmp_path: Path, shared_data: Path) -> None:
+def test_a_vocabulary_is_not_a_model(tmp_path: Path) -> None:
     with open_gguf(write_tiny(tmp_path / "tiny.gguf", vocab_only=True)) as gguf:
         with pytest.raises(ModelError) as caught:
             check_for_llama(gguf)
         assert str(caught.value) == "tiny.gguf holds only a vocabulary, no weights; name the file of a whole model"
-    for path in shared_data.glob("vocab/*.gguf"):
+    for path in data_files("vocab", ".gguf"):
         with open_gguf(path) as gguf, pytest.raises(ModelError, match="holds only a vocabulary"):
             check_for_llama(gguf)
 

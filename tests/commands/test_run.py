@@ -275,9 +275,10 @@ def test_bad_files(edgelm: Edgelm, model: Path, tmp_path: Path) -> None:
         assert expected in error_of(edgelm("run", path, "hi")), path
 
 
-def test_version_1_is_refused(edgelm: Edgelm, shared_data: Path) -> None:
-    path = shared_data / "models" / "stories260K-ggufv1-unsupported.gguf"
-    assert "version 1" in error_of(edgelm("run", path, "hi"))
+def test_version_1_is_refused(edgelm: Edgelm, model: Path, tmp_path: Path) -> None:
+    data = model.read_bytes()
+    (tmp_path / "old.gguf").write_bytes(data[:4] + (1).to_bytes(4, "little") + data[8:])
+    assert "version 1" in error_of(edgelm("run", tmp_path / "old.gguf", "hi"))
 
 
 def test_an_unknown_architecture_is_named(edgelm: Edgelm, model: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from edgelm.evaluation.text import Cut, Window
 from edgelm.llama_binding import L
 from edgelm.workers.messages import EvalSide
 from tests.bare import BareLoop, tokenize
+from tests.real_data import data_file
 from tests.tiny import write_tiny
 
 TEXT = "Once upon a time there was a little girl. She said hello to the big dog and her friend. " * 12
@@ -112,8 +113,8 @@ def test_divergence_is_that_of_a_plain_loop(f32: Path, q8_0: Path, other: str) -
     assert tally.difference.mean == pytest.approx((p - q)[rows, targets].mean(), abs=2e-3)
 
 
-def test_a_trained_model_is_as_sure_as_a_plain_loop_finds_it(shared_data: Path) -> None:
-    path = shared_data / "models" / "stories260K-v3-f32.gguf"
+def test_a_trained_model_is_as_sure_as_a_plain_loop_finds_it() -> None:
+    path = data_file("models/stories260K-v3-f32.gguf")
     text, bos = tokens_of(path)
     tally, windows = run(EvalSide(path, "f16"), text, bos, Cut(128))
     surprises = [

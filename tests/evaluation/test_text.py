@@ -15,10 +15,11 @@ from edgelm.errors import EdgeLMError
 from edgelm.evaluation.text import CONTEXT_CHARS, PIECE_CHARS, Cut, TextTokens, Window, steps
 from edgelm.text.tokenizer import LlamaTokenizer
 from tests.counts import Count
+from tests.real_data import vocabulary, with_vocabulary
 from tests.tiny import write_tiny
 
 TEXTS = Count(test=12, soak=400)
-VOCABS = ("llama-spm", "phi-3", "llama-bpe", "qwen2", "gpt-2")
+VOCABS = with_vocabulary(["llama-spm", "phi-3", "llama-bpe", "qwen2", "gpt-2"])
 WORDS = (
     "the a Once upon time, there's 'quoted' (text) x = 3.14; def f(x): return 2**x 123456 été Straße привет мир 日本語 "
     "こんにちは。 😀 👩‍👩‍👧 <s> </s> <|endoftext|> !!! ... -- Ünïcödé \t\t tab naïve http://a.b/c?d=e#f"
@@ -54,12 +55,9 @@ def read(path: Path, tokenizer: object, piece_chars: int = PIECE_CHARS) -> tuple
 
 
 @pytest.mark.parametrize("name", ["tiny", *VOCABS])
-def test_pieces_give_the_tokens_of_the_whole(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if name == "tiny":
-        vocabulary = write_tiny(tmp_path / "tiny.gguf", vocab_only=True)
-    else:
-        vocabulary = request.getfixturevalue("shared_data") / "vocab" / f"ggml-vocab-{name}.gguf"
-    tokenizer = LlamaTokenizer.from_file(vocabulary)
+def test_pieces_give_the_tokens_of_the_whole(name: str, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "tiny.gguf", vocab_only=True) if name == "tiny" else vocabulary(name)
+    tokenizer = LlamaTokenizer.from_file(path)
     rng = random.Random(7)
     for _ in range(TEXTS):
         text = random_text(rng, 400)

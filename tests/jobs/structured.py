@@ -33,6 +33,7 @@ from edgelm.text.template import ChatTemplate
 from edgelm.text.template_worker import TemplateRunner
 from edgelm.text.tokenizer import Tokenizer
 from edgelm.workers.grammars import GrammarSpec
+from tests.real_data import data_file
 from tests.text.calls.random_calls import THINK, Answer, collected, control_strings
 from tests.tiny import WORDS, write_tiny
 
@@ -202,21 +203,20 @@ FILLERS: list[dict[str, Any]] = [
 # -- schemas -----------------------------------------------------------------------------------------------------------
 
 
-def shared_schemas(folder: Path) -> list[dict[str, Any]]:
-    """Return the schemas of the shared test data that Python can check, bounded; none without the folder."""
+def shared_schemas() -> list[dict[str, Any]]:
+    """Return the schemas of the test data that Python can check, bounded."""
     found: list[Any] = []
     for name in ("iglu", "schemastore", "test_suite"):
-        for line in _lines(folder / f"{name}.jsonl"):
+        for line in _lines(f"{name}.jsonl"):
             found += [line["schema"]]
-    for line in _lines(folder / "tools_bfcl.jsonl"):
+    for line in _lines("tools_bfcl.jsonl"):
         found += [tool["function"]["parameters"] for tool in line["tools"]]
     return [bounded(schema) for schema in found if isinstance(schema, dict) and _has_python_regexes(schema)]
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            yield json.loads(line)
+def _lines(name: str) -> Iterator[dict[str, Any]]:
+    for line in data_file(f"jsonschema/{name}").read_text().splitlines():
+        yield json.loads(line)
 
 
 def _has_python_regexes(schema: dict[str, Any]) -> bool:

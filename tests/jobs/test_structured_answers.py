@@ -26,7 +26,6 @@ from edgelm.speculation.ngram_drafter import NgramDrafter
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import LlamaTokenizer
 from tests.backends.torch import torch_engine
-from tests.conftest import SHARED_DATA
 from tests.counts import Count
 from tests.jobs.structured import (
     FORMS,
@@ -89,7 +88,7 @@ async def answers(
 ) -> list[tuple[Case, Result | Exception]]:
     """Return the answers to random requests; the same seed makes the same requests."""
     rng = random.Random(seed)
-    pool = shared_schemas(SHARED_DATA / "jsonschema")
+    pool = shared_schemas()
     rng.shuffle(pool)
     schemas = itertools.chain(pool[: count // 2], iter(lambda: random_schema(rng), None))
     with backend(path, drafter) as loaded:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from edgelm.jobs.tool_schemas import MAX_CHECKS, ToolSchemas
 from edgelm.sampling.grammar_checker import GrammarChecker
 from edgelm.sampling.grammar_worker import check_grammar
 from edgelm.workers.grammars import CheckedGrammar, GrammarSpec
+from tests.real_data import template
 from tests.served import loaded_model, served
 from tests.tiny import write_tiny
 
@@ -111,8 +111,8 @@ async def test_a_client_that_leaves_ends_its_check() -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Iterator[LoadedModel]:
-    source = (shared_data / "templates" / f"{TEMPLATE}.jinja").read_text(encoding="utf-8")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+    source = template(TEMPLATE)
     path = write_tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", chat_template=source, context=4096)
     with loaded_model(path) as loaded:
         yield loaded

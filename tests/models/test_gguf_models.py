@@ -35,6 +35,7 @@ from tests.models.tiny_models import (
     relative_error,
     text,
 )
+from tests.real_data import data_file, with_model
 
 LENGTH = 41
 LLAMA_CONTEXT = 256  # the shortest of llama.cpp
@@ -207,9 +208,9 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_trained_models_as_llama_cpp(name: str, shared_data: Path) -> None:
-    compare_with_llama(shared_data / "models" / name, REAL[name])
+@pytest.mark.parametrize("name", with_model(REAL))
+def test_trained_models_as_llama_cpp(name: str) -> None:
+    compare_with_llama(data_file(f"models/{name}"), REAL[name])
 
 
 def test_the_starter_as_llama_cpp() -> None:

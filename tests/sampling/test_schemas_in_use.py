@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import secrets
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,6 +13,7 @@ import pytest
 from edgelm.errors import RequestError
 from edgelm.sampling.grammar import GrammarCompiler, GrammarMatcher
 from edgelm.workers.grammars import GrammarSpec
+from tests.real_data import data_file
 from tests.sampling.test_grammar import NUM_VOCAB, Words, masks_of
 
 WALKS = 6
@@ -39,11 +39,11 @@ def walk(matcher: GrammarMatcher, rng: random.Random) -> str | None:
 
 
 @pytest.mark.parametrize("name", ["iglu", "schemastore", "test_suite"])
-async def test_answers_are_valid_and_invalid_ones_are_refused(shared_data: Path, name: str) -> None:
+async def test_answers_are_valid_and_invalid_ones_are_refused(name: str) -> None:
     rng = random.Random(seed := secrets.randbits(32))
     compiler = GrammarCompiler(Words(), NUM_VOCAB)
     num_enforced, num_written = 0, 0
-    items = [json.loads(line) for line in (shared_data / "jsonschema" / f"{name}.jsonl").read_text().splitlines()]
+    items = [json.loads(line) for line in data_file(f"jsonschema/{name}.jsonl").read_text().splitlines()]
     for item in items:
         schema: Any = item["schema"]
         if "\\p{" in str(schema):

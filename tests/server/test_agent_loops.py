@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 
 from edgelm.backends.model import LoadedModel
+from tests.real_data import template
 from tests.served import Served, loaded_model, served
 from tests.tiny import write_tiny
 
-TEMPLATES = ["Qwen-Qwen3-0.6B", "openai-gpt-oss-120b", "google-gemma-2-2b-it"]
+TEMPLATES = ["Qwen-Qwen3-0.6B", "openai-gpt-oss-120b", "gemma-2-format"]
 TURNS = 5
 SCHEMA: Any = {
     "type": "object",
@@ -29,12 +29,12 @@ SCHEMA: Any = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Iterator[dict[str, LoadedModel]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LoadedModel]]:
     folder = tmp_path_factory.mktemp("models")
     with ExitStack() as stack:
         loaded = {}
         for name in TEMPLATES:
-            source = (shared_data / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+            source = template(name)
             path = write_tiny(folder / f"{name}.gguf", chat_template=source, context=4096, quant="q8_0")
             loaded[name] = stack.enter_context(loaded_model(path))
         yield loaded

@@ -21,6 +21,7 @@ from edgelm.backends.model import LoadedModel
 from edgelm.core import Sequence
 from tests.bench.bench_tool_loop import cached_shares
 from tests.engine.fake import SimpleDrafter
+from tests.real_data import template
 from tests.served import loaded_model, served
 from tests.tiny import write_tiny
 
@@ -28,10 +29,10 @@ TEMPLATES = [
     "Qwen-Qwen2.5-7B-Instruct",
     "Qwen-Qwen3-0.6B",
     "Qwen3.5-4B",
-    "meta-llama-Llama-3.2-3B-Instruct",
+    "llama-3-format",
     "mistralai-Mistral-Nemo-Instruct-2407",
     "openai-gpt-oss-120b",
-    "google-gemma-2-2b-it",  # it does not know tools
+    "gemma-2-format",  # it does not know tools
 ]
 TOOLS: list[dict[str, Any]] = [
     {
@@ -80,13 +81,13 @@ class Nonsense(SimpleDrafter):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Iterator[dict[str, LoadedModel]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LoadedModel]]:
     """One model for each template; they draft."""
     folder = tmp_path_factory.mktemp("models")
     with ExitStack() as stack:
         loaded = {}
         for name in TEMPLATES:
-            source = (shared_data / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+            source = template(name)
             path = write_tiny(folder / f"{name}.gguf", chat_template=source, context=4096, quant="q8_0")
             loaded[name] = stack.enter_context(loaded_model(path, Nonsense()))
         yield loaded
@@ -159,9 +160,9 @@ async def test_calls_obey_their_schemas(models: dict[str, LoadedModel], name: st
         assert finished, "no answer was finished"
 
 
-async def test_a_loop_of_calls_computes_only_new_tokens(tmp_path: Path, shared_data: Path) -> None:
+async def test_a_loop_of_calls_computes_only_new_tokens(tmp_path: Path) -> None:
     """Though a grammar ends the answers, and the client spells the arguments in its own way."""
-    source = (shared_data / "templates" / "Qwen-Qwen3-0.6B.jinja").read_text(encoding="utf-8")
+    source = template("Qwen-Qwen3-0.6B")
     controls = ("<|im_start|>", "<|im_end|>")
     path = write_tiny(tmp_path / "tiny.gguf", chat_template=source, control=controls, context=8192, quant="q8_0")
     with loaded_model(path, context=8192) as model:

@@ -21,11 +21,11 @@ from edgelm.text.chat import encode_rendered, render_chat
 from edgelm.text.template import ChatTemplate, RefusedError, TooLongError
 from edgelm.text.tokenizer import LlamaTokenizer
 from tests.counts import Count
+from tests.real_data import vocabulary, with_vocabulary
 from tests.text.test_tokenizer import finish, start_gguf
 from tests.tiny import write_tiny
 
 CHATS = Count(test=60, soak=2000)
-VOCABS = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "vocab"
 TURNS = {  # the special tokens of each vocabulary around a turn
     "gpt-2": ("", "<|endoftext|>"),
     "llama-bpe": ("<|start_header_id|>", "<|eot_id|>"),
@@ -39,7 +39,7 @@ LOOP = "{{ bos_token }}{% for message in messages %}OPEN{{ message.role }}\n{{ m
 EVERYTHING = (
     "{{ [tools, documents, word]|tojson }}{{ messages|tojson }}{{ messages[0].tool_calls[0].function.arguments }}"
 )
-every_vocab = pytest.mark.parametrize("name", TURNS)
+every_vocab = pytest.mark.parametrize("name", with_vocabulary(TURNS))
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +56,8 @@ def _free_vocabularies() -> Iterator[None]:
 
 @cache
 def load(name: str) -> LlamaTokenizer:
-    path = VOCABS / f"ggml-vocab-{name}.gguf"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
     start_backend()
-    return LlamaTokenizer.from_file(path)
+    return LlamaTokenizer.from_file(vocabulary(name))
 
 
 @cache
@@ -203,15 +200,17 @@ def test_special_strings_change_the_encoding_of_their_own_turn_only(
     different = [index for index, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
     assert len(different) <= 1
     text = template.render([*messages, user(strange), *messages])
-    if name in SPM:  # a space stands in front of each run, and some tokens swallow white space
-        assert "".join(spelled(ids, tokenizer).split()) == "".join(text.split())
+    if name in SPM:  # a space (U+2581 is one, too) stands in front of each run, and some tokens swallow white space
+        bare, expected = (part.replace("\u2581", " ").split() for part in (spelled(ids, tokenizer), text))
+        assert "".join(bare) == "".join(expected)
     else:
         assert spelled(ids, tokenizer) == text
 
 
 def test_a_turn_of_an_spm_vocabulary_is_encoded_in_one_piece() -> None:
     """A special string in it gets no space around it."""
-    tokenizer, template = load("llama-spm"), template_of("llama-spm")
+    source = LOOP.replace("OPEN", "").replace("CLOSE", "</s>") + " assistant:"
+    tokenizer, template = load("phi-3"), template_of("phi-3", source)
     ids = encode_chat(tokenizer, template, [user("a</s>b <s> c")])
     turn, rest = tokenizer.encode("user\na</s>b <s> c", special=False, bos=False), "</s>\n assistant:"
     assert ids == [1, *turn, *tokenizer.encode(rest, special=True, bos=False)]

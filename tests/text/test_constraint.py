@@ -7,7 +7,6 @@ import json
 import random
 import secrets
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -22,6 +21,7 @@ from edgelm.text.constraint import AnswerFormat, Constraint
 from edgelm.text.parse import AnswerParser
 from edgelm.text.reasoning import ReasoningFormat
 from tests.counts import Count
+from tests.real_data import data_file, with_vocabulary
 from tests.text.calls.random_calls import THINK, collected, control_strings, random_calls, tool
 from tests.text.calls.vocabulary import RealVocabulary, Vocabulary, answer_grammar, check, walk
 
@@ -253,20 +253,20 @@ def test_a_schema_that_is_too_deep_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["GLM 4.5", "Gemma 4", "Python calls", "Hermes"])
-def test_real_tools_have_grammars(name: str, shared_data: Path) -> None:
-    lines = (shared_data / "jsonschema" / "tools_bfcl.jsonl").read_text().splitlines()
+def test_real_tools_have_grammars(name: str) -> None:
+    lines = data_file("jsonschema/tools_bfcl.jsonl").read_text().splitlines()
     for line in lines[: Count(test=15, soak=50)]:
         item = json.loads(line)
         constraint = grammar(known(name), item["tools"])
         assert check(constraint.source) is None
 
 
-@pytest.mark.parametrize("name", ["llama-bpe", "llama-spm", "qwen2"])
-def test_the_tokens_of_real_vocabularies_fit(name: str, shared_data: Path) -> None:
+@pytest.mark.parametrize("name", with_vocabulary(["llama-bpe", "phi-3", "qwen2"]))
+def test_the_tokens_of_real_vocabularies_fit(name: str) -> None:
     """The usual tokens of a text often span the border between a mark and what stands beside it."""
     seed = secrets.randbelow(2**32)
     rng = random.Random(seed)
-    vocabulary = RealVocabulary(shared_data / "vocab" / f"ggml-vocab-{name}.gguf")
+    vocabulary = RealVocabulary(data_file(f"vocab/ggml-vocab-{name}.gguf"))
     tools = [
         tool("find", {"city": {"type": "string"}, "n": {"type": "integer"}}),
         tool("x2", {"a": {"type": "object"}}),

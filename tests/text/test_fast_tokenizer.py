@@ -28,15 +28,14 @@ from edgelm.text.fast_tokenizer import FastTokenizer
 from edgelm.text.gguf_tokenizer import gguf_tokenizer
 from edgelm.text.template import ChatTemplate
 from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
-from tests.conftest import SHARED_DATA
+from tests.real_data import data_file, vocabulary, with_vocabulary
 from tests.text.test_tokenizer import finish, start_gguf
 from tests.tiny import write_tiny
 
-VOCABS = SHARED_DATA / "vocab"
 SEPARATOR = b"\n__ggml_vocab_test__\n"
 TEXTS = ["Hello, world!  Two spaces\n\nand 12345 numbers", "Größe 😀 \u200d漢字", " leading", "", "\t\r\n x"]
 
-every_vocab = pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2"])
+every_vocab = pytest.mark.parametrize("name", with_vocabulary(["gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2"]))
 
 
 def fields_of(path: Path) -> dict[str, Any]:
@@ -47,9 +46,7 @@ def fields_of(path: Path) -> dict[str, Any]:
 @cache
 def both(name: str) -> tuple[FastTokenizer, LlamaTokenizer]:
     """Return our tokenizer and llama.cpp's for a real vocabulary."""
-    path = VOCABS / f"ggml-vocab-{name}.gguf"
-    if not path.exists():
-        pytest.skip("no ../shared/data beside this checkout")
+    path = vocabulary(name)
     start_backend()
     return gguf_tokenizer(fields_of(path)), LlamaTokenizer.from_file(path)
 
@@ -57,8 +54,8 @@ def both(name: str) -> tuple[FastTokenizer, LlamaTokenizer]:
 @every_vocab
 def test_a_ggufs_own_fields_give_llama_cpps_tokens(name: str) -> None:
     ours, theirs = both(name)
-    texts = (VOCABS / f"ggml-vocab-{name}.gguf.inp").read_bytes().split(SEPARATOR)
-    expected = (VOCABS / f"ggml-vocab-{name}.gguf.out").read_text().splitlines()
+    texts = data_file(f"vocab/ggml-vocab-{name}.gguf.inp").read_bytes().split(SEPARATOR)
+    expected = data_file(f"vocab/ggml-vocab-{name}.gguf.out").read_text().splitlines()
     assert len(expected) > 40
     assert not b"".join(texts[len(expected) :]).strip()  # the file ends with a separator
     for raw, line in zip(texts, expected, strict=False):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +12,15 @@ from edgelm.errors import RequestError
 from edgelm.text.chat import render_chat
 from edgelm.text.history import turn_key
 from edgelm.text.template import ChatTemplate, RefusedError
+from tests.real_data import data_files, template
 from tests.text.test_template import TOOLS
 
 QUESTION = {"role": "user", "content": "How is the weather?"}
 GPT_OSS = "openai-gpt-oss-120b"
-LLAMA = "meta-llama-Llama-3.2-3B-Instruct"
+LLAMA = "llama-3-format"
 MISTRAL = "mistralai-Mistral-Nemo-Instruct-2407"
 QWEN3 = "Qwen-Qwen3-0.6B"
-REFUSES_TOOLS = {"google-gemma-2-2b-it"}
+REFUSES_TOOLS = {"google-gemma-2-2b-it", "gemma-2-format"}
 EVERY_CALL = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}"
     "[{{ c.function.name }} {{ c.function.arguments|tojson }}]{% endfor %}{% endfor %}"
@@ -70,12 +70,10 @@ def history(request: pytest.FixtureRequest) -> tuple[list[dict[str, Any]], list[
     return histories[request.param]
 
 
-def test_every_template_shows_every_call_and_result(
-    shared_data: Path, history: tuple[list[dict[str, Any]], list[str]]
-) -> None:
+def test_every_template_shows_every_call_and_result(history: tuple[list[dict[str, Any]], list[str]]) -> None:
     messages, words = history
-    paths = sorted((shared_data / "templates").glob("*.jinja"))
-    assert len(paths) >= 12
+    paths = data_files("templates", ".jinja")
+    assert len(paths) >= 11
     for path in paths:
         chat = [QUESTION, *messages, {"role": "assistant", "content": "Fine."}, {"role": "user", "content": "Thanks."}]
         template = ChatTemplate(path.read_text(encoding="utf-8"))
@@ -89,51 +87,47 @@ def test_every_template_shows_every_call_and_result(
         assert "None" not in text.replace("None of", ""), path.stem
 
 
-def test_every_template_shows_every_system_message(shared_data: Path) -> None:
+def test_every_template_shows_every_system_message() -> None:
     systems = [{"role": role, "content": f"Rule {n}."} for n, role in enumerate(["system", "developer", "system"])]
     chat = [systems[0], systems[1], QUESTION, {"role": "assistant", "content": "Fine."}, systems[2], QUESTION]
-    for path in sorted((shared_data / "templates").glob("*.jinja")):
+    for path in data_files("templates", ".jinja"):
         template = ChatTemplate(path.read_text(encoding="utf-8"))
         text = render_chat(template, chat).text
         assert [word for word in ("Rule 0.", "Rule 1.", "Rule 2.") if word not in text] == [], path.stem
 
 
-def load(shared_data: Path, name: str) -> str:
-    return (shared_data / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
-
-
-def test_two_calls_become_call_result_call_result(shared_data: Path) -> None:
+def test_two_calls_become_call_result_call_result() -> None:
     chat = [QUESTION, calling("Bern", "Chur", content="Let me see."), result(1, "grey"), result(0, "blue")]
     for name in (LLAMA, GPT_OSS):
-        text = rendered(load(shared_data, name), *chat)
+        text = rendered(template(name), *chat)
         places = [text.index(word) for word in ("Bern", "blue", "Chur", "grey")]
         assert places == sorted(places), name
 
 
-def test_two_calls_without_all_results_are_refused(shared_data: Path) -> None:
+def test_two_calls_without_all_results_are_refused() -> None:
     chat = [QUESTION, calling("Bern", "Chur"), result(0, "blue")]
     with pytest.raises(RefusedError) as refusal:
-        rendered(load(shared_data, LLAMA), *chat)
+        rendered(template(LLAMA), *chat)
     assert refusal.value.message == "This model only supports single tool-calls at once!"
     with pytest.raises(RequestError, match="not all calls of a message have a result"):
-        rendered(load(shared_data, GPT_OSS), *chat)  # it would show the first call only
+        rendered(template(GPT_OSS), *chat)  # it would show the first call only
 
 
-def test_gpt_oss_gets_text_beside_reasoning_and_a_call(shared_data: Path) -> None:
+def test_gpt_oss_gets_text_beside_reasoning_and_a_call() -> None:
     chat = [QUESTION, calling("Bern", content="Let me see.", reasoning_content="Hm."), result(0, "blue")]
-    text = rendered(load(shared_data, GPT_OSS), *chat)
+    text = rendered(template(GPT_OSS), *chat)
     assert "<|channel|>analysis<|message|>Hm.\n\nLet me see.<|end|>" in text
 
 
-def test_ids_are_changed_alike_where_a_template_wants_nine_letters(shared_data: Path) -> None:
+def test_ids_are_changed_alike_where_a_template_wants_nine_letters() -> None:
     chat = [QUESTION, calling("Bern", "Chur", ids="call-"), result(0, "blue", "call-"), result(1, "grey", "call-")]
-    text = rendered(load(shared_data, MISTRAL), *chat)
+    text = rendered(template(MISTRAL), *chat)
     calls, results = re.findall(r'"id": "(\w+)"', text), re.findall(r'"call_id": "(\w+)"', text)
     assert calls == results
     assert len(set(calls)) == 2
     assert {len(call_id) for call_id in calls} == {9}
     own = [QUESTION, calling("Bern"), result(0, "blue")]
-    assert '"id": "abcdefgh0"' in rendered(load(shared_data, MISTRAL), *own)
+    assert '"id": "abcdefgh0"' in rendered(template(MISTRAL), *own)
 
 
 def test_a_result_gets_the_name_of_its_call() -> None:
@@ -210,9 +204,9 @@ def test_a_later_system_message_goes_into_the_users_message_behind_it() -> None:
         )
 
 
-def test_the_last_message_is_continued(shared_data: Path) -> None:
+def test_the_last_message_is_continued() -> None:
     begun = {"role": "assistant", "content": "The sky is "}
-    for path in sorted((shared_data / "templates").glob("*.jinja")):
+    for path in data_files("templates", ".jinja"):
         source = path.read_text(encoding="utf-8")
         text = rendered(source, QUESTION, begun, tools=None, continue_final_message=True)
         assert text.endswith("The sky is "), path.stem
@@ -226,10 +220,10 @@ def test_the_last_message_is_continued(shared_data: Path) -> None:
         rendered("{{ messages[0].content }}", QUESTION, begun, continue_final_message=True)
 
 
-def test_options_reach_the_template(shared_data: Path) -> None:
-    source = load(shared_data, QWEN3)
+def test_options_reach_the_template() -> None:
+    source = template(QWEN3)
     assert rendered(source, QUESTION, enable_thinking=False).endswith("<think>\n\n</think>\n\n")
-    assert "Reasoning: high" in rendered(load(shared_data, GPT_OSS), QUESTION, reasoning_effort="high")
+    assert "Reasoning: high" in rendered(template(GPT_OSS), QUESTION, reasoning_effort="high")
 
 
 def test_the_key_of_a_message_is_its_meaning() -> None:

@@ -109,7 +109,7 @@ def test_a_conversation_that_branches_keeps_the_tokens_before(name: str) -> None
 
 
 def test_an_answer_cut_at_a_stop_string_keeps_the_tokens_before_it() -> None:
-    talk = Talk("llama-bpe", random.Random(6))
+    talk = Talk("qwen2", random.Random(6))
     talk.messages = [user("one")]
     prompt, ids = talk.prompt(), talk.answer(9)
     talk.cache.add(talk.tokenizer, talk.template, prompt, ids)

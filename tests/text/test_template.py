@@ -6,7 +6,6 @@ import random
 import re
 from datetime import datetime
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -20,13 +19,11 @@ from edgelm.text.history import normalized, shaped
 from edgelm.text.patterns import any_of
 from edgelm.text.template import ChatTemplate, RefusedError, TemplateFailedError, TooLongError
 from tests.counts import Count
+from tests.real_data import data_files, template
 
 CHATS = Count(test=30, soak=1000)
-FOLDER = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "templates"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
-every_template = pytest.mark.parametrize(
-    "name", NAMES or [pytest.param("", marks=pytest.mark.skip(reason=f"{FOLDER} is not there"))]
-)
+NAMES = [path.stem for path in data_files("templates", ".jinja")]
+every_template = pytest.mark.parametrize("name", NAMES)
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 SPECIALS = frozenset(
@@ -62,7 +59,7 @@ CALL = {
 }
 RESULT = {"role": "tool", "name": "weather", "tool_call_id": "abcdefgh1", "content": '{"sky": "blue"}'}
 ALTERNATE = "Conversation roles must alternate user/assistant/user/assistant/..."
-REFUSALS = {("google-gemma-2-2b-it", "tool"): ALTERNATE}
+REFUSALS = {("google-gemma-2-2b-it", "tool"): ALTERNATE, ("gemma-2-format", "tool"): ALTERNATE}
 NEEDS_NO_PROMPT = {"mistralai-Mistral-Nemo-Instruct-2407"}  # the answer follows [/INST]
 TOOL_WORDS = ["Zürich <&>", "weather", "blue"]
 OMITS_CALLS = {"HuggingFaceTB-SmolLM3-3B", "microsoft-Phi-3.5-mini-instruct"}  # they are written as text
@@ -70,7 +67,7 @@ OMITS_CALLS = {"HuggingFaceTB-SmolLM3-3B", "microsoft-Phi-3.5-mini-instruct"}  #
 
 @cache
 def load(name: str, special_strings: frozenset[str] = frozenset()) -> ChatTemplate:
-    source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    source = template(name)
     return ChatTemplate(source, bos=BOS, eos=EOS, special_strings=special_strings)
 
 

@@ -21,9 +21,9 @@ from edgelm.backends.llama.api import start_backend
 from edgelm.errors import ModelError, RequestError
 from edgelm.llama_binding import L
 from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
+from tests.real_data import data_file, vocabulary, with_vocabulary
 from tests.tiny import BOS, EOS, FIRST_BYTE, write_tiny
 
-VOCABS = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "vocab"
 STOP_IDS = {
     "llama-bpe": {128001, 128009},
     "qwen2": {151643, 151645, 128247},  # the last is `</s>`, which llama.cpp recognizes by its text
@@ -35,7 +35,7 @@ BOS_IDS = {"llama-bpe": 128000, "llama-spm": 1, "phi-3": 1}
 SPM = {"llama-spm", "phi-3"}
 SEPARATOR = "\n__ggml_vocab_test__\n"
 
-every_vocab = pytest.mark.parametrize("name", STOP_IDS)
+every_vocab = pytest.mark.parametrize("name", with_vocabulary(STOP_IDS))
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +45,7 @@ def _silence() -> None:
 
 @cache
 def load(name: str) -> LlamaTokenizer:
-    path = VOCABS / f"ggml-vocab-{name}.gguf"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    return LlamaTokenizer.from_file(path)
+    return LlamaTokenizer.from_file(vocabulary(name))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,11 +105,8 @@ def control_ids(tokenizer: LlamaTokenizer) -> set[int]:
 
 
 def cases(name: str) -> list[tuple[str, list[int]]]:
-    path = VOCABS / f"ggml-vocab-{name}.gguf"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    inputs = path.with_name(path.name + ".inp").read_bytes().decode().split(SEPARATOR)
-    outputs = path.with_name(path.name + ".out").read_text().split("\n")
+    inputs = data_file(f"vocab/ggml-vocab-{name}.gguf.inp").read_bytes().decode().split(SEPARATOR)
+    outputs = data_file(f"vocab/ggml-vocab-{name}.gguf.out").read_text().split("\n")
     expected = [[int(token) for token in line.split()] for line in outputs]
     return list(zip(inputs, expected, strict=False))
 
@@ -164,23 +158,22 @@ def test_users_cannot_write_control_tokens(name: str) -> None:
 
 
 def test_a_template_can_write_control_tokens() -> None:
-    tokenizer = load("llama-bpe")
-    eot = "<|eot_id|>"
-    assert tokenizer.encode(f"hi{eot}", special=True, bos=False)[-1] == 128009
-    assert 128009 not in tokenizer.encode(f"hi{eot}", special=False, bos=True)
-    assert tokenizer.text_of(128009) == eot
-    assert tokenizer.piece(128009) == b""
+    tokenizer = load("qwen2")
+    end = "<|im_end|>"
+    assert tokenizer.encode(f"hi{end}", special=True, bos=False)[-1] == 151645
+    assert 151645 not in tokenizer.encode(f"hi{end}", special=False, bos=True)
+    assert tokenizer.text_of(151645) == end
+    assert tokenizer.piece(151645) == b""
 
 
 def test_special_strings_are_control_and_user_defined_tokens() -> None:
-    assert {"<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>"} <= load("llama-bpe").special_strings
-    assert len(load("llama-bpe").special_strings) == 256
-    assert load("llama-spm").special_strings == {"<unk>", "<s>", "</s>"}
+    assert {"<unk>", "<s>", "</s>", "<|user|>", "<|end|>"} <= load("phi-3").special_strings
+    assert load("gpt-2").special_strings == {"<|endoftext|>"}
     assert "[PAD151646]" in load("qwen2").special_strings  # user-defined
 
 
 def test_a_chat_template_comes_with_the_vocabulary() -> None:
-    assert load("llama-bpe").chat_template is None
+    assert load("gpt-2").chat_template is None
     template = load("phi-3").chat_template
     assert template is not None
     assert "<|assistant|>" in template
@@ -213,7 +206,7 @@ def test_ids_out_of_range_are_refused(name: str, method: str) -> None:
     read(tokenizer.num_tokens - 1)
 
 
-@pytest.mark.parametrize("name", ["llama-bpe", "llama-spm"])
+@pytest.mark.parametrize("name", ["qwen2", "phi-3"])
 def test_threads_may_encode_at_once(name: str) -> None:
     tokenizer = load(name)
     texts = [text * 20 for text, _ in cases(name)]

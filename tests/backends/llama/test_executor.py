@@ -22,9 +22,15 @@ from edgelm.engine.scheduler import Scheduler
 from edgelm.errors import EngineError, ModelError, SnapshotError
 from tests.bare import BareLoop, tokenize
 from tests.engine.fake import SimpleDrafter
+from tests.real_data import data_file, with_model
 from tests.tiny import write_tiny
 
-REAL = ("stories260K-v3-f32", "BabyLlama-tok361-f32", "BabyLlama-tok361-Q8_0", "BabyLlama-tok361-Q4_0")
+REAL = (
+    "stories260K-v3-f32.gguf",
+    "BabyLlama-tok361-f32.gguf",
+    "BabyLlama-tok361-Q8_0.gguf",
+    "BabyLlama-tok361-Q4_0.gguf",
+)
 
 
 class Retiring(SlotKV):
@@ -75,10 +81,10 @@ def answers(engine: Engine, requests: list[tuple[list[int], SamplingParams]], to
     return asyncio.run(all_of_them())
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", with_model(REAL))
 @pytest.mark.parametrize("flash", [False, True])
-def test_greedy_text_equals_a_plain_loop(shared_data: Path, name: str, flash: bool) -> None:
-    with running(shared_data / "models" / f"{name}.gguf", context=256, flash=flash) as (model, engine):
+def test_greedy_text_equals_a_plain_loop(name: str, flash: bool) -> None:
+    with running(data_file(f"models/{name}"), context=256, flash=flash) as (model, engine):
         prompt = tokenize(model.native, "Once upon a time, there was a little")
         bare = BareLoop(model.native, 256, flash=flash)
         expected = bare.greedy(prompt, 60)

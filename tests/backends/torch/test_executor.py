@@ -23,9 +23,15 @@ from tests.backends.torch.rounding import Rows, assert_equal_but_for_rounding, r
 from tests.backends.torch.torch_engine import load_gguf, make_executor, running
 from tests.bare import BareLoop, tokenize
 from tests.engine.fake import SimpleDrafter
+from tests.real_data import data_file, with_model
 from tests.tiny import write_tiny
 
-REAL = ("stories260K-v3-f32", "BabyLlama-tok361-f32", "BabyLlama-tok361-Q8_0", "BabyLlama-tok361-Q4_0")
+REAL = (
+    "stories260K-v3-f32.gguf",
+    "BabyLlama-tok361-f32.gguf",
+    "BabyLlama-tok361-Q8_0.gguf",
+    "BabyLlama-tok361-Q4_0.gguf",
+)
 STARTER = Path(__file__).resolve().parents[3] / "models" / "starter" / "starter.gguf"
 
 
@@ -82,10 +88,10 @@ def assert_same_greedy(decoder: Decoder, prompt: list[int], expected: list[int],
         assert answers(engine, [(prompt, params)], False) == [expected]
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_greedy_text_equals_llama_cpp(shared_data: Path, name: str) -> None:
+@pytest.mark.parametrize("name", with_model(REAL))
+def test_greedy_text_equals_llama_cpp(name: str) -> None:
     """Decode the smallest model token by token; the others verify llama.cpp's answer as a draft."""
-    path = shared_data / "models" / f"{name}.gguf"
+    path = data_file(f"models/{name}")
     prompt, expected = llama_text(path, "Once upon a time, there was a little", 60)
     assert_same_greedy(load_gguf(path), prompt, expected, most=0 if name.startswith("stories") else 15)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from edgelm.text.calls.generic import GENERIC, tools_text, with_plain_calls, wit
 from edgelm.text.chat import render_chat
 from edgelm.text.parse import AnswerParser
 from edgelm.text.template import ChatTemplate
+from tests.real_data import template, with_template
 from tests.text.calls.random_calls import parsed, tool
 
 TOOLS = [tool("get_weather", {"city": {"type": "string"}, "days": {"type": "integer"}})]
@@ -124,13 +124,15 @@ SHARED = {
     "mistralai-Mistral-Nemo-Instruct-2407": ("Mistral list", "exact"),
     "openai-gpt-oss-120b": ("Harmony", "exact"),
     "google-gemma-2-2b-it": ("Hermes", "generic"),
+    "gemma-2-format": ("Hermes", "generic"),
+    "llama-3-format": ("Llama 3", "exact"),
     "microsoft-Phi-3.5-mini-instruct": ("Hermes", "generic"),
 }
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_real_templates(name: str, shared_data: Path) -> None:
-    source = (shared_data / "templates" / f"{name}.jinja").read_text()
+@pytest.mark.parametrize("name", with_template(SHARED))
+def test_real_templates(name: str) -> None:
+    source = template(name)
     found = support(source)
     assert (found.form.name, found.source) == SHARED[name]
 
