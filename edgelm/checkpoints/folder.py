@@ -33,7 +33,8 @@ from edgelm.checkpoints.quantization import (
     quantization_section,
     read_quantization,
 )
-from edgelm.checkpoints.safetensors import Safetensors, Tensor
+from edgelm.checkpoints.safetensors import Safetensors
+from edgelm.checkpoints.safetensors_parse import Tensor
 from edgelm.checkpoints.summary import MAX_NAME, ModelFacts, ModelKind, ModelSummary, TensorFacts
 from edgelm.checkpoints.values import Values
 from edgelm.core import Pooling

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from edgelm.checkpoints.safetensors import DTYPES
+from edgelm.checkpoints.safetensors_parse import DTYPES
 
 Entry = dict[str, Any]
 SHAPES: dict[str, tuple[int, ...]] = {

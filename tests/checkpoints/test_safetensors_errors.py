@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from edgelm.checkpoints import json_scan, safetensors
-from edgelm.checkpoints import safetensors as safetensors_parse
+from edgelm.checkpoints import json_scan, safetensors, safetensors_parse
 from edgelm.checkpoints.json_scan import read_json
 from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.errors import ModelError

@@ -16,7 +16,8 @@ import pytest
 import safetensors
 
 from edgelm.checkpoints.folder import folder_summary
-from edgelm.checkpoints.safetensors import DTYPES, Safetensors, open_safetensors
+from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
+from edgelm.checkpoints.safetensors_parse import DTYPES
 from edgelm.errors import ModelError
 from tests.checkpoints.fuzzing import EXTREMES, MUTANTS, TIME_LIMIT, fuzz, put, refusal
 from tests.checkpoints.safetensors_bytes import CONFIG, SHAPES, entries, file_of, folder_files, shard_name, sharded

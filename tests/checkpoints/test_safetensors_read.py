@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgelm.checkpoints.safetensors import DTYPES, Safetensors, open_safetensors
+from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
+from edgelm.checkpoints.safetensors_parse import DTYPES
 from tests.checkpoints.safetensors_bytes import SHAPES, entries, file_of, shard_name, sharded, write_folder
 
 NUMPY_TYPES = "f8 f4 f2 i8 i4 i2 i1 u8 u4 u2 u1 ? c8".split()
