@@ -47,6 +47,8 @@ def choose_engine(settings: Settings, situation: Situation) -> EngineChoice:
     Raises ModelError where nothing can run the model, or the draft model beside it; EdgeLMError where the requested
     engine or device is missing.
     """
+    if settings.lora and (problem := _lora_problem(settings, situation)):
+        raise EdgeLMError(problem, "merge the adapter: edgelm convert FOLDER OUT.gguf --lora ADAPTER")
     choice = _choose(settings, situation)
     if choice.engine == "torch" and situation.draft_problem:
         raise ModelError(f"--draft with the torch engine: {situation.draft_problem}", "omit it: n-gram drafting is on")
@@ -132,8 +134,19 @@ def _needs_llama(settings: Settings, situation: Situation) -> str:
         return ""
     if situation.draft_problem:
         return f"the draft model: {situation.draft_problem}"
+    if settings.lora:
+        return "only llama.cpp has --lora"
     flag = _placing_flag(settings)
     return f"only llama.cpp has {flag}" if flag and situation.has_offload else ""
+
+
+def _lora_problem(settings: Settings, situation: Situation) -> str:
+    """Return why an adapter cannot be loaded beside the model; empty: it can, by llama.cpp."""
+    if situation.llama_problem:
+        return f"{situation.model} is a folder of safetensors, and only llama.cpp has --lora, for a GGUF"
+    if settings.engine == "torch":
+        return "only llama.cpp has --lora, not --engine torch"
+    return "only llama.cpp has --lora, not --device cuda" if settings.device == "cuda" else ""
 
 
 def may_go_without_cuda(settings: Settings) -> bool:
