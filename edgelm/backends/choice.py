@@ -47,8 +47,8 @@ def choose_engine(settings: Settings, situation: Situation) -> EngineChoice:
     Raises ModelError where nothing can run the model, or the draft model beside it; EdgeLMError where the requested
     engine or device is missing.
     """
-    if settings.lora and (problem := _lora_problem(settings, situation)):
-        raise EdgeLMError(problem, "merge the adapter: edgelm convert FOLDER OUT.gguf --lora ADAPTER")
+    if settings.lora:
+        _check_lora(settings, situation)
     choice = _choose(settings, situation)
     if choice.engine == "torch" and situation.draft_problem:
         raise ModelError(f"--draft with the torch engine: {situation.draft_problem}", "omit it: n-gram drafting is on")
@@ -140,13 +140,15 @@ def _needs_llama(settings: Settings, situation: Situation) -> str:
     return f"only llama.cpp has {flag}" if flag and situation.has_offload else ""
 
 
-def _lora_problem(settings: Settings, situation: Situation) -> str:
-    """Return why an adapter cannot be loaded beside the model; empty: it can, by llama.cpp."""
+def _check_lora(settings: Settings, situation: Situation) -> None:
+    """Raise EdgeLMError where an adapter cannot be loaded beside the model: only llama.cpp does that."""
+    merge = "edgelm convert FOLDER OUT.gguf --lora ADAPTER"
     if situation.llama_problem:
-        return f"{situation.model} is a folder of safetensors, and only llama.cpp has --lora, for a GGUF"
-    if settings.engine == "torch":
-        return "only llama.cpp has --lora, not --engine torch"
-    return "only llama.cpp has --lora, not --device cuda" if settings.device == "cuda" else ""
+        problem = f"{situation.model} is a folder of safetensors, and --lora needs a GGUF"
+        raise EdgeLMError(problem, f"make a GGUF with the adapter in it: {merge}")
+    flag = "--engine torch" if settings.engine == "torch" else "--device cuda" if settings.device == "cuda" else ""
+    if flag:
+        raise EdgeLMError(f"{flag} has no --lora, only llama.cpp has it", f"omit {flag}, or merge the adapter: {merge}")
 
 
 def may_go_without_cuda(settings: Settings) -> bool:

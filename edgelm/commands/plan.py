@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from edgelm.backends.llama.adapter import find_adapters, with_adapters
+from edgelm.backends.llama.adapter import adapter_bytes, find_adapters, with_adapters
 from edgelm.backends.llama.memory import LlamaMemory, repacked_types
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import ON_CPU, Device, Placement, Wish
@@ -76,9 +76,12 @@ def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None
     with reader_may_leave():
         if as_json:
             document = as_document(result, facts, memory, gpus, choice, placement, exact=exact)
-            print(json.dumps(document | {"beside": beside.document()}, ensure_ascii=False))
+            more = {"beside": beside.document(), "lora": list(settings.lora)}
+            print(json.dumps(document | more, ensure_ascii=False))
         else:
             _print(result, facts, memory, gpus, choice, placement)
+            if settings.lora:
+                print(f"with {', '.join(settings.lora)}: {_gib(adapter_bytes(facts))} of the weights")
             for line in beside.lines(result.chosen.total_bytes if result.chosen else 0, result.usable_bytes):
                 print(line)
     result.require()

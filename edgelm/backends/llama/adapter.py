@@ -88,6 +88,11 @@ def with_adapters(facts: ModelFacts, adapters: Sequence[LlamaAdapter]) -> ModelF
     return replace(facts, tensors=(*facts.tensors, *(tensor for adapter in adapters for tensor in adapter.tensors)))
 
 
+def adapter_bytes(facts: ModelFacts) -> int:
+    """Return the bytes of all adapters in the facts of a model."""
+    return sum(tensor.nbytes for tensor in facts.tensors if _PAIR.fullmatch(tensor.name))
+
+
 # -- a GGUF adapter ----------------------------------------------------------------------------------------------------
 
 

@@ -130,11 +130,8 @@ def test_experts_of_a_mixture(tmp_path: Path) -> None:
     experts = model.model.layers[0].mlp.experts
     width, inner = experts.gate_up_proj.shape[2], experts.gate_up_proj.shape[1] // 2
     block = "model.layers.0.block_sparse_moe"
-    shapes = {
-        f"{block}.experts.1.w1": (inner, width),
-        f"{block}.experts.3.w2": (width, inner),
-        f"{block}.gate": (4, width),
-    }
+    up, down, router = f"{block}.experts.1.w1", f"{block}.experts.3.w2", f"{block}.gate"
+    shapes = {up: (inner, width), down: (width, inner), router: (4, width)}
     folder = write_adapter(tmp_path / "adapter", shapes, size=0.3, rank_pattern={"3.w2": 2})
     deltas = dict(deltas_of(folder))
     with torch.no_grad():
