@@ -7,6 +7,7 @@ llama.cpp loads.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
 MAX_RANK = 2**16
-BLOCK = 2**22  # numbers that are checked at a time
+BLOCK = 2**22  # numbers that are checked, or bytes that are read at a time
 MAX_PATTERNS = 2**14
 RETRAIN = "train or save the adapter without it"
 EXPECTED = "give the folder with adapter_config.json and adapter_model.safetensors, or a GGUF of it"
@@ -125,6 +126,18 @@ class Adapter:
             step = max(1, BLOCK * num_rows // max(tensor.num_elements, 1))
             for first in range(0, num_rows, step):
                 self.tensor(source, first, first + step)
+
+    def content(self) -> bytes:
+        """Return 16 bytes that identify the adapter's files by all that is in them. Raises ModelError."""
+        digest = hashlib.blake2b(digest_size=16)
+        try:
+            for path in (self.path / CONFIG, *self.file.paths):
+                with path.open("rb") as file:
+                    while block := file.read(BLOCK):
+                        digest.update(block)
+        except OSError as error:
+            raise ModelError(f"{self.name} cannot be read any more: {error.strerror}", "try again") from None
+        return digest.digest()
 
     def damaged(self, reason: str) -> ModelError:
         return ModelError(f"the adapter {self.name} is damaged: {reason}", DOWNLOAD)
@@ -260,6 +273,8 @@ def _read_names(file: Safetensors, config: Mapping[str, Any]) -> tuple[dict[str,
             tensors[match["part"]] = source
         elif ".lora_" not in name and (match := _WHOLE.fullmatch(name)):
             target = f"{match['module']}.{match['kind']}"
+            if len(tensor.shape) not in (1, 2):
+                raise ModelError(f"{file.name}: tensor {shown(source)} has more than two dimensions", RETRAIN)
             if target in whole:
                 raise _damaged(file, f"tensor {shown(target)} is there twice")
             whole[target] = Whole(target, source, tensor.shape, trained=".base_layer." not in name)

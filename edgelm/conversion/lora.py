@@ -1,8 +1,8 @@
 """Merging LoRA adapters into the weights of a folder, a few rows at a time.
 
-    merge = Merge(adapters, shapes)                   # checks all names, shapes and numbers
+    merge = open_merge(lora, folder, resources)       # checks all names, shapes and numbers
+    merge.require_used(sources)                       # the tensors of the folder that the conversion reads
     rows = merge("model.layers.0.mlp.up_proj.weight", rows, first)
-    merge.require_complete()                          # after all rows of all tensors
 
 Owns the arithmetic: W + scaling * B @ A in float32, DoRA's lengths, and tensors that are replaced. Knows nothing of
 where the rows come from or go to. The format of an adapter is in checkpoints/adapter.py.
@@ -10,15 +10,20 @@ where the rows come from or go to. The format of an adapter is in checkpoints/ad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.checkpoints.adapter import Adapter, LowRank, Whole, plain_name
+from edgelm.checkpoints.adapter import Adapter, LowRank, Whole, open_adapter, plain_name
 from edgelm.checkpoints.files import shown
+from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.errors import ModelError
+from edgelm.places import expand_home
+from edgelm.setting_checks import split_scale
 
 Array = NDArray[np.float32]
 
@@ -49,11 +54,16 @@ class Merge:
         self._shapes = shapes
         self._by_plain = {plain_name(name): name for name in shapes}
         self._changes: dict[str, list[_Change]] = {}
-        self._rows: dict[str, int] = {}  # merged so far
         self._matrices: dict[int, tuple[Array, Array]] = {}  # A and B of the changes of `_current`
         self._current = ""
-        for adapter, scale in zip(adapters, scales or [1.0] * len(adapters), strict=True):
+        self._adapters = list(zip(adapters, scales or [1.0] * len(adapters), strict=True))
+        for adapter, scale in self._adapters:
             self._add(adapter, scale)
+
+    @property
+    def key(self) -> str:
+        """Stands for the adapters by their content, in order, and their scales: the same key, the same result."""
+        return " ".join(f"{adapter.content().hex()}:{scale:g}" for adapter, scale in self._adapters)
 
     @property
     def names(self) -> frozenset[str]:
@@ -61,14 +71,14 @@ class Merge:
         return frozenset(self._changes)
 
     def __call__(self, name: str, rows: Array, first: int = 0) -> Array:
-        """Return rows of a tensor with all adapters merged into them: [n, columns], or [n] of a bias.
+        """Return rows of a tensor with all adapters merged into them: [n, columns], or [n, 1] or [n] of a bias.
 
         `rows` are those from `first` on, in the folder's order. They stay as they are.
         """
         changes = self._changes.get(name)
         if not changes:
             return rows
-        assert rows.shape[1:] == self._shapes[name][1:], (rows.shape, name)
+        assert rows.shape[1:] in (self._shapes[name][1:], self._shapes[name][1:] or (1,)), (rows.shape, name)
         assert first + len(rows) <= self._shapes[name][0], (rows.shape, name)
         if name != self._current:
             self._current, self._matrices = name, {}
@@ -76,14 +86,13 @@ class Merge:
             rows = self._changed(change, rows, first)
         if not np.isfinite(rows).all():
             raise ModelError(f"{shown(name)} is not finite with {changes[-1].adapter.name}", OTHER_MODEL)
-        self._rows[name] = self._rows.get(name, 0) + len(rows)
         return rows
 
-    def require_complete(self) -> None:
-        """Raise ModelError if rows of a tensor that an adapter changes were not asked for."""
-        for name, changes in self._changes.items():
-            if self._rows.get(name, 0) < self._shapes[name][0]:
-                raise ModelError(f"{changes[0].adapter.name} changes {shown(name)}, which was not converted")
+    def require_used(self, sources: Iterable[str]) -> None:
+        """Raise ModelError if an adapter changes another tensor than these, which are all that is read."""
+        for name in self.names.difference(sources):
+            message = f"{self._changes[name][0].adapter.name} changes {shown(name)}, which has no place in the result"
+            raise ModelError(message, OTHER_MODEL)
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
@@ -121,7 +130,7 @@ class Merge:
         last = first + len(rows)
         part = change.change
         if isinstance(part, Whole):
-            return change.adapter.tensor(part.source, first, last)
+            return change.adapter.tensor(part.source, first, last).reshape(rows.shape)
         a, b = self._loaded(change)
         delta = a.T[first:last] @ b.T if part.embedding else b[first:last] @ a
         delta *= np.float32(part.scaling * change.scale)
@@ -140,3 +149,16 @@ class Merge:
             a, b = (change.adapter.tensor(source) for source in (change.change.a, change.change.b))
             self._matrices[id(change)] = a, b
         return self._matrices[id(change)]
+
+
+def open_merge(lora: Sequence[str], folder: Path, resources: ExitStack) -> Merge:
+    """Open adapters, ADAPTER or ADAPTER:SCALE, for the model in a folder; `resources` close them. Raises ModelError."""
+    adapters, scales = [], []
+    for text in lora:
+        name, scale = split_scale(text)
+        if name.endswith(".gguf"):
+            raise ModelError(f"{shown(name)} is a GGUF, and only an adapter of PEFT's can be merged", "give its folder")
+        adapters.append(resources.enter_context(open_adapter(Path(expand_home(name)))))
+        scales.append(scale)
+    with open_safetensors(folder) as model:
+        return Merge(adapters, {name: tensor.shape for name, tensor in model.tensors.items()}, scales)

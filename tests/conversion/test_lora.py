@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from edgelm.checkpoints.adapter import open_adapter
-from edgelm.conversion.lora import Merge
+from edgelm.conversion.lora import Merge, open_merge
 from edgelm.errors import ModelError
 from tests.adapters import PREFIX, write_adapter
 
@@ -43,7 +44,7 @@ def merged(
         )
         for name, array in weights().items()
     }
-    merge.require_complete()
+    merge.require_used(prefix + name for name in SHAPES)
     for adapter in adapters:
         adapter.close()
     return result
@@ -136,11 +137,35 @@ def test_an_embedding_that_is_the_output_too_is_refused(tmp_path: Path) -> None:
         Merge([adapter], tied)
 
 
-def test_rows_that_were_never_merged_are_an_error(tmp_path: Path) -> None:
+def test_a_tensor_that_the_conversion_does_not_read_is_an_error(tmp_path: Path) -> None:
     with open_adapter(write_adapter(tmp_path / "a", shapes(UP, DOWN))) as adapter:
         merge = Merge([adapter], SHAPES)
         assert merge.names == {f"{UP}.weight", f"{DOWN}.weight"}
-        merge(f"{UP}.weight", weights()[f"{UP}.weight"])
-        merge(f"{DOWN}.weight", weights()[f"{DOWN}.weight"][:9])
-        with pytest.raises(ModelError, match=r"down_proj\.weight, which was not converted"):
-            merge.require_complete()
+        merge.require_used(SHAPES)
+        with pytest.raises(ModelError, match=r"changes model.layers.0.mlp.down_proj.weight, which has no place"):
+            merge.require_used([f"{UP}.weight"])
+
+
+def test_adapters_for_a_folder(tmp_path: Path) -> None:
+    """The key stands for the content of the adapters and their strengths."""
+    (tmp_path / "model").mkdir()
+    save_file(weights(), tmp_path / "model" / "model.safetensors")
+    first, second = (str(write_adapter(tmp_path / f"{seed}", shapes(UP), seed=seed)) for seed in (0, 1))
+    keys = []
+    for lora in ([first], [f"{first}:0.5"], [first, second], [second, first], [second], [f"{first}:1"]):
+        with ExitStack() as resources:
+            keys.append(open_merge(lora, tmp_path / "model", resources).key)
+    assert len(set(keys)) == 5
+    assert keys[0] == keys[-1]
+    with ExitStack() as resources, pytest.raises(ModelError, match="only an adapter of PEFT's can be merged"):
+        open_merge(["a.gguf"], tmp_path / "model", resources)
+
+
+def test_biases_that_were_trained(tmp_path: Path) -> None:
+    """A vector may come as a matrix of one column."""
+    own = np.arange(8, dtype=np.float32)
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    with open_adapter(write_adapter(tmp_path / "a", {}, tensors={f"{PREFIX}{bias}": own}, bias="all")) as adapter:
+        merge = Merge([adapter], {bias: (8,)})
+        np.testing.assert_array_equal(merge(bias, np.zeros(3, np.float32), 2), own[2:5])
+        np.testing.assert_array_equal(merge(bias, np.zeros((3, 1), np.float32), 2), own[2:5, None])

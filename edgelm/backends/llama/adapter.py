@@ -24,7 +24,7 @@ import numpy as np
 from gguf import GGUFType, GGUFWriter
 from numpy.typing import NDArray
 
-from edgelm.checkpoints.adapter import CONFIG, Adapter, LowRank, open_adapter, plain_name
+from edgelm.checkpoints.adapter import Adapter, LowRank, open_adapter, plain_name
 from edgelm.checkpoints.files import file_identity, shown
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.llama_checks import NO_WEIGHTS
@@ -38,7 +38,6 @@ from edgelm.setting_checks import split_scale
 
 FORMAT = 1  # of the written files: a part of their names
 KEPT = 16  # written files, the last used ones
-BLOCK_BYTES = 2**24
 OTHER_MODEL = "give an adapter that was trained on this model"
 MERGE = "merge it into the model's folder: edgelm convert FOLDER OUT.gguf --lora ADAPTER"
 EMBEDDING = "token_embd.weight"
@@ -302,15 +301,8 @@ def _pattern(name: str) -> str:
 def _content(model: GGUF, adapter: Adapter) -> bytes:
     """Return 16 bytes that identify the written file: the adapter's files, and what it takes from the model."""
     shape = gguf_shape(model.values)
-    digest = hashlib.blake2b(repr((FORMAT, model.architecture, shape)).encode(), digest_size=16)
-    try:
-        for path in (adapter.path / CONFIG, *adapter.file.paths):
-            with path.open("rb") as file:
-                while block := file.read(BLOCK_BYTES):
-                    digest.update(block)
-    except OSError as error:
-        raise ModelError(f"{adapter.name} cannot be read any more: {error.strerror}", "try again") from None
-    return digest.digest()
+    facts = FORMAT, model.architecture, shape, adapter.content()
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
 
 
 def _write(path: Path, model: GGUF, adapter: Adapter, changes: dict[str, list[_Change]]) -> None:
