@@ -30,6 +30,7 @@ WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
 MAX_RANK = 2**16
 BLOCK = 2**22  # numbers that are checked, or bytes that are read at a time
+MAX_ALPHA = 1e6
 MAX_PATTERNS = 2**14
 RETRAIN = "train or save the adapter without it"
 EXPECTED = "give the folder with adapter_config.json and adapter_model.safetensors, or a GGUF of it"
@@ -210,7 +211,7 @@ def _check_options(config: Mapping[str, Any], name: str) -> None:
 
 def _number(config: Mapping[str, Any], key: str, name: str) -> float:
     value = config.get(key)
-    if not is_number(value) or not math.isfinite(value):
+    if not is_number(value) or not abs(value) <= MAX_ALPHA:
         raise ModelError(f"{name}: {key} is {described(value)}, but must be a number", DOWNLOAD)
     return float(value)
 
@@ -245,7 +246,7 @@ class _Scaling:
             if not _PATTERN.fullmatch(pattern) or pattern.count("*") > MAX_STARS:
                 raise ModelError(f"{self._name}: {key} has {shown(pattern)}, which is no plain name", RETRAIN)
             fits = is_integer(number) and 1 <= number <= MAX_RANK if key == "rank_pattern" else is_number(number)
-            if not fits or not math.isfinite(number):
+            if not fits or not abs(number) <= MAX_ALPHA:
                 raise ModelError(f"{self._name}: {key} of {shown(pattern)} is {described(number)}", DOWNLOAD)
             patterns.append((re.compile(rf"(?:.*\.)?(?:{pattern})\Z"), float(number)))
         return patterns
