@@ -119,7 +119,7 @@ class Settings:
     lora: tuple[str, ...] = _setting(
         (),
         Check(parse_adapters, "ADAPTER[:SCALE]", "list"),
-        "a LoRA adapter for the model, at this strength: a folder of PEFT's or a GGUF (llama.cpp)",
+        "a LoRA adapter made for the model: a folder of PEFT's or a GGUF; :0.5 halves its effect (llama.cpp)",
         f"{_ALL} embed",
     )
     graphs: bool = _setting(True, _SWITCH_CHECK, "CUDA graphs: no gaps between the kernels of a step (torch)", _LOADING)
