@@ -21,6 +21,7 @@ from edgelm.setting_checks import (
     Kind,
     choice,
     number,
+    parse_adapters,
     parse_device,
     parse_folders,
     parse_name,
@@ -114,6 +115,12 @@ class Settings:
         Check(parse_overrides, "PATTERN=DEVICE", "list"),
         "place tensors whose names match a regular expression on a device of llama.cpp, or on CPU",
         f"{_LOADING} plan",
+    )
+    lora: tuple[str, ...] = _setting(
+        (),
+        Check(parse_adapters, "ADAPTER[:SCALE]", "list"),
+        "a LoRA adapter made for the model: a folder of PEFT's or a GGUF; :0.5 halves its effect (llama.cpp)",
+        f"{_ALL} embed",
     )
     graphs: bool = _setting(True, _SWITCH_CHECK, "CUDA graphs: no gaps between the kernels of a step (torch)", _LOADING)
     quantize: str = _setting(

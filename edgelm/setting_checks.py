@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Kind = Literal["value", "switch", "list"]  # --name VALUE; --name and --no-name; --name VALUE, repeated
+MAX_SCALE = 1000.0  # of an adapter
 _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
 
 
@@ -118,6 +119,28 @@ def parse_overrides(value: object) -> tuple[str, ...]:
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(f"{expected}: {error}") from None
     return tuple(override.removesuffix(",") for override in overrides)
+
+
+def parse_adapters(value: object) -> tuple[str, ...]:
+    """Parse ADAPTER or ADAPTER:SCALE; several are given as a list, or in one text with commas between them."""
+    expected = "a path, and perhaps a scale such as :0.5, which is at most 1000"
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or any(not isinstance(text, str) for text in texts):
+        raise ValueError(expected)
+    adapters = tuple(text.strip() for text in texts if text.strip())
+    for adapter in adapters:
+        path, scale = split_scale(adapter)
+        if not path.isprintable() or not abs(scale) <= MAX_SCALE:
+            raise ValueError(expected)
+    return adapters
+
+
+def split_scale(adapter: str) -> tuple[str, float]:
+    """Return the path and the scale of ADAPTER:SCALE; without a scale it is 1."""
+    path, _, number = adapter.rpartition(":")
+    if not path or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(nan|inf)", number.lower()):
+        return adapter, 1.0
+    return path, float(number)
 
 
 def words(pattern: str, values: str) -> Callable[[object], tuple[str, ...]]:

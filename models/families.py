@@ -8,9 +8,10 @@ tensors that end in `.weight` and `.bias`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from edgelm.kernels.activation import GateKind
+if TYPE_CHECKING:
+    from edgelm.kernels.activation import GateKind  # it imports torch, which names need not
 
 Routing = Literal["softmax", "topk_softmax"]
 

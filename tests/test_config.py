@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from edgelm.config import Settings, load_config
 from edgelm.errors import EdgeLMError
+from edgelm.setting_checks import split_scale
 
 
 def places(folder: Path, text: str = "") -> dict[str, str]:
@@ -68,6 +69,25 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.toml").mkdir()
     with pytest.raises(EdgeLMError, match="cannot be read"):
         load_config({}, {"EDGELM_CONFIG_DIR": str(tmp_path)})
+
+
+def test_adapters_and_their_strengths(tmp_path: Path) -> None:
+    """A list in the file, several flags, or one text with commas; the part behind the last colon may be a number."""
+    (tmp_path / "config.toml").write_text('lora = ["a", "b:0.5"]')
+    environment = {"EDGELM_CONFIG_DIR": str(tmp_path)}
+    assert load_config({}, environment).settings.lora == ("a", "b:0.5")
+    assert load_config({}, environment | {"EDGELM_LORA": "c:2, d"}).settings.lora == ("c:2", "d")
+    assert load_config({"lora": ["e,f:-1"]}, environment).settings.lora == ("e,f:-1",)
+    assert [split_scale(text) for text in ("a", "C:/a:b", "a:.5", "a:-1e-1", ":3")] == [
+        ("a", 1.0),
+        ("C:/a:b", 1.0),
+        ("a", 0.5),
+        ("a", -0.1),
+        (":3", 1.0),
+    ]
+    for wrong in ("a:nan", "a:1e4", "a:-inf"):
+        with pytest.raises(EdgeLMError, match="a path, and perhaps a scale"):
+            load_config({"lora": [wrong]}, environment)
 
 
 @given(st.dictionaries(st.sampled_from([*Settings.__dataclass_fields__, "other"]), st.text(max_size=8)))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from edgelm.backends.choice import EngineChoice, Situation, choose_engine, may_go_without_cuda
+from edgelm.backends.llama.adapter import LlamaAdapter, find_adapters, with_adapters
 from edgelm.backends.llama.placement import Wish
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
@@ -109,7 +110,7 @@ def _build(
                     memory_bytes=memory_bytes,
                     notify=notify,
                 )
-        facts, files = model.facts, model.files
+        facts, files, adapters = model.facts, model.files, _adapters(model, settings, places)
     from edgelm.backends.llama.build import build_llama  # it imports llama.cpp
 
     return build_llama(
@@ -119,6 +120,7 @@ def _build(
         settings,
         least_context=least_context,
         draft=require_gguf(draft).path if draft else None,
+        adapters=adapters,
         repack=repack,
         gpu=choice.device == "gpu",
         progress=progress,
@@ -126,6 +128,13 @@ def _build(
         places=places,
         memory_bytes=memory_bytes,
     )
+
+
+def _adapters(model: OpenedModel, settings: Settings, places: Places | None = None) -> tuple[LlamaAdapter, ...]:
+    """Return the adapters of the settings, as llama.cpp loads them. Raises ModelError, EdgeLMError."""
+    if not settings.lora or model.gguf is None:
+        return ()
+    return find_adapters(model.gguf, settings.lora, (places or own_places()).cache)
 
 
 @contextmanager
@@ -167,7 +176,14 @@ def load_evaluation(
     wish = Wish.of(settings, llama_devices() if choice.device == "gpu" else ())
     threads = settings.threads or usable_cores().physical
     return load_llama_evaluation(
-        model, reference, window=window, threads=threads, repack=repack, wish=wish, progress=progress
+        model,
+        reference,
+        window=window,
+        threads=threads,
+        repack=repack,
+        wish=wish,
+        lora=settings.lora,
+        progress=progress,
     )
 
 
@@ -202,7 +218,8 @@ def predict(
 
         wish = Wish.of(settings, llama_devices() if choice.device == "gpu" else ())
         beside = small.facts if small else None
-        planned = plan_context(path, model.facts, settings, wish, draft_facts=beside, repack=repack, machine=machine)
+        facts = with_adapters(model.facts, _adapters(model, settings))
+        planned = plan_context(path, facts, settings, wish, draft_facts=beside, repack=repack, machine=machine)
         return planned.footprint(choice.device)
 
 

@@ -47,6 +47,8 @@ def choose_engine(settings: Settings, situation: Situation) -> EngineChoice:
     Raises ModelError where nothing can run the model, or the draft model beside it; EdgeLMError where the requested
     engine or device is missing.
     """
+    if settings.lora:
+        _check_lora(settings, situation)
     choice = _choose(settings, situation)
     if choice.engine == "torch" and situation.draft_problem:
         raise ModelError(f"--draft with the torch engine: {situation.draft_problem}", "omit it: n-gram drafting is on")
@@ -132,8 +134,21 @@ def _needs_llama(settings: Settings, situation: Situation) -> str:
         return ""
     if situation.draft_problem:
         return f"the draft model: {situation.draft_problem}"
+    if settings.lora:
+        return "only llama.cpp has --lora"
     flag = _placing_flag(settings)
     return f"only llama.cpp has {flag}" if flag and situation.has_offload else ""
+
+
+def _check_lora(settings: Settings, situation: Situation) -> None:
+    """Raise EdgeLMError where an adapter cannot be loaded beside the model: only llama.cpp does that."""
+    merge = "edgelm convert FOLDER OUT.gguf --lora ADAPTER"
+    if situation.llama_problem:
+        problem = f"{situation.model} is a folder of safetensors, and --lora needs a GGUF"
+        raise EdgeLMError(problem, f"make a GGUF with the adapter in it: {merge}")
+    flag = "--engine torch" if settings.engine == "torch" else "--device cuda" if settings.device == "cuda" else ""
+    if flag:
+        raise EdgeLMError(f"{flag} has no --lora, only llama.cpp has it", f"omit {flag}, or merge the adapter: {merge}")
 
 
 def may_go_without_cuda(settings: Settings) -> bool:

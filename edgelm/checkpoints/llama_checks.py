@@ -71,7 +71,8 @@ def require_model(gguf: GGUF) -> None:
     if gguf.metadata.get("general.architecture") == "clip":
         kind = "mmproj"
     if isinstance(kind, str) and kind in NOT_MODELS:
-        raise ModelError(f"{gguf.name} {NOT_MODELS[kind]}", "name the file of the model itself")
+        hint = "name the file of the model itself" + ", with --lora and this one" * (kind == "adapter")
+        raise ModelError(f"{gguf.name} {NOT_MODELS[kind]}", hint)
     if not gguf.architecture or not gguf.tensors:
         raise ModelError(f"{gguf.name} holds only a vocabulary, no weights", "name the file of a whole model")
 

@@ -93,7 +93,7 @@ def open_chat(
     settings, sources, places = config.settings, config.sources, config.places
     by_path = endpoint is None and Path(model or "").is_absolute()
     # Flags need a server of our own: a running server has its own settings.
-    own = [_as_flag(name, value) for name, value in flags.items() if value is not None]
+    own = [flag for name, value in flags.items() if value is not None for flag in _as_flags(name, value)]
     arguments = [*own, *([model] if model and by_path else [])]
     link = Link(
         endpoint=normalize_address(endpoint) if endpoint else None,
@@ -189,12 +189,13 @@ def _endpoint_name(model: str, config: Config) -> str:
     return str(local.path) if local.place == "given" else local.name
 
 
-def _as_flag(name: str, value: object) -> str:
-    """Return a flag as the user gave it."""
+def _as_flags(name: str, value: object) -> list[str]:
+    """Return a flag as the user gave it, perhaps more than once."""
     spelled = name.replace("_", "-")
     if isinstance(value, bool):
-        return f"--{spelled}" if value else f"--no-{spelled}"
-    return f"--{spelled}={value}"
+        return [f"--{spelled}" if value else f"--no-{spelled}"]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [f"--{spelled}={one}" for one in values]
 
 
 def _choose_key(endpoint: str | None, config: Config) -> str | None:

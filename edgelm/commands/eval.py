@@ -26,6 +26,7 @@ from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.config import Config, load_config
 from edgelm.errors import ModelError, RequestError
 from edgelm.kv_modes import KV_MODES
+from edgelm.library.adapters import adapters_identity
 from edgelm.library.local import model_config, runnable_model
 from edgelm.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
 
@@ -56,6 +57,7 @@ def eval_model(
         "engine": [_versions(), settings.engine, settings.device, settings.quantize],
         "text": _hash(text),
         "sides": [(part.kv, _identity(part.model)) for part in (side, reference) if part],
+        **({"lora": adapters_identity(settings.lora)} if settings.lora else {}),
         "window": window,
         "stride": stride,
     }

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from edgelm.backends.llama.adapter import adapter_bytes, find_adapters, with_adapters
 from edgelm.backends.llama.memory import LlamaMemory, repacked_types
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import ON_CPU, Device, Placement, Wish
@@ -69,14 +70,18 @@ def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None
             memory = replace(memory, free_bytes=choice.cuda.free_bytes, read_bytes_per_s=0.0)
         result, exact, placement = _plan_for_torch(facts, draft_facts, settings, memory, choice.device), False, ON_CPU
     else:
+        facts = _with_adapters(path, facts, config)
         result, exact, placement = _plan_for_llama(path, facts, draft_facts, config, memory, choice.devices)
     gpus = nvidia_gpus()
     with reader_may_leave():
         if as_json:
             document = as_document(result, facts, memory, gpus, choice, placement, exact=exact)
-            print(json.dumps(document | {"beside": beside.document()}, ensure_ascii=False))
+            more = {"beside": beside.document(), "lora": list(settings.lora)}
+            print(json.dumps(document | more, ensure_ascii=False))
         else:
             _print(result, facts, memory, gpus, choice, placement)
+            if settings.lora:
+                print(f"with {', '.join(settings.lora)}: {_gib(adapter_bytes(facts))} of the weights")
             for line in beside.lines(result.chosen.total_bytes if result.chosen else 0, result.usable_bytes):
                 print(line)
     result.require()
@@ -88,6 +93,14 @@ def _read_facts(path: Path) -> ModelFacts:
             return folder_facts(folder)
     with open_gguf(path) as gguf:
         return model_facts(gguf)
+
+
+def _with_adapters(path: Path, facts: ModelFacts, config: Config) -> ModelFacts:
+    """Return the facts of a model with its adapters, as `--lora` names them."""
+    if not config.settings.lora:
+        return facts
+    with open_gguf(path) as gguf:
+        return with_adapters(facts, find_adapters(gguf, config.settings.lora, config.places.cache))
 
 
 def _plan_for_torch(

@@ -174,7 +174,7 @@ def _no_model_in(folder: str, names: list[str]) -> ModelError:
         hint = f"give the .gguf file in it: {', '.join(ggufs[:MAX_LISTED])}"
         return ModelError(f"{folder} is a folder without {CONFIG} and safetensors", printable(hint))
     if ADAPTER in names:
-        hint = "merge the adapter into its model, and give the folder of the result"
+        hint = "name that model as a GGUF with --lora and this folder, or merge both: edgelm convert --lora"
         return ModelError(f"{folder} holds an adapter (LoRA), not the model that it was made for", hint)
     if any(name.endswith(SAFETENSORS) for name in names):
         return ModelError(f"{folder} holds safetensors without {CONFIG}", WHOLE_FOLDER)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -19,6 +19,7 @@ import httpx2
 from edgelm.backends.choice import may_go_without_cuda
 from edgelm.config import Config, Settings
 from edgelm.errors import DeviceError, EdgeLMError, EngineError, GpuLoadError
+from edgelm.library.adapters import adapter_files
 from edgelm.library.local import find_draft_model, model_config
 from edgelm.library.scan import LocalModel, note_use
 from edgelm.machine import facts as machine
@@ -123,6 +124,7 @@ class Launcher:
             worker,
             job,
             draft,
+            adapter_files(settings.lora),
             note_use=lambda: note_use(self._places.data, path),
             note_failure=lambda error: self._gpu_failures.note(path, error),
         )
@@ -179,6 +181,7 @@ class EngineProcess:
         worker: Worker,
         job: ServeJob,
         draft: Path | None = None,
+        adapters: Sequence[Path] = (),
         *,
         note_use: Callable[[], None] = lambda: None,
         note_failure: Callable[[EdgeLMError], None] = lambda _: None,
@@ -189,6 +192,7 @@ class EngineProcess:
         self._worker = worker
         self._job = job
         self._files = ModelFiles(job.model, *([draft] if draft else []))
+        self._adapters = ModelFiles(*adapters)  # read whole while loading: writing into one breaks no answer
         self.cuda_problem = job.cuda_problem
         self._note_use = note_use
         self._note_failure = note_failure
@@ -213,7 +217,7 @@ class EngineProcess:
     def _file_change(self) -> Change | None:
         if self._files.rewritten():
             return "rewritten"
-        return "replaced" if self._files.replaced() else None
+        return "replaced" if self._files.replaced() or self._adapters.replaced() else None
 
     async def ready(self) -> None:
         await asyncio.shield(self._starting)

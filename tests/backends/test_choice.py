@@ -72,6 +72,19 @@ def test_what_only_llama_cpp_has_is_not_lost_on_cuda() -> None:
     assert choose(situation, gpu_layers="12", device="cuda") == ("torch", "cuda")  # --device cuda says more
 
 
+def test_adapters_are_for_llama_cpp() -> None:
+    adapted = Settings(lora=("a",))
+    assert choose_engine(adapted, replace(GGUF, has_offload=True)) == EngineChoice(
+        "llama", "gpu", ("CUDA is not used: only llama.cpp has --lora",)
+    )
+    for settings in (replace(adapted, engine="torch"), replace(adapted, device="cuda")):
+        with pytest.raises(EdgeLMError, match="merge the adapter: edgelm convert"):
+            choose_engine(settings, GGUF)
+    for situation in (FOLDER, replace(FOLDER, has_torch=False), replace(FOLDER, cuda=NO_DRIVER)):
+        with pytest.raises(EdgeLMError, match=r"m is a folder of safetensors.*edgelm convert FOLDER OUT.gguf --lora"):
+            choose_engine(adapted, situation)
+
+
 def test_a_draft_model_runs_where_the_model_runs() -> None:
     assert choose(GGUF, draft="small") == ("torch", "cuda")
     assert choose(replace(GGUF, cuda=NO_DRIVER), draft="small") == ("llama", "cpu")

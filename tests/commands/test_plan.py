@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from edgelm.checkpoints.gguf import open_gguf
 from edgelm.cli import run_cli
 from edgelm.commands import plan as plan_module
 from edgelm.machine.facts import MachineFacts
 from edgelm.machine.gpu import Gpu
+from tests.adapters import write_adapter
 from tests.tiny import write_tiny
 
 GIB = 2**30
@@ -147,6 +149,21 @@ def test_a_draft_model_is_counted(edgelm: Edgelm, model: Path, tmp_path: Path) -
     assert "draft model " in out
     assert "which drafts" in out
     assert "draft model" not in edgelm("plan", model)[1]
+
+
+def test_an_adapter_is_counted_and_must_fit(edgelm: Edgelm, model: Path, tmp_path: Path) -> None:
+    with open_gguf(model) as gguf:
+        columns, rows = gguf.tensors["blk.0.ffn_down.weight"].shape
+    layer = "model.layers.0.mlp.down_proj"
+    adapter = write_adapter(tmp_path / "adapter", {layer: (rows, columns)}, rank=4)
+    alone, both = edgelm.document(model), edgelm.document(model, "--lora", f"{adapter}:0.5")
+    num_bytes = 4 * 4 * (rows + columns)
+    assert both["weights_bytes"] == alone["weights_bytes"] + num_bytes
+    assert both["chosen"]["total_bytes"] == alone["chosen"]["total_bytes"] + num_bytes
+    assert (alone["lora"], both["lora"]) == ([], [f"{adapter}:0.5"])
+    code, out, errors = edgelm("plan", model, "--lora", write_adapter(adapter, {layer: (rows, columns + 1)}))
+    assert (code, out, errors.count("\n")) == (1, "", 1)
+    assert "give an adapter that was trained on this model" in errors
 
 
 def test_a_draft_model_that_does_not_fit_is_an_error(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from edgelm.backends.drafting import measured_clock, ngram_drafter, require_same_vocabulary, throttled
+from edgelm.backends.llama.adapter import LlamaAdapter, with_adapters
 from edgelm.backends.llama.buffers import LlamaBuffers
 from edgelm.backends.llama.devices import llama_devices
 from edgelm.backends.llama.embedding import embedder_of
@@ -58,6 +59,7 @@ def build_llama(
     repack: bool = True,
     gpu: bool = False,
     draft: Path | None = None,
+    adapters: Sequence[LlamaAdapter] = (),
     progress: Callable[[float], bool] | None = None,
     prefixes: Path | None = None,
     places: Places | None = None,
@@ -65,11 +67,12 @@ def build_llama(
 ) -> LoadedModel:
     """Load a checked GGUF, whose parts are `files`. With `gpu`, as much as fits goes to llama.cpp's devices.
 
-    `draft` is the GGUF of a model that drafts. Raises ModelError for a file that llama.cpp refuses or that does not fit
-    in memory; EdgeLMError for a context that the model cannot have.
+    `draft` is the GGUF of a model that drafts, `adapters` are those of the model. Raises ModelError for a file that
+    llama.cpp refuses or that does not fit in memory; EdgeLMError for a context that the model cannot have.
     """
     if settings.quantize != "off":
         raise EdgeLMError("only the torch engine has --quantize", "pull a quantized GGUF, or use --engine torch")
+    facts = with_adapters(facts, adapters)
     drafting = places if settings.spec != "off" else None
     draft = draft if drafting else None
     draft_facts = _read_facts(draft) if draft else None
@@ -92,16 +95,17 @@ def build_llama(
         threads=planned.threads,
         batch_threads=planned.threads,
     )
+    load_weights = partial(LlamaModel, path, files=files, repack=repack, adapters=adapters, progress=progress)
     if facts.summary.kind != "text":
         placement = OffloadedMemory(facts, wish, sequences=1).placement(option.kv, option.context)
-        model = LlamaModel(path, files=files, repack=repack, placement=placement, progress=progress)
+        model = load_weights(placement=placement)
         footprint = planned.footprint("gpu" if gpu else "cpu", 0)
         return build_encoder(model, facts, option.context, planned.threads, footprint)
     ram = settings.prefix_cache_ram
     snapshot_bytes = planned.snapshot_bytes if ram is None else int(ram * 2**30)
 
     def load(placement: Placement) -> _Loaded:
-        model = LlamaModel(path, files=files, repack=repack, placement=placement, progress=progress)
+        model = load_weights(placement=placement)
         try:
             tokenizer = LlamaTokenizer.of_model(model.native, model)
             folder = None

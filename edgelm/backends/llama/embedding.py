@@ -170,6 +170,7 @@ class LlamaEmbedder:
         if not self._context:
             reason = native_log.first_error() or "it gives no reason"
             raise EngineError(f"llama.cpp could not make a context for embeddings: {reason}", "send shorter texts")
+        self._model.apply_adapters(self._context)
         self._size = size
         self._tokens = Batch(L.llama_n_batch(self._context))
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from edgelm.backends.llama.adapter import LlamaAdapter, find_adapters, with_adapters
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.memory import kv_head_bytes
 from edgelm.backends.llama.model import LlamaModel
@@ -33,6 +34,7 @@ from edgelm.evaluation.evaluate import (
 )
 from edgelm.kv_modes import LLAMA_KV
 from edgelm.machine.memory import available_memory_bytes
+from edgelm.places import own_places
 from edgelm.text.tokenizer import LlamaTokenizer
 from edgelm.workers.messages import EvalSide
 
@@ -45,6 +47,7 @@ class _Header(NamedTuple):
     facts: ModelFacts
     files: tuple[Path, ...]
     vocabulary: tuple[object, ...]
+    adapters: tuple[LlamaAdapter, ...]
 
     @property
     def summary(self) -> ModelSummary:
@@ -59,18 +62,20 @@ def load_llama_evaluation(
     threads: int,
     repack: bool,
     wish: Wish | None = None,
+    lora: Sequence[str] = (),
     progress: Callable[[float], bool] | None = None,
 ) -> Evaluation:
     """Load a model, and a reference beside it. Without `window` it is 512 tokens, or the context if that is shorter.
 
-    `wish` places them on devices, each as if it were alone; None: they are with the processor.
+    `wish` places them on devices, each as if it were alone; None: they are with the processor. `lora` are adapters,
+    which every model gets.
 
     Raises ModelError for a file that is damaged, not supported, does not fit in memory or has another vocabulary than
     the model, and for a KV mode that a model cannot have; EdgeLMError for a window that a model cannot have.
     """
     sides = [model, *([reference] if reference else [])]
     require_kv(sides, LLAMA_KV, "llama.cpp")
-    headers = {side.model: _read_header(side.model) for side in sides}
+    headers = {side.model: _read_header(side.model, lora) for side in sides}
     if reference and headers[reference.model].vocabulary != headers[model.model].vocabulary:
         raise vocabulary_error(model.model, reference.model)
     window = choose_window(window, [header.summary for header in headers.values()])
@@ -84,7 +89,14 @@ def load_llama_evaluation(
                 part = _part_of(progress, len(models), len(headers))
                 memory = OffloadedMemory(header.facts, wish or Wish(()), sequences=1)
                 place = memory.placement(side.kv, window)
-                native = LlamaModel(header.files[0], files=header.files, repack=repack, placement=place, progress=part)
+                native = LlamaModel(
+                    header.files[0],
+                    files=header.files,
+                    repack=repack,
+                    placement=place,
+                    adapters=header.adapters,
+                    progress=part,
+                )
                 models[side.model] = native
                 resources.callback(native.close)
             options = LlamaOptions(
@@ -103,7 +115,7 @@ def load_llama_evaluation(
         return Evaluation(loaded[0], loaded[1] if reference else None, tokenizer, window, resources.pop_all())
 
 
-def _read_header(path: Path) -> _Header:
+def _read_header(path: Path, lora: Sequence[str]) -> _Header:
     with open_gguf(path) as gguf:
         check_for_llama(gguf)
         if kind_and_pooling(gguf)[0] != "text":
@@ -112,12 +124,14 @@ def _read_header(path: Path) -> _Header:
         words = tuple(tokens.raw()) if isinstance(tokens, Array) else ()
         keys = ("model", "pre", "bos_token_id", "add_bos_token", "add_space_prefix")
         options = [gguf.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
-        return _Header(model_facts(gguf), gguf.paths, (*options, words))
+        adapters = find_adapters(gguf, lora, own_places().cache) if lora else ()
+        return _Header(with_adapters(model_facts(gguf), adapters), gguf.paths, (*options, words), adapters)
 
 
 def _require_memory(sides: Sequence[EvalSide], headers: dict[Path, _Header], window: int) -> None:
     """Raise ModelError where the models and their contexts do not fit at the same time."""
     needed = float(sum(header.summary.nbytes for header in headers.values()))
+    needed += sum(tensor.nbytes for header in headers.values() for side in header.adapters for tensor in side.tensors)
     for side in sides:
         summary = headers[side.model].summary
         layers = zip(summary.kv_heads, summary.key_lens, summary.value_lens, strict=True)

@@ -77,6 +77,7 @@ class LlamaExecutor:
                 f"llama.cpp could not make a context of {options.context:,} tokens: {reason}",
                 "lower --ctx, or choose a smaller --kv",
             )
+        model.apply_adapters(self._context)
         self._memory = L.llama_get_memory(self._context)
         max_tokens = min(options.max_tokens, L.llama_n_batch(self._context))
         layer_bytes = model.num_kv_heads * kv_head_bytes(options.kv, key_len, value_len)
@@ -234,7 +235,7 @@ def yarn_ramp(model: LlamaModel) -> dict[str, float]:
 
 
 def state_identity(model: LlamaModel, files: Sequence[Path], options: LlamaOptions) -> bytes:
-    """Return 16 bytes that identify all that a saved state depends on: weights, build of llama.cpp, KV types.
+    """Return 16 bytes that identify all that a saved state depends on: weights, adapters, build of llama.cpp, KV types.
 
     A state is valid only under the same identity; llama.cpp stores no hash of the model with it. Of the weights' files,
     the size, the time, the first bytes and samples count. Raises OSError where they cannot be read.
@@ -245,6 +246,8 @@ def state_identity(model: LlamaModel, files: Sequence[Path], options: LlamaOptio
     facts += [key_type.id, value_type.id, options.flash_attention]
     if model.placement.devices:  # its numbers are rounded otherwise
         facts.append(model.placement)
+    if model.adapters:
+        facts.append([adapter.state_fact for adapter in model.adapters])
     arch = metadata(model.native, "general.architecture")
     if metadata(model.native, f"{arch}.rope.scaling.original_context_length") is not None:
         facts.append(options.context)  # some models rotate keys by other factors in a long context

@@ -105,7 +105,7 @@ class LlamaMemory:
         tables = [tensor for tensor in tensors if _is_table(tensor) and tensor not in mapped]
         resident = sum(copied.values()) + sum(tensor.nbytes for tensor in mapped)
         resident += sum(min(tensor.nbytes, LOOKED_UP_BYTES) for tensor in tables)
-        around = AROUND_BYTES * sum(tensor.nbytes < AROUND_BYTES for tensor in mapped)
+        around = AROUND_BYTES * sum(tensor.nbytes < AROUND_BYTES for tensor in mapped if not _is_adapter(tensor))
         return WeightBytes(
             resident=resident + min(around, sum(copied.values())),
             copied=sum(copied.values()),
@@ -226,6 +226,11 @@ class LlamaMemory:
 def _is_table(tensor: TensorFacts) -> bool:
     """Return whether a tensor is a lookup table, which llama.cpp never repacks."""
     return "_embd" in tensor.name
+
+
+def _is_adapter(tensor: TensorFacts) -> bool:
+    """Return whether a tensor is of a LoRA adapter, which is copied from its own file."""
+    return tensor.name.endswith((".lora_a", ".lora_b"))
 
 
 def _is_part(tensor: TensorFacts, name: str, dims: int) -> bool:

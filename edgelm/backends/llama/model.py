@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from edgelm.backends.llama.adapter import LlamaAdapter
 from edgelm.backends.llama.api import fill_struct, metadata, native_log, start_backend
 from edgelm.backends.llama.devices import NativePlacement
 from edgelm.backends.llama.placement import ON_CPU, Placement
@@ -28,7 +29,8 @@ class DeviceMemoryError(ModelError):
 class LlamaModel:
     """A loaded model. `native` is llama.cpp's pointer, valid until `close`.
 
-    `files` are all parts of a split model, and `path` is the first. `progress` gets the loaded share, 0 to 1, and
+    `files` are all parts of a split model, and `path` is the first. `adapters` fit the model: `adapter.find_adapters`
+    has checked it. `progress` gets the loaded share, 0 to 1, and
     returns False to cancel. Raises DeviceMemoryError where a device of the placement has too little memory, ModelError
     for a file that llama.cpp refuses, and for a cancelled load.
     """
@@ -40,12 +42,14 @@ class LlamaModel:
         files: Sequence[Path] = (),
         repack: bool = True,
         placement: Placement = ON_CPU,
+        adapters: Sequence[LlamaAdapter] = (),
         progress: Callable[[float], bool] | None = None,
     ) -> None:
         start_backend()
         native_log.clear()
         self.path = path
         self.placement = placement
+        self.adapters = tuple(adapters)
         self._users = 1
         self._progress = _Progress(progress)
         self._native_placement = NativePlacement(placement)
@@ -64,6 +68,7 @@ class LlamaModel:
                 raise error
             reason = native_log.first_error() or "llama.cpp gives no reason"
             raise ModelError(f"{path.name} cannot be loaded: {reason}", "check the file, or pull the model again")
+        self._native_adapters = [self._load_adapter(adapter) for adapter in self.adapters]
         self.vocab: Any = L.llama_model_get_vocab(self.native)
         self.num_vocab: int = L.llama_vocab_n_tokens(self.vocab)
         self.train_context: int = L.llama_model_n_ctx_train(self.native)
@@ -82,6 +87,30 @@ class LlamaModel:
         default = L.llama_model_n_embd(self.native) // max(self.num_heads, 1)
         key, value = (metadata(self.native, f"{arch}.attention.{name}_length") for name in ("key", "value"))
         return int(key or default), int(value or default)
+
+    def apply_adapters(self, context: Any) -> None:
+        """Let a context of this model compute with its adapters."""
+        if not self.adapters:
+            return
+        count = len(self.adapters)
+        pointers = (L.llama_adapter_lora_p_ctypes * count)(*self._native_adapters)
+        scales = (ctypes.c_float * count)(*(adapter.scale for adapter in self.adapters))
+        result = L.llama_set_adapters_lora(context, pointers, count, scales)
+        assert result == 0, native_log.first_error()
+
+    def _load_adapter(self, adapter: LlamaAdapter) -> Any:
+        """Load an adapter, before any context: llama.cpp sizes its graphs by them. It is freed with the model."""
+        native_log.clear()
+        native = L.llama_adapter_lora_init(self.native, os.fsencode(adapter.path))
+        if not native:
+            reason = native_log.first_error() or "llama.cpp gives no reason"
+            error = memory_error(self.placement)
+            L.llama_model_free(self.native)
+            self.native = None
+            raise error or ModelError(
+                f"the adapter {adapter.name} cannot be loaded: {reason}", "train it on this model"
+            )
+        return native
 
     def share(self) -> Self:
         """Return the model for one more user. It is freed when all users have closed it."""

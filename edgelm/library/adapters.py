@@ -1,0 +1,36 @@
+"""The files of the setting `lora`, for those who must see that an adapter changed. Opens none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from edgelm.places import expand_home
+from edgelm.setting_checks import split_scale
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")  # of PEFT's folder
+
+
+def adapter_files(lora: Sequence[str]) -> list[Path]:
+    """Return the files of adapters, whether or not they exist."""
+    paths = [Path(expand_home(split_scale(text)[0])) for text in lora]
+    return [file for path in paths for file in _files(path)]
+
+
+def adapters_identity(lora: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return the setting, and size and time of its files, to see whether results with it still hold."""
+    identity = [(text, 0, 0) for text in lora]
+    for file in adapter_files(lora):
+        try:
+            status = file.stat()
+        except (OSError, ValueError):
+            continue
+        identity.append((str(file), status.st_size, status.st_mtime_ns))
+    return identity
+
+
+def _files(path: Path) -> list[Path]:
+    if path.name.endswith(".gguf"):
+        return [path]
+    folder = path.parent if path.name in FILES else path
+    return [folder / name for name in FILES]
