@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from edgelm.kernels.activation import GateKind
+from edgelm.kernels.gates import GateKind
 
 Routing = Literal["softmax", "topk_softmax"]
 

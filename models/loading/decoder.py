@@ -25,7 +25,8 @@ from edgelm.models.config import LayerConfig, ModelConfig, read_config
 from edgelm.models.decoder import Attention, Decoder, FeedForward, Layer, Linear, Weights
 from edgelm.models.loading.sources import FolderSource, GGUFSource, WeightSource
 from edgelm.models.moe import Experts, Stack
-from edgelm.models.rope import RopeConfig, build_rope, uses_long
+from edgelm.models.rope import build_rope, uses_long
+from edgelm.models.rope_config import RopeConfig
 
 ROPE_DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight")  # in a GGUF
 LONG_ROPE_DIVISORS = "rope_factors_long.weight"
