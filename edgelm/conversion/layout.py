@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -32,6 +33,11 @@ class Layout:
     tensors: tuple[OutTensor, ...]
     towers: tuple[str, ...]  # tensors of the parts that read images or sound
     left_out: tuple[str, ...]  # others: outside of the decoder's layers, or without an effect
+
+    @property
+    def types(self) -> dict[str, int]:
+        """How many tensors have a type, by its name."""
+        return dict(Counter(tensor.kind.name for tensor in self.tensors).most_common())
 
 
 def plan_layout(config: ModelConfig, reader: FolderReader, target: Target) -> Layout:

@@ -84,10 +84,9 @@ class Rows:
                     raw = self._ordered(reader.raw_rows(part.tensor, start, length, columns)[:: part.step])
                     yield np.ascontiguousarray(raw).view(np.uint8).reshape(-1)
                     continue
-                values = self._ordered(reader.rows(part.tensor, start, length, columns)[:: part.step])
-                if self.offset:
-                    values = values + np.float32(self.offset)
-                yield rounded(np.ascontiguousarray(values, np.float32), kind)
+                ordered = self._ordered(reader.rows(part.tensor, start, length, columns)[:: part.step])
+                values = np.ascontiguousarray(ordered, np.float32)
+                yield rounded(values + np.float32(self.offset) if self.offset else values, kind)
 
     def _ordered(self, rows: NDArray[np.generic]) -> NDArray[np.generic]:
         """Return rows with alternating rows of the two halves of each head."""
