@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich import progress as rich_progress
 from rich.console import Console
@@ -146,7 +146,7 @@ class _Bar:
         )
         self._task = self._bar.add_task("", total=None, text="")
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 

@@ -70,6 +70,8 @@ def read_vocabulary(files: TokenizerFiles, num_rows: int) -> Vocabulary:
     special = read_special_tokens(files, pieces)
     table = _Table(num_rows)
     merges: list[str] = []
+    if pieces is None:
+        _require_rows(files, added, num_rows)
     if letters:
         merges = _byte_letters(files, table)
     elif pieces is not None:
@@ -169,6 +171,16 @@ def _scored(files: TokenizerFiles, table: _Table) -> None:
         elif BYTE.fullmatch(text):
             kind = TokenType.BYTE
         table.set(token, text, kind, float(-ranks[text]) if text in ranks else last)
+
+
+def _require_rows(files: TokenizerFiles, added: Sequence[AddedToken], num_rows: int) -> None:
+    """Raise ModelError for a tokenizer of another model. Added tokens may lack a row: some models do not use them."""
+    known = {token.id for token in added}
+    beyond = next((token for token in _tokens(files).values() if token >= num_rows and token not in known), None)
+    if beyond is not None:
+        raise ModelError(
+            f"{TOKENIZER} has a token {beyond:,}, and the embedding has {num_rows:,} rows", "use the model's own files"
+        )
 
 
 def _tokens(files: TokenizerFiles) -> Mapping[str, int]:
