@@ -85,11 +85,22 @@ def run_conversion(job: ConvertJob, config: Config, *, verbose: bool = False) ->
 
 def source_folder(name: str, config: Config) -> Path:
     """Return the folder of safetensors with this name or path. Raises ModelError."""
+    if (path := folder_at(name)) is not None:
+        return path
     model = installed_model(name, config)
     if model.format == "gguf":
         raise ModelError(f"{shown(name)} is a GGUF already", "name a folder of safetensors")
     require_whole(model)
     return model.path if model.path.is_dir() else model.path.parent
+
+
+def folder_at(name: str) -> Path | None:
+    """Return the folder at a path; None: there is none."""
+    try:
+        path = Path(name).expanduser().absolute()
+        return path if path.is_dir() else None
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have; RuntimeError: ~ of an unknown user
+        return None
 
 
 def target_file(out: str, *, force: bool) -> Path:

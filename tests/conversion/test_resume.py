@@ -6,10 +6,12 @@ import errno
 import hashlib
 import os
 import random
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from tests.counts import Count
 
 KILLS = Count(test=2, soak=20)
 TIMEOUT_S = 60
+LAST_KILL_S = 3.0  # after the start of a conversion
 
 
 class StoppedError(Exception):
@@ -194,22 +197,27 @@ def test_kills_at_random_points(larger: Path, tmp_path: Path) -> None:
     convert_folder(larger, expected, "F16")
     digest = hashlib.sha256(expected.read_bytes()).hexdigest()
     expected.unlink()
-    rng = random.Random(KILLS)
+    seed = secrets.randbelow(2**31)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
     out = tmp_path / "model.gguf"
     job = ConvertJob(folder=larger, out=out, to="F16", check=False)
     for kill in range(KILLS):
         with Worker(WORKER, replies=REPLIES, grace_s=TIMEOUT_S) as worker:
             worker.send(job)
             share = rng.random()
+            timer = Timer(rng.uniform(0, LAST_KILL_S) if kill % 2 else TIMEOUT_S, worker.kill)  # at any moment, too
+            timer.start()
             for reply in iter(lambda: worker.receive(TIMEOUT_S), None):
                 if isinstance(reply, Converted):
                     break
-                if isinstance(reply, Written) and reply.done >= share * reply.total:
+                if isinstance(reply, Written) and kill % 2 == 0 and reply.done >= share * reply.total:
                     worker.kill()
+            timer.cancel()
             worker.kill()
             worker.exit()
         names = sorted(path.name for path in tmp_path.iterdir())
-        print(f"kill {kill + 1} at {share:.0%}: {', '.join(names)}")
+        print(f"kill {kill + 1} {f'at {share:.0%}' if kill % 2 == 0 else 'by time'}: {', '.join(names) or 'nothing'}")
         assert listed(tmp_path) == ([out.name] if out.exists() else [])
         if out.exists():  # the kill came too late
             assert hashlib.sha256(out.read_bytes()).hexdigest() == digest
