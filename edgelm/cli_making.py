@@ -48,3 +48,23 @@ def evaluate(
         as_json=as_json,
         verbose=verbose,
     )
+
+
+@with_settings("convert")
+def convert(
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="A folder of safetensors, or its name.", show_default=False)
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT.gguf", help="The new file.", show_default=False)],
+    to: Annotated[str, typer.Option(metavar="TYPE", help="source (as stored), F32, F16, BF16 or Q8_0.")] = "source",
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the file with the folder.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    *,
+    flags: Flags,
+) -> None:
+    """Convert a folder of safetensors to a GGUF, with its tokenizer and chat template."""
+    from edgelm.commands.convert import convert_model
+
+    convert_model(folder, out, flags, to=to, check=check, force=force, as_json=as_json, verbose=verbose)

@@ -32,7 +32,7 @@ from edgelm.setting_checks import (
     words,
 )
 
-Command = Literal["chat", "run", "bench", "eval", "embed", "serve", "service", "plan", "list", "show"]
+Command = Literal["chat", "run", "bench", "eval", "convert", "embed", "serve", "service", "plan", "list", "show"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Settings:
         "off", choice("off", "int4"), "make 4-bit weights from those of 16 bits while they are loaded (torch)", _ALL
     )
     threads: int | None = _setting(
-        None, number(int, 1, 512, "1 to 512"), "CPU threads (default: physical cores)", f"{_ALL} embed"
+        None, number(int, 1, 512, "1 to 512"), "CPU threads (default: physical cores)", f"{_ALL} convert embed"
     )
     parallel: int = _setting(
         8, number(int, 1, 64, "1 to 64"), "sequences of a model that run at the same time", "serve"

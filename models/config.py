@@ -15,11 +15,9 @@ from edgelm.checkpoints.config_json import decoder_values, folder_experts, folde
 from edgelm.checkpoints.shape import Experts, Shape, gguf_experts, gguf_shape, gguf_windows
 from edgelm.checkpoints.values import Values
 from edgelm.errors import ModelError
-from edgelm.kernels.activation import Gate, GateKind
-from edgelm.kernels.attention import HEAD_DIMS
+from edgelm.kernels.gates import Gate, GateKind
 from edgelm.models.families import FAMILIES, Family, Names, Routing, family_of_folder, family_of_gguf
-from edgelm.models.rope import RopeConfig
-from edgelm.models.rope_config import LAYER_TYPES, folder_rope, gguf_local_rope, gguf_rope
+from edgelm.models.rope_config import LAYER_TYPES, RopeConfig, folder_rope, gguf_local_rope, gguf_rope
 
 ARCHITECTURE = "general.architecture"  # a key that every GGUF has
 ACTIVATIONS: Mapping[str, GateKind] = {
@@ -116,8 +114,12 @@ def unsupported_reason(metadata: Mapping[str, Any], implementation: str = "refer
         config = read_config(metadata)
     except ModelError as error:
         return error.message
-    if implementation == "triton" and config.head_dim not in HEAD_DIMS:
-        return f"its heads have {config.head_dim} numbers, and the GPU kernels take {', '.join(map(str, HEAD_DIMS))}"
+    if implementation == "triton":
+        from edgelm.kernels.attention import HEAD_DIMS  # needs torch, which reading a configuration does not
+
+        if config.head_dim not in HEAD_DIMS:
+            sizes = ", ".join(map(str, HEAD_DIMS))
+            return f"its heads have {config.head_dim} numbers, and the GPU kernels take {sizes}"
     return None
 
 

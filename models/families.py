@@ -7,13 +7,19 @@ tensors that end in `.weight` and `.bias`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from edgelm.kernels.activation import GateKind  # it imports torch, which names need not
+from edgelm.kernels.gates import GateKind
 
 Routing = Literal["softmax", "topk_softmax"]
+
+# prefixes of a language model that is part of a larger one, or that was saved without its output matrix
+DECODER = re.compile(r"\A(?:model\.|language_model\.)*(?=(?:layers|embed_tokens|norm)\.)")
+OUTPUT = re.compile(r"\A(?:model\.|language_model\.)+(?=lm_head\.)")
+LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
+UNUSED = re.compile(r".*(?:rotary_emb\.inv_freq|attn_rot_embd\.weight|\.[qkv]_scale)")  # no part of the computation
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +216,8 @@ def family_of_gguf(architecture: str) -> Family | None:
 def family_of_folder(model_type: str) -> Family | None:
     """Return the family with this `model_type`, or None."""
     return next((family for family in FAMILIES if model_type in family.folder), None)
+
+
+def decoder_name(name: str) -> str:
+    """Return the name that a tensor has where the language model is not part of a larger one."""
+    return OUTPUT.sub("", DECODER.sub("model.", name, count=1), count=1)

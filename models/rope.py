@@ -6,35 +6,12 @@ Owns the formulas. Knows nothing of files and of the names that they give to the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from edgelm.kernels.rope import Rope
-
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """The rotation of a layer's keys and queries. A kind ignores the fields that it does not use."""
-
-    kind: RopeKind = "default"
-    theta: float = 10_000.0
-    dim: int  # the first so many dimensions of a head are rotated
-    interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + dim / 2)
-    factor: float = 1.0  # of context extension
-    original_context: int = 0  # positions before the extension
-    low_frequency: float = 1.0  # llama3
-    high_frequency: float = 4.0
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0
-    truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
-    scale: float = 1.0  # of sine and cosine; not 1 only for yarn and longrope
-    divisors: tuple[float, ...] = ()  # of the frequencies, given in the file instead of a formula
-    long_divisors: tuple[float, ...] = ()  # longrope: used instead if the context is longer than the original one
+from edgelm.models.rope_config import RopeConfig
 
 
 def build_rope(config: RopeConfig, context: int, device: torch.device | str) -> Rope:
@@ -104,13 +81,3 @@ def _yarn(inverse: Tensor, config: RopeConfig) -> Tensor:
 def _turning_dim(turns: float, config: RopeConfig) -> float:
     """Return the dimension whose pair makes `turns` turns over the original context."""
     return config.dim * math.log(config.original_context / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
-
-
-def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's scale of sine and cosine, which makes attention sharper (section 3.3)."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def longrope_scale(factor: float, original_context: int) -> float:
-    """Return LongRoPE's scale of sine and cosine (arXiv 2402.13753)."""
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_context))

@@ -1,17 +1,21 @@
 """The rotation of a model's layers, from a GGUF's metadata or a config.json.
 
-Owns the names and defaults of its parameters. The formulas are in rope.py.
+Owns the names and defaults of its parameters, and the scale that some kinds have. The frequencies are in rope.py. Knows
+no torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from edgelm.checkpoints.values import Values
 from edgelm.errors import ModelError
 from edgelm.models.families import Family
-from edgelm.models.rope import RopeConfig, RopeKind, longrope_scale, yarn_scale
 
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 LAYER_TYPES = ("full_attention", "sliding_attention")  # in `layer_types`, and in rope parameters of their own
 ROPE_KINDS: Mapping[str, RopeKind] = {
     "default": "default",
@@ -23,6 +27,26 @@ ROPE_KINDS: Mapping[str, RopeKind] = {
     "longrope": "longrope",
     "su": "longrope",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """The rotation of a layer's keys and queries. A kind ignores the fields that it does not use."""
+
+    kind: RopeKind = "default"
+    theta: float = 10_000.0
+    dim: int  # the first so many dimensions of a head are rotated
+    interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + dim / 2)
+    factor: float = 1.0  # of context extension
+    original_context: int = 0  # positions before the extension
+    low_frequency: float = 1.0  # llama3
+    high_frequency: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
+    scale: float = 1.0  # of sine and cosine; not 1 only for yarn and longrope
+    divisors: tuple[float, ...] = ()  # of the frequencies, given in the file instead of a formula
+    long_divisors: tuple[float, ...] = ()  # longrope: used instead if the context is longer than the original one
 
 
 def gguf_rope(values: Values, family: Family, dim: int, context: int) -> RopeConfig:
@@ -120,3 +144,13 @@ def _rope_kind(name: object) -> RopeKind:
     if str(name) not in ROPE_KINDS:
         raise ModelError(f"RoPE of the kind {name!r} is not supported")
     return ROPE_KINDS[str(name)]
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's scale of sine and cosine, which makes attention sharper (section 3.3)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def longrope_scale(factor: float, original_context: int) -> float:
+    """Return LongRoPE's scale of sine and cosine (arXiv 2402.13753)."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_context))

@@ -97,7 +97,7 @@ def _summary(model: Safetensors, config: Mapping[str, Any]) -> ModelSummary:
     quantization = _quantization(config)
     kind, pooling = _kind_and_pooling(model.folder)
     return ModelSummary(
-        name=_name(model.folder),
+        name=folder_name(model.folder),
         architecture=architecture_name(config),
         parameters=sum(_num_weights(tensor, model, section, quantization) for tensor in model.tensors.values()),
         quantization=quantization_label(section) if section else _largest_type(model),
@@ -131,7 +131,7 @@ def _kind_and_pooling(folder: Path) -> tuple[ModelKind, Pooling]:
     return "embedding", stated[0] if stated else "mean"
 
 
-def _name(folder: Path) -> str:
+def folder_name(folder: Path) -> str:
     """Return the folder's name, or the repository's name for a snapshot in the hub's cache."""
     for parent in (folder, *folder.absolute().parents[:2]):
         if match := CACHED.fullmatch(parent.name):

@@ -116,7 +116,7 @@ def folder_details(model: Safetensors) -> Details:
         tokenizer=_text(config.get("tokenizer_class")),
         special_tokens=special,
         template=_folder_template(model.folder, config),
-        licence=_folder_licence(model.folder),
+        licence=folder_licence(model.folder),
         tensor_types=_by_type((info.dtype.name, info.num_elements, info.nbytes) for info in model.tensors.values()),
     )
 
@@ -144,7 +144,7 @@ def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
     return template[:MAX_TEMPLATE] if isinstance(template, str) else None
 
 
-def _folder_licence(folder: Path) -> str | None:
+def folder_licence(folder: Path) -> str | None:
     """Return the licence in the head of the README, which the hub's model card has too."""
     try:
         with (folder / "README.md").open("rb") as file:

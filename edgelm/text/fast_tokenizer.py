@@ -21,18 +21,13 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from edgelm.errors import ModelError, RequestError
 from edgelm.text.byte_letters import BYTE_LETTERS, missing_bytes, unwritable, without
+from edgelm.text.known_vocabularies import SPACE, STOP_STRINGS
 
 MAX_FILE_BYTES = 2**27  # of tokenizer.json; real ones have up to 35 MB
-SPACE = "\u2581"  # how a SentencePiece vocabulary writes a space
 DOWNLOAD = "download the model's files again"
 MAX_TOKENS = 2**24  # that config.json may claim for a vocabulary
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how a SentencePiece vocabulary writes a byte
 T = TypeVar("T")
-# Tokens with this text end an answer even if the files do not say so. The list is llama.cpp's.
-STOP_STRINGS = frozenset(
-    "<|eot_id|>,<|im_end|>,<|end|>,<|return|>,<|call|>,<|calls|>,<end_of_turn>,<|endoftext|>,<|end_of_text|>,<|eom_id|>,"
-    "< EOT >,_<EOT>,<EOT>,[EOT],[EOS],<end_of_utterance>,<|end_of_turn|>,</s>".split(",")
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

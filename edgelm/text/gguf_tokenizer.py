@@ -14,48 +14,13 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
 from edgelm.errors import ModelError
-from edgelm.text.fast_tokenizer import SPACE, STOP_STRINGS, FastTokenizer, VocabularyFacts
+from edgelm.text.fast_tokenizer import FastTokenizer, VocabularyFacts
+from edgelm.text.known_vocabularies import SPACE, SPLITS, STOP_STRINGS, WHOLE_WORDS_FIRST
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types
 INSTALL = "pip install llama-cpp-python, which reads it"
 FIELD = "tokenizer.ggml."
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# How a text is split, by the name in `tokenizer.ggml.pre`: patterns one after the other.
-SPLITS = {
-    "default": [_GPT2],
-    "gpt-2": [_GPT2],
-    "llama-bpe": [_LLAMA3],
-    "llama3": [_LLAMA3],
-    "llama-v3": [_LLAMA3],
-    "dbrx": [_LLAMA3],
-    "smaug-bpe": [_LLAMA3],
-    "qwen2": [_QWEN2],
-    "deepseek-r1-qwen": [_QWEN2],
-    "stablelm2": [_QWEN2],
-    "smollm": [r"\p{N}", _GPT2],
-    "starcoder": [r"\p{N}", _GPT2],
-    "refact": [r"\p{N}", _GPT2],
-    "command-r": [r"\p{N}", _GPT2],
-    "gpt-4o": [_O200K],
-    "llama4": [_O200K],
-    "tekken": [_TEKKEN],
-}
-# A word that is itself a token is not built by merges.
-WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 # The special tokens of models with these names take the white space behind them, but for those of KEEPS_SPACE. A GGUF
 # does not say so; llama.cpp has the same list.
 STRIPS = ("phi-3", "phi3")

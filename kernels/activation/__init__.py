@@ -8,8 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from edgelm.kernels.activation import reference
-from edgelm.kernels.activation.reference import Gate, GateKind, gated_values
+from edgelm.kernels.activation.reference import gated_values
 from edgelm.kernels.choice import dispatch
+from edgelm.kernels.gates import Gate, GateKind
 
 __all__ = ["Gate", "GateKind", "gated", "gated_values", "softcap"]
 

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
 import torch
 from torch import Tensor
 
-GateKind = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
-
-
-class Gate(NamedTuple):
-    """The gate of a feed-forward block: a nonlinearity of the gate columns times the up columns."""
-
-    kind: GateKind
-    limit: float = 7.0  # of swiglu_oai only, as is alpha
-    alpha: float = 1.702
+from edgelm.kernels.gates import Gate
 
 
 def gated_values(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:

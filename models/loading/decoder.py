@@ -7,7 +7,6 @@ tensors. Knows no format: a source gives matrices by their names.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,17 +22,14 @@ from edgelm.kernels.matmul import Norm
 from edgelm.kernels.rope import Rope
 from edgelm.models.config import LayerConfig, ModelConfig, read_config
 from edgelm.models.decoder import Attention, Decoder, FeedForward, Layer, Linear, Weights
+from edgelm.models.families import LAYER, UNUSED, decoder_name
 from edgelm.models.loading.sources import FolderSource, GGUFSource, WeightSource
 from edgelm.models.moe import Experts, Stack
-from edgelm.models.rope import RopeConfig, build_rope, uses_long
+from edgelm.models.rope import build_rope, uses_long
+from edgelm.models.rope_config import RopeConfig
 
 ROPE_DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight")  # in a GGUF
 LONG_ROPE_DIVISORS = "rope_factors_long.weight"
-# prefixes of a language model that is part of a larger one, or that was saved without its output matrix
-DECODER = re.compile(r"\A(?:model\.|language_model\.)*(?=(?:layers|embed_tokens|norm)\.)")
-OUTPUT = re.compile(r"\A(?:model\.|language_model\.)+(?=lm_head\.)")
-LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
-UNUSED = re.compile(r".*(?:rotary_emb\.inv_freq|attn_rot_embd\.weight|\.[qkv]_scale)")
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +91,7 @@ class _Loader:
         self._device = device
         self._dtype = dtype
         self._context = context
-        self._files = {OUTPUT.sub("", DECODER.sub("model.", name, count=1), count=1): name for name in source.names}
+        self._files = {decoder_name(name): name for name in source.names}
         self._used: set[str] = set()
         self._ropes: dict[RopeConfig, Rope] = {}
 

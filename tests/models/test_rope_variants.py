@@ -10,7 +10,8 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from edgelm.models.config import read_config
-from edgelm.models.rope import RopeConfig, build_rope, frequencies
+from edgelm.models.rope import build_rope, frequencies
+from edgelm.models.rope_config import RopeConfig
 
 HEAD = 64
 CONTEXT = 4096

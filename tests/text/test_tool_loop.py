@@ -18,7 +18,8 @@ from tokenizers.models import BPE
 
 from edgelm.text.byte_letters import BYTE_LETTERS
 from edgelm.text.chat import encode_rendered, render_chat
-from edgelm.text.fast_tokenizer import STOP_STRINGS, FastTokenizer, VocabularyFacts
+from edgelm.text.fast_tokenizer import FastTokenizer, VocabularyFacts
+from edgelm.text.known_vocabularies import STOP_STRINGS
 from edgelm.text.prompt_token_cache import Prompt, PromptTokenCache
 from edgelm.text.template import ChatTemplate
 from tests.counts import Count

@@ -1,0 +1,137 @@
+"""`edgelm convert` as a user sees it: the result, what was checked, one line for each error, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from edgelm.commands.convert import target_file
+from edgelm.conversion import check as check_module
+from edgelm.conversion.check import check_gguf
+from edgelm.conversion.convert import Source, convert_folder
+from edgelm.disk import unfinished
+from edgelm.errors import ModelError, UsageError
+from tests.commands.test_run import TIMEOUT_S, Edgelm, error_of
+from tests.conversion.folders import folder_of
+
+
+@pytest.fixture
+def edgelm(server_environment: dict[str, str]) -> Edgelm:
+    return Edgelm(server_environment)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of("llama3", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def test_a_folder_becomes_a_checked_file(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.gguf"
+    done = edgelm("convert", folder, out, "--to", "q8_0")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.decode().splitlines()
+    assert re.fullmatch(rf"{re.escape(str(out))}: \d+ kB, 43 tensors, Q8_0, F32", lines[0])
+    assert re.match(
+        r"checked: logits of 48 tokens, llama.cpp on the file against torch on the folder: mean KL", lines[1]
+    )
+    assert "exists; give another name, or --force" in error_of(edgelm("convert", folder, out), code=2)
+    again = edgelm("convert", folder, out, "--force", "--no-check", "--json")
+    assert again.returncode == 0, again.stderr
+    document = json.loads(again.stdout)
+    assert document["file"] == str(out)
+    assert document["types"] == {"F32": 43}
+    assert document["bytes"] == out.stat().st_size
+    assert document["check"] == {"method": "none", "reason": "--no-check was given"}
+
+
+def test_names_that_cannot_be_converted(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
+    gguf = tmp_path / "own.gguf"
+    convert_folder(folder, gguf)
+    assert "is a GGUF already" in error_of(edgelm("convert", gguf, tmp_path / "out.gguf"))
+    assert "has no config.json" in error_of(edgelm("convert", tmp_path, tmp_path / "out.gguf"))
+    assert "--to Q4_K is not a type" in error_of(
+        edgelm("convert", folder, tmp_path / "out.gguf", "--to", "Q4_K"), code=2
+    )
+
+
+def test_names_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder"):
+        target_file(str(tmp_path), force=False)
+    with pytest.raises(UsageError, match="does not end in"):
+        target_file(str(tmp_path / "model.bin"), force=False)
+    with pytest.raises(UsageError, match="there is no folder"):
+        target_file(str(tmp_path / "none" / "model.gguf"), force=False)
+
+
+def test_without_torch_the_tensors_are_read_back(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_module, "find_spec", lambda _: None)
+    found = []
+
+    def check(source: Source, part: Path) -> None:
+        found.append(check_gguf(source, part, threads=1, stage=lambda _: None))
+        with part.open("r+b") as file:
+            file.seek(-40, 2)
+            byte = file.read(1)
+            file.seek(-40, 2)
+            file.write(bytes([byte[0] ^ 1]))
+        check_gguf(source, part, threads=1, stage=lambda _: None)
+
+    with pytest.raises(ModelError, match="on the disk is not what was written"):
+        convert_folder(folder, tmp_path / "model.gguf", check=check)
+    assert found[0].method == "tensors"
+    assert found[0].detail["tensors"] == 43
+    assert "torch is not installed" in found[0].reason
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_logits_than_the_folders_are_an_error(folder: Path, tmp_path: Path) -> None:
+    """The check knows nothing of the layout: a file with rows in a wrong order is found by its logits."""
+    out = tmp_path / "model.gguf"
+
+    def check(source: Source, part: Path) -> None:
+        swapped = {tensor.name: tensor for tensor in source.layout.tensors}
+        with part.open("r+b") as file:
+            data = file.read()
+            q = swapped["blk.0.attn_q.weight"]
+            rows = b"".join(bytes(piece) for piece in q.content.pieces(source.reader, q.kind))
+            at = data.index(rows)
+            half = len(rows) // 2
+            file.seek(at)
+            file.write(rows[half:] + rows[:half])
+        check_gguf(source, part, threads=1, stage=lambda _: None)
+
+    with pytest.raises(ModelError, match="computes other logits than the folder"):
+        convert_folder(folder, out, check=check)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_imports_no_torch() -> None:
+    """The plain installation has neither torch nor the libraries of Hugging Face."""
+    script = (
+        "import sys\n"
+        "names = 'torch transformers safetensors tokenizers sentencepiece'.split()\n"
+        "sys.modules.update(dict.fromkeys(names))\n"
+        "import edgelm.conversion.worker, edgelm.commands.convert\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=TIMEOUT_S)
+
+
+def test_ctrl_c_says_how_to_go_on(edgelm: Edgelm, tmp_path: Path) -> None:
+    folder = folder_of("llama2", tmp_path / "folder", hidden_size=512, intermediate_size=4096, head_dim=128)
+    out = tmp_path / "model.gguf"
+    process = edgelm.start("convert", folder, out, "--to", "Q8_0", "--no-check")
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (unfinished(out).exists() and unfinished(out).stat().st_size > 2**20) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    assert re.fullmatch(r"note: stopped after .* of .*; the same command goes on there\n", errors.decode())
+    assert not out.exists()
