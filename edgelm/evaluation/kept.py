@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -159,4 +160,4 @@ def _checksum(model: dict[str, Any]) -> str:
 
 
 def _median(values: tuple[float, ...]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
+    return statistics.median(values) if values else 0.0
