@@ -94,24 +94,31 @@ def front(rows: Sequence[Row]) -> list[Row]:
     return sorted((row for row in measured if beaten_by(row, measured) is None), key=lambda row: row.nbytes)
 
 
-def advice(rows: Sequence[Row]) -> list[str]:
+def advice(rows: Sequence[Row], reference: str) -> list[str]:
     """Return what the figures say for the choice, in a few short lines."""
     judged = [row for row in rows if row.kl is not None and not row.is_reference]
     lines = []
-    beaten = [(row, other) for row in judged if (other := beaten_by(row, judged)) is not None]
+    beaten: dict[str, list[str]] = {}
+    for row in judged:
+        if (other := beaten_by(row, judged)) is not None:
+            beaten.setdefault(other.label, []).append(row.label)
     if beaten:
-        pairs = [f"{row.label} ({other.label} is)" for row, other in beaten[:MAX_NAMED]]
-        more = f" and {len(beaten) - MAX_NAMED} more" if len(beaten) > MAX_NAMED else ""
-        lines.append(f"another is no larger and closer: {', '.join(pairs)}{more}")
+        pairs = [f"{label} than {_joined(others)}" for label, others in beaten.items()]
+        lines.append(f"no larger, and closer to {reference}: {'; '.join(pairs)}")
     smallest: dict[str, float] = {}
     for share in AGREEMENTS:
         good = [row for row in judged if (row.same_top or 0.0) >= share]
         if good and len(judged) > 1:
             smallest.setdefault(min(good, key=lambda row: row.nbytes).label, share)
-    if smallest:
-        steps = ", ".join(f"{label} ({share:.0%})".replace("%", " %") for label, share in smallest.items())
-        lines.append(f"the smallest with at least so many next tokens the same: {steps}")
+    steps = [f"{share:.0%}: {label}".replace("%", " %") for label, share in smallest.items()]
+    if steps:
+        lines.append(f"the smallest where at least so many next tokens are {reference}'s: {', '.join(steps)}")
     return lines
+
+
+def _joined(labels: Sequence[str]) -> str:
+    more = f" and {len(labels) - MAX_NAMED} more" if len(labels) > MAX_NAMED else ""
+    return ", ".join(labels[:MAX_NAMED]) + more
 
 
 def short_labels(names: Sequence[str]) -> tuple[str, list[str]]:

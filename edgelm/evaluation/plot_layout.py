@@ -123,9 +123,7 @@ def _nearest(points: Sequence[tuple[float, float]], i: int) -> float:
     return min((math.dist(points[i], other) for j, other in enumerate(points) if j != i), default=0.0)
 
 
-def _candidates(
-    point: tuple[float, float], size: tuple[float, float], spacing: Spacing
-) -> Iterator[tuple[float, Box]]:
+def _candidates(point: tuple[float, float], size: tuple[float, float], spacing: Spacing) -> Iterator[tuple[float, Box]]:
     """Yield boxes around a point with their costs, which grow with the distance."""
     (x, y), (width, height) = point, size
     for ring in range(spacing.num_distances):

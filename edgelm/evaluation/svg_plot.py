@@ -34,9 +34,9 @@ def svg_plot(rows: Sequence[Row], reference: str, heading: str) -> str | None:
     width = WIDTH if timed else PLOT_WIDTH + RIGHT
     strip = ZERO_HEIGHT if any(point.y is None for point in data.points) else 0
     height = max(TOP + PLOT_HEIGHT + strip + BOTTOM, BAR_TOP + BAR_STEP * len(timed) + 20)
+    shape = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="system-ui, sans-serif" font-size="12" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="system-ui, sans-serif" font-size="12" role="img">',
         f"<title>{escape(heading)}</title>",
         _style(),
         f'<rect class="paper" width="{width}" height="{height}"/>',
@@ -49,9 +49,7 @@ def svg_plot(rows: Sequence[Row], reference: str, heading: str) -> str | None:
 
 
 def _style() -> str:
-    return (
-        f"<style>{_rules(LIGHT)}\n@media (prefers-color-scheme: dark) {{{_rules(DARK)}}}</style>"
-    )
+    return f"<style>{_rules(LIGHT)}\n@media (prefers-color-scheme: dark) {{{_rules(DARK)}}}</style>"
 
 
 def _rules(colours: dict[str, str]) -> str:
@@ -65,7 +63,8 @@ def _rules(colours: dict[str, str]) -> str:
 
 def _distance_panel(data: PlotData, strip: int) -> Iterator[str]:
     right, base = PLOT_WIDTH, TOP + PLOT_HEIGHT
-    places = [(_x(data, point.x), base + strip * 0.55 if point.y is None else _y(data, point.y)) for point in data.points]
+    heights = [base + strip * 0.55 if point.y is None else _y(data, point.y) for point in data.points]
+    places = [(_x(data, point.x), y) for point, y in zip(data.points, heights, strict=True)]
     title = data.title + (" (logarithmic)" if data.y.is_log else "")
     yield _text(LEFT, 44, title, "faint")
     for value in data.y.ticks(9):

@@ -19,7 +19,8 @@ import pytest
 
 from edgelm.backends.torch import evaluation as load_torch
 from edgelm.commands import eval as eval_module
-from edgelm.commands.eval import MAX_AGE_S, StateFile, eval_model
+from edgelm.commands.eval import eval_model
+from edgelm.commands.eval_state import MAX_AGE_S, StateFile
 from edgelm.commands.job import REPLIES
 from edgelm.config import Settings
 from edgelm.errors import EdgeLMError
@@ -257,6 +258,7 @@ class Command:
         self.job: EvalJob | None = None
         monkeypatch.setattr(eval_module, "run_job", self.run_job)
         monkeypatch.setattr(eval_module, "_print", lambda *_: None)
+        monkeypatch.setattr(eval_module, "_keep", lambda *_: None)
         monkeypatch.setenv("EDGELM_CACHE_DIR", str(folder))
         monkeypatch.setenv("EDGELM_CONFIG_DIR", str(folder))
 

@@ -55,9 +55,7 @@ def load_torch_evaluation(
         window = choose_window(window, [opened.facts.summary for opened in models.values()])
         tokenizers = {path: tokenizer_of(opened) for path, opened in models.items()}
         if reference:
-            require_same_vocabulary(
-                model.model, tokenizers[model.model], reference.model, tokenizers[reference.model]
-            )
+            require_same_vocabulary(model.model, tokenizers[model.model], reference.model, tokenizers[reference.model])
         _require_memory(sides, models, window, settings, device)
         for side in sides if device == "cuda" else ():
             check_ops(models[side.model], settings, side.kv)
