@@ -23,7 +23,7 @@ from edgelm.library.scan import LocalModel
 from edgelm.workers.messages import Result
 
 TESTS = (SpeedTest(256, 0, 1), SpeedTest(0, 32, 1))
-REPETITIONS = 2  # in each of the two rounds
+REPETITIONS = 3  # in each of the two rounds
 
 
 @dataclass(frozen=True, slots=True)

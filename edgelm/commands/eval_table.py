@@ -92,18 +92,15 @@ def _opened(models: Sequence[LocalModel], config: Config) -> list[_Model]:
     opened = []
     for model, content, label in zip(models, contents, labels, strict=True):
         settings = model_config(model, config).settings
-        opened.append(
-            _Model(model, settings, side_of(model, settings), content, label, problem=content.get("error", ""))
-        )
+        side, problem = side_of(model, settings), content.get("error", "")
+        opened.append(_Model(model, settings, side, content, label, problem=problem))
     return opened
 
 
 def _labels(models: Sequence[LocalModel]) -> tuple[str, list[str]]:
     names = [model.name for model in models]
     if len(set(names)) < len(names):  # the same file name in several folders
-        names = [
-            f"{model.path.parent.name}/{model.name}" if names.count(model.name) > 1 else model.name for model in models
-        ]
+        names = [f"{model.path.parent.name}/{model.name}" for model in models]
     if len(set(names)) < len(names):
         names = [str(model.path) for model in models]
     return short_labels(names)

@@ -14,6 +14,7 @@ from typing import Any
 
 AGREEMENTS = (0.99, 0.95, 0.90)  # of the next token: the steps of the advice
 MAX_NAMED = 6
+LEAST_SHARE = 0.015  # of the bytes, below which a type is not named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class Row:
         """The types of the tensors with their shares of the bytes, such as "Q4_K 71 %, Q6_K 29 %"."""
         total = sum((self.types or {}).values())
         shares = [(kind, nbytes / total) for kind, nbytes in (self.types or {}).items() if total]
-        shown = [(kind, share) for kind, share in shares if share >= 0.005]
+        shown = [(kind, share) for kind, share in shares if share >= LEAST_SHARE]
         if len(shown) == 1:
             return shown[0][0]
         return ", ".join(f"{kind} {share:.0%}".replace("%", " %") for kind, share in shown)
@@ -110,9 +111,9 @@ def advice(rows: Sequence[Row], reference: str) -> list[str]:
         good = [row for row in judged if (row.same_top or 0.0) >= share]
         if good and len(judged) > 1:
             smallest.setdefault(min(good, key=lambda row: row.nbytes).label, share)
-    steps = [f"{share:.0%}: {label}".replace("%", " %") for label, share in smallest.items()]
+    steps = [f"for {share:.0%}: {label}".replace("%", " %") for label, share in smallest.items()]
     if steps:
-        lines.append(f"the smallest where at least so many next tokens are {reference}'s: {', '.join(steps)}")
+        lines.append(f"the smallest with {reference}'s next token {'; '.join(steps)}")
     return lines
 
 

@@ -14,7 +14,7 @@ from edgelm.evaluation.plot_layout import Scale
 NO_DISTANCE = 1e-5  # nats: less is drawn as 0, so that a copy in 16 bits does not stretch the scale
 BEST_TEXT = "best of its size"
 BEATEN_TEXT = "beaten: another is no larger and closer"
-UNITS = (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
+UNITS = (("kB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12))
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,8 @@ class Scale:
             yield self._within([10.0**power for power in range(first, last + 1) if power % stride == 0])
         for steps in STEPS:
             yield self._within([step * 10.0**power for power in range(first, last + 1) for step in steps])
-        yield from self._linear_ticks()
+        if self.high < LOG_FROM * self.low:
+            yield from self._linear_ticks()
 
     def _linear_ticks(self) -> Iterator[list[float]]:
         power = math.floor(math.log10(self.high - self.low))

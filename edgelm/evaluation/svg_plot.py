@@ -34,9 +34,9 @@ def svg_plot(rows: Sequence[Row], reference: str, heading: str) -> str | None:
     width = WIDTH if timed else PLOT_WIDTH + RIGHT
     strip = ZERO_HEIGHT if any(point.y is None for point in data.points) else 0
     height = max(TOP + PLOT_HEIGHT + strip + BOTTOM, BAR_TOP + BAR_STEP * len(timed) + 20)
-    shape = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    shape = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="system-ui, sans-serif" font-size="12" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="system-ui, sans-serif" font-size="12">',
         f"<title>{escape(heading)}</title>",
         _style(),
         f'<rect class="paper" width="{width}" height="{height}"/>',
