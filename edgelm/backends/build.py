@@ -20,7 +20,7 @@ from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
 from edgelm.backends.torch.memory import TorchMemory
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.config import Settings
-from edgelm.errors import DoesNotFitError, EngineError, GpuLoadError, ModelError
+from edgelm.errors import DoesNotFitError, EngineError, GpuLoadError, ModelError, RequestError
 from edgelm.evaluation.evaluate import Evaluation, require_same_vocabulary
 from edgelm.library.local import find_draft_model, require_gguf
 from edgelm.machine.cpu import usable_cores
@@ -195,7 +195,17 @@ def _load_apart(
         alone = replace(reference, engine="")
         other = resources.enter_context(load_evaluation(alone, None, there, window=own.window, **options))
         require_same_vocabulary(model.model, own.tokenizer, reference.model, other.tokenizer)
+        if alone == model and _place(own) == _place(other):
+            raise RequestError(
+                f"--against {reference.engine} names the engine that the model has itself",
+                f"give --engine {'torch' if reference.engine == 'llama' else 'llama'}, or another reference",
+            )
         return Evaluation(own.model, other.model, own.tokenizer, own.window, resources.pop_all())
+
+
+def _place(evaluation: Evaluation) -> tuple[str, str]:
+    info = evaluation.model.executor.info
+    return info.engine, info.device
 
 
 def predict(

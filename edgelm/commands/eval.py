@@ -276,7 +276,9 @@ def _rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     if not (against := result["against"]):
         return
     yield "", "", ""
-    yield f"against {against['file']}, {against['kv']} cache", "", ""
+    there = f"{against['engine']} on {against['device']}"
+    differs = there != f"{result['engine']} on {result['device']}"
+    yield f"against {against['file']}, {against['kv']} cache" + (f", {there}" if differs else ""), "", ""
     yield "its perplexity", f"{against['perplexity']:.4f}", f"± {against['stderr']:.4f}"
     difference = "log_perplexity_difference"
     yield "ln of their ratio", f"{result[difference]:.6f}", f"± {result[difference + '_stderr']:.6f}"

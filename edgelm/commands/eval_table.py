@@ -199,8 +199,8 @@ class _Judge:
         return Judgement(rows=rows, family=prefix.rstrip("-_.:/ "), reference=reference, text=self._task.text.name)
 
     def _against_text(self) -> str:
-        named = [part for part in (self._against.kv, self._against.engine) if part]
-        return f"itself with {' on '.join(named)}" if named else ""
+        kv, engine = self._against.kv, self._against.engine
+        return "itself" + (f" with {kv} KV" if kv else "") + (f" on {engine}" if engine else "")
 
     def _row(self, model: _Model) -> Row:
         figures = model.result.figures if model.result else None

@@ -96,7 +96,9 @@ def front(rows: Sequence[Row]) -> list[Row]:
 
 
 def advice(rows: Sequence[Row], reference: str) -> list[str]:
-    """Return what the figures say for the choice, in a few short lines."""
+    """Return what the figures say for the choice, in a few short lines; none without a reference for all of them."""
+    if not any(row.is_reference for row in rows):
+        return []
     judged = [row for row in rows if row.kl is not None and not row.is_reference]
     lines = []
     beaten: dict[str, list[str]] = {}
