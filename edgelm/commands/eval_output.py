@@ -66,7 +66,8 @@ class Judgement:
         tokens = f": {measured.figures['tokens']:,} tokens" if measured and measured.figures else ""
         windows = f" in {measured.figures['windows']:,} windows" if measured and measured.figures else ""
         family = f"{self.family}, " if self.family else ""
-        return f"{family}{len(self.rows)} models on {self.text}{tokens}{windows}"
+        count = f"{len(self.rows)} model{'s' if len(self.rows) > 1 else ''}"
+        return f"{family}{count} on {self.text}{tokens}{windows}"
 
 
 def print_judgement(judgement: Judgement, form: Form) -> None:

@@ -49,7 +49,7 @@ def plot_data(rows: Sequence[Row], reference: str) -> PlotData | None:
     if not shown:
         return None
     unit, unit_bytes = _unit(max(row.nbytes for row in shown))
-    best = {row.label for row in front(shown)} if is_distance else set()
+    best = {row.label for row in (front(shown) if is_distance else shown)}
     floor = min(NO_DISTANCE, max((row.kl or 0.0 for row in shown), default=0.0) / 1000) if is_distance else 0.0
     points = []
     for row in shown:

@@ -89,7 +89,7 @@ def _distance_panel(data: PlotData, strip: int) -> Iterator[str]:
     yield _text(right, base + strip + 38, name, "faint", "end")
     yield from _legend(data, base + strip + 60)
     best = sorted((place for point, place in zip(data.points, places, strict=True) if point.is_best and point.y))
-    if len(best) > 1:
+    if len(best) > 1 and data.is_distance:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in best)
         yield f'<polyline class="front" points="{path}" stroke-width="1.5" stroke-opacity="0.55"/>'
     yield from _points(data, places, Box(LEFT + 4, TOP, right, base + strip))
