@@ -14,6 +14,7 @@ from typing import Any
 
 AGREEMENTS = (0.99, 0.95, 0.90)  # of the next token: the steps of the advice
 MAX_NAMED = 6
+SEPARATOR = re.compile(r"[-.:/ ]")  # in names of models; _ is a part of Q4_K_M
 LEAST_SHARE = 0.015  # of the bytes, below which a type is not named
 
 
@@ -131,6 +132,7 @@ def short_labels(names: Sequence[str]) -> tuple[str, list[str]]:
     least, greatest = min(names), max(names)  # what these begin with, all others do
     same = next((i for i, char in enumerate(least) if greatest[i : i + 1] != char), len(least))
     common = least[:same]
-    end = max((match.end() for match in re.finditer(r"[-_.:/ ]", common)), default=0)
+    ends = [match.end() for match in SEPARATOR.finditer(common)]
+    end = max((end for end in ends if not all(name[end : end + 1].isdigit() for name in names)), default=0)
     rests = [name[end:] for name in names]
     return (common[:end], rests) if all(rests) else ("", list(names))

@@ -74,7 +74,7 @@ def plot_data(rows: Sequence[Row], reference: str) -> PlotData | None:
 def number_text(value: float) -> str:
     """Return the number of a tick: 0.002, 1e-05, 1,500."""
     if value and abs(value) < 0.99e-4:
-        return f"{value:.0e}"
+        return f"{value:.2g}"
     return f"{value:,.6f}".rstrip("0").rstrip(".") if abs(value) < 10 else f"{value:,.6g}"
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from edgelm.commands import eval as eval_module
-from edgelm.commands import eval_speed
+from edgelm.commands import eval_speed, eval_table
 from edgelm.commands.eval_models import find_models, is_several
 from edgelm.commands.eval_output import FIELDS, Form
 from edgelm.commands.eval_table import eval_models
 from edgelm.config import load_config
 from edgelm.errors import EdgeLMError, ModelError
+from edgelm.jobs.reader import read_contents
 from edgelm.jobs.speed import BenchJob
 from edgelm.workers.messages import EvalJob, EvalState, Result
 from tests.commands.test_run import Edgelm
@@ -50,6 +51,7 @@ class Judge:
         self._capsys = capsys
         monkeypatch.setattr(eval_module, "run_job", self._run_job)
         monkeypatch.setattr(eval_speed, "run_job", self._run_job)
+        monkeypatch.setattr(eval_table, "read_each", lambda requests: [read_contents(one.path) for one in requests])
         for kind in ("CONFIG", "DATA", "CACHE"):
             monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(home / kind))
         monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
@@ -101,26 +103,23 @@ def rows_of(out: str) -> dict[str, dict[str, Any]]:
     return {model["label"]: model for model in json.loads(out)["models"]}
 
 
-def test_several_models_are_measured_with_their_speed(server_environment: dict[str, str], models: Path) -> None:
+def test_a_model_is_measured_with_its_speed(server_environment: dict[str, str], models: Path) -> None:
     """With real workers, once."""
     edgelm = Edgelm(server_environment)
-    picture = models / "picture.svg"
-    files = [models / f"m-{quant}.gguf" for quant in ("q8_0", "f32")]
-    done = edgelm("eval", *files, models / "text.txt", "--limit", "1", "--json", "--svg", picture)
+    model, picture = models / "m-q8_0.gguf", models / "picture.svg"
+    done = edgelm("eval", model, models / "text.txt", "--limit", "1", "--against", "int8", "--svg", picture, "--json")
     assert done.returncode == 0, done.stderr
+    assert b"1 of 1: m-q8_0: " in done.stderr
     document = json.loads(done.stdout)
-    assert document["reference"] == "f32"
-    exact, small = document["models"]
-    assert exact["bytes"] > small["bytes"] == (models / "m-q8_0.gguf").stat().st_size
-    assert 0 < small["mean_kl"] < 0.1
-    assert exact["perplexity"] == pytest.approx(small["perplexity"], rel=0.1)
-    assert set(small["types"]) == {"Q8_0", "F32"}
-    for row in document["models"]:
-        assert min(row["prompt_tokens_per_second"], row["decode_tokens_per_second"]) > 0
+    assert document["reference"] == "itself with int8 KV"
+    (row,) = document["models"]
+    assert row["bytes"] == model.stat().st_size
+    assert 0 < row["mean_kl"] < 1
+    assert set(row["types"]) == {"Q8_0", "F32"}
+    assert min(row["prompt_tokens_per_second"], row["decode_tokens_per_second"]) > 0
     assert picture.read_text().startswith("<svg")
-    assert b"1 of 1: q8_0: " in done.stderr
-    shown = edgelm("show", models / "m-q8_0.gguf").stdout.decode()
-    assert "same next token as m-f32" in shown
+    shown = edgelm("show", model).stdout.decode()
+    assert "same next token as m-q8_0 with int8 instead of f16" in shown
     assert "tokens/s, prompts" in shown
 
 

@@ -46,6 +46,8 @@ def test_a_model_without_figures_is_neither_best_nor_beaten() -> None:
     [
         (["starter-F32", "starter-Q8_0"], ("starter-", ["F32", "Q8_0"])),
         (["qwen3:4b:Q4_K_M", "qwen3:4b:Q4_0"], ("qwen3:4b:", ["Q4_K_M", "Q4_0"])),
+        (["q-7b.Q4_0", "q-7b.Q8_0"], ("q-7b.", ["Q4_0", "Q8_0"])),
+        (["a2.5-1", "a2.6-1"], ("", ["a2.5-1", "a2.6-1"])),
         (["a-1", "b-1"], ("", ["a-1", "b-1"])),
         (["starter", "starter-Q8_0"], ("", ["starter", "starter-Q8_0"])),
         (["m-", "m-Q8"], ("", ["m-", "m-Q8"])),

@@ -1,4 +1,4 @@
-"""Results that stay: found by content, replaced by newer ones, bounded, and gone if they are not as they were written."""
+"""Results that stay: found by content, replaced by newer ones, bounded, and never shown from a damaged file."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -26,10 +26,10 @@ SETS = {
 }
 
 
-def parsed(judged: list[Row]) -> ElementTree.Element:
+def parsed(judged: list[Row]) -> ET.Element:
     picture = svg_plot(judged, REFERENCE, "m <&> models")
     assert picture
-    return ElementTree.fromstring(picture)
+    return ET.fromstring(picture)
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -61,7 +61,7 @@ def test_the_picture_is_made_for_light_and_dark() -> None:
 
 def test_without_speeds_the_picture_has_one_part() -> None:
     plain = [row("Q4_0", 3, 0.1, decode_speed=None), *rows(REFERENCE)]
-    assert "tokens per second" not in ElementTree.tostring(parsed([plain[0]]), "unicode")
+    assert "tokens per second" not in ET.tostring(parsed([plain[0]]), "unicode")
 
 
 def test_the_labels_of_twelve_models_do_not_overlap() -> None:
