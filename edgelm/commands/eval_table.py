@@ -8,6 +8,7 @@ more on a disk than the model does; computing them again for each model is what 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,8 @@ from edgelm.library.local import model_config
 from edgelm.library.readers import Contents, read_each
 from edgelm.library.scan import LocalModel
 from edgelm.workers.messages import EvalSide
+
+SPEED_AGE_S = 3600
 
 
 def eval_models(
@@ -172,14 +175,18 @@ class _Judge:
         print(f"{place}: {model.label}: {_in_words(figures)}", file=sys.stderr)
 
     def measure_speeds(self) -> None:
-        """Measure the speed of each model that was evaluated, unless it is known."""
+        """Measure the speed of each model that was evaluated, unless that was done within the last hour.
+
+        The speeds of a table are compared with each other, and a machine is not the same the next day.
+        """
         timed: dict[str, _Model] = {}
         for model in self._models:
             if model.problem:
                 continue
             identity, key = model.content["identity"], speed_key(model.settings, library_versions())
             kept = self._kept.of(identity)
-            model.speed = None if kept is None or self._task.restart else kept.speed(key)
+            speed = None if kept is None or self._task.restart else kept.speed(key)
+            model.speed = speed if speed and time.time() - speed.measured_at < SPEED_AGE_S else None
             if model.speed is None:
                 timed[model.local.identity] = model
 

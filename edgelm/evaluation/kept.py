@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -49,6 +50,11 @@ class KeptSpeed:
     kv: str
     prompts: tuple[float, ...]
     decodes: tuple[float, ...]
+
+    @property
+    def measured_at(self) -> float:
+        """Seconds since 1970."""
+        return datetime.fromisoformat(self.at).timestamp()
 
     @property
     def prompt(self) -> float:
@@ -147,8 +153,10 @@ def _read(path: Path) -> KeptModel | None:
 
 def _merged(new: tuple[Entry, ...], old: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """Return the new entries, and the old ones with other keys."""
-    keys = {entry.key for entry in new}
-    return (*new, *(entry for entry in old if entry.key not in keys))
+    merged = {entry.key: entry for entry in new}
+    for entry in old:
+        merged.setdefault(entry.key, entry)
+    return tuple(merged.values())
 
 
 def _signed(model: dict[str, Any]) -> dict[str, Any]:

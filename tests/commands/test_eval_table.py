@@ -144,13 +144,18 @@ def test_another_reference_may_be_named_and_joins_the_table(judge: Judge, models
     assert judge.evaluated() == [(stem, stem) for stem in ("m-f16", "m-f32", "m-q8_0")]
 
 
-def test_what_is_known_is_not_done_again(judge: Judge, models: Path, tmp_path: Path) -> None:
+def test_what_is_known_is_not_done_again(
+    judge: Judge, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = models / "text.txt"
     first = judge(models, text=text, speed=True, as_json=True)
     speeds = [job.model.stem for job in judge.jobs if isinstance(job, BenchJob)]
     assert speeds == ["m-f16", "m-f32", "m-q8_0", "m-q8_0", "m-f32", "m-f16"], "there and back"
     assert judge(models, text=text, speed=True, as_json=True) == first
     assert judge.jobs == []
+    monkeypatch.setattr(eval_table, "SPEED_AGE_S", 0)
+    judge(models, text=text, speed=True)
+    assert len(judge.jobs) == len(speeds), "yesterday's speeds are not compared with those of today"
     copy = shutil.copy(models / "m-q8_0.gguf", tmp_path / "copy.gguf")
     judge(copy, models / "m-f32.gguf", text=text)
     assert judge.jobs == [], "the same content at another path"

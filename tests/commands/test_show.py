@@ -93,7 +93,7 @@ def test_measured_results_are_shown_until_the_file_changes(home: Path, capsys: p
     assert document["speeds"][0]["decode_tokens_per_second"] == 10
     assert "identity" not in document
     write_tiny(path, seed=1)
-    assert "measured" not in text(capsys, path)
+    assert "same next token" not in text(capsys, path)
 
 
 def test_the_files_own_licence_comes_first(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
