@@ -169,7 +169,7 @@ def keep_result(model: KeptModel, key: str, text: str, result: dict[str, Any], c
 
 def identified(local: LocalModel, content: Mapping[str, Any]) -> KeptModel:
     """Return the model for which results are kept; `content` is the reader's answer to `Contents`."""
-    targets = [link_target(path).name for path in local.files] if local.place == "hub" else []
+    targets = [link_target(path).name for path in local.files]  # in the hub's cache: the hashes of the files
     blobs = tuple(sorted(name for name in targets if SHA256.fullmatch(name)))
     return KeptModel(identity=content["identity"], name=local.path.name, nbytes=content["bytes"], blobs=blobs)
 

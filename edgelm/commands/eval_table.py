@@ -59,7 +59,9 @@ def eval_models(
     form.check()
     task = Task(find_text(file), window=window, stride=stride, limit=limit, restart=restart, verbose=verbose)
     chosen = parse_against(against, config)
-    models = find_models([*names, *([str(chosen.model.path)] if chosen.model else [])], config)
+    models = find_models(names, config)
+    if chosen.model and not any(model.is_at(chosen.model.path) for model in models):
+        models.append(chosen.model)
     judge = _Judge(_opened(models, config), chosen, task, config)
     judge.evaluate()
     if speed:
@@ -213,7 +215,8 @@ class _Judge:
         figures = model.result.figures if model.result else None
         is_reference = model is self._reference
         if is_reference and figures is None:
-            figures = next((other.result.figures["against"] for other in self._models if other.result), None)
+            others = sorted(self._models, key=lambda other: other.local.format != model.local.format)
+            figures = next((other.result.figures["against"] for other in others if other.result), None)
         return Row(
             name=model.local.name,
             label=model.label,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import shutil
@@ -20,6 +21,7 @@ from edgelm.commands.eval_output import FIELDS, Form
 from edgelm.commands.eval_table import eval_models
 from edgelm.config import load_config
 from edgelm.errors import EdgeLMError, ModelError
+from edgelm.evaluation.kept import KeptResults
 from edgelm.jobs.reader import read_contents
 from edgelm.jobs.speed import BenchJob
 from edgelm.workers.messages import EvalJob, EvalState, Result
@@ -165,6 +167,19 @@ def test_what_is_known_is_not_done_again(
     for changed in ({"window": 64}, {"stride": 64}, {"limit": 1}, {"restart": True}):
         judge(models, text=text, **changed)
         assert len(judge.evaluated()) == 2, changed
+
+
+def test_a_model_of_the_hub_is_kept_with_the_hashes_of_its_files(judge: Judge, models: Path, tmp_path: Path) -> None:
+    data = (models / "m-q8_0.gguf").read_bytes()
+    put(tmp_path / "hub", QWEN, {"Qwen3-4B-Q8_0.gguf": data})
+    code, out = judge(models / "m-f32.gguf", text=models / "text.txt", against=("qwen3:4b:Q8_0",), as_json=True)
+    assert code == 0
+    assert set(rows_of(out)) == {"m-f32", "qwen3:4b:Q8_0"}
+    assert KeptResults(tmp_path / "DATA").of_blobs([hashlib.sha256(data).hexdigest()]) is None
+    judge("qwen3:4b:Q8_0", text=models / "text.txt", against=("int8",))
+    kept = KeptResults(tmp_path / "DATA").of_blobs([hashlib.sha256(data).hexdigest()])
+    assert kept
+    assert kept.name == "Qwen3-4B-Q8_0.gguf"
 
 
 def test_a_model_that_fails_is_a_row_with_its_reason(judge: Judge, models: Path, tmp_path: Path) -> None:
