@@ -26,6 +26,7 @@ from edgelm.evaluation.text_plot import text_plot
 from edgelm.library.progress import size_text
 
 WIDE = 100  # columns from which errors and types have room in the table
+STEADY = 1.5  # the spread of speeds from which a note says so
 PLOT_WIDTH = 100  # columns of a plot in a file
 FIELDS = (
     "name", "label", "bytes", "bits_per_weight", "perplexity", "perplexity_stderr", "mean_kl", "mean_kl_stderr",
@@ -171,7 +172,7 @@ def _below(judgement: Judgement, *, wide: bool) -> Iterator[str]:
     for row in rows:
         if row.problem:
             yield f"{row.label} was not evaluated: {row.problem}"
-    notes = [*_engines(rows), *([] if wide else _types(rows)), *advice(rows, judgement.reference)]
+    notes = [*_engines(rows), *_uncertain(rows), *([] if wide else _types(rows)), *advice(rows, judgement.reference)]
     if notes:
         yield ""
     yield from notes
@@ -185,6 +186,12 @@ def _engines(rows: list[Row]) -> Iterator[str]:
             makers.setdefault(maker, []).append(row.label)
     for maker, labels in makers.items():
         yield maker if len(makers) == 1 else f"{', '.join(labels)}: {maker}"
+
+
+def _uncertain(rows: list[Row]) -> Iterator[str]:
+    spread = max(row.speed_spread for row in rows)
+    if spread > STEADY:
+        yield f"the speeds say little: those of one model differed {spread:.1f} times, so something else is computing"
 
 
 def _types(rows: list[Row]) -> Iterator[str]:

@@ -226,6 +226,7 @@ class _Judge:
             figures=figures,
             prompt_speed=model.speed.prompt if model.speed else None,
             decode_speed=model.speed.decode if model.speed else None,
+            decode_runs=model.speed.decodes if model.speed else (),
             is_reference=is_reference,
             problem=model.problem,
         )

@@ -30,6 +30,7 @@ class Row:
     figures: dict[str, Any] | None = None  # as `edgelm eval --json` prints them
     prompt_speed: float | None = None  # tokens per second
     decode_speed: float | None = None
+    decode_runs: tuple[float, ...] = ()  # whose median it is
     is_reference: bool = False
     problem: str = ""
 
@@ -50,6 +51,11 @@ class Row:
     def same_top(self) -> float | None:
         """The share of tokens where the reference has the same most likely token."""
         return self._figure("top1_agreement", 1.0)
+
+    @property
+    def speed_spread(self) -> float:
+        """The fastest run by the slowest one; 1 without a speed."""
+        return max(self.decode_runs) / min(self.decode_runs) if self.decode_runs else 1.0
 
     @property
     def perplexity(self) -> float | None:

@@ -155,6 +155,7 @@ def test_what_is_known_is_not_done_again(
     assert speeds == ["m-f16", "m-f32", "m-q8_0", "m-q8_0", "m-f32", "m-f16"], "there and back"
     assert judge(models, text=text, speed=True, as_json=True) == first
     assert judge.jobs == []
+    assert "the speeds say little: those of one model differed 2.7 times" in judge(models, text=text, speed=True)[1]
     monkeypatch.setattr(eval_table, "SPEED_AGE_S", 0)
     judge(models, text=text, speed=True)
     assert len(judge.jobs) == len(speeds), "yesterday's speeds are not compared with those of today"
