@@ -38,6 +38,10 @@ from edgelm.library.scan import LocalModel
 from edgelm.workers.messages import EvalSide
 
 SPEED_AGE_S = 3600
+COMPARED = (  # the figures of a comparison, which a model alone does not have
+    "mean_kl", "mean_kl_stderr", "p99_kl", "max_kl", "top1_agreement", "top1_stderr", "log_perplexity_difference",
+    "log_perplexity_difference_stderr",
+)  # fmt: skip
 
 
 def eval_models(
@@ -146,10 +150,23 @@ class _Judge:
         for number, model in enumerate(others, 1):
             self._evaluate(model, self._reference_of(model), f"{number} of {len(others)}")
         reference = self._reference
-        if reference and not any(model.result for model in others):  # or else their results have its perplexity
-            self._evaluate(reference, None, "the reference")
+        if reference:
+            self._conclude(reference, [model for model in others if model.result])
         if self._num_known:
             print(f"note: {self._num_known} evaluated before; --restart evaluates again", file=sys.stderr)
+
+    def _conclude(self, reference: _Model, others: Sequence[_Model]) -> None:
+        """Take the reference's own figures from a comparison with it, of its own format if there is one."""
+        others = sorted(others, key=lambda other: other.local.format != reference.local.format)
+        pair = others[0].result.figures if others and others[0].result else None
+        if pair is None:
+            self._evaluate(reference, None, "the reference")
+            return
+        figures = {**pair, **pair["against"], "against": None, **dict.fromkeys(COMPARED)}
+        side = EvalSide(reference.side.model, figures["kv"])
+        key = self._task.content_key(reference.settings, [side], [reference.content["identity"]])
+        model = identified(reference.local, reference.content)
+        reference.result = keep_result(model, key, self._task.text.name, figures, self._config)
 
     def _reference_of(self, model: _Model) -> EvalSide | None:
         if self._reference is None:
@@ -212,22 +229,17 @@ class _Judge:
         return "itself" + (f" with {kv} KV" if kv else "") + (f" on {engine}" if engine else "")
 
     def _row(self, model: _Model) -> Row:
-        figures = model.result.figures if model.result else None
-        is_reference = model is self._reference
-        if is_reference and figures is None:
-            others = sorted(self._models, key=lambda other: other.local.format != model.local.format)
-            figures = next((other.result.figures["against"] for other in others if other.result), None)
         return Row(
             name=model.local.name,
             label=model.label,
             nbytes=model.nbytes,
             parameters=model.content.get("parameters", 0),
             types=model.content.get("types"),
-            figures=figures,
+            figures=model.result.figures if model.result else None,
             prompt_speed=model.speed.prompt if model.speed else None,
             decode_speed=model.speed.decode if model.speed else None,
             decode_runs=model.speed.decodes if model.speed else (),
-            is_reference=is_reference,
+            is_reference=model is self._reference,
             problem=model.problem,
         )
 

@@ -76,7 +76,8 @@ class Judge:
         side = {"perplexity": 5.0, "stderr": 0.1, "engine": "llama", "device": "cpu", "kv": job.kv}
         kl = KL.get(stem) if job.against else None
         agreement = None if kl is None else 1 - kl
-        against = side | {"file": job.against.model.name, "kv": job.against.kv} if job.against else None
+        there = {"perplexity": 6.0, "file": job.against.model.name, "kv": job.against.kv} if job.against else {}
+        against = side | there if job.against else None
         figures = {"mean_kl": kl, "mean_kl_stderr": kl, "p99_kl": kl, "top1_agreement": agreement}
         yield Result(side | {"file": job.model.name, "tokens": 100, "windows": 2, "against": against, **figures})
 
@@ -131,7 +132,7 @@ def test_the_largest_is_the_reference_and_has_a_row(judge: Judge, models: Path) 
     assert sorted(judge.evaluated()) == [("m-f16", "m-f32"), ("m-q8_0", "m-f32")]
     rows = rows_of(out)
     assert list(rows) == ["f32", "f16", "q8_0"]
-    assert (rows["f32"]["mean_kl"], rows["f32"]["perplexity"], rows["q8_0"]["mean_kl"]) == (0.0, 5.0, 0.01)
+    assert (rows["f32"]["mean_kl"], rows["f32"]["perplexity"], rows["q8_0"]["mean_kl"]) == (0.0, 6.0, 0.01)
 
 
 def test_another_reference_may_be_named_and_joins_the_table(judge: Judge, models: Path) -> None:
@@ -176,11 +177,11 @@ def test_a_model_of_the_hub_is_kept_with_the_hashes_of_its_files(judge: Judge, m
     code, out = judge(models / "m-f32.gguf", text=models / "text.txt", against=("qwen3:4b:Q8_0",), as_json=True)
     assert code == 0
     assert set(rows_of(out)) == {"m-f32", "qwen3:4b:Q8_0"}
-    assert KeptResults(tmp_path / "DATA").of_blobs([hashlib.sha256(data).hexdigest()]) is None
-    judge("qwen3:4b:Q8_0", text=models / "text.txt", against=("int8",))
     kept = KeptResults(tmp_path / "DATA").of_blobs([hashlib.sha256(data).hexdigest()])
     assert kept
     assert kept.name == "Qwen3-4B-Q8_0.gguf"
+    (result,) = kept.results
+    assert (result.figures["perplexity"], result.figures["mean_kl"], result.figures["against"]) == (6.0, None, None)
 
 
 def test_a_model_that_fails_is_a_row_with_its_reason(judge: Judge, models: Path, tmp_path: Path) -> None:
