@@ -5,20 +5,30 @@ The work is in `commands.convert`, `commands.quantize` and `commands.eval`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from edgelm.commands.flags import Flags, Json, Model, Verbose, with_settings
+from edgelm.commands.flags import Flags, Json, Verbose, with_settings
 
 
 @with_settings("eval")
 def evaluate(
-    model: Model,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL…", help="A model, or several: names, NAME:all, a folder of GGUFs.", show_default=False
+        ),
+    ],
     file: Annotated[str, typer.Argument(metavar="FILE", help="A text file, of any length.", show_default=False)],
     against: Annotated[
         list[str] | None,
-        typer.Option(help="The reference: a KV mode, another file of the same model, or both.", show_default=False),
+        typer.Option(
+            help="The reference: another file of the same model, a KV mode, llama or torch (of several models: the "
+            "largest).",
+            show_default=False,
+        ),
     ] = None,
     window: Annotated[
         int | None, typer.Option(help="Tokens that the model sees at a time (512).", show_default=False)
@@ -28,16 +38,44 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="End after this many windows.", show_default=False)] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Do not continue an interrupted run.")] = False,
+    speed: Annotated[
+        bool, typer.Option("--speed/--no-speed", help="Of several models, also measure the speed.")
+    ] = True,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw size and distance in the terminal.")] = False,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw them, and the speed, into this file.", show_default=False)
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print a line of CSV for each model.")] = False,
     as_json: Json = False,
     verbose: Verbose = False,
     *,
     flags: Flags,
 ) -> None:
-    """Measure how well a model predicts a text, and how far it is from a reference."""
+    """Measure how well models predict a text, and how far they are from a reference."""
     from edgelm.commands.eval import eval_model
+    from edgelm.commands.eval_models import is_several
 
+    if is_several(models) or plot or svg or as_csv:
+        from edgelm.commands.eval_output import Form
+        from edgelm.commands.eval_table import eval_models
+
+        form = Form(plot=plot, svg=svg, as_json=as_json, as_csv=as_csv)
+        code = eval_models(
+            models,
+            file,
+            flags,
+            against or [],
+            window=window,
+            stride=stride,
+            limit=limit,
+            restart=restart,
+            speed=speed,
+            form=form,
+            verbose=verbose,
+        )
+        raise typer.Exit(code)
     eval_model(
-        model,
+        models[0],
         file,
         flags,
         against or [],

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from edgelm.backends.choice import EngineChoice, Situation, choose_engine, may_go_without_cuda
 from edgelm.backends.llama.adapter import LlamaAdapter, find_adapters, with_adapters
@@ -20,8 +21,8 @@ from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
 from edgelm.backends.torch.memory import TorchMemory
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.config import Settings
-from edgelm.errors import DoesNotFitError, EngineError, GpuLoadError, ModelError
-from edgelm.evaluation.evaluate import Evaluation
+from edgelm.errors import DoesNotFitError, EngineError, GpuLoadError, ModelError, RequestError
+from edgelm.evaluation.evaluate import Evaluation, require_same_vocabulary
 from edgelm.library.local import find_draft_model, require_gguf
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.cuda import find_cuda
@@ -161,7 +162,12 @@ def load_evaluation(
     progress: Callable[[float], bool] | None = None,
     cuda_problem: str = "",
 ) -> Evaluation:
-    """Load the sides of an evaluation in one engine. Raises the errors of `load_llama_evaluation`, GpuLoadError."""
+    """Load the sides of an evaluation, in one engine unless the reference names another.
+
+    Raises the errors of `load_llama_evaluation`, GpuLoadError.
+    """
+    if reference and reference.engine:
+        return _load_apart(model, reference, settings, window, repack, progress, cuda_problem)
     choice = choose_for_all(dict.fromkeys(side.model for side in (model, reference) if side), settings, cuda_problem)
     if choice.engine == "torch":
         from edgelm.backends.torch.evaluation import load_torch_evaluation  # it imports torch
@@ -185,6 +191,37 @@ def load_evaluation(
         lora=settings.lora,
         progress=progress,
     )
+
+
+def _load_apart(
+    model: EvalSide,
+    reference: EvalSide,
+    settings: Settings,
+    window: int | None,
+    repack: bool,
+    progress: Callable[[float], bool] | None,
+    cuda_problem: str,
+) -> Evaluation:
+    """Load two sides of which each has its own engine. The devices of one engine are none of the other's."""
+    device = settings.device if settings.device == "cpu" else "auto"
+    there = replace(settings, engine=reference.engine, device=device)
+    with ExitStack() as resources:
+        options: dict[str, Any] = {"repack": repack, "progress": progress, "cuda_problem": cuda_problem}
+        own = resources.enter_context(load_evaluation(model, None, settings, window=window, **options))
+        alone = replace(reference, engine="")
+        other = resources.enter_context(load_evaluation(alone, None, there, window=own.window, **options))
+        require_same_vocabulary(model.model, own.tokenizer, reference.model, other.tokenizer)
+        if alone == model and _place(own) == _place(other):
+            raise RequestError(
+                f"--against {reference.engine} names the engine that the model has itself",
+                f"give --engine {'torch' if reference.engine == 'llama' else 'llama'}, or another reference",
+            )
+        return Evaluation(own.model, other.model, own.tokenizer, own.window, resources.pop_all())
+
+
+def _place(evaluation: Evaluation) -> tuple[str, str]:
+    info = evaluation.model.executor.info
+    return info.engine, info.device
 
 
 def predict(

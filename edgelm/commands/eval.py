@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,24 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from edgelm.atomic import atomic_json, read_json
 from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.safetensors import open_safetensors
+from edgelm.commands.eval_state import StateFile
 from edgelm.commands.job import reader_may_leave, run_job
-from edgelm.config import Config, load_config
+from edgelm.config import Config, Settings, load_config
 from edgelm.errors import ModelError, RequestError
+from edgelm.evaluation.kept import KeptModel, KeptResult, KeptResults
 from edgelm.kv_modes import KV_MODES
 from edgelm.library.adapters import adapters_identity
+from edgelm.library.hub_cache import link_target
 from edgelm.library.local import model_config, runnable_model
+from edgelm.library.readers import Contents, read_each
+from edgelm.library.scan import LocalModel
 from edgelm.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
 
+ENGINES = ("llama", "torch")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 PACKAGES = ("llama-cpp-python", "torch", "triton")  # another version of these rounds differently
 
 
@@ -50,38 +57,123 @@ def eval_model(
     config = load_config(flags)
     local = runnable_model(model, config)
     settings = model_config(local, config).settings  # also for the reference, so that no more than one thing differs
-    side = EvalSide(local.path, "f16" if settings.kv == "auto" else settings.kv)
-    reference = _reference(side, against, config)
-    text = _find_text(file)
-    key = {
-        "engine": [_versions(), settings.engine, settings.device, settings.quantize],
-        "text": _hash(text),
-        "sides": [(part.kv, _identity(part.model)) for part in (side, reference) if part],
-        **({"lora": adapters_identity(settings.lora)} if settings.lora else {}),
-        "window": window,
-        "stride": stride,
-    }
-    state_file = StateFile(config.places.cache / "eval", key)
-    state = None if restart else state_file.load()
-    if state and limit is not None and state["windows"] > limit:
+    side = side_of(local, settings)
+    reference = parse_against(against, config).reference_of(side)
+    task = Task(find_text(file), window=window, stride=stride, limit=limit, restart=restart, verbose=verbose)
+    with reader_may_leave():
+        result = evaluate_side(side, reference, settings, task, config)
+        _keep(local, [part for part in (side, reference) if part], result, settings, task, config)
+        _print(result, as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The text and the rule by which all models of one command are evaluated."""
+
+    text: Path
+    _: KW_ONLY
+    window: int | None = None
+    stride: int | None = None
+    limit: int | None = None
+    restart: bool = False
+    verbose: bool = False
+
+    def key(self, settings: Settings, sides: Sequence[tuple[str, str, object]]) -> dict[str, Any]:
+        """Return all that the figures of these sides depend on: (KV mode, engine, identity) of each."""
+        return {
+            "engine": [library_versions(), settings.engine, settings.device, settings.quantize],
+            "text": _hash(self.text),
+            "sides": sides,
+            **({"lora": adapters_identity(settings.lora)} if settings.lora else {}),
+            "window": self.window,
+            "stride": self.stride,
+        }
+
+    def content_key(self, settings: Settings, sides: Sequence[EvalSide], identities: Sequence[str]) -> str:
+        """Return the key of the result: of the same content at any path."""
+        parts = [(side.kv, side.engine, identity) for side, identity in zip(sides, identities, strict=True)]
+        document = {**self.key(settings, parts), "limit": self.limit}
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """The reference as --against names it; a part that is not named is the model's own."""
+
+    model: LocalModel | None = None
+    kv: str | None = None
+    engine: str = ""
+
+    def reference_of(self, side: EvalSide) -> EvalSide | None:
+        """Return the reference of a model; None: --against names none. Raises RequestError for the model itself."""
+        if self == Against():
+            return None
+        model = self.model.path if self.model else side.model
+        reference = EvalSide(model, self.kv or side.kv, self.engine)
+        if reference == side:
+            raise RequestError(
+                "--against names the model itself with the same KV cache",
+                "give another quantization of the model, or choose another --kv",
+            )
+        return reference
+
+
+def side_of(model: LocalModel, settings: Settings) -> EvalSide:
+    """Return a model as it is evaluated with its settings: without --kv the cache is the exact one."""
+    return EvalSide(model.path, "f16" if settings.kv == "auto" else settings.kv)
+
+
+def evaluate_side(
+    side: EvalSide, reference: EvalSide | None, settings: Settings, task: Task, config: Config
+) -> dict[str, Any]:
+    """Evaluate a model in a worker, from the state of an interrupted evaluation on. Raises EdgeLMError."""
+    sides = [(part.kv, part.engine, _identity(part.model)) for part in (side, reference) if part]
+    state_file = StateFile(config.places.cache / "eval", task.key(settings, sides))
+    state = None if task.restart else state_file.load()
+    if state and task.limit is not None and state["windows"] > task.limit:
         state = None
     if state:
         print(f"note: continuing after window {state['windows']:,}; --restart starts over", file=sys.stderr)
     job = EvalJob(
         model=side.model,
         settings=settings,
-        text=text,
+        text=task.text,
         kv=side.kv,
         against=reference,
-        window=window,
-        stride=stride,
-        limit=limit,
+        window=task.window,
+        stride=task.stride,
+        limit=task.limit,
         state=state,
     )
-    with reader_may_leave(), run_job(job, config.places, verbose) as replies:
+    with run_job(job, config.places, task.verbose) as replies:
         result = _follow(replies, state_file)
-        state_file.delete()
-        _print(result, as_json)
+    state_file.delete()
+    return result
+
+
+def _keep(
+    local: LocalModel, sides: Sequence[EvalSide], result: dict[str, Any], settings: Settings, task: Task, config: Config
+) -> None:
+    """Keep a result for `edgelm show` and `edgelm pull --dry-run`."""
+    contents = list(read_each(Contents(side.model) for side in sides))
+    if any("error" in content for content in contents):
+        return  # a file was changed or removed in the meantime
+    key = task.content_key(settings, sides, [content["identity"] for content in contents])
+    keep_result(identified(local, contents[0]), key, task.text.name, result, config)
+
+
+def keep_result(model: KeptModel, key: str, text: str, result: dict[str, Any], config: Config) -> KeptResult:
+    """Keep a result of a model under its key."""
+    kept = KeptResult(key=key, at=datetime.now(UTC).isoformat(timespec="seconds"), text=text, figures=result)
+    KeptResults(config.places.data).keep(replace(model, results=(kept,)))
+    return kept
+
+
+def identified(local: LocalModel, content: Mapping[str, Any]) -> KeptModel:
+    """Return the model for which results are kept; `content` is the reader's answer to `Contents`."""
+    targets = [link_target(path).name for path in local.files]  # in the hub's cache: the hashes of the files
+    blobs = tuple(sorted(name for name in targets if SHA256.fullmatch(name)))
+    return KeptModel(identity=content["identity"], name=local.path.name, nbytes=content["bytes"], blobs=blobs)
 
 
 def _follow(replies: Iterator[Any], file: StateFile) -> dict[str, Any]:
@@ -106,24 +198,19 @@ def _follow(replies: Iterator[Any], file: StateFile) -> dict[str, Any]:
     raise AssertionError("a worker ends with a result or an error")
 
 
-def _reference(side: EvalSide, against: list[str], config: Config) -> EvalSide | None:
-    """Return the reference: another KV mode, another model, or both. The part that is not named stays the same."""
-    if not against:
-        return None
-    kvs = [word for word in against if word in KV_MODES]
-    models = [word for word in against if word not in KV_MODES]
-    if len(kvs) > 1 or len(models) > 1:
+def parse_against(words: Iterable[str], config: Config) -> Against:
+    """Return the reference that --against names: a model, a KV mode, an engine. Raises RequestError, ModelError."""
+    kvs = [word for word in words if word in KV_MODES]
+    engines = [word for word in words if word in ENGINES]
+    models = [word for word in words if word not in (*KV_MODES, *ENGINES)]
+    if max(len(kvs), len(engines), len(models)) > 1:
         raise RequestError("--against names two references", "give one KV mode, one model, or one of each")
-    reference = EvalSide(runnable_model(models[0], config).path if models else side.model, kvs[0] if kvs else side.kv)
-    if reference == side:
-        raise RequestError(
-            "--against names the model itself with the same KV cache",
-            "give another quantization of the model, or choose another --kv",
-        )
-    return reference
+    model = runnable_model(models[0], config) if models else None
+    return Against(model, kvs[0] if kvs else None, engines[0] if engines else "")
 
 
-def _find_text(file: str) -> Path:
+def find_text(file: str) -> Path:
+    """Return the path of a text. Raises RequestError for anything else."""
     try:
         path = Path(file).expanduser()
         if not path.exists():
@@ -137,7 +224,8 @@ def _find_text(file: str) -> Path:
         raise RequestError(f"{file} cannot be read: {error}") from None
 
 
-def _versions() -> list[str]:
+def library_versions() -> list[str]:
+    """Return the versions of the packages that compute."""
     versions = []
     for package in PACKAGES:
         try:
@@ -190,56 +278,12 @@ def _rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     if not (against := result["against"]):
         return
     yield "", "", ""
-    yield f"against {against['file']}, {against['kv']} cache", "", ""
+    there = f"{against['engine']} on {against['device']}"
+    differs = there != f"{result['engine']} on {result['device']}"
+    yield f"against {against['file']}, {against['kv']} cache" + (f", {there}" if differs else ""), "", ""
     yield "its perplexity", f"{against['perplexity']:.4f}", f"± {against['stderr']:.4f}"
     difference = "log_perplexity_difference"
     yield "ln of their ratio", f"{result[difference]:.6f}", f"± {result[difference + '_stderr']:.6f}"
     yield "mean KL divergence", f"{result['mean_kl']:.6f}", f"± {result['mean_kl_stderr']:.6f}"
     yield "99 % of tokens below", f"{result['p99_kl']:.6f}", f"at most {result['max_kl']:.6f}"
     yield "same most likely token", f"{result['top1_agreement']:.3%}", f"± {result['top1_stderr']:.3%}"
-
-
-STATE_FORMAT = 1  # of the file, and of the meaning of the figures: part of the key
-MAX_AGE_S = 30 * 24 * 3600
-MAX_STATE_BYTES = 2**28
-
-
-class StateFile:
-    """The file with the state of one evaluation. `key` is all that the figures depend on, as JSON."""
-
-    def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
-        text = json.dumps({"format": STATE_FORMAT, **key}, sort_keys=True)
-        self._key = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
-        self._path = folder / f"{self._key[:32]}.json"
-        _delete_old(folder)
-
-    def load(self) -> dict[str, Any] | None:
-        """Return the state that was saved last; None: there is no valid one."""
-        try:
-            document = read_json(self._path, MAX_STATE_BYTES)
-            if document["key"] == self._key and document["sha256"] == _checksum(document["state"]):
-                state: dict[str, Any] = document["state"]
-                return state
-        except (KeyError, TypeError):
-            pass
-        return None
-
-    def save(self, state: dict[str, Any]) -> None:
-        """Replace the saved state. If the disk refuses, the evaluation continues without one."""
-        atomic_json(self._path, {"key": self._key, "sha256": _checksum(state), "state": state})
-
-    def delete(self) -> None:
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
-
-
-def _checksum(state: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def _delete_old(folder: Path) -> None:
-    """Delete the states that nobody continued."""
-    with suppress(OSError):
-        for path in [*folder.glob("*.json"), *folder.glob("*.tmp"), *folder.glob("*.part")]:  # .part: of 0.3.1
-            if path.stat().st_mtime < time.time() - MAX_AGE_S:
-                path.unlink(missing_ok=True)

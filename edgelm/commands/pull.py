@@ -19,8 +19,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from edgelm.commands.kept_results import result_lines, results_document, speeds_document
 from edgelm.config import Config, load_config
 from edgelm.errors import EdgeLMError
+from edgelm.evaluation.kept import KeptModel, KeptResults
 from edgelm.library.catalog import hub_reference
 from edgelm.library.http_range import fetch_headers
 from edgelm.library.hub import Hub
@@ -40,6 +42,7 @@ from edgelm.library.progress import (
     time_text,
 )
 from edgelm.library.pull import PreparedPull, free_bytes, has_room, prepare, pull
+from edgelm.library.selection import group_ggufs
 
 if TYPE_CHECKING:
     from edgelm.backends.plan import Plan
@@ -250,8 +253,14 @@ def _print_preview(prepared: PreparedPull, hub: Hub, config: Config, *, as_json:
     """Print the files of a model, the room on the disk, and the memory plan of a GGUF. Keeps nothing."""
     free = free_bytes(hub.cache)
     memory, problem = _plan(prepared, hub, config)
+    measured = _measured(prepared, config)
     if as_json:
-        print(json.dumps(_preview_document(prepared, free, memory, problem), ensure_ascii=False))
+        document = _preview_document(prepared, free, memory, problem)
+        results = [
+            {"files": list(files), "evaluations": results_document(kept), "speeds": speeds_document(kept)}
+            for files, kept in measured
+        ]
+        print(json.dumps({**document, "measured_here": results}, ensure_ascii=False))
         return
     listing = prepared.listing
     licence = f", licence {listing.licence}" if listing.licence else ""
@@ -269,6 +278,18 @@ def _print_preview(prepared: PreparedPull, hub: Hub, config: Config, *, as_json:
     need = f"to download: {size_text(missing)} of {size_text(prepared.nbytes)}"
     print(f"{need}; {size_text(free)} free on the disk: {room}")
     print(_memory_line(memory, problem))
+    for files, kept in measured:
+        for line in result_lines(kept):
+            print(f"measured here: {files[0]}: {line}")
+
+
+def _measured(prepared: PreparedPull, config: Config) -> list[tuple[tuple[str, ...], KeptModel]]:
+    """Return the quantizations of the repository that were evaluated on this machine, by the hashes of their files."""
+    blobs = {file.path: file.blob for file in prepared.listing.files}
+    kept = KeptResults(config.places.data)
+    groups = [group.files for group in group_ggufs(blobs)]
+    matches = [(files, kept.of_blobs([blobs[file] for file in files])) for files in groups]
+    return [(files, model) for files, model in matches if model is not None]
 
 
 def _plan(prepared: PreparedPull, hub: Hub, config: Config) -> tuple[Plan | None, str]:

@@ -9,9 +9,11 @@ from typing import Any
 from rich.table import Table
 
 from edgelm.commands.job import reader_may_leave
+from edgelm.commands.kept_results import result_lines, results_document, speeds_document
 from edgelm.commands.list import age_text, last_used_at, parameters_text, place_of, plain_console, size_on_disk
 from edgelm.config import Config, load_config
 from edgelm.errors import ModelError
+from edgelm.evaluation.kept import KeptResults
 from edgelm.library.catalog import Entry, entry_of
 from edgelm.library.local import installed_model, model_config
 from edgelm.library.names import shown
@@ -36,14 +38,18 @@ def show_model(name: str, flags: Mapping[str, object], *, template: bool, as_jso
     if config.settings.template is not None:
         details["template"] = read_template_file(config.settings.template)
     entry = entry_of(model.repository) if model.repository else None
-    document = _document(model, details, entry, config)
+    kept = KeptResults(config.places.data).of(details.pop("identity"))
+    document = _document(model, details, entry, config) | {
+        "evaluations": results_document(kept),
+        "speeds": speeds_document(kept),
+    }
     with reader_may_leave():
         if template:
             _print_template(model, details["template"], as_json)
         elif as_json:
             print(json.dumps(document))
         else:
-            _print(document)
+            _print(document, list(result_lines(kept)))
 
 
 def _document(model: LocalModel, details: dict[str, Any], entry: Entry | None, config: Config) -> dict[str, Any]:
@@ -71,12 +77,14 @@ def _print_template(model: LocalModel, template: str | None, as_json: bool) -> N
         print(_safe(template))
 
 
-def _print(document: dict[str, Any]) -> None:
+def _print(document: dict[str, Any], measured: list[str]) -> None:
     console = plain_console()
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for title, text in _lines(document):
+        if title == "last used" and measured:
+            table.add_row("measured", _safe("\n".join(measured)))
         table.add_row(title, _safe(text))
     console.print(table)
     types = Table(box=None, pad_edge=False)

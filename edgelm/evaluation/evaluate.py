@@ -90,6 +90,22 @@ def vocabulary_error(model: Path, reference: Path) -> ModelError:
     )
 
 
+def require_same_vocabulary(model: Path, one: Tokenizer, reference: Path, other: Tokenizer) -> None:
+    """Raise ModelError unless each token has the same text in both. Tokens without a text are skipped: formats differ.
+
+    A file and a folder of the same model may be compared, in one engine or in two.
+    """
+    if one is other:
+        return
+    pairs = zip(_pieces(one), _pieces(other), strict=False)
+    if one.num_tokens != other.num_tokens or any(a != b for a, b in pairs if a and b):
+        raise vocabulary_error(model, reference)
+
+
+def _pieces(tokenizer: Tokenizer) -> Iterator[bytes]:
+    return map(tokenizer.piece, range(tokenizer.num_tokens))
+
+
 def require_memory(needed_bytes: float, free_bytes: int, models: Iterable[Path], window: int) -> None:
     """Raise ModelError where all models and their contexts do not fit at the same time."""
     if needed_bytes > free_bytes:

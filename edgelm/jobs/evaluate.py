@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from edgelm.backends.build import load_evaluation
+from edgelm.core import ExecutorInfo
 from edgelm.errors import EdgeLMError
 from edgelm.evaluation.evaluate import Evaluation, evaluate
 from edgelm.evaluation.scores import Moments, Tally
@@ -45,7 +46,9 @@ def _run(job: EvalJob, evaluation: Evaluation, child: Child) -> None:
     _check_stride(cut)
     bos = [token for token in tokenizer.encode("", special=False, bos=True) if token == tokenizer.bos_id]
     text = TextTokens(job.text, tokenizer)
-    maker = f"{info.engine} on {info.device}"
+    maker = _maker(info)
+    if evaluation.reference and (other := _maker(evaluation.reference.executor.info)) != maker:
+        maker += f", against {other}"
     tally = _initial_tally(job.state, maker, child)
     progress = _Progress(child, tally.windows, maker)
     windows = islice(cut.windows(iter(text), bos), tally.windows, job.limit)
@@ -66,6 +69,10 @@ def _initial_tally(state: dict[str, Any] | None, maker: str, child: Child) -> Ta
         child.send(EvalRestarted())
         return Tally()
     return Tally.from_json({name: value for name, value in state.items() if name != "maker"})
+
+
+def _maker(info: ExecutorInfo) -> str:
+    return f"{info.engine} on {info.device}"
 
 
 def _check_stride(cut: Cut) -> None:
@@ -114,6 +121,8 @@ def _result(job: EvalJob, evaluation: Evaluation, cut: Cut, tally: Tally) -> dic
             "model": evaluation.reference.name,
             "file": job.against.model.name,
             "kv": job.against.kv,
+            "engine": evaluation.reference.executor.info.engine,
+            "device": evaluation.reference.executor.info.device,
             **_likelihood(tally.reference_surprise),
         }
     return {

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from edgelm.checkpoints.folder import folder_facts, folder_summary
 from edgelm.checkpoints.gguf import GGUF, open_gguf
+from edgelm.checkpoints.identity import content_identity
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelSummary, model_facts, model_summary
 from edgelm.config import Settings
 from edgelm.errors import EdgeLMError, ModelError
-from edgelm.library.readers import Answer, Card, Describe, Detail
+from edgelm.library.readers import Answer, Card, Contents, Describe, Detail
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.gpu import INSTALL, has_torch
 from edgelm.machine.memory import available_memory_bytes
@@ -23,6 +24,7 @@ from edgelm.workers.child import answer_requests
 
 if TYPE_CHECKING:
     from edgelm.backends.plan import EngineMemory
+    from edgelm.library.details import Details
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -62,13 +64,39 @@ def read_details(path: Path, settings: Settings) -> dict[str, Any]:
                 if not has_torch():
                     details = replace(details, problem=f"safetensors need torch, which is not installed; {INSTALL}")
                 memory = None if details.problem else _folder_memory(model, settings)
-            return details.document() | {"format": "safetensors", "memory": memory}
+                identity = content_identity(model)
+            return details.document() | {"format": "safetensors", "memory": memory, "identity": identity}
         with open_gguf(path) as gguf:
             details = gguf_details(gguf)
             memory = None if details.problem else _gguf_memory(gguf, settings)
-        return details.document() | {"format": "gguf", "memory": memory}
+            identity = content_identity(gguf)
+        return details.document() | {"format": "gguf", "memory": memory, "identity": identity}
     except ModelError as error:
         return {"error": str(error)}
+
+
+def read_contents(path: Path) -> dict[str, Any]:
+    """Return identity, size and types of a model, or `{"error": …}`."""
+    from edgelm.library.details import folder_details, gguf_details  # as above
+
+    try:
+        if path.is_dir():
+            with open_safetensors(path) as model:
+                return _contents(folder_details(model), content_identity(model))
+        with open_gguf(path) as gguf:
+            return _contents(gguf_details(gguf), content_identity(gguf))
+    except ModelError as error:
+        return {"error": str(error)}
+
+
+def _contents(details: Details, identity: str) -> dict[str, Any]:
+    summary = details.summary
+    return {
+        "identity": identity,
+        "bytes": summary.nbytes,
+        "parameters": summary.parameters,
+        "types": {row.type: row.nbytes for row in details.tensor_types},
+    }
 
 
 def read_card(path: Path) -> dict[str, Any]:
@@ -131,6 +159,7 @@ def main() -> None:
     answer_requests(
         {
             Describe: lambda request, child: child.send(Answer(describe(request.path))),
+            Contents: lambda request, child: child.send(Answer(read_contents(request.path))),
             Card: lambda request, child: child.send(Answer(read_card(request.path))),
             Detail: lambda request, child: child.send(Answer(read_details(request.path, request.settings))),
         }

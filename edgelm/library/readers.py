@@ -42,6 +42,13 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
+class Contents:
+    """Read what `edgelm eval` shows of a model: its identity, its size, and the types of its tensors."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The content of a file, as the document of `--json`."""
 
@@ -49,7 +56,7 @@ class Answer:
 
 
 def read_each(
-    requests: Iterable[Describe | Detail | Card], limit_s: float = FILE_LIMIT_S, module: str = READER
+    requests: Iterable[Describe | Detail | Card | Contents], limit_s: float = FILE_LIMIT_S, module: str = READER
 ) -> Iterator[dict[str, Any]]:
     """Yield the document of each request, in order; `{"error": …}` for a file that cannot be read."""
     worker: Worker | None = None

@@ -52,10 +52,11 @@ class RunJob(EngineJob):
 
 @dataclass(frozen=True, slots=True)
 class EvalSide:
-    """A model and the KV mode it is evaluated with."""
+    """A model, and the KV mode and engine it is evaluated with."""
 
     model: Path
     kv: str
+    engine: str = ""  # empty: the same as the other side's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ import pytest
 
 from edgelm.backends.torch import evaluation as load_torch
 from edgelm.commands import eval as eval_module
-from edgelm.commands.eval import MAX_AGE_S, StateFile, eval_model
+from edgelm.commands.eval import eval_model
+from edgelm.commands.eval_state import MAX_AGE_S, StateFile
 from edgelm.commands.job import REPLIES
 from edgelm.config import Settings
 from edgelm.errors import EdgeLMError
@@ -156,6 +157,20 @@ def test_another_cache_is_compared(models: Path, text: Path, kv: str) -> None:
     )
 
 
+def test_the_reference_may_run_on_the_other_engine(models: Path, text: Path) -> None:
+    model = models / "f32.gguf"
+    result = job_result(model, text, against=EvalSide(model, "f16", "torch"), window=64, limit=2)
+    assert (result["engine"], result["against"]["engine"]) == ("llama", "torch")
+    assert 0 < result["mean_kl"] < 0.001
+    assert result["top1_agreement"] > 0.97
+    own = {"settings": Settings(threads=1, engine="torch", device="cpu")}
+    result = job_result(model, text, against=EvalSide(models / "q8_0.gguf", "f16", "llama"), window=64, limit=2, **own)
+    assert (result["engine"], result["against"]["engine"]) == ("torch", "llama")
+    assert "names the engine that the model has" in job_error(model, text, against=EvalSide(model, "f16", "llama"))
+    other = EvalSide(models / "other.gguf", "f16", "torch")
+    assert "other.gguf has another vocabulary than f32.gguf" in job_error(model, text, against=other)
+
+
 def test_weights_are_compared_and_the_cache_stays_or_both_change(edgelm: Edgelm, models: Path, text: Path) -> None:
     arguments = (models / "q8_0.gguf", text, "--window", "128", "--kv", "int8", "--against", models / "f32.gguf")
     weights = evaluate(edgelm, *arguments)
@@ -257,8 +272,10 @@ class Command:
         self.job: EvalJob | None = None
         monkeypatch.setattr(eval_module, "run_job", self.run_job)
         monkeypatch.setattr(eval_module, "_print", lambda *_: None)
+        monkeypatch.setattr(eval_module, "_keep", lambda *_: None)
         monkeypatch.setenv("EDGELM_CACHE_DIR", str(folder))
         monkeypatch.setenv("EDGELM_CONFIG_DIR", str(folder))
+        monkeypatch.setenv("EDGELM_DATA_DIR", str(folder))
 
     @contextmanager
     def run_job(self, job: EvalJob, *_: object) -> Iterator[Iterator[Any]]:
@@ -396,6 +413,7 @@ def test_impossible_comparisons(
         ("f16",): "the model itself with the same KV cache",
         (model,): "the model itself with the same KV cache",
         ("int8", "k8v4"): "two references",
+        ("llama", "torch"): "two references",
         (model, models / "q8_0.gguf"): "two references",
         ("missing.gguf",): "missing.gguf does not exist",
     }.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -17,7 +18,9 @@ import pytest
 
 from edgelm.cli import run_cli
 from edgelm.commands.pull import TerminalDisplay
+from edgelm.evaluation.kept import KeptResults
 from edgelm.library.progress import Listed, ListedFile, Progress, Retrying
+from tests.evaluation.rows import kept_model
 from tests.library.hub_server import Fault, HubServer
 
 NAME = "o/m-GGUF"
@@ -102,6 +105,19 @@ def test_a_dry_run_fetches_only_the_header(run: Run, server: HubServer, tmp_path
     document = json.loads(run(NAME, "--dry-run", "--json")[1])
     assert document["plan"]["fits"]
     assert (document["missing_bytes"], document["licence"]) == (STARTER.stat().st_size, "apache-2.0")
+
+
+def test_a_dry_run_shows_what_was_measured_here(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EDGELM_DATA_DIR", str(tmp_path / "data"))
+    starter = hashlib.sha256(STARTER.read_bytes()).hexdigest()
+    KeptResults(tmp_path / "data").keep(kept_model("a" * 64, blobs=("0" * 64,)))
+    assert "measured" not in run(NAME, "--dry-run")[1]
+    KeptResults(tmp_path / "data").keep(kept_model("b" * 64, blobs=(starter,)))
+    for arguments in ((NAME,), (NAME, "--quant", "Q8_0")):  # also of a quantization beside the one that is named
+        out = run(*arguments, "--dry-run")[1]
+        assert "measured here: m-Q4_K_M.gguf: 99.1 % same next token as m-F16, KL 0.012, perplexity 5.125" in out
+    (measured,) = json.loads(run(NAME, "--dry-run", "--json")[1])["measured_here"]
+    assert (measured["files"], measured["evaluations"][0]["mean_kl"]) == (["m-Q4_K_M.gguf"], 0.0123)
 
 
 def test_a_dry_run_lists_other_formats_too(run: Run) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from edgelm.checkpoints.gguf import open_gguf
+from edgelm.checkpoints.identity import content_identity
 from edgelm.commands.show import show_model
 from edgelm.config import Settings
 from edgelm.errors import EdgeLMError
+from edgelm.evaluation.kept import KeptResults
 from edgelm.jobs.reader import read_details
 from edgelm.library.readers import Detail, read_each
 from tests.checkpoints import test_safetensors_fuzz as folders
@@ -20,6 +23,7 @@ from tests.checkpoints.safetensors_bytes import folder_files, write_folder
 from tests.checkpoints.small_models import FAMILIES, key
 from tests.checkpoints.test_gguf_fuzz import Base, mutate
 from tests.counts import Count
+from tests.evaluation.rows import kept_model
 from tests.library.hub_folders import put
 from tests.tiny import write_tiny
 
@@ -75,6 +79,21 @@ def test_a_gguf(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("qwen3, 2 layers", "512 tokens", "bos <s>", "Apache-2.0", "about", "never", "(hub cache)", "Q8_0  "):
         assert words in out, words
     assert text(capsys, "qwen3:4b", template=True) == TEMPLATE.replace("\x1b", "\ufffd") + "\n"
+
+
+def test_measured_results_are_shown_until_the_file_changes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = home / "m.gguf"
+    write_tiny(path)
+    with open_gguf(path) as gguf:
+        KeptResults(home / "data").keep(kept_model(content_identity(gguf)))
+    assert "99.1 % same next token as m-F16, KL 0.012, perplexity 5.125; on wiki.txt, 2026-11-23" in text(capsys, path)
+    assert "10 tokens/s, prompts 100 tokens/s; llama on cpu, 2026-11-23" in text(capsys, path)
+    document = shown(capsys, path)
+    assert (document["evaluations"][0]["text"], document["evaluations"][0]["mean_kl"]) == ("wiki.txt", 0.0123)
+    assert document["speeds"][0]["decode_tokens_per_second"] == 10
+    assert "identity" not in document
+    write_tiny(path, seed=1)
+    assert "same next token" not in text(capsys, path)
 
 
 def test_the_files_own_licence_comes_first(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ Owns the checks before anything large is read. Both sides are loaded on one devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,12 +25,11 @@ from edgelm.evaluation.evaluate import (
     max_rows,
     require_kv,
     require_memory,
-    vocabulary_error,
+    require_same_vocabulary,
 )
 from edgelm.kv_modes import TORCH_KV
 from edgelm.machine.memory import available_memory_bytes
 from edgelm.models.decoder import Decoder
-from edgelm.text.tokenizer import Tokenizer
 from edgelm.workers.messages import EvalSide
 
 MAX_TOKENS = 512  # of a step
@@ -55,8 +54,8 @@ def load_torch_evaluation(
         }
         window = choose_window(window, [opened.facts.summary for opened in models.values()])
         tokenizers = {path: tokenizer_of(opened) for path, opened in models.items()}
-        if reference and not _same_vocabulary(tokenizers[model.model], tokenizers[reference.model]):
-            raise vocabulary_error(model.model, reference.model)
+        if reference:
+            require_same_vocabulary(model.model, tokenizers[model.model], reference.model, tokenizers[reference.model])
         _require_memory(sides, models, window, settings, device)
         for side in sides if device == "cuda" else ():
             check_ops(models[side.model], settings, side.kv)
@@ -80,18 +79,6 @@ def load_torch_evaluation(
             loaded.append(LoadedSide(models[side.model].name, executor))
         second = loaded[1] if reference else None
         return Evaluation(loaded[0], second, tokenizers[model.model], window, resources.pop_all())
-
-
-def _same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether each token has the same text in both. Tokens without a text are skipped: formats differ there."""
-    return one is other or (
-        one.num_tokens == other.num_tokens
-        and all(a == b for a, b in zip(_pieces(one), _pieces(other), strict=True) if a and b)
-    )
-
-
-def _pieces(tokenizer: Tokenizer) -> Iterator[bytes]:
-    return map(tokenizer.piece, range(tokenizer.num_tokens))
 
 
 def _require_memory(
