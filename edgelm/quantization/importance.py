@@ -32,9 +32,9 @@ from edgelm.machine.cpu import usable_cores
 from edgelm.machine.memory import available_memory_bytes
 from edgelm.quantization.calibration_tokens import Chat, calibration_tokens
 from edgelm.quantization.imatrix_file import Statistics, read_statistics, write_statistics
+from edgelm.quantization.job import NUM_TOKENS
 from edgelm.text.tokenizer import LlamaTokenizer
 
-NUM_TOKENS = 30_000
 WINDOW = 512  # tokens, as of llama.cpp's tool
 BATCH = 128  # tokens of a step: all have logits, which for 150,000 tokens take 77 MB
 LEAST_TOKENS = 16
