@@ -48,11 +48,15 @@ class Statistics:
         self.counts[name][matrix] += tokens
 
     def means(self) -> Mapping[str, NDArray[np.float32]]:
-        """Return the mean squares: [columns], or [experts, columns]. They are 1 for an expert that no token took."""
+        """Return the mean squares: [columns], or [experts, columns]. They are 1 for an expert that no token took.
+
+        The sums are rounded as in a file, so that a file gives the same quantization.
+        """
         means = {}
         for name, sums in self.sums.items():
             counts = self.counts[name][:, None]
-            mean = np.where(counts > 0, sums / np.maximum(counts, 1), 1.0).astype(np.float32)
+            rounded = sums.astype(np.float32).astype(np.float64)
+            mean = np.where(counts > 0, rounded / np.maximum(counts, 1), 1.0).astype(np.float32)
             means[name] = mean[0] if len(mean) == 1 else mean
         return means
 

@@ -38,6 +38,7 @@ from edgelm.text.tokenizer import LlamaTokenizer
 WINDOW = 512  # tokens, as of llama.cpp's tool
 BATCH = 128  # tokens of a step: all have logits, which for 150,000 tokens take 77 MB
 LEAST_TOKENS = 16
+BLOCK = "blk."  # begins the names of matrices of a layer
 WORKSPACE_BYTES = 512 * 2**20  # compute buffers, the logits of a batch, vocabulary, Python
 SAVE_EVERY_S = 30.0
 MAX_AGE_S = 30 * 24 * 3600.0  # of a file in the cache
@@ -54,6 +55,7 @@ def importance(
     *,
     chats: Sequence[Chat] = (),
     max_tokens: int = NUM_TOKENS,
+    with_output: bool = False,
     cache: Path | None = None,
     threads: int = 0,
     repack: bool = True,
@@ -68,6 +70,7 @@ def importance(
         text,
         chats=chats,
         max_tokens=max_tokens,
+        with_output=with_output,
         cache=cache,
         threads=threads,
         repack=repack,
@@ -81,6 +84,7 @@ def measure(
     *,
     chats: Sequence[Chat] = (),
     max_tokens: int = NUM_TOKENS,
+    with_output: bool = False,
     cache: Path | None = None,
     threads: int = 0,
     repack: bool = True,
@@ -88,15 +92,20 @@ def measure(
 ) -> Statistics:
     """Run a model over the first tokens of a text, and return the sums of the squares.
 
-    `chats` are rendered by the model's template and take up to a quarter of the tokens. With `cache`, a folder, the
+    `chats` are rendered by the model's template and take up to a quarter of the tokens. `with_output` adds the output
+    matrix, or the embedding in its place: with these data llama.cpp quantizes it worse, as docs/results shows. With `cache`, a folder, the
     result is kept there, and an interrupted run goes on. Raises ModelError for a model that llama.cpp cannot run, that
     writes no text, or that does not fit in memory, and RequestError for a text that is too short.
     """
     with open_gguf(model) as gguf:
         _check(gguf)
-        matrices = frozenset(name for name, tensor in gguf.tensors.items() if len(tensor.shape) >= 2)
+        matrices = frozenset(
+            name
+            for name, tensor in gguf.tensors.items()
+            if len(tensor.shape) >= 2 and (with_output or name.startswith(BLOCK))
+        )
         files = gguf.paths
-    kept = _Kept(cache, (files, text, list(chats), max_tokens)) if cache else None
+    kept = _Kept(cache, files, (text, list(chats), max_tokens, with_output)) if cache else None
     statistics = (kept and kept.load()) or Statistics(chunk_len=WINDOW)
     if kept and kept.complete(statistics):
         return statistics
@@ -273,9 +282,8 @@ def _squares(rows: NDArray[np.float32]) -> NDArray[np.float64]:
 class _Kept:
     """The file in the cache with the result for one model, text and number of tokens."""
 
-    def __init__(self, folder: Path, key: tuple[tuple[Path, ...], str, list[Chat], int]) -> None:
-        files, *rest = key
-        digest = hashlib.blake2b(repr((FORMAT, WINDOW, rest)).encode("utf-8", "surrogatepass"), digest_size=16)
+    def __init__(self, folder: Path, files: Sequence[Path], key: tuple[object, ...]) -> None:
+        digest = hashlib.blake2b(repr((FORMAT, WINDOW, key)).encode("utf-8", "surrogatepass"), digest_size=16)
         try:
             for part in file_identity(files):
                 digest.update(part)
