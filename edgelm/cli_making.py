@@ -63,8 +63,7 @@ def quantize(
     ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="Show all types with their bits per weight.")] = False,
     calibration: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Make the importance matrix on this text.", show_default=False),
+        str | None, typer.Option(metavar="FILE", help="Make the importance matrix on this text.", show_default=False)
     ] = None,
     calibration_tokens: Annotated[
         int, typer.Option(min=512, metavar="N", help="Tokens of the text that are used.")
@@ -98,7 +97,9 @@ def quantize(
         list_types(as_json=as_json)
         return
     if source is None or destination is None:
-        raise UsageError("quantize takes a model and the name of the new file", "edgelm quantize SRC DST.gguf --to Q4_K_M")
+        raise UsageError(
+            "quantize takes a model and the name of the new file", "edgelm quantize SRC DST.gguf --to Q4_K_M"
+        )
     chosen = QuantizeFlags(
         to=to,
         calibration=calibration,

@@ -5,11 +5,12 @@ Owns the choice of source and destination, and the output. A worker does the wor
 
 from __future__ import annotations
 
+import fcntl
 import json
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from edgelm.commands.list import plain_console
 from edgelm.config import load_config
+from edgelm.disk import unfinished
 from edgelm.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError, UsageError
 from edgelm.library.local import installed_model
 from edgelm.library.names import shown
@@ -129,22 +131,23 @@ def _destination(text: str, sources: list[Path] | tuple[Path, ...], *, force: bo
 
 @contextmanager
 def _as_gguf(path: Path, destination: Path, *, is_folder: bool) -> Iterator[Path]:
-    """Give the source as a GGUF, for a folder of safetensors a temporary one beside the destination."""
+    """Give the source as a GGUF, for a folder of safetensors a temporary one, which is removed at the end."""
     if not is_folder:
         yield path
         return
-    with _converted(path, destination) as converted:
+    converted = _converted(path, destination)
+    try:
         yield converted
+    finally:
+        converted.unlink(missing_ok=True)
 
 
-@contextmanager
-def _converted(folder: Path, destination: Path) -> Iterator[Path]:
-    """Convert a folder of safetensors into a hidden GGUF in the folder of the destination, and remove it at the end."""
+def _converted(folder: Path, destination: Path) -> Path:
+    """Convert a folder of safetensors into a hidden GGUF in the folder of the destination, and return its path."""
     raise EdgeLMError(
         f"{shown(folder.name)} is a folder of safetensors, which quantize does not read yet",
         f"edgelm convert {shown(str(folder), 200)} {destination.stem}-F16.gguf, and quantize that",
     )
-    yield folder
 
 
 def _job(source: Path, target: Path, recipe: Recipe, flags: QuantizeFlags, places: Places) -> QuantizeJob:
@@ -194,9 +197,19 @@ def _worker(job: QuantizeJob, places: Places, *, verbose: bool) -> Iterator[Iter
 
         def replies() -> Iterator[Any]:
             yield from worker.replies()
-            raise _end(worker.exit(), files)
+            end = worker.exit()
+            _remove_unfinished(job.destination)  # a worker that was killed could not
+            raise _end(end, files)
 
         yield replies()
+
+
+def _remove_unfinished(destination: Path) -> None:
+    """Remove the unfinished file that a worker left, unless another process writes it."""
+    part = unfinished(destination)
+    with suppress(OSError), part.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        part.unlink()
 
 
 def _end(end: Exit, files: ModelFiles) -> EdgeLMError:

@@ -33,12 +33,9 @@ def calibration_text(file: Path | None) -> str:
 def built_in_chats() -> Sequence[tuple[tuple[str, str], ...]]:
     """Return short chats as roles and texts: questions about sections of the guide, answered by the section."""
     answers = {(section.topic, section.title): section.text for section in sections()}
-    chats = []
-    for topic in TOPICS:
-        for group in question_groups(topic):
-            if answer := group.answer or answers.get((topic, group.title)):
-                chats.append((("user", group.questions[0]), ("assistant", answer)))
-    return chats
+    groups = [(topic, group) for topic in TOPICS for group in question_groups(topic)]
+    asked = [(group.questions[0], group.answer or answers.get((topic, group.title), "")) for topic, group in groups]
+    return [(("user", question), ("assistant", answer)) for question, answer in asked if answer]
 
 
 def _built_in_text() -> str:

@@ -57,9 +57,7 @@ async def _rendered(tokenizer: Tokenizer, chats: Sequence[Chat]) -> list[list[in
     try:
         for chat in chats:
             messages = [{"role": role, "content": text} for role, text in chat]
-            rendered.append(
-                await runner.render_tokens(messages, max_bytes=MAX_CHAT_BYTES, add_generation_prompt=False)
-            )
+            rendered.append(await runner.render_tokens(messages, max_bytes=MAX_CHAT_BYTES, add_generation_prompt=False))
     except EdgeLMError as error:
         log.info("no chats for calibration: %s", error)
     finally:

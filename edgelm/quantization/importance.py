@@ -93,7 +93,7 @@ def measure(
     """Run a model over the first tokens of a text, and return the sums of the squares.
 
     `chats` are rendered by the model's template and take up to a quarter of the tokens. `with_output` adds the output
-    matrix, or the embedding in its place: with these data llama.cpp quantizes it worse, as docs/results shows. With `cache`, a folder, the
+    matrix, or the embedding in its place: with these data llama.cpp quantizes it worse. With `cache`, a folder, the
     result is kept there, and an interrupted run goes on. Raises ModelError for a model that llama.cpp cannot run, that
     writes no text, or that does not fit in memory, and RequestError for a text that is too short.
     """
@@ -273,7 +273,7 @@ class _Collector:
 
 def _squares(rows: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the sum of squares of each column. Raises ModelError where it is no number."""
-    sums = np.einsum("ij,ij->j", rows, rows).astype(np.float64)
+    sums: NDArray[np.float64] = np.einsum("ij,ij->j", rows, rows).astype(np.float64)
     if not np.isfinite(sums).all():
         raise ModelError("the model computes values that are no numbers", "check the model's file, or add --no-imatrix")
     return sums

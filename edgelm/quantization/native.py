@@ -81,7 +81,9 @@ def plan(source: GGUF, recipe: Recipe, importance: Importance | None, options: O
         kind = reader.types.get(tensor.name) or tensor.type.name
         chosen = tensor_type(kind) if kind != tensor.type.name else tensor.type
         nbytes = prod(tensor.shape) // chosen.block_len * chosen.block_bytes
-        planned.append(PlannedTensor(tensor.name, tensor.type.name, kind, nbytes, reader.fallbacks.get(tensor.name, "")))
+        planned.append(
+            PlannedTensor(tensor.name, tensor.type.name, kind, nbytes, reader.fallbacks.get(tensor.name, ""))
+        )
     return planned
 
 
@@ -150,7 +152,9 @@ def check_data(planned: list[PlannedTensor], recipe: Recipe, importance: Importa
             flag = "--output-type" if tensor.name == OUTPUT else "--embedding-type"
             hint = f"add {flag} Q4_K"
         else:
-            hint = "leave out --no-imatrix, or take another type" if importance is None else "calibrate on a longer text"
+            hint = (
+                "leave out --no-imatrix, or take another type" if importance is None else "calibrate on a longer text"
+            )
         raise RequestError(f"{tensor.type} needs importance data, and {shown(tensor.name)} has none", hint)
 
 
@@ -175,7 +179,9 @@ class _Native:
             # Matrices that are only dequantized lose nothing; `check_sources` refuses the others.
             allow_requantize=True,
             output_tensor_type=tensor_type(options.output_type).id if options.output_type else L.GGML_TYPE_COUNT,
-            token_embedding_type=tensor_type(options.embedding_type).id if options.embedding_type else L.GGML_TYPE_COUNT,
+            token_embedding_type=tensor_type(options.embedding_type).id
+            if options.embedding_type
+            else L.GGML_TYPE_COUNT,
             dry_run=dry_run,
         )
         if recipe.tensor_types:
@@ -192,6 +198,10 @@ class _Native:
                 entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             self._entries = entries
             self.params.imatrix = ctypes.cast(entries, type(self.params.imatrix))
+
+
+def _id_of(kind: str | None) -> int:
+    return tensor_type(kind).id if kind else int(L.GGML_TYPE_COUNT)
 
 
 def _pattern(name: str) -> bytes:
@@ -254,9 +264,7 @@ def _run(
     native_log.clear()
     native_log.listen = read
     try:
-        failed = L.llama_model_quantize(
-            os.fsencode(source.path), os.fsencode(destination), ctypes.byref(native.params)
-        )
+        failed = L.llama_model_quantize(os.fsencode(source.path), os.fsencode(destination), ctypes.byref(native.params))
     finally:
         native_log.listen = None
     if failed:
@@ -269,7 +277,8 @@ def _failure(source: GGUF, destination: Path) -> EdgeLMError:
     reason = reason.removeprefix("failed to quantize: ")
     if "iostream" in reason:
         return EdgeLMError(
-            f"{shown(destination.name)} could not be written whole", "the disk is full, or a limit of file sizes is reached"
+            f"{shown(destination.name)} could not be written whole",
+            "the disk is full, or a limit of file sizes is reached",
         )
     if "invalid data" in reason or "validation failed" in reason:
         return ModelError(f"{source.name} has weights that are no numbers: {reason}", "convert or download it again")

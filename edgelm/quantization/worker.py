@@ -68,7 +68,7 @@ def quantize_file(job: QuantizeJob, child: Child) -> None:
             child.send(Status("checking the file"))
             _sync(part)
             written = _read_back(part, planned)
-            os.replace(part, job.destination)
+            part.replace(job.destination)
             _sync(job.destination.parent)
         document = {
             "source": str(job.source),

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from gguf import GGUFWriter, TokenType
 from numpy.typing import NDArray
 
@@ -132,7 +131,7 @@ def test_what_cannot_be_calibrated_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="has 1 tokens"):
         importance(model, "hello", threads=1)
     with pytest.raises(ModelError, match="no numbers"):
-        importance(write_tiny(tmp_path / "nan.gguf", nan_logits=True), TEXT, threads=1)
+        importance(write_tiny(tmp_path / "nan.gguf", nan_logits=True), TEXT, with_output=True, threads=1)
 
 
 def test_files_are_written_as_llama_cpp_reads_them_and_read_back(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Quantized files as a caller gets them: the types that were asked for, equal numbers, and one error for each trouble."""
+"""Quantized files as a caller gets them: the types that were asked for, equal numbers, one error for each trouble."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ def test_rows_that_do_not_fit_get_another_type_and_it_is_said(tmp_path: Path) ->
 
 def test_importance_changes_the_numbers_and_is_taken_from_a_file(source: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox " * 200)
+    text.write_text("the quick brown fox " * 60)
     kept, saved = tmp_path / "cache", tmp_path / "i.gguf"
     options: dict[str, Any] = {"measure_importance": True, "calibration": text, "cache": kept, "save_imatrix": saved}
     plain = run(source, tmp_path / "plain.gguf", "Q4_K_M")
     measured = run(source, tmp_path / "measured.gguf", "Q4_K_M", **options)
     again = run(source, tmp_path / "again.gguf", "Q4_K_M", imatrix=saved)
     assert plain["importance"] is None
-    assert measured["importance"]["windows"] > 1
+    assert measured["importance"]["windows"] > 0
     assert again["importance"]["tensors"] == measured["importance"]["tensors"]
     files = [(tmp_path / name).read_bytes() for name in ("plain.gguf", "measured.gguf", "again.gguf")]
     assert files[0] != files[1] == files[2]

@@ -88,9 +88,9 @@ class GraphReader:
         self._library = library
 
     def values(self, node: Node) -> NDArray[Any]:
-        """Return the numbers of an F32 or I32 node: [size 3, size 2, size 1, columns], valid until it is computed again.
+        """Return the numbers of an F32 or I32 node: [size 3, size 2, size 1, columns].
 
-        They are copied if the node is on a device.
+        They are valid until the node is computed again. They are copied if the node is on a device.
         """
         assert node.type in (F32, I32)
         sizes, strides = tuple(node.sizes), tuple(node.strides)
