@@ -81,6 +81,8 @@ def quantize_model(source: str, destination: str, flags: QuantizeFlags, *, as_js
     recipe = Recipe(chosen.name, pure=flags.pure)
     model = installed_model(source, config)
     target = _destination(destination, model.files, force=flags.force)
+    if (saved := _file(flags.save_imatrix)) and saved in (target, *model.files):
+        raise UsageError("--save-imatrix names a file of the model", "name another file")
     with _as_gguf(model.path, target, is_folder=model.format == "safetensors") as path:
         job = _job(path, target, recipe, flags, config.places)
         with _worker(job, config.places, verbose=verbose) as replies:
@@ -151,6 +153,7 @@ def _converted(folder: Path, destination: Path) -> Path:
 
 
 def _job(source: Path, target: Path, recipe: Recipe, flags: QuantizeFlags, places: Places) -> QuantizeJob:
+    chosen = file_type(recipe.file_type)
     return QuantizeJob(
         source=source,
         destination=target,
@@ -159,7 +162,8 @@ def _job(source: Path, target: Path, recipe: Recipe, flags: QuantizeFlags, place
         embedding_type=flags.embedding_type,
         allow_requantize=flags.allow_requantize,
         threads=flags.threads,
-        measure_importance=_wants_importance(file_type(recipe.file_type), flags),
+        measure_importance=_wants_importance(chosen, flags),
+        may_do_without=not (chosen.needs_importance or flags.calibration or flags.save_imatrix),
         imatrix=_file(flags.imatrix),
         save_imatrix=_file(flags.save_imatrix),
         calibration=_file(flags.calibration),
@@ -255,10 +259,11 @@ class _Line:
 
 
 def _print(document: dict[str, Any], chosen: FileType) -> None:
+    origin, target = document["source"], document["path"]
     before, after = document["source_bytes"], document["bytes"]
     print(
         f"{document['path']}: {size_text(after)}, {document['bits_per_weight']:.2f} bits per weight "
-        f"(from {size_text(before)}), in {time_text(document['seconds'])}"
+        f"(from {size_text(before)}), {_how(document['importance'])}in {time_text(document['seconds'])}"
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("TYPE")
@@ -267,8 +272,16 @@ def _print(document: dict[str, Any], chosen: FileType) -> None:
     for row in document["types"]:
         table.add_row(row["type"], f"{row['tensors']:,}", size_text(row["bytes"]), f"{row['share']:.1%}")
     plain_console().print(table)
+    if chosen.is_quantized:
+        print(f"what it costs: edgelm eval {target} TEXT --against {origin}")
     for note in _notes(document, chosen):
         print(f"note: {note}", file=sys.stderr)
+
+
+def _how(importance: dict[str, Any] | None) -> str:
+    if importance is None:
+        return ""
+    return f"by the importance matrix of {importance.get('file') or importance['text'] + ' text'}, "
 
 
 def _notes(document: dict[str, Any], chosen: FileType) -> Iterator[str]:
@@ -279,7 +292,9 @@ def _notes(document: dict[str, Any], chosen: FileType) -> Iterator[str]:
     for (asked, kind), tensors in replaced.items():
         more = f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else ""
         yield f"{tensors[0]}{more}: {kind} instead of {asked}, because its rows are no multiple of {asked}'s blocks"
-    if chosen.name != "COPY" and all(row["type"] != chosen.tensor for row in document["types"]):
+    if document["no_importance"]:
+        yield f"no importance matrix was used: {document['no_importance']}"
+    if chosen.name not in ("COPY", "MXFP4_MOE") and all(row["type"] != chosen.tensor for row in document["types"]):
         yield f"no tensor has the type {chosen.tensor}, which {chosen.name} stands for"
     if document["bytes"] > document["source_bytes"]:
         yield "the new file is larger than its source"

@@ -23,6 +23,7 @@ from edgelm.errors import EdgeLMError, ModelError, RequestError
 SUMS, COUNTS = ".in_sum2", ".counts"
 MAX_NAME = 256
 MAX_ENTRIES = 2**16
+MAX_DAT_BYTES = 2**32
 HINT = "give a file of llama.cpp's imatrix tool, or of --save-imatrix"
 
 
@@ -66,6 +67,8 @@ def read_statistics(path: Path) -> Statistics:
     try:
         with path.open("rb") as file:
             head = file.read(4)
+            if head != MAGIC and path.stat().st_size > MAX_DAT_BYTES:
+                raise RequestError(f"{shown(path.name)} is not an importance matrix", HINT)
             statistics = _read_gguf(path) if head == MAGIC else _read_dat(head + file.read(), path)
     except OSError as error:
         raise RequestError(f"{shown(str(path), 200)} cannot be read: {error.strerror}", HINT) from None

@@ -46,6 +46,11 @@ FORMAT = 1  # of the cache, and of the way the numbers are made: part of the key
 
 log = logging.getLogger(__name__)
 
+
+class NotMeasurableError(ModelError):
+    """The model is no model of texts, or does not fit in memory: it can be quantized, without an importance matrix."""
+
+
 Progress = Callable[[int, int], object]  # called with the windows that are done, and all
 
 
@@ -133,12 +138,12 @@ def measure(
 def _check(gguf: GGUF) -> None:
     check_for_llama(gguf)
     if kind_and_pooling(gguf)[0] != "text":
-        raise ModelError(f"{gguf.name} writes no text, so no text shows which weights matter", "add --no-imatrix")
+        raise NotMeasurableError(f"{gguf.name} writes no text, so none shows which weights matter", "add --no-imatrix")
     needed, free = gguf.size + WORKSPACE_BYTES, available_memory_bytes()
     if needed > free:
-        raise ModelError(
-            f"{gguf.name} has to be run for its importance matrix, which takes {needed / 2**30:.1f} GiB of memory, "
-            f"and {free / 2**30:.1f} GiB are free",
+        raise NotMeasurableError(
+            f"{gguf.name} takes {needed / 2**30:.1f} GiB of memory to be run for its importance matrix, and "
+            f"{free / 2**30:.1f} GiB are free",
             "close other programs, give an existing one with --imatrix, or add --no-imatrix",
         )
 

@@ -24,6 +24,7 @@ class QuantizeJob:
     threads: int = 0  # 0: one for each core
     repack: bool = True  # whether llama.cpp may rearrange the weights for this processor
     measure_importance: bool = False
+    may_do_without: bool = False  # where the model cannot be run
     imatrix: Path | None = None  # a file to take instead
     save_imatrix: Path | None = None
     calibration: Path | None = None  # a text; None: the built-in one

@@ -25,7 +25,7 @@ from edgelm.errors import BusyError, EdgeLMError, ModelError
 from edgelm.library.progress import time_text
 from edgelm.quantization.calibration import built_in_chats, calibration_text
 from edgelm.quantization.imatrix_file import Statistics, read_statistics, write_statistics
-from edgelm.quantization.importance import measure
+from edgelm.quantization.importance import NotMeasurableError, measure
 from edgelm.quantization.job import QuantizeJob
 from edgelm.quantization.native import (
     Options,
@@ -56,7 +56,7 @@ def quantize_file(job: QuantizeJob, child: Child) -> None:
     with open_gguf(job.source) as source:
         require_model(source)
         check_sources(plan(source, job.recipe, None, options), options)  # before the long run of the model
-        statistics = _statistics(job, child)
+        statistics, reason = _statistics(job, child)
         importance = statistics.means() if statistics else None
         check_importance(source, importance)
         planned = plan(source, job.recipe, importance, options)
@@ -76,32 +76,38 @@ def quantize_file(job: QuantizeJob, child: Child) -> None:
             "source_bytes": source.size,
             **written,
             "importance": _importance_document(job, statistics),
+            "no_importance": reason,
             "seconds": round(time.monotonic() - started_at, 1),
         }
         child.send(Result(document))
 
 
-def _statistics(job: QuantizeJob, child: Child) -> Statistics | None:
-    """Return the importance matrix that the job wants; None: it wants none. Raises EdgeLMError."""
+def _statistics(job: QuantizeJob, child: Child) -> tuple[Statistics | None, str]:
+    """Return the importance matrix that the job wants, or None and why there is none. Raises EdgeLMError."""
     if job.imatrix:
-        return read_statistics(job.imatrix)
+        return read_statistics(job.imatrix), ""
     if not job.measure_importance:
-        return None
+        return None, ""
     child.send(Status("loading the model for its importance matrix"))
-    statistics = measure(
-        job.source,
-        calibration_text(job.calibration),
-        chats=() if job.calibration else built_in_chats(),
-        max_tokens=job.calibration_tokens,
-        cache=job.cache,
-        threads=job.threads,
-        repack=job.repack,
-        progress=_CalibrationProgress(child),
-    )
+    try:
+        statistics = measure(
+            job.source,
+            calibration_text(job.calibration),
+            chats=() if job.calibration else built_in_chats(),
+            max_tokens=job.calibration_tokens,
+            cache=job.cache,
+            threads=job.threads,
+            repack=job.repack,
+            progress=_CalibrationProgress(child),
+        )
+    except NotMeasurableError as error:
+        if not job.may_do_without:
+            raise
+        return None, error.message
     if job.save_imatrix:
         statistics.texts = (job.calibration.name if job.calibration else "edgelm",)
         write_statistics(statistics, job.save_imatrix)
-    return statistics
+    return statistics, ""
 
 
 class _CalibrationProgress:

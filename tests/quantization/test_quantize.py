@@ -96,7 +96,7 @@ def test_a_file_has_the_planned_types_and_the_keys_of_its_source(
     with open_gguf(tmp_path / "m.gguf") as made:
         assert {tensor.name: tensor.type.name for tensor in made.tensors.values()} == {t.name: t.type for t in planned}
         assert {tensor.name: tensor.nbytes for tensor in made.tensors.values()} == {t.name: t.nbytes for t in planned}
-        assert quantization(made) == name or name == "Q2_0"  # the gguf library has no label for that
+        assert quantization(made) == name
         assert {key: str(made.metadata[key]) for key in metadata} == metadata
 
 
@@ -223,6 +223,17 @@ def test_a_disk_that_is_full_in_the_middle_leaves_nothing(source: Path, tmp_path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_run_is_quantized_without_importance_unless_it_is_needed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgelm.quantization.importance.available_memory_bytes", lambda: 2**20)
+    document = run(source, tmp_path / "m.gguf", "Q4_0", measure_importance=True, may_do_without=True)
+    assert "0.0 GiB are free" in document["no_importance"]
+    assert document["importance"] is None
+    with pytest.raises(ModelError, match="close other programs"):
+        run(source, tmp_path / "m.gguf", "IQ2_XS", measure_importance=True)
 
 
 def test_an_unfinished_file_of_a_killed_process_is_replaced(source: Path, tmp_path: Path) -> None:
