@@ -291,7 +291,7 @@ def _notes(document: dict[str, Any], chosen: FileType) -> Iterator[str]:
         replaced.setdefault((row["asked"], row["type"]), []).append(row["tensor"])
     for (asked, kind), tensors in replaced.items():
         more = f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else ""
-        yield f"{tensors[0]}{more}: {kind} instead of {asked}, because its rows are no multiple of {asked}'s blocks"
+        yield f"{tensors[0]}{more}: {kind} instead of {asked}, which its shape does not allow"
     if document["no_importance"]:
         yield f"no importance matrix was used: {document['no_importance']}"
     if chosen.name not in ("COPY", "MXFP4_MOE") and all(row["type"] != chosen.tensor for row in document["types"]):

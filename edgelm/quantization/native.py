@@ -60,7 +60,7 @@ class PlannedTensor(NamedTuple):
     source: str  # type
     type: str
     nbytes: int
-    asked: str = ""  # the type of which the tensor's rows are no multiple; empty: it gets what was asked
+    asked: str = ""  # the type that it cannot have; empty: it gets what was asked
 
 
 class Step(NamedTuple):
@@ -74,6 +74,7 @@ class Step(NamedTuple):
 
 def plan(source: GGUF, recipe: Recipe, importance: Importance | None, options: Options) -> list[PlannedTensor]:
     """Return the types that llama.cpp will choose, without writing anything. Raises EdgeLMError."""
+    _check_names(source, recipe, options)
     reader = _PlanReader()
     _run(source, Path(os.devnull), recipe, importance, options, reader.read, dry_run=True)
     planned = []
@@ -81,10 +82,22 @@ def plan(source: GGUF, recipe: Recipe, importance: Importance | None, options: O
         kind = reader.types.get(tensor.name) or tensor.type.name
         chosen = tensor_type(kind) if kind != tensor.type.name else tensor.type
         nbytes = prod(tensor.shape) // chosen.block_len * chosen.block_bytes
-        planned.append(
-            PlannedTensor(tensor.name, tensor.type.name, kind, nbytes, reader.fallbacks.get(tensor.name, ""))
-        )
+        asked = reader.fallbacks.get(tensor.name) or tensor_type(recipe.tensor_types.get(tensor.name, kind)).name
+        planned.append(PlannedTensor(tensor.name, tensor.type.name, kind, nbytes, "" if asked == kind else asked))
     return planned
+
+
+def _check_names(source: GGUF, recipe: Recipe, options: Options) -> None:
+    """Raise RequestError for unknown tensors, and for types that a tensor cannot have, where llama.cpp would abort."""
+    for name in recipe.tensor_types:
+        if name not in source.tensors:
+            raise RequestError(f"{source.name} has no tensor {shown(name)}", "take a name that the model has")
+    given = dict.fromkeys(TABLES, ("--embedding-type", options.embedding_type))
+    given[OUTPUT] = "--output-type", options.output_type
+    for name, (flag, text) in given.items():
+        kind = tensor_type(text) if text else None
+        if kind and name in source.tensors and source.tensors[name].shape[0] % kind.block_len:
+            raise RequestError(f"the rows of {name} are no multiple of {kind.name}'s blocks", f"take {flag} Q8_0")
 
 
 def quantize(

@@ -126,6 +126,17 @@ def test_rows_that_do_not_fit_get_another_type_and_it_is_said(tmp_path: Path) ->
     assert counts["Q4_K"] == 0
 
 
+def test_types_that_a_tensor_cannot_have_are_said(tmp_path: Path) -> None:
+    narrow = write_tiny(tmp_path / "narrow.gguf")
+    for option, flag in (("embedding_type", "token_embd"), ("output_type", "output")):
+        with pytest.raises(RequestError, match=f"the rows of {flag}.weight are no multiple of Q4_K's blocks"):
+            run(narrow, tmp_path / "m.gguf", "Q8_0", **{option: "q4_k"})
+    with pytest.raises(RequestError, match=r"has no tensor blk\.9"):
+        run(narrow, tmp_path / "m.gguf", "Q8_0", types={"blk.9.attn_q.weight": "Q4_0"})
+    document = run(narrow, tmp_path / "m.gguf", "Q8_0", types={"output_norm.weight": "F16"})
+    assert document["replaced"] == [{"tensor": "output_norm.weight", "asked": "F16", "type": "F32"}]
+
+
 def test_importance_changes_the_numbers_and_is_taken_from_a_file(source: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox " * 60)
