@@ -281,16 +281,16 @@ def _run(
     finally:
         native_log.listen = None
     if failed:
-        raise _failure(source, destination)
+        raise _failure(source)
 
 
-def _failure(source: GGUF, destination: Path) -> EdgeLMError:
+def _failure(source: GGUF) -> EdgeLMError:
     """Return the error of llama.cpp's function, by its log."""
     reason = next((line for line in native_log.errors if not line.startswith("=")), "llama.cpp gives no reason")
     reason = reason.removeprefix("failed to quantize: ")
     if "iostream" in reason:
         return EdgeLMError(
-            f"{shown(destination.name)} could not be written whole",
+            f"the new file of {source.name} could not be written whole",
             "the disk is full, or a limit of file sizes is reached",
         )
     if "invalid data" in reason or "validation failed" in reason:

@@ -62,9 +62,9 @@ def quantize_file(job: QuantizeJob, child: Child) -> None:
         planned = plan(source, job.recipe, importance, options)
         check_data(planned, job.recipe, importance)
         nbytes = sum(tensor.nbytes for tensor in planned) + _metadata_bytes(source) + HEADER_BYTES
-        with _unfinished(job.destination, child) as part:
+        with _unfinished(job.destination, child) as (part, opened):
             require_space(job.destination.parent, nbytes, job.destination.name)
-            quantize(source, part, job.recipe, importance, options, partial(_report, child))
+            quantize(source, opened, job.recipe, importance, options, partial(_report, child))
             child.send(Status("checking the file"))
             _sync(part)
             written = _read_back(part, planned)
@@ -142,8 +142,11 @@ def _metadata_bytes(source: GGUF) -> int:
 
 
 @contextmanager
-def _unfinished(destination: Path, child: Child) -> Iterator[Path]:
-    """Give the path of the unfinished file, which nobody else writes meanwhile. It is removed unless it is renamed.
+def _unfinished(destination: Path, child: Child) -> Iterator[tuple[Path, Path]]:
+    """Give the path of the unfinished file, and one for llama.cpp. Nobody else writes the file meanwhile.
+
+    It is removed unless it is renamed. llama.cpp gets the open file, where the system can name that: by its path it
+    would make the file again if it opened it just after the removal at the end of this process.
 
     Raises EdgeLMError where the folder cannot be written, BusyError where another process writes the same file.
     """
@@ -160,8 +163,9 @@ def _unfinished(destination: Path, child: Child) -> Iterator[Path]:
         except OSError:
             raise BusyError(f"another process writes {shown(destination.name)}", "wait for it") from None
         child.at_end(partial(part.unlink, missing_ok=True))
+        opened = Path(f"/proc/self/fd/{descriptor}")
         try:
-            yield part
+            yield part, opened if opened.exists() else part
         finally:
             with suppress(OSError):
                 if os.path.samestat(part.stat(), os.fstat(descriptor)):

@@ -14,9 +14,12 @@ import pytest
 from gguf import GGUFWriter, TokenType
 from numpy.typing import NDArray
 
+from edgelm.checkpoints.gguf import open_gguf
 from edgelm.errors import EdgeLMError, ModelError, RequestError
 from edgelm.quantization.imatrix_file import Statistics, read_statistics, write_statistics
 from edgelm.quantization.importance import importance, measure
+from edgelm.quantization.native import quantize
+from edgelm.quantization.recipe import Recipe
 from edgelm.text.tokenizer import LlamaTokenizer
 from tests.models import tiny_models
 from tests.models.tiny_gguf import write_gguf
@@ -94,6 +97,8 @@ def test_the_importance_is_the_mean_square_of_the_inputs_by_transformers(family:
         got = means[name[0]][name[1]] if isinstance(name, tuple) else means[name]
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-6, err_msg=str(name))
     assert len(inputs) >= 10
+    with open_gguf(path) as source:  # llama.cpp takes them, also those of experts
+        quantize(source, tmp_path / "quantized.gguf", Recipe("Q4_0"), means)
 
 
 def test_an_expert_without_tokens_counts_as_much_as_any_column() -> None:
