@@ -63,13 +63,16 @@ def quantize(
     ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="Show all types with their bits per weight.")] = False,
     calibration: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Make the importance matrix on this text.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Make the importance matrix on this text, not on edgelm's own.", show_default=False
+        ),
     ] = None,
     calibration_tokens: Annotated[
         int, typer.Option(min=512, metavar="N", help="Tokens of the text that are used.")
     ] = 30_000,
     imatrix: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Take this importance matrix instead.", show_default=False)
+        str | None, typer.Option(metavar="FILE", help="Take the importance matrix in this file.", show_default=False)
     ] = None,
     no_imatrix: Annotated[bool, typer.Option("--no-imatrix", help="Use no importance matrix.")] = False,
     save_imatrix: Annotated[

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +35,7 @@ QUANTIZED = frozenset(kind.name for kind in TENSOR_TYPES.values() if kind.block_
 TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
 OUTPUT = "output.weight"
 BACKSLASHED = r"\\\1"
+MAX_TEXT = 127  # bytes of a key's text, in llama.cpp's structure
 LINE_S = 0.2  # between two reports
 
 _START = re.compile(r"\[ *(\d+)/ *(\d+)\] (\S+) +- \[")
@@ -51,6 +52,7 @@ class Options:
     embedding_type: str | None = None
     allow_requantize: bool = False  # matrices that are quantized already
     threads: int = 0  # 0: one for each core
+    keys: Mapping[str, str | int] = field(default_factory=dict)  # of metadata, added to those of the source
 
 
 class PlannedTensor(NamedTuple):
@@ -203,6 +205,17 @@ class _Native:
                 entry.pattern, entry.type = _pattern(name), tensor_type(kind).id
             self._overrides = overrides
             self.params.tt_overrides = ctypes.cast(overrides, type(self.params.tt_overrides))
+        if options.keys:
+            keys = (L.llama_model_kv_override * (len(options.keys) + 1))()
+            for entry, (key, value) in zip(keys, options.keys.items(), strict=False):
+                entry.key = key.encode()
+                if isinstance(value, int):
+                    entry.tag, entry.value.val_i64 = L.LLAMA_KV_OVERRIDE_TYPE_INT, value
+                else:
+                    entry.tag = L.LLAMA_KV_OVERRIDE_TYPE_STR
+                    entry.value.val_str = value.encode()[:MAX_TEXT].decode("utf-8", "ignore").encode()
+            self._keys = keys
+            self.params.kv_overrides = ctypes.cast(keys, type(self.params.kv_overrides))
         if importance:
             entries = (L.llama_model_imatrix_data * (len(importance) + 1))()
             self._arrays = [np.ascontiguousarray(values, np.float32).reshape(-1) for values in importance.values()]

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def quantize_file(job: QuantizeJob, child: Child) -> None:
         planned = plan(source, job.recipe, importance, options)
         check_data(planned, job.recipe, importance)
         nbytes = sum(tensor.nbytes for tensor in planned) + _metadata_bytes(source) + HEADER_BYTES
+        options = replace(options, keys=_keys(job, statistics))
         with _unfinished(job.destination, child) as (part, opened):
             require_space(job.destination.parent, nbytes, job.destination.name)
             quantize(source, opened, job.recipe, importance, options, partial(_report, child))
@@ -105,9 +107,27 @@ def _statistics(job: QuantizeJob, child: Child) -> tuple[Statistics | None, str]
             raise
         return None, error.message
     if job.save_imatrix:
-        statistics.texts = (job.calibration.name if job.calibration else "edgelm",)
+        statistics.texts = (_text_name(job),)
         write_statistics(statistics, job.save_imatrix)
     return statistics, ""
+
+
+def _keys(job: QuantizeJob, statistics: Statistics | None) -> dict[str, str | int]:
+    """Return the keys that tell of the importance matrix, named as llama.cpp's own tool names them."""
+    if statistics is None:
+        return {}
+    file = job.imatrix or job.save_imatrix
+    keys: dict[str, str | int] = {"quantize.imatrix.file": file.name} if file else {}
+    text = statistics.texts[-1] if job.imatrix and statistics.texts else _text_name(job)
+    return keys | {
+        "quantize.imatrix.dataset": text,
+        "quantize.imatrix.entries_count": len(statistics.sums),
+        "quantize.imatrix.chunks_count": statistics.num_chunks,
+    }
+
+
+def _text_name(job: QuantizeJob) -> str:
+    return job.calibration.name if job.calibration else "edgelm"
 
 
 class _CalibrationProgress:

@@ -148,6 +148,9 @@ def test_importance_changes_the_numbers_and_is_taken_from_a_file(source: Path, t
     assert plain["importance"] is None
     assert measured["importance"]["windows"] > 0
     assert again["importance"]["tensors"] == measured["importance"]["tensors"]
+    with open_gguf(tmp_path / "measured.gguf") as made:
+        assert made.metadata["quantize.imatrix.dataset"] == "text.txt"
+        assert made.metadata["quantize.imatrix.chunks_count"] == measured["importance"]["windows"]
     files = [(tmp_path / name).read_bytes() for name in ("plain.gguf", "measured.gguf", "again.gguf")]
     assert files[0] != files[1] == files[2]
 
