@@ -16,7 +16,7 @@ from typer import exceptions as usage
 
 from edgelm import __version__
 from edgelm.cli_chats import chats_app
-from edgelm.cli_making import convert, evaluate
+from edgelm.cli_making import convert, evaluate, quantize
 from edgelm.cli_server import launch, load, ps, serve, service_app, top, unload, watch
 from edgelm.commands.flags import Flags, Json, Model, Verbose, Yes, with_settings
 from edgelm.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError
@@ -219,6 +219,7 @@ def embed(
 
 app.command("eval")(evaluate)
 app.command()(convert)
+app.command()(quantize)
 
 
 @app.command()

@@ -31,10 +31,10 @@ def require_space(folder: Path, num_bytes: int, file: str) -> None:
         raise EdgeLMError(f"{folder} cannot be used: {error.strerror}", "choose another folder") from None
     if num_bytes + SPARE_BYTES > free:
         raise EdgeLMError(
-            f"{file} will take {_gib(num_bytes)}, and {folder} has {_gib(free)} free",
+            f"{file} will take {_size(num_bytes)}, and {folder} has {_size(free)} free",
             "free some space, or choose a folder on another disk",
         )
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

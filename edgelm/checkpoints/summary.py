@@ -20,6 +20,7 @@ from edgelm.checkpoints.shape import MAX_HEAD_LEN, MAX_VOCAB, Shape, gguf_expert
 from edgelm.checkpoints.values import Values
 from edgelm.core import Pooling
 
+NEWER_LABELS = {41: "MOSTLY_Q2_0"}  # of llama.cpp, which the gguf library lacks
 ModelKind = Literal["text", "embedding", "rerank"]  # it writes text, or only computes vectors, or only scores
 
 MAX_NAME = 200
@@ -155,7 +156,7 @@ def kind_and_pooling(gguf: GGUF) -> tuple[ModelKind, Pooling]:
 def quantization(gguf: GGUF) -> str:
     """Return the label of `general.file_type`, else the type that takes the most bytes."""
     value = gguf.metadata.get("general.file_type")
-    labels = {int(kind): kind.name for kind in LlamaFileType if kind != LlamaFileType.GUESSED}
+    labels = {int(kind): kind.name for kind in LlamaFileType if kind != LlamaFileType.GUESSED} | NEWER_LABELS
     if isinstance(value, int) and value in labels:
         return re.sub("^(ALL|MOSTLY)_", "", labels[value])
     nbytes: Counter[str] = Counter()

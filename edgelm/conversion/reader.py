@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.checkpoints.files import cannot_open, shown
-from edgelm.checkpoints.safetensors import Safetensors, Tensor
+from edgelm.checkpoints.safetensors import Safetensors
+from edgelm.checkpoints.safetensors_parse import Tensor
 from edgelm.conversion.number_types import to_float32
 from edgelm.errors import ModelError
 

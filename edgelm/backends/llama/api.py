@@ -9,6 +9,7 @@ import ctypes
 import functools
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ class NativeLog:
         self._lines: deque[tuple[int, str]] = deque(maxlen=200)
         self._part = ""
         self._level = logging.INFO
+        self.listen: Callable[[str], None] | None = None  # called with each piece
 
     def add(self, level: int, text: str) -> None:
         """Add a piece of the log, which may be part of a line."""
@@ -37,6 +39,8 @@ class NativeLog:
             self._level = _LEVELS.get(level, logging.INFO)
         if self._level < logging.INFO:
             return
+        if self.listen:
+            self.listen(text)
         self._part += text
         if not self._part.endswith("\n"):
             return

@@ -1,0 +1,300 @@
+"""`edgelm quantize`: write a model with fewer bits for its weights, and say which types it really has.
+
+Owns the choice of source and destination, and the output. A worker does the work; ending it cancels.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from edgelm.commands.list import plain_console
+from edgelm.config import load_config
+from edgelm.disk import unfinished
+from edgelm.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError, UsageError
+from edgelm.library.local import installed_model
+from edgelm.library.names import shown
+from edgelm.library.progress import size_text, time_text
+from edgelm.machine import facts as machine
+from edgelm.places import Places
+from edgelm.quantization.job import WORKER, QuantizeJob
+from edgelm.quantization.recipe import Recipe
+from edgelm.quantization.types import FILE_TYPES, FileType, file_type, tensor_type
+from edgelm.workers.exit_reason import ModelFiles
+from edgelm.workers.messages import Result, Status
+from edgelm.workers.parent import Exit, Worker
+
+SMALL_BITS = 6.0  # below, an importance matrix is made by default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeFlags:
+    """The flags of the command. None: not given."""
+
+    to: str | None
+    calibration: str | None
+    calibration_tokens: int
+    imatrix: str | None
+    no_imatrix: bool
+    save_imatrix: str | None
+    output_type: str | None
+    embedding_type: str | None
+    pure: bool
+    allow_requantize: bool
+    threads: int
+    force: bool
+
+
+def list_types(*, as_json: bool) -> None:
+    """Print the types of files with their bits per weight."""
+    if as_json:
+        rows = [
+            {"type": row.name, "bits": row.bits, "tensors": row.tensor, "needs_importance": row.needs_importance}
+            for row in FILE_TYPES.values()
+        ]
+        print(json.dumps(rows))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("TYPE")
+    table.add_column("BITS", justify="right")
+    table.add_column("")
+    for row in FILE_TYPES.values():
+        note = "; ".join(filter(None, (row.note, "needs an importance matrix" if row.needs_importance else "")))
+        table.add_row(row.name, "" if row.name == "COPY" else f"{row.bits:.2f}", note)
+    plain_console().print(table)
+    print("BITS: for each weight of most matrices; output and embedding often have more.")
+
+
+def quantize_model(source: str, destination: str, flags: QuantizeFlags, *, as_json: bool, verbose: bool) -> None:
+    """Quantize a model, and print what its file has. Raises EdgeLMError."""
+    config = load_config({})
+    chosen = _chosen_type(flags)
+    recipe = Recipe(chosen.name, pure=flags.pure)
+    model = installed_model(source, config)
+    target = _destination(destination, model.files, force=flags.force)
+    if (saved := _file(flags.save_imatrix)) and saved in (target, *model.files):
+        raise UsageError("--save-imatrix names a file of the model", "name another file")
+    with _as_gguf(model.path, target, is_folder=model.format == "safetensors") as path:
+        job = _job(path, target, recipe, flags, config.places)
+        with _worker(job, config.places, verbose=verbose) as replies:
+            document = _follow(replies, target)
+    if as_json:
+        print(json.dumps(document, ensure_ascii=False))
+    else:
+        _print(document, chosen)
+
+
+def _chosen_type(flags: QuantizeFlags) -> FileType:
+    """Return the type of the file. Raises UsageError for flags that do not go together."""
+    if flags.to is None:
+        raise UsageError("--to is missing", "--to Q4_K_M is the usual choice; edgelm quantize --list shows all")
+    chosen = file_type(flags.to)
+    for name in filter(None, (flags.output_type, flags.embedding_type)):
+        tensor_type(name)
+    if flags.imatrix and (flags.no_imatrix or flags.calibration or flags.save_imatrix):
+        raise UsageError("--imatrix does not go with --no-imatrix, --calibration or --save-imatrix", "leave out one")
+    if flags.no_imatrix and (flags.calibration or flags.save_imatrix):
+        raise UsageError("--no-imatrix does not go with --calibration or --save-imatrix", "leave out one")
+    if flags.no_imatrix and chosen.needs_importance:
+        raise UsageError(f"{chosen.name} needs an importance matrix", "leave out --no-imatrix, or take Q3_K_M or more")
+    if flags.pure and not chosen.is_quantized:
+        raise UsageError(f"--pure means nothing for {chosen.name}", "leave it out")
+    return chosen
+
+
+def _destination(text: str, sources: list[Path] | tuple[Path, ...], *, force: bool) -> Path:
+    """Return the path of the new file. Raises RequestError if it is no place for one."""
+    try:
+        path = Path(text).expanduser().absolute()
+        if path.is_dir():
+            raise RequestError(f"{shown(text)} is a folder", f"name a file in it: {shown(text.rstrip('/'))}/NAME.gguf")
+        if path.suffix.lower() != ".gguf":
+            raise RequestError(f"{shown(text)} is no name of a GGUF", f"call it {shown(text)}.gguf")
+        if not path.parent.is_dir():
+            raise RequestError(f"the folder {shown(str(path.parent), 200)} does not exist", "make it, or name another")
+        if path.exists():
+            if any(path.samefile(source) for source in sources if source.exists()):
+                raise RequestError(f"{shown(text)} is the source itself", "name another file")
+            if not force:
+                raise RequestError(f"{shown(text)} exists already", "name another file, or replace it with --force")
+        return path
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~ of an unknown user
+        raise RequestError(f"{shown(text)} cannot be written: {error}") from None
+
+
+@contextmanager
+def _as_gguf(path: Path, destination: Path, *, is_folder: bool) -> Iterator[Path]:
+    """Give the source as a GGUF, for a folder of safetensors a temporary one, which is removed at the end."""
+    if not is_folder:
+        yield path
+        return
+    converted = _converted(path, destination)
+    try:
+        yield converted
+    finally:
+        converted.unlink(missing_ok=True)
+
+
+def _converted(folder: Path, destination: Path) -> Path:
+    """Convert a folder of safetensors into a hidden GGUF in the folder of the destination, and return its path."""
+    raise EdgeLMError(
+        f"{shown(folder.name)} is a folder of safetensors, which quantize does not read yet",
+        f"edgelm convert {shown(str(folder), 200)} {destination.stem}-F16.gguf, and quantize that",
+    )
+
+
+def _job(source: Path, target: Path, recipe: Recipe, flags: QuantizeFlags, places: Places) -> QuantizeJob:
+    chosen = file_type(recipe.file_type)
+    return QuantizeJob(
+        source=source,
+        destination=target,
+        recipe=recipe,
+        output_type=flags.output_type,
+        embedding_type=flags.embedding_type,
+        allow_requantize=flags.allow_requantize,
+        threads=flags.threads,
+        measure_importance=_wants_importance(chosen, flags),
+        may_do_without=not (chosen.needs_importance or flags.calibration or flags.save_imatrix),
+        imatrix=_file(flags.imatrix),
+        save_imatrix=_file(flags.save_imatrix),
+        calibration=_file(flags.calibration),
+        calibration_tokens=flags.calibration_tokens,
+        cache=places.cache / "importance",
+    )
+
+
+def _wants_importance(chosen: FileType, flags: QuantizeFlags) -> bool:
+    if flags.imatrix or flags.no_imatrix or not chosen.is_quantized:
+        return False
+    asked = bool(flags.calibration or flags.save_imatrix)
+    return asked or chosen.needs_importance or chosen.bits < SMALL_BITS
+
+
+def _file(text: str | None) -> Path | None:
+    return None if text is None else Path(text).expanduser().absolute()
+
+
+@contextmanager
+def _worker(job: QuantizeJob, places: Places, *, verbose: bool) -> Iterator[Iterator[Any]]:
+    """Start the worker for a job, and give its replies. The worker is gone when the block ends. Raises EdgeLMError."""
+    files = ModelFiles(job.source)
+    facts = machine.facts(places.cache, notify=lambda _: None)
+    facts.require_working()
+    with Worker(
+        WORKER,
+        *(["-v"] if verbose else []),
+        replies=(Status, Result),
+        errors=(UsageError, RequestError, ModelError, BusyError, EngineError),
+        environment=machine.child_environment(places),
+        echo="" if verbose else None,
+    ) as worker:
+        worker.send(replace(job, repack=facts.repack))
+
+        def replies() -> Iterator[Any]:
+            yield from worker.replies()
+            end = worker.exit()
+            _remove_unfinished(job.destination)  # a worker that was killed could not
+            raise _end(end, files)
+
+        yield replies()
+
+
+def _remove_unfinished(destination: Path) -> None:
+    """Remove the unfinished file that a worker left, unless another process writes it."""
+    part = unfinished(destination)
+    with suppress(OSError), part.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        part.unlink()
+
+
+def _end(end: Exit, files: ModelFiles) -> EdgeLMError:
+    """Return the error for a worker that ended without a result."""
+    if files.rewritten() or (end.code == -signal.SIGBUS and files.changed()):
+        return files.change()
+    if end.code == -signal.SIGKILL:
+        return EngineError("the process that quantizes was killed", "memory may have run out: close other programs")
+    last = f" ({end.last_line})" if end.last_line else ""
+    return EngineError(end.error or f"the process that quantizes {end.how}{last}", "-v shows llama.cpp's log")
+
+
+def _follow(replies: Iterator[Any], target: Path) -> dict[str, Any]:
+    """Show the progress; return the result. Whatever ends the work early, no unfinished file stays."""
+    line = _Line()
+    try:
+        for reply in replies:
+            if isinstance(reply, Result):
+                return reply.document
+            line.show(reply.text)
+    except KeyboardInterrupt:
+        line.clear()
+        print(f"note: stopped; {target.name} was not written. The same command starts over", file=sys.stderr)
+        raise
+    finally:
+        line.clear()
+    raise AssertionError("a worker ends with a result or an error")
+
+
+class _Line:
+    """A line on standard error that overwrites itself; only on a terminal."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        if self._terminal:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        self.show("")
+
+
+def _print(document: dict[str, Any], chosen: FileType) -> None:
+    origin, target = document["source"], document["path"]
+    before, after = document["source_bytes"], document["bytes"]
+    print(
+        f"{document['path']}: {size_text(after)}, {document['bits_per_weight']:.2f} bits per weight "
+        f"(from {size_text(before)}), {_how(document['importance'])}in {time_text(document['seconds'])}"
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("TYPE")
+    for title in ("TENSORS", "SIZE", "SHARE"):
+        table.add_column(title, justify="right")
+    for row in document["types"]:
+        table.add_row(row["type"], f"{row['tensors']:,}", size_text(row["bytes"]), f"{row['share']:.1%}")
+    plain_console().print(table)
+    if chosen.is_quantized:
+        print(f"what it costs: edgelm eval {target} TEXT --against {origin}")
+    for note in _notes(document, chosen):
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _how(importance: dict[str, Any] | None) -> str:
+    if importance is None:
+        return ""
+    return f"by the importance matrix of {importance.get('file') or importance['text'] + ' text'}, "
+
+
+def _notes(document: dict[str, Any], chosen: FileType) -> Iterator[str]:
+    """Yield what the user may not expect of the new file."""
+    replaced: dict[tuple[str, str], list[str]] = {}
+    for row in document["replaced"]:
+        replaced.setdefault((row["asked"], row["type"]), []).append(row["tensor"])
+    for (asked, kind), tensors in replaced.items():
+        more = f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else ""
+        yield f"{tensors[0]}{more}: {kind} instead of {asked}, which its shape does not allow"
+    if document["no_importance"]:
+        yield f"no importance matrix was used: {document['no_importance']}"
+    if chosen.name not in ("COPY", "MXFP4_MOE") and all(row["type"] != chosen.tensor for row in document["types"]):
+        yield f"no tensor has the type {chosen.tensor}, which {chosen.name} stands for"
+    if document["bytes"] > document["source_bytes"]:
+        yield "the new file is larger than its source"

@@ -1,0 +1,32 @@
+"""The job of the worker that quantizes a GGUF. Imports no native code, so that the parent may make it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgelm.quantization.recipe import Recipe
+
+WORKER = "edgelm.quantization.worker"
+NUM_TOKENS = 30_000  # of the text for calibration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeJob:
+    """Quantize a GGUF by a recipe. Of a split source, it is the first part."""
+
+    source: Path
+    destination: Path
+    recipe: Recipe
+    output_type: str | None = None  # None: as the rule of the file type says
+    embedding_type: str | None = None
+    allow_requantize: bool = False
+    threads: int = 0  # 0: one for each core
+    repack: bool = True  # whether llama.cpp may rearrange the weights for this processor
+    measure_importance: bool = False
+    may_do_without: bool = False  # where the model cannot be run
+    imatrix: Path | None = None  # a file to take instead
+    save_imatrix: Path | None = None
+    calibration: Path | None = None  # a text; None: the built-in one
+    calibration_tokens: int = NUM_TOKENS
+    cache: Path | None = None  # a folder for importance matrices

@@ -1,0 +1,181 @@
+"""`edgelm quantize` as a user sees it: the table of types, one line for each error, and nothing left by a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgelm.checkpoints.gguf import open_gguf
+from edgelm.commands.quantize import QuantizeFlags, list_types, quantize_model
+from edgelm.disk import unfinished
+from edgelm.errors import EdgeLMError
+from edgelm.jobs.reader import describe
+from edgelm.library.scan import scan
+from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, error_of, gone
+from tests.counts import Count
+from tests.tiny import write_tiny
+
+KILLS = Count(test=3, soak=20)
+FLAGS = QuantizeFlags(
+    to="Q8_0",
+    calibration=None,
+    calibration_tokens=512,
+    imatrix=None,
+    no_imatrix=False,
+    save_imatrix=None,
+    output_type=None,
+    embedding_type=None,
+    pure=False,
+    allow_requantize=False,
+    threads=1,
+    force=False,
+)
+
+
+@pytest.fixture
+def edgelm(server_environment: dict[str, str]) -> Edgelm:
+    return Edgelm(server_environment)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "wide.gguf"
+    return write_tiny(path, width=256, heads=4, kv_heads=4, head_dim=64, ffn=512)
+
+
+def test_a_model_is_quantized_and_its_types_are_printed(edgelm: Edgelm, source: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new.gguf"
+    done = edgelm("quantize", source, new, "--to", "q4_k_m", "--calibration-tokens", "512")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.decode().splitlines()
+    assert lines[0].startswith(f"{new}: ")
+    assert {line.split()[0] for line in lines[2:]} == {"Q4_K", "Q6_K", "F32"}
+    assert not done.stderr
+    assert describe(new)["quantization"] == "Q4_K_M"  # in `edgelm list`
+
+
+def test_all_types_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    list_types(as_json=True)
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["type"]: row["bits"] for row in rows}["Q4_K_M"] == 4.5
+    list_types(as_json=False)
+    words = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert ["IQ2_XXS", "2.06", "needs an importance matrix"] in [[part.strip() for part in line] for line in words]
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("--to is missing", {"to": None}),
+        ("did you mean Q4_K_M", {"to": "Q4KM"}),
+        ("IQ2_XXS needs an importance matrix", {"to": "IQ2_XXS", "no_imatrix": True}),
+        ("mixture for a whole file", {"output_type": "Q4_K_M"}),
+        ("does not go with", {"imatrix": "i.gguf", "calibration": "t.txt"}),
+        ("--pure means nothing for F16", {"to": "F16", "pure": True}),
+        ("missing.gguf", {"source": "./missing.gguf"}),
+        ("is the source itself", {"destination": "SOURCE", "force": True}),
+        ("exists already; name another file, or replace it with --force", {"destination": "old.gguf"}),
+        ("is a folder; name a file in it", {"destination": "."}),
+        ("the folder .* does not exist", {"destination": "none/new.gguf"}),
+        ("call it new.gguf", {"destination": "new"}),
+    ],
+)
+def test_wrong_flags_are_one_line(
+    message: str, changes: dict[str, Any], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.gguf").write_bytes(b"old")
+    first = changes.pop("source", str(source))
+    new = changes.pop("destination", "new.gguf").replace("SOURCE", str(source))
+    flags = replace(FLAGS, **changes)
+    with pytest.raises(EdgeLMError, match=message):
+        quantize_model(first, new, flags, as_json=False, verbose=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["old.gguf"]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(edgelm: Edgelm, source: Path) -> None:
+    assert "/proc/new.gguf cannot be written" in error_of(edgelm("quantize", source, "/proc/new.gguf", "--to", "Q8_0"))
+
+
+def test_ctrl_c_ends_the_work_and_leaves_nothing(edgelm: Edgelm, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    source = write_tiny(folder / "slow.gguf", layers=8, width=256, heads=4, kv_heads=4, head_dim=64, ffn=1024)
+    process = edgelm.start("quantize", source, folder / "new.gguf", "--to", "IQ2_XS", "--calibration-tokens", "512")
+    wait_until(lambda: any(folder.glob(".new.gguf*")))
+    (worker,) = children_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    assert errors.decode() == "note: stopped; new.gguf was not written. The same command starts over\n"
+    assert gone(worker)
+    assert [path.name for path in folder.iterdir()] == ["slow.gguf"]
+
+
+@pytest.mark.timeout(30 * KILLS + 120)
+def test_kills_at_random_points_leave_nothing_half_written(edgelm: Edgelm, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    source = write_tiny(folder / "source.gguf", layers=4, width=256, heads=4, kv_heads=4, head_dim=64, ffn=1024)
+    new = folder / "new.gguf"
+    arguments = ("quantize", source, new, "--to", "Q4_K_M", "--no-imatrix", "--force")
+    started = time.monotonic()
+    assert edgelm(*arguments).returncode == 0
+    duration = time.monotonic() - started
+    new.unlink()
+    rng = random.Random(int(os.environ["KERNEL_SEED"]))
+    for number in range(KILLS):
+        process = edgelm.start(*arguments)
+        # Half of the kills are anywhere, the others while the file is written.
+        if number % 2:
+            time.sleep(rng.uniform(0, duration))
+        else:
+            wait_until(partial(is_written, process, folder))
+            time.sleep(rng.uniform(0, duration / 4))
+        children = children_of(process.pid)
+        victims = [[process.pid], children, [process.pid, *children]][number % 3]
+        for victim in victims:
+            with suppress(ProcessLookupError):  # it ended by itself
+                os.kill(victim, signal.SIGKILL)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+        assert all(gone(child) for child in children)
+        assert b"Traceback" not in errors
+        listed = {model.path.name for model in scan(folders=[folder]).models if model.place != "built-in"}
+        whole = new.exists()
+        if whole:  # it was renamed before the kill
+            with open_gguf(new) as made:
+                assert made.tensors["blk.3.ffn_up.weight"].type.name == "Q4_K"
+            new.unlink()
+        assert listed == ({"source.gguf", "new.gguf"} if whole else {"source.gguf"})
+        left = sorted(path.name for path in folder.iterdir())
+        unfinished(new).unlink(missing_ok=True)  # the next kill waits for the next one
+        print(f"kill {number + 1}: {len(victims)} processes, file {'whole' if whole else 'absent'}, left {left}")
+    unfinished(new).write_bytes(b"of a process that was killed")
+    assert edgelm(*arguments).returncode == 0
+    with open_gguf(new) as made:
+        assert made.tensors["blk.3.ffn_up.weight"].type.name == "Q4_K"
+    assert sorted(path.name for path in folder.iterdir()) == ["new.gguf", "source.gguf"]
+
+
+def is_written(process: subprocess.Popen[bytes], folder: Path) -> bool:
+    """Tell whether a file is being written, or has been."""
+    return process.poll() is not None or any("new.gguf" in path.name for path in folder.iterdir())
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
