@@ -6,11 +6,12 @@ take gigabytes. Knows nothing of what is changed.
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 from edgelm.backends.llama.evaluation import load_llama_evaluation
 from edgelm.disk import require_space
 from edgelm.errors import RequestError
-from edgelm.evaluation.evaluate import Evaluation, window_logits
+from edgelm.evaluation.evaluate import window_logits
 from edgelm.evaluation.scores import Logits, score
 from edgelm.evaluation.text import Window
+from edgelm.text.tokenizer import Tokenizer
 from edgelm.workers.messages import EvalSide
 
 CONTEXT_TOKENS = 64  # of a window, that are not scored: the first predictions are hardly more than frequencies
@@ -29,19 +31,65 @@ LEAST_TOKENS = 32  # of a text
 CHARS_PER_TOKEN = 16  # at most, on average
 
 
+class Cut(Protocol):
+    """The windows on which models are compared, of at most `window` tokens; None: the usual number."""
+
+    window: int | None
+
+    @property
+    def key(self) -> str:
+        """All that the windows depend on beside the model."""
+
+    def windows(self, tokenizer: Tokenizer, length: int) -> list[Window]:
+        """Return windows of at most `length` tokens."""
+        ...
+
+
+class TextCut:
+    """Windows from all over a text, together of about `num_tokens` tokens if it has them."""
+
+    def __init__(self, text: str, num_tokens: int) -> None:
+        self.window: int | None = None
+        self._text = text
+        self._num_tokens = num_tokens
+
+    @property
+    def key(self) -> str:
+        digest = hashlib.sha256(self._text.encode("utf-8", "surrogatepass")).hexdigest()
+        return f"{digest} {self._num_tokens}"
+
+    def windows(self, tokenizer: Tokenizer, length: int) -> list[Window]:
+        """Return windows of at most `length` tokens. Raises RequestError for a text that is too short."""
+        text = self._text
+        start = [token for token in tokenizer.encode("", special=False, bos=True) if token == tokenizer.bos_id]
+        head = _encoded(tokenizer, text[: self._num_tokens * CHARS_PER_TOKEN])
+        num_windows = max(1, min(-(-self._num_tokens // length), len(head) // LEAST_WINDOW))
+        part = -(-len(text) // num_windows)
+        excerpts = [text[first : first + min(part, length * CHARS_PER_TOKEN)] for first in range(0, len(text), part)]
+        windows = [[*start, *_encoded(tokenizer, excerpt)][:length] for excerpt in excerpts]
+        windows = [tokens for tokens in windows if len(tokens) >= LEAST_TOKENS]
+        if not windows:
+            raise RequestError(f"the text has {len(head):,} tokens", "give a text of some thousand words")
+        return [Window(tokens, min(CONTEXT_TOKENS, len(tokens) // 2)) for tokens in windows]
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, special=False, bos=False, unknown=True)
+
+
 class DivergenceMeter:
     """A model that llama.cpp maps, beside the logits that it had when this was made. A context manager.
 
     The weights stay in the file, so that a change of the file is a change of the model.
     """
 
-    def __init__(self, model: Path, text: str, num_tokens: int, *, threads: int) -> None:
+    def __init__(self, model: Path, cut: Cut, *, threads: int) -> None:
         with ExitStack() as resources:
             side = EvalSide(model, "f16")
-            evaluation = load_llama_evaluation(side, None, window=None, threads=threads, repack=False)
+            evaluation = load_llama_evaluation(side, None, window=cut.window, threads=threads, repack=False)
             resources.enter_context(evaluation)
             self._executor = evaluation.model.executor
-            self._windows = list(_windows(evaluation, text, num_tokens))
+            self._windows = cut.windows(evaluation.tokenizer, evaluation.window)
             self.num_tokens = sum(len(window.tokens) - window.first for window in self._windows)  # that are scored
             self._reference = resources.enter_context(_LogitsFile(model.parent, self.num_tokens, self._num_vocab))
             for logits, _ in self._run():
@@ -93,19 +141,3 @@ class _LogitsFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-def _windows(evaluation: Evaluation, text: str, num_tokens: int) -> Iterator[Window]:
-    """Yield windows from all over a text, together of about `num_tokens` tokens if it has them. Raises RequestError."""
-    tokenizer, length = evaluation.tokenizer, evaluation.window
-    start = [token for token in tokenizer.encode("", special=False, bos=True) if token == tokenizer.bos_id]
-    head = tokenizer.encode(text[: num_tokens * CHARS_PER_TOKEN], special=False, bos=False)
-    if len(head) < LEAST_TOKENS:
-        raise RequestError(f"the text has {len(head)} tokens", "give a text of some thousand words")
-    num_windows = max(1, min(-(-num_tokens // length), len(head) // LEAST_WINDOW))
-    part = -(-len(text) // num_windows)
-    for first in range(0, len(text), part):
-        excerpt = text[first : first + min(part, length * CHARS_PER_TOKEN)]
-        tokens = [*start, *tokenizer.encode(excerpt, special=False, bos=False)][:length]
-        if len(tokens) >= LEAST_TOKENS:
-            yield Window(tokens, max(1, min(CONTEXT_TOKENS, len(tokens) // 2)))

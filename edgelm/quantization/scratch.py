@@ -1,8 +1,7 @@
 """A copy of a model with 16-bit weights, whose matrices can be changed while llama.cpp has it loaded.
 
-llama.cpp maps the file, and a mapped file shows what is written to it: a matrix is replaced in microseconds, without a
-second load. Owns the file: it is removed at the end, and after a kill by the next user of the folder. Knows nothing of
-the measurements.
+llama.cpp maps the file, and a mapped file shows what is written to it: a matrix is replaced without a second load. Owns
+the file: it is removed at the end, and after a kill by the next user of the folder. Knows nothing of measurements.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,14 +20,13 @@ from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.disk import require_space
 from edgelm.errors import EdgeLMError
 
-Floats = NDArray[np.float32]
-
 SUFFIX = ".scratch"
-HEADER_BYTES = 2**22  # of the copy, beside that of the source
+NUMPY_TYPES = {"F16": np.float16, "F32": np.float32}
+PIECE_BYTES = 2**26
 
 
 class Scratch:
-    """The copy. `path` is for llama.cpp, which has to map it and use the matrices where they lie."""
+    """The copy. llama.cpp has to map `path`, and to use the matrices where they lie."""
 
     def __init__(self, path: Path, gguf: GGUF, file: int) -> None:
         self.path = path
@@ -37,43 +35,36 @@ class Scratch:
 
     @property
     def header_bytes(self) -> int:
-        """The size of all that comes before the tensors, which no type changes."""
+        """The size of all that comes before the tensors."""
         return min(tensor.offset for tensor in self._gguf.tensors.values())
 
-    @contextmanager
-    def changed(self, matrices: Mapping[str, Floats]) -> Iterator[None]:
-        """Replace the numbers of some tensors until the block ends."""
-        saved = {name: bytes(self._gguf.tensor_bytes(name)) for name in matrices}
-        try:
-            for name, values in matrices.items():
-                kind = {"F16": np.float16, "F32": np.float32}[self._gguf.tensors[name].type.name]
-                self._write(name, values.astype(kind).tobytes())
-            yield
-        finally:
-            for name, data in saved.items():
-                self._write(name, data)
-
-    def _write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, values: NDArray[np.float32]) -> None:
+        """Replace the numbers of a tensor. Raises EdgeLMError where the disk refuses."""
         tensor = self._gguf.tensors[name]
+        with np.errstate(over="ignore"):
+            data = memoryview(np.ascontiguousarray(values, NUMPY_TYPES[tensor.type.name])).cast("B")
         assert len(data) == tensor.nbytes
         try:
-            done = 0
-            while done < len(data):  # one call writes at most 2 GiB
-                done += os.pwrite(self._file, data[done : done + 2**30], tensor.offset + done)
+            for start in range(0, len(data), PIECE_BYTES):
+                piece = data[start : start + PIECE_BYTES]
+                if os.pwrite(self._file, piece, tensor.offset + start) != len(piece):
+                    raise OSError(0, "the disk is full")
         except OSError as error:
             raise EdgeLMError(f"{self.path} cannot be written: {error.strerror}", "free some space") from None
 
 
 @contextmanager
-def scratch_copy(source: GGUF, folder: Path, write: Callable[[Path], None]) -> Iterator[Scratch]:
+def scratch_copy(source: GGUF, folder: Path, write: Callable[[Path], object]) -> Iterator[Scratch]:
     """Make the copy by `write`, which writes a file with F16 matrices; remove it at the end.
 
     Raises EdgeLMError where the disk has no room for it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
-    numbers = sum(tensor.num_elements for tensor in source.tensors.values())
-    require_space(folder, 2 * numbers + HEADER_BYTES, "the copy on which the model is measured")
+    tensors = source.tensors.values()
+    numbers = sum(tensor.num_elements for tensor in tensors)
+    metadata = max(source.size - sum(tensor.nbytes for tensor in tensors), 0)
+    require_space(folder, 2 * numbers + metadata, "a copy of the model on which types are tried")
     path = folder / f"{secrets.token_hex(8)}{SUFFIX}"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
