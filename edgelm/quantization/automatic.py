@@ -7,17 +7,16 @@ native code.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
 from edgelm.checkpoints.files import file_identity
 from edgelm.checkpoints.gguf import GGUF, open_gguf
-from edgelm.checkpoints.gguf_parse import Tensor
 from edgelm.errors import ModelError, RequestError
 from edgelm.machine.cpu import usable_cores
 from edgelm.quantization.candidates import FILE_TYPES, MAX_GROUPS, grouped, padded
@@ -27,8 +26,25 @@ from edgelm.quantization.scratch import Scratch, scratch_copy
 from edgelm.quantization.search import Progress, Search, Solution
 from edgelm.quantization.sensitivity import Importance, Kept, Laboratory
 
-ROUNDS = 2  # of improvement around the choice
-SMALL, LARGE = 10**9, 4 * 10**9  # numbers of a model
+SPARE_BYTES = 256  # for keys that llama.cpp adds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is measured. The time goes with the product of the first three."""
+
+    num_tokens: int  # of the text, in each measurement
+    max_groups: int  # of matrices that get one type together
+    num_probes: int  # types with which each group is measured: 1 or 2
+    rounds: int = 0  # of improvement around the choice, each with a measurement of each group
+    check: bool = True  # whether the choice is measured as a whole
+
+    @classmethod
+    def of(cls, num_weights: int) -> Effort:
+        """Return the usual effort for a model of this size."""
+        if num_weights < 10**9:
+            return cls(num_tokens=4096, max_groups=MAX_GROUPS, num_probes=2)
+        return cls(num_tokens=2048 if num_weights < 4 * 10**9 else 1024, max_groups=MAX_GROUPS // 2, num_probes=1)
 
 
 class Quantizer(Protocol):
@@ -61,7 +77,7 @@ class Report:
     budget_bytes: int
     num_tokens: int
     predicted: float  # the sum of the rows
-    measured: float  # of all types together
+    measured: float | None  # of all types together; None: not measured
 
 
 def choose_types(
@@ -73,10 +89,9 @@ def choose_types(
     quantizer: Quantizer,
     cache: Path,
     scratch: Path,
+    effort: Effort | None = None,
     cut: Cut | None = None,
     threads: int = 0,
-    rounds: int = ROUNDS,
-    max_groups: int = MAX_GROUPS,
     progress: Callable[[Progress], object] = lambda _progress: None,
 ) -> tuple[Recipe, Report]:
     """Return the types with which the file of a GGUF has at most `budget_bytes`, and how they were chosen.
@@ -88,7 +103,8 @@ def choose_types(
         names = quantizer.matrices(gguf)
         matrices = [tensor for name, tensor in gguf.tensors.items() if name in names]
         others = sum(padded(tensor.nbytes) for name, tensor in gguf.tensors.items() if name not in names)
-        cut = cut or TextCut(text, _num_tokens(matrices))
+        effort = effort or Effort.of(sum(tensor.num_elements for tensor in matrices))
+        cut = cut or TextCut(text, effort.num_tokens)
 
         def open_meter(stack: ExitStack) -> tuple[Scratch, DivergenceMeter]:
             progress(Progress(stage="loading", done=0, total=1))
@@ -100,34 +116,33 @@ def choose_types(
 
         kept = Kept(cache, _key(gguf, cut, importance))
         laboratory = resources.enter_context(Laboratory(gguf, importance, kept, open_meter))
-        search = Search(laboratory, grouped(matrices, max_groups), importance or {}, progress)
-        least = search.least_bytes + others
-        _require_budget(budget_bytes, least)
+        search = Search(laboratory, grouped(matrices, effort.max_groups), importance or {}, progress, effort.num_probes)
+        if budget_bytes < search.least_bytes + others:  # before the copy is made, whose header is that of the file
+            _refuse(budget_bytes, search.least_bytes + others + _metadata_bytes(gguf))
         others += laboratory.header_bytes
-        _require_budget(budget_bytes, search.least_bytes + others)
+        if budget_bytes < search.least_bytes + others:
+            _refuse(budget_bytes, search.least_bytes + others)
         search.measure()
-        solution = search.solve(budget_bytes - others, rounds)
+        solution = search.solve(budget_bytes - others, effort.rounds, check=effort.check)
         return _recipe(search, solution), _report(search, solution, others, budget_bytes, laboratory.num_tokens)
 
 
-def _require_budget(budget_bytes: int, least: int) -> None:
-    if budget_bytes < least:
-        raise RequestError(
-            f"no types make this model as small as {budget_bytes:,} bytes",
-            f"give at least {least:,} ({_size(least)}), or take a smaller model",
-        )
+def _refuse(budget_bytes: int, least: int) -> NoReturn:
+    raise RequestError(
+        f"no types make this model as small as {_size(budget_bytes)}",
+        f"give at least {_size(least)}, or take a smaller model",
+    )
 
 
 def _size(nbytes: int) -> str:
     """Return a size that is at least `nbytes` when it is read back."""
-    unit, name = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
+    unit, name = next((row for row in ((2**30, "GiB"), (2**20, "MiB")) if nbytes >= row[0]), (2**10, "KiB"))
     return f"{-(-nbytes * 100 // unit) / 100:.2f} {name}"
 
 
-def _num_tokens(matrices: Sequence[Tensor]) -> int:
-    """Return how many tokens a measurement takes: with large models a token takes long."""
-    numbers = sum(tensor.num_elements for tensor in matrices)
-    return 4096 if numbers < SMALL else 2048 if numbers < LARGE else 1024
+def _metadata_bytes(gguf: GGUF) -> int:
+    """Return at least the size of all that comes before the tensors in a file made from this one."""
+    return max(gguf.size - sum(tensor.nbytes for tensor in gguf.tensors.values()), 0) + SPARE_BYTES
 
 
 def _key(gguf: GGUF, cut: Cut, importance: Importance | None) -> list[Any]:

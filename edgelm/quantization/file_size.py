@@ -13,11 +13,12 @@ from edgelm.checkpoints.summary import ModelFacts
 from edgelm.config import Settings
 from edgelm.errors import ModelError, UsageError
 
-UNITS = {
-    **{"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
-    **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
-    **{"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40},
-}
+DECIMAL, BINARY = ("kb", "mb", "gb", "tb"), ("kib", "mib", "gib", "tib")
+UNITS = (
+    {"b": 1}
+    | {name: 1000 ** (power + 1) for power, name in enumerate(DECIMAL)}
+    | {name: 1024 ** (power + 1) for power, name in enumerate(BINARY)}
+)
 BITS = ("bpw", "bit", "bits")
 MOST_BITS = 32.0
 MOST_BYTES = 2**50

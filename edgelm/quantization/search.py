@@ -39,7 +39,7 @@ class Solution(NamedTuple):
     """A type for each group, and the divergence of the model with all of them."""
 
     types: tuple[TensorType, ...]
-    measured: float
+    measured: float | None  # None: not measured
     predicted: tuple[float, ...]  # of each group
 
 
@@ -77,8 +77,10 @@ class Search:
         groups: Sequence[Group],
         important: Collection[str],
         progress: Callable[[Progress], object],
+        num_probes: int = 2,
     ) -> None:
         self.groups = groups
+        self._num_probes = num_probes
         self._laboratory = laboratory
         self._progress = progress
         self.kinds = [_kinds(group, important) for group in groups]
@@ -97,29 +99,31 @@ class Search:
             self._progress(Progress(stage="rounding errors", done=done, total=len(self.groups)))
             self._errors.append({kind.name: self._error(group, kind) for kind in {*kinds, *group.probes}})
         self._laboratory.save()
-        total = sum(len(group.probes) for group in self.groups)
+        total = sum(len(group.probes[: self._num_probes]) for group in self.groups)
         done = 0
         for group, errors in zip(self.groups, self._errors, strict=True):
             self.probes.append({})
-            for kind in group.probes:
+            for kind in group.probes[: self._num_probes]:
                 self._progress(Progress(stage="sensitivity", done=done, total=total))
                 self.probes[-1][kind.name] = self._laboratory.divergence(_types([group], [kind]))
                 done += 1
             self._curves.append(Curve((errors[name], value) for name, value in self.probes[-1].items()))
 
-    def solve(self, budget: int, rounds: int) -> Solution:
-        """Return the best types found whose sizes are together at most `budget`."""
-        best = solution = self._chosen(budget)
+    def solve(self, budget: int, rounds: int, *, check: bool) -> Solution:
+        """Return the best types found whose sizes are together at most `budget`.
+
+        Without `check` and rounds, they are not measured together.
+        """
+        best = solution = self._chosen(budget, check=check or rounds > 0)
         for number in range(rounds):
             self._correct(solution, number, rounds)
-            solution = self._chosen(budget)
-            if solution.measured < best.measured:
-                best = solution
-            elif solution.types == best.types:
+            solution = self._chosen(budget, check=True)
+            if solution.types == best.types:
                 break
+            best = min(best, solution, key=_divergence)
         return best
 
-    def _chosen(self, budget: int) -> Solution:
+    def _chosen(self, budget: int, *, check: bool) -> Solution:
         choices = [
             [Choice(group.nbytes(kind), curve(errors[kind.name])) for kind in kinds]
             for group, kinds, curve, errors in zip(self.groups, self.kinds, self._curves, self._errors, strict=True)
@@ -127,7 +131,8 @@ class Search:
         indexes = choose(choices, budget)
         kinds = tuple(kinds[index] for kinds, index in zip(self.kinds, indexes, strict=True))
         predicted = tuple(row[index].cost for row, index in zip(choices, indexes, strict=True))
-        return Solution(kinds, self._laboratory.divergence(_types(self.groups, kinds)), predicted)
+        measured = self._laboratory.divergence(_types(self.groups, kinds)) if check else None
+        return Solution(kinds, measured, predicted)
 
     def _correct(self, solution: Solution, number: int, rounds: int) -> None:
         """Scale each curve so that it predicts by how much the group's type moves the model beside all the others."""
@@ -139,11 +144,16 @@ class Search:
             del kinds[place]
             without = self._laboratory.divergence(_types(others, kinds))
             if predicted > 0:
-                factor = (solution.measured - without) / predicted
+                factor = (_divergence(solution) - without) / predicted
                 curve.scale *= min(max(factor, 1 / MOST_CORRECTION), MOST_CORRECTION)
 
     def _error(self, group: Group, kind: TensorType) -> float:
         return sum(self._laboratory.error(tensor, kind) for tensor in group.tensors)
+
+
+def _divergence(solution: Solution) -> float:
+    assert solution.measured is not None
+    return solution.measured
 
 
 def _types(groups: Sequence[Group], kinds: Sequence[TensorType]) -> Mapping[str, str]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edgelm.backends.llama.memory import LlamaMemory
-from edgelm.backends.plan import MachineMemory, plan
+from edgelm.backends.plan import DEFAULT_CONTEXT, MachineMemory, plan
 from edgelm.config import Settings
 from edgelm.errors import ModelError, UsageError
 from edgelm.quantization.file_size import fitting_bytes, parse_budget
 from tests.library.model_shapes import dense_model
 
 GIB = 2**30
-MODEL = dense_model(layers=32, width=4096, heads=32, kv_heads=8, head_len=128, vocab_size=128_000, context=131_072, tied=False)
+MODEL = dense_model(
+    layers=32, width=4096, heads=32, kv_heads=8, head_len=128, vocab_size=128_000, context=131_072, tied=False
+)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +26,7 @@ MODEL = dense_model(layers=32, width=4096, heads=32, kv_heads=8, head_len=128, v
         ("4.5 GiB", 4.5 * GIB),
         ("4500MB", 4500e6),
         (" 700mib ", 700 * 2**20),
-        ("4.5g", 4.5 * GIB),
+        ("0.5tb", 5e11),
         ("4.5bpw", 4.5 * 8e9 / 8),
         ("4 bits", 4 * 8e9 / 8),
     ],
@@ -31,18 +35,25 @@ def test_sizes(text: str, nbytes: float) -> None:
     assert parse_budget(text, 8 * 10**9) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "4.5", "GiB", "-4GiB", "0GiB", "4,5GiB", "nan GiB", "64bpw", "9e9GiB", "4.5 GiB x"])
+@pytest.mark.parametrize(
+    "text", ["", "4.5", "GiB", "-4GiB", "0GiB", "4,5GiB", "nan GiB", "64bpw", "9e9GiB", "4.5 GiB x"]
+)
 def test_anything_else_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match="4.5GiB"):
+    with pytest.raises(UsageError, match=r"4\.5GiB"):
         parse_budget(text, 8 * 10**9)
 
 
-def test_weights_of_that_size_run_here_with_the_usual_context() -> None:
-    machine = MachineMemory(free_bytes=8 * GIB, cores=4)
-    fitting = fitting_bytes(MODEL, Settings(), machine)
+@given(st.integers(1, 64 * 2**10))
+def test_weights_of_that_size_run_here_with_the_usual_context_and_larger_ones_do_not(free_mib: int) -> None:
+    machine = MachineMemory(free_bytes=free_mib * 2**20, cores=4)
     memory = LlamaMemory(MODEL, sequences=Settings().parallel)
-    beside = memory.kv_bytes("f16", 8192) + memory.workspace_bytes("f16", 8192)
-    assert fitting + beside == machine.usable_bytes
+    planned = plan(MODEL, Settings(), machine, memory).chosen
+    runs = planned is not None and (planned.kv, planned.context) == ("f16", DEFAULT_CONTEXT)
+    try:
+        fits = memory.weights.resident <= fitting_bytes(MODEL, Settings(), machine)
+    except ModelError:
+        fits = False
+    assert fits == runs
 
 
 def test_a_context_that_alone_does_not_fit_is_refused() -> None:
