@@ -36,7 +36,6 @@ class Effort:
     num_tokens: int  # of the text, in each measurement
     max_groups: int  # of matrices that get one type together
     num_probes: int  # types with which each group is measured: 1 or 2
-    rounds: int = 0  # of improvement around the choice, each with a measurement of each group
     check: bool = True  # whether the choice is measured as a whole
 
     @classmethod
@@ -123,7 +122,7 @@ def choose_types(
         if budget_bytes < search.least_bytes + others:
             _refuse(budget_bytes, search.least_bytes + others)
         search.measure()
-        solution = search.solve(budget_bytes - others, effort.rounds, check=effort.check)
+        solution = search.solve(budget_bytes - others, check=effort.check)
         return _recipe(search, solution), _report(search, solution, others, budget_bytes, laboratory.num_tokens)
 
 

@@ -20,7 +20,7 @@ from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.disk import require_space
 from edgelm.errors import EdgeLMError
 
-SUFFIX = ".scratch"
+PREFIX, SUFFIX = ".edgelm-", ".scratch"
 NUMPY_TYPES = {"F16": np.float16, "F32": np.float32}
 PIECE_BYTES = 2**26
 
@@ -37,6 +37,20 @@ class Scratch:
     def header_bytes(self) -> int:
         """The size of all that comes before the tensors."""
         return min(tensor.offset for tensor in self._gguf.tensors.values())
+
+    def require_shared(self) -> None:
+        """Raise EdgeLMError where a mapped file does not show what is written to it, as on some network drives."""
+        tensor = next(iter(self._gguf.tensors.values()))
+        mapped = self._gguf.tensor_bytes(tensor.name)
+        before = mapped[0]
+        os.pwrite(self._file, bytes([before ^ 1]), tensor.offset)
+        after = mapped[0]
+        os.pwrite(self._file, bytes([before]), tensor.offset)
+        if after == before:
+            raise EdgeLMError(
+                f"{self.path.parent} is on a disk where mapped files do not show changes",
+                "choose a folder on a local disk",
+            )
 
     def write(self, name: str, values: NDArray[np.float32]) -> None:
         """Replace the numbers of a tensor. Raises EdgeLMError where the disk refuses."""
@@ -65,13 +79,15 @@ def scratch_copy(source: GGUF, folder: Path, write: Callable[[Path], object]) ->
     numbers = sum(tensor.num_elements for tensor in tensors)
     metadata = max(source.size - sum(tensor.nbytes for tensor in tensors), 0)
     require_space(folder, 2 * numbers + metadata, "a copy of the model on which types are tried")
-    path = folder / f"{secrets.token_hex(8)}{SUFFIX}"
+    path = folder / f"{PREFIX}{secrets.token_hex(8)}{SUFFIX}"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)  # it ends with this process, also by a kill
         write(path)
         with open_gguf(path) as gguf:
-            yield Scratch(path, gguf, file)
+            copy = Scratch(path, gguf, file)
+            copy.require_shared()
+            yield copy
     finally:
         path.unlink(missing_ok=True)
         os.close(file)
@@ -79,7 +95,7 @@ def scratch_copy(source: GGUF, folder: Path, write: Callable[[Path], object]) ->
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the copies whose processes have ended."""
-    for path in folder.glob(f"*{SUFFIX}"):
+    for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
         with suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()

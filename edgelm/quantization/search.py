@@ -5,8 +5,8 @@
     divergence of a type = the group's curve through its probes, at the type's rounding error
     sum over the groups  ── least within the budget ──> types           (budget.py)
 
-Then the choice is measured as a whole, and improved around it: divergences do not quite add up. Owns the curve and the
-rounds of improvement. Knows nothing of files.
+Divergences do not quite add up. Measuring each group again beside the chosen types of all others, and choosing once
+more, found nothing better (docs/results/quantize-auto-2026-11-23.txt). Owns the curve. Knows nothing of files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from edgelm.quantization.sensitivity import Laboratory
 
 LEAST_DIVERGENCE = 1e-9  # of a probe: below it there is only rounding
 STEEPEST, FLATTEST = 2.0, 0.3  # slopes of a curve; a small divergence goes with the squared error: 1
-MOST_CORRECTION = 4.0  # of a curve in one round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +52,18 @@ class Curve:
         self._points = sorted(
             (math.log(error), math.log(max(divergence, LEAST_DIVERGENCE))) for error, divergence in probes if error > 0
         )
-        self.scale = 1.0  # a correction
 
     def __call__(self, error: float) -> float:
         if error <= 0 or not self._points:
             return 0.0
         x, (first, height) = math.log(error), self._points[0]
         if x <= first or len(self._points) == 1:
-            return self.scale * math.exp(min(height + x - first, 690.0))
+            return math.exp(min(height + x - first, 690.0))
         pairs = list(zip(self._points, self._points[1:], strict=False))
         low, high = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
         slope = (high[1] - low[1]) / max(high[0] - low[0], 1e-9)
         slope = min(max(slope, FLATTEST), STEEPEST)
-        return self.scale * math.exp(min(low[1] + slope * (x - low[0]), 690.0))
+        return math.exp(min(low[1] + slope * (x - low[0]), 690.0))
 
 
 class Search:
@@ -109,21 +107,11 @@ class Search:
                 done += 1
             self._curves.append(Curve((errors[name], value) for name, value in self.probes[-1].items()))
 
-    def solve(self, budget: int, rounds: int, *, check: bool) -> Solution:
-        """Return the best types found whose sizes are together at most `budget`.
+    def solve(self, budget: int, *, check: bool) -> Solution:
+        """Return the types with the least predicted divergence whose sizes are together at most `budget`.
 
-        Without `check` and rounds, they are not measured together.
+        `check` measures them together.
         """
-        best = solution = self._chosen(budget, check=check or rounds > 0)
-        for number in range(rounds):
-            self._correct(solution, number, rounds)
-            solution = self._chosen(budget, check=True)
-            if solution.types == best.types:
-                break
-            best = min(best, solution, key=_divergence)
-        return best
-
-    def _chosen(self, budget: int, *, check: bool) -> Solution:
         choices = [
             [Choice(group.nbytes(kind), curve(errors[kind.name])) for kind in kinds]
             for group, kinds, curve, errors in zip(self.groups, self.kinds, self._curves, self._errors, strict=True)
@@ -131,29 +119,13 @@ class Search:
         indexes = choose(choices, budget)
         kinds = tuple(kinds[index] for kinds, index in zip(self.kinds, indexes, strict=True))
         predicted = tuple(row[index].cost for row, index in zip(choices, indexes, strict=True))
+        if check:
+            self._progress(Progress(stage="all types together", done=0, total=1))
         measured = self._laboratory.divergence(_types(self.groups, kinds)) if check else None
         return Solution(kinds, measured, predicted)
 
-    def _correct(self, solution: Solution, number: int, rounds: int) -> None:
-        """Scale each curve so that it predicts by how much the group's type moves the model beside all the others."""
-        for place, (curve, predicted) in enumerate(zip(self._curves, solution.predicted, strict=True)):
-            done, total = number * len(self.groups) + place, rounds * len(self.groups)
-            self._progress(Progress(stage="improving", done=done, total=total))
-            kinds = list(solution.types)
-            others = [*self.groups[:place], *self.groups[place + 1 :]]
-            del kinds[place]
-            without = self._laboratory.divergence(_types(others, kinds))
-            if predicted > 0:
-                factor = (_divergence(solution) - without) / predicted
-                curve.scale *= min(max(factor, 1 / MOST_CORRECTION), MOST_CORRECTION)
-
     def _error(self, group: Group, kind: TensorType) -> float:
         return sum(self._laboratory.error(tensor, kind) for tensor in group.tensors)
-
-
-def _divergence(solution: Solution) -> float:
-    assert solution.measured is not None
-    return solution.measured
 
 
 def _types(groups: Sequence[Group], kinds: Sequence[TensorType]) -> Mapping[str, str]:
