@@ -7,7 +7,7 @@ tables, and are good only with importance data, so they come only with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from edgelm.checkpoints.gguf_parse import TENSOR_TYPES, Tensor, TensorType
@@ -88,7 +88,7 @@ def grouped(matrices: Sequence[Tensor], max_groups: int = MAX_GROUPS) -> list[Gr
     return groups
 
 
-def with_importance(group: Group, names: Mapping[str, object]) -> tuple[TensorType, ...]:
+def with_importance(group: Group, names: Collection[str]) -> tuple[TensorType, ...]:
     """Return the types that a group can have besides where all its matrices have importance data."""
     if not all(tensor.name in names and tensor.shape[0] % SUPER_BLOCK == 0 for tensor in group.tensors):
         return ()

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.checkpoints.gguf_parse import TensorType
-from edgelm.llama_binding import L
+from edgelm.llama_binding import BUILD
 
 Floats = NDArray[np.float32]
 
@@ -41,11 +41,6 @@ class _Traits(ctypes.Structure):
         ("to_float", _To_float),
         ("from_float_ref", ctypes.c_void_p),
     )
-
-
-def needs_importance(kind: TensorType) -> bool:
-    """Return whether ggml refuses to quantize to a type without importance data."""
-    return bool(ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int)(("ggml_quantize_requires_imatrix", L._lib))(kind.id))  # noqa: SLF001
 
 
 def dequantized(data: NDArray[np.uint8], kind: TensorType) -> Floats:
@@ -92,10 +87,17 @@ def _round(
 
 @cache
 def _from_float() -> ctypes._FuncPointer:
-    return _From_float(("ggml_quantize_chunk", L._lib))  # noqa: SLF001 - the binding leaves these functions out
+    return _From_float(("ggml_quantize_chunk", _library()))
 
 
 @cache
 def _to_float(kind: int) -> ctypes._FuncPointer:
-    traits = ctypes.CFUNCTYPE(ctypes.POINTER(_Traits), ctypes.c_int)(("ggml_get_type_traits", L._lib))  # noqa: SLF001
-    return traits(kind).contents.to_float
+    traits = ctypes.CFUNCTYPE(ctypes.POINTER(_Traits), ctypes.c_int)(("ggml_get_type_traits", _library()))
+    function: ctypes._FuncPointer = traits(kind).contents.to_float
+    return function
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """Return the library of ggml that llama.cpp has loaded: the binding leaves its functions out."""
+    return ctypes.CDLL(str(next(path for path in sorted(BUILD.lib_dir.glob("libggml-base.*")) if path.is_file())))

@@ -56,7 +56,7 @@ class Scratch:
         """Replace the numbers of a tensor. Raises EdgeLMError where the disk refuses."""
         tensor = self._gguf.tensors[name]
         with np.errstate(over="ignore"):
-            data = memoryview(np.ascontiguousarray(values, NUMPY_TYPES[tensor.type.name])).cast("B")
+            data = np.ascontiguousarray(values, NUMPY_TYPES[tensor.type.name]).data.cast("B")
         assert len(data) == tensor.nbytes
         try:
             for start in range(0, len(data), PIECE_BYTES):
