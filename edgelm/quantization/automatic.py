@@ -19,6 +19,7 @@ from edgelm.checkpoints.files import file_identity
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.errors import ModelError, RequestError
 from edgelm.machine.cpu import usable_cores
+from edgelm.machine.memory import available_memory_bytes
 from edgelm.quantization.candidates import FILE_TYPES, MAX_GROUPS, grouped, padded
 from edgelm.quantization.divergence import Cut, DivergenceMeter, TextCut
 from edgelm.quantization.recipe import Recipe
@@ -27,6 +28,7 @@ from edgelm.quantization.search import Progress, Search, Solution
 from edgelm.quantization.sensitivity import Importance, Kept, Laboratory
 
 SPARE_BYTES = 256  # for keys that llama.cpp adds
+WORKSPACE_BYTES = 512 * 2**20  # compute buffers, the logits of a step, vocabulary, Python
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ def choose_types(
         cut = cut or TextCut(text, effort.num_tokens)
 
         def open_meter(stack: ExitStack) -> tuple[Scratch, DivergenceMeter]:
+            _require_memory(gguf)
             progress(Progress(stage="loading", done=0, total=1))
             copy = stack.enter_context(
                 scratch_copy(gguf, scratch, lambda path: quantizer.write(gguf, path, Recipe("F16"), None))
@@ -124,6 +127,17 @@ def choose_types(
         search.measure()
         solution = search.solve(budget_bytes - others, check=effort.check)
         return _recipe(search, solution), _report(search, solution, others, budget_bytes, laboratory.num_tokens)
+
+
+def _require_memory(gguf: GGUF) -> None:
+    """Raise ModelError for a model that cannot be run with 16-bit weights: from the disk it would take days."""
+    needed = 2 * sum(tensor.num_elements for tensor in gguf.tensors.values()) + WORKSPACE_BYTES
+    if needed > (free := available_memory_bytes()):
+        raise ModelError(
+            f"{gguf.name} has to be run with 16-bit weights to choose types, which takes {_size(needed)} of memory, "
+            f"and {_size(free)} are free",
+            "close other programs, do it on a larger machine, or give a type in place of auto",
+        )
 
 
 def _refuse(budget_bytes: int, least: int) -> NoReturn:

@@ -18,9 +18,9 @@ BLOCK = 32
 MAX_GROUPS = 64  # one for each matrix of a small model
 
 TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
-_LARGE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16")  # for rows of super-blocks
-_SMALL = ("IQ4_NL", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16")
-_WITH_IMPORTANCE = ("IQ2_S", "IQ3_XXS", "IQ3_S")
+LARGE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16")  # for rows of super-blocks
+SMALL = ("IQ4_NL", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16")
+WITH_IMPORTANCE = ("IQ2_S", "IQ3_XXS", "IQ3_S")
 # The file type that is named in a file where most bytes have a type.
 FILE_TYPES = {
     "IQ2_S": "IQ2_M",
@@ -47,7 +47,7 @@ class Group:
     @property
     def kinds(self) -> tuple[TensorType, ...]:
         """The types that all of them can have by their rows, without those that need importance data."""
-        return tuple(TYPES[name] for name in _fitting(self.tensors, _LARGE, _SMALL))
+        return tuple(TYPES[name] for name in _fitting(self.tensors, LARGE, SMALL))
 
     @property
     def probes(self) -> tuple[TensorType, ...]:
@@ -92,7 +92,7 @@ def with_importance(group: Group, names: Collection[str]) -> tuple[TensorType, .
     """Return the types that a group can have besides where all its matrices have importance data."""
     if not all(tensor.name in names and tensor.shape[0] % SUPER_BLOCK == 0 for tensor in group.tensors):
         return ()
-    return tuple(TYPES[name] for name in _WITH_IMPORTANCE)
+    return tuple(TYPES[name] for name in WITH_IMPORTANCE)
 
 
 def _by_shape(part: Sequence[tuple[int, Tensor]]) -> dict[tuple[int, ...], tuple[Tensor, ...]]:

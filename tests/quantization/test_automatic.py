@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.errors import RequestError
+from edgelm.errors import ModelError, RequestError
+from edgelm.quantization import automatic
 from edgelm.quantization.automatic import Effort, Report, choose_types
 from edgelm.quantization.candidates import TYPES
 from edgelm.quantization.divergence import DivergenceMeter, TextCut
@@ -181,6 +182,16 @@ def test_a_text_without_words_is_refused(tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "tiny.gguf", **NARROW)
     with pytest.raises(RequestError, match="give a text of some thousand words"):
         chosen(source, 8.0, text="too short")
+
+
+def test_a_model_that_does_not_fit_in_memory_is_refused_before_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automatic, "available_memory_bytes", lambda: 2**20)
+    source = write_tiny(tmp_path / "tiny.gguf", **NARROW)
+    with pytest.raises(ModelError, match="with 16-bit weights"):
+        chosen(source, 8.0)
+    assert not (tmp_path / "scratch").exists()
 
 
 def test_copies_of_dead_processes_are_removed_and_those_in_use_stay(tmp_path: Path) -> None:
