@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -79,6 +79,10 @@ class Report:
     num_tokens: int
     predicted: float  # the sum of the rows
     measured: float | None  # of all types together; None: not measured
+
+    def document(self) -> dict[str, Any]:
+        """Return the report as JSON."""
+        return asdict(self) | {"rows": [row._asdict() for row in self.rows]}
 
 
 def choose_types(

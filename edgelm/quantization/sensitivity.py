@@ -30,7 +30,8 @@ Floats = NDArray[np.float32]
 Importance = Mapping[str, Floats]  # by the names of tensors: [columns] or [experts * columns]
 Types = Mapping[str, str]  # of tensors; the others are as in the source
 
-SAMPLE_NUMBERS = 2**22  # of a tensor, on which the errors of types are computed
+# Of a tensor, on which the errors of types are computed: IQ types take seconds for a million.
+SAMPLE_NUMBERS = 2**19
 MAX_KEPT_BYTES = 2**26
 FORMAT = 1  # of the file, and of the meaning of its numbers
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from edgelm.quantization.budget import Choice, choose
 from tests.counts import Count
 
-EXAMPLES = Count(test=150, soak=20_000)
+EXAMPLES = Count(test=60, soak=20_000)
 
 
 def sizes(most: int, unit: int) -> st.SearchStrategy[list[list[Choice]]]:

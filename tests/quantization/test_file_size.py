@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgelm.backends.llama.memory import LlamaMemory
@@ -43,6 +43,7 @@ def test_anything_else_is_refused_with_an_example(text: str) -> None:
         parse_budget(text, 8 * 10**9)
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 64 * 2**10))
 def test_weights_of_that_size_run_here_with_the_usual_context_and_larger_ones_do_not(free_mib: int) -> None:
     machine = MachineMemory(free_bytes=free_mib * 2**20, cores=4)
