@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgelm.checkpoints.summary import ModelSummary
 from edgelm.core import Chunk, Executor, ExecutorInfo, SamplingParams, Sequence, Step, Trim
 from edgelm.errors import EdgeLMError, ModelError
-from edgelm.evaluation.scores import Scores, Tally, join, score
+from edgelm.evaluation.scores import Logits, Scores, Tally, join, score
 from edgelm.evaluation.text import MIN_WINDOW, Window, steps
 from edgelm.text.tokenizer import Tokenizer
 from edgelm.workers.messages import EvalSide
@@ -131,6 +132,19 @@ def _score_window(executors: list[Executor], window: Window) -> Scores:
             logits, *reference = (executor.logits(step) for executor, step in runs)
             parts.append(score(logits, targets, reference[0] if reference else None))
     return join(parts)
+
+
+def window_logits(executor: Executor, window: Window) -> Iterator[tuple[Logits, NDArray[np.int64]]]:
+    """Run a window through one model; yield the logits of some tokens and these tokens, which they predict.
+
+    The logits are valid until the next step: [rows, vocab], [rows]. Raises EngineError.
+    """
+    seq = Sequence(_SLOT, window.tokens, len(window.tokens), SamplingParams())
+    for start, end, rows in steps(window, executor.info.max_tokens, executor.info.max_rows):
+        step = _step(executor.info, seq, start, end, rows)
+        executor.forward(step)
+        if rows:
+            yield executor.logits(step), np.array(window.tokens[end - rows + 1 : end + 1], np.int64)
 
 
 def _step(info: ExecutorInfo, seq: Sequence, start: int, end: int, rows: int) -> Step:
