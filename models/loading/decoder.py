@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,8 +58,7 @@ def load(
     layers = []
     chosen = range(len(config.layers)) if only_layers is None else only_layers
     for i in chosen:
-        layer = config.layers[i]
-        layers.append(Layer(loader.attention(i, layer), loader.experts(i) if layer.sparse else loader.feed_forward(i)))
+        layers.append(loader.layer(i))
     embedding, output = loader.ends()
     weights = Weights(
         embedding=embedding, layers=tuple(layers), norm=loader.norm(config.names.final_norm), output=output
@@ -68,6 +67,16 @@ def load(
         return Decoder(replace(config, layers=tuple(config.layers[i] for i in chosen)), weights, dtype, implementation)
     loader.require_all_used()
     return Decoder(config, weights, dtype, implementation)
+
+
+def load_layer(config: ModelConfig, source: WeightSource, i: int, device: torch.device | str, context: int) -> Layer:
+    """Load one layer, for a computation in float32 with positions up to `context`. Raises ModelError."""
+    return _Loader(config, source, torch.device(device), torch.float32, context).layer(i)
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the tensors in the files by the names that the families have for them."""
+    return {OUTPUT.sub("", DECODER.sub("model.", name, count=1), count=1): name for name in names}
 
 
 def unreadable_reason(model: GGUF | Safetensors, metadata: Mapping[str, Any]) -> str | None:
@@ -95,9 +104,13 @@ class _Loader:
         self._device = device
         self._dtype = dtype
         self._context = context
-        self._files = {OUTPUT.sub("", DECODER.sub("model.", name, count=1), count=1): name for name in source.names}
+        self._files = plain_names(source.names)
         self._used: set[str] = set()
         self._ropes: dict[RopeConfig, Rope] = {}
+
+    def layer(self, i: int) -> Layer:
+        layer = self._config.layers[i]
+        return Layer(self.attention(i, layer), self.experts(i) if layer.sparse else self.feed_forward(i))
 
     def attention(self, i: int, layer: LayerConfig) -> Attention:
         config, names = self._config, self._names
