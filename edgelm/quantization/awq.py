@@ -23,8 +23,8 @@ MAX_ROWS = 1024  # of a matrix, for the search
 def best_scales(matrices: Sequence[tuple[Tensor, Tensor]], magnitude: Tensor, form: Int4Format) -> Tensor:
     """Return the factor of each column, [columns], with which matrices after one norm have the least output error.
 
-    A matrix comes with the Hessian X^T X of its inputs X [tokens, columns]; `magnitude` is the mean of |X|. The error of
-    its outputs, of all tokens, is the trace of E @ X^T X @ E^T.
+    A matrix comes with the Hessian X^T X of its inputs X [tokens, columns]; `magnitude` is the mean of |X|. The error
+    of its outputs, of all tokens, is the trace of E @ X^T X @ E^T.
     """
     sample = [(weight[:: -(-len(weight) // MAX_ROWS)], hessian) for weight, hessian in matrices]
     best, least = torch.ones_like(magnitude), torch.inf

@@ -1,9 +1,8 @@
 """GPTQ: rounding column by column, where the columns that follow compensate the error of those before.
 
 Frantar and others, GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers (2022): the
-update in section 3.1, the damping and the Cholesky factor in section 3.3, its algorithm 1. The order of the columns by
-their inputs (act-order) is of the authors' code; scales are fixed before it, so that no file has to state the order.
-Knows nothing of files and models.
+update in section 3.1, the damping and the Cholesky factor in section 3.3, its algorithm 1. Columns keep their order, so
+that no file has to state another one. Knows nothing of files and models.
 """
 
 from __future__ import annotations
@@ -18,41 +17,35 @@ MAX_DAMPING = 1.0
 BLOCK = 128  # columns whose errors are applied to those after them together
 
 
-def compensated(weight: Tensor, hessian: Tensor, form: Int4Format, *, ordered: bool = True) -> Codes | None:
+def compensated(weight: Tensor, hessian: Tensor, form: Int4Format) -> Codes | None:
     """Return codes for a matrix [rows, columns], from the Hessian X^T X of its inputs X [tokens, columns].
 
-    With `ordered`, columns with large inputs come first, and the scales are those of the matrix before any
-    compensation; else the scales of a group are found when its first column comes. None: the Hessian is singular.
+    The scale of a group is found when its first column comes. None: the Hessian is singular with any damping.
     """
-    factor, order = _factor(hessian, ordered=ordered)
+    factor = _factor(hessian)
     if factor is None:
         return None
-    importance = hessian.diagonal().view(-1, form.group)
-    weight = weight.to(factor.dtype)
-    groups = weight.unflatten(1, (-1, form.group))
-    scales, zeros = (part.squeeze(-1) for part in fit(groups, form, importance))  # [rows, groups]
-    columns = weight[:, order].clone()
+    columns = weight.to(factor.dtype, copy=True)
     codes = torch.empty_like(columns)
-    group_of = (order // form.group).tolist()
+    scales, zeros = [], []
     block = -(-BLOCK // form.group) * form.group
     for start in range(0, columns.shape[1], block):
         end = min(start + block, columns.shape[1])
         errors = torch.empty_like(columns[:, start:end])
         for j in range(start, end):
-            index = group_of[j]
-            if not ordered and j % form.group == 0:
+            if j % form.group == 0:
                 span = slice(j, j + form.group)
-                scale, zero = fit(columns[:, span], form, importance[index])
-                scales[:, index], zeros[:, index] = scale.squeeze(-1), zero.squeeze(-1)
-            scale, zero = scales[:, index], zeros[:, index]
-            codes[:, j] = rounded(columns[:, j], scale, zero)
-            error = (columns[:, j] - scale * (codes[:, j] - zero)) / factor[j, j]
+                scale, zero = (part.squeeze(-1) for part in fit(columns[:, span], form, hessian.diagonal()[span]))
+                scales.append(scale)
+                zeros.append(zero)
+            codes[:, j] = rounded(columns[:, j], scales[-1], zeros[-1])
+            error = (columns[:, j] - scales[-1] * (codes[:, j] - zeros[-1])) / factor[j, j]
             columns[:, j:end] -= error[:, None] * factor[j, j:end]
             errors[:, j - start] = error
         columns[:, end:] -= errors @ factor[start:end, end:]
-    in_order = torch.empty_like(codes)
-    in_order[:, order] = codes
-    return Codes(in_order.to(torch.uint8), scales.to(form.scale_dtype), zeros.to(torch.uint8))
+    return Codes(
+        codes.to(torch.uint8), torch.stack(scales, 1).to(form.scale_dtype), torch.stack(zeros, 1).to(torch.uint8)
+    )
 
 
 def compensated_or_plain(weight: Tensor, hessian: Tensor, form: Int4Format) -> Codes:
@@ -61,13 +54,9 @@ def compensated_or_plain(weight: Tensor, hessian: Tensor, form: Int4Format) -> C
     return quantize_plainly(weight, form, hessian.diagonal()) if codes is None else codes
 
 
-def _factor(hessian: Tensor, *, ordered: bool) -> tuple[Tensor | None, Tensor]:
-    """Return the upper Cholesky factor of the damped Hessian's inverse, and the order of its columns."""
-    diagonal = hessian.diagonal()
-    order = torch.arange(len(diagonal), device=diagonal.device)
-    if ordered:
-        order = torch.argsort(diagonal, descending=True, stable=True)
-    hessian = hessian[order][:, order].clone()
+def _factor(hessian: Tensor) -> Tensor | None:
+    """Return the upper Cholesky factor of the damped Hessian's inverse."""
+    hessian = hessian.clone()
     diagonal = hessian.diagonal()
     diagonal[diagonal == 0] = 1  # an input that was always zero: its column is rounded, and compensates nothing
     mean = float(diagonal.mean())
@@ -78,6 +67,6 @@ def _factor(hessian: Tensor, *, ordered: bool) -> tuple[Tensor | None, Tensor]:
         if not failed:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed:
-                return upper, order
+                return upper
         damping *= 10
-    return None, order
+    return None

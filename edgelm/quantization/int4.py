@@ -16,8 +16,9 @@ from torch import Tensor
 HIGHEST = 15  # code
 MIDDLE = 8  # the zero point of a symmetric group
 PER_WORD = 8  # codes in an int32
-# The search tries the whole range of a group, and narrower ones that clip the largest weights.
-SHRINKS = tuple(1 - step / 40 for step in range(17))
+# The search tries the range of a group, narrower ones that clip the largest weights, and wider ones: the whole range is
+# 7.5 steps to each side, and of the symmetric codes one side has 7.
+SHARES = (1.0, 15 / 14, 1.04, *(1 - step / 40 for step in range(1, 17)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ def fit(groups: Tensor, form: Int4Format, importance: Tensor | None = None) -> t
     if importance is None:
         return best
     least = _error(groups, best, importance)
-    for shrink in SHRINKS[1:]:
-        grid = _grid(low * shrink, high * shrink, form)
+    for share in SHARES[1:]:
+        grid = _grid(low * share, high * share, form)
         error = _error(groups, grid, importance)
         better = error < least
         best = torch.where(better, grid[0], best[0]), torch.where(better, grid[1], best[1])

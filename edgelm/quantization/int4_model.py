@@ -80,7 +80,7 @@ def _calibration_ids(job: Int4Job, config: Mapping[str, Any], plan: Plan, send: 
     """Return token ids [sequences, length] of the text, spread over all of it. Raises EdgeLMError."""
     tokenizer = tokenizer_of_folder(job.folder, config)
     text = calibration_text(job.calibration)
-    tokens = tokenizer.encode(text, special=False, bos=False)
+    tokens = tokenizer.encode(text, special=True, bos=False)  # a chat may be written with its marks
     length = min(job.sequence_len, plan.config.context, len(tokens))
     bos = tokenizer.encode("", special=False, bos=True)[: tokenizer.num_before]
     own = length - len(bos)
@@ -162,9 +162,9 @@ class _Quantizer:
             self._progress(i, "quantizing")
             self._note_unused(i, statistics)
         weights = self._layer_weights(i, sites)
-        if self._job.method == "int4-awq":
+        if "awq" in self._job.method:
             scale_layer(weights, config, i, sites, statistics, self._form)
-        codes = quantize_layer(weights, sites, statistics, self._form, gptq=self._job.method == "int4-gptq")
+        codes = quantize_layer(weights, sites, statistics, self._form, gptq="gptq" in self._job.method)
         self._folder.write(plan.layer_part(i), self._layer_tensors(i, codes, weights))
 
     def _layer_weights(self, i: int, sites: list[Site]) -> LayerWeights:
@@ -203,11 +203,14 @@ class _Quantizer:
             source = FolderSource(written, self.written_config())
             return dense(load_layer(self._plan.config, source, i, self._device, context))
 
+    def _kind(self, file_name: str) -> str:
+        return self._model.tensors[file_name].dtype.name
+
     def _plain(self, file_name: str) -> Tensor:
         """Return a small tensor with the numbers of the file."""
-        tensor = self._model.tensors[file_name]
         array = np.frombuffer(bytearray(self._model.tensor_bytes(file_name)), np.uint8)
-        return torch.from_numpy(array).view(PLAIN_TYPES[tensor.dtype.name]).view(tensor.shape)
+        plain = torch.from_numpy(array).view(PLAIN_TYPES[self._kind(file_name)])
+        return plain.view(self._model.tensors[file_name].shape)
 
     def _as_stored(self, file_name: str) -> Stored:
         tensor = self._model.tensors[file_name]

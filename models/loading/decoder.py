@@ -55,10 +55,8 @@ def load(
     which is enough to try the ops of a model.
     """
     loader = _Loader(config, source, torch.device(device), dtype, context or config.context)
-    layers = []
     chosen = range(len(config.layers)) if only_layers is None else only_layers
-    for i in chosen:
-        layers.append(loader.layer(i))
+    layers = [loader.layer(i) for i in chosen]
     embedding, output = loader.ends()
     weights = Weights(
         embedding=embedding, layers=tuple(layers), norm=loader.norm(config.names.final_norm), output=output
