@@ -60,6 +60,7 @@ def _factor(hessian: Tensor) -> Tensor | None:
     diagonal = hessian.diagonal()
     diagonal[diagonal == 0] = 1  # an input that was always zero: its column is rounded, and compensates nothing
     mean = float(diagonal.mean())
+    upper: Tensor
     damping = DAMPING
     while damping <= MAX_DAMPING:
         damped = hessian + damping * mean * torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)

@@ -71,7 +71,7 @@ def rounded(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 def quantize_plainly(weight: Tensor, form: Int4Format, importance: Tensor | None = None) -> Codes:
     """Round each weight of a matrix, [rows, columns], to the nearest value; `importance`, [columns], is as in `fit`."""
-    groups = weight.unflatten(1, (-1, form.group))
+    groups = weight.reshape(len(weight), -1, form.group)
     scale, zero = fit(groups, form, None if importance is None else importance.view(-1, form.group))
     codes = rounded(groups, scale, zero).flatten(1)
     return Codes(codes.to(torch.uint8), scale.squeeze(-1).to(form.scale_dtype), zero.squeeze(-1).to(torch.uint8))
@@ -83,7 +83,7 @@ def pack_columns(codes: Tensor) -> Tensor:
     whole = torch.zeros(rows, -(-columns // PER_WORD) * PER_WORD, dtype=torch.int64, device=codes.device)
     whole[:, :columns] = codes
     shifts = torch.arange(0, 32, 4, device=codes.device)
-    words = (whole.unflatten(1, (-1, PER_WORD)) << shifts).sum(-1)
+    words = (whole.view(rows, -1, PER_WORD) << shifts).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
