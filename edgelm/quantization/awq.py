@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edgelm.quantization.int4 import Int4Format, quantize_plainly
+from edgelm.quantization.int4 import FEW_SHARES, Int4Format, quantize_plainly
 
 NUM_ALPHAS = 20
 SMALLEST = 1e-4  # mean of an input's size
@@ -57,5 +57,5 @@ def powers_of_two(scales: Tensor) -> Tensor:
 
 def _output_error(weight: Tensor, scales: Tensor, hessian: Tensor, form: Int4Format) -> Tensor:
     importance = hessian.diagonal() / scales.square()
-    error = quantize_plainly(weight * scales, form, importance).values() / scales - weight
+    error = quantize_plainly(weight * scales, form, importance, FEW_SHARES).values() / scales - weight
     return ((error @ hessian) * error).sum()

@@ -7,6 +7,7 @@ Owns the search for scales and the layout `pack-quantized` of compressed-tensors
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ PER_WORD = 8  # codes in an int32
 # The search tries the range of a group, narrower ones that clip the largest weights, and wider ones: the whole range is
 # 7.5 steps to each side, and of the symmetric codes one side has 7.
 SHARES = (1.0, 15 / 14, 1.04, *(1 - step / 40 for step in range(1, 17)))
+FEW_SHARES = (1.0, 15 / 14, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,9 @@ class Codes(NamedTuple):
         return scales * (self.codes.float() - zeros)
 
 
-def fit(groups: Tensor, form: Int4Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def fit(
+    groups: Tensor, form: Int4Format, importance: Tensor | None = None, shares: Sequence[float] = SHARES
+) -> tuple[Tensor, Tensor]:
     """Return scale and zero point, [.., 1], of groups of weights, [.., group].
 
     The largest weight gets the outermost code. With `importance`, [.., group], weights may be clipped where that makes
@@ -55,7 +59,7 @@ def fit(groups: Tensor, form: Int4Format, importance: Tensor | None = None) -> t
     if importance is None:
         return best
     least = _error(groups, best, importance)
-    for share in SHARES[1:]:
+    for share in shares[1:]:
         grid = _grid(low * share, high * share, form)
         error = _error(groups, grid, importance)
         better = error < least
@@ -69,10 +73,12 @@ def rounded(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return (values / scale + zero).round().clamp(0, HIGHEST)
 
 
-def quantize_plainly(weight: Tensor, form: Int4Format, importance: Tensor | None = None) -> Codes:
+def quantize_plainly(
+    weight: Tensor, form: Int4Format, importance: Tensor | None = None, shares: Sequence[float] = SHARES
+) -> Codes:
     """Round each weight of a matrix, [rows, columns], to the nearest value; `importance`, [columns], is as in `fit`."""
     groups = weight.reshape(len(weight), -1, form.group)
-    scale, zero = fit(groups, form, None if importance is None else importance.view(-1, form.group))
+    scale, zero = fit(groups, form, None if importance is None else importance.view(-1, form.group), shares)
     codes = rounded(groups, scale, zero).flatten(1)
     return Codes(codes.to(torch.uint8), scale.squeeze(-1).to(form.scale_dtype), zero.squeeze(-1).to(torch.uint8))
 

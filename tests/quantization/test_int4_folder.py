@@ -40,7 +40,6 @@ Replies = list[Int4Progress | Int4Note]
 def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try few scales: the results are as valid, and a little worse."""
     monkeypatch.setattr("edgelm.quantization.awq.NUM_ALPHAS", 3)
-    monkeypatch.setattr("edgelm.quantization.int4.SHARES", (1.0, 0.9))
 
 
 @pytest.fixture(scope="module")
