@@ -51,11 +51,8 @@ def load(
     which is enough to try the ops of a model.
     """
     loader = _Loader(config, source, torch.device(device), dtype, context or config.context)
-    layers = []
     chosen = range(len(config.layers)) if only_layers is None else only_layers
-    for i in chosen:
-        layer = config.layers[i]
-        layers.append(Layer(loader.attention(i, layer), loader.experts(i) if layer.sparse else loader.feed_forward(i)))
+    layers = [loader.layer(i) for i in chosen]
     embedding, output = loader.ends()
     weights = Weights(
         embedding=embedding, layers=tuple(layers), norm=loader.norm(config.names.final_norm), output=output
@@ -64,6 +61,11 @@ def load(
         return Decoder(replace(config, layers=tuple(config.layers[i] for i in chosen)), weights, dtype, implementation)
     loader.require_all_used()
     return Decoder(config, weights, dtype, implementation)
+
+
+def load_layer(config: ModelConfig, source: WeightSource, i: int, device: torch.device | str, context: int) -> Layer:
+    """Load one layer, for a computation in float32 with positions up to `context`. Raises ModelError."""
+    return _Loader(config, source, torch.device(device), torch.float32, context).layer(i)
 
 
 def unreadable_reason(model: GGUF | Safetensors, metadata: Mapping[str, Any]) -> str | None:
@@ -94,6 +96,10 @@ class _Loader:
         self._files = {decoder_name(name): name for name in source.names}
         self._used: set[str] = set()
         self._ropes: dict[RopeConfig, Rope] = {}
+
+    def layer(self, i: int) -> Layer:
+        layer = self._config.layers[i]
+        return Layer(self.attention(i, layer), self.experts(i) if layer.sparse else self.feed_forward(i))
 
     def attention(self, i: int, layer: LayerConfig) -> Attention:
         config, names = self._config, self._names
