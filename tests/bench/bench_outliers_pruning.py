@@ -48,7 +48,8 @@ MIXED_BITS = (2, 3), (3, 4), (4, 6)
 MIXED_SHARES = 0.05, 0.1, 0.2, 0.4, 0.7  # of the weights, that have more bits
 TASK_ROWS = (
     "16 bits", "Q4_K, importance", "Q3_K, importance", "int4 g64", "int5 g64", "int3 g64",
-    "int4 g64, 8 columns by effect", "2:4 by activation, int4 g64", "50% by activation, 16 bits", "30% by activation, int4 g64",
+    "int4 g64, 8 columns by effect", "2:4 by activation, int4 g64", "50% by activation, 16 bits",
+    "30% by activation, int4 g64",
 )  # fmt: skip
 PER_CENT = 100
 
