@@ -1,6 +1,7 @@
 """Outlier columns in 16 bits, and pruning, on small trained models, beside the same bytes spent on more bits.
 
-    python -m tests.bench.bench_outliers_pruning MODELS [--work FOLDER] [--only NAME] [--points FILE] [--task]
+    python -m tests.bench.bench_outliers_pruning MODELS [--work FOLDER] [--only NAME] [--rows REGEX]
+                                                 [--points FILE] [--task]
 
 MODELS is the folder with BabyLlama-tok361-f32.gguf and stories260K-v3-f32.gguf; the starter is edgelm's. Each form of
 tests/bench/weight_forms.py is put on all matrices of the blocks; the embedding, which is also the head, stays as the
@@ -16,10 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,23 +30,19 @@ from torch import Tensor
 
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.guide import question_groups, sections
-from edgelm.knowledge.index import Knowledge
 from edgelm.knowledge.passages import Passage
-from edgelm.knowledge.quote import system_message
-from edgelm.knowledge.starter import UNKNOWN, larger_model, starter_answers, starter_passages
+from edgelm.knowledge.starter import larger_model, starter_answers
 from edgelm.library.local import find_local
 from edgelm.models.loading.quantize import GROUP, quantize_rows
 from edgelm.text.tokenizer import LlamaTokenizer
-from tests.bench.bench_eval import ROOT, SEED, stories, write
+from tests.bench.bench_eval import SEED, stories, write
 from tests.bench.plain_llama import PlainLlama, Seen
-from tests.bench.weight_forms import Form, Stored, codes, ggml, half, outliers, pruned, two_of_four
+from tests.bench.starter_task import LARGER, Task, prompt_of
+from tests.bench.weight_forms import SCALE_BITS, Form, Stored, codes, ggml, half, outliers, pruned, two_of_four
 
 WINDOW = 256  # tokens of a story
 MOST_TOKENS = 12_000  # that are measured, and as many observed
 SHORT_TOKENS = 2_500  # on which the mixed rows choose
-NUM_ASKED = 40  # questions about edgelm, and as many others
-LARGER = "qwen3:4b"
-MIXED_BITS = (2, 3), (3, 4), (4, 6)
 MIXED_SHARES = 0.05, 0.1, 0.2, 0.4, 0.7  # of the weights, that have more bits
 TASK_ROWS = (
     "16 bits", "Q4_K, importance", "Q3_K, importance", "int4 g64", "int5 g64", "int3 g64",
@@ -85,6 +83,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgelm-bench-eval")
     parser.add_argument("--only", default="", help="models whose name begins so")
     parser.add_argument("--points", type=Path)
+    parser.add_argument("--rows", default="", help="a regular expression for the names of the rows")
     parser.add_argument("--task", action="store_true")
     args = parser.parse_args()
     args.work.mkdir(exist_ok=True)
@@ -93,9 +92,13 @@ def main() -> None:
     for name, path, first, second in cases(args.models, args.work, args.only):
         trial = Trial(PlainLlama(path), first, second)
         print(f"\n## {name}: {trial.counts()}\n", flush=True)
-        rows = list(trial.rows())
+        rows = list(trial.rows(args.rows))
         if args.task and name == "starter":
-            Task(path, trial.model, args.work).ask(trial, rows)
+            task = Task(path, trial.model, args.work)
+            for row in rows:
+                if row.name in trial.made:
+                    row.right, row.declined = task.counts(trial.made[row.name])
+                    print(f"{row.right} right, {row.declined} declined: {row.name}", flush=True)
         print_table(rows)
         points[name] = [asdict(row) for row in rows]
     if args.points:
@@ -124,8 +127,9 @@ def cases(models: Path, work: Path, only: str) -> Iterator[tuple[str, Path, Text
         bos = 1
         windows = [[bos, *tokens[at : at + WINDOW - 1]] for at in range(0, len(tokens) - WINDOW, WINDOW - 1)]
         middle, count = len(windows) // 2, MOST_TOKENS // WINDOW
-        halves = windows[:middle][:count], windows[middle:][:count]
-        yield name, path, *(Text(part, [0] * len(part)) for part in halves)
+        first, second = (Text(part, [0] * count) for part in (windows[:count], windows[middle:][:count]))
+        assert count <= middle
+        yield name, path, first, second
 
 
 def conversations(tokenizer: LlamaTokenizer, parity: int) -> Text:
@@ -147,10 +151,26 @@ def conversations(tokenizer: LlamaTokenizer, parity: int) -> Text:
     return Text(tokens, starts)
 
 
-def prompt_of(tokenizer: LlamaTokenizer, passages: list[Passage], question: str) -> list[int]:
-    """Return the tokens of the starter's prompt."""
-    text = f"<|system|>{system_message(passages)}<|end|><|user|>{question}<|end|><|assistant|>"
-    return tokenizer.encode(text, special=True, bos=False)
+@dataclass(frozen=True)
+class Mix:
+    """Two widths: a share of the weights has `more` bits, the others `few` and perhaps columns in 16 bits."""
+
+    few: int
+    more: int
+    share: float
+    columns: int = 0
+
+    @property
+    def name(self) -> str:
+        name = f"int{self.few} g64, {self.share:.1%} int{self.more}"
+        return f"{name}, {self.columns} columns by largest" if self.columns else name
+
+
+def mixes() -> list[Mix]:
+    """Return the mixtures, and those of 4 and 6 bits also with a column in 16 bits."""
+    shares = {(2, 3): MIXED_SHARES, (3, 4): MIXED_SHARES, (4, 6): (0.015, 0.02, 0.03, *MIXED_SHARES)}
+    plain = [Mix(few, more, share) for few, more in shares for share in shares[few, more]]
+    return plain + [replace(mix, columns=1) for mix in plain if mix.few == 4]
 
 
 class Trial:
@@ -168,6 +188,7 @@ class Trial:
         rest = set(model.stored_bytes) - set(model.matrices())
         self._rest_bytes = sum(model.stored_bytes[name] for name in rest)
         self._k_blocks = all(model.weights[name].shape[1] % 256 == 0 for name in model.matrices())
+        self._rankings: dict[int, list[str]] = {}
         self.made: dict[str, dict[str, Tensor]] = {}
 
     def counts(self) -> str:
@@ -178,13 +199,19 @@ class Trial:
             f"{observed:,} tokens observed, {measured:,} measured"
         )
 
-    def rows(self) -> Iterator[Row]:
-        """Yield all rows; trials with the least KL of a plain form of no more bytes."""
-        plain = [self.row(name, form, trial=False) for name, form in self.plain_forms().items()]
-        plain += list(self.mixed())
+    def rows(self, pattern: str) -> Iterator[Row]:
+        """Yield the rows whose names match; trials with the least KL of a plain form of no more bytes."""
+        plain = [
+            self.row(name, form, trial=False) for name, form in self.plain_forms().items() if re.search(pattern, name)
+        ]
+        mixed = [mix for mix in mixes() if re.search(pattern, mix.name)]
+        plain += [self._measure(mix.name, self.mixture(mix), trial=False) for mix in mixed if not mix.columns]
         yield from sorted(plain, key=lambda row: row.bits)
-        for name, form in self.trial_forms().items():
-            row = self.row(name, form, trial=True)
+        trials = [self._measure(mix.name, self.mixture(mix), trial=True) for mix in mixed if mix.columns]
+        trials += [
+            self.row(name, form, trial=True) for name, form in self.trial_forms().items() if re.search(pattern, name)
+        ]
+        for row in trials:
             row.plain_kl = min((it.kl for it in plain if it.bits <= row.bits + 1e-9), default=None)
             yield row
 
@@ -226,31 +253,36 @@ class Trial:
         stored = {matrix: form(self.model.weights[matrix], self._seen[matrix]) for matrix in self.model.matrices()}
         return self._measure(name, stored, trial=trial)
 
-    def mixed(self) -> Iterator[Row]:
-        """Yield rows of codes with groups of 64 in which the matrices that gain most for their bytes have more bits."""
+    def mixture(self, mix: Mix) -> dict[str, Stored]:
+        """Store codes with groups of 64; the matrices that gain most for their bytes have more bits."""
         matrices, weights = self.model.matrices(), self.model.weights
-        short = list(first_sequences(self._first.tokens, SHORT_TOKENS))
-        source = [self.model.log_probs(tokens) for tokens in short]
-        for few, more in MIXED_BITS:
-            low, high = (
-                {matrix: codes(bits, 64, weights[matrix], self._seen[matrix]) for matrix in matrices}
-                for bits in (few, more)
-            )
+        low: Form = partial(codes, mix.few, 64)
+        rest = partial(outliers, mix.columns, "largest", low) if mix.columns else low
+        chosen: set[str] = set()
+        room = mix.share * self._weights
+        for matrix in self._ranked(mix.few):
+            if weights[matrix].numel() <= room:
+                chosen.add(matrix)
+                room -= weights[matrix].numel()
+        high = partial(codes, mix.more, 64)
+        return {
+            matrix: (high if matrix in chosen else rest)(weights[matrix], self._seen[matrix]) for matrix in matrices
+        }
+
+    def _ranked(self, bits: int) -> list[str]:
+        """Return the matrices by the KL that they cause alone as codes of so many bits, for a weight of theirs."""
+        if bits not in self._rankings:
+            weights = self.model.weights
+            short = list(first_sequences(self._first.tokens, SHORT_TOKENS))
+            source = [self.model.log_probs(tokens) for tokens in short]
             gains = {}
-            for matrix in matrices:
-                own = [self.model.log_probs(tokens, {matrix: low[matrix].values}) for tokens in short]
+            for matrix in self.model.matrices():
+                changed = {matrix: codes(bits, 64, weights[matrix], self._seen[matrix]).values}
+                own = [self.model.log_probs(tokens, changed) for tokens in short]
                 kls = [divergence(*pair) for pair in zip(source, own, strict=True)]
                 gains[matrix] = torch.cat(kls).mean().item() / weights[matrix].numel()
-            ranked = sorted(matrices, key=gains.__getitem__, reverse=True)
-            for share in MIXED_SHARES:
-                chosen: set[str] = set()
-                room = share * self._weights
-                for matrix in ranked:
-                    if weights[matrix].numel() <= room:
-                        chosen.add(matrix)
-                        room -= weights[matrix].numel()
-                stored = {matrix: (high if matrix in chosen else low)[matrix] for matrix in matrices}
-                yield self._measure(f"int{few} g64, {share:.1%} int{more}", stored, trial=False)
+            self._rankings[bits] = sorted(gains, key=gains.__getitem__, reverse=True)
+        return self._rankings[bits]
 
     def _measure(self, name: str, stored: dict[str, Stored], *, trial: bool) -> Row:
         changed = {matrix: form.values for matrix, form in stored.items()}
@@ -262,10 +294,10 @@ class Trial:
             whole_kls.append(kl)
             same.append((source.argmax(-1) == own.argmax(-1)).float()[start:])
         bits = sum(form.bits for form in stored.values())
-        kl, whole_kl, top = (torch.cat(part).mean().item() for part in (kls, whole_kls, same))
+        mean_kl, whole_kl, top = (torch.cat(part).mean().item() for part in (kls, whole_kls, same))
         if is_asked(name):
             self.made[name] = changed
-        row = Row(name, trial, bits / self._weights, bits / 8 + self._rest_bytes, kl, whole_kl, top)
+        row = Row(name, trial, bits / self._weights, bits / 8 + self._rest_bytes, mean_kl, whole_kl, top)
         print(f"{row.bits:7.3f} {row.kl:9.5f} {name}", flush=True)
         return row
 
@@ -273,61 +305,16 @@ class Trial:
 def uncalibrated(weight: Tensor, seen: Seen) -> Stored:
     """Store what edgelm's torch backend makes of a model in 16 bits while it loads."""
     parts = quantize_rows(weight)
-    scales, minimums = (part.float().repeat_interleave(GROUP, -1)[:, : weight.shape[1]] for part in parts[1:3])
-    num_groups = parts[1].numel()
-    return Stored(parts[0].float() * scales + minimums, 4.0 * weight.numel() + 32.0 * num_groups)
+    assert parts.offsets is not None
+    scales, minimums = (
+        part.float().repeat_interleave(GROUP, -1)[:, : weight.shape[1]] for part in (parts.scales, parts.offsets)
+    )
+    return Stored(parts.codes.float() * scales + minimums, 4.0 * weight.numel() + SCALE_BITS * parts.scales.numel())
 
 
 def divergence(source: Tensor, own: Tensor) -> Tensor:
     """Return KL(source || own) of each row of log-probabilities, in nats."""
     return torch.nn.functional.kl_div(own, source, reduction="none", log_target=True).sum(-1).clamp_min(0)
-
-
-class Task:
-    """The starter's own task: which of the answers that the chat allows it begins."""
-
-    def __init__(self, path: Path, model: PlainLlama, work: Path) -> None:
-        self._model = model
-        folder = ROOT / "packaging" / "starter_test"
-        lines = (folder / "questions.jsonl").read_text(encoding="utf-8").splitlines()
-        asked = [json.loads(line) for line in lines]
-        step = len(asked) // NUM_ASKED
-        self._asked = [(entry["question"], entry["facts"]) for entry in asked[::step]][:NUM_ASKED]
-        others = (folder / "general.txt").read_text(encoding="utf-8").splitlines()
-        self._asked += [(question, None) for question in others[:: len(others) // NUM_ASKED]][:NUM_ASKED]
-        knowledge = Knowledge(work / "outliers-knowledge.db")
-        self._prompts = []
-        with closing(knowledge), closing(LlamaModel(path)) as native:
-            tokenizer = LlamaTokenizer.of_model(native.native, native)
-            for question, _ in self._asked:
-                passages = starter_passages(knowledge, question, LARGER)
-                answers = {text: tokenizer.encode(text, special=False, bos=False) for text in starter_answers(passages)}
-                self._prompts.append((prompt_of(tokenizer, passages, question), answers))
-
-    def ask(self, trial: Trial, rows: list[Row]) -> None:
-        """Count right answers and declined questions for some of the rows."""
-        for row in rows:
-            if row.name in trial.made:
-                row.right = row.declined = 0
-                for (_, facts), (prompt, answers) in zip(self._asked, self._prompts, strict=True):
-                    answer = self._answer(prompt, answers, trial.made[row.name])
-                    if facts is None:
-                        row.declined += answer.startswith(UNKNOWN)
-                    else:
-                        row.right += holds(answer, facts)
-                print(f"{row.right} right, {row.declined} declined: {row.name}", flush=True)
-
-    def _answer(self, prompt: list[int], answers: dict[str, list[int]], changed: dict[str, Tensor]) -> str:
-        """Return the answer that greedy decoding under the chat's grammar leads to."""
-        begun: list[int] = []
-        while len(answers) > 1:
-            allowed = sorted({tokens[len(begun)] for tokens in answers.values() if len(tokens) > len(begun)})
-            if len(allowed) > 1:
-                log_probs = self._model.log_probs(prompt + begun, changed)[-1]
-                allowed = [max(allowed, key=lambda token: log_probs[token].item())]
-            begun.append(allowed[0])
-            answers = {text: tokens for text, tokens in answers.items() if tokens[: len(begun)] == begun}
-        return next(iter(answers))
 
 
 def is_asked(name: str) -> bool:
@@ -342,12 +329,6 @@ def first_sequences(sequences: list[list[int]], most: int) -> Iterator[list[int]
         most -= len(tokens)
         if most <= 0:
             return
-
-
-def holds(text: str, facts: list[list[str]]) -> bool:
-    """Tell whether a text has all facts, every one in any of its wordings; as packaging/starter_test/check.py does."""
-    joined = " ".join(text.split()).casefold()
-    return all(any(" ".join(words.split()).casefold() in joined for words in fact) for fact in facts)
 
 
 def print_table(rows: list[Row]) -> None:
