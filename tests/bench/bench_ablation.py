@@ -5,8 +5,8 @@
 The drafter, its throttle and the engine's clock are the product's; the steps are not run: a step takes the time that
 its rows cost. The clock is told these costs before the first step, as after the benchmark at start, or too low ones
 ("0.03 told, 0.35 true": a machine that became busy). Time that the drafter itself takes is not counted, so the figures
-are the same on every machine. Prints the speed of each part's absence, relative to all parts on, for every recorded
-set; for misleading streams the speed relative to no drafts; and for steps launched ahead, by tests/bench/drafter.py.
+are the same on every machine. Prints the speed without each part, relative to all parts on, for every recorded set;
+for misleading streams the speed relative to no drafts; and for steps launched ahead, by tests/bench/drafter.py.
 
     prior      the logistic prior of acceptance; without: one rate for all kinds of evidence, the better of two
     offsets    corrections where this conversation and past answers agree or differ
@@ -41,8 +41,8 @@ from tests.bench.drafter import read_requests, replay
 
 STEP_S = 0.01  # of a plain step
 TOLD_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 25
-FLAT_RATES = 0.3, 0.5
-GAPS = 0.05, 0.15, 0.35
+GAPS = 0.05, 0.35
+STAIRCASE_SETS = "templated", "agentic", "alpaca"  # of bench_speculation
 WORK_S = 1.0
 # Steps of a 1B Q4_0 model on two virtual cores by rows, in plain steps (docs/results/speculation-2026-11-21.txt).
 MEASURED = {1: 1.0, 2: 1.73, 3: 2.24, 4: 2.41, 5: 3.07, 6: 3.72, 7: 4.33, 8: 5.06, 12: 6.47, 16: 6.39, 32: 11.64}
@@ -66,7 +66,6 @@ class Part:
     flat_rate: float | None = None
     reach: bool = True
     throttle: bool = True
-    memory: bool = True
 
 
 class NoReach(Reach):
@@ -95,18 +94,19 @@ COSTS = (
 )
 TEXT = ngram_drafter, "TEXT_BIAS_RATE", 0.0
 TOKEN = ngram_drafter, "TOKEN_BIAS_RATE", 0.0
+CAUTION = ngram_drafter, "SAFETY_MARGIN", 1.0
 ALL_ON = Part("all on")
 PARTS = (
-    *(Part(f"prior (one rate of {rate})", flat_rate=rate) for rate in FLAT_RATES),
-    Part("offsets", ((acceptance, "OFFSET_RATE", 0.0),)),
+    Part("prior (one rate of 0.5)", flat_rate=0.5),
     Part("reach", reach=False),
     Part("habits", (TEXT, TOKEN)),
+    Part("caution", (CAUTION,)),
+    Part("throttle", throttle=False),
+    Part("caution and throttle", (CAUTION,), throttle=False),
+    Part("prior (one rate of 0.3)", flat_rate=0.3),
+    Part("offsets", ((acceptance, "OFFSET_RATE", 0.0),)),
     Part("habits: text only", (TEXT,)),
     Part("habits: tokens only", (TOKEN,)),
-    Part("caution", ((ngram_drafter, "SAFETY_MARGIN", 1.0),)),
-    Part("throttle", throttle=False),
-    Part("caution and throttle", ((ngram_drafter, "SAFETY_MARGIN", 1.0),), throttle=False),
-    Part("past answers", memory=False),
 )
 
 
@@ -127,7 +127,7 @@ def make_drafter(part: Part, clock: StepClock) -> Drafter:
         rates._right = [PRIOR_STRENGTH * part.flat_rate] * len(rates._right)
     if not part.reach:
         rates.reach = NoReach()
-    drafter = NgramDrafter(PastAnswers() if part.memory else None, rates)
+    drafter = NgramDrafter(PastAnswers(), rates)
     return ThrottledDrafter(drafter, clock) if part.throttle else drafter
 
 
@@ -204,21 +204,26 @@ def main() -> None:
     sets = {path.stem: recorded(path) for path in args.files}
     figures: dict[str, dict[str, dict[str, float]]] = {}
 
-    print("\nSpeed without a part / with all parts; all parts on: tokens in the time of a plain step\n")
-    cells = {f"{name}, {costs.name}": (answers, costs) for costs in COSTS[:-1] for name, answers in sets.items()}
-    base = row("all on", {cell: speed(answers, ALL_ON, costs) for cell, (answers, costs) in cells.items()})
-    figures["recorded"] = {"all on": base}
-    for part in parts:
-        speeds = {cell: speed(answers, part, costs) / base[cell] for cell, (answers, costs) in cells.items()}
-        figures["recorded"][part.name] = row(part.name, speeds)
-
-    print("\nMisleading streams: speed / without drafts\n")
-    figures["misleading"] = {}
+    print("\nRecorded sets: with all parts, tokens in the time of a plain step; without one, relative to that\n")
+    print("Misleading streams: speed relative to no drafts\n", flush=True)
+    cells = {
+        f"{name}, {costs.name}": (answers, costs)
+        for costs in COSTS[:-1]
+        for name, answers in sets.items()
+        if costs.true is not staircase or name in STAIRCASE_SETS
+    }
+    misleading = {f"{name}, {costs.name}": (make, costs) for costs in COSTS for name, make in streams().items()}
+    base: dict[str, float] = {}
+    figures |= {"recorded": {}, "misleading": {}}
     for part in (ALL_ON, *parts):
-        speeds = {
-            f"{name}, {costs.name}": speed(make(), part, costs) for costs in COSTS for name, make in streams().items()
-        }
-        figures["misleading"][part.name] = row(part.name, speeds)
+        speeds = {cell: speed(answers, part, costs) for cell, (answers, costs) in cells.items()}
+        base = base or speeds
+        ratios = {cell: value / (base[cell] if part is not ALL_ON else 1.0) for cell, value in speeds.items()}
+        figures["recorded"][part.name] = row(f"{part.name}, recorded", ratios)
+        harm = {cell: speed(make(), part, costs) for cell, (make, costs) in misleading.items()}
+        figures["misleading"][part.name] = row(f"{part.name}, misleading", harm)
+        if args.json:
+            args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
     print("\nSteps launched ahead (tests/bench/drafter.py, 0.05 steps a row): tokens in the time of a plain step\n")
     figures["ahead"] = {}
