@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from edgelm.atomic import read_json
 from edgelm.checkpoints.config_json import CONFIG
-from edgelm.checkpoints.safetensors import INDEX_SUFFIX, SUFFIX
+from edgelm.checkpoints.safetensors import INDEX_SUFFIX
+from edgelm.checkpoints.safetensors_parse import SUFFIX
 from edgelm.disk import unfinished
 from edgelm.errors import EdgeLMError
 
