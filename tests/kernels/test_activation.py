@@ -82,7 +82,8 @@ def test_gates_of_extreme_values(kind: Gate) -> None:
 @pytest.mark.parametrize("cap", [0.5, 30.0, 50.0])
 def test_softcap_equals_float64(cap: float, implementation: str, generator: Generator) -> None:
     x = torch.cat((torch.randn(2000, generator=generator) * cap, torch.linspace(-9, 9, 333).exp(), torch.zeros(1)))
-    x = torch.stack((x, -x)).t()  # not contiguous
+    x = torch.stack((x, -x), 1).t()  # two long rows, not contiguous: a row is a program of the kernel
+    assert not x.is_contiguous()
     got = softcap(x, cap, implementation=implementation)
     assert got.shape == x.shape
     assert torch.allclose(got.double(), cap * torch.tanh(x.double() / cap), rtol=5e-7, atol=0)

@@ -35,8 +35,10 @@ def cases() -> Iterator[EmulatedCase]:
         main = ()
         if case in _LLAMA[:5] and case.query_lens == (1, 3):
             main = MAIN_OF_KV[case.format]
-        elif split or (case in _LLAMA and case.query_lens == (18, 2) and case.format == "int8"):
-            main = (90,) if case.format == "int8" else (89,) if split and case.format == "k6v4" else ()
+        elif case.format == "int8" and case in _LLAMA and case.query_lens == (18, 2):
+            main = (90,)
+        elif case.format == "k6v4" and split:
+            main = (89,)
         detail = f"{case.name}{' split' if split else ''}"
         dtype = str(case.dtype).removeprefix("torch.")
         rows = max(case.query_lens)
