@@ -35,7 +35,16 @@ ROOT = Path(__file__).parent.parent
 MAX_SECTION_LEN = 1000  # characters: a small model reads several at a time
 NUM_SECTIONS = range(60, 181)
 OTHERS_FLAGS = {"--pip-args", "--find-links"}  # pip's and uv's
-OTHERS_VARIABLES = {"HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_TOKEN", "HTTPS_PROXY", "ALL_PROXY", "XDG_CONFIG_HOME"}
+OTHERS_VARIABLES = {
+    "TRITON_CACHE_DIR",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_ENDPOINT",
+    "HF_TOKEN",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "XDG_CONFIG_HOME",
+}
 OTHERS_NAMES = {  # words with an underscore that are no setting of ours
     "check_embedding_ctx_length", "endpoint_fim", "model_fim", "finish_reason", "reasoning_content",
     "previous_response_id", "context_length_exceeded", "relevance_score",
