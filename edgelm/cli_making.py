@@ -96,6 +96,10 @@ def convert(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT.gguf", help="The new file.", show_default=False)],
     to: Annotated[str, typer.Option(metavar="TYPE", help="source (as stored), F32, F16, BF16 or Q8_0.")] = "source",
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADAPTER", help="Merge this LoRA adapter; :0.5 behind it scales it.", show_default=False),
+    ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the file with the folder.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: Json = False,
@@ -106,7 +110,9 @@ def convert(
     """Convert a folder of safetensors to a GGUF, with its tokenizer and chat template."""
     from edgelm.commands.convert import convert_model
 
-    convert_model(folder, out, flags, to=to, check=check, force=force, as_json=as_json, verbose=verbose)
+    convert_model(
+        folder, out, flags, to=to, lora=lora or [], check=check, force=force, as_json=as_json, verbose=verbose
+    )
 
 
 def quantize(
@@ -117,8 +123,18 @@ def quantize(
         str | None, typer.Argument(metavar="DST", help="The new file, NAME.gguf.", show_default=False)
     ] = None,
     to: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Q4_K_M, Q8_0, …; --list shows all.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="TYPE", help="Q4_K_M, Q8_0, …; auto; int4, int4-awq, int4-gptq. --list: all.", show_default=False
+        ),
     ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="The best types of this size: 4.5GiB, or 4.5bpw.", show_default=False),
+    ] = None,
+    fits: Annotated[bool, typer.Option("--fits", help="The best types that fit this machine's memory.")] = False,
+    group: Annotated[int, typer.Option(metavar="N", help="int4: weights that share a scale: 32, 64 or 128.")] = 128,
+    zero_points: Annotated[bool, typer.Option("--zero-points", help="int4: a zero point for each scale, too.")] = False,
     show_list: Annotated[bool, typer.Option("--list", help="Show all types with their bits per weight.")] = False,
     calibration: Annotated[
         str | None,
@@ -127,8 +143,11 @@ def quantize(
         ),
     ] = None,
     calibration_tokens: Annotated[
-        int, typer.Option(min=512, metavar="N", help="Tokens of the text that are used.")
-    ] = 30_000,
+        int | None,
+        typer.Option(
+            min=512, metavar="N", help="Tokens of the text that are used (30,000; int4: 65,536).", show_default=False
+        ),
+    ] = None,
     imatrix: Annotated[
         str | None, typer.Option(metavar="FILE", help="Take the importance matrix in this file.", show_default=False)
     ] = None,
@@ -161,8 +180,26 @@ def quantize(
         raise UsageError(
             "quantize takes a model and the name of the new file", "edgelm quantize SRC DST.gguf --to Q4_K_M"
         )
+    if to is not None and to.lower().startswith("int4"):
+        from edgelm.commands.quantize_int4 import quantize_int4
+
+        quantize_int4(
+            source,
+            destination,
+            to=to.lower(),
+            group=group,
+            zero_points=zero_points,
+            calibration=calibration,
+            calibration_tokens=calibration_tokens,
+            threads=threads,
+            as_json=as_json,
+            verbose=verbose,
+        )
+        return
     chosen = QuantizeFlags(
         to=to,
+        budget=budget,
+        fits=fits,
         calibration=calibration,
         calibration_tokens=calibration_tokens,
         imatrix=imatrix,

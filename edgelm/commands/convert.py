@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -37,6 +37,7 @@ def convert_model(
     flags: Mapping[str, object],
     *,
     to: str,
+    lora: Sequence[str] = (),
     check: bool,
     force: bool,
     as_json: bool,
@@ -50,6 +51,7 @@ def convert_model(
         to=_type(to),
         check=check,
         threads=config.settings.threads or usable_cores().physical,
+        lora=tuple(lora),
     )
     _print(run_conversion(job, config, verbose=verbose), as_json)
 

@@ -17,22 +17,26 @@ from typing import Any
 
 from rich.table import Table
 
+from edgelm.commands.convert import run_conversion
 from edgelm.commands.list import plain_console
-from edgelm.config import load_config
+from edgelm.config import Config, load_config
+from edgelm.conversion.messages import ConvertJob
 from edgelm.disk import unfinished
 from edgelm.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError, UsageError
-from edgelm.library.local import installed_model
+from edgelm.library.local import installed_model, require_whole
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text, time_text
+from edgelm.library.scan import LocalModel
 from edgelm.machine import facts as machine
 from edgelm.places import Places
-from edgelm.quantization.job import WORKER, QuantizeJob
+from edgelm.quantization.job import NUM_TOKENS, WORKER, QuantizeJob
 from edgelm.quantization.recipe import Recipe
 from edgelm.quantization.types import FILE_TYPES, FileType, file_type, tensor_type
 from edgelm.workers.exit_reason import ModelFiles
 from edgelm.workers.messages import Result, Status
 from edgelm.workers.parent import Exit, Worker
 
+AUTO = "auto"
 SMALL_BITS = 6.0  # below, an importance matrix is made by default
 
 
@@ -41,8 +45,10 @@ class QuantizeFlags:
     """The flags of the command. None: not given."""
 
     to: str | None
+    budget: str | None
+    fits: bool
     calibration: str | None
-    calibration_tokens: int
+    calibration_tokens: int | None
     imatrix: str | None
     no_imatrix: bool
     save_imatrix: str | None
@@ -78,13 +84,12 @@ def quantize_model(source: str, destination: str, flags: QuantizeFlags, *, as_js
     """Quantize a model, and print what its file has. Raises EdgeLMError."""
     config = load_config({})
     chosen = _chosen_type(flags)
-    recipe = Recipe(chosen.name, pure=flags.pure)
     model = installed_model(source, config)
     target = _destination(destination, model.files, force=flags.force)
     if (saved := _file(flags.save_imatrix)) and saved in (target, *model.files):
         raise UsageError("--save-imatrix names a file of the model", "name another file")
-    with _as_gguf(model.path, target, is_folder=model.format == "safetensors") as path:
-        job = _job(path, target, recipe, flags, config.places)
+    with _as_gguf(model, target, config, verbose=verbose) as path:
+        job = _job(path, target, chosen, flags, config.places)
         with _worker(job, config.places, verbose=verbose) as replies:
             document = _follow(replies, target)
     if as_json:
@@ -95,9 +100,18 @@ def quantize_model(source: str, destination: str, flags: QuantizeFlags, *, as_js
 
 def _chosen_type(flags: QuantizeFlags) -> FileType:
     """Return the type of the file. Raises UsageError for flags that do not go together."""
-    if flags.to is None:
+    automatic = flags.budget is not None or flags.fits
+    if flags.budget is not None and flags.fits:
+        raise UsageError("--budget and --fits are two sizes", "leave out one")
+    if automatic and flags.to not in (None, AUTO):
+        raise UsageError(f"--to {flags.to} does not go with a size", "leave out --to, or --budget and --fits")
+    if flags.to == AUTO and not automatic:
+        raise UsageError("--to auto needs a size", "add --budget 4.5GiB, --budget 4.5bpw, or --fits")
+    if automatic and flags.pure:
+        raise UsageError("--pure does not go with a size, for which types differ", "leave it out")
+    if flags.to is None and not automatic:
         raise UsageError("--to is missing", "--to Q4_K_M is the usual choice; edgelm quantize --list shows all")
-    chosen = file_type(flags.to)
+    chosen = file_type("Q4_K_M" if automatic or flags.to is None else flags.to)
     for name in filter(None, (flags.output_type, flags.embedding_type)):
         tensor_type(name)
     if flags.imatrix and (flags.no_imatrix or flags.calibration or flags.save_imatrix):
@@ -132,32 +146,31 @@ def _destination(text: str, sources: list[Path] | tuple[Path, ...], *, force: bo
 
 
 @contextmanager
-def _as_gguf(path: Path, destination: Path, *, is_folder: bool) -> Iterator[Path]:
-    """Give the source as a GGUF, for a folder of safetensors a temporary one, which is removed at the end."""
-    if not is_folder:
-        yield path
+def _as_gguf(model: LocalModel, destination: Path, config: Config, *, verbose: bool) -> Iterator[Path]:
+    """Give the source as a GGUF: for a folder of safetensors a hidden one beside the new file, removed at the end.
+
+    Its weights are as the folder stores them. A conversion that was interrupted goes on. Raises EdgeLMError.
+    """
+    if model.format != "safetensors":
+        yield model.path
         return
-    converted = _converted(path, destination)
+    require_whole(model)
+    folder = model.path if model.path.is_dir() else model.path.parent
+    converted = destination.with_name(f".{destination.stem}.source.gguf")
     try:
+        run_conversion(ConvertJob(folder, converted, check=False), config, verbose=verbose)
         yield converted
     finally:
         converted.unlink(missing_ok=True)
 
 
-def _converted(folder: Path, destination: Path) -> Path:
-    """Convert a folder of safetensors into a hidden GGUF in the folder of the destination, and return its path."""
-    raise EdgeLMError(
-        f"{shown(folder.name)} is a folder of safetensors, which quantize does not read yet",
-        f"edgelm convert {shown(str(folder), 200)} {destination.stem}-F16.gguf, and quantize that",
-    )
-
-
-def _job(source: Path, target: Path, recipe: Recipe, flags: QuantizeFlags, places: Places) -> QuantizeJob:
-    chosen = file_type(recipe.file_type)
+def _job(source: Path, target: Path, chosen: FileType, flags: QuantizeFlags, places: Places) -> QuantizeJob:
     return QuantizeJob(
         source=source,
         destination=target,
-        recipe=recipe,
+        recipe=Recipe(chosen.name, pure=flags.pure),
+        budget=flags.budget,
+        fits=flags.fits,
         output_type=flags.output_type,
         embedding_type=flags.embedding_type,
         allow_requantize=flags.allow_requantize,
@@ -167,8 +180,9 @@ def _job(source: Path, target: Path, recipe: Recipe, flags: QuantizeFlags, place
         imatrix=_file(flags.imatrix),
         save_imatrix=_file(flags.save_imatrix),
         calibration=_file(flags.calibration),
-        calibration_tokens=flags.calibration_tokens,
+        calibration_tokens=flags.calibration_tokens or NUM_TOKENS,
         cache=places.cache / "importance",
+        measurements=places.cache / "sensitivity",
     )
 
 
@@ -272,6 +286,12 @@ def _print(document: dict[str, Any], chosen: FileType) -> None:
     for row in document["types"]:
         table.add_row(row["type"], f"{row['tensors']:,}", size_text(row["bytes"]), f"{row['share']:.1%}")
     plain_console().print(table)
+    if choice := document["choice"]:
+        measured = "" if choice["measured"] is None else f", measured {choice['measured']:.5f}"
+        print(
+            f"types chosen for {size_text(choice['budget_bytes'])}: KL divergence from the source "
+            f"{choice['predicted']:.5f} predicted{measured}, on {choice['num_tokens']:,} tokens"
+        )
     if chosen.is_quantized:
         print(f"what it costs: edgelm eval {target} TEXT --against {origin}")
     for note in _notes(document, chosen):
@@ -294,7 +314,11 @@ def _notes(document: dict[str, Any], chosen: FileType) -> Iterator[str]:
         yield f"{tensors[0]}{more}: {kind} instead of {asked}, which its shape does not allow"
     if document["no_importance"]:
         yield f"no importance matrix was used: {document['no_importance']}"
-    if chosen.name not in ("COPY", "MXFP4_MOE") and all(row["type"] != chosen.tensor for row in document["types"]):
+    if (
+        not document["choice"]
+        and chosen.name not in ("COPY", "MXFP4_MOE")
+        and all(row["type"] != chosen.tensor for row in document["types"])
+    ):
         yield f"no tensor has the type {chosen.tensor}, which {chosen.name} stands for"
     if document["bytes"] > document["source_bytes"]:
         yield "the new file is larger than its source"

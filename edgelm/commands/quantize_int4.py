@@ -47,7 +47,7 @@ def quantize_int4(
     group: int = GROUPS[-1],
     zero_points: bool = False,
     calibration: str | None = None,
-    calibration_tokens: int = SEQUENCES * SEQUENCE_LEN,
+    calibration_tokens: int | None = None,
     threads: int = 0,
     as_json: bool = False,
     verbose: bool = False,
@@ -67,7 +67,7 @@ def quantize_int4(
         group=group,
         symmetric=not zero_points,
         calibration=None if calibration is None else Path(calibration).expanduser().absolute(),
-        sequences=max(calibration_tokens // SEQUENCE_LEN, 1),
+        sequences=max(calibration_tokens // SEQUENCE_LEN, 1) if calibration_tokens else SEQUENCES,
         threads=threads or None,
         device=config.settings.device,
     )

@@ -48,6 +48,11 @@ class Source:
     reader: FolderReader
 
     @property
+    def used(self) -> frozenset[str]:
+        """The tensors of the folder that the GGUF is made of."""
+        return frozenset(self.reader.model.tensors).difference(self.layout.towers, self.layout.left_out)
+
+    @property
     def notes(self) -> list[str]:
         """What the user should know of the result."""
         lines = list(notes(self.config))
@@ -81,20 +86,24 @@ def convert_folder(
     *,
     change: Change | None = None,
     change_key: str = "",
+    accept: Callable[[Source], None] | None = None,
     report: Report | None = None,
     check: Callable[[Source, Path], None] | None = None,
 ) -> Source:
     """Write a folder of safetensors as a GGUF, which has its name only when it is whole and checked.
 
     `change` takes the rows of the folder's tensors and returns others, such as those with an adapter; `change_key`
-    tells one change from another. `check` gets the unfinished file and raises EdgeLMError for a wrong one, which is
-    then deleted. An interrupted conversion goes on where it stopped. Raises EdgeLMError.
+    tells one change from another. `accept` gets the plan, and may raise ModelError before anything is written. `check`
+    gets the unfinished file and raises EdgeLMError for a wrong one, which is then deleted. An interrupted conversion
+    goes on where it stopped. Raises EdgeLMError.
     """
     report = report or Report()
     with ExitStack() as resources:
         report.stage(f"reading {shown(folder.name)}")
         source = open_source(folder, to, resources, change)
         source.writer()  # refuses what llama.cpp cannot compute before anything is written
+        if accept:
+            accept(source)
         out = out.absolute()
         file: GGUFFile = resources.enter_context(open_unfinished(out, _key(source, to, change_key)))
         try:

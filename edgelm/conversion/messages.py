@@ -18,6 +18,7 @@ class ConvertJob:
     to: str = "source"
     check: bool = True
     threads: int = 1
+    lora: tuple[str, ...] = ()  # adapters that are merged: ADAPTER or ADAPTER:SCALE
 
 
 @dataclass(frozen=True, slots=True)

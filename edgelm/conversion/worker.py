@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any, cast
 
 from edgelm.conversion.check import Outcome, check_gguf
 from edgelm.conversion.convert import Report, Source, convert_folder
 from edgelm.conversion.layout import target_family
+from edgelm.conversion.lora import open_merge
 from edgelm.conversion.messages import Converted, ConvertJob, Note, Stage, Written
 from edgelm.conversion.number_types import Target
 from edgelm.workers.child import Child, run_job
@@ -43,13 +45,18 @@ def _convert(job: ConvertJob, child: Child) -> None:
         nonlocal outcome
         outcome = check_gguf(source, part, threads=job.threads, stage=progress.stage)
 
-    source = convert_folder(
-        job.folder,
-        job.out,
-        cast("Target", job.to),
-        report=Report(progress.written, progress.stage),
-        check=check if job.check else None,
-    )
+    with ExitStack() as resources:
+        merge = open_merge(job.lora, job.folder, resources) if job.lora else None
+        source = convert_folder(
+            job.folder,
+            job.out,
+            cast("Target", job.to),
+            change=merge,
+            change_key=merge.key if merge else "",
+            accept=(lambda source: merge.require_used(source.used)) if merge else None,
+            report=Report(progress.written, progress.stage),
+            check=check if job.check else None,
+        )
     notes = [*source.notes, *outcome.notes]
     for text in notes:
         child.send(Note(text))
@@ -58,6 +65,7 @@ def _convert(job: ConvertJob, child: Child) -> None:
         "file": str(job.out),
         "architecture": target_family(source.config).gguf,
         "to": job.to,
+        "lora": list(job.lora),
         "tensors": len(source.layout.tensors),
         "bytes": job.out.stat().st_size,
         "types": source.layout.types,

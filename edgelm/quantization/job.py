@@ -17,7 +17,9 @@ class QuantizeJob:
 
     source: Path
     destination: Path
-    recipe: Recipe
+    recipe: Recipe  # with a budget, only until its types are chosen
+    budget: str | None = None  # the size of the new file, by whose types it is made: "4.5GiB", "4.5bpw"
+    fits: bool = False  # the budget is what this machine's memory allows
     output_type: str | None = None  # None: as the rule of the file type says
     embedding_type: str | None = None
     allow_requantize: bool = False
@@ -30,3 +32,9 @@ class QuantizeJob:
     calibration: Path | None = None  # a text; None: the built-in one
     calibration_tokens: int = NUM_TOKENS
     cache: Path | None = None  # a folder for importance matrices
+    measurements: Path | None = None  # a folder for the divergences of types
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the types are chosen by the size."""
+        return self.fits or self.budget is not None

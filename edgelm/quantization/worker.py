@@ -25,6 +25,7 @@ from edgelm.disk import require_space, unfinished
 from edgelm.errors import BusyError, EdgeLMError, ModelError
 from edgelm.library.progress import time_text
 from edgelm.quantization.calibration import built_in_chats, calibration_text
+from edgelm.quantization.chosen_types import chosen_types
 from edgelm.quantization.imatrix_file import Statistics, read_statistics, write_statistics
 from edgelm.quantization.importance import NotMeasurableError, measure
 from edgelm.quantization.job import QuantizeJob
@@ -38,6 +39,7 @@ from edgelm.quantization.native import (
     plan,
     quantize,
 )
+from edgelm.quantization.search import Progress
 from edgelm.workers.child import Child, run_job
 from edgelm.workers.messages import Result, Status
 
@@ -60,13 +62,16 @@ def quantize_file(job: QuantizeJob, child: Child) -> None:
         statistics, reason = _statistics(job, child)
         importance = statistics.means() if statistics else None
         check_importance(source, importance)
-        planned = plan(source, job.recipe, importance, options)
-        check_data(planned, job.recipe, importance)
+        recipe, report = job.recipe, None
+        if job.is_automatic:
+            recipe, report = chosen_types(source, job, importance, _SearchProgress(child))
+        planned = plan(source, recipe, importance, options)
+        check_data(planned, recipe, importance)
         nbytes = sum(tensor.nbytes for tensor in planned) + _metadata_bytes(source) + HEADER_BYTES
         options = replace(options, keys=_keys(job, statistics))
         with _unfinished(job.destination, child) as (part, opened):
             require_space(job.destination.parent, nbytes, job.destination.name)
-            quantize(source, opened, job.recipe, importance, options, partial(_report, child))
+            quantize(source, opened, recipe, importance, options, partial(_report, child))
             child.send(Status("checking the file"))
             _sync(part)
             written = _read_back(part, planned)
@@ -79,6 +84,7 @@ def quantize_file(job: QuantizeJob, child: Child) -> None:
             **written,
             "importance": _importance_document(job, statistics),
             "no_importance": reason,
+            "choice": report.document() if report else None,
             "seconds": round(time.monotonic() - started_at, 1),
         }
         child.send(Result(document))
@@ -147,6 +153,24 @@ class _CalibrationProgress:
         started_at, already = self._first
         left = (now - started_at) / (done - already) * (total - done) if done > already else None
         self._child.send(Status(f"importance matrix: {done} of {total} windows of text{_left(left)}"))
+
+
+class _SearchProgress:
+    """Reports the measurements by which types are chosen."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._stage = ""
+        self._started_at, self._already = 0.0, 0
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if progress.stage != self._stage:
+            self._stage, self._started_at, self._already = progress.stage, now, progress.done
+        done = progress.done - self._already
+        left = (now - self._started_at) / done * (progress.total - progress.done) if done else None
+        part = f" {progress.done + 1} of {progress.total}" if progress.total > 1 else ""
+        self._child.send(Status(f"choosing types: {progress.stage}{part}{_left(left)}"))
 
 
 def _report(child: Child, step: Step) -> None:
