@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,8 @@ class Judge:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.jobs: list[Any] = []
-        self.fails: dict[str, Exception] = {}  # by the stem of the model
+        self.fails: dict[str, BaseException] = {}  # by the stem of the model
+        self.meanwhile: Callable[[], object] = lambda: None  # what happens while a model is evaluated
         self._capsys = capsys
         monkeypatch.setattr(eval_module, "run_job", self._run_job)
         monkeypatch.setattr(eval_speed, "run_job", self._run_job)
@@ -71,6 +72,7 @@ class Judge:
             yield Result({"model": stem, "engine": "llama", "device": "cpu", "results": results})
             return
         yield EvalState({"windows": 1}, 2)
+        self.meanwhile()
         if stem in self.fails:
             raise self.fails[stem]
         side = {"perplexity": 5.0, "stderr": 0.1, "engine": "llama", "device": "cpu", "kv": job.kv}
@@ -198,6 +200,18 @@ def test_a_model_that_fails_is_a_row_with_its_reason(judge: Judge, models: Path,
     code, out = judge(folder, text=models / "text.txt")
     assert "f16 was not evaluated: it does not fit; give less" in out
     assert judge.evaluated() == [("m-f16", "m-f32")], "only what failed is tried again"
+
+
+def test_a_file_that_changes_has_no_result(judge: Judge, models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "some"
+    shutil.copytree(models, folder)
+    judge.meanwhile = lambda: write_tiny(folder / "m-f16.gguf", context=512, quant="f16", seed=3)
+    code, out = judge(folder, text=models / "text.txt", as_json=True)
+    assert code == 1
+    assert "m-f16 was changed in the meantime" in rows_of(out)["f16"]["error"]
+    judge.meanwhile = lambda: None
+    judge(models, text=models / "text.txt")
+    assert judge.evaluated() == [("m-f16", "m-f32")]
 
 
 def test_an_interrupted_table_goes_on_with_the_interrupted_model(judge: Judge, models: Path) -> None:
