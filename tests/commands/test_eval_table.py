@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from edgelm.commands import eval as eval_module
-from edgelm.commands import eval_speed, eval_table
+from edgelm.commands import eval_output, eval_speed, eval_table
 from edgelm.commands.eval_models import find_models, is_several
 from edgelm.commands.eval_output import FIELDS, Form
 from edgelm.commands.eval_table import eval_models
@@ -236,6 +237,18 @@ def test_the_forms(judge: Judge, models: Path, tmp_path: Path) -> None:
         with pytest.raises(EdgeLMError, match=expected):
             judge(models, text=text, **values)
     assert judge.jobs == []
+
+
+def test_a_long_name_takes_no_room_from_the_figures(
+    judge: Judge, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eval_output, "plain_console", lambda: Console(width=80, highlight=False, markup=False))
+    long = shutil.copy(models / "m-q8_0.gguf", tmp_path / "a-model-with-a-name-of-quite-some-length-and-Q8_0.gguf")
+    code, out = judge(long, models / "m-f32.gguf", text=models / "text.txt", speed=True)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    for figure in ("5.0000", "6.0000", "PERPLEXITY", "DECODE/S"):
+        assert figure in out
 
 
 def test_names_of_several_models(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
