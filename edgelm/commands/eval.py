@@ -127,7 +127,7 @@ def evaluate_side(
     side: EvalSide, reference: EvalSide | None, settings: Settings, task: Task, config: Config
 ) -> dict[str, Any]:
     """Evaluate a model in a worker, from the state of an interrupted evaluation on. Raises EdgeLMError."""
-    sides = [(part.kv, part.engine, _identity(part.model)) for part in (side, reference) if part]
+    sides = [(part.kv, part.engine, file_stamps(part.model)) for part in (side, reference) if part]
     state_file = StateFile(config.places.cache / "eval", task.key(settings, sides))
     state = None if task.restart else state_file.load()
     if state and task.limit is not None and state["windows"] > task.limit:
@@ -162,9 +162,12 @@ def _keep(
     keep_result(identified(local, contents[0]), key, task.text.name, result, config)
 
 
-def keep_result(model: KeptModel, key: str, text: str, result: dict[str, Any], config: Config) -> KeptResult:
-    """Keep a result of a model under its key."""
-    kept = KeptResult(key=key, at=datetime.now(UTC).isoformat(timespec="seconds"), text=text, figures=result)
+def keep_result(
+    model: KeptModel, key: str, text: str, result: dict[str, Any], config: Config, at: str = ""
+) -> KeptResult:
+    """Keep a result of a model under its key; without `at` it is of now."""
+    at = at or datetime.now(UTC).isoformat(timespec="seconds")
+    kept = KeptResult(key=key, at=at, text=text, figures=result)
     KeptResults(config.places.data).keep(replace(model, results=(kept,)))
     return kept
 
@@ -243,7 +246,7 @@ def _hash(path: Path) -> str:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _identity(path: Path) -> list[tuple[str, int, int]]:
+def file_stamps(path: Path) -> list[tuple[str, int, int]]:
     """Return name, size and modification time of each file of a model. Raises ModelError."""
     if path.is_dir():
         with open_safetensors(path) as folder:

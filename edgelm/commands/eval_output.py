@@ -25,7 +25,8 @@ from edgelm.evaluation.svg_plot import svg_plot
 from edgelm.evaluation.text_plot import text_plot
 from edgelm.library.progress import size_text
 
-WIDE = 100  # columns from which errors and types have room in the table
+WIDE = 95  # columns beside the labels from which errors and types have room in the table
+MAX_REFERENCE = 16  # characters of its label in a title
 STEADY = 1.5  # the spread of speeds from which a note says so
 PLOT_WIDTH = 100  # columns of a plot in a file
 FIELDS = (
@@ -124,19 +125,20 @@ def _record(row: Row, rows: list[Row]) -> dict[str, Any]:
 
 
 def _print_table(judgement: Judgement, console: Console) -> None:
-    wide = console.width >= WIDE
     rows = judgement.rows
+    wide = console.width >= WIDE + max(len(row.label) for row in rows)
     console.print(judgement.heading)
     table = Table(box=None, pad_edge=False)
     titles = ["MODEL", "SIZE", "BITS", "PERPLEXITY"]
     has_distance = any(row.kl is not None and not row.is_reference for row in rows)
-    titles += [f"KL FROM {judgement.reference.upper()}" if wide else "KL", "SAME TOKEN"] if has_distance else []
+    named = wide and len(judgement.reference) <= MAX_REFERENCE
+    titles += [f"KL FROM {judgement.reference.upper()}" if named else "KL", "SAME TOKEN"] if has_distance else []
     has_speed = any(row.decode_speed for row in rows)
     titles += ["PROMPT/S", "DECODE/S"] if has_speed else []
     titles += ["TYPES"] if wide else []
     for title in titles:
         left = title in ("MODEL", "TYPES")
-        table.add_column(title, justify="left" if left else "right", no_wrap=title != "TYPES", overflow="fold")
+        table.add_column(title, justify="left" if left else "right", no_wrap=not left, overflow="fold")
     for row in rows:
         table.add_row(*_cells(row, wide=wide, has_distance=has_distance, has_speed=has_speed))
     console.print(table)

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from edgelm.commands.eval import (
     Against,
     Task,
     evaluate_side,
+    file_stamps,
     find_text,
     identified,
     keep_result,
@@ -29,7 +31,7 @@ from edgelm.commands.eval_output import Form, Judgement, print_judgement
 from edgelm.commands.eval_speed import Timed, measure_speeds, speed_key
 from edgelm.commands.job import reader_may_leave
 from edgelm.config import Config, Settings, load_config
-from edgelm.errors import EdgeLMError, RequestError
+from edgelm.errors import EdgeLMError, ModelError, RequestError
 from edgelm.evaluation.comparison import Row, by_size, short_labels
 from edgelm.evaluation.kept import KeptResult, KeptResults, KeptSpeed
 from edgelm.library.local import model_config
@@ -84,10 +86,16 @@ class _Model:
     settings: Settings
     side: EvalSide
     content: dict[str, Any]  # the reader's answer
+    stamps: list[tuple[str, int, int]]  # of the files when that was read
     label: str
     result: KeptResult | None = None
     speed: KeptSpeed | None = None
     problem: str = ""
+
+    def require_unchanged(self) -> None:
+        """Raise ModelError if the files are no longer those whose content was read."""
+        if file_stamps(self.local.path) != self.stamps:
+            raise ModelError(f"{self.local.name} was changed in the meantime", "run the command again")
 
     @property
     def nbytes(self) -> int:
@@ -96,14 +104,22 @@ class _Model:
 
 def _opened(models: Sequence[LocalModel], config: Config) -> list[_Model]:
     """Read the header of each model; one that cannot be read has a problem."""
+    stamps = [_stamps(model.path) for model in models]
     contents = read_each(Contents(model.path) for model in models)
     labels = _labels(models)[1]
     opened = []
-    for model, content, label in zip(models, contents, labels, strict=True):
+    for model, stamp, content, label in zip(models, stamps, contents, labels, strict=True):
         settings = model_config(model, config).settings
         side, problem = side_of(model, settings), content.get("error", "")
-        opened.append(_Model(model, settings, side, content, label, problem=problem))
+        opened.append(_Model(model, settings, side, content, stamp, label, problem=problem))
     return opened
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    try:
+        return file_stamps(path)
+    except ModelError:  # the reader says why
+        return []
 
 
 def _labels(models: Sequence[LocalModel]) -> tuple[str, list[str]]:
@@ -158,15 +174,15 @@ class _Judge:
     def _conclude(self, reference: _Model, others: Sequence[_Model]) -> None:
         """Take the reference's own figures from a comparison with it, of its own format if there is one."""
         others = sorted(others, key=lambda other: other.local.format != reference.local.format)
-        pair = others[0].result.figures if others and others[0].result else None
-        if pair is None:
+        result = others[0].result if others else None
+        if result is None:
             self._evaluate(reference, None, "the reference")
             return
-        figures = {**pair, **pair["against"], "against": None, **dict.fromkeys(COMPARED)}
+        figures = {**result.figures, **result.figures["against"], "against": None, **dict.fromkeys(COMPARED)}
         side = EvalSide(reference.side.model, figures["kv"])
         key = self._task.content_key(reference.settings, [side], [reference.content["identity"]])
         model = identified(reference.local, reference.content)
-        reference.result = keep_result(model, key, self._task.text.name, figures, self._config)
+        reference.result = keep_result(model, key, self._task.text.name, figures, self._config, result.at)
 
     def _reference_of(self, model: _Model) -> EvalSide | None:
         if self._reference is None:
@@ -177,8 +193,9 @@ class _Judge:
     def _evaluate(self, model: _Model, reference: EvalSide | None, place: str) -> None:
         task, config = self._task, self._config
         sides = [model.side, *([reference] if reference else [])]
-        contents = {one.local.path: one.content for one in self._models}
-        key = task.content_key(model.settings, sides, [contents[side.model]["identity"] for side in sides])
+        opened = {one.local.path: one for one in self._models}
+        identities = [opened[side.model].content["identity"] for side in sides]
+        key = task.content_key(model.settings, sides, identities)
         kept = self._kept.of(model.content["identity"])
         if kept and not task.restart and (result := kept.result(key)):
             model.result = result
@@ -186,6 +203,8 @@ class _Judge:
             return
         try:
             figures = evaluate_side(model.side, reference, model.settings, task, config)
+            for side in sides:
+                opened[side.model].require_unchanged()
         except EdgeLMError as error:
             model.problem = str(error)
             print(f"{place}: {model.label}: {error}", file=sys.stderr)

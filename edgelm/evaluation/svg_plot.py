@@ -21,7 +21,7 @@ PLOT_HEIGHT, ZERO_HEIGHT = 380, 34  # the second: the strip for no distance at a
 BAR_TOP, BAR_HEIGHT, BAR_STEP = 86, 13, 34
 RADIUS = 4.5
 CHAR_WIDTH, LINE_HEIGHT = 6.6, 14.0  # of a label, a bit more than most fonts have at 12 px
-MAX_LABEL = 30
+MAX_LABEL, MAX_BAR_LABEL = 32, 22
 SPACING = Spacing(half=(RADIUS + 1, RADIUS + 1), gap=(4, 1), step=11, num_distances=7)
 
 
@@ -157,7 +157,7 @@ def _speed_panel(rows: Sequence[Row]) -> Iterator[str]:
     for i, row in enumerate(rows):
         y = BAR_TOP + i * BAR_STEP
         length = (row.decode_speed or 0.0) / greatest * (room - 52)
-        yield _text(left, y, _short(row.label), "ink")
+        yield _text(left, y, _short(row.label, MAX_BAR_LABEL), "ink")
         if row.prompt_speed:
             yield _text(left + room, y, f"prompt {_speed(row.prompt_speed)}", "faint", "end", ' font-size="11"')
         yield f'<rect class="accent" x="{left}" y="{y + 5}" width="{length:.1f}" height="{BAR_HEIGHT - 4}" rx="2"/>'
@@ -176,8 +176,10 @@ def _speed(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _short(label: str) -> str:
-    return label if len(label) <= MAX_LABEL else label[: MAX_LABEL - 1] + "…"
+def _short(label: str, most: int = MAX_LABEL) -> str:
+    """Return a label of at most so many characters; its end says most, since that has the quantization."""
+    end = most * 2 // 3
+    return label if len(label) <= most else f"{label[: most - end - 1]}…{label[-end:]}"
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, kind: str, extra: str = "") -> str:

@@ -7,15 +7,16 @@ import hashlib
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from edgelm.commands import eval as eval_module
-from edgelm.commands import eval_speed, eval_table
+from edgelm.commands import eval_output, eval_speed, eval_table
 from edgelm.commands.eval_models import find_models, is_several
 from edgelm.commands.eval_output import FIELDS, Form
 from edgelm.commands.eval_table import eval_models
@@ -49,7 +50,8 @@ class Judge:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.jobs: list[Any] = []
-        self.fails: dict[str, Exception] = {}  # by the stem of the model
+        self.fails: dict[str, BaseException] = {}  # by the stem of the model
+        self.meanwhile: Callable[[], object] = lambda: None  # what happens while a model is evaluated
         self._capsys = capsys
         monkeypatch.setattr(eval_module, "run_job", self._run_job)
         monkeypatch.setattr(eval_speed, "run_job", self._run_job)
@@ -71,6 +73,7 @@ class Judge:
             yield Result({"model": stem, "engine": "llama", "device": "cpu", "results": results})
             return
         yield EvalState({"windows": 1}, 2)
+        self.meanwhile()
         if stem in self.fails:
             raise self.fails[stem]
         side = {"perplexity": 5.0, "stderr": 0.1, "engine": "llama", "device": "cpu", "kv": job.kv}
@@ -200,6 +203,18 @@ def test_a_model_that_fails_is_a_row_with_its_reason(judge: Judge, models: Path,
     assert judge.evaluated() == [("m-f16", "m-f32")], "only what failed is tried again"
 
 
+def test_a_file_that_changes_has_no_result(judge: Judge, models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "some"
+    shutil.copytree(models, folder)
+    judge.meanwhile = lambda: write_tiny(folder / "m-f16.gguf", context=512, quant="f16", seed=3)
+    code, out = judge(folder, text=models / "text.txt", as_json=True)
+    assert code == 1
+    assert "m-f16 was changed in the meantime" in rows_of(out)["f16"]["error"]
+    judge.meanwhile = lambda: None
+    judge(models, text=models / "text.txt")
+    assert judge.evaluated() == [("m-f16", "m-f32")]
+
+
 def test_an_interrupted_table_goes_on_with_the_interrupted_model(judge: Judge, models: Path) -> None:
     judge.fails["m-q8_0"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -222,6 +237,18 @@ def test_the_forms(judge: Judge, models: Path, tmp_path: Path) -> None:
         with pytest.raises(EdgeLMError, match=expected):
             judge(models, text=text, **values)
     assert judge.jobs == []
+
+
+def test_a_long_name_takes_no_room_from_the_figures(
+    judge: Judge, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eval_output, "plain_console", lambda: Console(width=80, highlight=False, markup=False))
+    long = shutil.copy(models / "m-q8_0.gguf", tmp_path / "a-model-with-a-name-of-quite-some-length-and-Q8_0.gguf")
+    code, out = judge(long, models / "m-f32.gguf", text=models / "text.txt", speed=True)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    for figure in ("5.0000", "6.0000", "PERPLEXITY", "DECODE/S"):
+        assert figure in out
 
 
 def test_names_of_several_models(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
