@@ -118,7 +118,9 @@ def choose_types(
                 scratch_copy(gguf, scratch, lambda path: quantizer.write(gguf, path, Recipe("F16"), None))
             )
             cores = threads or usable_cores().physical
-            return copy, stack.enter_context(DivergenceMeter(copy.path, cut, threads=cores))
+            meter = stack.enter_context(DivergenceMeter(copy.path, cut, threads=cores))
+            copy.path.unlink(missing_ok=True)  # llama.cpp has mapped it: whatever ends this process, nothing is left
+            return copy, meter
 
         kept = Kept(cache, _key(gguf, cut, importance))
         laboratory = resources.enter_context(Laboratory(gguf, importance, kept, open_meter))
