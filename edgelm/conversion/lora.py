@@ -90,7 +90,7 @@ class Merge:
 
     def require_used(self, sources: Iterable[str]) -> None:
         """Raise ModelError if an adapter changes another tensor than these, which are all that is read."""
-        for name in self.names.difference(sources):
+        for name in sorted(self.names.difference(sources)):
             message = f"{self._changes[name][0].adapter.name} changes {shown(name)}, which has no place in the result"
             raise ModelError(message, OTHER_MODEL)
 

@@ -54,7 +54,7 @@ class LlamaAdapter:
 
     @property
     def state_fact(self) -> tuple[str, float]:
-        """What saved states depend on."""
+        """The fact that the identity of saved states includes."""
         return self.identity.hex(), self.scale
 
 
@@ -120,6 +120,8 @@ def _check_keys(model: GGUF, file: GGUF) -> None:
     kind = file.metadata.get("adapter.type")
     if kind != "lora":
         raise ModelError(f"{file.name} is an adapter of the kind {shown(str(kind), 30)}, and only lora can be used")
+    if len(file.paths) > 1:
+        raise ModelError(f"{file.name} is split, and llama.cpp reads an adapter from one file", "merge its parts")
     if file.architecture != model.architecture:
         message = f"{file.name} is an adapter for {file.architecture}, and {model.name} is {model.architecture}"
         raise ModelError(message, OTHER_MODEL)
