@@ -61,7 +61,8 @@ def test_a_model_is_quantized_and_its_types_are_printed(edgelm: Edgelm, source: 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode().splitlines()
     assert lines[0].startswith(f"{new}: ")
-    assert {line.split()[0] for line in lines[2:]} == {"Q4_K", "Q6_K", "F32"}
+    assert {line.split()[0] for line in lines[2:-1]} == {"Q4_K", "Q6_K", "F32"}
+    assert lines[-1] == f"what it costs: edgelm eval {new} TEXT --against {source}"
     assert not done.stderr
     assert describe(new)["quantization"] == "Q4_K_M"  # in `edgelm list`
 
