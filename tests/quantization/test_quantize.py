@@ -6,7 +6,7 @@ import resource
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from edgelm.quantization.native import Options, check_data, plan, quantize
 from edgelm.quantization.recipe import Recipe
 from edgelm.quantization.types import FILE_TYPES, file_type, tensor_type
 from edgelm.quantization.worker import quantize_file
+from edgelm.workers.child import Child
 from edgelm.workers.messages import Result
 from tests.counts import Count
 from tests.tiny import write_tiny
@@ -52,7 +53,7 @@ def run(source: Path, destination: Path, to: str, **options: Any) -> dict[str, A
     parent = Parent()
     recipe = Recipe(to, options.pop("types", {}), pure=options.pop("pure", False))
     job = QuantizeJob(source=source, destination=destination, recipe=recipe, threads=1, **options)
-    quantize_file(job, parent)  # type: ignore[arg-type]
+    quantize_file(job, cast(Child, parent))
     return parent.documents[-1]
 
 
@@ -226,6 +227,11 @@ def test_a_full_disk_is_said_before_anything_is_written(
     with pytest.raises(EdgeLMError, match=r"m.gguf will take .* free"):
         run(source, tmp_path / "m.gguf", "Q4_K_M")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_one_error(source: Path) -> None:
+    with pytest.raises(EdgeLMError, match=r"/proc/new\.gguf cannot be written"):
+        run(source, Path("/proc/new.gguf"), "Q8_0")
 
 
 def test_a_disk_that_is_full_in_the_middle_leaves_nothing(source: Path, tmp_path: Path) -> None:
