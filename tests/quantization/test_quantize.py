@@ -127,6 +127,34 @@ def test_rows_that_do_not_fit_get_another_type_and_it_is_said(tmp_path: Path) ->
     assert counts["Q4_K"] == 0
 
 
+def test_a_tensor_of_integers_is_copied(source: Path, tmp_path: Path) -> None:
+    path, table = tmp_path / "table.gguf", np.arange(512, dtype=np.int32)
+    reader, writer = GGUFReader(source), GGUFWriter(path, "llama")
+    copy_model(reader, writer)
+    writer.add_tensor("blk.0.table.weight", table)
+    finish(writer)
+    run(path, tmp_path / "m.gguf", "Q8_0")
+    with open_gguf(tmp_path / "m.gguf") as made:
+        assert bytes(made.tensor_bytes("blk.0.table.weight")) == table.tobytes()
+
+
+def copy_model(reader: GGUFReader, writer: GGUFWriter) -> None:
+    """Add the keys and tensors of a file to another."""
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind = field.types[0]
+            writer.add_key_value(field.name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+
+
+def finish(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def test_types_that_a_tensor_cannot_have_are_said(tmp_path: Path) -> None:
     narrow = write_tiny(tmp_path / "narrow.gguf")
     for option, flag in (("embedding_type", "token_embd"), ("output_type", "output")):
@@ -172,17 +200,8 @@ def test_a_quantized_source_needs_leave_but_may_be_dequantized(source: Path, tmp
 def test_a_split_source_becomes_one_file(tmp_path: Path) -> None:
     whole = write_tiny(tmp_path / "whole.gguf")
     writer = GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=5)
-    reader = GGUFReader(whole)
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            kind = field.types[0]
-            writer.add_key_value(field.name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    copy_model(GGUFReader(whole), writer)
+    finish(writer)
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert len(parts) > 2
     run(parts[0], tmp_path / "joined.gguf", "Q8_0")
