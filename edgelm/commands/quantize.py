@@ -301,7 +301,10 @@ def _print(document: dict[str, Any], chosen: FileType) -> None:
 def _how(importance: dict[str, Any] | None) -> str:
     if importance is None:
         return ""
-    return f"by the importance matrix of {importance.get('file') or importance['text'] + ' text'}, "
+    if "file" in importance:
+        return f"by the importance matrix in {importance['file']}, "
+    text = importance["text"]
+    return f"by an importance matrix on {'the built-in text' if text == 'built-in' else text}, "
 
 
 def _notes(document: dict[str, Any], chosen: FileType) -> Iterator[str]:

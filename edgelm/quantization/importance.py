@@ -211,6 +211,20 @@ class _Runner:
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
 
 
+class _Errors:
+    """Keeps the first error of the blocks that it is around, and lets none pass."""
+
+    def __init__(self) -> None:
+        self.first: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        self.first = self.first or error
+        return True
+
+
 class _Collector:
     """The callback of the graph: it asks to see each product of one of the matrices, and adds up its input."""
 
@@ -218,7 +232,7 @@ class _Collector:
         self._reader = reader
         self._matrices = matrices
         self._statistics = statistics
-        self._error: Exception | None = None
+        self._errors = _Errors()
         self._last: tuple[int, NDArray[np.float64]] | None = None  # the address of an input, and its sums
 
     def begin(self) -> None:
@@ -226,12 +240,12 @@ class _Collector:
 
     def end(self) -> None:
         """Raise the error of the last step: ctypes drops those of a callback."""
-        if self._error:
-            raise self._error
+        if self._errors.first:
+            raise self._errors.first
 
     def visit(self, address: int, ask: bool, _: object) -> bool:
         """Return whether a node is to be seen (`ask`), or see it and return whether to go on."""
-        try:
+        with self._errors:
             node = Node.from_address(address)
             if ask:
                 return self._concerns(node)
@@ -239,12 +253,10 @@ class _Collector:
                 self._add_experts(node)
             else:
                 self._add(node)
-        except Exception as error:  # noqa: BLE001 - raised by `end`
-            self._error = error
-        return self._error is None
+        return self._errors.first is None
 
     def _concerns(self, node: Node) -> bool:
-        if self._error or node.op not in (self._reader.mul_mat, self._reader.mul_mat_id):
+        if self._errors.first or node.op not in (self._reader.mul_mat, self._reader.mul_mat_id):
             return False
         return node.source(1).type == F32 and node.source(0).name in self._matrices
 

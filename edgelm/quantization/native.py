@@ -84,7 +84,9 @@ def plan(source: GGUF, recipe: Recipe, importance: Importance | None, options: O
         kind = reader.types.get(tensor.name) or tensor.type.name
         chosen = tensor_type(kind) if kind != tensor.type.name else tensor.type
         nbytes = prod(tensor.shape) // chosen.block_len * chosen.block_bytes
-        asked = reader.fallbacks.get(tensor.name) or tensor_type(recipe.tensor_types.get(tensor.name, kind)).name
+        asked = reader.fallbacks.get(tensor.name, kind)
+        if asked == kind and tensor.name in recipe.tensor_types:  # no matrix, or one that llama.cpp never quantizes
+            asked = tensor_type(recipe.tensor_types[tensor.name]).name
         planned.append(PlannedTensor(tensor.name, tensor.type.name, kind, nbytes, "" if asked == kind else asked))
     return planned
 
@@ -150,7 +152,8 @@ def check_sources(planned: list[PlannedTensor], options: Options) -> None:
         if _is_requantized(tensor) and not options.allow_requantize:
             raise RequestError(
                 f"the source is quantized already: {shown(tensor.name)} is {tensor.source}",
-                "take the original in F32, F16 or BF16; --allow-requantize takes this one, and adds up both errors",
+                "take the original in F32, F16 or BF16; with --allow-requantize the result is hardly worse from Q8_0, "
+                "and much worse from 4 bits",
             )
 
 

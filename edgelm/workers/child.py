@@ -50,8 +50,10 @@ class Child:
         try:
             self._replies.write(encode(reply))
             self._replies.flush()
-        except BrokenPipeError:
-            os._exit(1)  # the parent is gone
+        except BrokenPipeError:  # the parent is gone
+            if self._at_end:  # standard input closes, too: `_read` does these actions and ends this process
+                time.sleep(ENDING_S)
+            os._exit(1)
 
     def fail(self, error: EdgeLMError) -> NoReturn:
         """Send an error and end this process at once: native code that has failed may hang at a usual end."""

@@ -23,7 +23,7 @@ from edgelm.disk import unfinished
 from edgelm.errors import EdgeLMError
 from edgelm.jobs.reader import describe
 from edgelm.library.scan import scan
-from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, error_of, gone
+from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, gone
 from tests.counts import Count
 from tests.tiny import write_tiny
 
@@ -61,7 +61,8 @@ def test_a_model_is_quantized_and_its_types_are_printed(edgelm: Edgelm, source: 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode().splitlines()
     assert lines[0].startswith(f"{new}: ")
-    assert {line.split()[0] for line in lines[2:]} == {"Q4_K", "Q6_K", "F32"}
+    assert {line.split()[0] for line in lines[2:-1]} == {"Q4_K", "Q6_K", "F32"}
+    assert lines[-1] == f"what it costs: edgelm eval {new} TEXT --against {source}"
     assert not done.stderr
     assert describe(new)["quantization"] == "Q4_K_M"  # in `edgelm list`
 
@@ -105,10 +106,6 @@ def test_wrong_flags_are_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["old.gguf"]
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(edgelm: Edgelm, source: Path) -> None:
-    assert "/proc/new.gguf cannot be written" in error_of(edgelm("quantize", source, "/proc/new.gguf", "--to", "Q8_0"))
-
-
 def test_ctrl_c_ends_the_work_and_leaves_nothing(edgelm: Edgelm, tmp_path: Path) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
@@ -131,10 +128,12 @@ def test_kills_at_random_points_leave_nothing_half_written(edgelm: Edgelm, tmp_p
     source = write_tiny(folder / "source.gguf", layers=4, width=256, heads=4, kv_heads=4, head_dim=64, ffn=1024)
     new = folder / "new.gguf"
     arguments = ("quantize", source, new, "--to", "Q4_K_M", "--no-imatrix", "--force")
-    started = time.monotonic()
-    assert edgelm(*arguments).returncode == 0
-    duration = time.monotonic() - started
-    new.unlink()
+    duration = 2.0
+    if KILLS > 3:  # then as long as it takes here
+        started = time.monotonic()
+        assert edgelm(*arguments).returncode == 0
+        duration = time.monotonic() - started
+        new.unlink()
     rng = random.Random(int(os.environ["KERNEL_SEED"]))
     for number in range(KILLS):
         process = edgelm.start(*arguments)

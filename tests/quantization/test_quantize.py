@@ -6,7 +6,7 @@ import resource
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from edgelm.quantization.native import Options, check_data, plan, quantize
 from edgelm.quantization.recipe import Recipe
 from edgelm.quantization.types import FILE_TYPES, file_type, tensor_type
 from edgelm.quantization.worker import quantize_file
+from edgelm.workers.child import Child
 from edgelm.workers.messages import Result
 from tests.counts import Count
 from tests.tiny import write_tiny
@@ -52,7 +53,7 @@ def run(source: Path, destination: Path, to: str, **options: Any) -> dict[str, A
     parent = Parent()
     recipe = Recipe(to, options.pop("types", {}), pure=options.pop("pure", False))
     job = QuantizeJob(source=source, destination=destination, recipe=recipe, threads=1, **options)
-    quantize_file(job, parent)  # type: ignore[arg-type]
+    quantize_file(job, cast(Child, parent))
     return parent.documents[-1]
 
 
@@ -126,6 +127,34 @@ def test_rows_that_do_not_fit_get_another_type_and_it_is_said(tmp_path: Path) ->
     assert counts["Q4_K"] == 0
 
 
+def test_a_tensor_of_integers_is_copied(source: Path, tmp_path: Path) -> None:
+    path, table = tmp_path / "table.gguf", np.arange(512, dtype=np.int32)
+    reader, writer = GGUFReader(source), GGUFWriter(path, "llama")
+    copy_model(reader, writer)
+    writer.add_tensor("blk.0.table.weight", table)
+    finish(writer)
+    run(path, tmp_path / "m.gguf", "Q8_0")
+    with open_gguf(tmp_path / "m.gguf") as made:
+        assert bytes(made.tensor_bytes("blk.0.table.weight")) == table.tobytes()
+
+
+def copy_model(reader: GGUFReader, writer: GGUFWriter) -> None:
+    """Add the keys and tensors of a file to another."""
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind = field.types[0]
+            writer.add_key_value(field.name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+
+
+def finish(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def test_types_that_a_tensor_cannot_have_are_said(tmp_path: Path) -> None:
     narrow = write_tiny(tmp_path / "narrow.gguf")
     for option, flag in (("embedding_type", "token_embd"), ("output_type", "output")):
@@ -171,17 +200,8 @@ def test_a_quantized_source_needs_leave_but_may_be_dequantized(source: Path, tmp
 def test_a_split_source_becomes_one_file(tmp_path: Path) -> None:
     whole = write_tiny(tmp_path / "whole.gguf")
     writer = GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=5)
-    reader = GGUFReader(whole)
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            kind = field.types[0]
-            writer.add_key_value(field.name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    copy_model(GGUFReader(whole), writer)
+    finish(writer)
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert len(parts) > 2
     run(parts[0], tmp_path / "joined.gguf", "Q8_0")
@@ -226,6 +246,11 @@ def test_a_full_disk_is_said_before_anything_is_written(
     with pytest.raises(EdgeLMError, match=r"m.gguf will take .* free"):
         run(source, tmp_path / "m.gguf", "Q4_K_M")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_one_error(source: Path) -> None:
+    with pytest.raises(EdgeLMError, match=r"/proc/new\.gguf cannot be written"):
+        run(source, Path("/proc/new.gguf"), "Q8_0")
 
 
 def test_a_disk_that_is_full_in_the_middle_leaves_nothing(source: Path, tmp_path: Path) -> None:

@@ -251,6 +251,26 @@ def do(request, child):
     assert saving.exit().code == 1
 
 
+def test_actions_at_the_end_run_also_if_a_reply_finds_no_reader_first(tmp_path: Path) -> None:
+    program = """
+def do(request, child):
+    child.at_end(lambda: open(request.text, 'w').close())
+    while True:
+        child.send(Text(''))
+run_job({Text: do})
+"""
+    command = [sys.executable, "-c", PRELUDE + program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(encode(Text(str(tmp_path / "saved"))))
+        process.stdin.flush()
+        process.stdout.readline()
+        process.stdout.close()
+        time.sleep(0.1)  # until a reply has failed
+    assert (tmp_path / "saved").exists()
+
+
 def test_an_action_at_the_end_that_hangs_is_cut_off() -> None:
     program = (
         "def do(request, child):\n child.at_end(lambda: time.sleep(600))\n child.send(Text(''))\n time.sleep(600)\n"
