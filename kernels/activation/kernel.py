@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from edgelm.kernels.activation.reference import Gate
+from edgelm.kernels.gates import Gate
 
 BLOCK = 1024
 OPTIONS = {"enable_fp_fusion": True}  # explicit, since Triton's default is about to change

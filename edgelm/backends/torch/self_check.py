@@ -34,7 +34,8 @@ from edgelm.kernels.layout import DenseWeight, PackedWeight
 from edgelm.kernels.sampling import Answer
 from edgelm.models.config import ModelConfig, read_config
 from edgelm.models.decoder import Decoder
-from edgelm.models.loading.decoder import LAYER, load
+from edgelm.models.families import LAYER
+from edgelm.models.loading.decoder import load
 from edgelm.models.loading.sources import FolderSource, GGUFSource
 from edgelm.sampling.device import DeviceSampler, RowRequest
 from edgelm.sampling.history import History
