@@ -24,11 +24,12 @@ from edgelm.conversion.layout import target_family
 from edgelm.conversion.number_types import Kind
 from edgelm.core import Chunk, Executor, SamplingParams, Step, Trim
 from edgelm.core import Sequence as Tokens
-from edgelm.errors import ModelError, RequestError
+from edgelm.errors import DoesNotFitError, ModelError, RequestError
 from edgelm.machine.memory import available_memory_bytes
 from edgelm.text.tokenizer import LlamaTokenizer
 
 MAX_BYTES = 2**35  # of a model whose logits are compared: larger ones take minutes
+SPARE_BYTES = 2**30  # of memory, beside the model
 NUM_TOKENS = 48
 CONTEXT = 256  # the shortest of llama.cpp
 # the median over the tokens of the error relative to the logits, which a wrongly placed row brings to about 1
@@ -70,17 +71,8 @@ def check_gguf(source: Source, part: Path, *, threads: int, stage: Callable[[str
     """Check an unfinished GGUF against its folder. Raises ModelError where it is wrong."""
     with open_gguf(part) as gguf:
         check_for_llama(gguf)
-        size = sum(tensor.nbytes for tensor in source.layout.tensors)
-        if reason := _why_not_compared(source, size):
-            stage("reading the tensors back")
-            num_bytes = _read_back(source, gguf)
-            detail: dict[str, Any] = {"tensors": len(source.layout.tensors), "bytes": num_bytes}
-            if size > available_memory_bytes():
-                return Outcome("tensors", detail, f"{reason}; llama.cpp did not load it: it is larger than the memory")
-            stage("loading it with llama.cpp")
-            with _Llama(part, threads) as llama:
-                _require_finite(llama.logits(llama.probe(_num_tokens(source))))
-            return Outcome("tensors", detail, reason)
+    if reason := _why_not_compared(source):
+        return _check_tensors(source, part, reason, threads=threads, stage=stage)
     from edgelm.conversion.folder_pass import folder_logits, tokenizer_notes
 
     stage("computing logits with llama.cpp")
@@ -90,14 +82,29 @@ def check_gguf(source: Source, part: Path, *, threads: int, stage: Callable[[str
         differing = tokenizer_notes(source, llama.tokenizer)
     _require_finite(logits)
     stage("computing the folder's logits with torch")
-    compared = compare(logits, folder_logits(source, tokens, CONTEXT, threads))
+    try:
+        reference = folder_logits(source, tokens, CONTEXT, threads)
+    except DoesNotFitError:
+        return _check_tensors(source, part, _too_large(source), threads=threads, stage=stage)
+    compared = compare(logits, reference)
     limit = MAX_ERROR_8_BIT if any(tensor.kind == Kind.Q8_0 for tensor in source.layout.tensors) else MAX_ERROR
     if not compared.median_error <= limit:
-        raise ModelError(
-            f"the converted file computes other logits than the folder (relative error {compared.median_error:.2g})",
-            HINT,
-        )
+        error = f"relative error {compared.median_error:.2g}"
+        raise ModelError(f"the converted file computes other logits than the folder ({error})", HINT)
     return Outcome("logits", asdict(compared), notes=tuple(differing))
+
+
+def _check_tensors(source: Source, part: Path, reason: str, *, threads: int, stage: Callable[[str], None]) -> Outcome:
+    """Read the tensors back, and see whether llama.cpp computes numbers. Raises ModelError."""
+    stage("reading the tensors back")
+    with open_gguf(part) as gguf:
+        detail: dict[str, Any] = {"tensors": len(source.layout.tensors), "bytes": _read_back(source, gguf)}
+    if detail["bytes"] > available_memory_bytes():
+        return Outcome("tensors", detail, f"{reason}; llama.cpp did not load it: it is larger than the memory")
+    stage("loading it with llama.cpp")
+    with _Llama(part, threads) as llama:
+        _require_finite(llama.logits(llama.probe(_num_tokens(source))))
+    return Outcome("tensors", detail, reason)
 
 
 def compare(logits: NDArray[np.float32], reference: NDArray[np.float32]) -> LogitsCheck:
@@ -128,14 +135,16 @@ def run_tokens(executor: Executor, tokens: Sequence[int]) -> NDArray[np.float32]
     return np.array(executor.logits(step), np.float32)
 
 
-def _why_not_compared(source: Source, size: int) -> str:
+def _why_not_compared(source: Source) -> str:
     """Return why logits are not compared; empty: they are."""
     if find_spec("torch") is None:
         return "torch is not installed, so logits were not compared"
-    needed = source.reader.model.size + 2**30
-    if needed > available_memory_bytes() or max(needed, size) > MAX_BYTES:
-        return f"the model is too large to compare logits here ({source.reader.model.size / 2**30:.1f} GiB)"
-    return ""
+    size = max(source.reader.model.size, sum(tensor.nbytes for tensor in source.layout.tensors))
+    return _too_large(source) if size > min(available_memory_bytes() - SPARE_BYTES, MAX_BYTES) else ""
+
+
+def _too_large(source: Source) -> str:
+    return f"the model is too large to compare logits here ({source.reader.model.size / 2**30:.1f} GiB)"
 
 
 def _num_tokens(source: Source) -> int:
@@ -175,7 +184,11 @@ class _Llama:
     """A GGUF in llama.cpp, on the processor."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        self._model = LlamaModel(path, repack=False)
+        try:
+            self._model = LlamaModel(path, repack=False)
+        except ModelError as error:
+            reason = error.message.partition("cannot be loaded: ")[2] or error.message
+            raise ModelError(f"llama.cpp does not load the converted file: {reason}", HINT) from None
         self.tokenizer = LlamaTokenizer.of_model(self._model.native, self._model)
         options = LlamaOptions(
             context=CONTEXT, max_sequences=1, max_rows=NUM_TOKENS, threads=threads, batch_threads=threads

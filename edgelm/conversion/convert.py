@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.conversion.gguf_file import GGUFFile, open_unfinished
 from edgelm.conversion.keys import Description, notes, write_model_keys
 from edgelm.conversion.layout import Layout, plan_layout, target_family
-from edgelm.conversion.number_types import Target
+from edgelm.conversion.number_types import Kind, Target
 from edgelm.conversion.reader import Change, FolderReader
 from edgelm.conversion.tokenizer_files import read_tokenizer_files, tokenizer_paths
 from edgelm.conversion.vocabulary import Vocabulary, read_vocabulary, write_vocabulary_keys
@@ -33,7 +34,9 @@ from edgelm.library.details import folder_licence
 from edgelm.models.config import ModelConfig, read_config
 
 FORMAT = 1  # of the files that this version writes: an unfinished one of another starts over
-STRIPPING = ("phi-3", "phi3")  # llama.cpp strips white space behind special tokens of models with these names
+# llama.cpp strips the white space behind special tokens of models with this name, and fails without these tokens
+PHI = re.compile(r"phi-?3", re.IGNORECASE)
+PHI_TOKENS = frozenset({"<unk>", "<s>", "</s>", "<|endoftext|>"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Source:
     vocabulary: Vocabulary
     about: Description
     reader: FolderReader
+    to: Target
 
     @property
     def used(self) -> frozenset[str]:
@@ -56,6 +60,8 @@ class Source:
     def notes(self) -> list[str]:
         """What the user should know of the result."""
         lines = list(notes(self.config))
+        if self.to != "source" and Kind.MXFP4.name in self.layout.types:
+            lines.append("the experts are stored in MXFP4, and stay so")
         if towers := self.layout.towers:
             lines.append(f"only the text part is converted: {len(towers):,} tensors for images or sound are left out")
         if others := self.layout.left_out:
@@ -140,10 +146,17 @@ def open_source(folder: Path, to: Target, resources: ExitStack, change: Change |
     num_rows = next(tensor.shape[0] for tensor in layout.tensors if tensor.name == "token_embd.weight")
     vocabulary = read_vocabulary(read_tokenizer_files(folder), num_rows)
     inner = decoder_values(document).get("intermediate_size")
-    about = Description(folder_name(folder), folder_licence(folder) or "", inner if isinstance(inner, int) else 0)
-    if vocabulary.strips and not any(name in about.name.lower() for name in STRIPPING):
-        about = replace(about, name=f"{about.name} (Phi-3)")
-    return Source(folder, config, layout, vocabulary, about, reader)
+    name = _name(folder_name(folder), vocabulary)
+    about = Description(name, folder_licence(folder) or "", inner if isinstance(inner, int) else 0)
+    return Source(folder, config, layout, vocabulary, about, reader, to)
+
+
+def _name(name: str, vocabulary: Vocabulary) -> str:
+    """Return a name by which llama.cpp treats special tokens as the folder's tokenizer does."""
+    strippable = PHI_TOKENS.issubset(vocabulary.tokens)
+    if PHI.search(name) and not strippable:
+        return PHI.sub("Phi 3", name)
+    return f"{name} (Phi-3)" if vocabulary.strips and strippable and not PHI.search(name) else name
 
 
 def _refuse_quantized(document: dict[str, Any]) -> None:

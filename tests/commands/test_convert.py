@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.commands.convert import target_file
+from edgelm.commands.convert import convert_model, target_file
 from edgelm.conversion import check as check_module
 from edgelm.conversion.check import check_gguf
 from edgelm.conversion.convert import Source, convert_folder
 from edgelm.disk import unfinished
-from edgelm.errors import ModelError, UsageError
+from edgelm.errors import EdgeLMError, ModelError, UsageError
 from tests.commands.test_run import TIMEOUT_S, Edgelm, error_of
 from tests.conversion.folders import folder_of
 
@@ -42,23 +42,31 @@ def test_a_folder_becomes_a_checked_file(edgelm: Edgelm, folder: Path, tmp_path:
         r"checked: logits of 48 tokens, llama.cpp on the file against torch on the folder: mean KL", lines[1]
     )
     assert "exists; give another name, or --force" in error_of(edgelm("convert", folder, out), code=2)
-    again = edgelm("convert", folder, out, "--force", "--no-check", "--json")
-    assert again.returncode == 0, again.stderr
-    document = json.loads(again.stdout)
+
+
+def test_the_document_of_a_result(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "model.gguf"
+    out.write_text("an old file")
+    convert_model(str(folder), str(out), {}, to="source", check=False, force=True, as_json=True, verbose=False)
+    document = json.loads(capfd.readouterr().out)
     assert document["file"] == str(out)
     assert document["types"] == {"F32": 43}
-    assert document["bytes"] == out.stat().st_size
+    assert document["bytes"] == out.stat().st_size > 100_000
     assert document["check"] == {"method": "none", "reason": "--no-check was given"}
 
 
-def test_names_that_cannot_be_converted(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
+def test_names_that_cannot_be_converted(folder: Path, tmp_path: Path) -> None:
+    def error(name: Path, to: str = "source") -> str:
+        out = str(tmp_path / "out.gguf")
+        with pytest.raises(EdgeLMError) as caught:
+            convert_model(str(name), out, {}, to=to, check=False, force=False, as_json=False, verbose=False)
+        return str(caught.value)
+
     gguf = tmp_path / "own.gguf"
     convert_folder(folder, gguf)
-    assert "is a GGUF already" in error_of(edgelm("convert", gguf, tmp_path / "out.gguf"))
-    assert "has no config.json" in error_of(edgelm("convert", tmp_path, tmp_path / "out.gguf"))
-    assert "--to Q4_K is not a type" in error_of(
-        edgelm("convert", folder, tmp_path / "out.gguf", "--to", "Q4_K"), code=2
-    )
+    assert "is a GGUF already" in error(gguf)
+    assert "has no config.json" in error(tmp_path)
+    assert "--to Q4_K is not a type of convert" in error(folder, to="Q4_K")
 
 
 def test_names_that_cannot_be_written(tmp_path: Path) -> None:

@@ -149,6 +149,14 @@ def test_a_window_that_llama_cpp_does_not_have_is_said(tmp_path: Path) -> None:
     assert any(f"after {WINDOW} tokens" in note for note in source.notes)
 
 
+def test_a_name_that_llama_cpp_takes_for_another_vocabulary(tmp_path: Path) -> None:
+    """llama.cpp fails for a model called Phi-3 whose vocabulary lacks its special tokens."""
+    out = tmp_path / "model.gguf"
+    convert_folder(folder_of("qwen3", tmp_path / "tuned-phi-3"), out)
+    assert keys_of(out)["general.name"] == "tuned-Phi 3"
+    assert llama_logits(out, [1, 2, 3]).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [

@@ -32,6 +32,7 @@ from tests.conversion.folders import folder_of
 from tests.counts import Count
 
 KILLS = Count(test=2, soak=20)
+WIDTH = Count(test=512, soak=1024)
 TIMEOUT_S = 60
 LAST_KILL_S = 3.0  # after the start of a conversion
 
@@ -186,9 +187,13 @@ def test_one_file_is_written_by_one_process_at_a_time(folder: Path, tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of some 100 MB, whose conversion takes long enough to be killed anywhere."""
+    """A folder of some 60 MB, whose conversion takes long enough to be killed anywhere."""
     return folder_of(
-        "llama2", tmp_path_factory.mktemp("larger") / "folder", hidden_size=1024, intermediate_size=2560, head_dim=256
+        "llama2",
+        tmp_path_factory.mktemp("larger") / "folder",
+        hidden_size=int(WIDTH),
+        intermediate_size=2560,
+        head_dim=128,
     )
 
 
