@@ -96,7 +96,7 @@ class Search:
         for done, (group, kinds) in enumerate(zip(self.groups, self.kinds, strict=True)):
             self._progress(Progress(stage="rounding errors", done=done, total=len(self.groups)))
             self._errors.append({kind.name: self._error(group, kind) for kind in {*kinds, *group.probes}})
-        self._laboratory.save()
+            self._laboratory.save()
         total = sum(len(group.probes[: self._num_probes]) for group in self.groups)
         done = 0
         for group, errors in zip(self.groups, self._errors, strict=True):

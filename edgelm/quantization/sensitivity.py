@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ Types = Mapping[str, str]  # of tensors; the others are as in the source
 # Of a tensor, on which the errors of types are computed: IQ types take seconds for a million.
 SAMPLE_NUMBERS = 2**19
 MAX_KEPT_BYTES = 2**26
+MAX_AGE_S = 90 * 24 * 3600.0
 FORMAT = 1  # of the file, and of the meaning of its numbers
 
 
@@ -43,6 +45,8 @@ class Kept:
         text = json.dumps([FORMAT, key])
         self._key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         self._path = folder / f"{self._key[:32]}.json"
+        self._saved = True
+        _delete_old(folder)
         document = read_json(self._path, MAX_KEPT_BYTES)
         numbers = document.get("numbers") if isinstance(document, dict) and document.get("key") == self._key else {}
         self._numbers = {
@@ -55,13 +59,16 @@ class Kept:
         """Return a number, which is computed and kept if the file does not have it."""
         if name not in self._numbers:
             self._numbers[name] = compute()
+            self._saved = False
             if save:
                 self.save()
         return self._numbers[name]
 
     def save(self) -> None:
         """Write the file. If the disk refuses, the numbers are measured again another time."""
-        atomic_json(self._path, {"key": self._key, "numbers": self._numbers})
+        if not self._saved:
+            atomic_json(self._path, {"key": self._key, "numbers": self._numbers})
+            self._saved = True
 
 
 class Laboratory:
@@ -115,6 +122,7 @@ class Laboratory:
         return self._kept.get(f"{tensor.name} {kind.name}", lambda: self._rounding_error(tensor, kind), save=False)
 
     def save(self) -> None:
+        """Keep the errors so far; divergences are kept at once."""
         self._kept.save()
 
     def _rounding_error(self, tensor: Tensor, kind: TensorType) -> float:
@@ -156,6 +164,13 @@ class Laboratory:
         """Return the importance of the columns of a tensor: [matrices, columns]."""
         weights = self._importance.get(tensor.name)
         return None if weights is None else np.asarray(weights, np.float32).reshape(-1, tensor.shape[0])
+
+
+def _delete_old(folder: Path) -> None:
+    with suppress(OSError):
+        for path in folder.glob("*.json"):
+            if path.stat().st_mtime < time.time() - MAX_AGE_S:
+                path.unlink(missing_ok=True)
 
 
 def _as(values: Floats, kind: TensorType, weights: Floats | None) -> Floats:

@@ -16,7 +16,7 @@ from edgelm.quantization.candidates import TYPES
 from edgelm.quantization.recipe import Recipe
 from edgelm.quantization.sensitivity import Importance
 
-FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_M": 12}
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_M": 12}
 FILE_TYPES |= {
     "Q4_K_M": 15,
     "Q5_K_M": 17,
