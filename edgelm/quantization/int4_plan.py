@@ -35,6 +35,7 @@ class Plan:
     """The plan of one folder."""
 
     config: ModelConfig
+    symmetric: bool
     sites: list[list[Site]]  # of each layer
     layer_names: list[dict[str, str]]  # of each layer: the tensors in the files by their names in the family
     other_parts: dict[str, list[str]]  # tensors that are stored as they are
@@ -85,17 +86,19 @@ def plan_folder(model: Safetensors, config: Mapping[str, Any], job: Int4Job) -> 
     }  # names in the files
     for file_name in sorted(matrices):
         _require_fit(model, file_name, job.group)
+    symmetric = decoder.experts is not None if job.symmetric is None else job.symmetric
     ends = (f"{decoder.names.embedding}.weight", f"{decoder.names.output}.weight")
     embedding = next(names[end] for end in ends if end in names)
     return Plan(
         config=decoder,
+        symmetric=symmetric,
         sites=sites,
         layer_names=layers,
         other_parts=_other_parts(model, others),
         embedding=embedding,
         ignore=_ignored(model, matrices, embedding, ends[1]),
         scale_dtype=_scale_dtype(model, matrices),
-        nbytes=_nbytes(model, matrices, job),
+        nbytes=_nbytes(model, matrices, job.group, symmetric=symmetric),
         layer_weights=max(sum(math.prod(model.tensors[name].shape) for name in layer.values()) for layer in layers),
         hessian_bytes=max(_hessian_bytes(model, names, layer) for layer in sites),
     )
@@ -143,15 +146,15 @@ def _scale_dtype(model: Safetensors, matrices: set[str]) -> torch.dtype:
     return torch.bfloat16 if kinds == {"BF16"} else torch.float16
 
 
-def _nbytes(model: Safetensors, matrices: set[str], job: Int4Job) -> int:
+def _nbytes(model: Safetensors, matrices: set[str], group: int, *, symmetric: bool) -> int:
     total = 0
     for name, tensor in model.tensors.items():
         if name not in matrices:
             total += tensor.nbytes
             continue
         weights = tensor.num_elements
-        groups = weights // job.group
-        total += weights // 2 + groups * SCALE_BYTES + 16 + (0 if job.symmetric else groups // 2)
+        groups = weights // group
+        total += weights // 2 + groups * SCALE_BYTES + 16 + (0 if symmetric else groups // 2)
     return total
 
 
