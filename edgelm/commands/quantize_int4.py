@@ -45,14 +45,14 @@ def quantize_int4(
     *,
     to: str,
     group: int = GROUPS[-1],
-    zero_points: bool | None = None,
+    zero_points: bool = False,
     calibration: str | None = None,
     calibration_tokens: int = SEQUENCES * SEQUENCE_LEN,
     threads: int = 0,
     as_json: bool = False,
     verbose: bool = False,
 ) -> None:
-    """Quantize a folder, and print what was written; zero points: None lets the model decide. Raises EdgeLMError."""
+    """Quantize a folder, and print what was written. Raises EdgeLMError."""
     _check_flags(to, group, calibration)
     for package in PACKAGES:
         if find_spec(package) is None:
@@ -65,7 +65,7 @@ def quantize_int4(
         out=out,
         method=to,
         group=group,
-        symmetric=None if zero_points is None else not zero_points,
+        symmetric=not zero_points,
         calibration=None if calibration is None else Path(calibration).expanduser().absolute(),
         sequences=max(calibration_tokens // SEQUENCE_LEN, 1),
         threads=threads or None,
@@ -175,7 +175,7 @@ def _print(done: Int4Done, job: Int4Job, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**asdict(done), "out": str(done.out), "method": job.method, "group": job.group}))
         return
-    kind = f"{METHODS[job.method]}, groups of {job.group}{'' if done.symmetric else ' with zero points'}"
+    kind = f"{METHODS[job.method]}, groups of {job.group}{'' if job.symmetric else ' with zero points'}"
     print(f"{done.out}  {size_text(done.bytes)}, from {size_text(done.source_bytes)}, in {time_text(done.seconds)}")
     print(f"{done.matrices} matrices in 4 bits: {kind}; the others as they were")
     if done.tokens:

@@ -22,7 +22,7 @@ class Int4Job:
     out: Path
     method: str
     group: int
-    symmetric: bool | None = None  # no zero points; None: only for mixtures of experts, as older vLLM reads them
+    symmetric: bool = True  # without zero points, which transformers with compressed-tensors 0.20 cannot load
     calibration: Path | None = None  # a text; None: the built-in one
     sequences: int = SEQUENCES
     sequence_len: int = SEQUENCE_LEN
@@ -55,6 +55,5 @@ class Int4Done:
     source_bytes: int
     bytes: int
     matrices: int
-    symmetric: bool
     tokens: int  # of calibration
     seconds: float

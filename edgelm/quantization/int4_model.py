@@ -55,16 +55,16 @@ def quantize_folder(job: Int4Job, send: Send) -> Int4Done:
         plan = plan_folder(model, config, job)
         ids = _calibration_ids(job, config, plan, send) if job.method != "int4" else None
         tokens = 0 if ids is None else ids.numel()
-        with closing(UnfinishedFolder(job.out, _key(job, plan, model, ids), plan.parts)) as folder:
+        with closing(UnfinishedFolder(job.out, _key(job, model, ids), plan.parts)) as folder:
             require_space(folder.path, plan.nbytes - folder.nbytes(), job.out.name)
             worker = _Quantizer(job, model, plan, config, folder, send)
             worker.run(ids)
             size = folder.finish(model.folder, worker.written_config())
         matrices = sum(len(site.matrices) for sites in plan.sites for site in sites)
-        return Int4Done(job.out, model.size, size, matrices, plan.symmetric, tokens, time.monotonic() - started)
+        return Int4Done(job.out, model.size, size, matrices, tokens, time.monotonic() - started)
 
 
-def _key(job: Int4Job, plan: Plan, model: Safetensors, ids: Tensor | None) -> dict[str, Any]:
+def _key(job: Int4Job, model: Safetensors, ids: Tensor | None) -> dict[str, Any]:
     """Return all that the result depends on."""
     digest = hashlib.blake2b(digest_size=16)
     try:
@@ -74,7 +74,7 @@ def _key(job: Int4Job, plan: Plan, model: Safetensors, ids: Tensor | None) -> di
         raise EdgeLMError(f"{model.name} cannot be read: {error.strerror}", "download the model again") from None
     if ids is not None:
         digest.update(repr(ids.shape).encode() + ids.numpy().tobytes())
-    return {"version": VERSION, "method": [job.method, job.group, plan.symmetric], "inputs": digest.hexdigest()}
+    return {"version": VERSION, "method": [job.method, job.group, job.symmetric], "inputs": digest.hexdigest()}
 
 
 def _calibration_ids(job: Int4Job, config: Mapping[str, Any], plan: Plan, send: Send) -> Tensor:
@@ -116,13 +116,13 @@ class _Quantizer:
         self._source = FolderSource(model, config)
         use_cuda = job.device != "cpu" and torch.cuda.is_available()
         self._device = torch.device("cuda" if use_cuda else "cpu")
-        self._form = Int4Format(job.group, plan.symmetric, plan.scale_dtype)
+        self._form = Int4Format(job.group, job.symmetric, plan.scale_dtype)
         self._started = time.monotonic()
         self._num_done = 0  # layers of this process
 
     def written_config(self) -> dict[str, Any]:
         """Return the config.json of the new folder."""
-        section = quantization_config(self._job.group, symmetric=self._plan.symmetric, ignore=self._plan.ignore)
+        section = quantization_config(self._job.group, symmetric=self._job.symmetric, ignore=self._plan.ignore)
         config = read_json(self._model.folder / CONFIG)
         return {**config, "quantization_config": section}
 

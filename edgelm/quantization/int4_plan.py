@@ -35,7 +35,6 @@ class Plan:
     """The plan of one folder."""
 
     config: ModelConfig
-    symmetric: bool
     sites: list[list[Site]]  # of each layer
     layer_names: list[dict[str, str]]  # of each layer: the tensors in the files by their names in the family
     other_parts: dict[str, list[str]]  # tensors that are stored as they are
@@ -86,19 +85,17 @@ def plan_folder(model: Safetensors, config: Mapping[str, Any], job: Int4Job) -> 
     }  # names in the files
     for file_name in sorted(matrices):
         _require_fit(model, file_name, job.group)
-    symmetric = decoder.experts is not None if job.symmetric is None else job.symmetric
     ends = (f"{decoder.names.embedding}.weight", f"{decoder.names.output}.weight")
     embedding = next(names[end] for end in ends if end in names)
     return Plan(
         config=decoder,
-        symmetric=symmetric,
         sites=sites,
         layer_names=layers,
         other_parts=_other_parts(model, others),
         embedding=embedding,
         ignore=_ignored(model, matrices, embedding, ends[1]),
         scale_dtype=_scale_dtype(model, matrices),
-        nbytes=_nbytes(model, matrices, job.group, symmetric=symmetric),
+        nbytes=_nbytes(model, matrices, job.group, symmetric=job.symmetric),
         layer_weights=max(sum(math.prod(model.tensors[name].shape) for name in layer.values()) for layer in layers),
         hessian_bytes=max(_hessian_bytes(model, names, layer) for layer in sites),
     )
