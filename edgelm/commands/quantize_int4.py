@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from edgelm.config import load_config
 from edgelm.disk import unfinished
-from edgelm.errors import EdgeLMError, EngineError, ModelError, RequestError, UsageError
+from edgelm.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError, UsageError
 from edgelm.library.local import installed_model
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text, time_text
@@ -73,7 +73,7 @@ def quantize_int4(
     )
     files = ModelFiles(folder)
     log = "" if verbose else None
-    errors = (UsageError, RequestError, ModelError, EngineError)
+    errors = (UsageError, RequestError, ModelError, BusyError, EngineError)
     flags = ["-v"] if verbose else []
     with (
         Worker(WORKER, *flags, replies=(Int4Progress, Int4Note, Int4Done), errors=errors, echo=log) as worker,
@@ -173,9 +173,7 @@ class _Display:
 
 def _print(done: Int4Done, job: Int4Job, *, as_json: bool) -> None:
     if as_json:
-        points = "none" if job.symmetric else "4 bits"
-        document = {**asdict(done), "out": str(done.out), "method": job.method, "group": job.group}
-        print(json.dumps({**document, "zero_points": points}))
+        print(json.dumps({**asdict(done), "out": str(done.out), "method": job.method, "group": job.group}))
         return
     kind = f"{METHODS[job.method]}, groups of {job.group}{'' if job.symmetric else ' with zero points'}"
     print(f"{done.out}  {size_text(done.bytes)}, from {size_text(done.source_bytes)}, in {time_text(done.seconds)}")

@@ -15,15 +15,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from filelock import FileLock, Timeout
+
 from edgelm.atomic import read_json
 from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.safetensors import INDEX_SUFFIX
 from edgelm.checkpoints.safetensors_parse import SUFFIX
 from edgelm.disk import unfinished
-from edgelm.errors import EdgeLMError
+from edgelm.errors import BusyError, EdgeLMError
 
 STATE = "quantization.json"  # of the unfinished folder: what it is made from and how
 MAX_STATE_BYTES = 2**20
+LOCK_S = 5.0
 WEIGHTS = re.compile(r".*\.(?:safetensors|safetensors\.index\.json|bin|bin\.index\.json|pt|pth|gguf|onnx|h5|msgpack)")
 MODULES = re.compile(r"\d_\w+")  # the folders of sentence-transformers
 
@@ -46,6 +49,8 @@ class UnfinishedFolder:
         """
         self.out = out
         self.path = unfinished(out)
+        self._lock = FileLock(f"{self.path}.lock")
+        self._acquire()
         count = len(parts)
         self._names = {part: f"model-{i:05d}-of-{count:05d}{SUFFIX}" for i, part in enumerate(parts, 1)}
         self.continued = read_json(self.path / STATE, MAX_STATE_BYTES) == key
@@ -56,6 +61,22 @@ class UnfinishedFolder:
                 _write(self.path / STATE, json.dumps(key).encode())
         except OSError as error:
             raise _refused(out, error) from None
+
+    def close(self) -> None:
+        """Let other processes have the folder."""
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+        self._lock.release()
+
+    def _acquire(self) -> None:
+        """Keep other processes from the folder: a killed one ends within two seconds."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=LOCK_S, poll_interval=0.1)
+        except Timeout:
+            hint = "wait for it, or give the name of another folder"
+            raise BusyError(f"another process is writing {self.out}", hint) from None
+        except OSError as error:
+            raise _refused(self.out, error) from None
 
     def file(self, part: str) -> Path:
         """Return the file of a part, such as a layer: under a name of its own until all parts are there."""

@@ -22,7 +22,7 @@ class Int4Job:
     out: Path
     method: str
     group: int
-    symmetric: bool
+    symmetric: bool = True  # without zero points, which transformers with compressed-tensors 0.20 cannot load
     calibration: Path | None = None  # a text; None: the built-in one
     sequences: int = SEQUENCES
     sequence_len: int = SEQUENCE_LEN

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -54,11 +55,11 @@ def quantize_folder(job: Int4Job, send: Send) -> Int4Done:
         plan = plan_folder(model, config, job)
         ids = _calibration_ids(job, config, plan, send) if job.method != "int4" else None
         tokens = 0 if ids is None else ids.numel()
-        folder = UnfinishedFolder(job.out, _key(job, model, ids), plan.parts)
-        require_space(folder.path, plan.nbytes - folder.nbytes(), job.out.name)
-        worker = _Quantizer(job, model, plan, config, folder, send)
-        worker.run(ids)
-        size = folder.finish(model.folder, worker.written_config())
+        with closing(UnfinishedFolder(job.out, _key(job, model, ids), plan.parts)) as folder:
+            require_space(folder.path, plan.nbytes - folder.nbytes(), job.out.name)
+            worker = _Quantizer(job, model, plan, config, folder, send)
+            worker.run(ids)
+            size = folder.finish(model.folder, worker.written_config())
         matrices = sum(len(site.matrices) for sites in plan.sites for site in sites)
         return Int4Done(job.out, model.size, size, matrices, tokens, time.monotonic() - started)
 

@@ -96,7 +96,7 @@ def plan_folder(model: Safetensors, config: Mapping[str, Any], job: Int4Job) -> 
         embedding=embedding,
         ignore=_ignored(model, matrices, embedding, ends[1]),
         scale_dtype=_scale_dtype(model, matrices),
-        nbytes=_nbytes(model, matrices, job),
+        nbytes=_nbytes(model, matrices, job.group, symmetric=job.symmetric),
         layer_weights=max(sum(math.prod(model.tensors[name].shape) for name in layer.values()) for layer in layers),
         hessian_bytes=max(_hessian_bytes(model, names, layer) for layer in sites),
     )
@@ -144,15 +144,15 @@ def _scale_dtype(model: Safetensors, matrices: set[str]) -> torch.dtype:
     return torch.bfloat16 if kinds == {"BF16"} else torch.float16
 
 
-def _nbytes(model: Safetensors, matrices: set[str], job: Int4Job) -> int:
+def _nbytes(model: Safetensors, matrices: set[str], group: int, *, symmetric: bool) -> int:
     total = 0
     for name, tensor in model.tensors.items():
         if name not in matrices:
             total += tensor.nbytes
             continue
         weights = tensor.num_elements
-        groups = weights // job.group
-        total += weights // 2 + groups * SCALE_BYTES + 16 + (0 if job.symmetric else groups // 2)
+        groups = weights // group
+        total += weights // 2 + groups * SCALE_BYTES + 16 + (0 if symmetric else groups // 2)
     return total
 
 
