@@ -74,9 +74,10 @@ def product_bound(x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
     """
     unit = UNIT_TF32 if dtype == torch.float32 else UNITS[dtype]
     products = (x.square() @ values.square().T).sqrt()
-    size = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    size = x.square().sum(1, keepdim=True).sqrt()
     sums = 3 * x.shape[1] * 2 * UNITS[torch.float32] * values.abs().amax(1)
-    return LIKELY * (2 * unit * products + size * (sums + SUBNORMAL))
+    limit: Tensor = LIKELY * (2 * unit * products + size * (sums + SUBNORMAL))
+    return limit
 
 
 def finished(y: Tensor, bound: Tensor, bias: Tensor | None, gate: Gate | None) -> Tensor:
