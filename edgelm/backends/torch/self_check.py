@@ -173,7 +173,7 @@ def difference_of(got: Tensor, want: Tensor, bound: Tensor | None = None) -> Dif
     off = torch.where(same, 0.0, off)
     if not bool(torch.isfinite(off).all()):
         return Difference(math.inf, math.inf)
-    within = bound is None or bool((off.abs() <= bound).all())
+    within = bound is None or bool(((off == 0) | (off.abs() <= bound)).all())  # a bound may be NaN where x is
     finite = expected[torch.isfinite(expected)]
     if not finite.numel() or not float(finite.abs().max()):
         return Difference(float(off.abs().max()) if off.numel() else 0.0, 0.0, within)

@@ -143,6 +143,8 @@ def test_a_difference_counts_what_is_not_a_number() -> None:
     assert difference_of(torch.tensor([math.nan]), torch.tensor([math.nan])).largest == 0
     assert difference_of(torch.tensor([1, 2, 3, 5]), torch.tensor([1, 2, 3, 4])).largest == 0.25
     assert difference_of(torch.zeros(3), torch.zeros(3)).largest == 0
+    assert difference_of(want, want, torch.tensor([0.0, math.nan, math.nan])).within
+    assert not difference_of(torch.tensor([1.0, -3.9, math.inf]), want, torch.full((3,), 0.05)).within
 
 
 def test_one_layer_of_each_kind_is_tried(tmp_path: Path) -> None:
