@@ -290,7 +290,9 @@ def choose(
         if draft_model and may_use_torch:
             draft_problem = draft_model.torch_problem("reference" if cuda.problem else "triton")
         if not cuda.problem and not torch_problem:
-            kernel_problem = model.torch_problem("triton")
+            from edgelm.backends.torch.kept_checks import kept_problem  # only with a GPU
+
+            kernel_problem = model.torch_problem("triton") or kept_problem(model, settings, own_places().cache)
             if not kernel_problem:
                 fit_problem = _fit_problem(model, draft_model, settings, cuda, least_context)
     choice = choose_engine(

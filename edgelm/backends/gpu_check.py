@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from edgelm.errors import EdgeLMError, EngineError
+from edgelm.errors import DeviceError, EdgeLMError, EngineError
 from edgelm.workers.parent import Worker
 
 WORKER = "edgelm.backends.torch.check_worker"
@@ -74,13 +74,17 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class GpuVerdict:
-    """The result of a check. With a problem, no model can use our kernels here."""
+    """The result of a check. With a problem, no model can use our kernels here.
+
+    `lasts`: the problem is of the machine, and will be the same at the next start.
+    """
 
     device: str = ""
     problem: str = ""
     hint: str = ""
     verdicts: tuple[OpVerdict, ...] = field(default=())
     took_s: float = 0.0
+    lasts: bool = False
 
     @property
     def wrong(self) -> dict[str, str]:
@@ -124,7 +128,7 @@ def run_check(request: CheckGpu, notify: Notify = lambda _: None, *, command: tu
 def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str, ...]) -> GpuVerdict | OpVerdict:
     """Run the worker once; an OpVerdict is that of the op during which it crashed or hung."""
     current, count, limit_s = Begun("", ""), 0, START_S
-    with Worker(WORKER, replies=(Begun, Checked), errors=(EngineError,), command=command) as worker:
+    with Worker(WORKER, replies=(Begun, Checked), errors=(DeviceError, EngineError), command=command) as worker:
         worker.send(request)
         try:
             while not isinstance(reply := worker.receive(min(limit_s, max(until - time.monotonic(), 0.0))), Checked):
@@ -137,7 +141,8 @@ def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str
             worker.kill()
             return _lost(current, f"hangs: it is not done after {limit_s:.0f} s")
         except EdgeLMError as error:
-            return GpuVerdict("", error.message, error.hint)
+            lasts = isinstance(error, DeviceError) and not current.op  # the small kernel
+            return GpuVerdict("", error.message, error.hint, lasts=lasts)
     return GpuVerdict(reply.device, verdicts=reply.verdicts)
 
 

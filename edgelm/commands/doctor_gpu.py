@@ -18,12 +18,14 @@ from rich.markup import escape
 from edgelm import __version__
 from edgelm.atomic import atomic_write
 from edgelm.backends.gpu_check import CheckGpu, GpuVerdict, Notify, OpVerdict, run_check
+from edgelm.backends.kept_verdicts import forget_problems
 from edgelm.backends.questions import ask_cuda
 from edgelm.config import Config, load_config
 from edgelm.errors import EdgeLMError
 from edgelm.kv_modes import TORCH_KV
 from edgelm.library.local import model_config, runnable_model
 from edgelm.machine.gpu import nvidia_gpus
+from edgelm.places import own_places
 
 REPORT = "edgelm-gpu.txt"
 PACKAGES = ("torch", "triton", "edgelm-llama", "llama-cpp-python")
@@ -53,6 +55,8 @@ def check_gpu(model: str | None, out: str | None, run: Run = run_check) -> int:
         verdict = run(request, notify)
         if shows:
             sys.stdout.write("\r\x1b[K")
+        if not verdict.problem:
+            forget_problems(own_places().cache)
     for line in summary(verdict):
         console.print(escape(line), soft_wrap=True, highlight=False)
     path = Path(out or REPORT)
@@ -85,11 +89,15 @@ def summary(verdict: GpuVerdict) -> Iterator[str]:
         wrong = [one for one in verdicts if not one.right]
         if not wrong:
             off = max(one.off for one in verdicts)
-            yield f"✓ {op}: right in {len(verdicts)} cases, at most {off:.1e} of the largest value off"
+            yield f"✓ {op}: right in {_cases(len(verdicts))}, at most {off:.1e} of the largest value off"
         else:
             worst = max(wrong, key=lambda one: one.off)
-            yield f"✗ {op}: {worst.problem}, in {len(wrong)} of {len(verdicts)} cases, first {worst.detail}"
+            yield f"✗ {op}: {worst.problem}, in {len(wrong)} of {_cases(len(verdicts))}, first {worst.detail}"
             yield f"  {op} is computed by plain torch instead, which is slower"
+
+
+def _cases(count: int) -> str:
+    return f"{count} case{'' if count == 1 else 's'}"
 
 
 def _by_op(verdict: GpuVerdict) -> dict[str, list[OpVerdict]]:

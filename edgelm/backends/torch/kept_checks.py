@@ -1,27 +1,28 @@
 """The kept results of GPU checks: a verdict about the ops of a kind of model, under a key of all it depends on.
 
-Owns the key, and the file. Knows nothing of how a check is made.
+Owns the key. Knows nothing of how a check is made.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
+import sysconfig
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from edgelm import __version__
-from edgelm.atomic import atomic_json, read_json
-from edgelm.backends.gpu_check import CheckGpu, GpuVerdict, Notify, OpVerdict, run_check
+from edgelm.backends.gpu_check import CheckGpu, GpuVerdict, Notify, run_check
+from edgelm.backends.kept_verdicts import keep, kept_verdict
 from edgelm.backends.model import OpenedModel
 from edgelm.config import Settings
 from edgelm.kv_modes import TORCH_KV
 from edgelm.machine.gpu import nvidia_gpus
 
 FORMAT = 1  # of the file, and of the checks
-MAX_FILE_BYTES = 2**20
 PACKAGES = ("torch", "triton")
 
 
@@ -33,7 +34,7 @@ def check_key(model: OpenedModel, settings: Settings, mode: str) -> str:
     metadata = model.gguf.metadata if model.gguf else model.config or {}
     facts = sorted((key, repr(value)) for key, value in metadata.items() if isinstance(value, str | int | float | bool))
     facts = [(key, value) for key, value in facts if not key.startswith(("general.name", "tokenizer."))]
-    identity = (FORMAT, __version__, _versions(), gpus, _driver(), shapes, facts, mode, settings.quantize)
+    identity = (FORMAT, __version__, _versions(), gpus, _driver(), _compiler(), shapes, facts, mode, settings.quantize)
     return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
@@ -50,6 +51,13 @@ def _driver() -> str:
         return ""
 
 
+def _compiler() -> tuple[str | None, bool]:
+    """Return the C compiler that Triton takes, and whether Python's headers are there: both may be installed later."""
+    names = (os.environ.get("CC"), "clang", "gcc", "cc")
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    return found, (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file()
+
+
 def _kind(tensor: object) -> str:
     kind = getattr(tensor, "type", None) or getattr(tensor, "dtype", None)
     return str(getattr(kind, "name", kind))
@@ -63,35 +71,31 @@ def _versions() -> list[str]:
     return found
 
 
-def kept_verdict(folder: Path, key: str) -> GpuVerdict | None:
-    """Return the verdict that was kept; None: there is none."""
-    document = read_json(_file(folder, key), MAX_FILE_BYTES)
-    try:
-        verdicts = tuple(OpVerdict(**verdict) for verdict in document.pop("verdicts"))
-        return GpuVerdict(**document, verdicts=verdicts)
-    except (AttributeError, KeyError, TypeError):
-        return None
-
-
-def keep(folder: Path, key: str, verdict: GpuVerdict) -> None:
-    """Keep a verdict for later starts, unless it may be another one then: a problem may be repaired."""
-    if not verdict.problem and not any(verdict.unknown for verdict in verdict.verdicts):
-        atomic_json(_file(folder, key), asdict(verdict))
-
-
-def _file(folder: Path, key: str) -> Path:
-    return folder / "machine" / f"gpu-{key}.json"
-
-
 def _path(model: OpenedModel) -> Path:
     return model.folder.folder if model.folder else model.files[0]
 
 
 def kept_reasons(model: OpenedModel, settings: Settings, folder: Path) -> tuple[str, ...]:
-    """Return a line for each op of a model that is known to be wrong on this GPU, in the KV modes that it may have."""
+    """Return a line for each op of a model that is known to be wrong on this GPU, in the KV modes that it may have.
+
+    If there is no verdict yet, the line says so.
+    """
+    kept = _kept(model, settings, folder)
+    if not kept:
+        return ("its kernels are not checked on this GPU yet: that is done before its first use",)
+    return tuple(dict.fromkeys(reason for verdict in kept for reason in verdict.reasons))
+
+
+def kept_problem(model: OpenedModel, settings: Settings, folder: Path) -> str:
+    """Return why no kernel runs on this GPU, as a check of the last day has found it; empty: it has not."""
+    problem = next((verdict.problem for verdict in _kept(model, settings, folder) if verdict.problem), "")
+    return f"{problem} (`edgelm doctor --gpu` checks it again)" if problem else ""
+
+
+def _kept(model: OpenedModel, settings: Settings, folder: Path) -> list[GpuVerdict]:
     modes = TORCH_KV if settings.kv == "auto" else (settings.kv,)
     kept = [kept_verdict(folder, check_key(model, settings, mode)) for mode in modes]
-    return tuple(dict.fromkeys(reason for verdict in kept if verdict for reason in verdict.reasons))
+    return [verdict for verdict in kept if verdict]
 
 
 def verdict_for(

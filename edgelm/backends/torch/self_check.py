@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from edgelm.backends.gpu_check import NO_NUMBER, OpVerdict
 from edgelm.backends.model import OpenedModel
+from edgelm.backends.torch.check_bounds import bounds_of
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.checkpoints.gguf import GGUF
@@ -46,8 +48,9 @@ MAX_COMPARED = 2  # calls of one op with one kind of arguments
 CONTEXT, STEP_TOKENS = 256, 96
 PROMPTS = 70, 40  # rows: more than any decode kernel takes, and no multiple of 16
 VERIFIED = 5
-# Of the difference, relative to the largest value, and to the root mean square. A correct kernel differs by the
-# rounding of 16-bit numbers (2**-8) and of sums; written codes may differ by one.
+# Of the difference, relative to the largest value, and to the root mean square, for all elements together: beside the
+# bounds of check_bounds.py. A correct kernel differs by the rounding of 16-bit numbers (2**-8) and of sums; written
+# codes may differ by one.
 LIMITS = {"write_kv": (0.2, 2.0**-4)}
 LIMIT = 2.0**-4, 2.0**-6
 
@@ -57,10 +60,14 @@ Run = Callable[..., object]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far two results are apart: relative to the largest value, and to the root mean square."""
+    """How far two results are apart: relative to the largest value, and to the root mean square.
+
+    `within`: each element is within the bound of its own.
+    """
 
     largest: float
     mean: float
+    within: bool = True
 
 
 class Comparison:
@@ -84,7 +91,7 @@ class Comparison:
             return plain if self._is_wrong(key) else kernel
         if count == 1:
             self.begins(*key)
-        return kernel._replace(run=partial(self._compare, key, kernel.run, plain.run))
+        return kernel._replace(run=partial(self._compare, key, args, kernel.run, plain.run))
 
     def note(self, key: tuple[str, str], difference: Difference | None, error: str = "") -> None:
         """Keep the worse of this and the verdict so far."""
@@ -92,7 +99,7 @@ class Comparison:
         if difference is None:
             verdict = OpVerdict(*key, right=False, off=NO_NUMBER, error=f"fails: {error}")
         else:
-            right = difference.largest <= largest and difference.mean <= mean
+            right = difference.within and difference.largest <= largest and difference.mean <= mean
             verdict = OpVerdict(*key, right=right, off=min(difference.largest, NO_NUMBER))
         old = self.verdicts.get(key)
         if old is None or (old.right, -old.off) > (verdict.right, -verdict.off):
@@ -102,7 +109,9 @@ class Comparison:
         verdict = self.verdicts.get(key)
         return verdict is not None and not verdict.right
 
-    def _compare(self, key: tuple[str, str], kernel: Run, plain: Run, *args: Any, **named: Any) -> object:
+    def _compare(
+        self, key: tuple[str, str], chosen: tuple[object, ...], kernel: Run, plain: Run, *args: Any, **named: Any
+    ) -> object:
         written = [arg for arg in args if isinstance(arg, LayerCache)] if key[0] == "write_kv" else []
         out = named.get("out", args[-1] if key[0] == "attention" else None)
         before = [{name: plane.clone() for name, plane in cache.planes.items()} for cache in written]
@@ -128,8 +137,10 @@ class Comparison:
             with gpu_errors():
                 result = plain(*args, **named)
                 if not error:
-                    for one, other in zip(got, _results(key[0], result, out, written), strict=True):
-                        self.note(key, difference_of(one, other))
+                    wanted = _results(key[0], result, out, written)
+                    bounds = bounds_of(key[0], chosen, args, wanted) or []
+                    for one, other, bound in zip_longest(got, wanted, bounds):
+                        self.note(key, difference_of(one, other, bound))
                 return result
         except OutOfMemoryError:
             self.verdicts.setdefault(key, OpVerdict(*key, unknown=True))
@@ -150,8 +161,11 @@ def _results(op: str, result: object, out: object, written: Sequence[LayerCache]
     return [tensor.clone() for tensor in tensors]
 
 
-def difference_of(got: Tensor, want: Tensor) -> Difference:
-    """Return how far a result is off. Whole numbers are right or wrong: a share of wrong ones is the difference."""
+def difference_of(got: Tensor, want: Tensor, bound: Tensor | None = None) -> Difference:
+    """Return how far a result is off. Whole numbers are right or wrong: a share of wrong ones is the difference.
+
+    `bound` is that of each element; elements that are equal are within it, infinities and NaN too.
+    """
     if not want.is_floating_point():
         wrong = float((got != want).double().mean())
         return Difference(wrong, wrong)
@@ -160,11 +174,12 @@ def difference_of(got: Tensor, want: Tensor) -> Difference:
     off = torch.where(same, 0.0, off)
     if not bool(torch.isfinite(off).all()):
         return Difference(math.inf, math.inf)
+    within = bound is None or bool(((off == 0) | (off.abs() <= bound)).all())  # a bound may be NaN where x is
     finite = expected[torch.isfinite(expected)]
     if not finite.numel() or not float(finite.abs().max()):
-        return Difference(float(off.abs().max()) if off.numel() else 0.0, 0.0)
+        return Difference(float(off.abs().max()) if off.numel() else 0.0, 0.0, within)
     largest = float(off.abs().max() / finite.abs().max())
-    return Difference(largest, float(off.square().mean().sqrt() / finite.square().mean().sqrt()))
+    return Difference(largest, float(off.square().mean().sqrt() / finite.square().mean().sqrt()), within)
 
 
 def described(args: Sequence[object]) -> str:

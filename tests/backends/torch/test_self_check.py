@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import edgelm.backends.torch.build as torch_build
-from edgelm.backends import gpu_check
+from edgelm.backends import gpu_check, kept_verdicts
 from edgelm.backends.gpu_check import NO_NUMBER, CheckGpu, GpuVerdict, OpVerdict, run_check
+from edgelm.backends.kept_verdicts import keep, kept_verdict
 from edgelm.backends.model import open_model
 from edgelm.backends.torch import kept_checks
-from edgelm.backends.torch.kept_checks import check_key, keep, kept_reasons, kept_verdict, verdict_for
+from edgelm.backends.torch.kept_checks import check_key, kept_problem, kept_reasons, verdict_for
 from edgelm.backends.torch.self_check import difference_of, kinds_of_layers
 from edgelm.commands import doctor_gpu
 from edgelm.config import Settings
@@ -142,6 +143,8 @@ def test_a_difference_counts_what_is_not_a_number() -> None:
     assert difference_of(torch.tensor([math.nan]), torch.tensor([math.nan])).largest == 0
     assert difference_of(torch.tensor([1, 2, 3, 5]), torch.tensor([1, 2, 3, 4])).largest == 0.25
     assert difference_of(torch.zeros(3), torch.zeros(3)).largest == 0
+    assert difference_of(want, want, torch.tensor([0.0, math.nan, math.nan])).within
+    assert not difference_of(torch.tensor([1.0, -3.9, math.inf]), want, torch.full((3,), 0.05)).within
 
 
 def test_one_layer_of_each_kind_is_tried(tmp_path: Path) -> None:
@@ -173,11 +176,33 @@ def test_a_verdict_is_kept_for_what_it_was_made_for(model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "verdict", [GpuVerdict(problem="no compiler"), GpuVerdict("GPU X", verdicts=(OpVerdict("a", "b", unknown=True),))]
+    "verdict", [GpuVerdict(problem="no memory"), GpuVerdict("GPU X", verdicts=(OpVerdict("a", "b", unknown=True),))]
 )
 def test_what_may_change_is_not_kept(verdict: GpuVerdict, tmp_path: Path) -> None:
     keep(tmp_path, "key", verdict)
     assert kept_verdict(tmp_path, "key") is None
+
+
+def test_a_gpu_without_working_kernels_is_tried_again_after_a_day(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(kv="f16")
+    failing = stand_in("emit(event='failed', message='no compiler', hint='get one', kind='DeviceError')")
+    with open_model(model) as opened:
+        assert kept_reasons(opened, settings, tmp_path) == (
+            "its kernels are not checked on this GPU yet: that is done before its first use",
+        )
+        asked: list[str] = []
+        for command in (failing, stand_in("os.abort()")):
+            verdict = verdict_for(opened, settings, "f16", tmp_path, asked.append, command=command)
+            assert (verdict.problem, verdict.hint) == ("no compiler", "get one")
+        assert len(asked) == 1
+        assert kept_problem(opened, settings, tmp_path) == "no compiler (`edgelm doctor --gpu` checks it again)"
+        monkeypatch.setattr(kept_verdicts, "PROBLEM_S", 0.0)
+        assert kept_problem(opened, settings, tmp_path) == ""
+        monkeypatch.undo()
+        kept_verdicts.forget_problems(tmp_path)
+        assert verdict_for(opened, settings, "f16", tmp_path, asked.append, command=stand_in("end()")).problem == ""
 
 
 def test_a_wrong_op_is_plain_torch_and_a_broken_gpu_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,12 +233,16 @@ def test_doctor_writes_a_report_without_folders(
         OpVerdict("matmul", "q", right=False, off=NO_NUMBER, error=error),
     )
     monkeypatch.setattr(doctor_gpu, "ask_cuda", lambda: CudaState("", "", "GPU X", 2**33, 2**33))
+    monkeypatch.setenv("EDGELM_CACHE_DIR", str(tmp_path / "cache"))
+    keep(tmp_path / "cache", "key", GpuVerdict(problem="no compiler", lasts=True))
+    assert kept_verdict(tmp_path / "cache", "key") is not None
     out = tmp_path / "report.txt"
     code = doctor_gpu.check_gpu(str(model), str(out), run=lambda *_: GpuVerdict("GPU X", verdicts=verdicts, took_s=3.2))
     said, written = capsys.readouterr().out, out.read_text()
     assert code == 1
-    assert "✓ norm: right in 1 cases" in said
-    assert "✗ attention: is off by 0.3 of the largest value, in 1 of 1 cases, first f16, heads of 64" in said
+    assert kept_verdict(tmp_path / "cache", "key") is None
+    assert "✓ norm: right in 1 case," in said
+    assert "✗ attention: is off by 0.3 of the largest value, in 1 of 1 case, first f16, heads of 64" in said
     assert "WRONG\tattention\tf16, heads of 64\tis off by 0.3 of the largest value" in written
     assert "m.gguf" in written
     assert str(Path.home()) + "/" not in written

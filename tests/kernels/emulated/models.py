@@ -61,7 +61,7 @@ DRAFT = 4  # tokens, of which the third is wrong
 # the first seeds whose answers are clear
 SEEDS = {
     "llama k6v4": 11, "llama k8v4": 268, "llama fp8": 2, "llama int8": 2, "llama f16": 2,
-    "gemma k6v4": 383, "gemma k8v4": 107, "gemma fp8": 134, "gemma int8": 8, "gemma f16": 8,
+    "gemma k6v4": 383, "gemma k8v4": 107, "gemma fp8": 448, "gemma int8": 8, "gemma f16": 8,
     "mixture k6v4": 229, "mixture k8v4": 20, "mixture fp8": 14, "mixture int8": 14, "mixture f16": 5,
 }  # fmt: skip
 MOST_SEEDS = 1500
