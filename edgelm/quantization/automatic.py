@@ -37,15 +37,15 @@ class Effort:
 
     num_tokens: int  # of the text, in each measurement
     max_groups: int  # of matrices that get one type together
-    num_probes: int  # types with which each group is measured: 1 or 2
+    num_probes: int = 1  # types with which each group is measured: 1 or 2, which chose no better
     check: bool = True  # whether the choice is measured as a whole
 
     @classmethod
     def of(cls, num_weights: int) -> Effort:
         """Return the usual effort for a model of this size."""
         if num_weights < 10**9:
-            return cls(num_tokens=4096, max_groups=MAX_GROUPS, num_probes=2)
-        return cls(num_tokens=2048 if num_weights < 4 * 10**9 else 1024, max_groups=MAX_GROUPS // 2, num_probes=1)
+            return cls(num_tokens=4096, max_groups=MAX_GROUPS)
+        return cls(num_tokens=2048 if num_weights < 4 * 10**9 else 1024, max_groups=MAX_GROUPS // 2)
 
 
 class Quantizer(Protocol):
