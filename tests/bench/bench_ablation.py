@@ -39,6 +39,7 @@ from edgelm.speculation.throttle import ThrottledDrafter
 from tests.bench.adversarial import Answer, Recorded, streams
 from tests.bench.drafter import read_requests, replay
 
+AHEAD = "ahead"
 STEP_S = 0.01  # of a plain step
 TOLD_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 25
 GAPS = 0.05, 0.35
@@ -46,6 +47,9 @@ STAIRCASE_SETS = "templated", "agentic", "alpaca"  # of bench_speculation
 WORK_S = 1.0
 # Steps of a 1B Q4_0 model on two virtual cores by rows, in plain steps (docs/results/speculation-2026-11-21.txt).
 MEASURED = {1: 1.0, 2: 1.73, 3: 2.24, 4: 2.41, 5: 3.07, 6: 3.72, 7: 4.33, 8: 5.06, 12: 6.47, 16: 6.39, 32: 11.64}
+
+
+Figures = dict[str, dict[str, dict[str, float]]]  # kind, part, cell
 
 
 @dataclass(frozen=True)
@@ -197,13 +201,22 @@ def main() -> None:
     """Print three tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="TRACE.npz")
-    parser.add_argument("--only", default="", help="parts whose name begins so")
+    parser.add_argument("--only", default="", help="parts whose name begins so; or: ahead")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    parts = [part for part in PARTS if part.name.startswith(args.only)]
-    sets = {path.stem: recorded(path) for path in args.files}
-    figures: dict[str, dict[str, dict[str, float]]] = {}
+    figures: Figures = {}
+    if args.only != AHEAD:
+        parts = [part for part in PARTS if part.name.startswith(args.only)]
+        drafts(args.files, parts, figures)
+    if args.only in ("", AHEAD):
+        figures[AHEAD] = ahead(args.files)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
+
+def drafts(files: list[Path], parts: list[Part], figures: Figures) -> None:
+    """Print the speeds with all parts and without each."""
+    sets = {path.stem: recorded(path) for path in files}
     print("\nRecorded sets: with all parts, tokens in the time of a plain step; without one, relative to that\n")
     print("Misleading streams: speed relative to no drafts\n", flush=True)
     cells = {
@@ -222,21 +235,21 @@ def main() -> None:
         figures["recorded"][part.name] = row(f"{part.name}, recorded", ratios)
         harm = {cell: speed(make(), part, costs) for cell, (make, costs) in misleading.items()}
         figures["misleading"][part.name] = row(f"{part.name}, misleading", harm)
-        if args.json:
-            args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
+
+def ahead(files: list[Path]) -> dict[str, dict[str, float]]:
+    """Print the speeds by the rules for launching a step ahead."""
     print("\nSteps launched ahead (tests/bench/drafter.py, 0.05 steps a row): tokens in the time of a plain step\n")
-    figures["ahead"] = {}
+    figures = {}
     for name, rule in ahead_rules().items():
         with patch.object(NgramDrafter, "missed_draft_cost", rule):
             speeds = {
                 f"{path.stem}, gap {gap}": replay(read_requests(path), 0.05, gap=gap).whole.speedup(0.05, gap)
-                for path in args.files
+                for path in files
                 for gap in GAPS
             }
-        figures["ahead"][name] = row(name, speeds)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        figures[name] = row(name, speeds)
+    return figures
 
 
 def row(name: str, speeds: dict[str, float]) -> dict[str, float]:
