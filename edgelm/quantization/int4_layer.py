@@ -63,7 +63,7 @@ class Statistics:
 
 @dataclass(slots=True, eq=False)
 class LayerWeights:
-    """The weights of a layer that quantization changes, by their names in FamilyNames."""
+    """The weights of a layer that quantization changes, by the names of the family."""
 
     matrices: dict[str, Tensor]  # float32 [rows, columns], by the name without `.weight`
     plain: dict[str, Tensor]  # norms, biases and routers, as the file has them
