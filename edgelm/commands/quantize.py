@@ -19,6 +19,7 @@ from rich.table import Table
 
 from edgelm.commands.convert import run_conversion
 from edgelm.commands.list import plain_console
+from edgelm.commands.quantize_choice import choice_lines, choice_table
 from edgelm.config import Config, load_config
 from edgelm.conversion.messages import ConvertJob
 from edgelm.disk import unfinished
@@ -287,11 +288,8 @@ def _print(document: dict[str, Any], chosen: FileType) -> None:
         table.add_row(row["type"], f"{row['tensors']:,}", size_text(row["bytes"]), f"{row['share']:.1%}")
     plain_console().print(table)
     if choice := document["choice"]:
-        measured = "" if choice["measured"] is None else f", measured {choice['measured']:.5f}"
-        print(
-            f"types chosen for {size_text(choice['budget_bytes'])}: KL divergence from the source "
-            f"{choice['predicted']:.5f} predicted{measured}, on {choice['num_tokens']:,} tokens"
-        )
+        plain_console().print(choice_table(choice))
+        print("\n".join(choice_lines(choice)))
     if chosen.is_quantized:
         print(f"what it costs: edgelm eval {target} TEXT --against {origin}")
     for note in _notes(document, chosen):

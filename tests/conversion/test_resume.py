@@ -138,7 +138,7 @@ def test_a_full_disk_is_said_before_and_while_it_is_written(
     out = tmp_path / "model.gguf"
     with monkeypatch.context() as patch:
         patch.setattr("edgelm.disk.free_bytes", lambda _: 1000)
-        with pytest.raises(EdgeLMError, match=r"model\.gguf will take .* and .* has 0\.00 GiB free"):
+        with pytest.raises(EdgeLMError, match=r"model\.gguf will take .* and .* has 0\.0 MiB free"):
             convert_folder(folder, out)
     assert not list(tmp_path.iterdir())
     with monkeypatch.context() as patch:

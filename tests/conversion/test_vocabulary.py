@@ -21,6 +21,8 @@ from edgelm.text.gguf_tokenizer import gguf_tokenizer
 from edgelm.text.tokenizer import LlamaTokenizer
 from tests.conversion.folders import TEMPLATE, VOCAB, pieces_file, write_letters, write_pieces
 from tests.counts import Count
+from tests.real_data import data_file, with_vocabulary
+from tests.real_data import vocabulary as vocabulary_file
 
 TEXTS = Count(test=60, soak=3000)
 ALPHABET = (
@@ -135,11 +137,11 @@ def test_several_templates_keep_their_names(tmp_path: Path) -> None:
     assert keys["tokenizer.chat_templates"] == ["tool_use"]
 
 
-@pytest.mark.parametrize("name", list(REAL)[:NUM_REAL])
-def test_real_vocabularies(name: str, shared_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", with_vocabulary(REAL)[:NUM_REAL])
+def test_real_vocabularies(name: str, tmp_path: Path) -> None:
     """A tokenizer.json of a vocabulary that llama.cpp's converter made becomes that vocabulary again."""
     start_backend()
-    original = shared_data / "vocab" / f"ggml-vocab-{name}.gguf"
+    original = vocabulary_file(name)
     with open_gguf(original) as gguf:
         keys = dict(gguf.metadata)
         tokens = list(keys["tokenizer.ggml.tokens"])
@@ -151,7 +153,9 @@ def test_real_vocabularies(name: str, shared_data: Path, tmp_path: Path) -> None
     assert list(vocabulary.tokens) == tokens
     path = write_vocabulary(vocabulary, tmp_path / "vocabulary.gguf", str(keys.get("general.name", "")))
     tokenizer, reference = LlamaTokenizer.from_file(path), LlamaTokenizer.from_file(original)
-    samples = original.with_suffix(".gguf.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    samples = (
+        data_file(f"vocab/ggml-vocab-{name}.gguf.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    )
     for text in [*samples, *texts(seed=5)]:
         ids = tokenizer.encode(text, special=False, bos=False)
         assert ids == reference.encode(text, special=False, bos=False) == own.encode(text, special=False, bos=False), (

@@ -219,7 +219,7 @@ def test_other_options_begin_again(source: Path, tmp_path: Path, monkeypatch: py
 
 def test_a_full_disk_is_told_before_the_work(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgelm.disk.free_bytes", lambda _: 2**26 + 1000)
-    with pytest.raises(EdgeLMError, match=r"out will take .* GiB, and .* has 0\.06 GiB free"):
+    with pytest.raises(EdgeLMError, match=r"out will take .* MiB, and .* has 64\.0 MiB free"):
         quantize(source, tmp_path / "out", "int4")
 
 
