@@ -20,7 +20,8 @@ FOLDER = Path(__file__).parent / "pages"
 QUESTIONS = Path(__file__).parent / "questions"
 TOPICS = (
     "start", "chat", "keys", "knowledge", "models", "memory", "speed", "run", "tools-and-json", "embeddings", "serve",
-    "service", "apis", "agents", "editors", "gpu", "settings", "commands", "measuring", "making", "privacy", "troubleshooting",
+    "service", "apis", "agents", "editors", "gpu", "settings", "commands", "measuring", "making", "privacy",
+    "troubleshooting",
 )  # fmt: skip
 MAX_FOUND = 3  # sections
 TITLE_WEIGHT = 3.0  # of a word in a title; in the text: 1
