@@ -1,7 +1,7 @@
 """The keys of a GGUF that describe the model: its name, sizes, rotation, windows, experts.
 
 Owns the mapping from a configuration, and the refusal of what llama.cpp would compute in another way. The keys of the
-tokenizer are in vocabulary_keys.py.
+tokenizer are in vocabulary.py.
 """
 
 from __future__ import annotations
