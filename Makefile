@@ -10,10 +10,11 @@ READY := .venv/ready-$(shell cat $(INPUTS) | cksum | tr ' ' '-')
 # Threads of OpenMP that wait do not spin: tests run beside each other, and beside other work.
 export OMP_WAIT_POLICY ?= passive
 # Tests run on all cores, a file on each. Those that start processes or wait for sockets and screens run beside each other:
-# they wait more than they compute. Beside tests that only compute they would be late. They run first: the lines that
+# they wait more than they compute, so there is a process more than cores. Beside tests that only compute they would be late. They run first: the lines that
 # libraries print at exit would follow the summary.
 TIMED := tests/commands tests/server tests/tui
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ? 4 : $$1 }')
+TIMED_JOBS ?= $(shell expr $(JOBS) + 1)
 export OMP_NUM_THREADS ?= 1
 # The clients of `make clients`: from PyPI and npm, in the versions of tests/clients/.
 CLIENTS := build/clients
@@ -38,7 +39,7 @@ chat: $(READY) ## Chat with the built-in model in this terminal
 
 test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest $(RERUNS) -n $(JOBS) --dist loadfile --cov --cov-report= $(TIMED)
+	$(BIN)/python -m pytest $(RERUNS) -n $(TIMED_JOBS) --dist loadfile --cov --cov-report= $(TIMED)
 	$(BIN)/python -m pytest $(RERUNS) -n $(JOBS) --dist loadfile --cov --cov-append --cov-report=term:skip-covered \
 		$(addprefix --ignore=,$(TIMED))
 else
