@@ -50,6 +50,8 @@ STATUS_EVERY_S = 0.2
 def quantize_file(job: QuantizeJob, child: Child) -> None:
     """Quantize the source of a job, and send the types that its file really has. Raises EdgeLMError."""
     started_at = time.monotonic()
+    if job.is_source_temporary:
+        child.at_end(partial(job.source.unlink, missing_ok=True))
     options = Options(
         output_type=job.output_type,
         embedding_type=job.embedding_type,

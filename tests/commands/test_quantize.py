@@ -30,6 +30,8 @@ from tests.tiny import write_tiny
 KILLS = Count(test=3, soak=20)
 FLAGS = QuantizeFlags(
     to="Q8_0",
+    budget=None,
+    fits=False,
     calibration=None,
     calibration_tokens=512,
     imatrix=None,
@@ -85,6 +87,11 @@ def test_all_types_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("mixture for a whole file", {"output_type": "Q4_K_M"}),
         ("does not go with", {"imatrix": "i.gguf", "calibration": "t.txt"}),
         ("--pure means nothing for F16", {"to": "F16", "pure": True}),
+        ("--to auto needs a size", {"to": "AUTO"}),
+        ("--budget and --fits are two sizes", {"to": None, "budget": "5bpw", "fits": True}),
+        ("--to Q4_K_M does not go with a size", {"to": "Q4_K_M", "budget": "5bpw"}),
+        ("'5 apples' is no size of a file", {"to": "auto", "budget": "5 apples"}),
+        ("--output-type and --embedding-type do not go with a size", {"to": None, "fits": True, "output_type": "Q8_0"}),
         ("missing.gguf", {"source": "./missing.gguf"}),
         ("is the source itself", {"destination": "SOURCE", "force": True}),
         ("exists already; name another file, or replace it with --force", {"destination": "old.gguf"}),
