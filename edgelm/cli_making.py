@@ -188,7 +188,8 @@ def quantize(
             "quantize takes a model and the name of the new file", "edgelm quantize SRC DST.gguf --to Q4_K_M"
         )
     if to is not None and to.lower().startswith("int4"):
-        from edgelm.commands.quantize_int4 import GROUPS, quantize_int4
+        from edgelm.commands.quantize_int4 import quantize_int4
+        from edgelm.quantization.int4_job import GROUPS
 
         for_a_gguf = {
             "--budget": budget,
