@@ -5,6 +5,7 @@ The work is in `commands.convert`, `commands.quantize` and `commands.eval`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -117,10 +118,13 @@ def convert(
 
 def quantize(
     source: Annotated[
-        str | None, typer.Argument(metavar="SRC", help="A GGUF, or the name of a model here.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="SRC", help="A GGUF, a folder of safetensors, or the name of one here.", show_default=False
+        ),
     ] = None,
     destination: Annotated[
-        str | None, typer.Argument(metavar="DST", help="The new file, NAME.gguf.", show_default=False)
+        str | None, typer.Argument(metavar="DST", help="The new file, NAME.gguf; of int4 a folder.", show_default=False)
     ] = None,
     to: Annotated[
         str | None,
@@ -133,7 +137,10 @@ def quantize(
         typer.Option(metavar="SIZE", help="The best types of this size: 4.5GiB, or 4.5bpw.", show_default=False),
     ] = None,
     fits: Annotated[bool, typer.Option("--fits", help="The best types that fit this machine's memory.")] = False,
-    group: Annotated[int, typer.Option(metavar="N", help="int4: weights that share a scale: 32, 64 or 128.")] = 128,
+    group: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="int4: weights that share a scale: 32, 64 or 128 (128).", show_default=False),
+    ] = None,
     zero_points: Annotated[bool, typer.Option("--zero-points", help="int4: a zero point for each scale, too.")] = False,
     show_list: Annotated[bool, typer.Option("--list", help="Show all types with their bits per weight.")] = False,
     calibration: Annotated[
@@ -182,12 +189,26 @@ def quantize(
         )
     if to is not None and to.lower().startswith("int4"):
         from edgelm.commands.quantize_int4 import quantize_int4
+        from edgelm.quantization.int4_job import GROUPS
 
+        for_a_gguf = {
+            "--budget": budget,
+            "--fits": fits,
+            "--imatrix": imatrix,
+            "--no-imatrix": no_imatrix,
+            "--save-imatrix": save_imatrix,
+            "--output-type": output_type,
+            "--embedding-type": embedding_type,
+            "--pure": pure,
+            "--allow-requantize": allow_requantize,
+            "--force": force,
+        }
+        _refuse(for_a_gguf, f"--to {to}")
         quantize_int4(
             source,
             destination,
             to=to.lower(),
-            group=group,
+            group=GROUPS[-1] if group is None else group,
             zero_points=zero_points,
             calibration=calibration,
             calibration_tokens=calibration_tokens,
@@ -196,6 +217,7 @@ def quantize(
             verbose=verbose,
         )
         return
+    _refuse({"--group": group is not None, "--zero-points": zero_points}, "a type of llama.cpp")
     chosen = QuantizeFlags(
         to=to,
         budget=budget,
@@ -213,3 +235,11 @@ def quantize(
         force=force,
     )
     quantize_model(source, destination, chosen, as_json=as_json, verbose=verbose)
+
+
+def _refuse(flags: Mapping[str, object], purpose: str) -> None:
+    """Raise UsageError where one of these flags is given."""
+    if given := [name for name, value in flags.items() if value]:
+        raise UsageError(
+            f"{', '.join(given)} cannot be given with {purpose}", "omit " + ("it" if len(given) == 1 else "them")
+        )

@@ -24,6 +24,7 @@ from edgelm.library.names import shown
 from edgelm.library.progress import size_text
 from edgelm.machine import facts as machine
 from edgelm.machine.cpu import usable_cores
+from edgelm.setting_checks import parse_adapters
 from edgelm.workers.exit_reason import ModelFiles, exit_reason
 from edgelm.workers.parent import Worker
 
@@ -51,7 +52,7 @@ def convert_model(
         to=_type(to),
         check=check,
         threads=config.settings.threads or usable_cores().physical,
-        lora=tuple(lora),
+        lora=_adapters(lora),
     )
     _print(run_conversion(job, config, verbose=verbose), as_json)
 
@@ -137,6 +138,13 @@ def _type(to: str) -> str:
     if name is None:
         raise UsageError(f"--to {to} is not a type of convert", f"give one of {', '.join(TYPES)}")
     return name
+
+
+def _adapters(lora: Sequence[str]) -> tuple[str, ...]:
+    try:
+        return parse_adapters(list(lora))
+    except ValueError as error:
+        raise UsageError("--lora has a wrong value", f"give {error}") from None
 
 
 def _replies(worker: Worker) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What `edgelm eval` prints of several models: a table, a plot, advice; or JSON or CSV; and the file of `--svg`.
+"""The output of `edgelm eval` for several models: a table, a plot, advice; or JSON or CSV; and the file of `--svg`.
 
 Owns the forms. Computes nothing.
 """
@@ -63,10 +63,11 @@ class Judgement:
 
     @property
     def heading(self) -> str:
-        """What was measured, in a line."""
+        """The number of models, the text, and the measured part of it."""
         measured = next((row for row in self.rows if row.figures and "tokens" in row.figures), None)
         tokens = f": {measured.figures['tokens']:,} tokens" if measured and measured.figures else ""
-        windows = f" in {measured.figures['windows']:,} windows" if measured and measured.figures else ""
+        num_windows = measured.figures["windows"] if measured and measured.figures else 0
+        windows = f" in {num_windows:,} window{'s' if num_windows > 1 else ''}" if num_windows else ""
         family = f"{self.family}, " if self.family else ""
         count = f"{len(self.rows)} model{'s' if len(self.rows) > 1 else ''}"
         return f"{family}{count} on {self.text}{tokens}{windows}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from edgelm.library.progress import size_text, time_text
 from edgelm.library.scan import LocalModel
 from edgelm.machine import facts as machine
 from edgelm.places import Places
+from edgelm.quantization.file_size import parse_budget
 from edgelm.quantization.job import NUM_TOKENS, WORKER, QuantizeJob
 from edgelm.quantization.recipe import Recipe
 from edgelm.quantization.types import FILE_TYPES, FileType, file_type, tensor_type
@@ -90,9 +92,11 @@ def quantize_model(source: str, destination: str, flags: QuantizeFlags, *, as_js
     if (saved := _file(flags.save_imatrix)) and saved in (target, *model.files):
         raise UsageError("--save-imatrix names a file of the model", "name another file")
     with _as_gguf(model, target, config, verbose=verbose) as path:
-        job = _job(path, target, chosen, flags, config.places)
+        job = replace(_job(path, target, chosen, flags, config), is_source_temporary=path != model.path)
         with _worker(job, config.places, verbose=verbose) as replies:
-            document = _follow(replies, target)
+            document = _follow(replies, job)
+    if job.is_source_temporary:  # the user has the folder only
+        document["source"] = str(_folder(model))
     if as_json:
         print(json.dumps(document, ensure_ascii=False))
     else:
@@ -101,29 +105,46 @@ def quantize_model(source: str, destination: str, flags: QuantizeFlags, *, as_js
 
 def _chosen_type(flags: QuantizeFlags) -> FileType:
     """Return the type of the file. Raises UsageError for flags that do not go together."""
-    automatic = flags.budget is not None or flags.fits
-    if flags.budget is not None and flags.fits:
-        raise UsageError("--budget and --fits are two sizes", "leave out one")
-    if automatic and flags.to not in (None, AUTO):
-        raise UsageError(f"--to {flags.to} does not go with a size", "leave out --to, or --budget and --fits")
-    if flags.to == AUTO and not automatic:
-        raise UsageError("--to auto needs a size", "add --budget 4.5GiB, --budget 4.5bpw, or --fits")
-    if automatic and flags.pure:
-        raise UsageError("--pure does not go with a size, for which types differ", "leave it out")
-    if flags.to is None and not automatic:
+    if _is_automatic(flags):
+        chosen = file_type("Q4_K_M")  # until its types are chosen
+    elif flags.to is None:
         raise UsageError("--to is missing", "--to Q4_K_M is the usual choice; edgelm quantize --list shows all")
-    chosen = file_type("Q4_K_M" if automatic or flags.to is None else flags.to)
+    else:
+        chosen = file_type(flags.to)
     for name in filter(None, (flags.output_type, flags.embedding_type)):
         tensor_type(name)
     if flags.imatrix and (flags.no_imatrix or flags.calibration or flags.save_imatrix):
         raise UsageError("--imatrix does not go with --no-imatrix, --calibration or --save-imatrix", "leave out one")
-    if flags.no_imatrix and (flags.calibration or flags.save_imatrix):
-        raise UsageError("--no-imatrix does not go with --calibration or --save-imatrix", "leave out one")
+    if flags.no_imatrix and flags.save_imatrix:
+        raise UsageError("--no-imatrix does not go with --save-imatrix", "leave out one")
+    if flags.no_imatrix and flags.calibration and not _is_automatic(flags):
+        raise UsageError("--no-imatrix does not go with --calibration", "leave out one")
     if flags.no_imatrix and chosen.needs_importance:
         raise UsageError(f"{chosen.name} needs an importance matrix", "leave out --no-imatrix, or take Q3_K_M or more")
     if flags.pure and not chosen.is_quantized:
         raise UsageError(f"--pure means nothing for {chosen.name}", "leave it out")
     return chosen
+
+
+def _is_automatic(flags: QuantizeFlags) -> bool:
+    """Tell whether the types are chosen by a size. Raises UsageError for a wrong one, and for flags beside it."""
+    has_size = flags.budget is not None or flags.fits
+    named_auto = flags.to is not None and flags.to.strip().lower() == AUTO
+    if not has_size:
+        if named_auto:
+            raise UsageError("--to auto needs a size", "add --budget 4.5GiB, --budget 4.5bpw, or --fits")
+        return False
+    if flags.budget is not None and flags.fits:
+        raise UsageError("--budget and --fits are two sizes", "leave out one")
+    if not named_auto and flags.to is not None:
+        raise UsageError(f"--to {flags.to} does not go with a size", "leave out --to, or --budget and --fits")
+    if flags.pure:
+        raise UsageError("--pure does not go with a size, for which types differ", "leave it out")
+    if flags.output_type or flags.embedding_type:
+        raise UsageError("--output-type and --embedding-type do not go with a size", "leave them out")
+    if flags.budget is not None:
+        parse_budget(flags.budget, 1)  # a wrong one is refused before the model runs for its importance matrix
+    return True
 
 
 def _destination(text: str, sources: list[Path] | tuple[Path, ...], *, force: bool) -> Path:
@@ -156,22 +177,29 @@ def _as_gguf(model: LocalModel, destination: Path, config: Config, *, verbose: b
         yield model.path
         return
     require_whole(model)
-    folder = model.path if model.path.is_dir() else model.path.parent
+    folder = _folder(model)
     converted = destination.with_name(f".{destination.stem}.source.gguf")
     try:
         run_conversion(ConvertJob(folder, converted, check=False), config, verbose=verbose)
+        newest = max(path.stat().st_mtime_ns for path in model.files)
+        os.utime(converted, ns=(newest, newest))  # measurements are kept by the time of the file
         yield converted
     finally:
         converted.unlink(missing_ok=True)
 
 
-def _job(source: Path, target: Path, chosen: FileType, flags: QuantizeFlags, places: Places) -> QuantizeJob:
+def _folder(model: LocalModel) -> Path:
+    return model.path if model.path.is_dir() else model.path.parent
+
+
+def _job(source: Path, target: Path, chosen: FileType, flags: QuantizeFlags, config: Config) -> QuantizeJob:
     return QuantizeJob(
         source=source,
         destination=target,
         recipe=Recipe(chosen.name, pure=flags.pure),
         budget=flags.budget,
         fits=flags.fits,
+        settings=config.settings,
         output_type=flags.output_type,
         embedding_type=flags.embedding_type,
         allow_requantize=flags.allow_requantize,
@@ -182,8 +210,8 @@ def _job(source: Path, target: Path, chosen: FileType, flags: QuantizeFlags, pla
         save_imatrix=_file(flags.save_imatrix),
         calibration=_file(flags.calibration),
         calibration_tokens=flags.calibration_tokens or NUM_TOKENS,
-        cache=places.cache / "importance",
-        measurements=places.cache / "sensitivity",
+        cache=config.places.cache / "importance",
+        measurements=config.places.cache / "sensitivity",
     )
 
 
@@ -241,7 +269,7 @@ def _end(end: Exit, files: ModelFiles) -> EdgeLMError:
     return EngineError(end.error or f"the process that quantizes {end.how}{last}", "-v shows llama.cpp's log")
 
 
-def _follow(replies: Iterator[Any], target: Path) -> dict[str, Any]:
+def _follow(replies: Iterator[Any], job: QuantizeJob) -> dict[str, Any]:
     """Show the progress; return the result. Whatever ends the work early, no unfinished file stays."""
     line = _Line()
     try:
@@ -251,7 +279,8 @@ def _follow(replies: Iterator[Any], target: Path) -> dict[str, Any]:
             line.show(reply.text)
     except KeyboardInterrupt:
         line.clear()
-        print(f"note: stopped; {target.name} was not written. The same command starts over", file=sys.stderr)
+        again = "uses the measurements made so far" if job.is_automatic else "starts over"
+        print(f"note: stopped; {job.destination.name} was not written. The same command {again}", file=sys.stderr)
         raise
     finally:
         line.clear()

@@ -55,7 +55,7 @@ class LogitsCheck:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was checked."""
+    """The method of a check, and its figures."""
 
     method: str  # "logits", "tensors" or "none"
     detail: dict[str, Any]

@@ -58,7 +58,7 @@ class Source:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the result."""
+        """Facts about the result that the user should know."""
         lines = list(notes(self.config))
         if self.to != "source" and Kind.MXFP4.name in self.layout.types:
             lines.append("the experts are stored in MXFP4, and stay so")

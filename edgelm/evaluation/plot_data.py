@@ -1,4 +1,4 @@
-"""What a plot of judged models shows: its points, its words and its numbers as text, the same in every form.
+"""A plot of judged models: its points, its words and its numbers as text, the same in every form.
 
 Owns the choice between the distance from the reference and the perplexity. Draws nothing.
 """

@@ -11,8 +11,6 @@ from pathlib import Path
 from edgelm.backends.llama.build import machine_memory
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.summary import model_facts
-from edgelm.config import Settings
-from edgelm.errors import RequestError
 from edgelm.quantization.automatic import Report, choose_types
 from edgelm.quantization.calibration import calibration_text
 from edgelm.quantization.file_size import fitting_bytes, parse_budget
@@ -45,12 +43,10 @@ def chosen_types(
     source: GGUF, job: QuantizeJob, importance: Importance | None, progress: Callable[[Progress], object]
 ) -> tuple[Recipe, Report]:
     """Return the types for the budget of a job, and how they were chosen. Raises EdgeLMError."""
-    if job.output_type or job.embedding_type:
-        raise RequestError("--output-type and --embedding-type do not go with --to auto", "leave them out")
     assert job.measurements is not None
     facts = model_facts(source)
     weights = sum(tensor.num_elements for tensor in source.tensors.values())
-    budget = parse_budget(job.budget, weights) if job.budget else fitting_bytes(facts, Settings(), machine_memory())
+    budget = parse_budget(job.budget, weights) if job.budget else fitting_bytes(facts, job.settings, machine_memory())
     return choose_types(
         source.path,
         budget,

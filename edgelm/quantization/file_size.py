@@ -49,7 +49,7 @@ def fitting_bytes(model: ModelFacts, settings: Settings, machine: MachineMemory)
     if beside >= machine.usable_bytes:
         raise ModelError(
             f"{model.summary.name} needs {_gib(beside)} beside its weights, and {_gib(machine.usable_bytes)} are free",
-            "give --budget, close other programs, or a smaller --ctx",
+            "give --budget, or close other programs",
         )
     return machine.usable_bytes - beside
 

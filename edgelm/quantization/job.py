@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from edgelm.config import Settings
 from edgelm.quantization.recipe import Recipe
 
 WORKER = "edgelm.quantization.worker"
@@ -17,9 +18,11 @@ class QuantizeJob:
 
     source: Path
     destination: Path
+    is_source_temporary: bool = False  # made for this job: the worker removes it where its parent was killed
     recipe: Recipe  # with a budget, only until its types are chosen
     budget: str | None = None  # the size of the new file, by whose types it is made: "4.5GiB", "4.5bpw"
     fits: bool = False  # the budget is what this machine's memory allows
+    settings: Settings = field(default_factory=Settings)  # with which the new file is to fit
     output_type: str | None = None  # None: as the rule of the file type says
     embedding_type: str | None = None
     allow_requantize: bool = False

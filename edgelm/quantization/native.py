@@ -152,8 +152,7 @@ def check_sources(planned: list[PlannedTensor], options: Options) -> None:
         if _is_requantized(tensor) and not options.allow_requantize:
             raise RequestError(
                 f"the source is quantized already: {shown(tensor.name)} is {tensor.source}",
-                "take the original in F32, F16 or BF16; with --allow-requantize the result is hardly worse from Q8_0, "
-                "and much worse from 4 bits",
+                "take the original in F32, F16 or BF16; --allow-requantize takes this one, and the errors add up",
             )
 
 

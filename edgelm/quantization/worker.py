@@ -49,6 +49,17 @@ STATUS_EVERY_S = 0.2
 
 def quantize_file(job: QuantizeJob, child: Child) -> None:
     """Quantize the source of a job, and send the types that its file really has. Raises EdgeLMError."""
+    remove_source = partial(job.source.unlink, missing_ok=True)
+    if job.is_source_temporary:
+        child.at_end(remove_source)
+    try:
+        _quantize(job, child)
+    finally:
+        if job.is_source_temporary:
+            remove_source()
+
+
+def _quantize(job: QuantizeJob, child: Child) -> None:
     started_at = time.monotonic()
     options = Options(
         output_type=job.output_type,

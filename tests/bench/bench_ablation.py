@@ -63,7 +63,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Part:
-    """What is changed where a part is off."""
+    """The changes where a part is off."""
 
     name: str
     values: tuple[tuple[object, str, float], ...] = ()  # module, constant, value

@@ -29,12 +29,12 @@ from edgelm.guide import FOLDER
 from edgelm.knowledge.quote import system_message
 from edgelm.knowledge.starter import guide_passages, larger_model
 from edgelm.quantization.automatic import Effort, choose_types
+from edgelm.quantization.chosen_types import NativeQuantizer
 from edgelm.quantization.divergence import Cut, TextCut
 from edgelm.quantization.recipe import Recipe
 from edgelm.quantization.sensitivity import Importance
 from edgelm.text.tokenizer import Tokenizer
 from edgelm.workers.messages import EvalSide
-from tests.quantization.llama_quantizer import LlamaQuantizer
 
 ROOT = Path(__file__).parents[2]
 STARTER = ROOT / "models" / "starter" / "starter.gguf"
@@ -43,7 +43,7 @@ END, SYSTEM, USER, ASSISTANT = range(4)  # tokens of the starter
 CONTEXT = 1024
 SIZES = ("Q2_K", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")
 CALIBRATION, JUDGEMENT = 0, 1  # halves
-QUANTIZER = LlamaQuantizer()
+QUANTIZER = NativeQuantizer(threads=2)
 
 
 class Scenes:
@@ -138,7 +138,7 @@ def main() -> None:
         folder = Path(name)
         source, file = folder / "source.gguf", folder / "quantized.gguf"
         with open_gguf(STARTER) as gguf:
-            QUANTIZER.write(gguf, source, Recipe("F32"))
+            QUANTIZER.write(gguf, source, Recipe("F32"), None)
         judge = Judge(source, 2 * options.scenes + 4)
         print(f"{'':18} {'bytes':>9} {'KL scenes':>10} {'KL text':>9} {'predicted':>10} {'measured':>10}")
         for size in options.sizes:

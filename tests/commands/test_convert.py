@@ -10,14 +10,19 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from edgelm.checkpoints.gguf import open_gguf
+from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.commands.convert import convert_model, target_file
 from edgelm.conversion import check as check_module
 from edgelm.conversion.check import check_gguf
 from edgelm.conversion.convert import Source, convert_folder
 from edgelm.disk import unfinished
 from edgelm.errors import EdgeLMError, ModelError, UsageError
+from tests.adapters import PREFIX, write_adapter
 from tests.commands.test_run import TIMEOUT_S, Edgelm, error_of
 from tests.conversion.folders import folder_of
 
@@ -42,6 +47,40 @@ def test_a_folder_becomes_a_checked_file(edgelm: Edgelm, folder: Path, tmp_path:
         r"checked: logits of 48 tokens, llama.cpp on the file against torch on the folder: mean KL", lines[1]
     )
     assert "exists; give another name, or --force" in error_of(edgelm("convert", folder, out), code=2)
+
+
+def test_an_adapter_is_merged(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
+    layer = "model.layers.1.mlp.up_proj"
+    with open_safetensors(folder) as model:
+        shape = model.tensors[f"{layer}.weight"].shape
+        before = model.array(f"{layer}.weight").astype(np.float32)
+    adapter = write_adapter(tmp_path / "adapter", {layer: shape}, rank=4, alpha=8.0)
+    low = load_file(adapter / "adapter_model.safetensors")
+    delta = 2 * low[f"{PREFIX}{layer}.lora_B.weight"] @ low[f"{PREFIX}{layer}.lora_A.weight"]  # alpha over rank
+    out = tmp_path / "merged.gguf"
+    done = edgelm("convert", folder, out, "--lora", f"{adapter}:0.5", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["lora"] == [f"{adapter}:0.5"]
+    assert document["check"]["method"] == "logits"  # of the folder with the adapter
+    with open_gguf(out) as made:
+        np.testing.assert_allclose(made.dequantized("blk.1.ffn_up.weight"), before + delta / 2, atol=1e-5)
+
+
+def test_adapters_that_cannot_be_merged(folder: Path, tmp_path: Path) -> None:
+    def error(lora: str) -> str:
+        out = str(tmp_path / "out.gguf")
+        with pytest.raises(EdgeLMError) as caught:
+            convert_model(
+                str(folder), out, {}, to="source", lora=[lora], check=False, force=False, as_json=False, verbose=False
+            )
+        return str(caught.value)
+
+    other = write_adapter(tmp_path / "other", {"model.layers.1.mlp.up_proj": (8, 8)})
+    assert "give an adapter that was trained on this model" in error(str(other))
+    assert "there is no adapter" in error(str(tmp_path / "none"))
+    assert "a scale such as :0.5" in error(f"{other}:nan")
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 def test_the_document_of_a_result(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -23,13 +24,16 @@ from edgelm.disk import unfinished
 from edgelm.errors import EdgeLMError
 from edgelm.jobs.reader import describe
 from edgelm.library.scan import scan
-from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, gone
+from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, error_of, gone
+from tests.conversion.folders import folder_of
 from tests.counts import Count
 from tests.tiny import write_tiny
 
 KILLS = Count(test=3, soak=20)
 FLAGS = QuantizeFlags(
     to="Q8_0",
+    budget=None,
+    fits=False,
     calibration=None,
     calibration_tokens=512,
     imatrix=None,
@@ -55,6 +59,19 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(path, width=256, heads=4, kv_heads=4, head_dim=64, ffn=512)
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Return an empty folder for new files."""
+    path = tmp_path / "place"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of("llama2", tmp_path_factory.mktemp("folders") / "tiny-llama", num_hidden_layers=2)
+
+
 def test_a_model_is_quantized_and_its_types_are_printed(edgelm: Edgelm, source: Path, tmp_path: Path) -> None:
     new = tmp_path / "new.gguf"
     done = edgelm("quantize", source, new, "--to", "q4_k_m", "--calibration-tokens", "512")
@@ -65,6 +82,64 @@ def test_a_model_is_quantized_and_its_types_are_printed(edgelm: Edgelm, source: 
     assert lines[-1] == f"what it costs: edgelm eval {new} TEXT --against {source}"
     assert not done.stderr
     assert describe(new)["quantization"] == "Q4_K_M"  # in `edgelm list`
+
+
+def test_a_folder_is_quantized_in_one_go(edgelm: Edgelm, folder: Path, place: Path) -> None:
+    new = place / "new.gguf"
+    done = edgelm("quantize", folder, new, "--to", "Q8_0", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["source"] == str(folder)  # the GGUF between them is gone
+    assert {row["type"] for row in document["types"]} == {"Q8_0", "F32"}
+    assert [path.name for path in place.iterdir()] == ["new.gguf"]
+    assert describe(new)["quantization"] == "Q8_0"
+    wrong = edgelm("quantize", folder, place / "other.gguf", "--to", "Q8_0", "--output-type", "Q9")
+    assert "Q9" in error_of(wrong, code=2)
+    assert [path.name for path in place.iterdir()] == ["new.gguf"]
+
+
+def test_types_are_chosen_by_a_size(edgelm: Edgelm, folder: Path, place: Path) -> None:
+    text = place / "text.txt"
+    text.write_text("Once upon a time there was a little girl who said hello to the world. " * 60)
+    new = place / "new.gguf"
+    arguments = ("quantize", folder, new, "--no-imatrix", "--calibration", text)
+    done = edgelm(*arguments, "--budget", "9bpw")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"types chosen for .*: KL divergence .* predicted, measured ", done.stdout.decode())
+    with open_gguf(new) as made:
+        weights = sum(tensor.num_elements for tensor in made.tensors.values())
+        assert made.size <= 9 * weights / 8
+    measured = kept_measurements(edgelm)
+    assert measured
+    assert edgelm(*arguments, "--to", "auto", "--fits", "--force").returncode == 0
+    assert kept_measurements(edgelm) == measured  # the folder was converted again, and its measurements still count
+    with open_gguf(new) as made:
+        assert {tensor.type.name for tensor in made.tensors.values()} == {"F16", "F32"}
+    message = error_of(edgelm(*arguments, "--budget", "1kB", "--force"), code=1)
+    assert re.search(r"no types make this model as small as .*; give at least ", message)
+    assert sorted(path.name for path in place.iterdir()) == ["new.gguf", "text.txt"]
+
+
+def test_a_kill_leaves_no_converted_copy(edgelm: Edgelm, place: Path, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    folder = folder_of("llama2", tmp_path / "wide", **sizes)
+    new = place / "new.gguf"
+    process = edgelm.start("quantize", folder, new, "--to", "IQ2_XS")  # its tables take seconds
+    wait_until(lambda: any(place.glob("*new.gguf*")))
+    children = children_of(process.pid)
+    process.kill()
+    process.communicate(timeout=TIMEOUT_S)
+    wait_until(lambda: all(gone(child) for child in children))
+    assert not list(place.glob(".*"))
+
+
+def test_flags_that_would_do_nothing_are_refused(edgelm: Edgelm, folder: Path, place: Path) -> None:
+    new = place / "new"
+    message = error_of(edgelm("quantize", folder, new, "--to", "int4", "--pure", "--budget", "3GiB"), code=2)
+    assert "--budget, --pure cannot be given with --to int4; omit them" in message
+    message = error_of(edgelm("quantize", folder, f"{new}.gguf", "--to", "Q8_0", "--group", "64"), code=2)
+    assert "--group cannot be given with a type of llama.cpp; omit it" in message
+    assert not list(place.iterdir())
 
 
 def test_all_types_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +160,11 @@ def test_all_types_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("mixture for a whole file", {"output_type": "Q4_K_M"}),
         ("does not go with", {"imatrix": "i.gguf", "calibration": "t.txt"}),
         ("--pure means nothing for F16", {"to": "F16", "pure": True}),
+        ("--to auto needs a size", {"to": "AUTO"}),
+        ("--budget and --fits are two sizes", {"to": None, "budget": "5bpw", "fits": True}),
+        ("--to Q4_K_M does not go with a size", {"to": "Q4_K_M", "budget": "5bpw"}),
+        ("'5 apples' is no size of a file", {"to": "auto", "budget": "5 apples"}),
+        ("--output-type and --embedding-type do not go with a size", {"to": None, "fits": True, "output_type": "Q8_0"}),
         ("missing.gguf", {"source": "./missing.gguf"}),
         ("is the source itself", {"destination": "SOURCE", "force": True}),
         ("exists already; name another file, or replace it with --force", {"destination": "old.gguf"}),
@@ -166,6 +246,11 @@ def test_kills_at_random_points_leave_nothing_half_written(edgelm: Edgelm, tmp_p
     with open_gguf(new) as made:
         assert made.tensors["blk.3.ffn_up.weight"].type.name == "Q4_K"
     assert sorted(path.name for path in folder.iterdir()) == ["new.gguf", "source.gguf"]
+
+
+def kept_measurements(edgelm: Edgelm) -> list[str]:
+    folder = Path(edgelm.environment["EDGELM_CACHE_DIR"]) / "sensitivity"
+    return sorted(path.name for path in folder.iterdir())
 
 
 def is_written(process: subprocess.Popen[bytes], folder: Path) -> bool:

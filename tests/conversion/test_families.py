@@ -93,9 +93,10 @@ def test_types_are_kept_or_chosen(tmp_path: Path) -> None:
     folder = write(model.bfloat16(), tmp_path / "folder")
     write_tokenizer("qwen3", folder)
     plain = tensors_of(write_gguf(model.float(), tmp_path / "reference.gguf"))
+    to: Any
     for to, stored in (("source", "BF16"), ("F32", "F32"), ("F16", "F16"), ("Q8_0", "Q8_0")):
         out = tmp_path / f"{to}.gguf"
-        source = convert_folder(folder, out, to)  # type: ignore[arg-type]
+        source = convert_folder(folder, out, to)
         types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(out).tensors}
         assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == stored
         assert types["blk.0.attn_norm.weight"] == "F32"

@@ -17,19 +17,19 @@ from edgelm.errors import ModelError, RequestError
 from edgelm.quantization import automatic, candidates
 from edgelm.quantization.automatic import Effort, Report, choose_types
 from edgelm.quantization.candidates import TYPES, Group, with_importance
+from edgelm.quantization.chosen_types import NativeQuantizer
 from edgelm.quantization.divergence import DivergenceMeter, TextCut
 from edgelm.quantization.file_size import parse_budget
 from edgelm.quantization.recipe import Recipe
 from edgelm.quantization.rounding import rounded
 from edgelm.quantization.scratch import scratch_copy
 from edgelm.quantization.sensitivity import Importance
-from tests.quantization.llama_quantizer import LlamaQuantizer
 from tests.tiny import write_tiny
 
 TEXT = "Once upon a time there was a little girl. She said hello to the big dog and her friend. " * 20
 WIDE: dict[str, Any] = {"width": 256, "heads": 4, "head_dim": 64, "ffn": 256, "layers": 1, "vocab_size": 320}
 NARROW: dict[str, Any] = {"width": 64, "ffn": 96, "layers": 1, "vocab_size": 320}
-QUANTIZER = LlamaQuantizer()
+QUANTIZER = NativeQuantizer(threads=1)
 EFFORT = Effort(num_tokens=128, max_groups=64, num_probes=2)
 
 
@@ -197,7 +197,7 @@ def test_copies_of_dead_processes_are_removed_and_those_in_use_stay(tmp_path: Pa
     source = write_tiny(tmp_path / "tiny.gguf", **NARROW)
     with used.open("rb") as file, open_gguf(source) as gguf:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with scratch_copy(gguf, tmp_path, lambda path: QUANTIZER.write(gguf, path, Recipe("F16"))) as copy:
+        with scratch_copy(gguf, tmp_path, lambda path: QUANTIZER.write(gguf, path, Recipe("F16"), None)) as copy:
             assert sorted(path.name for path in tmp_path.glob("*.scratch")) == sorted([copy.path.name, used.name])
     assert [path.name for path in tmp_path.glob("*.scratch")] == [used.name]
 
@@ -207,7 +207,7 @@ def test_a_changed_copy_is_the_changed_model_and_returns_to_what_it_was(tmp_path
     name = "blk.0.ffn_down.weight"
     with (
         open_gguf(source) as gguf,
-        scratch_copy(gguf, tmp_path, lambda path: QUANTIZER.write(gguf, path, Recipe("F16"))) as copy,
+        scratch_copy(gguf, tmp_path, lambda path: QUANTIZER.write(gguf, path, Recipe("F16"), None)) as copy,
         DivergenceMeter(copy.path, TextCut(TEXT, 128), threads=1) as meter,
     ):
         values = gguf.dequantized(name)
