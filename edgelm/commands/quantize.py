@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -88,8 +89,13 @@ def quantize_model(source: str, destination: str, flags: QuantizeFlags, *, as_js
     chosen = _chosen_type(flags)
     model = installed_model(source, config)
     target = _destination(destination, model.files, force=flags.force)
-    if (saved := _file(flags.save_imatrix)) and saved in (target, *model.files):
-        raise UsageError("--save-imatrix names a file of the model", "name another file")
+    if saved := _file(flags.save_imatrix):
+        if saved in (target, *model.files):
+            raise UsageError("--save-imatrix names a file of the model", "name another file")
+        if saved.is_dir() or not saved.parent.is_dir():
+            raise UsageError(
+                f"--save-imatrix {shown(str(saved), 200)} is no place for a file", "name a file in a folder"
+            )
     with _as_gguf(model, target, config, verbose=verbose) as path:
         job = replace(_job(path, target, chosen, flags, config), is_source_temporary=path != model.path)
         with _worker(job, config.places, verbose=verbose) as replies:
@@ -322,7 +328,7 @@ def _print(document: dict[str, Any], chosen: FileType) -> None:
             f"{choice['predicted']:.5f} predicted{measured}, on {choice['num_tokens']:,} tokens"
         )
     if chosen.is_quantized:
-        print(f"what it costs: edgelm eval {target} TEXT --against {origin}")
+        print(f"what it costs: edgelm eval {shlex.quote(target)} TEXT --against {shlex.quote(origin)}")
     for note in _notes(document, chosen):
         print(f"note: {note}", file=sys.stderr)
 
