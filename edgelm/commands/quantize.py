@@ -184,13 +184,27 @@ def _as_gguf(model: LocalModel, destination: Path, config: Config, *, verbose: b
     require_whole(model)
     folder = _folder(model)
     converted = destination.with_name(f".{destination.stem}.source.gguf")
+    _remove_converted(converted)
+    run_conversion(ConvertJob(folder, converted, check=False), config, verbose=verbose)
     try:
-        run_conversion(ConvertJob(folder, converted, check=False), config, verbose=verbose)
-        newest = max(path.stat().st_mtime_ns for path in model.files)
-        os.utime(converted, ns=(newest, newest))  # measurements are kept by the time of the file
-        yield converted
+        with converted.open("rb") as file:
+            with suppress(OSError):  # a disk without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that the same command elsewhere leaves it alone
+            newest = max(path.stat().st_mtime_ns for path in model.files)
+            os.utime(converted, ns=(newest, newest))  # measurements are kept by the time of the file
+            yield converted
     finally:
         converted.unlink(missing_ok=True)
+
+
+def _remove_converted(path: Path) -> None:
+    """Remove the file that a process left when it was killed. Raises BusyError where a process uses it."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BusyError("another process quantizes to this file", "wait for it") from None
+        path.unlink()
 
 
 def _folder(model: LocalModel) -> Path:
