@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -89,8 +90,13 @@ def quantize_model(source: str, destination: str, flags: QuantizeFlags, *, as_js
     chosen = _chosen_type(flags)
     model = installed_model(source, config)
     target = _destination(destination, model.files, force=flags.force)
-    if (saved := _file(flags.save_imatrix)) and saved in (target, *model.files):
-        raise UsageError("--save-imatrix names a file of the model", "name another file")
+    if saved := _file(flags.save_imatrix):
+        if saved in (target, *model.files):
+            raise UsageError("--save-imatrix names a file of the model", "name another file")
+        if saved.is_dir() or not saved.parent.is_dir():
+            raise UsageError(
+                f"--save-imatrix {shown(str(saved), 200)} is no place for a file", "name a file in a folder"
+            )
     with _as_gguf(model, target, config, verbose=verbose) as path:
         job = replace(_job(path, target, chosen, flags, config), is_source_temporary=path != model.path)
         with _worker(job, config.places, verbose=verbose) as replies:
@@ -179,13 +185,27 @@ def _as_gguf(model: LocalModel, destination: Path, config: Config, *, verbose: b
     require_whole(model)
     folder = _folder(model)
     converted = destination.with_name(f".{destination.stem}.source.gguf")
+    _remove_converted(converted)
+    run_conversion(ConvertJob(folder, converted, check=False), config, verbose=verbose)
     try:
-        run_conversion(ConvertJob(folder, converted, check=False), config, verbose=verbose)
-        newest = max(path.stat().st_mtime_ns for path in model.files)
-        os.utime(converted, ns=(newest, newest))  # measurements are kept by the time of the file
-        yield converted
+        with converted.open("rb") as file:
+            with suppress(OSError):  # a disk without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that the same command elsewhere leaves it alone
+            newest = max(path.stat().st_mtime_ns for path in model.files)
+            os.utime(converted, ns=(newest, newest))  # measurements are kept by the time of the file
+            yield converted
     finally:
         converted.unlink(missing_ok=True)
+
+
+def _remove_converted(path: Path) -> None:
+    """Remove the file that a process left when it was killed. Raises BusyError where a process uses it."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BusyError("another process quantizes to this file", "wait for it") from None
+        path.unlink()
 
 
 def _folder(model: LocalModel) -> Path:
@@ -320,7 +340,7 @@ def _print(document: dict[str, Any], chosen: FileType) -> None:
         plain_console().print(choice_table(choice))
         print("\n".join(choice_lines(choice)))
     if chosen.is_quantized:
-        print(f"what it costs: edgelm eval {target} TEXT --against {origin}")
+        print(f"what it costs: edgelm eval {shlex.quote(target)} TEXT --against {shlex.quote(origin)}")
     for note in _notes(document, chosen):
         print(f"note: {note}", file=sys.stderr)
 

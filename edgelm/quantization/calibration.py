@@ -10,9 +10,11 @@ from itertools import zip_longest
 from pathlib import Path
 
 import edgelm
+from edgelm.checkpoints.files import shown
 from edgelm.errors import RequestError
 from edgelm.guide import TOPICS, page, question_groups, sections
 
+MAX_CHARS = 2**26  # of a file: far more than is used
 PART_CHARS = 3000  # guide and code take turns, so that the beginning of the text has both
 CODE = ("core.py", "engine/scheduler.py", "sampling/reference.py", "text/template.py", "checkpoints/gguf_parse.py")
 
@@ -22,11 +24,14 @@ def calibration_text(file: Path | None) -> str:
     if file is None:
         return _built_in_text()
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
+        if file.exists() and not file.is_file():
+            raise RequestError(f"{shown(str(file), 200)} is no file", "give a text file")
+        with file.open(encoding="utf-8", errors="replace") as opened:
+            text = opened.read(MAX_CHARS)
     except OSError as error:
-        raise RequestError(f"{file} cannot be read: {error.strerror}", "give a text file") from None
+        raise RequestError(f"{shown(str(file), 200)} cannot be read: {error.strerror}", "give a text file") from None
     if not text.strip():
-        raise RequestError(f"{file} is empty", "give a text of some thousand words")
+        raise RequestError(f"{shown(str(file), 200)} is empty", "give a text of some thousand words")
     return text
 
 

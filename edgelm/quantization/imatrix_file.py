@@ -65,6 +65,8 @@ class Statistics:
 def read_statistics(path: Path) -> Statistics:
     """Read a file of either format. Raises RequestError."""
     try:
+        if path.exists() and not path.is_file():
+            raise RequestError(f"{shown(str(path), 200)} is no file", HINT)
         with path.open("rb") as file:
             head = file.read(4)
             if head != MAGIC and path.stat().st_size > MAX_DAT_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -21,7 +22,7 @@ import pytest
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.commands.quantize import QuantizeFlags, list_types, quantize_model
 from edgelm.disk import unfinished
-from edgelm.errors import EdgeLMError
+from edgelm.errors import BusyError, EdgeLMError
 from edgelm.jobs.reader import describe
 from edgelm.library.scan import scan
 from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, error_of, gone
@@ -133,6 +134,16 @@ def test_a_kill_leaves_no_converted_copy(edgelm: Edgelm, place: Path, tmp_path: 
     assert not list(place.glob(".*"))
 
 
+def test_another_process_keeps_its_converted_copy(folder: Path, place: Path) -> None:
+    copy = place / ".new.source.gguf"
+    copy.write_bytes(b"of another process")
+    with copy.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BusyError, match="another process quantizes to this file"):
+            quantize_model(str(folder), str(place / "new.gguf"), FLAGS, as_json=False, verbose=False)
+    assert [path.name for path in place.iterdir()] == [".new.source.gguf"]
+
+
 def test_flags_that_would_do_nothing_are_refused(edgelm: Edgelm, folder: Path, place: Path) -> None:
     new = place / "new"
     message = error_of(edgelm("quantize", folder, new, "--to", "int4", "--pure", "--budget", "3GiB"), code=2)
@@ -165,6 +176,9 @@ def test_all_types_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("--to Q4_K_M does not go with a size", {"to": "Q4_K_M", "budget": "5bpw"}),
         ("'5 apples' is no size of a file", {"to": "auto", "budget": "5 apples"}),
         ("--output-type and --embedding-type do not go with a size", {"to": None, "fits": True, "output_type": "Q8_0"}),
+        ("is no place for a file", {"save_imatrix": "none/i.gguf"}),
+        ("/dev/null is no file", {"calibration": "/dev/null"}),
+        ("/dev/null is no file", {"imatrix": "/dev/null"}),
         ("missing.gguf", {"source": "./missing.gguf"}),
         ("is the source itself", {"destination": "SOURCE", "force": True}),
         ("exists already; name another file, or replace it with --force", {"destination": "old.gguf"}),
