@@ -41,6 +41,7 @@ from edgelm.workers.messages import Result, Status
 from edgelm.workers.parent import Exit, Worker
 
 AUTO = "auto"
+CONVERTED = ".edgelm-source.gguf"  # the end of the hidden name of a converted folder
 SMALL_BITS = 6.0  # below, an importance matrix is made by default
 
 
@@ -184,7 +185,10 @@ def _as_gguf(model: LocalModel, destination: Path, config: Config, *, verbose: b
         return
     require_whole(model)
     folder = _folder(model)
-    converted = destination.with_name(f".{destination.stem}.source.gguf")
+    for left in destination.parent.glob(f".*{CONVERTED}"):
+        with suppress(BusyError):  # another process uses it
+            _remove_converted(left)
+    converted = destination.with_name(f".{destination.stem}{CONVERTED}")
     _remove_converted(converted)
     run_conversion(ConvertJob(folder, converted, check=False), config, verbose=verbose)
     try:

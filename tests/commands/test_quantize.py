@@ -87,6 +87,7 @@ def test_a_model_is_quantized_and_its_types_are_printed(edgelm: Edgelm, source: 
 
 def test_a_folder_is_quantized_in_one_go(edgelm: Edgelm, folder: Path, place: Path) -> None:
     new = place / "new.gguf"
+    (place / ".killed.edgelm-source.gguf").write_bytes(b"left by a process that was killed")
     done = edgelm("quantize", folder, new, "--to", "Q8_0", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -135,13 +136,13 @@ def test_a_kill_leaves_no_converted_copy(edgelm: Edgelm, place: Path, tmp_path: 
 
 
 def test_another_process_keeps_its_converted_copy(folder: Path, place: Path) -> None:
-    copy = place / ".new.source.gguf"
+    copy = place / ".new.edgelm-source.gguf"
     copy.write_bytes(b"of another process")
     with copy.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(BusyError, match="another process quantizes to this file"):
             quantize_model(str(folder), str(place / "new.gguf"), FLAGS, as_json=False, verbose=False)
-    assert [path.name for path in place.iterdir()] == [".new.source.gguf"]
+    assert [path.name for path in place.iterdir()] == [".new.edgelm-source.gguf"]
 
 
 def test_flags_that_would_do_nothing_are_refused(edgelm: Edgelm, folder: Path, place: Path) -> None:
