@@ -15,11 +15,12 @@ from edgelm.text.prompt_token_cache import MAX_ENTRIES, Prompt, PromptTokenCache
 from edgelm.text.template import ChatTemplate
 from edgelm.text.tokenizer import LlamaTokenizer
 from tests.counts import Count
+from tests.real_data import with_vocabulary
 from tests.text.test_chat import LOOP, TURNS, load, template_of, user
 
 TALKS = Count(test=12, soak=400)  # for each vocabulary
 OPEN_TURN = "{% if add_generation_prompt %}OPENassistant\n{% endif %}"
-every_vocab = pytest.mark.parametrize("name", TURNS)
+every_vocab = pytest.mark.parametrize("name", with_vocabulary(TURNS))
 WORDS = ["Hi", " there", "\n\n", " ", "  two", "é", "日本", "1234567", " don't", "<", "|", ">", "assistant", "\t", "."]
 
 
