@@ -103,7 +103,7 @@ def front(rows: Sequence[Row]) -> list[Row]:
 
 
 def advice(rows: Sequence[Row], reference: str) -> list[str]:
-    """Return what the figures say for the choice, in a few short lines; none without a reference for all of them."""
+    """Return short lines of advice which model to choose; none unless all rows have the same reference."""
     if not any(row.is_reference for row in rows):
         return []
     judged = [row for row in rows if row.kl is not None and not row.is_reference]
@@ -132,7 +132,7 @@ def _joined(labels: Sequence[str]) -> str:
 
 
 def short_labels(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return what all names begin with, up to a separator, and the rest of each; the rests are not empty."""
+    """Split names into their common beginning, up to a separator, and their endings, none of which is empty."""
     if len(names) < 2:
         return "", list(names)
     least, greatest = min(names), max(names)  # what these begin with, all others do

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol, Self
+from typing import IO, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +91,9 @@ class DivergenceMeter:
             self._executor = evaluation.model.executor
             self._windows = cut.windows(evaluation.tokenizer, evaluation.window)
             self.num_tokens = sum(len(window.tokens) - window.first for window in self._windows)  # that are scored
-            self._reference = resources.enter_context(_LogitsFile(model.parent, self.num_tokens, self._num_vocab))
+            require_space(model.parent, 4 * self.num_tokens * self._num_vocab, "the predictions of the model")
+            file = resources.enter_context(tempfile.TemporaryFile(dir=model.parent))
+            self._reference = _LogitsFile(file, self._num_vocab)
             for logits, _ in self._run():
                 self._reference.append(logits)
             self._resources = resources.pop_all()
@@ -123,9 +125,8 @@ class DivergenceMeter:
 class _LogitsFile:
     """Logits in a file without a name, which ends with this process: [rows, vocab]."""
 
-    def __init__(self, folder: Path, num_rows: int, num_vocab: int) -> None:
-        require_space(folder, 4 * num_rows * num_vocab, "the predictions of the model")
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by __exit__
+    def __init__(self, file: IO[bytes], num_vocab: int) -> None:
+        self._file = file
         self._num_vocab = num_vocab
 
     def append(self, logits: Logits) -> None:
@@ -135,9 +136,3 @@ class _LogitsFile:
         self._file.seek(4 * start * self._num_vocab)
         data = self._file.read(4 * (end - start) * self._num_vocab)
         return np.frombuffer(data, np.float32).reshape(-1, self._num_vocab)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()

@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -52,35 +52,6 @@ class NotMeasurableError(ModelError):
 
 
 Progress = Callable[[int, int], object]  # called with the windows that are done, and all
-
-
-def importance(
-    model: Path,
-    text: str,
-    *,
-    chats: Sequence[Chat] = (),
-    max_tokens: int = NUM_TOKENS,
-    with_output: bool = False,
-    cache: Path | None = None,
-    threads: int = 0,
-    repack: bool = True,
-    progress: Progress = lambda _done, _total: None,
-) -> Mapping[str, NDArray[np.float32]]:
-    """Return the mean squared inputs of the matrices of a GGUF, by the names of its tensors.
-
-    Each is [columns], or [experts, columns]. For the parameters see `measure`, also for the errors.
-    """
-    return measure(
-        model,
-        text,
-        chats=chats,
-        max_tokens=max_tokens,
-        with_output=with_output,
-        cache=cache,
-        threads=threads,
-        repack=repack,
-        progress=progress,
-    ).means()
 
 
 def measure(

@@ -192,7 +192,7 @@ class Trial:
         self.made: dict[str, dict[str, Tensor]] = {}
 
     def counts(self) -> str:
-        """Return what is measured."""
+        """Return the numbers of weights, bytes and tokens, as a line."""
         observed, measured = (sum(map(len, text.tokens)) for text in (self._first, self._second))
         return (
             f"{self._weights:,} weights in the blocks, {self._rest_bytes:,} bytes for the rest; "

@@ -26,7 +26,7 @@ from edgelm.backends.llama.model import LlamaModel
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.quantization.automatic import choose_types
 from edgelm.quantization.chosen_types import NativeQuantizer
-from edgelm.quantization.importance import importance as measured_importance
+from edgelm.quantization.importance import measure
 from edgelm.quantization.int4_job import Int4Job
 from edgelm.quantization.int4_model import quantize_folder
 from edgelm.quantization.recipe import Recipe
@@ -98,7 +98,7 @@ class Bench:
 
 def quantized(bench: Bench) -> Iterator[Point]:
     """Yield llama.cpp's mixtures with importance data, and types by budget at the sizes of some."""
-    weights = measured_importance(bench.source, bench.text, max_tokens=30_000)
+    weights = measure(bench.source, bench.text, max_tokens=30_000).means()
     path, sizes = bench.folder / "quantized.gguf", {}
     for kind in UNIFORM:
         with open_gguf(bench.source) as gguf:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.errors import EdgeLMError, ModelError, RequestError
 from edgelm.quantization.imatrix_file import Statistics, read_statistics, write_statistics
-from edgelm.quantization.importance import importance, measure
+from edgelm.quantization.importance import measure
 from edgelm.quantization.native import quantize
 from edgelm.quantization.recipe import Recipe
 from edgelm.text.tokenizer import LlamaTokenizer
@@ -86,7 +86,7 @@ def _experts(inputs: Squares, layer: int) -> Any:
 def test_the_importance_is_the_mean_square_of_the_inputs_by_transformers(family: str, tmp_path: Path) -> None:
     model = tiny_models.build(family)
     path = write_gguf(model, tmp_path / "model.gguf", add=add_letters)
-    means = importance(path, TEXT, threads=1)
+    means = measure(path, TEXT, threads=1).means()
     tokens = LlamaTokenizer.from_file(path).encode(TEXT, special=False, bos=False)
     with hooked(model) as inputs:
         for start in range(0, len(tokens) - 254, 255):  # the context of the model is 256
@@ -110,7 +110,7 @@ def test_an_expert_without_tokens_counts_as_much_as_any_column() -> None:
 def test_a_run_is_kept_and_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = write_tiny(tmp_path / "m.gguf", context=64), tmp_path / "cache"
     monkeypatch.setattr("edgelm.quantization.importance.SAVE_EVERY_S", 0.0)
-    whole = importance(model, TEXT, threads=1)
+    whole = measure(model, TEXT, threads=1).means()
     seen: list[tuple[int, int]] = []
 
     def stop(done: int, total: int) -> None:
@@ -121,22 +121,25 @@ def test_a_run_is_kept_and_goes_on_where_it_was_interrupted(tmp_path: Path, monk
     with pytest.raises(KeyboardInterrupt):
         measure(model, TEXT, cache=cache, threads=1, progress=stop)
     seen.clear()
-    kept = importance(model, TEXT, cache=cache, threads=1, progress=lambda *at: seen.append(at))
+    kept = measure(model, TEXT, cache=cache, threads=1, progress=lambda *at: seen.append(at)).means()
     assert seen[0] == (1, seen[-1][0])
     assert seen[-1][0] == seen[-1][1] > 2
     for name, values in whole.items():
         np.testing.assert_allclose(kept[name], values, rtol=1e-4)
     seen.clear()
-    assert importance(model, TEXT, cache=cache, threads=1, progress=lambda *at: seen.append(at)).keys() == whole.keys()
+    assert (
+        measure(model, TEXT, cache=cache, threads=1, progress=lambda *at: seen.append(at)).means().keys()
+        == whole.keys()
+    )
     assert not seen  # nothing was computed
 
 
 def test_what_cannot_be_calibrated_is_one_error(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "m.gguf")
     with pytest.raises(RequestError, match="has 1 tokens"):
-        importance(model, "hello", threads=1)
+        measure(model, "hello", threads=1).means()
     with pytest.raises(ModelError, match="no numbers"):
-        importance(write_tiny(tmp_path / "nan.gguf", nan_logits=True), TEXT, with_output=True, threads=1)
+        measure(write_tiny(tmp_path / "nan.gguf", nan_logits=True), TEXT, with_output=True, threads=1).means()
 
 
 def test_files_are_written_as_llama_cpp_reads_them_and_read_back(tmp_path: Path) -> None:

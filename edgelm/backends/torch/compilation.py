@@ -69,10 +69,10 @@ def recording() -> Iterator[list[Compilation]]:
     def run(kernel: Any, *args: Any, **options: Any) -> Any:
         return look_up(kernel, *args, **{**options, "warmup": True})
 
-    def note(*, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:  # noqa: A002 - Triton's name
-        kernel = fn.jit_function
+    def note(**given: Any) -> bool:
+        kernel, key = given["fn"].jit_function, given["key"]
         if (kernel.__name__, key) not in missing:
-            compilation = missing[kernel.__name__, key] = _compilation(kernel, key, compile)
+            compilation = missing[kernel.__name__, key] = _compilation(kernel, key, given["compile"])
             found.append(compilation)
         return True  # not to be compiled now
 
