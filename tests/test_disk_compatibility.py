@@ -37,7 +37,8 @@ from edgelm.machine.step_times import StepTimes
 from edgelm.places import Places
 from edgelm.speculation.acceptance import Acceptance
 from edgelm.speculation.past_answers import AnswersFile, info, path_for
-from edgelm.text.chat import encode_rendered, render_chat
+from edgelm.text.chat import render_chat
+from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.template import ChatTemplate
 from edgelm.text.tokenizer import LlamaTokenizer

@@ -1,14 +1,14 @@
 """An answer: messages in; reasoning, content and tool calls out, with a loaded model.
 
-Owns the composition of template, grammar, engine and parser, for `edgelm run` and every API. Knows nothing of HTTP and
-of any API's format; messages and tools have OpenAI's form.
+Owns the composition of prompt, grammar, engine and parser, for `edgelm run` and every API. Knows nothing of HTTP and of
+any API's format; messages and tools have OpenAI's form.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -20,11 +20,9 @@ from edgelm.engine.usage import Usage
 from edgelm.errors import RequestError
 from edgelm.jobs.constraints import Constraints, Style, Styles
 from edgelm.jobs.past import PastTokens
-from edgelm.jobs.request import AnswerDelta, AnswerReason, AnswerRequest, ContextError
+from edgelm.jobs.prompts import Prompts, too_long
+from edgelm.jobs.request import AnswerDelta, AnswerReason, AnswerRequest
 from edgelm.sampling.script import ScriptMatcher
-from edgelm.text.calls.generic import with_plain_calls, with_tools_text
-from edgelm.text.encoding import TextEncoder
-from edgelm.text.fim import fim_tokens, infill_tokens
 from edgelm.text.indent import IndentLimit
 from edgelm.text.parse import AnswerParser, Args, CallBegin, CallEnd, Content, Part, Reasoning
 from edgelm.text.prompt_token_cache import Prompt
@@ -33,8 +31,6 @@ from edgelm.text.template_worker import TemplateRunner
 if TYPE_CHECKING:
     from edgelm.sampling.grammar import Grammar, GrammarCompiler
 
-TOKEN_BYTES = 128  # more than the average token of any vocabulary
-LEAST_BYTES = 2**20  # an exact token count of fewer bytes is cheap
 TAIL = 512  # characters of the prompt that tell where an answer begins
 
 
@@ -69,7 +65,7 @@ class Answerer:
         self._loaded = loaded
         self._templates = templates
         self._settings = settings
-        self._texts = TextEncoder(loaded.tokenizer)
+        self._prompts = Prompts(loaded, templates)
         self._past = PastTokens(loaded.tokenizer)
         self._styles = Styles(loaded.tokenizer, templates)
         self._constraints = Constraints(loaded.tokenizer, grammars)
@@ -84,15 +80,15 @@ class Answerer:
         params = self._params(request)
         style, chat, tail = Style(), None, ""
         if request.prompt is not None:
-            ids = await asyncio.to_thread(self._text_tokens, request)
+            ids = await asyncio.to_thread(self._prompts.text_tokens, request)
         else:
             style = await self._styles.of(request)
-            chat = await self._chat_prompt(request, style, cache_namespace)
+            chat = await self._prompts.chat(request, style, cache_namespace)
             ids, tail = chat.ids, chat.rendered.text[-TAIL:]
         if not ids:
             raise RequestError("the prompt is empty", "give at least one token")
         if len(ids) >= (context := self._loaded.engine.info.context):
-            raise _too_long(f"the prompt has {len(ids):,} tokens", context)
+            raise too_long(f"the prompt has {len(ids):,} tokens", context)
         grammar, notes = await self._constraints.grammar(request, style, tail)
         if request.thinking_budget is not None and style.reasoning is None and not style.is_harmony:
             notes = (*notes, "the thinking budget has no effect: the model does not think")
@@ -124,8 +120,6 @@ class Answerer:
                 async for delta in deltas:
                     yield delta
 
-    # -- prompts ---------------------------------------------------------------------------------------------------
-
     def _params(self, request: AnswerRequest) -> SamplingParams:
         settings = self._settings
         defaults = {
@@ -140,47 +134,6 @@ class Answerer:
         if values["max_tokens"] == 0:
             values["max_tokens"] = 1  # its token is dropped
         return SamplingParams(**values, stop_ids=self._loaded.tokenizer.stop_ids)
-
-    def _text_tokens(self, request: AnswerRequest) -> list[int]:
-        tokenizer, prompt = self._loaded.tokenizer, request.prompt
-        assert prompt is not None
-        info = self._loaded.engine.info
-        if not isinstance(prompt, str):
-            if request.suffix is not None:
-                raise RequestError("suffix needs a prompt that is text", "send text, or omit suffix")
-            if not 0 <= min(prompt, default=0) <= max(prompt, default=0) < tokenizer.num_tokens:
-                raise RequestError(f"the prompt has a token id outside of the vocabulary of {tokenizer.num_tokens:,}")
-            return list(prompt)
-        if request.files is not None:
-            # An editor warms the cache with a request for no tokens: it must cut like the next one.
-            reserved = min(max(request.sampling.get("max_tokens", 0), info.context // 4), info.context // 2)
-            return infill_tokens(self._texts, prompt, request.suffix or "", request.files, info.context - reserved)
-        size = len(prompt) + len(request.suffix or "")
-        if size > TOKEN_BYTES * info.context:
-            raise _too_long(f"the prompt has {size:,} characters", info.context)
-        if request.suffix is not None:
-            return prompt_ids(fim_tokens(self._texts, prompt, request.suffix), info.context)
-        return prompt_ids(self._texts.prompt(prompt, special=True), info.context)
-
-    async def _chat_prompt(self, request: AnswerRequest, style: Style, cache_namespace: str) -> Prompt:
-        messages, tools = list(request.messages), list(map(_described, request.tools))
-        if request.tool_choice.mode == "none":
-            tools = []
-        support = style.tools
-        if support is not None and not support.writes_calls:
-            messages = with_plain_calls(messages, support.form)
-        if support is not None and tools and not support.describes_tools:
-            messages, tools = with_tools_text(messages, support.form, tools), []
-        context = self._loaded.engine.info.context
-        return await self._templates.render_prompt(
-            messages,
-            max_bytes=max(context * TOKEN_BYTES, LEAST_BYTES),
-            tools=tools or None,
-            add_generation_prompt=not request.continues_last,
-            continue_final_message=request.continues_last,
-            template_kwargs=request.template_kwargs,
-            cache_namespace=cache_namespace,
-        )
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
@@ -375,31 +328,6 @@ class _MessageBuilder:
 def _is_urgent(request: AnswerRequest) -> bool:
     """Tell whether somebody waits in an editor, and not for a warm cache."""
     return (request.interactive or request.suffix is not None) and request.sampling.get("max_tokens") != 0
-
-
-def _described(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool with a description: some templates fail without one."""
-    function = tool.get("function")
-    if not isinstance(function, dict) or function.get("description") is not None:
-        return tool
-    return {**tool, "function": {**function, "description": ""}}
-
-
-def prompt_ids(pieces: Iterable[list[int]], context: int) -> list[int]:
-    """Return the tokens of a prompt. Raises ContextError when too many have come: the rest may take minutes."""
-    ids: list[int] = []
-    for piece in pieces:
-        if len(ids) > context:
-            raise _too_long(f"the prompt has more than {context:,} tokens", context)
-        ids += piece
-    return ids
-
-
-def _too_long(problem: str, context: int) -> ContextError:
-    return ContextError(
-        f"{problem}, the context holds {context:,} tokens with the answer",
-        "shorten it, or start edgelm with a larger --ctx",
-    )
 
 
 def _within(limit: IndentLimit, parts: list[Part]) -> list[Part]:

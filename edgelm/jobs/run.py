@@ -13,7 +13,8 @@ from typing import Any
 from edgelm.backends.model import LoadedModel
 from edgelm.core import Stats
 from edgelm.errors import RequestError
-from edgelm.jobs.answer import Answerer, prompt_ids
+from edgelm.jobs.answer import Answerer
+from edgelm.jobs.prompts import prompt_ids
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import fitting, share_of_context, system_message

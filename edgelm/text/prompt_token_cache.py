@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgelm.atomic import atomic_write
-from edgelm.text.chat import Rendered, encode_part, encode_rendered
+from edgelm.text.chat import Rendered
+from edgelm.text.chat_tokens import encode_part, encode_rendered
 from edgelm.text.history import reasoning_of, turn_key
 from edgelm.text.patterns import any_of
 from edgelm.text.template import ChatTemplate, Message

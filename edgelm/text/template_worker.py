@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgelm.errors import EdgeLMError, EngineError, ModelError, RequestError
-from edgelm.text.chat import Rendered, Span, encode_rendered, render_chat
+from edgelm.text.chat import Rendered, Span, render_chat
+from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.prompt_token_cache import Prompt, PromptTokenCache
 from edgelm.text.template import ChatTemplate, Message, RefusedError, TemplateFailedError, TooLongError
 from edgelm.workers.child import Child, answer_requests

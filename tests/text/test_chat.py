@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from edgelm.backends.llama.api import start_backend
 from edgelm.errors import RequestError
-from edgelm.text.chat import encode_rendered, render_chat
+from edgelm.text.chat import render_chat
+from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.template import ChatTemplate, RefusedError, TooLongError
 from edgelm.text.tokenizer import LlamaTokenizer
 from tests.counts import Count

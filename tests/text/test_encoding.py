@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from edgelm.jobs.answer import prompt_ids
+from edgelm.jobs.prompts import prompt_ids
 from edgelm.jobs.request import ContextError
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.tokenizer import LlamaTokenizer

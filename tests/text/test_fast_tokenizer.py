@@ -23,7 +23,8 @@ from edgelm.backends.torch.build import tokenizer_of_folder
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.gguf_parse import Array
 from edgelm.errors import ModelError, RequestError
-from edgelm.text.chat import encode_rendered, render_chat
+from edgelm.text.chat import render_chat
+from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.fast_tokenizer import FastTokenizer
 from edgelm.text.gguf_tokenizer import gguf_tokenizer
 from edgelm.text.template import ChatTemplate

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from edgelm.text.chat import encode_rendered, render_chat
+from edgelm.text.chat import render_chat
+from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.prompt_token_cache import MAX_ENTRIES, Prompt, PromptTokenCache
 from edgelm.text.template import ChatTemplate
 from edgelm.text.tokenizer import LlamaTokenizer

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
 from edgelm.text.byte_letters import BYTE_LETTERS
-from edgelm.text.chat import encode_rendered, render_chat
+from edgelm.text.chat import render_chat
+from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.fast_tokenizer import FastTokenizer, VocabularyFacts
 from edgelm.text.known_vocabularies import STOP_STRINGS
 from edgelm.text.prompt_token_cache import Prompt, PromptTokenCache

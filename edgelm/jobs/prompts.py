@@ -1,0 +1,100 @@
+"""Prompts: the tokens of what a request asks, be it messages, a text, tokens, or a gap in a file.
+
+Owns the composition of templates and vocabulary. A prompt that cannot fit is refused before it is encoded whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from edgelm.backends.model import LoadedModel
+from edgelm.errors import RequestError
+from edgelm.jobs.constraints import Style
+from edgelm.jobs.request import AnswerRequest, ContextError
+from edgelm.text.calls.generic import with_plain_calls, with_tools_text
+from edgelm.text.encoding import TextEncoder
+from edgelm.text.fim import fim_tokens, infill_tokens
+from edgelm.text.prompt_token_cache import Prompt
+from edgelm.text.template_worker import TemplateRunner
+
+TOKEN_BYTES = 128  # more than the average token of any vocabulary
+LEAST_BYTES = 2**20  # an exact token count of fewer bytes is cheap
+
+
+class Prompts:
+    """Encodes the prompts of one model."""
+
+    def __init__(self, loaded: LoadedModel, templates: TemplateRunner) -> None:
+        self._loaded = loaded
+        self._templates = templates
+        self._texts = TextEncoder(loaded.tokenizer)
+
+    def text_tokens(self, request: AnswerRequest) -> list[int]:
+        """Return the tokens of a request with a prompt. Raises RequestError; ContextError if it is too long."""
+        tokenizer, prompt = self._loaded.tokenizer, request.prompt
+        assert prompt is not None
+        info = self._loaded.engine.info
+        if not isinstance(prompt, str):
+            if request.suffix is not None:
+                raise RequestError("suffix needs a prompt that is text", "send text, or omit suffix")
+            if not 0 <= min(prompt, default=0) <= max(prompt, default=0) < tokenizer.num_tokens:
+                raise RequestError(f"the prompt has a token id outside of the vocabulary of {tokenizer.num_tokens:,}")
+            return list(prompt)
+        if request.files is not None:
+            # An editor warms the cache with a request for no tokens: it must cut like the next one.
+            reserved = min(max(request.sampling.get("max_tokens", 0), info.context // 4), info.context // 2)
+            return infill_tokens(self._texts, prompt, request.suffix or "", request.files, info.context - reserved)
+        size = len(prompt) + len(request.suffix or "")
+        if size > TOKEN_BYTES * info.context:
+            raise too_long(f"the prompt has {size:,} characters", info.context)
+        if request.suffix is not None:
+            return prompt_ids(fim_tokens(self._texts, prompt, request.suffix), info.context)
+        return prompt_ids(self._texts.prompt(prompt, special=True), info.context)
+
+    async def chat(self, request: AnswerRequest, style: Style, cache_namespace: str) -> Prompt:
+        """Render and encode a request with messages. Raises RequestError, and the errors of the template worker."""
+        messages, tools = list(request.messages), list(map(_described, request.tools))
+        if request.tool_choice.mode == "none":
+            tools = []
+        support = style.tools
+        if support is not None and not support.writes_calls:
+            messages = with_plain_calls(messages, support.form)
+        if support is not None and tools and not support.describes_tools:
+            messages, tools = with_tools_text(messages, support.form, tools), []
+        context = self._loaded.engine.info.context
+        return await self._templates.render_prompt(
+            messages,
+            max_bytes=max(context * TOKEN_BYTES, LEAST_BYTES),
+            tools=tools or None,
+            add_generation_prompt=not request.continues_last,
+            continue_final_message=request.continues_last,
+            template_kwargs=request.template_kwargs,
+            cache_namespace=cache_namespace,
+        )
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with a description: some templates fail without one."""
+    function = tool.get("function")
+    if not isinstance(function, dict) or function.get("description") is not None:
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
+
+
+def prompt_ids(pieces: Iterable[list[int]], context: int) -> list[int]:
+    """Return the tokens of a prompt. Raises ContextError when too many have come: the rest may take minutes."""
+    ids: list[int] = []
+    for piece in pieces:
+        if len(ids) > context:
+            raise too_long(f"the prompt has more than {context:,} tokens", context)
+        ids += piece
+    return ids
+
+
+def too_long(problem: str, context: int) -> ContextError:
+    """Return the error of a prompt that the context cannot hold."""
+    return ContextError(
+        f"{problem}, the context holds {context:,} tokens with the answer",
+        "shorten it, or start edgelm with a larger --ctx",
+    )
