@@ -54,40 +54,17 @@ def evaluate(
     flags: Flags,
 ) -> None:
     """Measure how well models predict a text, and how far they are from a reference."""
-    from edgelm.commands.eval import eval_model
+    from edgelm.commands.eval import Task, eval_model, find_text
     from edgelm.commands.eval_models import is_several
 
+    task = Task(find_text(file), window=window, stride=stride, limit=limit, restart=restart, verbose=verbose)
     if is_several(models) or plot or svg or as_csv:
         from edgelm.commands.eval_output import Form
         from edgelm.commands.eval_table import eval_models
 
         form = Form(plot=plot, svg=svg, as_json=as_json, as_csv=as_csv)
-        code = eval_models(
-            models,
-            file,
-            flags,
-            against or [],
-            window=window,
-            stride=stride,
-            limit=limit,
-            restart=restart,
-            speed=speed,
-            form=form,
-            verbose=verbose,
-        )
-        raise typer.Exit(code)
-    eval_model(
-        models[0],
-        file,
-        flags,
-        against or [],
-        window=window,
-        stride=stride,
-        limit=limit,
-        restart=restart,
-        as_json=as_json,
-        verbose=verbose,
-    )
+        raise typer.Exit(eval_models(models, task, flags, against or [], speed=speed, form=form))
+    eval_model(models[0], task, flags, against or [], as_json=as_json)
 
 
 @with_settings("convert")

@@ -23,7 +23,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,13 +217,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="copy the wheel into this folder")
     parser.add_argument("--variants", default="", help="only the backends that this regular expression matches")
     options = parser.parse_args()
+    return print_wheel(
+        lambda cache: ensure_libraries(plan_build(fetch_sdist(cache), options.variants), cache), options.out
+    )
+
+
+def print_wheel(make: Callable[[Path], Path], out: Path | None) -> int:
+    """Make a wheel with the cache folder, copy it to `out`, and print its path; return the exit code."""
     cache = cache_folder(os.environ)
     cache.mkdir(parents=True, exist_ok=True)
     try:
-        wheel = ensure_libraries(plan_build(fetch_sdist(cache), options.variants), cache)
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            wheel = Path(shutil.copy(wheel, options.out))
+        wheel = make(cache)
+        if out:
+            out.mkdir(parents=True, exist_ok=True)
+            wheel = Path(shutil.copy(wheel, out))
     except BuildError as error:
         say(f"error: {error}")
         return 1

@@ -25,8 +25,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_libraries import fetch_sdist, plan_build, platform_tag, run
-from llama_wheel import BuildError, cache_folder, is_whole, say
+from llama_libraries import fetch_sdist, plan_build, platform_tag, print_wheel, run
+from llama_wheel import BuildError, is_whole, say
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "llama"))
 from backend import project, write_wheel
@@ -176,18 +176,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="copy the wheel into this folder")
     parser.add_argument("--build", type=Path, help="compile in this folder, or go on there, and keep it")
     options = parser.parse_args()
-    cache = cache_folder(os.environ)
-    cache.mkdir(parents=True, exist_ok=True)
-    try:
-        wheel = ensure_wheel(plan_vulkan(fetch_sdist(cache)), cache, options.build and options.build.resolve())
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            wheel = Path(shutil.copy(wheel, options.out))
-    except BuildError as error:
-        say(f"error: {error}")
-        return 1
-    print(wheel)
-    return 0
+    folder = options.build and options.build.resolve()
+    return print_wheel(lambda cache: ensure_wheel(plan_vulkan(fetch_sdist(cache)), cache, folder), options.out)
 
 
 if __name__ == "__main__":

@@ -40,26 +40,13 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 PACKAGES = ("llama-cpp-python", "torch", "triton")  # another version of these rounds differently
 
 
-def eval_model(
-    model: str,
-    file: str,
-    flags: Mapping[str, object],
-    against: list[str],
-    *,
-    window: int | None,
-    stride: int | None,
-    limit: int | None,
-    restart: bool,
-    as_json: bool,
-    verbose: bool,
-) -> None:
+def eval_model(model: str, task: Task, flags: Mapping[str, object], against: Sequence[str], *, as_json: bool) -> None:
     """Print the perplexity, and the distance from a reference if there is one. Raises EdgeLMError."""
     config = load_config(flags)
     local = runnable_model(model, config)
     settings = model_config(local, config).settings  # also for the reference, so that no more than one thing differs
     side = side_of(local, settings)
     reference = parse_against(against, config).reference_of(side)
-    task = Task(find_text(file), window=window, stride=stride, limit=limit, restart=restart, verbose=verbose)
     with reader_may_leave():
         result = evaluate_side(side, reference, settings, task, config)
         _keep(local, [part for part in (side, reference) if part], result, settings, task, config)

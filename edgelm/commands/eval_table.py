@@ -19,7 +19,6 @@ from edgelm.commands.eval import (
     Task,
     evaluate_side,
     file_stamps,
-    find_text,
     identified,
     keep_result,
     library_versions,
@@ -47,23 +46,11 @@ COMPARED = (  # the figures of a comparison, which a model alone does not have
 
 
 def eval_models(
-    names: Sequence[str],
-    file: str,
-    flags: Mapping[str, object],
-    against: Sequence[str],
-    *,
-    window: int | None,
-    stride: int | None,
-    limit: int | None,
-    restart: bool,
-    speed: bool,
-    form: Form,
-    verbose: bool,
+    names: Sequence[str], task: Task, flags: Mapping[str, object], against: Sequence[str], *, speed: bool, form: Form
 ) -> int:
     """Print a table of models; return the exit code, 1 if one of them could not be evaluated. Raises EdgeLMError."""
     config = load_config(flags)
     form.check()
-    task = Task(find_text(file), window=window, stride=stride, limit=limit, restart=restart, verbose=verbose)
     chosen = parse_against(against, config)
     models = find_models(names, config)
     if chosen.model and not any(model.is_at(chosen.model.path) for model in models):

@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Quant
 from gguf import GGUFWriter, TokenType
 
-from edgelm.backends.llama.random_gguf import random_matrix
+from edgelm.backends.llama.random_gguf import add_vocabulary, random_matrix
 
 
 class Shape(NamedTuple):
@@ -66,7 +66,7 @@ def write_model(
     if tokenizer:
         _add_tokenizer(writer, tokenizer, shape.vocab)
     else:
-        _add_vocabulary(writer, shape.vocab)
+        add_vocabulary(writer, shape.vocab)
     if template:
         writer.add_chat_template(template)
 
@@ -105,16 +105,3 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], count: int) ->
     writer.add_bos_token_id(tokenizer["bos_token_id"])
     writer.add_eos_token_id(tokenizer["eos_token_id"])
     writer.add_add_bos_token(False)
-
-
-def _add_vocabulary(writer: GGUFWriter, count: int) -> None:
-    specials = [("<unk>", TokenType.UNKNOWN), ("<s>", TokenType.CONTROL), ("</s>", TokenType.CONTROL)]
-    tokens = specials + [(f"<0x{byte:02X}>", TokenType.BYTE) for byte in range(256)]
-    tokens += [(f"\N{LOWER ONE EIGHTH BLOCK}w{n}", TokenType.NORMAL) for n in range(count - len(tokens))]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([text for text, _ in tokens])
-    writer.add_token_scores([-float(n) for n in range(len(tokens))])
-    writer.add_token_types([kind for _, kind in tokens])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)

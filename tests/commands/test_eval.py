@@ -19,7 +19,7 @@ import pytest
 
 from edgelm.backends.torch import evaluation as load_torch
 from edgelm.commands import eval as eval_module
-from edgelm.commands.eval import eval_model
+from edgelm.commands.eval import Task, eval_model, find_text
 from edgelm.commands.eval_state import MAX_AGE_S, StateFile
 from edgelm.commands.job import REPLIES
 from edgelm.config import Settings
@@ -291,9 +291,7 @@ class Command:
     def __call__(self, model: Path, text: Path, *against: str | Path, **options: Any) -> int:
         """Run the command; return the number of windows that its job skips."""
         flags = {"kv": options.pop("kv", None)}
-        options = {"window": None, "stride": None, "limit": None, "restart": False} | options
-        words = list(map(str, against))
-        eval_model(str(model), str(text), flags, words, as_json=True, verbose=False, **options)
+        eval_model(str(model), Task(find_text(str(text)), **options), flags, list(map(str, against)), as_json=True)
         assert self.job
         return self.job.state["windows"] if self.job.state else 0
 

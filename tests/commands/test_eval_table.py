@@ -17,6 +17,7 @@ from rich.console import Console
 
 from edgelm.commands import eval as eval_module
 from edgelm.commands import eval_output, eval_speed, eval_table
+from edgelm.commands.eval import Task, find_text
 from edgelm.commands.eval_models import find_models, is_several
 from edgelm.commands.eval_output import FIELDS, Form
 from edgelm.commands.eval_table import eval_models
@@ -90,8 +91,9 @@ class Judge:
         """Run the command; return its exit code and output."""
         self.jobs.clear()
         form = Form(**{key: options.pop(key) for key in ("plot", "svg", "as_json", "as_csv") if key in options})
-        given = {"window": None, "stride": None, "limit": None, "restart": False, "speed": False} | options
-        code = eval_models(list(map(str, names)), str(text), {}, against, form=form, verbose=False, **given)
+        speed = options.pop("speed", False)
+        task = Task(find_text(str(text)), **options)
+        code = eval_models(list(map(str, names)), task, {}, against, speed=speed, form=form)
         return code, self._capsys.readouterr().out
 
     def evaluated(self) -> list[tuple[str, str | None]]:

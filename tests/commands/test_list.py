@@ -95,31 +95,11 @@ def test_an_unreadable_model_has_a_row_with_the_reason(home: Path, capsys: pytes
     assert "own/m:F32: web-F32.gguf is not a GGUF file: it is a web page" in out.err
 
 
-CUT_WHILE_READ = """
-import mmap, os
-from edgelm.jobs import reader
-true = reader.summarize
-def cut(path):
-    if path.name == "cut.gguf":
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        os.truncate(path, 0)
-        mapped[100_000]
-    if path.name == "slow.gguf":
-        import time
-        time.sleep(600)
-    return true(path)
-reader.summarize = cut
-reader.main()
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems may deliver another signal")
 def test_a_file_that_kills_its_reader_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cutting.py").write_text(CUT_WHILE_READ)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     files = [Describe(write_tiny(tmp_path / f"{name}.gguf")) for name in ("first", "cut", "slow", "last")]
-    answers = list(read_each(files, limit_s=5, module="cutting"))
+    answers = list(read_each(files, limit_s=5, module="tests.cutting_reader"))
     assert answers[0]["architecture"] == answers[3]["architecture"] == "llama"
     assert answers[1] == {"error": "it cannot be read: it is cut short, or was changed while it was read"}
     assert answers[2] == {"error": "it cannot be read: nothing came within 5 s"}

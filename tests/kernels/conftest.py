@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import pytest
+
+if TYPE_CHECKING:
+    import torch
 
 if device := os.environ.get("KERNEL_DEVICE"):
     import torch
@@ -38,3 +41,13 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """Return a generator whose seed is printed, on the device of the tests."""
+    import torch
+
+    generator = torch.Generator()
+    print(f"seed {generator.seed()}")
+    return generator

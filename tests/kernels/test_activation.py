@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,27 +13,15 @@ from edgelm.kernels.choice import interpreting
 from tests.kernels.cases.activation import CASES, GATES, TOLERANCE, Case, make_input
 
 # The interpreter computes with numpy, which warns of values that a GPU passes on as inf or NaN.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 IMPLEMENTATIONS = "reference", "triton"
 
 # Half a unit in the last place, relative; the interpreter cuts off what does not fit bfloat16.
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7 if interpreting() else 2.0**-8}
-
-
-@pytest.fixture(autouse=True)
-def nan_in_new_tensors() -> Iterator[None]:
-    """Make torch.empty return NaN, so that a value that a kernel does not write is noticed."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def generator() -> Generator:
-    seed = secrets.randbits(32)
-    print("seed", seed)
-    return Generator().manual_seed(seed)
 
 
 def exact(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:

@@ -16,13 +16,6 @@ KINDS: tuple[CodeKind, ...] = ("int8", "fp8", "int6", "int4")
 HALF_ULP = 2.0**-11  # of a float16: the largest relative error of a scale
 
 
-@pytest.fixture
-def generator() -> Generator:
-    generator = Generator()
-    print(f"seed {generator.seed()}")
-    return generator
-
-
 def filled(kv_format: KVFormat, keys: Tensor, values: Tensor, blocks: Tensor, num_blocks: int) -> LayerCache:
     """Return a cache with keys and values [tokens, num_kv_heads, head_dim] in `blocks`."""
     tokens, num_kv_heads, head_dim = keys.shape

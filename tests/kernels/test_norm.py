@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Generator, Tensor
@@ -14,25 +11,11 @@ from edgelm.kernels.norm import add_rms_norm, rms_norm
 from tests.kernels.cases.norm import CASES, TOLERANCE, Case, Inputs, make_inputs
 
 EPS = 1e-5
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 IMPLEMENTATIONS = "reference", "triton"
 
 # Half a unit in the last place, relative; the interpreter cuts off what does not fit bfloat16.
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7 if interpreting() else 2.0**-8}
-
-
-@pytest.fixture(autouse=True)
-def nan_in_new_tensors() -> Iterator[None]:
-    """Make torch.empty return NaN, so that a value that a kernel does not write is noticed."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def generator() -> Generator:
-    seed = secrets.randbits(32)
-    print("seed", seed)
-    return Generator().manual_seed(seed)
 
 
 def exact_rms(x: Tensor, weight: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,24 +13,12 @@ from edgelm.kernels.route import RouteKind, route
 from tests.kernels.cases.route import CASES, TOLERANCE, Case, make_logits
 
 # The interpreter computes with numpy, which warns of values that a GPU passes on as inf or NaN.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 IMPLEMENTATIONS = "reference", "triton"
-
-
-@pytest.fixture(autouse=True)
-def nan_in_new_tensors() -> Iterator[None]:
-    """Make torch.empty return NaN or the greatest integer, so that a value that a kernel does not write is noticed."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def generator() -> Generator:
-    seed = secrets.randbits(32)
-    print("seed", seed)
-    return Generator().manual_seed(seed)
 
 
 def exact(logits: Tensor, case: Case) -> tuple[np.ndarray, list[list[int]]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +23,10 @@ from edgelm.sampling.reference import uniform
 from tests.counts import Count
 
 # The interpreter computes with numpy, which warns of values that a GPU passes on as inf or NaN.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 ROUNDS = Count(test=1, soak=100)
 SHARE = Count(test=2, soak=1)  # every n-th kind; the other capacity gets other kinds
@@ -37,14 +39,6 @@ def rng() -> np.random.Generator:
     seed = secrets.randbits(32)
     print("seed", seed)
     return np.random.default_rng(seed)
-
-
-@pytest.fixture(autouse=True)
-def nan_in_new_tensors() -> Iterator[None]:
-    """Make torch.empty return NaN or the greatest integer, so that reading unwritten scratch memory is noticed."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def test_the_random_numbers_are_philox(rng: np.random.Generator) -> None:

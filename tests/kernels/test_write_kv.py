@@ -24,13 +24,6 @@ REPEATS = Count(test=1, soak=20)
 
 
 @pytest.fixture
-def generator() -> Generator:
-    generator = Generator()
-    print(f"seed {generator.seed()}")
-    return generator
-
-
-@pytest.fixture
 def nan_in_new_memory() -> Iterator[None]:
     """Fill what torch.empty returns with NaN."""
     torch.use_deterministic_algorithms(True)

@@ -191,32 +191,12 @@ async def test_the_list_says_what_each_is_and_asks_once(tmp_path: Path, monkeypa
         assert [model.name for model in await names.list()] == ["bad"]
 
 
-CUT_WHILE_READ = """
-import mmap, os
-from edgelm.jobs import reader
-true = reader.summarize
-def cut(path):
-    if path.name == "cut.gguf":
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        os.truncate(path, 0)
-        mapped[100_000]
-    if path.name == "slow.gguf":
-        import time
-        time.sleep(600)
-    return true(path)
-reader.summarize = cut
-reader.main()
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems may deliver another signal")
 async def test_a_file_that_is_cut_while_it_is_described_hides_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "cutting.py").write_text(CUT_WHILE_READ)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    monkeypatch.setattr(module, "read_each", partial(read_each, module="cutting"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr(module, "read_each", partial(read_each, module="tests.cutting_reader"))
     paths = [write_tiny(tmp_path / f"{name}.gguf", context=256) for name in ("first", "cut", "last")]
     names = ModelNames(None, paths, any_path=False)
     async with asyncio.timeout(LIMIT_S):

@@ -51,7 +51,7 @@ def write_random_gguf(path: Path, *, layers: int, width: int, ffn: int, kv_heads
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(HEAD_LEN)
-    _add_vocabulary(writer)
+    add_vocabulary(writer, NUM_TOKENS)
 
     def matrix(name: str, rows: int, columns: int) -> None:
         kind = next(kinds)
@@ -99,11 +99,11 @@ def random_matrix(rng: np.random.Generator, kind: Quant, rows: int, columns: int
     return np.resize(blocks, (num_blocks, block_bytes)).reshape(rows, -1)
 
 
-def _add_vocabulary(writer: GGUFWriter) -> None:
-    """Add a SentencePiece vocabulary: three control tokens, all bytes, and words up to NUM_TOKENS."""
+def add_vocabulary(writer: GGUFWriter, count: int) -> None:
+    """Add a SentencePiece vocabulary: three control tokens, all bytes, and words up to `count`."""
     specials = [("<unk>", TokenType.UNKNOWN), ("<s>", TokenType.CONTROL), ("</s>", TokenType.CONTROL)]
     tokens = specials + [(f"<0x{byte:02X}>", TokenType.BYTE) for byte in range(256)]
-    tokens += [(f"\N{LOWER ONE EIGHTH BLOCK}w{n}", TokenType.NORMAL) for n in range(NUM_TOKENS - len(tokens))]
+    tokens += [(f"\N{LOWER ONE EIGHTH BLOCK}w{n}", TokenType.NORMAL) for n in range(count - len(tokens))]
     writer.add_tokenizer_model("llama")
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_scores([-float(n) for n in range(len(tokens))])
