@@ -22,6 +22,8 @@ CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tes
 # A test that fails is run once more, and both runs are shown: one process, socket or screen of thousands may be late on a
 # busy machine. A test that fails twice fails; a line "RERUN" is a fault to look into.
 RERUNS := --reruns 1 -rR
+# Python's tracer doubles the processor time of most tests, so only `make coverage` uses it.
+COVER ?=
 ARGS ?=
 MODEL ?=
 OUT ?= dist
@@ -29,7 +31,7 @@ VULKAN ?=
 # The time of the last commit: two builds of one commit have the same bytes.
 EPOCH = $(shell git log -1 --format=%ct 2>/dev/null || echo 1767225600)
 
-.PHONY: help chat test clients soak lint format smoke bench wheel dist clean
+.PHONY: help chat test coverage clients soak lint format smoke bench wheel dist clean
 
 help: ## Show what there is
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -39,12 +41,15 @@ chat: $(READY) ## Chat with the built-in model in this terminal
 
 test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest $(RERUNS) -n $(TIMED_JOBS) --dist loadfile --cov --cov-report= $(TIMED)
-	$(BIN)/python -m pytest $(RERUNS) -n $(JOBS) --dist loadfile --cov --cov-append --cov-report=term:skip-covered \
-		$(addprefix --ignore=,$(TIMED))
+	$(BIN)/python -m pytest $(RERUNS) -n $(TIMED_JOBS) --dist loadfile $(if $(COVER),--cov --cov-report=) $(TIMED)
+	$(BIN)/python -m pytest $(RERUNS) -n $(JOBS) --dist loadfile \
+		$(if $(COVER),--cov --cov-append --cov-report=term:skip-covered) $(addprefix --ignore=,$(TIMED))
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+coverage: ## Run the tests, and show the lines that none of them runs; takes twice as long
+	@$(MAKE) test COVER=yes ARGS=
 
 clients: $(READY) $(CLIENTS_READY) ## Run outside programs against the server, without the internet; ARGS="codex llm" for some
 	unshare -rnpf --mount-proc --kill-child sh -c \

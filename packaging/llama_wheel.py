@@ -27,6 +27,9 @@ NAME = "llama-cpp-python"
 PYPROJECT = Path(__file__).resolve().parent / "llama" / "pyproject.toml"
 # GCC 12 drops the tile configuration that llama.cpp's AMX code reads: the first matrix product is a SIGSEGV.
 NO_AMX = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
+# llama.cpp's own programs and its reader of pictures take two thirds of the compiler's time, and edgelm calls neither.
+# A normal variable of CMake hides the cache entry of the same name, which llama-cpp-python's CMakeLists.txt forces.
+LEFT_OUT = "set(LLAMA_BUILD_COMMON OFF)\nset(LLAVA_BUILD OFF)\n"
 BUILD_VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS")
 
 
@@ -44,7 +47,7 @@ class Build:
 
     @property
     def key(self) -> str:
-        parts = [self.requirement, sysconfig.get_platform(), platform.machine(), self.target]
+        parts = [self.requirement, LEFT_OUT, sysconfig.get_platform(), platform.machine(), self.target]
         parts += [f"{name}={value}" for name, value in sorted(self.environment.items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -132,15 +135,15 @@ def build_wheel(build: Build, scratch: Path) -> Path:
     # Without pip's cache, which knows a built wheel by its source alone and would ignore our flags and this processor.
     command = [sys.executable, "-m", "pip", "wheel", "--no-cache-dir", "--no-deps", "--no-binary", NAME]
     command += ["--wheel-dir", str(scratch), build.requirement]
+    left_out = scratch / "left_out.cmake"
+    left_out.write_text(LEFT_OUT, encoding="utf-8")
+    environment = os.environ | build.environment
+    included = shlex.quote(f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={left_out}")
+    environment["CMAKE_ARGS"] = f"{environment.get('CMAKE_ARGS', '')} {included}".strip()
     log = scratch / "log"
     with log.open("wb") as output:
         result = subprocess.run(
-            command,
-            env=os.environ | build.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False
         )
     if result.returncode:
         sys.stderr.write(log.read_text(encoding="utf-8", errors="replace"))

@@ -1,7 +1,7 @@
 """Installs edgelm as a user does, where nothing else of it is, and runs it.
 
-Owns the check of sdist and wheel: both import from another directory, and the wheel, installed by pipx into an empty
-home, answers a prompt. Runs in the development environment, on models that it makes itself.
+Owns the check of sdist and wheel: pip installs the one, pipx the other into an empty home; both import from another
+directory, and the wheel answers a prompt. Runs in the development environment, on models that it makes itself.
 
     .venv/bin/python packaging/smoke.py
 """
@@ -102,25 +102,29 @@ def build_distributions(scratch: Path) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-def check_import(distribution: Path, scratch: Path, environment: Mapping[str, str]) -> None:
-    """Install a distribution into a new environment, and import every package from an empty folder."""
-    place = Path(tempfile.mkdtemp(dir=scratch))
-    python = new_environment(place / "venv")
-    run(python, "-m", "pip", "install", "--quiet", distribution, cwd=place, environment=environment)
-    empty = place / "empty"
-    empty.mkdir()
+def check_sdist(sdist: Path, scratch: Path, environment: Mapping[str, str]) -> None:
+    """Install the sdist into a new environment, and import it."""
+    python = new_environment(scratch / "sdist-venv")
+    run(python, "-m", "pip", "install", "--quiet", sdist, cwd=scratch, environment=environment)
+    check_import(python, sdist, scratch, environment)
+
+
+def check_import(python: Path, distribution: Path, scratch: Path, environment: Mapping[str, str]) -> None:
+    """Import every package from an empty folder, with the Python of an environment that has the distribution."""
     code = f"import {', '.join(PACKAGES)}; print(edgelm.__file__); print(edgelm.__version__); "
     code += "from edgelm.library.catalog import entries; entries()"  # a file of data that must be shipped
+    empty = Path(tempfile.mkdtemp(dir=scratch))
     where, version = run(python, "-c", code, cwd=empty, environment=environment).splitlines()
-    require(where.startswith(str(place)), f"{distribution.name} was imported from {where}")
+    require(where.startswith(str(python.parents[1])), f"{distribution.name} was imported from {where}")
     require(version in distribution.name, f"{distribution.name} says that it is version {version}")
 
 
-def check_pipx(wheel: Path, scratch: Path, environment: Mapping[str, str]) -> None:
-    """Install the wheel with pipx into the empty home, ask for its version, and let it answer."""
+def check_wheel(wheel: Path, scratch: Path, environment: Mapping[str, str]) -> None:
+    """Install the wheel with pipx into the empty home, import it, ask for its version, and let it answer."""
     pipx = new_environment(scratch / "pipx-venv")
     run(pipx, "-m", "pip", "install", "--quiet", "pipx>=1.7,<2", cwd=scratch, environment=environment)
     run(pipx, "-m", "pipx", "install", "--python", sys.executable, wheel, cwd=scratch, environment=environment)
+    check_import(Path(environment["PIPX_HOME"], "venvs/edgelm/bin/python"), wheel, scratch, environment)
     command = Path(environment["PIPX_BIN_DIR"]) / "edgelm"
     version = run(command, "--version", cwd=scratch, environment=environment).strip()
     require(version == f"edgelm {wheel.name.split('-')[1]}", f"`edgelm --version` printed {version!r}")
@@ -159,11 +163,10 @@ def main() -> int:
         try:
             sdist, wheel = build_distributions(scratch)
             print(f"smoke: built {sdist.name} and {wheel.name}", flush=True)
-            for distribution in (sdist, wheel):
-                check_import(distribution, scratch, environment)
-                print(f"smoke: {distribution.name} imports from an empty folder", flush=True)
-            check_pipx(wheel, scratch, environment)
-            print("smoke: pipx installs the wheel into an empty home, and edgelm answers", flush=True)
+            check_sdist(sdist, scratch, environment)
+            print(f"smoke: {sdist.name} imports from an empty folder", flush=True)
+            check_wheel(wheel, scratch, environment)
+            print("smoke: pipx installs the wheel into an empty home, it imports there, and edgelm answers", flush=True)
         except SmokeError as error:
             print(f"smoke: failed: {error}", file=sys.stderr)
             return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -122,6 +123,29 @@ def test_amx_is_left_out_where_the_compiler_knows_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(llama_wheel, "accepts", lambda compiler, flags: True)
     monkeypatch.setattr(llama_wheel.platform, "machine", lambda: "arm64")
     assert llama_wheel.plan_build({}).environment == {}
+
+
+def test_cmake_reads_what_is_left_out(build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files: list[str] = []
+
+    def compile_it(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        own, included = shlex.split(env["CMAKE_ARGS"])
+        assert own == "-DGGML_NATIVE=OFF"
+        name, _, path = included.partition("=")
+        assert name == "-DCMAKE_PROJECT_llama_cpp_INCLUDE"
+        files.append(Path(path).read_text())
+        with zipfile.ZipFile(Path(path).parent / WHEEL, "w") as archive:
+            archive.writestr("llama_cpp/lib/libllama.so", b"library")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(llama_wheel.subprocess, "run", compile_it)
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    llama_wheel.ensure_wheel(replace(build, environment={"CMAKE_ARGS": "-DGGML_NATIVE=OFF"}), folder)
+    assert files == [llama_wheel.LEFT_OUT]
+    key = build.key
+    monkeypatch.setattr(llama_wheel, "LEFT_OUT", "")
+    assert build.key != key
 
 
 def test_without_a_compiler_it_says_so_in_one_line(tmp_path: Path) -> None:
