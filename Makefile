@@ -55,7 +55,7 @@ clients: $(READY) $(CLIENTS_READY) ## Run outside programs against the server, w
 	unshare -rnpf --mount-proc --kill-child sh -c \
 		'ip link set lo up && exec $(BIN)/python -m tests.clients.run --build $(CLIENTS) $(ARGS)'
 
-soak: $(READY) ## Run the same tests with the big counts; the output goes to docs/results/
+soak: $(READY) ## Run the same tests with the big counts, part by part; ARGS="engine server" for some; the output goes to docs/results/
 	packaging/soak.sh $(ARGS)
 
 lint: $(READY) ## Check style, types and layers

@@ -130,8 +130,7 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """Choose the chunks of the next step. None: there is nothing to do."""
-        if self._is_full and self._overtaking(self.running) and (youngest := self._displaceable(self.running)):
-            self._preempt(youngest)
+        self._make_way()
         ready = sum(_missing(seq) == 1 for seq in self.running)
         depth = self._depth
         room = _Room(
@@ -253,6 +252,17 @@ class Scheduler:
     def _displaceable(self, running: list[Sequence]) -> Sequence | None:
         """Return the youngest sequence that can make way for an editor's and go on later; None: there is none."""
         return next((seq for seq in reversed(running) if not seq.interactive and self._kv.keeps(seq)), None)
+
+    def _make_way(self) -> None:
+        """Preempt a sequence for an editor's request that can be admitted at once.
+
+        It cannot while the prompt of another editor's runs: none is admitted after an unfinished prompt, and a request
+        with the same beginning waits for it.
+        """
+        if not self._is_full or any(seq.interactive and _missing(seq) > 1 for seq in self.running):
+            return
+        if self._overtaking(self.running) and (youngest := self._displaceable(self.running)):
+            self._preempt(youngest)
 
     @property
     def _is_full(self) -> bool:

@@ -31,17 +31,23 @@ class _Account:
         self.pause = PAUSE
         self.resume_at = 0  # sequence length at which drafting resumes
 
-    def add(self, seq: Sequence, gain: float) -> None:
-        """Add to the balance; pause drafting if it is too low."""
+    def add(self, seq: Sequence, gain: float) -> bool:
+        """Add to the balance; pause drafting if it is too low, and tell so."""
         self.balance = min(self.balance + gain, MAX_CREDIT)
-        if self.balance < -self.max_loss:
-            self.balance = 0.0
-            self.resume_at = len(seq.tokens) + self.pause
-            self.pause *= 2
+        if self.balance >= -self.max_loss:
+            return False
+        self.balance = 0.0
+        self.resume_at = len(seq.tokens) + self.pause
+        self.pause *= 2
+        return True
 
 
 class ThrottledDrafter:
-    """A `Drafter` around another one. Each request has its own account; `max_draft` bounds the length of a draft."""
+    """A `Drafter` around another one. Each request has its own account; `max_draft` bounds the length of a draft.
+
+    A single step with a long draft can lose more than an account may. While nothing is accepted, each pause after such
+    a step halves the drafts of all requests; the first accepted token lifts that limit.
+    """
 
     def __init__(self, drafter: Drafter, clock: StepClock, max_draft: int | None = None) -> None:
         self._drafter = drafter
@@ -49,6 +55,8 @@ class ThrottledDrafter:
         self._max_draft = max_draft
         self._accounts: WeakKeyDictionary[Sequence, _Account] = WeakKeyDictionary()
         self._max_loss = MAX_LOSS  # of the next request
+        self._trial_len: int | None = None  # limit of drafts while nothing is accepted
+        self._accepted = False  # whether a token was accepted since the last pause
 
     def begin(self, seq: Sequence) -> None:
         self._accounts[seq] = _Account(self._max_loss)
@@ -59,7 +67,7 @@ class ThrottledDrafter:
         if len(seq.tokens) < account.resume_at or self._clock.plain_due:
             return []
         start = time.perf_counter()
-        draft = self._drafter.propose(seq, marginal_cost[: self._max_draft], forced)
+        draft = self._drafter.propose(seq, marginal_cost[: self._limit], forced)
         plain_s = self._clock.plain_s()
         if plain_s:
             account.add(seq, min(FREE_TIME - (time.perf_counter() - start) / plain_s, 0.0))
@@ -72,10 +80,12 @@ class ThrottledDrafter:
         """
         if len(seq.tokens) + 1 < self._accounts[seq].resume_at:
             return 0.0
-        return self._drafter.missed_draft_cost(seq, marginal_cost[: self._max_draft])
+        return self._drafter.missed_draft_cost(seq, marginal_cost[: self._limit])
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         self._drafter.observe(seq, drafted, accepted)
+        if accepted:
+            self._trial_len, self._accepted = None, True
         step = self._clock.last
         if step is None or step.rows <= step.sequences:
             return
@@ -85,7 +95,15 @@ class ThrottledDrafter:
             return
         share = drafted / (step.rows - step.sequences)
         gain = accepted / step.sequences - share * (step.seconds / step.plain_s - 1)
-        self._accounts[seq].add(seq, max(gain, -MAX_LOSS))  # a stalled step is not its draft's fault
+        if self._accounts[seq].add(seq, max(gain, -MAX_LOSS)):  # a stalled step is not its draft's fault
+            if gain < -MAX_LOSS and not self._accepted:
+                self._trial_len = max(drafted // 2, 1)
+            self._accepted = False
+
+    @property
+    def _limit(self) -> int | None:
+        """The length of the longest draft; None: any."""
+        return min((limit for limit in (self._max_draft, self._trial_len) if limit is not None), default=None)
 
     def end(self, seq: Sequence) -> None:
         account = self._accounts.pop(seq, None)

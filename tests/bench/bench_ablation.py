@@ -1,6 +1,6 @@
 """The parts of speculation, each switched off: recorded answers and misleading streams, at simulated step costs.
 
-    python -m tests.bench.bench_ablation TRACE.npz ... [--only PART] [--json FILE]
+    python -m tests.bench.bench_ablation TRACE.npz ... [--only PART ...] [--json FILE]
 
 The drafter, its throttle and the engine's clock are the product's; the steps are not run: a step takes the time that
 its rows cost. The clock is told these costs before the first step, as after the benchmark at start, or too low ones
@@ -201,14 +201,14 @@ def main() -> None:
     """Print three tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="TRACE.npz")
-    parser.add_argument("--only", default="", help="parts whose name begins so; or: ahead")
+    parser.add_argument("--only", nargs="+", default=[], help="parts whose names begin so; or: ahead")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     figures: Figures = {}
-    if args.only != AHEAD:
-        parts = [part for part in PARTS if part.name.startswith(args.only)]
+    if args.only != [AHEAD]:
+        parts = [part for part in PARTS if not args.only or part.name.startswith(tuple(args.only))]
         drafts(args.files, parts, figures)
-    if args.only in ("", AHEAD):
+    if not args.only or AHEAD in args.only:
         figures[AHEAD] = ahead(args.files)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")

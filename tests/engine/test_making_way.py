@@ -38,3 +38,26 @@ def test_a_draft_ends_with_the_turn_that_it_was_made_for(kind: str) -> None:
         assert not [seq for seq in loop.scheduler.waiting if seq.draft]
     assert made_way
     assert (agent.completion_len, editor.completion_len) == (80, 100)
+
+
+@both
+@pytest.mark.parametrize("same", [True, False])
+def test_an_answer_does_not_make_way_for_an_editor_that_waits_for_another_ones_prompt(kind: str, same: bool) -> None:
+    """Two completions in one file: the second one is not admitted before the prompt of the first one is computed."""
+    loop = Loop(kind, context=1024, capacity=4096, max_tokens=64, max_sequences=2, snapshot_bytes=10**7)
+    agent = loop.add([3] * 40, client="agent", max_tokens=200)
+    while not agent.completion_len:
+        loop.step()
+    first = loop.add([1, 2] * 100, client="editor", max_tokens=40, interactive=True)
+    loop.step()
+    assert first.computed
+    second = loop.add([1, 2] * 90 if same else [5] * 90, client="editor", max_tokens=2, interactive=True)
+    while not first.completion_len:
+        known = agent.completion_len
+        loop.step()
+        assert agent.completion_len == known + 1
+    loop.step()
+    assert second in loop.scheduler.running
+    assert agent in loop.scheduler.waiting
+    loop.finish()
+    assert (agent.completion_len, first.completion_len, second.completion_len) == (200, 40, 2)

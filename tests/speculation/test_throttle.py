@@ -230,3 +230,41 @@ def test_a_request_that_was_not_paused_resets_the_limit() -> None:
         drafted.append(sum(map(bool, (run.step(drafted_s=1.5 * PLAIN_S, accepted=accepted)[0] for _ in range(40)))))
         run.drafter.end(run.seqs[0])
     assert drafted[4] >= drafted[0] > drafted[2]
+
+
+def next_request(run: Run, number: int) -> None:
+    run.drafter.end(run.seqs[0])
+    run.seqs = [Sequence(number, [1], 1, SamplingParams())]
+    run.drafter.begin(run.seqs[0])
+
+
+def test_drafts_of_which_nothing_is_accepted_get_shorter_until_a_token_is() -> None:
+    """A step of 24 rows can lose eight plain steps, and each new request would begin with one."""
+    run = Run()
+    first = []
+    for number in range(1, 5):
+        drafted = [run.step(drafted_s=6 * PLAIN_S, accepted=0)[0] for _ in range(10)]
+        first.append(drafted[0])
+        next_request(run, number)
+    assert first == [4, 2, 1, 1]
+    assert [run.step(drafted_s=1.1 * PLAIN_S, accepted=1)[0] for _ in range(2)] == [1, 4]
+
+
+def test_a_pause_after_accepted_tokens_leaves_drafts_long() -> None:
+    run = Run()
+    first = []
+    for number, accepted in enumerate([4, 4, 0, 0], 1):
+        drafted = [run.step(drafted_s=6 * PLAIN_S, accepted=accepted * (step == 0))[0] for step in range(10)]
+        assert 0 in drafted
+        first.append(drafted[0])
+        next_request(run, number)
+    assert first == [4, 4, 4, 2]
+
+
+def test_short_steps_that_lose_leave_drafts_long() -> None:
+    run = Run()
+    for number in range(1, 4):
+        drafted = [run.step(drafted_s=1.5 * PLAIN_S, accepted=0)[0] for _ in range(20)]
+        assert drafted[0] == 4
+        assert 0 in drafted
+        next_request(run, number)
