@@ -18,10 +18,12 @@ from edgelm.backends.llama.adapter import LlamaAdapter, find_adapters, with_adap
 from edgelm.backends.llama.placement import Wish
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
+from edgelm.backends.reports import Reports
 from edgelm.backends.torch.memory import TorchMemory
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.config import Settings
-from edgelm.errors import DoesNotFitError, EngineError, GpuLoadError, ModelError, RequestError
+from edgelm.engine.watchdog import Watchdog
+from edgelm.errors import DeviceError, DoesNotFitError, EdgeLMError, EngineError, GpuLoadError, ModelError, RequestError
 from edgelm.evaluation.evaluate import Evaluation, require_same_vocabulary
 from edgelm.library.local import find_draft_model, require_gguf
 from edgelm.machine.cpu import usable_cores
@@ -33,6 +35,9 @@ from edgelm.text.template_file import read_template_file
 from edgelm.workers.messages import EvalSide, Footprint
 
 log = logging.getLogger(__name__)
+
+PIECE = "a piece of loading the model"
+WhenLost = Callable[[EdgeLMError], object]
 
 
 def build(
@@ -47,16 +52,18 @@ def build(
     memory_bytes: int | None = None,
     cuda_problem: str = "",
     notify: Callable[[str], None] = log.info,
+    when_lost: WhenLost = lambda _: None,
 ) -> LoadedModel:
     """Load a GGUF or a folder of safetensors and start an engine with it.
 
     Without --ctx the context has at least `least_context` tokens if the model has them. `prefixes` is the folder where
     idle conversations are kept for the next process; None: they end with this process. `places` are where drafting
     reads and stores its data; None: no drafting. `memory_bytes` is what the model may take; None: as much as is free.
-    `cuda_problem` is why CUDA is not to be used. `notify` takes lines for the person who waits. Raises ModelError for a
-    file that is damaged, not supported or does not fit in memory; EdgeLMError for a context that the model cannot have,
-    or an engine or device that is not available; GpuLoadError where CUDA fails and the settings allow a new process to
-    go on without it.
+    `cuda_problem` is why CUDA is not to be used. `notify` takes lines for the person who waits. `when_lost` is called
+    by another thread if the GPU hangs, with the error of that: it has to end the process. Raises ModelError for a file
+    that is damaged, not supported or does not fit in memory; EdgeLMError for a context that the model cannot have, or
+    an engine or device that is not available; GpuLoadError where CUDA fails and the settings allow a new process to go
+    on without it.
     """
     template = read_template_file(settings.template) if settings.template else None
     loaded = _build(
@@ -70,6 +77,7 @@ def build(
         memory_bytes=memory_bytes,
         notify=notify,
         cuda_problem=cuda_problem,
+        when_lost=when_lost,
     )
     if template is not None:
         loaded.tokenizer.chat_template = template
@@ -88,6 +96,7 @@ def _build(
     memory_bytes: int | None,
     notify: Callable[[str], None],
     cuda_problem: str,
+    when_lost: WhenLost,
 ) -> LoadedModel:
     draft = find_draft_model(settings, places.hub) if places else None
     with open_model(path) as model:
@@ -98,18 +107,17 @@ def _build(
         if choice.engine == "torch":
             from edgelm.backends.torch.build import build_torch  # it imports torch, which is not on every machine
 
-            with _gpu_load(choice, settings):
+            with _gpu_load(choice, settings, when_lost) as alive:
                 return build_torch(
                     model,
                     settings,
                     device=choice.device,
                     draft=beside,
                     least_context=least_context,
-                    progress=progress,
                     prefixes=prefixes,
                     places=places,
                     memory_bytes=memory_bytes,
-                    notify=notify,
+                    reports=Reports(progress, notify, alive),
                 )
         facts, files, adapters = model.facts, model.files, _adapters(model, settings, places)
     from edgelm.backends.llama.build import build_llama  # it imports llama.cpp
@@ -139,17 +147,32 @@ def _adapters(model: OpenedModel, settings: Settings, places: Places | None = No
 
 
 @contextmanager
-def _gpu_load(choice: EngineChoice, settings: Settings) -> Iterator[None]:
+def _gpu_load(choice: EngineChoice, settings: Settings, when_lost: WhenLost) -> Iterator[Callable[[], None]]:
     """Raise GpuLoadError where CUDA fails while a model is loaded, and the settings do not ask for it.
 
-    A new process goes on, since this one's memory on the GPU and its driver may be in any state.
+    A new process goes on, since this one's memory on the GPU and its driver may be in any state. The block calls what
+    this yields after each piece of its work: if it does not for long, the GPU hangs, and `when_lost` is told.
     """
+    may_go_on = choice.device == "cuda" and may_go_without_cuda(settings)
+
+    def lose(error: DeviceError) -> None:
+        when_lost(GpuLoadError(error.message, error.hint) if may_go_on else error)
+
+    watchdog = Watchdog(choice, lose)
+
+    def alive() -> None:
+        watchdog.begin(PIECE)
+
+    watchdog.start()
+    alive()
     try:
-        yield
+        yield alive
     except (EngineError, DoesNotFitError) as error:
-        if choice.device == "cuda" and may_go_without_cuda(settings):
+        if may_go_on:
             raise GpuLoadError(error.message, error.hint) from error
         raise
+    finally:
+        watchdog.close()
 
 
 def load_evaluation(
@@ -161,20 +184,28 @@ def load_evaluation(
     repack: bool = True,
     progress: Callable[[float], bool] | None = None,
     cuda_problem: str = "",
+    notify: Callable[[str], None] = log.info,
+    when_lost: WhenLost = lambda _: None,
 ) -> Evaluation:
     """Load the sides of an evaluation, in one engine unless the reference names another.
 
-    Raises the errors of `load_llama_evaluation`, GpuLoadError.
+    `notify` and `when_lost` are those of `build`. Raises the errors of `load_llama_evaluation`, GpuLoadError.
     """
     if reference and reference.engine:
-        return _load_apart(model, reference, settings, window, repack, progress, cuda_problem)
+        options = {"progress": progress, "cuda_problem": cuda_problem, "notify": notify, "when_lost": when_lost}
+        return _load_apart(model, reference, settings, window, {"repack": repack, **options})
     choice = choose_for_all(dict.fromkeys(side.model for side in (model, reference) if side), settings, cuda_problem)
     if choice.engine == "torch":
         from edgelm.backends.torch.evaluation import load_torch_evaluation  # it imports torch
 
-        with _gpu_load(choice, settings):
+        with _gpu_load(choice, settings, when_lost) as alive:
             return load_torch_evaluation(
-                model, reference, settings, device=choice.device, window=window, progress=progress
+                model,
+                reference,
+                settings,
+                device=choice.device,
+                window=window,
+                reports=Reports(progress, notify, alive),
             )
     from edgelm.backends.llama.devices import llama_devices  # these import llama.cpp
     from edgelm.backends.llama.evaluation import load_llama_evaluation
@@ -194,19 +225,15 @@ def load_evaluation(
 
 
 def _load_apart(
-    model: EvalSide,
-    reference: EvalSide,
-    settings: Settings,
-    window: int | None,
-    repack: bool,
-    progress: Callable[[float], bool] | None,
-    cuda_problem: str,
+    model: EvalSide, reference: EvalSide, settings: Settings, window: int | None, options: dict[str, Any]
 ) -> Evaluation:
-    """Load two sides of which each has its own engine. The devices of one engine are none of the other's."""
+    """Load two sides of which each has its own engine. The devices of one engine are none of the other's.
+
+    `options` are the other arguments of `load_evaluation`.
+    """
     device = settings.device if settings.device == "cpu" else "auto"
     there = replace(settings, engine=reference.engine, device=device)
     with ExitStack() as resources:
-        options: dict[str, Any] = {"repack": repack, "progress": progress, "cuda_problem": cuda_problem}
         own = resources.enter_context(load_evaluation(model, None, settings, window=window, **options))
         alone = replace(reference, engine="")
         other = resources.enter_context(load_evaluation(alone, None, there, window=own.window, **options))

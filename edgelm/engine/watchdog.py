@@ -1,9 +1,9 @@
-"""Watchdog: notices that the engine's thread hangs, in a call of the driver from which no exception comes.
+"""Watchdog: notices that a thread hangs that computes or loads, in a call of the driver from which no exception comes.
 
 Owns a thread that looks now and then, and the limits:
 
 - our kernels on a GPU: 60 s and 0.1 s for each token of the step. No GPU that holds a model computes fewer than ten
-  tokens of a prompt a second;
+  tokens of a prompt a second. Work without tokens, such as each piece of loading: 360 s;
 - all else, such as llama.cpp: ten minutes in which the thread used no processor time. A processor that computes uses it
   however slow it is, and so does one that reads the model from a slow disk.
 
@@ -16,28 +16,48 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
 
-from edgelm.core import ExecutorInfo, Step
+from edgelm.core import Step
 from edgelm.errors import DeviceError
 
 TICK_S = 2.0
 GPU_S = 60.0
 GPU_TOKEN_S = 0.1
-GPU_OTHER_S = 300.0  # for work without a step: vectors, saving conversations
+GPU_OTHER_S = 360.0  # for work without tokens: vectors, saving; a piece of loading, such as a kernel to be compiled
 IDLE_S = 600.0  # without processor time
 LEAST_CPU_S = 0.001  # of a tick, for a thread that does something
+OTHER_WORK = "the engine's work"
+
+
+class Place(Protocol):
+    """The engine and the device of the work: those of an executor, or those that were chosen."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A piece of work that is no step; without tokens it may take GPU_OTHER_S."""
+
+    name: str
+    num_tokens: int
 
 
 class Watchdog:
     """Calls `on_hang` once, from a thread of its own, if the thread that set `work` hangs.
 
-    `work` is an object for each piece of work, a Step for a step, and None while the thread waits for work: to set it
-    is all that a step costs.
+    `work` is an object for each piece of work, and None while the thread waits for work: to set it is all that a step
+    costs.
     """
 
-    def __init__(self, info: ExecutorInfo, on_hang: Callable[[DeviceError], None], tick_s: float = TICK_S) -> None:
-        self.work: object | None = None
-        self._on_gpu = info.engine == "torch" and info.device != "cpu"
+    def __init__(self, place: Place, on_hang: Callable[[DeviceError], None], tick_s: float = TICK_S) -> None:
+        self.work: Step | Work | None = None
+        self._on_gpu = place.engine == "torch" and place.device != "cpu"
         self._on_hang = on_hang
         self._tick_s = tick_s
         self._clock: int | None = None  # of the processor time of the watched thread
@@ -51,9 +71,9 @@ class Watchdog:
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def begin(self) -> None:
+    def begin(self, name: str = OTHER_WORK, num_tokens: int = 0) -> None:
         """Note that the thread begins a piece of work."""
-        rested, self.work = self.work is None, object()
+        rested, self.work = self.work is None, Work(name, num_tokens)
         if rested:
             self._awake.set()
 
@@ -79,13 +99,13 @@ class Watchdog:
                     return
             cpu_s = used_s
 
-    def _limit_s(self, work: object) -> float:
+    def _limit_s(self, work: Step | Work) -> float:
         if not self._on_gpu:
             return IDLE_S
-        return GPU_S + GPU_TOKEN_S * work.num_tokens if isinstance(work, Step) else GPU_OTHER_S
+        return GPU_S + GPU_TOKEN_S * work.num_tokens if work.num_tokens else GPU_OTHER_S
 
-    def _error(self, work: object, elapsed_s: float) -> DeviceError:
-        subject = f"a step of {work.num_tokens:,} tokens" if isinstance(work, Step) else "the engine's work"
+    def _error(self, work: Step | Work, elapsed_s: float) -> DeviceError:
+        subject = f"a step of {work.num_tokens:,} tokens" if isinstance(work, Step) else work.name
         device, hint = ("GPU", "see what nvidia-smi says") if self._on_gpu else ("engine", "see the log with -v")
         return DeviceError(f"the {device} hangs: {subject} did not end within {elapsed_s:.0f} s", f"try again; {hint}")
 

@@ -6,8 +6,8 @@ the logits of one step are in memory. Knows executors by their protocol; each ba
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from edgelm.checkpoints.summary import ModelSummary
 from edgelm.core import Chunk, Executor, ExecutorInfo, SamplingParams, Sequence, Step, Trim
-from edgelm.errors import EdgeLMError, ModelError
+from edgelm.errors import DeviceError, EdgeLMError, ModelError
 from edgelm.evaluation.scores import Logits, Scores, Tally, join, score
 from edgelm.evaluation.text import MIN_WINDOW, Window, steps
+from edgelm.evaluation.watched import WatchedExecutor
 from edgelm.text.tokenizer import Tokenizer
 from edgelm.workers.messages import EvalSide
 
@@ -53,12 +54,26 @@ class Evaluation:
         self._resources.close()
 
 
-def evaluate(model: Executor, reference: Executor | None, windows: Iterable[Window], tally: Tally) -> Iterator[Tally]:
-    """Add each window to the tally, and yield it. Raises EngineError."""
-    executors = [model, *([reference] if reference else [])]
-    for window in windows:
-        tally.add(_score_window(executors, window))
-        yield tally
+def evaluate(
+    model: Executor,
+    reference: Executor | None,
+    windows: Iterable[Window],
+    tally: Tally,
+    on_hang: Callable[[DeviceError], None] = lambda _: None,
+) -> Iterator[Tally]:
+    """Add each window to the tally, and yield it. Raises EngineError.
+
+    If a device hangs, `on_hang` is called by another thread: it has to end the process.
+    """
+    with ExitStack() as watches:
+        executors: list[Executor] = [
+            watches.enter_context(closing(WatchedExecutor(executor, on_hang)))
+            for executor in (model, reference)
+            if executor
+        ]
+        for window in windows:
+            tally.add(_score_window(executors, window))
+            yield tally
 
 
 def choose_window(requested: int | None, summaries: Iterable[ModelSummary]) -> int:

@@ -36,6 +36,8 @@ def evaluate_file(job: EvalJob, child: Child) -> None:
         repack=job.repack,
         progress=partial(report_loading, child),
         cuda_problem=job.cuda_problem,
+        notify=lambda text: child.send(Status(text)),
+        when_lost=child.fail,
     ) as evaluation:
         _run(job, evaluation, child)
 
@@ -53,7 +55,7 @@ def _run(job: EvalJob, evaluation: Evaluation, child: Child) -> None:
     progress = _Progress(child, tally.windows, maker)
     windows = islice(cut.windows(iter(text), bos), tally.windows, job.limit)
     reference = evaluation.reference.executor if evaluation.reference else None
-    for _ in evaluate(evaluation.model.executor, reference, windows, tally):
+    for _ in evaluate(evaluation.model.executor, reference, windows, tally, child.fail):
         total = max(cut.count(text.estimated_tokens, bos), tally.windows)
         progress.report(tally, min(total, job.limit or total))
     if not tally.surprise.count:

@@ -39,6 +39,7 @@ def work_with_engine(
         memory_bytes=job.memory_bytes,
         cuda_problem=job.cuda_problem,
         notify=lambda text: child.send(Status(text)),
+        when_lost=child.fail,
     )
     loaded.engine.when_lost = child.fail
 

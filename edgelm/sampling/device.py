@@ -28,7 +28,6 @@ assert NOT_A_TOKEN == -1  # the kernels have it as a constant
 
 IN_FLIGHT = 2  # at most so many launches are unread: an engine may run one step ahead
 _INACTIVE: NDArray[np.int64] = np.zeros(len(Word), np.int64)  # parameters of a row that is not sampled
-_INITIAL_CAPACITY = 4096  # entries of the biases, or of the histories, of all rows
 
 Record = Callable[[Callable[[], Tensor]], tuple["Replayable", Tensor]]
 
@@ -73,11 +72,21 @@ class Launch:
 
 
 class DeviceSampler:
-    """Samples up to `max_rows` rows at once, in launches on one stream of the device."""
+    """Samples up to `max_rows` rows at once, in launches on one stream of the device.
+
+    All its memory is allocated here. `max_entries` bounds the biases, and the tokens of the histories, that are on the
+    device at one time; rows with more are sampled in parts. By default they are those of the largest possible row.
+    """
 
     def __init__(
-        self, num_vocab: int, max_rows: int, device: torch.device | str, implementation: str | None = None
+        self,
+        num_vocab: int,
+        max_rows: int,
+        device: torch.device | str,
+        implementation: str | None = None,
+        max_entries: int = 0,
     ) -> None:
+        self._max_entries = max_entries or num_vocab
         self._num_vocab = num_vocab
         self._max_rows = max_rows
         self._device = torch.device(device)
@@ -87,10 +96,10 @@ class DeviceSampler:
         num_masks = max_rows * self._num_words
         with torch.inference_mode():
             self._rows = _Column(torch.int64, max_rows * len(Word), self._device)
-            self._bias_ids = _Column(torch.int32, _INITIAL_CAPACITY, self._device)
-            self._bias = _Column(torch.float64, _INITIAL_CAPACITY, self._device)
-            self._history_ids = _Column(torch.int32, _INITIAL_CAPACITY, self._device)
-            self._history_counts = _Column(torch.int32, _INITIAL_CAPACITY, self._device)
+            self._bias_ids = _Column(torch.int32, self._max_entries, self._device)
+            self._bias = _Column(torch.float64, self._max_entries, self._device)
+            self._history_ids = _Column(torch.int32, self._max_entries, self._device)
+            self._history_counts = _Column(torch.int32, self._max_entries, self._device)
             self._masks = _Column(torch.int32, num_masks, self._device)
             self._answers = deque(_Answers(max_rows, self._device) for _ in range(IN_FLIGHT))
 
@@ -124,17 +133,43 @@ class DeviceSampler:
         """Start to sample, without waiting for the device. A launch may stay unread."""
         assert logits.shape[1] == self._num_vocab, logits.shape
         with torch.inference_mode():
-            captured = self._captured_over(logits)
-            batch, num_tops = self._stage(rows, masks, len(captured.words) if captured else 0)
+            parts = self._parts(rows)
+            captured = self._captured_over(logits) if len(parts) == 1 else None
+            words: list[Tensor] = []
+            num_tops: list[int] = []
+            for part in parts:
+                first = len(num_tops)
+                batch = self._stage(part, masks, first, max(len(logits), len(captured.words) if captured else 0))
+                num_tops += [-1 if row.params.num_logprobs is None else row.params.num_logprobs for row in part]
+                if captured and not len(batch.bias_ids) and not len(batch.history_ids):
+                    captured.graph.replay()
+                    answers = captured.words
+                else:  # the rows of other parts are not read
+                    answers = sampling.sample(logits, batch, implementation=self._implementation)
+                words.append(answers[first : len(num_tops)])
             assert len(logits) == len(num_tops) <= self._max_rows, (logits.shape, len(num_tops))
-            if captured and not len(batch.bias_ids) and not len(batch.history_ids):
-                captured.graph.replay()
-                words = captured.words[: len(num_tops)]
-            else:
-                words = sampling.sample(logits, batch, implementation=self._implementation)
+            assert masks is None or len(masks) == len(num_tops), (masks.shape, len(num_tops))
+            answers = words[0] if len(words) == 1 else torch.cat(words)
             self._answers.rotate()
-            self._answers[0].fetch(words)
-        return Launch(words[:, Answer.TOKEN], self._answers[0], num_tops, self._num_vocab)
+            self._answers[0].fetch(answers)
+        return Launch(answers[:, Answer.TOKEN], self._answers[0], num_tops, self._num_vocab)
+
+    def _parts(self, rows: Iterable[RowRequest]) -> list[list[RowRequest]]:
+        """Return the rows in as few parts as have room for their biases and histories: nearly always one."""
+        parts: list[list[RowRequest]] = [[]]
+        biased = counted = 0
+        for row in rows:
+            own_biased = len(_bias_arrays(row.params.logit_bias)[0]) if row.params.logit_bias else 0
+            own_counted = 0
+            if row.params.penalized:
+                assert row.history is not None, "penalties need a history"
+                own_counted = min(len(row.history.ids) + len(row.extra), self._num_vocab)
+            biased, counted = biased + own_biased, counted + own_counted
+            if parts[-1] and max(biased, counted) > self._max_entries:
+                parts.append([])
+                biased, counted = own_biased, own_counted
+            parts[-1].append(row)
+        return parts
 
     def _captured_over(self, logits: Tensor) -> _Captured | None:
         """Return the smallest recorded work that samples these rows; None: there is none."""
@@ -147,12 +182,10 @@ class DeviceSampler:
             None,
         )
 
-    def _stage(
-        self, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None, num_padded: int
-    ) -> tuple[Batch, list[int]]:
-        """Send the parameters, padded to `num_padded` rows; return them without the padding.
+    def _stage(self, rows: Sequence[RowRequest], masks: NDArray[np.int32] | None, first: int, num_padded: int) -> Batch:
+        """Send the parameters of the rows from number `first` on, and of inactive rows before and behind them.
 
-        The second result is the number of likely tokens that each row requests (below 0: no log-probabilities).
+        With those there are `num_padded` rows. The masks are those of all rows.
         """
         columns = self._rows, self._bias_ids, self._bias, self._history_ids, self._history_counts, self._masks
         for column in columns:
@@ -163,26 +196,20 @@ class DeviceSampler:
             masked = (masks != -1).any(axis=1).tolist()
             if any(masked):
                 self._masks.append(masks.reshape(-1))
-        table_words: list[NDArray[np.int64]] = []
-        num_tops: list[int] = []
-        for i, row in enumerate(rows):
+        table_words: list[NDArray[np.int64]] = [_INACTIVE] * first
+        for i, row in enumerate(rows, first):
             table_words.append(self._words(row, masks is not None and masked[i]))
-            num_tops.append(-1 if row.params.num_logprobs is None else row.params.num_logprobs)
-        table_words += [_INACTIVE] * (num_padded - len(num_tops))
+        table_words += [_INACTIVE] * (num_padded - len(table_words))
         self._rows.append(np.concatenate(table_words))
-        assert masks is None or len(masks) == len(num_tops), (masks.shape, len(num_tops))
         table, bias_ids, bias, history_ids, history_counts, packed = (column.send() for column in columns)
         num_biased, num_counted = self._bias.used, self._history_ids.used
-        return (
-            Batch(
-                table[: len(num_tops) * len(Word)].view(-1, len(Word)),
-                bias_ids[:num_biased],
-                bias[:num_biased],
-                history_ids[:num_counted],
-                history_counts[:num_counted],
-                packed.view(-1, self._num_words),
-            ),
-            num_tops,
+        return Batch(
+            table[: num_padded * len(Word)].view(-1, len(Word)),
+            bias_ids[:num_biased],
+            bias[:num_biased],
+            history_ids[:num_counted],
+            history_counts[:num_counted],
+            packed.view(-1, self._num_words),
         )
 
     def _words(self, row: RowRequest, masked: bool) -> NDArray[np.int64]:
@@ -195,7 +222,7 @@ class DeviceSampler:
             self._bias_ids.append(ids)
             self._bias.append(bias)
         if params.penalized:
-            assert row.history is not None, "penalties need a history"
+            assert row.history is not None
             for token in row.extra:
                 row.history.push(token)
             self._history_ids.append(row.history.ids)
@@ -234,10 +261,7 @@ class _Column:
 
     def append(self, values: NDArray[Any]) -> None:
         end = self.used + len(values)
-        if end > len(self._hosts[0]):
-            grown = torch.empty(2 * end, dtype=self._device.dtype, pin_memory=self._cuda)
-            grown[: self.used] = self._hosts[0][: self.used]
-            self._hosts[0] = grown
+        assert end <= len(self._hosts[0]), (end, len(self._hosts[0]))
         self._hosts[0].numpy()[self.used : end] = values
         self.used = end
 
@@ -247,8 +271,6 @@ class _Column:
         if not self._sent:
             self._device = host
         elif self.used:
-            if self.used > len(self._device):
-                self._device = torch.empty_like(host, device=self._device.device)
             self._device[: self.used].copy_(host[: self.used], non_blocking=True)
             self._sent[0].record()
         return self._device

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,12 @@ from edgelm.backends.build import build, choose
 from edgelm.backends.choice import EngineChoice
 from edgelm.backends.llama import build as build_module
 from edgelm.backends.model import open_model
+from edgelm.backends.reports import Reports
+from edgelm.backends.torch import compiling
 from edgelm.backends.torch.failures import OutOfMemoryError
 from edgelm.config import Settings
 from edgelm.core import ExecutorInfo
+from edgelm.engine import watchdog
 from edgelm.errors import DeviceError, DoesNotFitError, EdgeLMError, GpuLoadError, ModelError
 from edgelm.machine.gpu import CudaState
 from edgelm.models.loading.stored import BLOCK_TYPES
@@ -156,6 +162,49 @@ def test_what_the_gpu_cannot_load_goes_on_without_it_unless_it_was_asked_for(
     again = build(plain, Settings(threads=1), cuda_problem=caught.value.message)
     assert again.engine.info.engine == "llama"
     again.engine.close()
+
+
+@pytest.mark.usefixtures("with_a_gpu")
+@pytest.mark.parametrize(("asked", "kind"), [({}, GpuLoadError), ({"engine": "torch"}, DeviceError)])
+def test_loading_that_hangs_is_told_by_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], kind: type[EdgeLMError]
+) -> None:
+    """Pieces that are reported do not hang, however many there are."""
+    told: list[EdgeLMError] = []
+    hung = threading.Event()
+    seconds = [0.0, 0.0]
+
+    def build_torch(*_: object, reports: Reports, **__: object) -> None:
+        began = time.monotonic()
+        for _ in range(30):
+            reports.loaded(0.5)
+            reports.say("compiling")
+            time.sleep(0.02)
+        seconds[0] = time.monotonic() - began
+        assert not hung.is_set()
+        assert hung.wait(30)
+        seconds[1] = time.monotonic() - began
+        raise ModelError("the end of the test")
+
+    def lost(error: EdgeLMError) -> None:
+        told.append(error)
+        hung.set()
+
+    monkeypatch.setattr(torch_build, "build_torch", build_torch)
+    monkeypatch.setattr(watchdog, "GPU_OTHER_S", 0.4)
+    monkeypatch.setattr(build_package, "Watchdog", partial(watchdog.Watchdog, tick_s=0.02))
+    with pytest.raises(ModelError, match="the end of the test"):
+        build(write_tiny(tmp_path / "plain.gguf", quant="q8_0"), Settings(threads=1, **asked), when_lost=lost)  # type: ignore[arg-type]
+    assert seconds[0] > 0.5
+    assert seconds[1] - seconds[0] > 0.3
+    assert [type(error) for error in told] == [kind]
+    assert told[0].message == "the GPU hangs: a piece of loading the model did not end within 0 s"
+    assert told[0].hint == "try again; see what nvidia-smi says"
+
+
+def test_a_compiler_that_never_ends_is_no_hang_of_the_gpu() -> None:
+    """It has a limit of its own, and its error says more."""
+    assert watchdog.GPU_OTHER_S > compiling.LIMIT_S + 10 * watchdog.TICK_S
 
 
 @pytest.mark.usefixtures("with_a_gpu")

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgelm.core import NOT_A_TOKEN, Sampled, SamplingParams
+from edgelm.kernels.sampling import Batch
 from edgelm.sampling import device as device_module
 from edgelm.sampling.device import IN_FLIGHT, DeviceSampler, Launch, RowRequest
 from edgelm.sampling.history import History
@@ -260,6 +262,40 @@ def test_histories_and_biases_of_any_length(dtype: torch.dtype) -> None:
                 assert sampler.sample(logits[i : i + 1], [again], None)[0].id == want.id
 
 
+@pytest.mark.parametrize("max_entries", [40, 55, 100])
+def test_rows_without_room_for_their_histories_and_biases_are_sampled_in_parts(
+    max_entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = fresh_rng()
+    num_vocab, num_rows = 40, 7
+    entries: list[int] = []
+    real = device_module.sampling.sample
+
+    def counted(logits: torch.Tensor, batch: Batch, **options: Any) -> torch.Tensor:
+        entries.append(max(len(batch.bias_ids), len(batch.history_ids)))
+        return real(logits, batch, **options)
+
+    monkeypatch.setattr(device_module.sampling, "sample", counted)
+    whole, few = (DeviceSampler(num_vocab, num_rows, "cpu", "reference", most) for most in (10_000, max_entries))
+    for number in range(20):
+        logits = torch.from_numpy(rng.standard_normal((num_rows, num_vocab)).astype(np.float32))
+        history = History(rng.integers(0, num_vocab, 25).tolist())
+        history.extend(rng.integers(0, num_vocab, 25).tolist())
+        bias = tuple((token, float(rng.normal())) for token in range(int(rng.integers(1, num_vocab))))
+        kinds = (
+            SamplingParams(seed=number, repetition_penalty=1.3, num_logprobs=1),
+            SamplingParams(seed=number, logit_bias=bias),
+            SamplingParams(seed=number, top_p=0.9),
+        )
+        requests = [RowRequest(kinds[int(rng.integers(3))], i, history, [1, 2, 39][: i % 4]) for i in range(num_rows)]
+        masks = rng.integers(-(2**31), 2**31, (num_rows, 2), dtype=np.int32) | 1 if number % 2 else None
+        expected = whole.sample(logits, requests, masks)
+        num_before = len(entries)
+        assert few.sample(logits, requests, masks) == expected
+        assert max(entries[num_before:]) <= max_entries
+    assert len(entries) > 2 * 20
+
+
 def test_staging_waits_for_no_launch_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     in_flight: deque[Event] = deque()
 
@@ -278,15 +314,12 @@ def test_staging_waits_for_no_launch_in_flight(monkeypatch: pytest.MonkeyPatch) 
     def empty(size: int, *, dtype: torch.dtype, **_: object) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype)
 
-    def empty_like(like: torch.Tensor, **_: object) -> torch.Tensor:
-        return torch.zeros_like(like)
-
-    fake = SimpleNamespace(empty=empty, empty_like=empty_like, cuda=SimpleNamespace(Event=Event))
+    fake = SimpleNamespace(empty=empty, cuda=SimpleNamespace(Event=Event))
     monkeypatch.setattr(device_module, "torch", fake)
-    column = device_module._Column(torch.int32, 4, SimpleNamespace(type="cuda"))
+    column = device_module._Column(torch.int32, 9, SimpleNamespace(type="cuda"))
     for step in range(8):
         column.clear()
-        values = [step] * (3 + 2 * (step // 2))  # it grows again and again
+        values = [step] * (3 + 2 * (step // 2))
         column.append(np.array(values, dtype=np.int32))
         assert column.send()[: len(values)].tolist() == values
         if len(in_flight) == IN_FLIGHT:

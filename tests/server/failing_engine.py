@@ -3,7 +3,8 @@
     python -m tests.server.failing_engine   # instead of `edgelm.server.engine_process`
 
 PLAN beside the model has one line of JSON for each start with "CUDA": `{"load": MESSAGE}` fails the loading, `{"step":
-MESSAGE, "after": N}` the N-th step, `{"hang": N}` makes the N-th step hang, and `{}` fails nothing.
+MESSAGE, "after": N}` the N-th step, `{"hang": N}` makes the N-th step hang, `{"load_hangs": true}` the loading, and
+`{}` fails nothing.
 """
 
 from __future__ import annotations
@@ -63,12 +64,17 @@ def serve(job: ServeJob, child: Child) -> None:
         if "load" in failure:
             with torch_build.gpu_errors():
                 raise torch.AcceleratorError(failure["load"])
+        if "load_hangs" in failure:
+            watchdog.GPU_OTHER_S = 1.0
+            time.sleep(1000)
         fail(TorchExecutor, failure)
-        return real(*args, **options | {"device": "cpu"})
+        loaded = real(*args, **options | {"device": "cpu"})
+        watchdog.GPU_OTHER_S = 1.0
+        return loaded
 
     torch_build.build_torch = build_torch
     build.find_cuda = lambda: GPU
-    watchdog.GPU_S = watchdog.GPU_OTHER_S = 1.0
+    watchdog.GPU_S = 1.0
     engine.Watchdog = partial(_on_gpu, tick_s=0.1)
     work_with_engine(_serve, job, child)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -81,6 +82,16 @@ def test_a_step_that_hangs_ends_the_engine_and_what_cannot_be_loaded_again_is_ll
         state = until("it is ready", lambda: (now := front.ps("tiny"))["state"] == "ready" and now)
         assert (state["engine"], state["cuda_problem"]) == ("llama", "the memory of the GPU is used up")
         assert state["error"] is None
+
+
+def test_a_load_that_hangs_is_left_to_llama_cpp(fronts: Fronts) -> None:
+    with fronts({"load_hangs": True}) as front:
+        assert front.chat(max_tokens=5, **ENDLESS).json()["usage"]["completion_tokens"] == 5
+        state = front.ps("tiny")
+        assert state["engine"] == "llama"
+        assert re.fullmatch(
+            r"the GPU hangs: a piece of loading the model did not end within \d s", state["cuda_problem"]
+        )
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import Tensor
 from edgelm.errors import SnapshotError
 from edgelm.kernels.cache import LayerCache
 
+PIECE_BYTES = 2**22  # less than the warm-up of any model needs
 FORMAT = 1  # part of the identity under which states are stored; another layout of kernels/cache is another format
 
 
@@ -25,9 +26,10 @@ def block_bytes(caches: Sequence[LayerCache]) -> int:
 
 def save_blocks(caches: Sequence[LayerCache], blocks: Sequence[int], state: NDArray[np.uint8]) -> None:
     """Copy blocks from the device into `state`, which has `block_bytes` for each."""
-    index = torch.tensor(blocks, device=caches[0].device)
     for plane, part in _parts(caches, state, len(blocks)):
-        part.copy_(plane.index_select(0, index))
+        for some in _pieces(plane, len(blocks)):
+            index = torch.tensor(blocks[some], device=plane.device)
+            part[some].copy_(plane.index_select(0, index))
 
 
 def load_blocks(caches: Sequence[LayerCache], state: NDArray[np.uint8], blocks: Sequence[int], first: int) -> None:
@@ -38,9 +40,18 @@ def load_blocks(caches: Sequence[LayerCache], state: NDArray[np.uint8], blocks: 
     num_blocks, rest = divmod(state.size, block_bytes(caches))
     if rest or first + len(blocks) > num_blocks:
         raise SnapshotError(f"a snapshot of {state.size:,} bytes does not fit this KV cache")
-    index = torch.tensor(blocks, device=caches[0].device)
     for plane, part in _parts(caches, state, num_blocks):
-        plane.index_copy_(0, index, part[first : first + len(blocks)].to(plane.device))
+        wanted = part[first : first + len(blocks)]
+        for some in _pieces(plane, len(blocks)):
+            index = torch.tensor(blocks[some], device=plane.device)
+            plane.index_copy_(0, index, wanted[some].to(plane.device))
+
+
+def _pieces(plane: Tensor, num_blocks: int) -> Iterator[slice]:
+    """Yield the blocks of a plane that are copied at a time: a copy takes as much memory of the device again."""
+    step = max(PIECE_BYTES // plane[0].nbytes, 1)
+    for start in range(0, num_blocks, step):
+        yield slice(start, min(start + step, num_blocks))
 
 
 def _planes(caches: Sequence[LayerCache]) -> Iterator[Tensor]:

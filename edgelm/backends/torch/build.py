@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from edgelm.backends.drafting import measured_clock, ngram_drafter, require_same_vocabulary, throttled
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import DRAFT_KV, MIN_CONTEXT, SNAPSHOT_SHARE, DraftModel, MachineMemory, Option, Plan, plan
+from edgelm.backends.reports import LOGGED, Reports
 from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.block_states import FORMAT as STATE_FORMAT
@@ -70,11 +72,10 @@ def build_torch(
     device: str,
     draft: Path | None = None,
     least_context: int = 0,
-    progress: Callable[[float], bool] | None = None,
     prefixes: Path | None = None,
     places: Places | None = None,
     memory_bytes: int | None = None,
-    notify: Callable[[str], None] = log.info,
+    reports: Reports = LOGGED,
 ) -> LoadedModel:
     """Load an open model on a device, "cuda" or "cpu", and start an engine over it; `draft` is a model that drafts.
 
@@ -90,20 +91,21 @@ def build_torch(
         if device == "cuda":
             for checked, mode in ((model, option.kv), (small, DRAFT_KV)):
                 if checked:
-                    check_ops(checked, settings, mode, notify)
-        decoder = load_decoder(model, settings, device, option.context, progress)
+                    check_ops(checked, settings, mode, reports.say)
+        decoder = load_decoder(model, settings, device, option.context, reports)
         folder = _snapshot_folder(prefixes, model, settings, decoder, option) if prefixes else None
         store = SnapshotStore(int(SNAPSHOT_SHARE * available_memory_bytes()), folder) if folder else None
-        executor = _executor(decoder, settings, option, model.name, places, store, notify)
+        executor = _executor(decoder, settings, option, model.name, places, store, reports)
         clock, drafter = StepClock(), None
         try:
             if places and settings.spec != "off":
                 identity = _identity(model, settings, executor)
+                reports.alive()
                 clock = measured_clock(executor, settings, places, identity)
                 drafters: list[Drafter] = [ngram_drafter(tokenizer, settings, places, identity)]
                 if small:
                     drafters.append(
-                        _load_draft_model(small, settings, decoder, executor.info, tokenizer, clock, places, notify)
+                        _load_draft_model(small, settings, decoder, executor.info, tokenizer, clock, places, reports)
                     )
                 drafter = throttled(drafters, clock, settings)
         except EdgeLMError:
@@ -155,16 +157,13 @@ def check_ops(model: OpenedModel, settings: Settings, mode: str, notify: Callabl
 
 
 def load_decoder(
-    model: OpenedModel, settings: Settings, device: str, context: int, progress: Callable[[float], bool] | None = None
+    model: OpenedModel, settings: Settings, device: str, context: int, reports: Reports = LOGGED
 ) -> Decoder:
-    """Load the weights, for contexts of this length; `progress` returns False to cancel.
-
-    Raises ModelError, EngineError where the device fails.
-    """
+    """Load the weights, for contexts of this length. Raises ModelError, EngineError where the device fails."""
     quantize: Literal["int4"] | None = "int4" if settings.quantize == "int4" else None
 
     def watch(done: int) -> None:  # bytes
-        if progress and not progress(min(done / max(source.total_bytes, 1), 1.0)):
+        if not reports.loaded(min(done / max(source.total_bytes, 1), 1.0)):
             raise ModelError(f"loading {model.name} was cancelled")
 
     source: GGUFSource | FolderSource
@@ -193,12 +192,12 @@ def _executor(
     name: str,
     places: Places | None = None,
     store: SnapshotStore | None = None,
-    notify: Callable[[str], None] = log.info,
+    reports: Reports = LOGGED,
 ) -> TorchExecutor:
     """Make the executor; if its memory cannot be allocated, retry with half the context."""
     context = option.context
     tuned = places.cache / "kernels" if places else None
-    while (executor := _try_executor(decoder, settings, option.kv, context, tuned, store, notify)) is None:
+    while (executor := _try_executor(decoder, settings, option.kv, context, tuned, store, reports)) is None:
         if settings.ctx is not None or context // 2 < MIN_CONTEXT:
             device = device_name(decoder.device)
             message = f"{name} and {context:,} tokens of context do not fit in the memory of {device}"
@@ -214,7 +213,7 @@ def _try_executor(
     context: int,
     tuned: Path | None,
     store: SnapshotStore | None = None,
-    notify: Callable[[str], None] = log.info,
+    reports: Reports = LOGGED,
 ) -> TorchExecutor | None:
     """Make an executor; None if its memory cannot be allocated. Raises EngineError for other failures."""
     options = TorchOptions(
@@ -228,7 +227,7 @@ def _try_executor(
         tuned=tuned,
     )
     try:
-        return TorchExecutor(decoder, options, store, notify)
+        return TorchExecutor(decoder, options, store, reports)
     except OutOfMemoryError:
         return None
 
@@ -241,7 +240,7 @@ def _load_draft_model(
     tokenizer: Tokenizer,
     clock: StepClock,
     places: Places,
-    notify: Callable[[str], None],
+    reports: Reports,
 ) -> ModelDrafter:
     """Load a draft model on the device of the large one, whose executor has `info`.
 
@@ -249,8 +248,9 @@ def _load_draft_model(
     """
     require_same_vocabulary(tokenizer, tokenizer_of(draft), draft.name)
     context = min(info.context, draft.facts.summary.context or info.context)
-    decoder = load_decoder(draft, settings, large.device.type, context)
-    executor = _try_executor(decoder, settings, DRAFT_KV, context, places.cache / "kernels", notify=notify)
+    own = replace(reports, progress=None)  # the share is that of the large model
+    decoder = load_decoder(draft, settings, large.device.type, context, own)
+    executor = _try_executor(decoder, settings, DRAFT_KV, context, places.cache / "kernels", reports=own)
     if executor is None:
         message = f"the draft model {draft.name} does not fit in the memory of {device_name(decoder.device)}"
         raise DoesNotFitError(message, "lower --ctx, or omit --draft")

@@ -5,13 +5,13 @@ Owns the checks before anything large is read. Both sides are loaded on one devi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from edgelm.backends.model import OpenedModel, open_model
+from edgelm.backends.reports import Reports
 from edgelm.backends.torch.build import check_ops, load_decoder, tokenizer_of
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import gpu_errors
@@ -43,7 +43,7 @@ def load_torch_evaluation(
     *,
     device: str,
     window: int | None,
-    progress: Callable[[float], bool] | None = None,
+    reports: Reports,
 ) -> Evaluation:
     """Load a model, and a reference beside it, on a device. Raises the errors of `load_llama_evaluation`."""
     sides = [model, *([reference] if reference else [])]
@@ -58,12 +58,12 @@ def load_torch_evaluation(
             require_same_vocabulary(model.model, tokenizers[model.model], reference.model, tokenizers[reference.model])
         _require_memory(sides, models, window, settings, device)
         for side in sides if device == "cuda" else ():
-            check_ops(models[side.model], settings, side.kv)
+            check_ops(models[side.model], settings, side.kv, reports.say)
         decoders: dict[Path, Decoder] = {}
         loaded = []
         for side in sides:
             if side.model not in decoders:
-                decoders[side.model] = load_decoder(models[side.model], settings, device, window, progress)
+                decoders[side.model] = load_decoder(models[side.model], settings, device, window, reports)
             decoder = decoders[side.model]
             options = TorchOptions(
                 context=window,
@@ -74,7 +74,7 @@ def load_torch_evaluation(
                 max_rows=max_rows(decoder.vocab_size, window),
                 graphs=False,
             )
-            executor = TorchExecutor(decoder, options)
+            executor = TorchExecutor(decoder, options, reports=reports)
             resources.callback(executor.close)
             loaded.append(LoadedSide(models[side.model].name, executor))
         second = loaded[1] if reference else None

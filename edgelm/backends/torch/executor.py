@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from edgelm.backends.reports import LOGGED, Reports
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.batch import LastTokens, StepBuffers, StepTensors, bucket_of
 from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
@@ -74,17 +75,12 @@ class TorchOptions:
 class TorchExecutor:
     """An `Executor` that owns a decoder.
 
-    `snapshots` holds blocks on their way to files and back; None: the steps have no ops. `notify` takes lines of
-    progress.
+    `snapshots` holds blocks on their way to files and back; None: the steps have no ops.
     Raises OutOfMemoryError if its memory cannot be allocated; then all of it is free again, except the decoder's.
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        options: TorchOptions,
-        snapshots: SnapshotStore | None = None,
-        notify: Callable[[str], None] = log.info,
+        self, decoder: Decoder, options: TorchOptions, snapshots: SnapshotStore | None = None, reports: Reports = LOGGED
     ) -> None:
         assert options.capacity % BLOCK_LEN == 0
         assert options.context <= options.capacity
@@ -119,15 +115,13 @@ class TorchExecutor:
         self._splits_steps = False  # not while loading: there, a smaller context is better
         try:
             with gpu_errors():
-                self._allocate(decoder, options, cache_format, notify)
+                self._allocate(decoder, options, cache_format, reports)
         except BaseException:
             self.close()  # here, since the error keeps this object alive while it is handled
             raise
         self._splits_steps = True
 
-    def _allocate(
-        self, decoder: Decoder, options: TorchOptions, cache_format: KVFormat, notify: Callable[[str], None]
-    ) -> None:
+    def _allocate(self, decoder: Decoder, options: TorchOptions, cache_format: KVFormat, reports: Reports) -> None:
         config, device = decoder.config, decoder.device
         num_blocks = options.capacity // BLOCK_LEN
         with gpu_errors():
@@ -146,17 +140,17 @@ class TorchExecutor:
             if device.type == "cuda":
                 if options.tuned is not None:
                     TABLE.open(options.tuned, target_of(device))
-                self._device_sampler = DeviceSampler(decoder.vocab_size, max(options.max_rows, SIZES[-1]), device)
-                self._compile(notify)
+                self._device_sampler = self._new_sampler(options)
+                self._compile(reports)
         if options.graphs and device.type == "cuda":
-            try:
-                self._capture(Graphs(options.max_sequences, options.max_tokens))
-            except OutOfMemoryError as error:
-                self._go_on_without_graphs(options, error)
+            self._capture_graphs(options, reports)
         if device.type == "cuda":
-            self._warm_up()
+            self._warm_up(reports)
 
-    def _compile(self, notify: Callable[[str], None]) -> None:
+    def _new_sampler(self, options: TorchOptions) -> DeviceSampler:
+        return DeviceSampler(self._info.num_vocab, max(options.max_rows, SIZES[-1]), self._device)
+
+    def _compile(self, reports: Reports) -> None:
         """Compile the kernels of the warm-up beside each other, before the first one is launched."""
         from edgelm.backends.torch.compilation import recording
         from edgelm.backends.torch.warm_up import warm_up_steps  # these import Triton, which the CPU does without
@@ -166,10 +160,38 @@ class TorchExecutor:
             for step in warm_up_steps(self._decoder, self._caches, self._info):
                 self.forward(step)
                 self.sample(step, None)  # not read: no kernel wrote it
+                reports.alive()
         self._last = None
-        compile_kernels(needed, lambda done, total: notify(f"compiling the GPU's kernels: {done} of {total}"))
+        compile_kernels(needed, lambda done, total: reports.say(f"compiling the GPU's kernels: {done} of {total}"))
 
-    def _capture(self, graphs: Graphs) -> None:
+    def _capture_graphs(self, options: TorchOptions, reports: Reports) -> None:
+        """Capture CUDA graphs of all sizes; where memory is short, without the largest ones, or none.
+
+        Raises DeviceError if a capture did not end well.
+        """
+        sizes = Graphs(options.max_sequences, options.max_tokens).sizes
+        problem = ""
+        while sizes and (lack := self._try_capture(Graphs(options.max_sequences, sizes[0]), reports)):
+            problem = lack
+            del sizes[0]
+            # The sampler has graphs too. Here and not where the error is handled, which keeps the graphs alive.
+            self._device_sampler = self._new_sampler(options)
+            torch.cuda.empty_cache()
+        if problem:
+            dropped = f"of more than {sizes[0]} token{'s' if sizes[0] > 1 else ''} " if sizes else ""
+            log.warning("CUDA graphs %sare not used, and such steps take longer: %s", dropped, problem)
+
+    def _try_capture(self, graphs: Graphs, reports: Reports) -> str:
+        """Capture graphs; return how memory was missing, and empty text if it was not. Raises DeviceError."""
+        try:
+            self._capture(graphs, reports)
+        except OutOfMemoryError as error:
+            if not isinstance(error.__cause__, torch.OutOfMemoryError):  # torch's allocator still counts a capture
+                raise DeviceError(f"{error.message}, while CUDA graphs were captured", "use --no-graphs") from error
+            return str(error)
+        return ""
+
+    def _capture(self, graphs: Graphs, reports: Reports) -> None:
         """Capture the graphs of the sampler and of the model."""
         assert self._buffers is not None
         assert self._device_sampler is not None
@@ -179,18 +201,11 @@ class TorchExecutor:
             logits = torch.empty((graphs.sizes[0], self._info.num_vocab), dtype=torch.float32, device=self._device)
             for size in graphs.sizes:  # first, since a copy of the logits is the largest piece of memory in a graph
                 self._device_sampler.capture(logits[:size], graphs.record)
-            graphs.capture(self._run, self._buffers, logits)
+                reports.alive()
+            graphs.capture(self._run, self._buffers, logits, reports.alive)
             self._graphs = graphs
 
-    def _go_on_without_graphs(self, options: TorchOptions, error: OutOfMemoryError) -> None:
-        """Free the graphs: steps need less memory without them. Raises DeviceError if the capture did not end well."""
-        if not isinstance(error.__cause__, torch.OutOfMemoryError):  # torch's allocator still counts a capture
-            raise DeviceError(f"{error.message}, while CUDA graphs were captured", "use --no-graphs") from error
-        log.warning("CUDA graphs are not used, and short steps take longer: %s", error)
-        self._device_sampler = DeviceSampler(self._info.num_vocab, max(options.max_rows, SIZES[-1]), self._device)
-        torch.cuda.empty_cache()
-
-    def _warm_up(self) -> None:
+    def _warm_up(self, reports: Reports) -> None:
         """Run steps that compile every kernel, and allocate memory for all later steps, before the first request."""
         from edgelm.backends.torch.warm_up import warm_up_steps  # it imports Triton, which the CPU does without
 
@@ -198,6 +213,7 @@ class TorchExecutor:
         for step in warm_up_steps(self._decoder, self._caches, self._info):
             self.forward(step)
             self.sample(step, None).read()
+            reports.alive()
 
     @property
     def info(self) -> ExecutorInfo:

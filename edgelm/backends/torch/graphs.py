@@ -47,8 +47,13 @@ class Graphs:
         """Return the smallest bucket that holds a step of that size; None: the step runs without a graph."""
         return next((bucket for bucket in self._buckets if bucket.holds(size)), None)
 
-    def capture(self, forward: Forward, buffers: StepBuffers, logits: Tensor) -> None:
-        """Capture all sizes, the largest first; they write to the first rows of `logits`, [rows, vocab_size]."""
+    def capture(
+        self, forward: Forward, buffers: StepBuffers, logits: Tensor, alive: Callable[[], None] = lambda: None
+    ) -> None:
+        """Capture all sizes, the largest first; they write to the first rows of `logits`, [rows, vocab_size].
+
+        `alive` is called after each.
+        """
 
         def work(bucket: Bucket) -> None:
             logits[: bucket.rows].copy_(forward(buffers.views(bucket)))
@@ -57,6 +62,7 @@ class Graphs:
         for bucket in reversed(self._buckets):
             buffers.fill(Step(()), bucket)
             self._graphs[bucket], _ = self.record(partial(work, bucket))
+            alive()
 
     def record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture work on the device; of the memory that it allocates, only the results stay in use."""

@@ -114,7 +114,9 @@ class TorchMemory:
         logits = SAMPLED_ROWS * vocab_size * 4 * 2  # of a graph, and of a step without one
         if self._device == "cuda":
             scratch = SCRATCH_BYTES + self._attention_bytes(context) + sampler_bytes(SAMPLED_ROWS, vocab_size)
-            scratch += self.graph_bytes(context) + self._num_graphs * GRAPH_BYTES
+            scratch += (
+                staged_bytes(SAMPLED_ROWS, vocab_size) + self.graph_bytes(context) + self._num_graphs * GRAPH_BYTES
+            )
         else:  # the reference dequantizes a whole matrix to float32
             shapes = [tensor.shape for tensor in self._model.tensors if len(tensor.shape) > 1]
             scratch = 4 * max((prod(shape[-2:]) for shape in shapes), default=0)
@@ -233,6 +235,11 @@ def sampler_bytes(rows: int, num_vocab: int) -> int:
     chunks = -(-num_vocab // 2048)
     own = rows * (4 * (2048 * chunks + 8192) + 4 * (256 + 8192 + 1) + chunks * 4 + 8 * 24)
     return own + (rows + rows % 2) * chunks * 8 * 35  # at multiples of 16 bytes
+
+
+def staged_bytes(rows: int, num_vocab: int) -> int:
+    """Return the bytes of what rows are sampled by: parameters, masks, and the biases and histories of a launch."""
+    return rows * (8 * 16 + 4 * -(-num_vocab // 32)) + num_vocab * (4 + 8 + 4 + 4)
 
 
 def split_sum_bytes(tokens: int, num_heads: int, num_kv_heads: int, width: int, positions: int) -> int:

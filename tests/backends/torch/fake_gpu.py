@@ -129,9 +129,11 @@ class FakeGpu(TorchFunctionMode):
             graph.own_pool = pool or object()
             gpu._place = graph.own_pool, stream
             gpu._capturing = Counter()
-            yield
-            gpu.captured.append(gpu._capturing)
-            gpu._capturing = None
+            try:
+                yield
+                gpu.captured.append(gpu._capturing)
+            finally:
+                gpu._capturing = None
 
         @contextmanager
         def on_stream(_: Stream) -> Iterator[None]:

@@ -6,10 +6,12 @@ each stage: what the executor, or the error, was.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from edgelm.backends.plan import Option
 from edgelm.backends.torch import build
 from edgelm.backends.torch import executor as executors
 from edgelm.backends.torch.executor import TorchExecutor
+from edgelm.backends.torch.graphs import Graphs
 from edgelm.config import Settings
 from edgelm.core import Chunk, SamplingParams, Sequence, Step
 from edgelm.errors import EdgeLMError
@@ -70,6 +73,34 @@ def nth_graph(number: int, fail: Callable[[], Any] = run_out) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def graphs_of_more_than(most: int) -> Iterator[None]:
+    """Let the capture of larger graphs run out of memory; whenever the cache is emptied, no graph may be alive."""
+    real, begun = TorchExecutor._run, Graphs.__init__
+    tried: list[weakref.ref[Graphs]] = []
+
+    def noted(self: Graphs, *args: Any) -> None:
+        tried.append(weakref.ref(self))
+        begun(self, *args)
+
+    def limited(self: TorchExecutor, tensors: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing() and len(tensors.ids) > most:
+            run_out()
+        return real(self, tensors)
+
+    def emptied() -> None:
+        assert all(graphs() is None for graphs in tried), "graphs of a failed capture are alive"
+
+    gc.disable()
+    with (
+        patch.object(TorchExecutor, "_run", limited),
+        patch.object(Graphs, "__init__", noted),
+        patch.object(torch.cuda, "empty_cache", emptied),
+    ):
+        yield
+    gc.enable()
+
+
 def make(decoder: Decoder) -> dict[str, Any]:
     """Make an executor and run a step with it; return what became of it."""
     executor = build._executor(decoder, SETTINGS, Option("f16", CONTEXT, 0, 0, 0, fits=True), "m")
@@ -77,7 +108,13 @@ def make(decoder: Decoder) -> dict[str, Any]:
     step = Step((Chunk(seq, 0, [5], 1, (0,)),))
     executor.forward(step)
     executor.sample(step, None).read()
-    made = {"context": executor.info.context, "graphs": executor._graphs is not None}
+    sampler = executor._device_sampler
+    assert sampler is not None
+    made = {
+        "context": executor.info.context,
+        "graphs": executor._graphs.sizes[0] if executor._graphs else 0,
+        "sampled": max((len(captured.logits) for captured in sampler._captured), default=0),
+    }
     executor.close()
     return made
 
@@ -103,8 +140,10 @@ def main(folder: Path) -> None:
                 lambda: make(decoder),
             ),
             "every cache": (patch.object(executors, "allocate", run_out), lambda: make(decoder)),
-            "first graph": (nth_graph(1), lambda: make(decoder)),
-            "a later graph": (nth_graph(4), lambda: make(decoder)),
+            "one graph": (nth_graph(4), lambda: make(decoder)),
+            "large graphs": (graphs_of_more_than(8), lambda: make(decoder)),
+            "graphs of more than a token": (graphs_of_more_than(1), lambda: make(decoder)),
+            "every graph": (graphs_of_more_than(0), lambda: make(decoder)),
             "the sampler's graphs": (patch.object(DeviceSampler, "capture", run_out), lambda: make(decoder)),
             "capture ends badly": (nth_graph(2, run_out_and_end_badly), lambda: make(decoder)),
             "warm-up": (

@@ -14,10 +14,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SMALLER = "take a smaller model, use --quantize int4, or --engine llama"
 LESS = "lower --ctx, choose a smaller --kv, or use --engine llama"
-NO_GRAPHS = (
-    "CUDA graphs are not used, and short steps take longer: the memory of the GPU is used up; "
-    "lower --ctx or --parallel, or choose a smaller --kv"
-)
+
+
+def dropped(which: str) -> list[str]:
+    line = f"CUDA graphs {which}are not used, and such steps take longer: the memory of the GPU is used up"
+    return [f"{line}; lower --ctx or --parallel, or choose a smaller --kv"]
+
+
+ALL = {"graphs": 32, "sampled": 32}  # those of two sequences
+NONE = {"graphs": 0, "sampled": 0}
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +40,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 @pytest.mark.parametrize(
     ("stage", "expected"),
     [
-        ("none", {"context": 2048, "graphs": True, "log": []}),
-        ("cache", {"context": 512, "graphs": True, "log": []}),
-        ("first graph", {"context": 2048, "graphs": False, "log": [NO_GRAPHS]}),
-        ("a later graph", {"context": 2048, "graphs": False, "log": [NO_GRAPHS]}),
-        ("the sampler's graphs", {"context": 2048, "graphs": False, "log": [NO_GRAPHS]}),
-        ("warm-up", {"context": 512, "graphs": True, "log": []}),
+        ("none", {"context": 2048, **ALL, "log": []}),
+        ("cache", {"context": 512, **ALL, "log": []}),
+        ("one graph", {"context": 2048, "graphs": 24, "sampled": 24, "log": dropped("of more than 24 tokens ")}),
+        ("large graphs", {"context": 2048, "graphs": 8, "sampled": 8, "log": dropped("of more than 8 tokens ")}),
+        (
+            "graphs of more than a token",
+            {"context": 2048, "graphs": 1, "sampled": 1, "log": dropped("of more than 1 token ")},
+        ),
+        ("every graph", {"context": 2048, **NONE, "log": dropped("")}),
+        ("the sampler's graphs", {"context": 2048, **NONE, "log": dropped("")}),
+        ("warm-up", {"context": 512, **ALL, "log": []}),
     ],
 )
 def test_less_is_used_where_that_helps(

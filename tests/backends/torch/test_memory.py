@@ -21,6 +21,7 @@ from edgelm.backends.torch.memory import (
     num_chunks,
     sampler_bytes,
     split_sum_bytes,
+    staged_bytes,
 )
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
@@ -29,6 +30,8 @@ from edgelm.kernels import cache
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, planes
 from edgelm.kernels.matmul import ROWS
 from edgelm.models.loading.sources import GGUFSource
+from edgelm.sampling import device
+from edgelm.sampling.device import DeviceSampler
 from tests.tiny import write_tiny
 
 GIB = 2**30
@@ -96,6 +99,13 @@ def test_the_scratch_of_the_sampler_equals_its_allocations(
         patch.setattr(torch, "empty", empty)
         kernel.sample(logits, batch)
     assert sum(sizes) == sampler_bytes(rows, num_vocab)
+
+
+@pytest.mark.parametrize(("rows", "num_vocab"), [(1, 100), (64, 5000), (3, 2049)])
+def test_what_rows_are_sampled_by_has_the_predicted_size(rows: int, num_vocab: int) -> None:
+    sampler = DeviceSampler(num_vocab, rows, "cpu", "reference")
+    columns = [value for value in vars(sampler).values() if isinstance(value, device._Column)]
+    assert sum(column._device.nbytes for column in columns) == staged_bytes(rows, num_vocab)
 
 
 class _NoKernel:

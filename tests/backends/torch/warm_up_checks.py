@@ -3,8 +3,9 @@
     python -m tests.backends.torch.warm_up_checks [--all] [MODEL ..]
 
 test_warm_up.py runs this as a child process, where kernels are not interpreted. For each model and each number of
-sequences it loads an executor, then runs steps of many shapes, and prints a line of JSON with the first faults: kernels
-that a GPU would compile during a request, and steps in which more memory is alive than at any moment of loading.
+sequences it loads an executor, then runs steps of many shapes, saves and loads a whole context, and prints a line of
+JSON with the first faults: kernels that a GPU would compile during a request, and steps in which more memory is alive
+than at any moment of loading.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 
 import torch
 
+from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.executor import MAX_ROWS, TorchExecutor, TorchOptions
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.core import Chunk, Drop, Load, SamplingParams, Save, Sequence, Step
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import BLOCK_LEN
 from tests.backends.torch.fake_gpu import FakeGpu
 from tests.backends.torch.shape_models import MODELS
 
 MAX_TOKENS = 1024  # of a step: a prompt of 2,048 tokens is two of them
+COPY_BYTES = 2**23  # that saving or loading a conversation may take, however long it is
 PLAIN = SamplingParams()
 HEAVY = SamplingParams(repetition_penalty=1.1, logit_bias=((3, 1.0),), num_logprobs=2)
 # each model with sequences, context, KV format and graphs; the first settings of a model are those of `make test`
@@ -74,6 +78,24 @@ def steps(max_sequences: int, context: int, thorough: bool) -> Iterator[Step]:
                 yield Step((chunk(min(tokens - count, 900), 0), *others))
 
 
+def long_histories(max_sequences: int, context: int, num_vocab: int) -> Iterator[Step]:
+    """Yield steps of sequences whose prompts and biases have nearly all tokens of the context, or of the vocabulary."""
+    length = min(context - 64, num_vocab)
+    blocks = tuple(range(-(-context // BLOCK_LEN)))
+    biases = tuple((token, 1.0) for token in range(length))
+    for params in (HEAVY, replace(HEAVY, logit_bias=biases)):
+        seqs = [Sequence(number, list(range(length)), length, params) for number in range(min(max_sequences, 4))]
+        for rows in (1, VERIFY_LEN):
+            yield Step(tuple(Chunk(seq, length, [0] * rows, rows, blocks) for seq in seqs))
+
+
+def snapshots(context: int) -> Iterator[Step]:
+    """Yield steps that save the blocks of a whole context, and load them again."""
+    blocks = tuple(range(context // BLOCK_LEN))
+    yield Step((), (Save(blocks, 1),))
+    yield Step((), (Load(1, blocks, 0), Drop(1)))
+
+
 def check(name: str, num_sequences: int, context: int, kv: str, graphs: bool, thorough: bool) -> None:
     """Load a model, run the steps, and print what they compile and allocate."""
     with FakeGpu() as gpu, torch.inference_mode():
@@ -85,27 +107,38 @@ def check(name: str, num_sequences: int, context: int, kv: str, graphs: bool, th
                 context=context, capacity=capacity, kv=kv, max_sequences=num_sequences, max_tokens=MAX_TOKENS,
                 graphs=graphs,
             ),
+            SnapshotStore(2**30),
         )  # fmt: skip
         num_compiled, peak = len(gpu.compiled), gpu.peak_bytes
         faults: list[str] = []
         if alone := sorted({kernel for kernel, key in gpu.compiled if (kernel, key) not in gpu.ahead}):
             faults.append(f"loading compiles one by one: {', '.join(alone)}")
-        num_steps = 0
-        for step in steps(num_sequences, context, thorough):
-            gpu.peak_bytes = gpu.live_bytes
+        num_steps = num_copied = 0
+        work = chain(
+            steps(num_sequences, context, thorough),
+            long_histories(num_sequences, context, decoder.vocab_size),
+            snapshots(context),
+        )
+        for step in work:
+            gpu.peak_bytes = live = gpu.live_bytes
             before = len(gpu.compiled)
             executor.forward(step)
             executor.sample(step, None).read()
             num_steps += 1
-            shape = f"{len(step.chunks)} sequences, {step.num_tokens} tokens, {step.num_rows} rows"
+            num_copied += len(step.ops)
+            shape = f"{step.ops[0]!r:.30}, " if step.ops else ""
+            shape += f"{len(step.chunks)} sequences, {step.num_tokens} tokens, {step.num_rows} rows"
             if new := sorted({kernel for kernel, _ in gpu.compiled[before:]}):
                 faults.append(f"{shape}: compiles {', '.join(new)}")
             if gpu.peak_bytes > peak:
                 faults.append(f"{shape}: {gpu.peak_bytes - peak:,} more bytes than at loading")
+            if step.ops and gpu.peak_bytes - live > COPY_BYTES:
+                faults.append(f"{shape}: {gpu.peak_bytes - live:,} bytes for a copy")
         executor.close()
     result = {
         "model": name, "sequences": num_sequences, "context": context, "kv": kv, "graphs": graphs,
-        "kernels": num_compiled, "steps": num_steps, "num_faults": len(faults), "faults": faults[:8],
+        "kernels": num_compiled, "steps": num_steps, "copies": num_copied,
+        "num_faults": len(faults), "faults": faults[:8],
     }  # fmt: skip
     print(json.dumps(result), flush=True)
 

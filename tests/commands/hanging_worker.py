@@ -1,0 +1,52 @@
+"""A worker of `edgelm eval` whose GPU hangs: in a step of the model "step", and in loading the model "load".
+
+The torch engine on the processor is in place of a GPU, and a watchdog waits for a second instead of a minute.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import edgelm.backends.build as build
+import edgelm.backends.torch.evaluation as torch_evaluation
+from edgelm.backends.torch.executor import TorchExecutor
+from edgelm.engine import watchdog
+from edgelm.evaluation import watched
+from edgelm.jobs.evaluate import evaluate_file
+from edgelm.machine.gpu import CudaState
+from edgelm.workers.child import Child, run_job
+from edgelm.workers.messages import EvalJob
+
+GPU = CudaState("", "", "GPU X", 80 * 2**30, 80 * 2**30)
+
+
+def hang(*_: Any, **__: Any) -> None:
+    time.sleep(1000)
+
+
+def evaluate(job: EvalJob, child: Child) -> None:
+    real = torch_evaluation.load_torch_evaluation
+    if job.model.stem == "step":
+        TorchExecutor._run = hang  # type: ignore[assignment,method-assign]
+        watchdog.GPU_S, watchdog.GPU_TOKEN_S = 1.0, 0.0
+    if job.model.stem == "load":
+        torch_evaluation.load_decoder = hang  # type: ignore[assignment]
+        watchdog.GPU_OTHER_S = 1.0
+    build.find_cuda = lambda: GPU
+    torch_evaluation.load_torch_evaluation = lambda *args, **options: real(*args, **options | {"device": "cpu"})
+    watched.Watchdog = _on_gpu  # type: ignore[assignment,misc]
+    build.Watchdog = partial(watchdog.Watchdog, tick_s=0.1)  # type: ignore[assignment,misc]
+    evaluate_file(job, child)
+
+
+def _on_gpu(*args: Any) -> watchdog.Watchdog:
+    dog = watchdog.Watchdog(*args, tick_s=0.1)
+    dog._on_gpu = dog._on_gpu or args[0].engine == "torch"
+    return dog
+
+
+if __name__ == "__main__":
+    sys.exit(run_job({EvalJob: evaluate}))
