@@ -41,7 +41,9 @@ class Result(NamedTuple):
     capability: int
     outcome: Outcome
     kernels: tuple[str, ...]
-    instructions: int
+    launches: int
+    replayed: int  # launches of them that were equal to earlier ones and did not run again
+    instructions: int  # that ran, once for all threads that run together
     seconds: float
 
 
@@ -57,8 +59,10 @@ def emulate(case: EmulatedCase, capability: int, seed: int, **options: Any) -> R
         except EmulatorError as error:
             outcome = Outcome(float("inf"), 0.0, f"{type(error).__name__}: {error}")
     kernels = tuple(dict.fromkeys(launch.kernel for launch in gpu.launches))
-    instructions = sum(launch.instructions for launch in gpu.launches)
-    return Result(case, capability, outcome, kernels, instructions, time.perf_counter() - began)
+    ran = [launch.instructions for launch in gpu.launches if not launch.replayed]
+    num_replayed = len(gpu.launches) - len(ran)
+    seconds = time.perf_counter() - began
+    return Result(case, capability, outcome, kernels, len(gpu.launches), num_replayed, sum(ran), seconds)
 
 
 @contextmanager

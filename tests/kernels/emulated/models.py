@@ -1,16 +1,16 @@
 """Whole models through emulated kernels: their tokens are those of the reference on the CPU.
 
-    python -m tests.kernels.emulated.models [--main] [--capability N...] [--only WORD...]
+    python -m tests.kernels.emulated.models [--main] [--capability N...] [--only WORD...] [--append FILE]
 
 Each line of JSON is one model with one KV format on one architecture. Two sequences run through the project's own
 executor: prompts in chunks and beside each other, decoding, LAST tokens, drafts of which one is wrong; one is greedy,
-the other sampled with a temperature and penalties. The exit code is 1 if a result is wrong.
+the other sampled with a temperature and penalties. Equal launches run once. The exit code is 1 if a result is wrong.
+With --append, the lines go to the end of a file, and what it has is left out, if it is of the present kernels.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -42,6 +42,7 @@ from edgelm.sampling.reference import sample
 from tests.backends.torch.torch_engine import load_gguf
 from tests.kernels.emulated.case import filled_memory
 from tests.kernels.emulated.outcome import Outcome, within
+from tests.kernels.emulated.records import Records, collecting_by_hand
 from tests.kernels.error_bounds import product_bound
 from tests.models.tiny_gguf import write_gguf
 from tests.models.tiny_models import MODELS, VOCAB, build, text
@@ -298,6 +299,7 @@ class ModelResult(NamedTuple):
     bounds: Errors
     product: Outcome  # the worst of the products with the output matrix
     launches: int
+    replayed: int  # launches of them that were equal to earlier ones and did not run again
     instructions: int
     kernels: tuple[str, ...]
     seconds: float
@@ -332,7 +334,8 @@ def emulate(case: ModelCase, capability: int, **options: Any) -> ModelResult:
         bounds,
         product,
         len(gpu.launches),
-        sum(launch.instructions for launch in gpu.launches),
+        sum(launch.replayed for launch in gpu.launches),
+        sum(launch.instructions for launch in gpu.launches if not launch.replayed),
         tuple(dict.fromkeys(launch.kernel for launch in gpu.launches)),
         time.perf_counter() - began,
     )
@@ -342,7 +345,7 @@ def cases() -> list[ModelCase]:
     return [ModelCase(family, kv) for family in FAMILIES for kv in FORMATS]
 
 
-def fields(result: ModelResult) -> dict[str, object]:
+def fields(result: ModelResult) -> dict[str, Any]:
     """Return a result as JSON has it."""
     values = result._asdict() | {"case": result.case.name, "product": result.product.difference}
     return values | {"product_bound": result.product.bound, "seconds": round(result.seconds, 1)}
@@ -350,23 +353,32 @@ def fields(result: ModelResult) -> dict[str, object]:
 
 def main(arguments: Seq[str] | None = None) -> int:
     assert "TRITON_INTERPRET" not in os.environ, "kernels that are interpreted are not compiled"
+    from tests.kernels.ptx.launch import forget
+    from tests.kernels.ptx.replay import Launches
+
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.emulated.models", description=(__doc__ or "")[:80])
     parser.add_argument("--main", action="store_true", help="only the models of every test run")
     parser.add_argument("--capability", type=int, nargs="+", default=ARCHITECTURES)
     parser.add_argument("--only", nargs="+", metavar="WORD")
+    parser.add_argument("--append", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    records = Records(options.append, ("case", "capability"))
     faults = 0
-    for capability in options.capability:
-        for case in cases():
-            if options.main and (*case, capability) not in MAIN:
+    for case in cases():
+        if options.only and not any(word in case.name for word in options.only):
+            continue
+        known = Launches()
+        forget()
+        for capability in options.capability:
+            if (options.main and (*case, capability) not in MAIN) or records.has(case.name, capability):
                 continue
-            if options.only and not any(word in case.name for word in options.only):
-                continue
-            result = emulate(case, capability)
+            result = emulate(case, capability, known=known)
             faults += bool(result.fault)
-            print(json.dumps(fields(result)), flush=True)
+            records.add(fields(result))
     return int(faults > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with collecting_by_hand():
+        status = main()
+    sys.exit(status)

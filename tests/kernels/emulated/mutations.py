@@ -1,25 +1,29 @@
 """Deliberate mutations of compiled kernels: each changes one place of the PTX, and its emulation must fail.
 
-    python -m tests.kernels.emulated.mutations [--main] [WORD...]
+    python -m tests.kernels.emulated.mutations [--main] [--append FILE] [WORD...]
 
 A mutation is found by a result beyond its bound, or by an access outside of its tensor, a race or a deadlock. A line of
 JSON for each says by what. The exit code is 1 if a mutation survives that is not listed as equivalent, or if one that
-is listed is found.
+is listed is found. With --append, the lines go to the end of a file, and those of the present kernels are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.kernels.emulated.case import EmulatedCase, all_cases, emulate
+from tests.kernels.emulated.records import Records, collecting_by_hand
+
+if TYPE_CHECKING:
+    from tests.kernels.ptx.replay import Launches
 
 SEED = 27
 SOURCE = re.compile(r"//\s*(\S+?:\d+):\d+\s*$")
@@ -214,12 +218,13 @@ def _source(lines: Sequence[str], place: int) -> str:
     return ""
 
 
-def judge(mutation: Mutation) -> Verdict:
+def judge(mutation: Mutation, known: Launches) -> Verdict:
     """Emulate a mutation: at first with the search for races, then with one warp far ahead."""
     began = time.perf_counter()
     attempts: tuple[dict[str, Any], ...] = ({"races": True}, {"races": False, "order": "ahead"})
     for options in attempts:
-        result = emulate(mutation.case, mutation.subject.capability, SEED, change=mutation.change, **options)
+        capability = mutation.subject.capability
+        result = emulate(mutation.case, capability, SEED, change=mutation.change, known=known, **options)
         if fault := result.outcome.fault:
             name, _, rest = fault.partition(": ")
             error = name.endswith("Error") and " " not in name
@@ -231,7 +236,7 @@ def judge(mutation: Mutation) -> Verdict:
 
 def chosen(words: Sequence[str], main: bool) -> Iterator[Mutation]:
     """Yield the mutations of kernels or cases with one of the words in their names, or all."""
-    from tests.kernels.ptx.launch import machine_of
+    from tests.kernels.ptx.launch import forget
 
     for subject in SUBJECTS:
         if main and subject is not SUBJECTS[1]:
@@ -241,10 +246,10 @@ def chosen(words: Sequence[str], main: bool) -> Iterator[Mutation]:
         for mutation in mutations(subject):
             if not main or (mutation.kind in MAIN and mutation.number == 0):
                 yield mutation
-        machine_of.cache_clear()  # each mutation has a machine of its own
+            forget()  # each mutation has machines of its own
 
 
-def fields(verdict: Verdict) -> dict[str, object]:
+def fields(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict as JSON has it."""
     mutation = verdict.mutation
     return {
@@ -262,17 +267,28 @@ def fields(verdict: Verdict) -> dict[str, object]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     assert "TRITON_INTERPRET" not in os.environ, "kernels that are interpreted are not compiled"
+    from tests.kernels.ptx.replay import Launches
+
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.emulated.mutations")
     parser.add_argument("words", nargs="*")
     parser.add_argument("--main", action="store_true", help="only the mutations of every test run")
+    parser.add_argument("--append", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    records = Records(options.append, ("title",))
     wrong = 0
+    subject, known = None, Launches()
     for mutation in chosen(options.words, options.main):
-        verdict = judge(mutation)
+        if records.has(mutation.title):
+            continue
+        if mutation.subject is not subject:
+            subject, known = mutation.subject, Launches()
+        verdict = judge(mutation, known)
         wrong += bool(verdict.found) == (mutation.title in EQUIVALENT)
-        print(json.dumps(fields(verdict)), flush=True)
+        records.add(fields(verdict))
     return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with collecting_by_hand():
+        status = main()
+    sys.exit(status)

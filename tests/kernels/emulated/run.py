@@ -1,20 +1,24 @@
 """Emulate cases and print a line of JSON for each.
 
-    python -m tests.kernels.emulated.run [--main] [--seed N] [--capability N...] [--only WORD...]
+    python -m tests.kernels.emulated.run [--main] [--seed N] [--capability N...] [--only WORD...] [--append FILE]
 
-A case is chosen by any of the words in its name. The exit code is 1 if a result is wrong.
+A case is chosen by any of the words in its name. Launches that are equal on several architectures run once. The exit
+code is 1 if a result is wrong. With --append, the lines go to the end of a file, and those cases that it has are left
+out, if they are of the present kernels.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from tests.kernels.emulated.case import CAPABILITIES, EmulatedCase, Result, all_cases, emulate
+from tests.kernels.emulated.records import Records, collecting_by_hand
 
 
 def chosen(options: argparse.Namespace) -> Iterator[tuple[EmulatedCase, int]]:
@@ -31,7 +35,7 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[EmulatedCase, int]]:
                 yield case, capability
 
 
-def fields(result: Result) -> dict[str, object]:
+def fields(result: Result) -> dict[str, Any]:
     """Return a result as JSON has it."""
     case, outcome = result.case, result.outcome
     return {
@@ -47,6 +51,8 @@ def fields(result: Result) -> dict[str, object]:
         "bound": outcome.bound,
         "share": outcome.share,
         "fault": outcome.fault,
+        "launches": result.launches,
+        "replayed": result.replayed,
         "instructions": result.instructions,
         "seconds": round(result.seconds, 2),
     }
@@ -59,19 +65,31 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=27)
     parser.add_argument("--capability", type=int, nargs="+")
     parser.add_argument("--only", nargs="+", metavar="WORD")
+    parser.add_argument("--append", type=Path, metavar="FILE")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     assert "TRITON_INTERPRET" not in os.environ, "kernels that are interpreted are not compiled"
+    from tests.kernels.ptx.launch import forget
+    from tests.kernels.ptx.replay import Launches
+
     options = options_of(arguments)
-    faults = 0
+    records = Records(options.append, ("name", "capability"))
+    faults, before, known = 0, "", Launches()
     for case, capability in chosen(options):
-        result = emulate(case, capability, options.seed)
+        if records.has(case.name, capability):
+            continue
+        if case.name != before:
+            before, known = case.name, Launches()
+            forget()
+        result = emulate(case, capability, options.seed, known=known)
         faults += bool(result.outcome.fault)
-        print(json.dumps(fields(result)), flush=True)
+        records.add(fields(result))
     return int(faults > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with collecting_by_hand():
+        status = main()
+    sys.exit(status)
