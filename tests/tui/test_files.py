@@ -111,7 +111,8 @@ async def test_a_folder_is_opened_by_tab_and_by_mouse(open_chat: Open, folder: P
         await click(chat, "this folder")
         await chat.press("backspace")
         await chat.until(lambda: names(chat) == [], "taken off")
-        await chat.type(f"@{folder}/sr")
+        chat.prompt.put(f"@{folder}/s")
+        await chat.type("r")
         await chat.press("tab", "down", "enter")
         await has(chat, "src/adder.py")
 
