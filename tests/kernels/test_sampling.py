@@ -26,7 +26,7 @@ from tests.counts import Count
 # The interpreter computes with numpy, which warns of values that a GPU passes on as inf or NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
-ROUNDS = Count(test=1, soak=100)
+ROUNDS = Count(test=1, soak=25)
 SHARE = Count(test=2, soak=1)  # every n-th kind; the other capacity gets other kinds
 NUM_VOCAB = 150  # three chunks, the last one not full
 TILE = 128  # no divisor of a list's length, or of the vocabulary
