@@ -61,17 +61,19 @@ counts() {  # the big counts of a part's files: NAME NUMBER, …
 }
 
 run_part() {
-    local log=build/soak/${1//\//-}.log began command code=0 real user system changed
+    local name=build/soak/${1//\//-} began commit changed command code=0 real user system
+    local log=$name.log
     began=$(date -u +%Y-%m-%dT%H:%MZ)
+    commit=$(git rev-parse --short=10 HEAD 2>/dev/null || echo unknown)
     changed=$(git status --porcelain --untracked-files=no 2>/dev/null | wc -l | tr -d ' ')
     command=$(command_of "$1")
     echo "== $1: python $command"
     # shellcheck disable=SC2086
-    { time .venv/bin/python $command > "$log" 2>&1 || code=$?; } 2> build/soak/time
-    read -r real user system < build/soak/time
+    { time .venv/bin/python $command > "$log" 2>&1 || code=$?; } 2> "$name.time"
+    read -r real user system < "$name.time"
     {
         echo "== $1: $(tail -n 1 "$log" | tr -d =)"
-        echo "$began, commit $(git rev-parse --short=10 HEAD 2>/dev/null || echo unknown), $changed files changed since;" \
+        echo "$began, commit $commit, $changed files changed since;" \
             "$real s, of a processor $user + $system s; load at the end $(cut -d ' ' -f 1-2 /proc/loadavg 2>/dev/null || uptime)"
         echo "python $command" | sed -E 's/( --ignore=[^ ]*)+$/ (without the folders of other parts)/'
         grep -E '^(FAILED|ERROR) |survived$' "$log" || true
@@ -79,8 +81,7 @@ run_part() {
         grep -E '^[0-9][0-9,]* (mutants|clients|connections|requests|streams|kills)' "$log" || true
         grep -E '^ *[0-9.]+s (call|setup|teardown)' "$log" | head -n 4 || true
         echo
-    } > build/soak/record
-    cat build/soak/record | tee -a "build/soak/${1//\//-}.txt"
+    } | tee -a "$name.txt"
     return "$code"
 }
 

@@ -20,7 +20,7 @@ from tests.counts import Count
 from tests.library.model_shapes import dense_model
 
 GIB = 2**30
-EXAMPLES = Count(test=200, soak=20_000)
+EXAMPLES = Count(test=200, soak=4_000)
 MODES = list(LLAMA_KV)
 
 models = st.builds(

@@ -109,8 +109,8 @@ PARTS = (
     Part("caution and throttle", (CAUTION,), throttle=False),
     Part("prior (one rate of 0.3)", flat_rate=0.3),
     Part("offsets", ((acceptance, "OFFSET_RATE", 0.0),)),
-    Part("habits: text only", (TEXT,)),
-    Part("habits: tokens only", (TOKEN,)),
+    Part("habit by text", (TEXT,)),
+    Part("habit by token", (TOKEN,)),
 )
 
 

@@ -33,7 +33,7 @@ from tests.kernels.error_bounds import ROUNDING, SUBNORMAL
 from tests.kernels.seeds import SEED, generator
 
 LONGEST = Count(test=1_000, soak=40_000)
-RANDOM_CASES = Count(test=4, soak=300)
+RANDOM_CASES = Count(test=4, soak=100)
 
 
 def run(case: Case, given: Inputs, implementation: str, **changed) -> Tensor:

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
 ]
 
-ROUNDS = Count(test=1, soak=100)
+ROUNDS = Count(test=1, soak=25)
 SHARE = Count(test=2, soak=1)  # every n-th kind; the other capacity gets other kinds
 NUM_VOCAB = 150  # three chunks, the last one not full
 TILE = 128  # no divisor of a list's length, or of the vocabulary
