@@ -138,7 +138,7 @@ def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str
                 current, count, limit_s = reply, count + 1, OP_S
                 notify(f"checking the GPU's kernels: {count}, {reply.op} of {reply.detail}")
         except TimeoutError:
-            worker.kill()
+            worker.kill_group()
             return _lost(current, f"hangs: it is not done after {limit_s:.0f} s")
         except EdgeLMError as error:
             lasts = isinstance(error, DeviceError) and not current.op  # the small kernel

@@ -116,9 +116,11 @@ def run_job(handlers: Mapping[type, Handler]) -> int:
     return 0 if _handle(handlers, _start(handlers)) else 1
 
 
-def answer_requests(handlers: Mapping[type, Handler]) -> None:
-    """Handle requests one after the other, until standard input closes."""
+def answer_requests(handlers: Mapping[type, Handler], at_end: Callable[[], None] | None = None) -> None:
+    """Handle requests one after the other, until standard input closes; then call `at_end`."""
     child = _start(handlers)
+    if at_end is not None:
+        child.at_end(at_end)
     while True:
         _handle(handlers, child)
 

@@ -178,6 +178,12 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
+    def kill_group(self) -> None:
+        """Kill the worker and the programs that it started, such as a compiler; its own workers end by themselves."""
+        with contextlib.suppress(ProcessLookupError):
+            if not self.exited:
+                os.killpg(self.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End the worker, and echo its log to the end.
 

@@ -1,7 +1,7 @@
-"""Writes a GGUF model of random weights, to check and time llama.cpp without a real model.
+"""Writes a GGUF model of random weights, to check and time the engines without a real model.
 
-Owns the file's contents: a Llama of any shape, each matrix in the next quantization type, and a vocabulary of 320
-tokens. Knows nothing of llama.cpp.
+Owns the file's contents: a Llama or Gemma 2 of any shape, each matrix in the next quantization type, and a vocabulary of
+320 tokens. Knows nothing of the engines.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUFWriter, TokenType
@@ -37,12 +38,26 @@ SCALES: dict[Quant, tuple[tuple[int, float], ...]] = {
 ALL_QUANTS = (*SCALES, Quant.MXFP4, Quant.F16, Quant.BF16)
 
 
-def write_random_gguf(path: Path, *, layers: int, width: int, ffn: int, kv_heads: int, quants: Sequence[Quant]) -> None:
-    """Write a Llama whose matrices use the `quants` in turn; `width` and `ffn` are multiples of 256."""
+def write_random_gguf(
+    path: Path,
+    *,
+    layers: int,
+    width: int,
+    ffn: int,
+    kv_heads: int,
+    quants: Sequence[Quant],
+    experts: int = 0,
+    family: Literal["llama", "gemma2"] = "llama",
+) -> None:
+    """Write a model whose matrices use the `quants` in turn; `width` and `ffn` are multiples of 256.
+
+    With `experts` each layer has so many, two of which compute a token, and only their matrices use the `quants`, the
+    others Q8_0.
+    """
     assert width % 256 == 0 == ffn % 256
     rng = np.random.default_rng(0)
     kinds = cycle(quants)
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, family)
     writer.add_block_count(layers)
     writer.add_context_length(4096)
     writer.add_embedding_length(width)
@@ -51,11 +66,19 @@ def write_random_gguf(path: Path, *, layers: int, width: int, ffn: int, kv_heads
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(HEAD_LEN)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
     add_vocabulary(writer, NUM_TOKENS)
 
     def matrix(name: str, rows: int, columns: int) -> None:
-        kind = next(kinds)
+        kind = Quant.Q8_0 if experts else next(kinds)
         writer.add_tensor(name, random_matrix(rng, kind, rows, columns), raw_dtype=kind)
+
+    def stack(name: str, rows: int, columns: int) -> None:
+        kind = next(kinds)
+        data = random_matrix(rng, kind, experts * rows, columns)
+        writer.add_tensor(name, data.reshape(experts, rows, -1), raw_dtype=kind)
 
     def norm(name: str) -> None:
         writer.add_tensor(name, np.ones(width, np.float32))
@@ -68,9 +91,19 @@ def write_random_gguf(path: Path, *, layers: int, width: int, ffn: int, kv_heads
         matrix(f"blk.{layer}.attn_v.weight", kv_heads * HEAD_LEN, width)
         matrix(f"blk.{layer}.attn_output.weight", width, width)
         norm(f"blk.{layer}.ffn_norm.weight")
-        matrix(f"blk.{layer}.ffn_gate.weight", ffn, width)
-        matrix(f"blk.{layer}.ffn_up.weight", ffn, width)
-        matrix(f"blk.{layer}.ffn_down.weight", width, ffn)
+        if family == "gemma2":
+            norm(f"blk.{layer}.post_attention_norm.weight")
+            norm(f"blk.{layer}.post_ffw_norm.weight")
+        if experts:
+            router = rng.normal(0, 4 * width**-0.5, (experts, width))
+            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router.astype(np.float32))
+            stack(f"blk.{layer}.ffn_gate_exps.weight", ffn, width)
+            stack(f"blk.{layer}.ffn_up_exps.weight", ffn, width)
+            stack(f"blk.{layer}.ffn_down_exps.weight", width, ffn)
+        else:
+            matrix(f"blk.{layer}.ffn_gate.weight", ffn, width)
+            matrix(f"blk.{layer}.ffn_up.weight", ffn, width)
+            matrix(f"blk.{layer}.ffn_down.weight", width, ffn)
     norm("output_norm.weight")
     matrix("output.weight", NUM_TOKENS, width)
     writer.write_header_to_file()

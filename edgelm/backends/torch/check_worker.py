@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from gguf import GGMLQuantizationType as Quant
@@ -16,7 +16,7 @@ from edgelm.backends.llama.random_gguf import ALL_QUANTS, write_random_gguf
 from edgelm.backends.model import open_model
 from edgelm.backends.torch.build import DTYPES
 from edgelm.backends.torch.executor import device_name
-from edgelm.backends.torch.self_check import check_model
+from edgelm.backends.torch.self_check import MAX_LAYERS, check_model
 from edgelm.backends.torch.trial import run_trial
 from edgelm.kernels.choice import PLAIN_OPS
 from edgelm.models.loading.stored import BLOCK_TYPES, PLAIN_TYPES
@@ -58,12 +58,31 @@ def check(
     child.send(Checked(device_name(device), tuple(verdicts.values())))
 
 
+class _Shape(NamedTuple):
+    """A model without a file of the user."""
+
+    layers: int
+    quants: Sequence[Quant]
+    ffn: int
+    experts: int = 0
+    family: Literal["llama", "gemma2"] = "llama"
+
+
 def _models_of_all_formats(folder: Path, width: int) -> Iterator[Path]:
-    """Write a model of all formats, and one of a single format, whose matrices are fused. Neither has experts."""
+    """Write models of all formats, and of a single one, whose matrices are fused; without experts, and with them.
+
+    Gemma 2 has norms after each block, and soft caps.
+    """
     known = [quant for quant in ALL_QUANTS if quant.name in BLOCK_TYPES or quant.name in PLAIN_TYPES]
-    for name, layers, quants in (("all", 2, known), ("one", 1, [Quant.Q4_K])):
+    shapes = {
+        "all": _Shape(2, known, 2 * width),
+        "one": _Shape(1, [Quant.Q4_K], 2 * width, family="gemma2"),
+        "experts": _Shape(MAX_LAYERS, known, max(width // 4, 256), experts=8),
+        "experts of one": _Shape(1, [Quant.MXFP4], max(width // 4, 256), experts=8),
+    }
+    for name, shape in shapes.items():
         path = folder / f"{name}.gguf"
-        write_random_gguf(path, layers=layers, width=width, ffn=2 * width, kv_heads=width // 128, quants=quants)
+        write_random_gguf(path, width=width, kv_heads=width // 128, **shape._asdict())
         yield path
 
 

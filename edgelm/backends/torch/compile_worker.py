@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import resource
+import signal
 
 from triton.compiler.errors import CompilationError
 
@@ -27,6 +29,12 @@ def _compile(request: Compile, child: Child) -> None:
     child.send(Compiled())
 
 
+def _end_compiler() -> None:
+    """Kill the assembler that may run; it is in the group of this process, which the parent has made for it."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+
+
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the parent tells of a crash
-    answer_requests({Compile: _compile})
+    answer_requests({Compile: _compile}, _end_compiler)

@@ -105,7 +105,7 @@ class _Pool:
         """Let `compile` fail soon in all threads."""
         self._stopped = True
         for worker in tuple(self._workers):
-            worker.kill()
+            worker.kill_group()
 
     def _ask(self, request: Compile, name: str) -> str | None:
         """Let a process compile a kernel; return how it died, and None if it did not."""
@@ -119,7 +119,7 @@ class _Pool:
         try:
             reply = worker.receive(LIMIT_S)
         except TimeoutError:
-            worker.kill()
+            worker.kill_group()
             raise DeviceError(f"the GPU's kernel {name} is not compiled after {LIMIT_S:.0f} s", HINT) from None
         if reply is None:
             end = worker.exit()

@@ -45,8 +45,9 @@ from edgelm.sampling.history import History
 GRAPHS = "CUDA graphs"  # an op of its own in the verdicts
 MAX_LAYERS = 4  # of different kinds
 MAX_COMPARED = 2  # calls of one op with one kind of arguments
-CONTEXT, STEP_TOKENS = 256, 96
+CONTEXT, STEP_TOKENS = 1024, 512
 PROMPTS = 70, 40  # rows: more than any decode kernel takes, and no multiple of 16
+LONG_PROMPT = 512  # rows for which a weight is dequantized as a whole
 VERIFIED = 5
 # Of the difference, relative to the largest value, and to the root mean square, for all elements together: beside the
 # bounds of check_bounds.py. A correct kernel differs by the rounding of 16-bit numbers (2**-8) and of sums; written
@@ -250,6 +251,8 @@ def _run_steps(executor: TorchExecutor) -> Tensor:
     executor.forward(Step((first.chunk(1, 1),)))
     executor.forward(Step((first.chunk(1, 1), second.chunk(PROMPTS[1], 1))))
     executor.forward(Step((first.chunk(1, 1), second.chunk(1, 1))))
+    if LONG_PROMPT:
+        executor.forward(Step((second.chunk(LONG_PROMPT, 1),)))
     step = Step((first.chunk(VERIFIED, VERIFIED), second.chunk(VERIFIED, VERIFIED)))
     executor.forward(step)
     return torch.from_numpy(executor.logits(step))

@@ -7,8 +7,12 @@ cache: `python -m tests.backends.torch.compiling_checks CHECK`. It prints one li
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,8 +26,11 @@ from edgelm.errors import DeviceError
 from edgelm.kernels.activation import Gate
 from edgelm.kernels.activation.kernel import gated, softcap
 from edgelm.kernels.norm.kernel import rms_norm
+from edgelm.workers.parent import Worker
 from tests.backends.torch import bad_kernels
 from tests.backends.torch.fake_gpu import FakeDriver
+
+LIMIT_S = 1.0  # of a kernel
 
 
 def needed() -> list[Compilation]:
@@ -72,6 +79,48 @@ def bad() -> dict[str, Any]:
         return {"wrong": wrong["error"], "deadly": run([dead, *found])["error"]}
 
 
+def assembler(folder: Path) -> Path:
+    """Let Triton take an assembler that never ends; return the file of the processes that it had."""
+    pids, path = folder / "pids", folder / "ptxas"
+    version = f'if [ "$1" = --version ]; then exec {knobs.nvidia.ptxas_blackwell.path} --version; fi'
+    path.write_text(f"#!/bin/sh\n{version}\necho $$ >> {pids}\nexec sleep 1000\n")
+    path.chmod(0o700)
+    os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = str(path)  # from sm_90 on
+    return pids
+
+
+def endless() -> dict[str, Any]:
+    """Compile kernels with an assembler that never ends; return which of its processes are left."""
+    pids = assembler(Path(os.environ["TRITON_CACHE_DIR"]))
+    receive = Worker.receive
+
+    def once_begun(worker: Worker, timeout_s: float | None = None) -> Any:
+        wait_for(pids, 2)  # the start of a process is not to be counted here: it takes seconds
+        return receive(worker, timeout_s)
+
+    with patch.object(compiling, "LIMIT_S", LIMIT_S), patch.object(Worker, "receive", once_begun):
+        return {**run(needed()), "pids": pids.read_text().split()}
+
+
+def wait_for(pids: Path, number: int) -> None:
+    """Wait until so many assemblers run."""
+    while not pids.exists() or len(pids.read_text().split()) < number:
+        time.sleep(0.05)
+
+
+def abandoned() -> dict[str, Any]:
+    """End this process while such an assembler runs."""
+    pids = assembler(Path(os.environ["TRITON_CACHE_DIR"]))
+
+    def end() -> None:
+        wait_for(pids, 2)
+        print(json.dumps({"pids": pids.read_text().split()}), flush=True)
+        os._exit(0)
+
+    threading.Thread(target=end, daemon=True).start()
+    return run(needed())
+
+
 if __name__ == "__main__":
     driver.set_active(FakeDriver())
-    print(json.dumps({"good": good, "bad": bad}[sys.argv[1]]()))
+    print(json.dumps({"good": good, "bad": bad, "endless": endless, "abandoned": abandoned}[sys.argv[1]]()))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[3]
+LIMIT_S = 30.0
 HINT = "see `edgelm doctor`, or use --engine llama"
 
 
@@ -46,3 +49,30 @@ def test_a_failure_is_one_line(tmp_path: Path) -> None:
         "wrong": f"the GPU's kernel wrong_kernel cannot be compiled: CompileTimeAssertionFailure: is wrong; {HINT}",
         "deadly": f"the GPU's kernel deadly_kernel cannot be compiled: the compiler was killed by SIGKILL; {HINT}",
     }
+
+
+def test_a_compiler_that_never_ends_is_ended(tmp_path: Path) -> None:
+    result = check("endless", tmp_path)
+    assert re.fullmatch(rf"the GPU's kernel \w+_kernel is not compiled after 1 s; {HINT}", result["error"])
+    assert result["progress"] == [[0, 6]]
+    assert len(result["pids"]) == 2
+    wait_for_end(result["pids"])
+
+
+def test_compilers_end_with_the_process_that_needs_them(tmp_path: Path) -> None:
+    wait_for_end(check("abandoned", tmp_path)["pids"])
+
+
+def wait_for_end(pids: list[str]) -> None:
+    """Wait until processes that were killed are gone; what never ends runs for a thousand seconds."""
+    deadline = time.monotonic() + LIMIT_S
+    while any(is_running(int(pid)) for pid in pids):
+        assert time.monotonic() < deadline, "a compiler is left"
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() == b"sleep\x001000\x00"  # a zombie has none
+    except (FileNotFoundError, ProcessLookupError):
+        return False

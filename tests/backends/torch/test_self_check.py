@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,19 +20,24 @@ import edgelm.backends.torch.build as torch_build
 from edgelm.backends import gpu_check, kept_verdicts
 from edgelm.backends.gpu_check import NO_NUMBER, CheckGpu, GpuVerdict, OpVerdict, run_check
 from edgelm.backends.kept_verdicts import keep, kept_verdict
+from edgelm.backends.llama.random_gguf import ALL_QUANTS
 from edgelm.backends.model import open_model
-from edgelm.backends.torch import kept_checks
+from edgelm.backends.torch import check_worker, kept_checks, self_check
 from edgelm.backends.torch.kept_checks import check_key, kept_problem, kept_reasons, verdict_for
-from edgelm.backends.torch.self_check import difference_of, kinds_of_layers
+from edgelm.backends.torch.self_check import Comparison, described, difference_of, kinds_of_layers
 from edgelm.commands import doctor_gpu
 from edgelm.config import Settings
 from edgelm.errors import DeviceError
-from edgelm.kernels.choice import PLAIN_OPS, preferred
+from edgelm.kernels.choice import PLAIN_OPS, Implementation, preferred
+from edgelm.kernels.dequant_gemm import SCRATCH_ROWS, by_slices
+from edgelm.kernels.matmul import ROWS
 from edgelm.machine.gpu import CudaState
 from edgelm.models.config import read_config
+from edgelm.models.loading.stored import BLOCK_TYPES, PLAIN_TYPES
 from tests.tiny import write_tiny
 
 LIMIT_S = 300
+ROOT = Path(__file__).resolve().parents[3]
 STAND_IN = """
 import json, os, sys, time
 request = json.loads(sys.stdin.readline())
@@ -89,6 +98,33 @@ def test_real_failures_of_the_compiler_are_named(case: str, said: str) -> None:
     error = json.loads(done.stdout.splitlines()[-1])
     assert said in error
     assert bool(error) is bool(said)
+
+
+def test_without_a_model_every_op_is_tried_and_the_experts_in_every_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch computes all of it: the interpreter would take minutes."""
+    tried: dict[str, set[str]] = {}
+
+    def observe(_: Comparison, op: str, __: Implementation, plain: Implementation, args: Sequence[Any]) -> Any:
+        tried.setdefault(op, set()).add(described(args))
+        return plain
+
+    monkeypatch.setattr(Comparison, "observe", observe)
+    child = SimpleNamespace(send=lambda _: None)
+    request = CheckGpu(None, ("f16",), "off")
+    check_worker.check(request, child, device=torch.device("cpu"), trial=lambda _: None, width=256)  # type: ignore[arg-type]
+    sources = [path.read_text() for path in (ROOT / "kernels").glob("*/__init__.py")]
+    ops = {op for source in sources for op in re.findall(r'(?:dispatch|choose)\(\s*"(\w+)"', source)}
+    assert len(ops) > 10
+    # matmul's kernel calls these two for the rows of a prompt
+    assert set(tried) == ops - {"dequant_gemm", "dequantize"}
+    assert by_slices(self_check.LONG_PROMPT)
+    assert ROWS < self_check.PROMPTS[0] < SCRATCH_ROWS
+    rows = {int(detail.split()[-2]) for detail in tried["matmul"]}
+    assert rows >= {1, self_check.PROMPTS[0], self_check.LONG_PROMPT}
+    formats = {detail.split()[0] for detail in tried["grouped_matmul"]}
+    known = [quant.name for quant in ALL_QUANTS if quant.name in BLOCK_TYPES or quant.name in PLAIN_TYPES]
+    assert len(formats) >= len(known) - 1, "two plain types may be one format"
+    assert any("gated" in detail for detail in tried["grouped_matmul"])
 
 
 # -- crashes, hangs, errors --------------------------------------------------------------------------------------------
