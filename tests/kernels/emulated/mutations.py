@@ -99,7 +99,7 @@ class Subject(NamedTuple):
     kinds: tuple[Kind, ...]
 
 
-SAMPLED = "sampling logits rows=4"
+SAMPLED = "sampling logits rows=5"
 SUBJECTS = (
     Subject("dequant_gemm q4_k rows=130", 90, "dequant_gemm_kernel", (*ASYNC, *WGMMA, *SHARED, SCALE, UNMASKED_STORE)),
     Subject(
@@ -170,6 +170,10 @@ EQUIVALENT = {
     ),
     f"sm_89 route_kernel mask of a store inverted 0 ({ROUTED})": SAME_VALUES,
     f"sm_89 route_kernel mask of a store inverted 1 ({ROUTED})": SAME_VALUES,
+    "sm_90 read_kernel mask of a store inverted 0 (bandwidth int32)": SAME_VALUES,
+    "sm_90 read_kernel shuffle of another lane 5 (bandwidth int32)": (
+        "it is of the upper half of a sum of int32, which wraps: only the lower half counts"
+    ),
 }
 
 
