@@ -37,8 +37,6 @@ def cases() -> Iterator[EmulatedCase]:
             main = MAIN_OF_KV[case.format]
         elif case.format == "int8" and case in _LLAMA and case.query_lens == (18, 2):
             main = (90,)
-        elif case.format == "k6v4" and split:
-            main = (89,)
         detail = f"{case.name}{' split' if split else ''}"
         dtype = str(case.dtype).removeprefix("torch.")
         rows = max(case.query_lens)

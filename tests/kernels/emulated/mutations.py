@@ -99,6 +99,7 @@ class Subject(NamedTuple):
     kinds: tuple[Kind, ...]
 
 
+SAMPLED = "sampling logits rows=5"
 SUBJECTS = (
     Subject("dequant_gemm q4_k rows=130", 90, "dequant_gemm_kernel", (*ASYNC, *WGMMA, *SHARED, SCALE, UNMASKED_STORE)),
     Subject(
@@ -124,6 +125,18 @@ SUBJECTS = (
     Subject("embedding q4_k rows=9 q4_k-37x80", 120, "packed_kernel", (SCALE, LOAD, STORE, INVERTED_STORE)),
     Subject("route bfloat16 rows=4 softmax 4x60", 89, "route_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
     Subject("activation bfloat16 rows=1 gelu_tanh", 120, "gated_kernel", GLOBAL),
+    Subject("activation float32 rows=2 softcap 30", 89, "softcap_kernel", GLOBAL),
+    Subject("norm bfloat16 rows=2 width=8193", 90, "rms_norm_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject("embedding bfloat16 rows=9", 86, "dense_kernel", (*GLOBAL, UNMASKED_STORE)),
+    Subject("trial float16", 80, "trial_kernel", (*ASYNC, *SHARED, LOAD, STORE)),
+    Subject("bandwidth int32", 90, "read_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject(SAMPLED, 80, "prepare_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject(SAMPLED, 86, "bias_kernel", GLOBAL),
+    Subject(SAMPLED, 89, "penalize_kernel", GLOBAL),
+    Subject(SAMPLED, 90, "limit_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject(SAMPLED, 120, "weigh_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject(SAMPLED, 80, "collect_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject(SAMPLED, 90, "draw_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
 )
 MAIN = (COPY_WAIT, COPY_EARLY, INTO, BARRIER, SCALE)
 Q4_K, Q4_0 = "dequant_gemm q4_k rows=130", "dequant_gemm q4_0 rows=17 q4_0-20x330"
@@ -157,6 +170,10 @@ EQUIVALENT = {
     ),
     f"sm_89 route_kernel mask of a store inverted 0 ({ROUTED})": SAME_VALUES,
     f"sm_89 route_kernel mask of a store inverted 1 ({ROUTED})": SAME_VALUES,
+    "sm_90 read_kernel mask of a store inverted 0 (bandwidth int32)": SAME_VALUES,
+    "sm_90 read_kernel shuffle of another lane 5 (bandwidth int32)": (
+        "it is of the upper half of a sum of int32, which wraps: only the lower half counts"
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from edgelm.kernels import trial
 from edgelm.kernels.activation import gated, softcap
 from edgelm.kernels.norm import add_rms_norm, rms_norm
 from edgelm.kernels.route import route
-from edgelm.sampling.device import DeviceSampler
+from edgelm.sampling.device import DeviceSampler, RowRequest
 from tests.kernels import bandwidth, test_activation, test_norm, test_route, test_sampling
 from tests.kernels.cases import activation as activation_cases
 from tests.kernels.cases import bandwidth as bandwidth_cases
@@ -23,6 +23,10 @@ from tests.kernels.emulated.outcome import Outcome, equal, within, worst
 from tests.kernels.seeds import generator
 
 NUM_VOCAB = 5000  # three chunks, the last one not full
+SEVERAL = (4, 5, 8, 9, 0)  # kinds of rows that are sampled beside each other: they need all kernels
+NAN_AT = (
+    504  # of the last of them: a thread has it that is in the second half of its warp, and that in the second of two
+)
 
 
 def cases() -> Iterator[EmulatedCase]:
@@ -47,7 +51,9 @@ def cases() -> Iterator[EmulatedCase]:
             yield EmulatedCase("route", str(case.dtype)[6:], case.tokens, case.name, partial(_route, case), main=main)
     for kind in range(10):
         run = partial(_sample, kind)
-        yield EmulatedCase("sampling", "logits", 1, f"kind {kind}", run, main=(80,) if kind in (5, 9) else ())
+        yield EmulatedCase("sampling", "logits", 1, f"kind {kind}", run)
+    kinds = ", ".join(map(str, SEVERAL))
+    yield EmulatedCase("sampling", "logits", len(SEVERAL), f"kinds {kinds}", _sample_several, main=(80,))
     yield EmulatedCase("trial", "float16", trial.SIZE, "one product", _trial, main=(80,))
     size = bandwidth_cases.SIZES[1]
     yield EmulatedCase("bandwidth", "int32", 1, f"{size} words", partial(_read, size))
@@ -102,23 +108,35 @@ def _route(case: route_cases.Case, seed: int) -> Outcome:
 
 
 def _sample(kind: int, seed: int) -> Outcome:
-    """Sample a row with and without a mask: the token and the likeliest tokens are those of plain torch."""
+    """Sample a row with and without a mask."""
     rng = np.random.default_rng(seed)
     outcomes = []
     for masked in (False, True):
         params = test_sampling.kinds(rng)[kind]
         table, requests = test_sampling.random_rows([params] * 3, NUM_VOCAB, rng)
-        table, requests = table[kind % 3 :][:1], requests[kind % 3 :][:1]
-        words = -(-NUM_VOCAB // 32)
-        masks = rng.integers(-(2**31), 2**31, (1, words)).astype(np.int32) if masked else None
-        got, want = (
-            DeviceSampler(NUM_VOCAB, 4, "cpu", name).sample(table, requests, masks)[0]
-            for name in ("triton", "reference")
-        )
-        ids = [torch.tensor([row.id, *(token for token, _ in row.top)]) for row in (got, want)]
-        logprobs = [torch.tensor([row.logprob or 0.0, *(x for _, x in row.top)]) for row in (got, want)]
-        outcomes += [equal(*ids), within(*logprobs, 1e-6)]
+        outcomes.append(_sampled(table[kind % 3 :][:1], requests[kind % 3 :][:1], masked, rng))
     return worst(outcomes)
+
+
+def _sample_several(seed: int) -> Outcome:
+    """Sample rows of several kinds in one step; the last has no token, as one of its logits is no number."""
+    rng = np.random.default_rng(seed)
+    kinds = test_sampling.kinds(rng)
+    table, requests = test_sampling.random_rows([kinds[kind] for kind in SEVERAL], NUM_VOCAB, rng)
+    table[-1, NAN_AT] = torch.nan
+    return _sampled(table, requests, True, rng)
+
+
+def _sampled(table: torch.Tensor, requests: list[RowRequest], masked: bool, rng: np.random.Generator) -> Outcome:
+    """Sample rows: their tokens and their likeliest tokens are those of plain torch."""
+    shape = (len(requests), -(-NUM_VOCAB // 32))
+    masks = rng.integers(-(2**31), 2**31, shape).astype(np.int32) if masked else None
+    samplers = [DeviceSampler(NUM_VOCAB, len(requests), "cpu", name) for name in ("triton", "reference")]
+    rows = [sampler.sample(table, requests, masks) for sampler in samplers]
+    ids = [torch.tensor([token for row in of for token in (row.id, *(id_ for id_, _ in row.top))]) for of in rows]
+    numbers = [torch.tensor([x for row in of for x in (row.logprob or 0.0, *(x for _, x in row.top))]) for of in rows]
+    same = equal(*ids)
+    return same if same.fault else worst([same, within(*numbers, 1e-6)])
 
 
 def _read(size: int, seed: int) -> Outcome:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.counts import Count
-from tests.kernels.emulated.children import lines_of
-from tests.kernels.emulated.mutations import EQUIVALENT, Kind
+from tests.kernels.emulated.children import ROOT, lines_of
+from tests.kernels.emulated.mutations import EQUIVALENT, SUBJECTS, Kind
+from tests.kernels.emulated.test_cases import launched_kernels
 
 WHOLE = bool(Count(test=0, soak=1))
 pytestmark = pytest.mark.timeout(Count(test=300, soak=14_400))
@@ -31,6 +32,10 @@ def test_what_is_listed_as_equivalent_changes_nothing(verdicts: list[dict[str, A
     assert not found, "\n".join(found)
     if WHOLE:
         assert not set(EQUIVALENT) - {verdict["title"] for verdict in verdicts}, "a listed mutation is not tried"
+
+
+def test_every_kernel_is_mutated() -> None:
+    assert not launched_kernels(ROOT / "kernels") - {subject.kernel for subject in SUBJECTS}
 
 
 @pytest.mark.parametrize(

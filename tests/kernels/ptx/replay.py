@@ -46,7 +46,7 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    return memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
 
 
 class _Result(NamedTuple):
