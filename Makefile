@@ -19,6 +19,8 @@ export OMP_NUM_THREADS ?= 1
 # The clients of `make clients`: from PyPI and npm, in the versions of tests/clients/.
 CLIENTS := build/clients
 CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/aider.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
+# In the order of tests/order.py: xdist's own puts files with few tests last, and some of those are long.
+SPREAD := --dist loadfile --no-loadscope-reorder
 # A test that fails is run once more, and both runs are shown: one process, socket or screen of thousands may be late on a
 # busy machine. A test that fails twice fails; a line "RERUN" is a fault to look into.
 RERUNS := --reruns 1 -rR
@@ -41,8 +43,8 @@ chat: $(READY) ## Chat with the built-in model in this terminal
 
 test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest $(RERUNS) -n $(TIMED_JOBS) --dist loadfile $(if $(COVER),--cov --cov-report=) $(TIMED)
-	$(BIN)/python -m pytest $(RERUNS) -n $(JOBS) --dist loadfile \
+	$(BIN)/python -m pytest $(RERUNS) -n $(TIMED_JOBS) $(SPREAD) $(if $(COVER),--cov --cov-report=) $(TIMED)
+	$(BIN)/python -m pytest $(RERUNS) -n $(JOBS) $(SPREAD) \
 		$(if $(COVER),--cov --cov-append --cov-report=term:skip-covered) $(addprefix --ignore=,$(TIMED))
 else
 	$(BIN)/python -m pytest $(ARGS)

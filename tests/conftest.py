@@ -1,4 +1,4 @@
-"""The option `--soak`, and hypothesis's settings."""
+"""The option `--soak`, the order of test files, and hypothesis's settings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 from tests.counts import choose_counts
+from tests.order import place_of_file
 
 os.environ.setdefault("KERNEL_SEED", str(secrets.randbelow(2**31)))  # one for all processes that run the tests
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported: that decides what it becomes
@@ -26,3 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A busy machine is not a failure. New inputs in each run; a failing one prints how to repeat it.
     hypothesis.settings.register_profile("edgelm", deadline=None, print_blob=True)
     hypothesis.settings.load_profile("edgelm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: place_of_file(item.nodeid))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import edgelm
+from tests.order import LONG_FILES
 
 ROOT = Path(__file__).resolve().parents[1]
 MAPPED = ("kernels", "models", "tui")
@@ -79,3 +80,8 @@ def test_every_dependency_has_an_upper_bound(pyproject: dict[str, Any]) -> None:
     project = pyproject["project"]
     for line in chain(project["dependencies"], *project["optional-dependencies"].values()):
         assert "<" in line, line
+
+
+def test_the_files_that_begin_first_are_there() -> None:
+    assert [name for name in LONG_FILES if not (ROOT / name).is_file()] == []
+    assert len(set(LONG_FILES)) == len(LONG_FILES)

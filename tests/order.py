@@ -1,0 +1,50 @@
+"""Which test files begin first: those that take longest. At the end of a run, each would leave the other cores idle.
+
+The seconds of tests: docs/results/tests-2026-11-23.txt.
+"""
+
+from __future__ import annotations
+
+LONG_FILES = (
+    "tests/tui/test_mouse.py",
+    "tests/commands/test_quantize.py",
+    "tests/commands/test_launch.py",
+    "tests/commands/test_torch_engine.py",
+    "tests/commands/test_run_answers.py",
+    "tests/commands/test_run.py",
+    "tests/commands/test_eval.py",
+    "tests/tui/test_plain.py",
+    "tests/tui/test_own_front.py",
+    "tests/tui/test_files.py",
+    "tests/server/test_gpu_failures.py",
+    "tests/server/test_saving.py",
+    "tests/server/test_kills.py",
+    "tests/server/test_serve.py",
+    "tests/server/test_many_models.py",
+    "tests/server/test_soak_streams.py",
+    "tests/server/test_connections.py",
+    "tests/kernels/emulated/test_cases.py",
+    "tests/kernels/emulated/test_models.py",
+    "tests/kernels/test_sass.py",
+    "tests/backends/torch/test_warm_up.py",
+    "tests/backends/torch/test_fake_gpu.py",
+    "tests/backends/torch/test_self_check.py",
+    "tests/backends/torch/test_compiling.py",
+    "tests/kernels/emulated/test_mutations.py",
+    "tests/models/test_starter.py",
+    "tests/jobs/test_structured_answers.py",
+    "tests/backends/torch/test_executor.py",
+    "tests/backends/torch/test_fake_gpu_failures.py",
+    "tests/backends/torch/test_row_counts.py",
+    "tests/backends/llama/test_speculation.py",
+    "tests/speculation/test_drafting_properties.py",
+    "tests/checkpoints/test_gguf_fuzz.py",
+    "tests/engine/test_scheduler_properties.py",
+    "tests/sampling/test_reference.py",
+)
+_PLACES = {name: place for place, name in enumerate(LONG_FILES)}
+
+
+def place_of_file(nodeid: str) -> int:
+    """Return the place of a test's file among all: a key for a stable sort."""
+    return _PLACES.get(nodeid.partition("::")[0], len(_PLACES))
