@@ -2,6 +2,7 @@
 # Runs the tests with the big counts, part by part, and keeps what each part was run on and what it printed.
 #
 #     packaging/soak.sh [PART ...]           (a name below, or a path of tests; without: all but `emulated`)
+#     packaging/soak.sh list                 (the parts, and what pytest gets for each)
 #     packaging/soak.sh vulkan [FOLDER]      (of `make dist VULKAN=1`; without it, npm's build of llama.cpp)
 #
 # build/soak/ has the whole output of each part and a record of every run; docs/results/soak-DATE.txt is all records, so a
@@ -9,8 +10,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-mkdir -p docs/results build/soak
 if [ "${1:-}" = vulkan ]; then  # llama.cpp's GPU side on a software device; downloads 33 MB
+    mkdir -p docs/results
     exec .venv/bin/python packaging/vulkan_check.py ${2:+--wheels "$2"} --out "docs/results/vulkan-lavapipe-$(date -u +%Y-%m-%d).txt"
 fi
 
@@ -60,6 +61,11 @@ counts() {  # the big counts of a part's files: NAME NUMBER, …
         || true
 }
 
+if [ "${1:-}" = list ]; then
+    for part in $PARTS $LONG; do echo "$part: $(command_of "$part")"; done
+    exit
+fi
+
 run_part() {
     local name=build/soak/${1//\//-} began commit changed command code=0 real user system
     local log=$name.log
@@ -103,6 +109,7 @@ report() {
     [ -z "$records" ] || cat $records
 }
 
+mkdir -p docs/results build/soak
 export EMULATED_LINES=$PWD/build/soak/emulated.jsonl  # of the emulated kernels, for their table
 failed=
 for part in ${*:-$PARTS}; do

@@ -115,12 +115,11 @@ PARTS = (
 
 
 @contextmanager
-def switched_off(part: Part) -> Iterator[None]:
-    """Set the constants of a part, and a clock for the throttle that stands still."""
+def constants_of(part: Part) -> Iterator[None]:
+    """Set the constants of a part."""
     with ExitStack() as stack:
         for module, name, value in part.values:
             stack.enter_context(patch.object(module, name, value))
-        stack.enter_context(patch.object(throttle, "time", SimpleNamespace(perf_counter=float)))
         yield
 
 
@@ -139,7 +138,8 @@ def speed(answers: Iterable[Answer], part: Part, costs: Costs) -> float:
     """Return the tokens in the time of a plain step, over all answers."""
     clock = StepClock(StepCosts(Measured(rows, 0, STEP_S * costs.told(rows)) for rows in TOLD_ROWS))
     tokens = seconds = 0.0
-    with switched_off(part):
+    standing = SimpleNamespace(perf_counter=float)  # a clock for the throttle
+    with constants_of(part), patch.object(throttle, "time", standing):
         drafter = make_drafter(part, clock)
         for number, answer in enumerate(answers):
             took, count = _decode(answer, number, drafter, clock, costs)

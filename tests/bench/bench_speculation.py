@@ -1,14 +1,15 @@
 """Speculation on real llama.cpp: a random model forced along recorded streams, drafts on and off, request by request.
 
     python -m tests.bench.bench_speculation MODEL.gguf TRACE.npz ... [--requests 12] [--tokens 160] [--context 1024]
-                                            [--kv f16] [--skip 0] [--free] [--out FILE]
+                                            [--kv f16] [--skip 0] [--free] [--without PART ...] [--out FILE]
 
 Both sides are engines over the same weights, alternating; each recorded answer is forced on both, so what differs is
 the steps. Prints for each file the ratio of decode times (off / on) over all requests, the median of the requests'
 ratios with its 95 % interval (bootstrap), tokens a step, and what the measured surface of step times predicts for the
 very steps that were run. The model sees the last `--context` tokens, the drafter all. Memory of past answers is that
 of the earlier requests of the file; `--skip` requests only fill it. `--free` runs the model's own answers instead
-(random weights: there is nothing to draft, so it shows the harm).
+(random weights: there is nothing to draft, so it shows the harm). `--without` adds a side for each part of speculation
+whose name begins so (`bench_ablation`), and prints its speed relative to drafts with all parts on.
 """
 
 from __future__ import annotations
@@ -36,9 +37,7 @@ from edgelm.engine.scheduler import Scheduler
 from edgelm.llama_binding import L
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.step_times import DEEP_ROWS, DEPTH, ROWS, SHALLOW_LEN, measure_steps
-from edgelm.speculation.ngram_drafter import NgramDrafter
-from edgelm.speculation.past_answers import PastAnswers
-from edgelm.speculation.throttle import ThrottledDrafter
+from tests.bench.bench_ablation import ALL_ON, PARTS, Part, constants_of, make_drafter
 
 BOOTSTRAP = 2000
 
@@ -87,11 +86,13 @@ class Forced:
 
 @dataclass
 class Side:
-    """One engine, with drafts or without."""
+    """One engine, with drafts or without (no part)."""
 
     executor: Forced
     engine: Engine
-    seconds: list[float] = field(default_factory=list)
+    part: Part | None
+    drafter: Drafter | None
+    seconds: list[float] = field(default_factory=list)  # of each request
 
     def run(self, request: Request, forced: bool) -> float:
         """Return the seconds from the first token to the last."""
@@ -106,7 +107,8 @@ class Side:
                 first = first or (last if event.sampled else 0.0)
             return last - first
 
-        return asyncio.run(answer())
+        with constants_of(self.part or ALL_ON):
+            return asyncio.run(answer())
 
 
 def read_requests(path: Path, args: argparse.Namespace) -> list[Request]:
@@ -120,15 +122,15 @@ def read_requests(path: Path, args: argparse.Namespace) -> list[Request]:
     return [request for request in requests if len(request.answer) > 8]
 
 
-def make_side(model: LlamaModel, args: argparse.Namespace, costs: StepCosts | None, drafter: Drafter | None) -> Side:
+def make_side(model: LlamaModel, args: argparse.Namespace, surface: list[Measured], part: Part | None) -> Side:
     options = LlamaOptions(
         context=args.context, kv=args.kv, threads=args.threads, batch_threads=args.threads, max_sequences=2
     )
     executor = Forced(LlamaExecutor(model, options))
-    clock = StepClock(costs)
-    guarded = ThrottledDrafter(drafter, clock) if drafter else None
-    engine = Engine(executor, Scheduler(executor.info, SlotKV(executor.info, 2**28), clock, guarded), clock)
-    return Side(executor, engine.start())
+    clock = StepClock(StepCosts(surface) if part else None)
+    drafter = make_drafter(part, clock) if part else None
+    engine = Engine(executor, Scheduler(executor.info, SlotKV(executor.info, 2**28), clock, drafter), clock)
+    return Side(executor, engine.start(), part, drafter)
 
 
 def measured_surface(model: LlamaModel, args: argparse.Namespace) -> list[Measured]:
@@ -160,42 +162,53 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def run_file(path: Path, model: LlamaModel, args: argparse.Namespace, surface: list[Measured], say: Any) -> None:
-    drafter = NgramDrafter(PastAnswers())
-    on, off = make_side(model, args, StepCosts(surface), drafter), make_side(model, args, None, None)
+    parts = [part for part in PARTS if part.name.startswith(tuple(args.without))] if args.without else []
+    sides = [make_side(model, args, surface, part) for part in (None, ALL_ON, *parts)]
+    off, on, *others = sides
     predicting = StepCosts(surface)
-    ratios, seconds_on, seconds_off, tokens, steps = [], 0.0, 0.0, 0, 0
-    predicted_on = predicted_off = 0.0
+    tokens, steps, predicted_on, predicted_off = 0, 0, 0.0, 0.0
     for number, request in enumerate(read_requests(path, args)):
         if number < args.skip:
-            feed(drafter, request)
+            for side in sides[1:]:
+                feed(side, request)
             continue
-        sides = [on, off] if number % 2 else [off, on]
-        times = {id(side): side.run(request, not args.free) for side in sides}
-        ratios.append(times[id(off)] / times[id(on)])
-        seconds_on += times[id(on)]
-        seconds_off += times[id(off)]
+        for side in [*sides[number % len(sides) :], *sides[: number % len(sides)]]:
+            side.seconds.append(side.run(request, not args.free))
         tokens += len(request.answer) - 1
         steps += len(on.executor.steps)
         predicted_on += sum(predicting.time(rows, depth) for rows, depth in on.executor.steps)
         predicted_off += sum(predicting.time(1, len(request.prompt) + i) for i in range(len(request.answer) - 1))
-    on.engine.close()
-    off.engine.close()
-    low, high = interval(ratios)
-    measured, predicted = seconds_off / seconds_on, predicted_off / predicted_on
+    for side in sides:
+        side.engine.close()
+    measured, predicted = sum(off.seconds) / sum(on.seconds), predicted_off / predicted_on
     say(
-        f"{path.stem}: {len(ratios)} requests, {tokens} tokens, {tokens / steps:.2f} tokens a step; off / on "
-        f"{measured:.3f}, median {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f}), predicted {predicted:.3f}, "
-        f"measured / predicted {measured / predicted:.3f}"
+        f"{path.stem}: {len(on.seconds)} requests, {tokens} tokens, {tokens / steps:.2f} tokens a step; off / on "
+        f"{measured:.3f}, median {ratio(off, on)}, predicted {predicted:.3f}, measured / predicted "
+        f"{measured / predicted:.3f}"
     )
+    for side in others:
+        assert side.part
+        whole = sum(on.seconds) / sum(side.seconds)
+        say(f"    without {side.part.name}: all on / this {whole:.3f}, median {ratio(on, side)}")
 
 
-def feed(drafter: NgramDrafter, request: Request) -> None:
-    """Let the drafter see a request without running it."""
+def ratio(one: Side, other: Side) -> str:
+    """Return the median of the requests' ratios of time, with its interval."""
+    ratios = [a / b for a, b in zip(one.seconds, other.seconds, strict=True)]
+    low, high = interval(ratios)
+    return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+
+
+def feed(side: Side, request: Request) -> None:
+    """Let the drafter of a side see a request without running it."""
+    drafter = side.drafter
+    assert drafter
     seq = Sequence(-1, [*request.prompt, *request.answer], len(request.prompt), SamplingParams(), past=request.past)
-    drafter.begin(seq)
-    while drafter.work(1.0):
-        pass
-    drafter.end(seq)
+    with constants_of(side.part or ALL_ON):
+        drafter.begin(seq)
+        while drafter.work(1.0):
+            pass
+        drafter.end(seq)
 
 
 def main() -> None:
@@ -209,6 +222,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=usable_cores().physical)
     parser.add_argument("--kv", default="f16")
     parser.add_argument("--free", action="store_true")
+    parser.add_argument("--without", nargs="+", default=[], metavar="PART")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
