@@ -1,7 +1,7 @@
 """Writes a GGUF model of random weights, to check and time the engines without a real model.
 
-Owns the file's contents: a Llama or Gemma 2 of any shape, each matrix in the next quantization type, and a vocabulary of
-320 tokens. Knows nothing of the engines.
+Owns the file's contents: a Llama or Gemma 2 of any shape, each matrix in the next quantization type, and a vocabulary
+of 320 tokens. Knows nothing of the engines.
 """
 
 from __future__ import annotations
