@@ -1,4 +1,4 @@
-"""Attention by its formula in float64, and the most that a correct kernel is off, element by element: derived, not tuned.
+"""Attention by its formula in float64, and the largest error of a correct kernel, of each element: derived, not tuned.
 
 A result is o = sum of p[j] * v[j], with p[j] = exp(l[j]) / Z; a sink is a position whose v is 0. A kernel has
 

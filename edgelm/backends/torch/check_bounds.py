@@ -96,8 +96,7 @@ def entry_bounds(cache: LayerCache, slots: Tensor, *results: Tensor) -> list[Bou
     for result, kind in zip(results, (cache.format.key, cache.format.value), strict=True):
         wide = pad(result.float(), (0, -result.shape[-1] % GROUP)).nan_to_num(0.0)
         stored = rotate(wide) if cache.format.rotated else wide
-        largest = stored.abs().unflatten(-1, (-1, GROUP)).amax(-1, keepdim=True)
-        largest = largest.expand(*largest.shape[:-1], GROUP).flatten(-2)
+        largest = _largest_of_group(stored.abs())
         if kind is None:
             step = 2.0**-10 * stored.abs() + SUBNORMAL
         elif kind == "fp8":
@@ -106,18 +105,21 @@ def entry_bounds(cache: LayerCache, slots: Tensor, *results: Tensor) -> list[Bou
             step = largest / NUM_CODES[kind]
         step = step + 2.0**-10 * stored.abs()
         if cache.format.rotated:
-            step = (
-                4
-                * GROUP**-0.5
-                * step.unflatten(-1, (-1, GROUP))
-                .amax(-1, keepdim=True)
-                .expand(*step.shape[:-1], step.shape[-1] // GROUP, GROUP)
-                .flatten(-2)
-            )
+            step = 4 * GROUP**-0.5 * _largest_of_group(step)
         usual = FEW_STEPS * largest.amax(-1, keepdim=True).expand_as(step)
         width = result.shape[-1]
         bounds.append(Bound((step + usual)[..., :width], usual[..., :width], num_written))
     return bounds
+
+
+def _groups(x: Tensor) -> Tensor:
+    """Return [.., width] as [.., width / 32, 32]."""
+    return x.reshape(*x.shape[:-1], -1, GROUP)
+
+
+def _largest_of_group(x: Tensor) -> Tensor:
+    groups = _groups(x)
+    return groups.amax(-1, keepdim=True).expand_as(groups).reshape(x.shape)
 
 
 # -- matmuls -----------------------------------------------------------------------------------------------------------
@@ -295,8 +297,8 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _averaged(squares: Tensor) -> Tensor:
     """Return for each element the mean of its group of 32: a rotation adds these squares, each times 1 / 32."""
-    groups = squares.unflatten(-1, (-1, GROUP))
-    return groups.mean(-1, keepdim=True).expand_as(groups).flatten(-2)
+    groups = _groups(squares)
+    return groups.mean(-1, keepdim=True).expand_as(groups).reshape(squares.shape)
 
 
 def _seen(start: int, rows: int, length: int, window: int, device: torch.device) -> Tensor:

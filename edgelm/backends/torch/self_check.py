@@ -312,7 +312,7 @@ def _check_graph(decoder: Decoder, mode: str, plain: TorchExecutor, comparison: 
         for executor in (replayed, plain):
             executor.forward(step)
             results.append(torch.from_numpy(executor.logits(step)))
-        comparison.note(key, difference_of(*results))
+        comparison.note(key, difference_of(results[0], results[1]))
         replayed.close()
     except EngineError as error:
         comparison.note(key, None, error.message)
