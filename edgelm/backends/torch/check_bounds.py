@@ -13,15 +13,16 @@ Owns the formulas. Knows nothing of how the results were computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from edgelm.kernels import layout
 from edgelm.kernels.activation import Gate
-from edgelm.kernels.attention.reference import one_sequence
 from edgelm.kernels.cache import BLOCK_LEN, LayerCache, read
+from edgelm.kernels.cache.quantize import GROUP, rotate
 from edgelm.kernels.grouped.reference import matrix
 from edgelm.kernels.layout import DenseWeight, Weight, row_parts
 from edgelm.kernels.matmul.reference import Norm, gate_and_up
@@ -32,23 +33,37 @@ UNIT_TF32 = 2.0**-11  # tensor cores may round float32 to it
 SUBNORMAL = 2.0**-25  # half of the smallest float16
 POINTWISE = frozenset({"rms_norm", "add_rms_norm", "embedding", "gated", "softcap", "dequantize"})
 FEW_STEPS = 2.0**-16  # of float32 operations one after another, relative to the largest value of a row
+NUM_CODES = {"int8": 127, "int6": 32, "int4": 8}  # from 0 to the largest number of a group
+RARE = 2.0**-8  # of the written elements, or one group of them
 STEEPEST = 1.2  # slope of a gate, at most
 
 
-def bounds_of(op: str, chosen: Sequence[Any], run: Sequence[Any], results: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return the bound of each element of an op's results, or None where the op has no such bound.
+class Bound(NamedTuple):
+    """The bound of each element. All but RARE of the `num_written` elements are within `usual`, too."""
+
+    most: Tensor
+    usual: Tensor | None = None
+    num_written: int = 0
+
+
+def bounds_of(
+    op: str, chosen: Sequence[Any], run: Sequence[Any], results: Sequence[Tensor]
+) -> list[Bound | None] | None:
+    """Return the bound of each of an op's results, or None where it has none: whole numbers are right or wrong.
 
     `chosen` are the arguments by which the implementation was chosen, `run` those with which it runs, `results` those
     of plain torch.
     """
-    if not all(result.is_floating_point() for result in results):
-        return None
     if op in POINTWISE:
-        return [pointwise_bound(result) for result in results]
+        return [Bound(pointwise_bound(result)) for result in results]
     if op == "attention":
-        return [attention_bound(*run)]
+        return [Bound(attention_bound(*run))]
+    if op == "route":
+        return [Bound(route_bound(chosen[0], results[0])), None]
+    if op == "write_kv":
+        return [Bound(pointwise_bound(results[0])), *entry_bounds(run[5], run[4], *results[1:])]
     bound_of = MATMULS.get(op)
-    return None if bound_of is None else [rounded(bound_of(*chosen), results[0])]
+    return None if bound_of is None else [Bound(rounded(bound_of(*chosen), results[0]))]
 
 
 def rounded(bound: Tensor, result: Tensor) -> Tensor:
@@ -61,6 +76,50 @@ def pointwise_bound(result: Tensor) -> Tensor:
     values = result.float().abs()
     largest = torch.where(values.isfinite(), values, 0.0).amax(-1, keepdim=True)
     return 4 * UNITS[result.dtype] * values + FEW_STEPS * largest
+
+
+def route_bound(logits: Tensor, weights: Tensor) -> Tensor:
+    """Return the bound of the weights of experts: exponentials of float32 differences, each divided by their sum."""
+    x = logits.float()
+    reach = (x.amax(1, keepdim=True) - x.amin(1, keepdim=True)).clamp(max=100.0)  # beyond, an exponential is 0
+    return weights.abs() * ((reach + 4) * 2.0**-22 + (x.shape[1] + 8) * 2.0**-24)
+
+
+def entry_bounds(cache: LayerCache, slots: Tensor, *results: Tensor) -> list[Bound | None]:
+    """Return the bounds of keys and values that `write_kv` has written, [positions, kv heads, head_dim] each.
+
+    Where a number is at the border of two codes, the last bit of float32 decides: it may be off by one code, and a
+    scale by its last bit. That is rare. Of rotated numbers up to four of a group may have been at a border.
+    """
+    num_written = int((slots >= 0).sum()) * cache.num_kv_heads * cache.head_dim
+    bounds: list[Bound | None] = []
+    for result, kind in zip(results, (cache.format.key, cache.format.value), strict=True):
+        wide = pad(result.float(), (0, -result.shape[-1] % GROUP)).nan_to_num(0.0)
+        stored = rotate(wide) if cache.format.rotated else wide
+        largest = _largest_of_group(stored.abs())
+        if kind is None:
+            step = 2.0**-10 * stored.abs() + SUBNORMAL
+        elif kind == "fp8":
+            step = stored.abs() / 8 + largest.amax(-1, keepdim=True) * 2.0**-17
+        else:
+            step = largest / NUM_CODES[kind]
+        step = step + 2.0**-10 * stored.abs()
+        if cache.format.rotated:
+            step = 4 * GROUP**-0.5 * _largest_of_group(step)
+        usual = FEW_STEPS * largest.amax(-1, keepdim=True).expand_as(step)
+        width = result.shape[-1]
+        bounds.append(Bound((step + usual)[..., :width], usual[..., :width], num_written))
+    return bounds
+
+
+def _groups(x: Tensor) -> Tensor:
+    """Return [.., width] as [.., width / 32, 32]."""
+    return x.reshape(*x.shape[:-1], -1, GROUP)
+
+
+def _largest_of_group(x: Tensor) -> Tensor:
+    groups = _groups(x)
+    return groups.amax(-1, keepdim=True).expand_as(groups).reshape(x.shape)
 
 
 # -- matmuls -----------------------------------------------------------------------------------------------------------
@@ -180,12 +239,14 @@ def attention_bound(
 ) -> Tensor:
     """Return the bound of `attention`, inf for rows that no sequence has.
 
-    A result is the sum of p[j] * v[j], where the p are positive with a sum of at most 1. Each p and each v has a
-    relative error, so the sum is off by at most 8 * u * sqrt(sum of (p[j] * v[j])**2). With p <= 1 this is at most
-    8 * u * sqrt(sum of p[j] * v[j]**2), the attention over squared values. That is larger by the root of the number of
-    positions that count, which leaves room for the errors of logits: they move weight between positions.
+    A result is o = sum of p[j] * v[j] over positions; a sink is one whose v is 0. Errors e[j] of logits move it by the
+    sum of p[j] * e[j] * (v[j] - o), at most max exp(2 |e[j]|) times the root of (sum of p[j] * e[j]**2) times (sum of
+    p[j] * (v[j] - o)**2). A logit is a product of rounded numbers, so e[j] is at most 8 * u * sqrt(sum of q**2 * k**2);
+    q may be rounded twice, before and after its rotation. Weights and values are rounded too, each at most by
+    8 * u * sqrt(sum of p[j]**2 * v[j]**2). Errors of numbers in the basis of a rotated cache are independent, and the
+    rotation back averages their squares.
     """
-    unit = UNIT_TF32 if q.dtype == torch.float32 else UNITS[q.dtype]
+    unit, rotated = _attention_unit(q, cache), cache.format.rotated
     bound = torch.full(q.shape, torch.inf, device=q.device)
     starts = query_start_loc.tolist()
     for sequence, seq_len in enumerate(seq_lens.tolist()):
@@ -193,9 +254,56 @@ def attention_bound(
         if first == end:
             continue
         blocks = block_tables[sequence, : -(-seq_len // BLOCK_LEN)].to(torch.int64)
-        keys, values = read(cache, blocks, seq_len)
-        start = seq_len - (end - first)
-        squares = one_sequence(q[first:end], keys, values.square(), start, scale, window, softcap, sinks)
-        largest = squares.amax(-1, keepdim=True)  # errors of values that are stored rotated spread over a head
-        bound[first:end] = (LIKELY * 2 * unit + 2 * UNITS[out.dtype]) * largest.clamp(min=0).sqrt()
+        plain = [_heads_first(part) for part in (q[first:end], *read(cache, blocks, seq_len))]
+        queries, keys, values = plain  # [heads, rows, width], [kv heads, length, width] twice
+        turned = [rotate(part) if rotated else part for part in plain]
+        seen = _seen(seq_len - (end - first), end - first, seq_len, window, q.device)
+        for head in range(q.shape[1]):
+            of_kv = head * len(keys) // q.shape[1]
+            logits = queries[head] @ keys[of_kv].T * scale
+            logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+            logits = logits.masked_fill(~seen, -torch.inf)
+            if sinks is not None:
+                logits = torch.cat([logits, sinks[head].float().expand(len(logits), 1)], 1)
+            weights = torch.softmax(logits, -1)[:, :seq_len]
+            value = values[of_kv]
+            result, squares = weights @ value, weights @ value.square()
+            off = queries[head].square() @ keys[of_kv].square().T
+            off = off + (2 if rotated else 1) * turned[0][head].square() @ turned[1][of_kv].square().T
+            off = off.masked_fill(~seen, 0.0) * (scale * unit) ** 2  # squares of e[j] / 8
+            most = torch.exp(2 * LIKELY * off.amax(1, keepdim=True).sqrt())
+            moved = (weights * off).sum(1, keepdim=True) * (squares - result.square()).clamp(min=0)
+            of_values = weights.square() @ turned[2][of_kv].square()
+            rounded_parts = weights.square() @ value.square() + (_averaged(of_values) if rotated else of_values)
+            limit = LIKELY * (most * moved.sqrt() + unit * rounded_parts.sqrt())
+            largest = squares.amax(1, keepdim=True).sqrt()  # float32, in any basis
+            limit = limit + FEW_STEPS * largest + SUBNORMAL * seq_len
+            limit = limit + 2 * UNITS[out.dtype] * (result.abs() + limit)
+            bound[first:end, head] = limit[:, : q.shape[2]]
     return bound
+
+
+def _attention_unit(q: Tensor, cache: LayerCache) -> float:
+    """Return the relative rounding of a dot's operands: codes are multiplied in float16."""
+    if q.dtype == torch.float32 or cache.keys.dtype == torch.float32:
+        return UNIT_TF32
+    return UNITS[torch.float16 if cache.format.key else cache.keys.dtype]
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """Return [rows, heads, head_dim] as float32 [heads, rows, width]."""
+    return pad(x.float(), (0, -x.shape[-1] % GROUP)).transpose(0, 1)
+
+
+def _averaged(squares: Tensor) -> Tensor:
+    """Return for each element the mean of its group of 32: a rotation adds these squares, each times 1 / 32."""
+    groups = _groups(squares)
+    return groups.mean(-1, keepdim=True).expand_as(groups).reshape(squares.shape)
+
+
+def _seen(start: int, rows: int, length: int, window: int, device: torch.device) -> Tensor:
+    """Return which positions each row sees: bool [rows, length]."""
+    position = torch.arange(start, start + rows, device=device)[:, None]
+    key = torch.arange(length, device=device)
+    seen = key <= position
+    return seen & (key > position - window) if window else seen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,13 +12,15 @@ from edgelm.backends.torch.check_bounds import bounds_of
 from edgelm.backends.torch.self_check import LIMIT, difference_of
 from edgelm.kernels import layout
 from edgelm.kernels.activation import Gate
-from edgelm.kernels.cache import FORMATS
+from edgelm.kernels.cache import BLOCK_LEN, FORMATS, read
 from edgelm.kernels.grouped import reference as grouped
 from edgelm.kernels.layout import PackedWeight
 from edgelm.kernels.matmul import Norm, reference
+from edgelm.kernels.route import route
 from tests.counts import Count
-from tests.kernels import test_attention
+from tests.kernels import attention_bounds, test_attention, test_attention_bounds, test_write_kv
 from tests.kernels.cases import attention as attention_cases
+from tests.kernels.cases import write_kv as write_cases
 from tests.kernels.cases.dequantize import Case, random_weight
 from tests.kernels.seeds import SEED, generator
 from tests.kernels.test_matmul import NAMES, weight_named
@@ -51,6 +55,60 @@ def is_right(op: str, chosen: tuple[object, ...], got: Tensor, want: Tensor, run
     (bound,) = bounds_of(op, chosen, run, [want]) or [None]
     assert bound is not None
     return difference_of(got, want, bound).within
+
+
+def is_written_right(case: write_cases.Case, given: write_cases.Inputs, change: Callable[[Tensor], None]) -> bool:
+    """Return whether keys and values are right after a change of the keys, [positions, heads, head_dim]."""
+    test_write_kv.run(given, "reference")
+    cache = given.cache
+    blocks = torch.arange(cache.num_blocks)
+    keys, values = read(cache, blocks, cache.num_blocks * BLOCK_LEN)
+    run = given.q, given.k, given.v, given.positions, given.slot_mapping, cache
+    bounds = bounds_of("write_kv", (), run, [given.q, keys, values])
+    assert bounds is not None
+    wrong = keys.clone()
+    change(wrong)
+    return difference_of(wrong, keys, bounds[1]).within and difference_of(values, values, bounds[2]).within
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_written_keys_may_be_off_by_a_code_now_and_then(name: str) -> None:
+    g = generator(SEED)
+    case = write_cases.Case(name, 64, 8, 4, 9, dtype=torch.float16)
+    given = write_cases.inputs(case, g)
+    at = given.slot_mapping[given.slot_mapping >= 0]
+    step = {"f16": 2.0**-10, "int8": 1 / 127, "fp8": 1 / 16, "k8v4": 1 / 127, "k6v4": 1 / 32 / 32**0.5}[name]
+
+    def one(keys: Tensor) -> None:
+        largest = keys[at[0], 1, :32].abs().argmax()
+        keys[at[0], 1, largest] *= 1 + step
+
+    def truncated(keys: Tensor) -> None:
+        keys[at] -= 0.4 * step * keys[at].abs().amax(-1, keepdim=True) * torch.rand(keys[at].shape, generator=g)
+
+    def token(keys: Tensor) -> None:
+        keys[at[0]] = keys[at[1]]
+
+    def dimension(keys: Tensor) -> None:
+        keys[at, :, 3] = keys[at, :, 4]
+
+    assert is_written_right(case, given, one)
+    for change in (truncated, token, dimension):
+        assert not is_written_right(case, given, change), change
+
+
+def test_one_wrong_expert_or_weight_is_found() -> None:
+    logits = torch.randn(512, 64, generator=generator(27))
+    weights, ids = route(logits, 8, kind="softmax", normalise=True, implementation="reference")
+    bounds = bounds_of("route", (logits,), (), [weights, ids])
+    assert bounds is not None
+    assert difference_of(weights * (1 + 2.0**-21), weights, bounds[0]).within
+    off = weights.clone()
+    off[77, 3] *= 1 + 2.0**-12
+    assert not difference_of(off, weights, bounds[0]).within
+    other = ids.clone()
+    other[77, 3] += 1
+    assert not difference_of(other, ids, bounds[1]).within
 
 
 def largest_column(y: Tensor) -> int:
@@ -134,6 +192,45 @@ def test_attention_with_a_wrong_head_is_found(name: str, seed: int) -> None:
     wrong = got.clone()
     wrong[1, 1] = got[1, 0]
     assert not is_right("attention", (), wrong, want, run)
+
+
+def attention_run(case: attention_cases.Case, given: attention_cases.Inputs, want: Tensor) -> tuple[object, ...]:
+    rows = int(given.query_start_loc[-1])
+    return (
+        given.q[:rows], given.cache, given.block_tables, given.query_start_loc, given.seq_lens,
+        case.head_dim**-0.5, case.window, case.softcap, given.sinks, max(case.query_lens), want,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + Count(test=30, soak=3_000)))
+def test_rounding_in_attention_is_no_fault_and_a_wrong_column_is_one(seed: int) -> None:
+    g = generator(seed)
+    case = test_attention_bounds.case_of(seed)._replace(dtype=TYPES[seed % 2])
+    given = attention_cases.inputs(case, g)
+    want = test_attention.run(case, given, "reference", out_dtype=case.dtype)
+    run = attention_run(case, given, want)
+    got = test_attention_bounds.as_a_kernel(case, given, g).to(case.dtype)
+    assert is_right("attention", (), got, want, run)
+    wrong, column = got.clone(), int(want.float().square().sum((0, 1)).argmax())
+    wrong[..., column] = got[..., column - 1]
+    assert not is_right("attention", (), wrong, want, run)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_attention_with_one_token_too_few_is_found(name: str) -> None:
+    """A token of at least the average weight, in a row of 32 heads."""
+    case = attention_cases.Case(name, 128, 32, 1, (1,), (200,), dtype=torch.float16)
+    given = attention_cases.inputs(case, generator(SEED))
+    want = test_attention.run(case, given, "reference", out_dtype=torch.float16)
+    run = attention_run(case, given, want)
+    (row,) = attention_bounds.rows_of(case, given)
+    weights = attention_bounds.weighted(case, row)[1]
+    for position in range(0, 200, 7):
+        kept = [other for other in range(200) if other != position]
+        short = row._replace(keys=row.keys[:, kept], values=row.values[:, kept])
+        got = attention_bounds.shown(case, attention_bounds.weighted(case, short)[2])[None].half()
+        assert float(weights[0, :, position].max()) > 1 / 200
+        assert not is_right("attention", (), got, want, run), position
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "embedding", "gated"])

@@ -23,6 +23,7 @@ from edgelm.backends.kept_verdicts import keep, kept_verdict
 from edgelm.backends.llama.random_gguf import ALL_QUANTS
 from edgelm.backends.model import open_model
 from edgelm.backends.torch import check_worker, kept_checks, self_check
+from edgelm.backends.torch.check_bounds import Bound
 from edgelm.backends.torch.kept_checks import check_key, kept_problem, kept_reasons, verdict_for
 from edgelm.backends.torch.self_check import Comparison, described, difference_of, kinds_of_layers
 from edgelm.commands import doctor_gpu
@@ -179,8 +180,8 @@ def test_a_difference_counts_what_is_not_a_number() -> None:
     assert difference_of(torch.tensor([math.nan]), torch.tensor([math.nan])).largest == 0
     assert difference_of(torch.tensor([1, 2, 3, 5]), torch.tensor([1, 2, 3, 4])).largest == 0.25
     assert difference_of(torch.zeros(3), torch.zeros(3)).largest == 0
-    assert difference_of(want, want, torch.tensor([0.0, math.nan, math.nan])).within
-    assert not difference_of(torch.tensor([1.0, -3.9, math.inf]), want, torch.full((3,), 0.05)).within
+    assert difference_of(want, want, Bound(torch.tensor([0.0, math.nan, math.nan]))).within
+    assert not difference_of(torch.tensor([1.0, -3.9, math.inf]), want, Bound(torch.full((3,), 0.05))).within
 
 
 def test_one_layer_of_each_kind_is_tried(tmp_path: Path) -> None:
