@@ -33,10 +33,12 @@ VULKAN ?=
 # The time of the last commit: two builds of one commit have the same bytes.
 EPOCH = $(shell git log -1 --format=%ct 2>/dev/null || echo 1767225600)
 
-.PHONY: help chat test coverage clients soak lint format smoke bench wheel dist clean
+.PHONY: help venv chat test coverage clients soak lint format smoke bench wheel dist clean
 
 help: ## Show what there is
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+venv: $(READY) ## Make .venv, with llama.cpp compiled for this machine; all others do so, too
 
 chat: $(READY) ## Chat with the built-in model in this terminal
 	@$(BIN)/edgelm $(ARGS)
