@@ -54,7 +54,7 @@ counts() {  # the big counts of a part's files: NAME NUMBER, …
     for path in $(paths "$1"); do
         case $path in --ignore=*) ignored+="|${path#--ignore=}" ;; *) found+=("$path") ;; esac
     done
-    { grep -roE --include='*.py' '(timeout\(|[A-Za-z_]+ ?= ?)?Count\(test=[^=]*, soak=[^)]*\)' "${found[@]}" || true; } \
+    { grep -HroE --include='*.py' '(timeout\(|[A-Za-z_]+ ?= ?)?Count\(test=[^=]*, soak=[^)]*\)' "${found[@]}" || true; } \
         | grep -vE "^($ignored)|timeout|LIMIT|limit_s|soak=1\)" \
         | sed -E 's/ ?= ?Count\(/ /; s/Count\(//; s/test=.*soak=//; s/\)$//' \
         | awk -F: '{ printf "%s%s", $1 == last ? "," : (NR > 1 ? "\n" : "") $1 ":", " " $2; last = $1 } END { if (NR) print "" }' \
