@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.backends.torch.shape_models import MODELS
 from tests.counts import Count
 
@@ -26,8 +28,9 @@ def run(module: str, *arguments: str, timeout: float, **variables: str) -> list[
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.timeout(Count(test=300, soak=7300))
 def test_no_step_compiles_or_allocates_after_loading() -> None:
-    results = run("warm_up_checks", *(["--all"] if THOROUGH else []), timeout=7200 if THOROUGH else 200)
+    results = run("warm_up_checks", *(["--all"] if THOROUGH else []), timeout=7200 if THOROUGH else 290)
     assert list(dict.fromkeys(result["model"] for result in results)) == list(MODELS)
     assert [fault for result in results for fault in result["faults"]] == []
     assert all(result["steps"] > 50 and result["kernels"] > 20 for result in results)
