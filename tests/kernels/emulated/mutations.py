@@ -99,7 +99,7 @@ class Subject(NamedTuple):
     kinds: tuple[Kind, ...]
 
 
-SAMPLED = "sampling logits rows=5"
+SAMPLED, GREEDY = "sampling logits rows=4", "sampling logits rows=36 greedy"
 SUBJECTS = (
     Subject("dequant_gemm q4_k rows=130", 90, "dequant_gemm_kernel", (*ASYNC, *WGMMA, *SHARED, SCALE, UNMASKED_STORE)),
     Subject(
@@ -130,10 +130,11 @@ SUBJECTS = (
     Subject("embedding bfloat16 rows=9", 86, "dense_kernel", (*GLOBAL, UNMASKED_STORE)),
     Subject("trial float16", 80, "trial_kernel", (*ASYNC, *SHARED, LOAD, STORE)),
     Subject("bandwidth int32", 90, "read_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
-    Subject(SAMPLED, 80, "prepare_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
-    Subject(SAMPLED, 86, "bias_kernel", GLOBAL),
-    Subject(SAMPLED, 89, "penalize_kernel", GLOBAL),
-    Subject(SAMPLED, 90, "limit_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject(GREEDY, 80, "prepare_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject(GREEDY, 86, "bias_kernel", GLOBAL),
+    Subject(GREEDY, 89, "penalize_kernel", GLOBAL),
+    Subject(GREEDY, 90, "limit_kernel", (*SHARED, SHUFFLE, LOAD, STRIDE, INVERTED_LOAD)),
+    Subject(SAMPLED, 90, "limit_kernel", (STORE, INVERTED_STORE)),
     Subject(SAMPLED, 120, "weigh_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
     Subject(SAMPLED, 80, "collect_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
     Subject(SAMPLED, 90, "draw_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
@@ -170,6 +171,9 @@ EQUIVALENT = {
     ),
     f"sm_89 route_kernel mask of a store inverted 0 ({ROUTED})": SAME_VALUES,
     f"sm_89 route_kernel mask of a store inverted 1 ({ROUTED})": SAME_VALUES,
+    f"sm_80 prepare_kernel mask of a store inverted 17 ({GREEDY})": SAME_VALUES,
+    f"sm_80 prepare_kernel stride 4 too large 2 ({GREEDY})": "it is of counts, which rows with top_k or top_p need",
+    f"sm_90 limit_kernel mask of a store inverted 16 ({SAMPLED})": SAME_VALUES,
     "sm_90 read_kernel mask of a store inverted 0 (bandwidth int32)": SAME_VALUES,
     "sm_90 read_kernel shuffle of another lane 5 (bandwidth int32)": (
         "it is of the upper half of a sum of int32, which wraps: only the lower half counts"
