@@ -130,7 +130,7 @@ def _sample_several(seed: int) -> Outcome:
     rng = np.random.default_rng(seed)
     kinds = test_sampling.kinds(rng)
     table, requests = test_sampling.random_rows([kinds[kind] for kind in SEVERAL], NUM_VOCAB, rng)
-    return _sampled(table, requests, _random_masks(len(SEVERAL), rng))
+    return _sampled(table.float(), requests, _random_masks(len(SEVERAL), rng))
 
 
 def _sample_greedy(seed: int) -> Outcome:
@@ -145,7 +145,8 @@ def _sample_greedy(seed: int) -> Outcome:
     for row in range(36):
         part = row % 16 if row < 16 else row % 8
         at = 128 * part + 8 * int(rng.integers(16)) + (part + part // 4) % 4 + 4 * (part % 2)
-        token, other, *ids = [at + 2048 * (row % 2), *rng.permutation(NUM_VOCAB)[: 1024 + 1].tolist()]
+        token = next(at + 2048 * chunk for chunk in (2 - row % 3, row % 2) if at + 2048 * chunk < NUM_VOCAB)
+        other, *ids = rng.permutation(NUM_VOCAB)[: 1024 + 1].tolist()
         params = SamplingParams(temperature=0, num_logprobs=3)
         history = History(ids)
         if row < 20:
