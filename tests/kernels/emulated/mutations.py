@@ -10,6 +10,7 @@ is listed is found. With --append, the lines go to the end of a file, and those 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import sys
@@ -97,9 +98,10 @@ class Subject(NamedTuple):
     capability: int
     kernel: str
     kinds: tuple[Kind, ...]
+    other: str = ""  # a case that launches the same kernel and is run if the first does not find a mutation
 
 
-SAMPLED = "sampling logits rows=5"
+SAMPLED, GREEDY = "sampling logits rows=4", "sampling logits rows=36 greedy"
 SUBJECTS = (
     Subject("dequant_gemm q4_k rows=130", 90, "dequant_gemm_kernel", (*ASYNC, *WGMMA, *SHARED, SCALE, UNMASKED_STORE)),
     Subject(
@@ -130,13 +132,13 @@ SUBJECTS = (
     Subject("embedding bfloat16 rows=9", 86, "dense_kernel", (*GLOBAL, UNMASKED_STORE)),
     Subject("trial float16", 80, "trial_kernel", (*ASYNC, *SHARED, LOAD, STORE)),
     Subject("bandwidth int32", 90, "read_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
-    Subject(SAMPLED, 80, "prepare_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
-    Subject(SAMPLED, 86, "bias_kernel", GLOBAL),
-    Subject(SAMPLED, 89, "penalize_kernel", GLOBAL),
-    Subject(SAMPLED, 90, "limit_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
-    Subject(SAMPLED, 120, "weigh_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
-    Subject(SAMPLED, 80, "collect_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
-    Subject(SAMPLED, 90, "draw_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject(GREEDY, 80, "prepare_kernel", (*SHARED, SHUFFLE, *GLOBAL), SAMPLED),
+    Subject(GREEDY, 86, "bias_kernel", GLOBAL, SAMPLED),
+    Subject(GREEDY, 89, "penalize_kernel", GLOBAL, SAMPLED),
+    Subject(GREEDY, 90, "limit_kernel", (*SHARED, SHUFFLE, *GLOBAL), SAMPLED),
+    Subject(SAMPLED, 120, "weigh_kernel", (*SHARED, SHUFFLE, *GLOBAL), GREEDY),
+    Subject(SAMPLED, 80, "collect_kernel", (*SHARED, SHUFFLE, *GLOBAL), GREEDY),
+    Subject(SAMPLED, 90, "draw_kernel", (*SHARED, SHUFFLE, *GLOBAL), GREEDY),
 )
 MAIN = (COPY_WAIT, COPY_EARLY, INTO, BARRIER, SCALE)
 Q4_K, Q4_0 = "dequant_gemm q4_k rows=130", "dequant_gemm q4_0 rows=17 q4_0-20x330"
@@ -170,6 +172,8 @@ EQUIVALENT = {
     ),
     f"sm_89 route_kernel mask of a store inverted 0 ({ROUTED})": SAME_VALUES,
     f"sm_89 route_kernel mask of a store inverted 1 ({ROUTED})": SAME_VALUES,
+    f"sm_80 prepare_kernel mask of a store inverted 17 ({GREEDY})": SAME_VALUES,
+    f"sm_90 limit_kernel mask of a store inverted 16 ({GREEDY})": SAME_VALUES,
     "sm_90 read_kernel mask of a store inverted 0 (bandwidth int32)": SAME_VALUES,
     "sm_90 read_kernel shuffle of another lane 5 (bandwidth int32)": (
         "it is of the upper half of a sum of int32, which wraps: only the lower half counts"
@@ -181,7 +185,7 @@ class Mutation(NamedTuple):
     """A change at one place of a kernel."""
 
     subject: Subject
-    case: EmulatedCase
+    cases: tuple[EmulatedCase, ...]
     kind: Kind
     text: str  # the kernel
     place: int  # the number of the line
@@ -208,7 +212,8 @@ class Verdict(NamedTuple):
 
 def mutations(subject: Subject) -> Iterator[Mutation]:
     """Run a subject's case as it is, and yield the mutations of its kernel: the first and the last of each kind."""
-    case = next(case for case in all_cases() if case.name.startswith(subject.case))
+    names = (subject.case, subject.other) if subject.other else (subject.case,)
+    cases = tuple(next(case for case in all_cases() if case.name.startswith(name)) for name in names)
     texts: list[str] = []
 
     def seen(kernel: str, ptx: str) -> str:
@@ -216,15 +221,18 @@ def mutations(subject: Subject) -> Iterator[Mutation]:
             texts.append(ptx)
         return ptx
 
-    result = emulate(case, subject.capability, SEED, races=True, change=seen)
-    assert not result.outcome.fault, f"{case.name} sm_{subject.capability}: {result.outcome.fault}"
-    assert texts, f"{case.name} does not launch {subject.kernel}"
+    for case in cases:
+        num_texts = len(texts)
+        result = emulate(case, subject.capability, SEED, races=True, change=seen)
+        assert not result.outcome.fault, f"{case.name} sm_{subject.capability}: {result.outcome.fault}"
+        assert texts, f"{case.name} does not launch {subject.kernel}"
+        assert case is cases[0] or len(texts) == num_texts, f"{case.name} launches another {subject.kernel}"
     text = texts[0]  # of several variants, which a case may launch, only the first is mutated
     lines = text.splitlines()
     for kind in subject.kinds:
         places = kind.places(text)
         for number in dict.fromkeys([0, len(places) - 1] if places else []):
-            yield Mutation(subject, case, kind, text, places[number], number, _source(lines, places[number]))
+            yield Mutation(subject, cases, kind, text, places[number], number, _source(lines, places[number]))
 
 
 def _source(lines: Sequence[str], place: int) -> str:
@@ -238,10 +246,10 @@ def _source(lines: Sequence[str], place: int) -> str:
 def judge(mutation: Mutation, known: Launches) -> Verdict:
     """Emulate a mutation: at first with the search for races, then with one warp far ahead."""
     began = time.perf_counter()
-    attempts: tuple[dict[str, Any], ...] = ({"races": True}, {"races": False, "order": "ahead"})
-    for options in attempts:
+    ways: tuple[dict[str, Any], ...] = ({"races": True}, {"races": False, "order": "ahead"})
+    for case, options in itertools.product(mutation.cases, ways):
         capability = mutation.subject.capability
-        result = emulate(mutation.case, capability, SEED, change=mutation.change, known=known, **options)
+        result = emulate(case, capability, SEED, change=mutation.change, known=known, **options)
         if fault := result.outcome.fault:
             name, _, rest = fault.partition(": ")
             error = name.endswith("Error") and " " not in name
