@@ -15,7 +15,7 @@ from tests.kernels.performance.launch import Launch, Placement, place
 from tests.kernels.performance.memory import Memory
 from tests.kernels.performance.path import Path, paths_of
 from tests.kernels.performance.pipeline import Multiprocessor, Result
-from tests.kernels.performance.traffic import SAMPLE, SECTOR, Traffic, trace
+from tests.kernels.performance.traffic import SECTOR, Traffic, run, trace
 from tests.kernels.performance.units import Unit
 
 BUSY = 0.8  # of a launch's cycles: a resource that is busy for more bounds it
@@ -61,9 +61,9 @@ class Prepared(NamedTuple):
     paths: list[Path]
 
 
-def prepare(launch: Launch, most: int = SAMPLE) -> Prepared:
-    """Disassemble a launch and run `most` of its CTAs."""
-    code, traffic = code_of(launch.compiled), trace(launch, most)
+def prepare(launch: Launch, *, whole: bool = False) -> Prepared:
+    """Disassemble a launch and run some of its CTAs, or all."""
+    code, traffic = code_of(launch.compiled), run(launch, launch.num_ctas) if whole else trace(launch)
     return Prepared(launch, code, traffic, paths_of(code, traffic, launch.compiled.metadata.num_warps, launch.warm))
 
 

@@ -22,7 +22,7 @@ class Memory:
         self.dram_rate = min(dram_rate, PORT_RATE)
         self.l1_free = self.l2_free = self.dram_free = 0.0
         self.l1_busy = self.l2_bytes = self.dram_bytes = 0.0
-        self._credit: dict[int, float] = {}  # by instruction: DRAM accesses that are due
+        self._credit: dict[int, float] = {}  # by instruction: accesses that are due to be slow
 
     def accept(self, now: float) -> float:
         """Return when an access can be issued."""
@@ -38,26 +38,34 @@ class Memory:
         """Return when shared memory has served an access."""
         return self._l1(now, max(1.0, wavefronts))
 
-    def load(self, now: float, index: int, request: Request | None) -> float:
-        """Return when the data of a load are in the registers."""
+    def load(self, now: float, index: int, request: Request | None, *, later: bool) -> float:
+        """Return when the data of a load are in the registers. `later`: CTAs before have brought what all read."""
         if request is None or request.sectors <= 0:
             return self._l1(now, 1.0) + self.gpu.l1_latency
         served = self._l1(now, max(1.0, request.sectors * SECTOR / L1_RATE))
-        if request.misses <= 0:
-            return served + self.gpu.l1_latency
-        size = request.misses * SECTOR
+        misses = request.misses * (1.0 - request.common) if later else request.misses
+        done = served + self.gpu.l1_latency
+        if misses <= 0:
+            return done
+        size = misses * SECTOR
         self.l2_free = max(self.l2_free, served) + size / self.l2_rate
         self.l2_bytes += size
-        done = max(served + self.gpu.l1_latency, self.l2_free + self.gpu.l2_latency)
-        if request.dram > 0:
-            due = self._credit.get(index, 1.0 - request.dram) + request.dram
-            if due >= 1.0:
-                due -= 1.0
-                self.dram_free = max(self.dram_free, served) + size / self.dram_rate
-                self.dram_bytes += size
-                done = max(done, self.dram_free + self.gpu.dram_latency)
-            self._credit[index] = due
+        waits = min(1.0, (misses + request.pending) / request.sectors)
+        if not self._due(index, waits):
+            return done
+        done = max(done, self.l2_free + self.gpu.l2_latency)
+        if request.dram > 0 and self._due(~index, request.dram):
+            size /= waits
+            self.dram_free = max(self.dram_free, served) + size / self.dram_rate
+            self.dram_bytes += size
+            done = max(done, self.dram_free + self.gpu.dram_latency)
         return done
+
+    def _due(self, key: int, part: float) -> bool:
+        """Return whether this time is one of the part of all times; the first one is."""
+        credit = self._credit.get(key, 1.0 - part) + part
+        self._credit[key] = credit - 1.0 if credit >= 1.0 - 1e-9 else credit
+        return credit >= 1.0 - 1e-9
 
     def store(self, now: float, request: Request | None, to_dram: bool) -> float:
         """Return when a store has left the multiprocessor."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.kernels.performance.code import Code, Instruction, Line, Loop
-from tests.kernels.performance.traffic import Traffic
+from tests.kernels.performance.traffic import Accesses, Traffic
 from tests.kernels.ptx.parse import Program
 
 LIMIT = 400_000  # instructions of one warp
@@ -36,6 +36,8 @@ class Request(NamedTuple):
     sectors: float  # of 32 bytes, from the L1 cache or beyond
     misses: float  # of these, the sectors that no instruction of the CTA had touched before
     dram: float  # of the misses, the part that is not in the L2 cache
+    pending: float  # of all sectors, those that are still on their way
+    common: float  # of the misses, the part that every CTA touches: the first ones of a multiprocessor bring it
     wavefronts: float  # passes through shared memory
     tensor: str
 
@@ -268,9 +270,19 @@ def _requests(
             sum(access.sectors for access in accesses) / warps / runs,
             misses / runs,
             dram / misses if misses else 0.0,
+            sum(access.pending for access in accesses) / warps / runs,
+            _common(accesses, len(traffic.ctas)),
             sum(access.wavefronts for access in accesses) / warps / runs,
             accesses[0].tensor,
         )
         for at in copies[key]:
             requests[at] = request
     return requests, unmatched
+
+
+def _common(accesses: list[Accesses], num_ctas: int) -> float:
+    """Return the part of the misses that CTAs have in common; of all that ran, the first one repeats nothing."""
+    misses, repeats = sum(access.misses for access in accesses), sum(access.repeats for access in accesses)
+    if not misses or num_ctas < 2:
+        return 0.0
+    return min(1.0, repeats / misses * num_ctas / (num_ctas - 1))

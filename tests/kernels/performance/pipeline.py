@@ -30,6 +30,7 @@ class Warp:
     cta: int
     steps: list[int]
     kind: int
+    later: bool  # it begins when others have run on this multiprocessor
     at: int = 0
     released: list[float] = field(default_factory=lambda: [0.0] * NUM_BARRIERS)
     copies: float = 0.0  # when the last copy of the open group arrives
@@ -114,7 +115,7 @@ class Multiprocessor:
         self._alive[cta] = num_warps
         self._arrived[cta] = []
         for _ in range(num_warps):
-            warp = Warp(self._next_warp, cta, self.paths[kind].steps, kind)
+            warp = Warp(self._next_warp, cta, self.paths[kind].steps, kind, now > 0.0)
             self._next_warp += 1
             self._queue(warp, now)
 
@@ -141,12 +142,12 @@ class Multiprocessor:
         done, read = now + latency, now + QUEUED
         request = self.paths[warp.kind].requests.get(index)
         if unit is Unit.GLOBAL:
-            done = memory.load(now, index, request)
+            done = memory.load(now, index, request, later=warp.later)
         elif unit is Unit.SHARED:
             read = memory.shared(now, request.wavefronts if request else 1.0)
             done = read + latency
         elif unit is Unit.COPY:
-            warp.copies = max(warp.copies, memory.load(now, index, request))
+            warp.copies = max(warp.copies, memory.load(now, index, request, later=warp.later))
         elif unit is Unit.STORE:
             read = max(read, memory.store(now, request, self.stores_to_dram))
             done = read + self.gpu.l2_latency

@@ -79,7 +79,7 @@ class Recorded(Emulated):
         launch = Launch(compiled, (*shape, 1, 1)[:3], arguments, frozenset(warm))
         if self.runs:
             self._own.paused = True
-            self.nodes.append(prepare(launch, launch.num_ctas))
+            self.nodes.append(prepare(launch, whole=True))
             self._own.paused = False
         else:
             self.nodes.append(launch)

@@ -25,6 +25,9 @@ from tests.kernels.ptx.races import Kind, Races
 
 SECTOR = 32  # bytes
 SAMPLE = 16  # CTAs
+VARIED = 128  # CTAs, where they do not all execute the same
+RECENT = 128  # instructions of the PTX: about the latency of a load
+SEED = 30
 Integers = NDArray[np.int64]
 
 
@@ -39,6 +42,8 @@ class Accesses:
     requests: int = 0  # of warps
     sectors: int = 0  # global memory: of the L1 cache
     misses: int = 0  # sectors that the CTA touches for the first time
+    pending: int = 0  # sectors that it touched so recently that they are still on their way
+    repeats: int = 0  # of the misses, sectors that another of the CTAs has touched before
     wavefronts: int = 0  # shared memory: at least one for each request, more with bank conflicts
     num_bytes: int = 0
 
@@ -81,13 +86,12 @@ class Recorder(Races):
         super().__init__(program, num_ctas, num_warps, shared)
         self.starts = starts  # address of each tensor's memory
         self.accesses: dict[int, Accesses] = {}
-        self._touched: list[set[int]] = []
-        self._numbers: Sequence[int] = ()
-        self._seen: dict[int, NDArray[np.int64]] = {}  # sectors by CTA, sorted
+        self.clock = 0  # instructions that were executed
+        self._seen: dict[int, tuple[Integers, Integers]] = {}  # by CTA: sectors, sorted, and when they were touched
+        self._of_all: Integers = np.zeros(0, np.int64)  # sectors that any CTA has touched, sorted
 
     def new_ctas(self, numbers: Sequence[int]) -> None:
-        self._numbers = list(numbers)
-        self._seen = {}
+        self._seen.clear()
 
     def access(
         self,
@@ -120,16 +124,19 @@ class Recorder(Races):
         found.sectors += len(np.unique(sectors * (1 << 14) + np.repeat(warps, each)))
         own = np.unique(sectors * (1 << 14) + np.repeat(ctas, each))
         for cta in np.unique(ctas).tolist():
-            mine = own[own & ((1 << 14) - 1) == cta]
-            seen = self._seen.get(cta)
-            if seen is None:
-                found.misses += len(mine)
-                self._seen[cta] = mine
-            else:
-                new = mine[seen[np.minimum(np.searchsorted(seen, mine), len(seen) - 1)] != mine]
+            mine = own[own & ((1 << 14) - 1) == cta] >> 14
+            seen, times = self._seen.get(cta, (mine[:0], mine[:0]))
+            known, where = _within(mine, seen)
+            found.pending += int((self.clock - times[where[known]] < RECENT).sum())
+            new = mine[~known]
+            if len(new):
                 found.misses += len(new)
-                if len(new):
-                    self._seen[cta] = np.union1d(seen, new)
+                found.repeats += int(_within(new, self._of_all)[0].sum())
+                merged = np.concatenate([seen, new])
+                order = np.argsort(merged, kind="stable")
+                times = np.concatenate([times, np.full(len(new), self.clock)])
+                self._seen[cta] = merged[order], times[order]
+                self._of_all = np.union1d(self._of_all, new)
 
     def _tensor(self, address: int) -> str:
         return self.starts[max(start for start in self.starts if start <= address)]
@@ -146,6 +153,14 @@ class Recorder(Races):
         return np.zeros(0, np.int64)
 
     def finish_product(self, units: Any) -> None: ...
+
+
+def _within(values: Integers, among: Integers) -> tuple[NDArray[np.bool_], Integers]:
+    """Return which values are among sorted ones, and where."""
+    if not len(among):
+        return np.zeros(len(values), bool), np.zeros(len(values), np.int64)
+    where = np.minimum(np.searchsorted(among, values), len(among) - 1)
+    return among[where] == values, where
 
 
 def wavefronts(addresses: Integers, warps: Integers, lanes: Integers, num_bytes: int) -> int:
@@ -188,7 +203,11 @@ class TracingMachine(Machine):
     def _counted(self, index: int, step: Any, ctas: Integers) -> Any:
         row = self.executed[index]
 
+        recorder = self.races
+        assert isinstance(recorder, Recorder)
+
         def counted(mask: Any) -> None:
+            recorder.clock += 1
             if mask is None:
                 np.add.at(row, ctas, 1)
             else:
@@ -200,12 +219,21 @@ class TracingMachine(Machine):
 
 
 def chosen_ctas(total: int, most: int) -> list[int]:
-    """Return CTAs of a grid, spread evenly."""
-    return list(range(total)) if total <= most else [at * total // most for at in range(most)]
+    """Return CTAs of a grid, at random: a fixed distance could meet one column of the grid only."""
+    if total <= most:
+        return list(range(total))
+    return sorted(np.random.default_rng(SEED).choice(total, most, replace=False).tolist())
 
 
-def trace(launch: Launch, most: int = SAMPLE) -> Traffic:
-    """Run some CTAs of a launch."""
+def trace(launch: Launch) -> Traffic:
+    """Run some CTAs of a launch: few if all execute the same."""
+    traffic = run(launch, SAMPLE)
+    executed = traffic.executed.sum(1)
+    return run(launch, VARIED) if executed.max() > 1.1 * executed.min() else traffic
+
+
+def run(launch: Launch, most: int) -> Traffic:
+    """Run at most so many CTAs of a launch."""
     compiled = launch.compiled
     program = parse(compiled.asm["ptx"])
     signature = {name: str(kind) for name, kind in compiled.src.signature.items() if kind != "constexpr"}
