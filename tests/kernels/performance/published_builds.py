@@ -144,6 +144,7 @@ def matmul(
     tile: tuple[int, int, int, int, int, int],
     kind: torch.dtype = torch.float16,
     half_sum: bool = False,
+    tf32: bool = False,
 ) -> list[Launch]:
     """C[m, n] = A[m, k] @ B[k, n]; a tile is BM, BN, BK, GROUP, warps, stages."""
     m, n, k = shape
@@ -152,7 +153,7 @@ def matmul(
         "a": torch.empty(m, k, dtype=kind), "b": torch.empty(k, n, dtype=kind), "c": torch.empty(m, n, dtype=kind),
         "m": m, "n": n, "k": k, "a_row": k, "b_row": n, "c_row": n,
     }  # fmt: skip
-    constants = {"BM": bm, "BN": bn, "BK": bk, "GROUP": group, "HALF_SUM": half_sum, "TF32": False}
+    constants = {"BM": bm, "BN": bn, "BK": bk, "GROUP": group, "HALF_SUM": half_sum, "TF32": tf32}
     grid = (blocks(m, bm) * blocks(n, bn),)
     return [launch(plain("matmul"), capability, grid, args, constants, num_warps=warps, num_stages=stages)]
 
@@ -195,3 +196,18 @@ def attention(
     constants = {"D": width, "BM": bm, "BN": bn, "CAUSAL": causal}
     grid = (blocks(length, bm), heads)
     return [launch(plain("attention"), capability, grid, args, constants, num_warps=warps, num_stages=stages)]
+
+
+def decode(capability: int, rows: int, length: int, by_token: bool) -> list[Launch]:
+    """Attention of 16 heads of 128 values, two to a key head, to a cache in pages of 256 that lies in the L2 cache."""
+    pages = blocks(length, 256)
+    args: dict[str, object] = {
+        name: torch.empty(rows, 16, 128, dtype=torch.float16) for name in ("out", "query")
+    }  # fmt: skip
+    args |= {name: torch.empty(rows * pages, 256, 8, 128, dtype=torch.float16) for name in ("keys", "values")}
+    order = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(length)).to(torch.int32)
+    args |= {"tables": order.reshape(rows, pages), "lengths": torch.full((rows,), length, dtype=torch.int32)}
+    args["scale"] = 128**-0.5
+    constants = {"HEADS": 16, "GROUP": 2, "D": 128, "PAGE": 256, "PAGES": pages, "BLOCK": 64}
+    kernel = plain("decode_by_token" if by_token else "decode_by_block")
+    return [launch(kernel, capability, (rows, 16), args, constants, frozenset(args), num_warps=4)]

@@ -246,3 +246,83 @@ def attention(
             total, largest, weight, query, k + head, v + head, rows, middle, (block + 1) * BM, length, D, BN, True
         )
     tl.store(out + place, (total / weight[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def decode_by_token(
+    out, query, keys, values, tables, lengths, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Attention of one query head to a cache in pages, one key after the other: bound by the latency of each step."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    length = tl.load(lengths + row)
+    inner = tl.arange(0, D)
+    place = (row * HEADS + head) * D + inner
+    q = tl.load(query + place)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((D,), dtype=tl.float32)
+    weight = 0.0
+    largest = -1e10
+    for start in range(0, PAGES * PAGE, BLOCK):
+        if start < length:
+            scores = tl.full((BLOCK,), -1e10, dtype=tl.float32)
+            for lane in range(BLOCK):
+                token = start + lane
+                if token < length:
+                    page = tl.load(tables + row * PAGES + token // PAGE)
+                    if page >= 0:
+                        at = ((page * PAGE + token % PAGE) * (HEADS // GROUP) + head // GROUP) * D + inner
+                        scores = tl.where(lanes == lane, tl.sum(q * tl.load(keys + at), 0) * scale, scores)
+            higher = tl.maximum(largest, tl.max(scores, 0))
+            keep = tl.exp(largest - higher)
+            shares = tl.exp(scores - higher)
+            total *= keep
+            weight *= keep
+            for lane in range(BLOCK):
+                token = start + lane
+                if token < length:
+                    page = tl.load(tables + row * PAGES + token // PAGE)
+                    if page >= 0:
+                        at = ((page * PAGE + token % PAGE) * (HEADS // GROUP) + head // GROUP) * D + inner
+                        share = tl.sum(tl.where(lanes == lane, shares, 0.0), 0)
+                        total += share * tl.load(values + at)
+                        weight += share
+            largest = higher
+    tl.store(out + place, (total / weight).to(out.dtype.element_ty))
+
+
+@triton.jit
+def decode_by_block(
+    out, query, keys, values, tables, lengths, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same, a block of keys at a time; each key's page is looked up by its own thread."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    length = tl.load(lengths + row)
+    inner = tl.arange(0, D)
+    place = (row * HEADS + head) * D + inner
+    q = tl.load(query + place)
+    total = tl.zeros((D,), dtype=tl.float32)
+    weight = 0.0
+    largest = -1e10
+    for start in range(0, PAGES * PAGE, BLOCK):
+        if start < length:
+            tokens = start + tl.arange(0, BLOCK)
+            page = tl.load(tables + row * PAGES + tokens // PAGE, mask=tokens < length, other=-1)
+            seen = page >= 0
+            slots = tl.where(seen, page, 0).to(tl.int64) * PAGE + tokens % PAGE
+            at = (slots * (HEADS // GROUP) + head // GROUP)[None, :] * D + inner[:, None]
+            key = tl.load(keys + at, mask=seen[None, :], other=0.0).to(tl.float32)
+            scores = tl.where(seen, tl.sum(q[:, None] * key, 0) * scale, -1e10)
+            higher = tl.maximum(largest, tl.max(scores, 0))
+            keep = tl.exp(largest - higher)
+            shares = tl.where(seen, tl.exp(scores - higher), 0.0)
+            value = tl.load(values + at, mask=seen[None, :], other=0.0).to(tl.float32)
+            total = total * keep + tl.sum(shares[None, :] * value, 1)
+            weight = weight * keep + tl.sum(shares, 0)
+            largest = higher
+    tl.store(out + place, (total / weight).to(out.dtype.element_ty))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from tests.kernels.performance import published_builds as builds
 from tests.kernels.performance.published import GPUS, Point
 
@@ -20,33 +22,52 @@ TUNED = [  # BM, BN, BK, GROUP, warps, stages: what the matmul of Triton's tutor
 
 
 def points() -> list[Point]:
-    return [*_tuned_products(), *_lab_products(), *_scaled_products(), *_attention()]
+    return [*_tuned_products(), *_lab_products(), *_scaled_products(), *_attention(), *_decoding()]
 
 
 def _tuned_products() -> list[Point]:
-    """Triton's tutorial: fp16 operands, sums in fp32, the configuration chosen by its tuner."""
+    """Triton's tutorial, the configuration chosen by its tuner; calls that the host bounds are left out."""
     found = []
-    note = "the tuner's choice is not said; figures are of Triton 3.2 to 3.5"
-    old = "the tuner's choice is not said; figures are of a Triton of 2021"
-    for gpu, source, note_of, cases in [
-        ("A100 80GB", "https://github.com/triton-lang/triton/issues/7085", note, [(512, 23.83), (1024, 97.54)]),
+    issues = "https://github.com/triton-lang/triton/issues"
+    note = "the tuner's choice is not said"
+    for gpu, issue, kind, note_of, cases in [
         (
-            "A100 80GB", "https://github.com/triton-lang/triton/issues/6523", note,
-            [(2304, 143.04), (2432, 168.23), (2688, 158.05), (2944, 170.09)],
+            "A100 80GB", 7085, "fp16", f"{note}; Triton 3.2",
+            [(256, 3.64), (512, 23.83), (768, 58.98), (1024, 97.54)],
         ),
         (
-            "RTX 3090", "https://github.com/triton-lang/triton/issues/319", old,
+            "A100 80GB", 6523, "fp16", f"{note}; Triton 3.5.1",
+            [(2560, 143.719295), (2688, 158.054404), (2816, 156.323326), (2944, 170.088852)],
+        ),
+        (
+            "A100 80GB", 5433, "tf32", f"{note}; the GPU is not said: cuBLAS's rates in fp32 are an A100's",
+            [(512, 18.724571), (1024, 52.428801), (1536, 78.643199), (2048, 92.182504)],
+        ),
+        (
+            "A100 80GB PCIe", 2491, "fp32", f"{note}; a Triton of 2023",
+            [(1024, 12.336188), (2304, 17.893537), (3072, 17.489763)],
+        ),
+        (
+            "RTX 3090", 319, "fp16", f"{note}; a Triton of 2021",
             [(512, 26.21), (768, 46.57), (1024, 52.43), (1152, 67.86), (1536, 64.93), (1664, 60.80)],
         ),
+        ("H100 SXM", 3672, "fp16", f"{note}; SXM or PCIe is not said", [(2944, 471.402029), (3072, 524.7435)]),
     ]:  # fmt: skip
+        capability = GPUS[gpu].capability
+        type_of = torch.float16 if kind == "fp16" else torch.float32
+        memory = 99 if capability == 86 else 163  # KiB of shared memory: the tuner drops what does not fit
+        fitting = [
+            tile for tile in TUNED if (tile[0] + tile[1]) * tile[2] * tile[5] * type_of.itemsize <= memory * 1024
+        ]
         for side, rate in cases:
-            fitting = TUNED if gpu.startswith("A100") else TUNED[1:]  # the first needs 147 KB of shared memory
             first, *others = [
-                partial(builds.matmul, GPUS[gpu].capability, (side, side, side), tile) for tile in fitting
+                partial(builds.matmul, capability, (side, side, side), tile, type_of, tf32=kind == "tf32")
+                for tile in fitting
             ]
+            work, limit = 2 * side**3, "half" if kind == "fp16" else kind
             point = Point(
-                f"matmul fp16 {side}", gpu, 2 * side**3 / rate / 1e6, source, first, "events", f"{rate} TFLOPS",
-                6 * side**2, 2 * side**3, note=note_of, others=tuple(others),
+                f"matmul {kind} {side}", gpu, work / rate / 1e6, f"{issues}/{issue}", first, "events",
+                f"{rate} TFLOPS", 3 * type_of.itemsize * side**2, work, limit, note_of, tuple(others),
             )  # fmt: skip
             found.append(point)
     return found
@@ -127,4 +148,21 @@ def _attention() -> list[Point]:
                 f"{rate} TFLOPS", 8 * heads * length * width, work, note=note, others=tuple(others),
             )  # fmt: skip
             found.append(point)
+    return found
+
+
+def _decoding() -> list[Point]:
+    """Attention of one new token to a cache in pages, for which the GPU has too few programs."""
+    found = []
+    source = "https://github.com/Wenyueh/MinivLLM/pull/93"
+    note = "our own version; the host needs about 20 us for a launch; keys and values stay in the L2 cache"
+    for rows, length, us, by_token in [
+        (1, 128, 65.0, True), (1, 512, 230.0, True), (1, 2048, 916.0, True), (8, 128, 65.0, True),
+        (8, 512, 247.0, True), (1, 2048, 57.0, False),
+    ]:  # fmt: skip
+        build = partial(builds.decode, 89, rows, length, by_token=by_token)
+        way = "a token" if by_token else "a block"
+        name = f"decode attention by {way}, {rows} x 16 heads x {length}"
+        point = Point(name, "RTX 4090", us, source, build, "loop", f"{us / 1e3} ms", 0, note=note)
+        found.append(point)
     return found

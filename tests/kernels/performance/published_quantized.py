@@ -11,9 +11,10 @@ import torch
 
 from tests.kernels.performance.launch import Launch
 from tests.kernels.performance.published import GPUS, Point
-from tests.kernels.performance.published_builds import blocks, launch, packaged, packed_matmul
+from tests.kernels.performance.published_builds import blocks, launch, packaged, packed_matmul, power_of_2
 
 REPOSITORY = "https://github.com/pjordanandrsn/grouped-nf4-gemm/blob/main/kernel"
+RECEIPTS = "https://github.com/pjordanandrsn/grouped-nf4-gemm/blob/main/bench/phase1/results/unsloth_h2h"
 PACKAGE = "grouped-nf4-gemm"
 EXPERTS = {  # N, K and layers of the projections of experts
     "Qwen3 up": (1536, 2048, 48), "Qwen3 down": (2048, 768, 48), "Granite up": (1024, 1536, 32),
@@ -22,13 +23,18 @@ EXPERTS = {  # N, K and layers of the projections of experts
 
 
 def points() -> list[Point]:
-    return [*_nf4_points(), *_int4_points(), *_small_points(), *_l4_points(), *_packed_points()]
+    return [
+        *_nf4_points(), *_int4_points(), *_small_points(), *_drawn_points(), *_grouped_points(), *_packed_points(),
+    ]  # fmt: skip
 
 
-def _chosen(rows: int, among: int) -> torch.Tensor:
-    """Return an expert for each row: different ones for a few rows, drawn at random for many, as the sources do."""
-    if 2 * rows <= among:
-        return torch.arange(rows, dtype=torch.int32) * 7 % among
+def _different(rows: int, among: int) -> torch.Tensor:
+    """Return an expert for each row, each another one while there are enough."""
+    return torch.arange(rows, dtype=torch.int32) * 7 % among
+
+
+def _drawn(rows: int, among: int) -> torch.Tensor:
+    """Return an expert for each row, drawn at random as the source does, with another generator."""
     return torch.randint(0, among, (rows,), dtype=torch.int32, generator=torch.Generator().manual_seed(rows))
 
 
@@ -38,7 +44,7 @@ def nf4(capability: int, n: int, k: int, rows: int, plan: tuple[int, int, int], 
     args: dict[str, object] = {
         "a_ptr": torch.empty(rows, k, dtype=torch.bfloat16), "b_ptr": torch.empty(16, n, k // 8, dtype=torch.int32),
         "amax_ptr": torch.empty(16, n, k // 64), "out_ptr": torch.empty(rows, n, dtype=torch.bfloat16),
-        "lut_ptr": torch.empty(16), "tbl_ptr": torch.empty(16, dtype=torch.int32), "eids_ptr": _chosen(rows, 16),
+        "lut_ptr": torch.empty(16), "tbl_ptr": torch.empty(16, dtype=torch.int32), "eids_ptr": _different(rows, 16),
         "K": k, "N": n, "T": rows, "KBLOCKS_PER_SPLIT": k // 64,
         "stride_be": n * k // 8, "stride_bn": k // 8, "stride_ae": n * k // 64, "stride_an": k // 64,
     }  # fmt: skip
@@ -49,10 +55,12 @@ def nf4(capability: int, n: int, k: int, rows: int, plan: tuple[int, int, int], 
     return [launch(kernel, capability, grid, args, constants, shared, num_warps=warps, num_stages=2)]
 
 
-def int4(capability: int, n: int, k: int, rows: int, experts: int, splits: int, quantize: bool) -> list[Launch]:
+def int4(
+    capability: int, n: int, k: int, chosen: torch.Tensor, experts: int, splits: int, quantize: bool
+) -> list[Launch]:
     """Int4 weights of one expert for each row: quantizes rows, multiplies in `splits` parts of K, adds the parts."""
     pieces = 4 if k // 32 % 4 == 0 else 1
-    chosen = _chosen(rows, experts)
+    rows = len(chosen)
     eights, scales = torch.empty(rows, k, dtype=torch.int8), torch.empty(rows, k // 32)
     parts, out = torch.empty(splits * rows, n), torch.empty(rows, n, dtype=torch.bfloat16)
     found = []
@@ -133,7 +141,7 @@ def _int4_points() -> list[Point]:
     for (name, (n, k, layers)), ms in zip(
         EXPERTS.items(), [0.6579, 0.3808, 0.2740, 0.1707, 0.2678, 0.1519], strict=True
     ):
-        build = partial(int4, 120, n, k, 8, 16, splits_of(n, k), quantize=True)
+        build = partial(int4, 120, n, k, _different(8, 16), 16, splits_of(n, k), quantize=True)
         source = f"{REPOSITORY}/RESULTS-k33-nf4-decode-gemv-bw.md"
         note = "three launches: quantizes, multiplies, adds parts"
         point = Point(
@@ -163,7 +171,7 @@ def _int4_points() -> list[Point]:
 def _warm_int4(capability: int, n: int, k: int, rows: int, splits: int) -> list[Launch]:
     return [
         launched._replace(warm=frozenset(launched.args))
-        for launched in int4(capability, n, k, rows, 8, splits, quantize=False)
+        for launched in int4(capability, n, k, _different(rows, 8), 8, splits, quantize=False)
     ]
 
 
@@ -198,28 +206,96 @@ def _small_points() -> list[Point]:
     return found
 
 
-def _l4_points() -> list[Point]:
+def _drawn_points() -> list[Point]:
+    """Int4 weights of 128 experts, drawn at random for the rows; a graph that is replayed back to back."""
     found = []
-    for name, n, k, rows, us in [
-        ("Granite down", 1536, 512, 16, 11.3), ("Qwen3 down", 2048, 768, 16, 19.7),
-        ("Qwen3 down", 2048, 768, 128, 368.0), ("Qwen3 up", 1536, 2048, 16, 37.9),
-        ("Qwen3 up", 1536, 2048, 128, 801.2), ("OLMoE up", 2048, 2048, 128, 1147.9),
+    for gpu, report, cache_mb, table in [
+        (
+            "L4", "RESULTS-k30-splitk-r-term-l4.md", 48,
+            {
+                "Qwen3 up": [37.9, 109.5, 429.9, 801.2], "Qwen3 down": [19.7, 37.0, 85.2, 368.0],
+                "Granite up": [20.3, 37.8, 88.5, 389.4], "Granite down": [11.3, 19.6, 36.7, 73.4],
+                "OLMoE up": [55.7, 354.2, 620.8, 1147.9], "OLMoE down": [25.5, 48.5, 211.1, 482.6],
+            },
+        ),
+        (
+            "RTX A4000", "RESULTS-k32-splitk-r-term-a4000.md", 4,
+            {
+                "Qwen3 up": [96.5, 191.6, 394.0, 789.7], "Qwen3 down": [49.7, 106.0, 200.0, 397.4],
+                "Granite up": [45.3, 107.2, 196.6, 384.6], "Granite down": [25.9, 50.4, 98.6, 185.0],
+                "OLMoE up": [136.4, 277.5, 520.0, 1079.1], "OLMoE down": [64.9, 134.7, 257.8, 518.3],
+            },
+        ),
     ]:  # fmt: skip
-        # the graph repeats: what the launches read stays in the L2 cache, 48 MB, if it fits
-        size = int(_chosen(rows, 128).unique().numel()) * n * (k // 2 + k // 16)
-        build = partial(_l4_int4, n, k, rows, splits_of(n, k), warm=size < 40e6)
-        point = Point(
-            f"int4 GEMV, {name} {rows} x {n} x {k}", "L4", us, f"{REPOSITORY}/RESULTS-k30-splitk-r-term-l4.md", build,
-            "graph", f"{us} us", 0 if size < 40e6 else size,
-            note="two launches; 128 experts, drawn at random: some rows may share one",
-        )  # fmt: skip
-        found.append(point)
+        for name, cells in table.items():
+            n, k, _ = EXPERTS[name]
+            for rows, us in zip([16, 32, 64, 128], cells, strict=True):
+                size = int(_drawn(rows, 128).unique().numel()) * n * (k // 2 + k // 16)
+                if 0.8 * cache_mb < size / 1e6 < 1.5 * cache_mb:
+                    continue  # a part stays in the L2 cache from replay to replay
+                kept = size / 1e6 < cache_mb
+                build = partial(_drawn_int4, GPUS[gpu].capability, n, k, rows, splits_of(n, k), warm=kept)
+                point = Point(
+                    f"int4 GEMV, drawn experts, {name} {rows} x {n} x {k}", gpu, us, f"{REPOSITORY}/{report}", build,
+                    "graph", f"{us} us", 0 if kept else size,
+                    note="two launches; which experts were drawn is not said",
+                )  # fmt: skip
+                found.append(point)
     return found
 
 
-def _l4_int4(n: int, k: int, rows: int, splits: int, warm: bool) -> list[Launch]:
-    launches = int4(GPUS["L4"].capability, n, k, rows, 128, splits, quantize=False)
+def _drawn_int4(capability: int, n: int, k: int, rows: int, splits: int, warm: bool) -> list[Launch]:
+    launches = int4(capability, n, k, _drawn(rows, 128), 128, splits, quantize=False)
     return [launched._replace(warm=frozenset(launched.args)) for launched in launches] if warm else launches
+
+
+def grouped_nf4(capability: int, n: int, k: int, groups: int, rows: int) -> list[Launch]:
+    """NF4 weights of one expert for each group of rows, multiplied on tensor cores in TF32."""
+    height = 128 if rows > 64 else max(power_of_2(rows), 16)
+    tiles = blocks(rows, height)
+    starts = [group * rows + tile * height for group in range(groups) for tile in range(tiles)]
+    counts = [min(height, rows - tile * height) for _ in range(groups) for tile in range(tiles)]
+    owners = [group for group in range(groups) for _ in range(tiles)]
+    args: dict[str, object] = {
+        "a_ptr": torch.empty(groups * rows, k, dtype=torch.bfloat16),
+        "b_ptr": torch.empty(groups, n, k // 2, dtype=torch.uint8), "amax_ptr": torch.empty(groups, n, k // 64),
+        "out_ptr": torch.empty(groups * rows, n, dtype=torch.bfloat16), "lut_ptr": torch.empty(16),
+        "t_row0_ptr": torch.tensor(starts, dtype=torch.int32), "t_rows_ptr": torch.tensor(counts, dtype=torch.int32),
+        "t_group_ptr": torch.tensor(owners, dtype=torch.int32),
+        "expert_ids_ptr": torch.arange(groups, dtype=torch.int32), "K": k, "N": n,
+        "stride_be": n * k // 2, "stride_bn": k // 2, "stride_ae": n * k // 64, "stride_an": k // 64,
+    }  # fmt: skip
+    constants = {"BLOCK_M": height, "BLOCK_N": 128, "BLOCK_K": 64, "GROUPS": 1, "VARIANT": 1}
+    kernel = packaged(PACKAGE, "nf4_grouped", "_gemm_nf4_grouped")
+    grid = (len(starts), blocks(n, 128))
+    few = rows * groups <= 64  # a few experts, the same at each call: they stay in the L2 cache
+    warm = frozenset(args) if few else frozenset({"lut_ptr"})
+    return [launch(kernel, capability, grid, args, constants, warm, num_warps=4, num_stages=3)]
+
+
+def _grouped_points() -> list[Point]:
+    found = []
+    for gpu, log, name, n, k, groups, rows, ms in [
+        ("RTX 4090", "run4/ADA3/h2h_rep1.json", "OLMoE up", 2048, 2048, 8, 8, 0.218),
+        ("RTX 4090", "run4/ADA3/h2h_rep1.json", "OLMoE up", 2048, 2048, 64, 256, 3.073),
+        ("RTX 4090", "run4/ADA3/run.log", "gpt-oss up", 5760, 2880, 4, 8, 0.318),
+        ("RTX 4090", "run4/ADA3/run.log", "gpt-oss up", 5760, 2880, 128, 64, 5.738),
+        ("RTX 4090", "run4/ADA3/run.log", "gpt-oss down", 2880, 2880, 4, 8, 0.276),
+        ("RTX 4090", "run4/ADA3/run.log", "gpt-oss down", 2880, 2880, 128, 64, 3.044),
+        ("H100 SXM", "run2/H100/run.log", "gpt-oss up", 5760, 2880, 4, 8, 0.388),
+        ("H100 SXM", "run2/H100/run.log", "gpt-oss up", 5760, 2880, 128, 64, 4.658),
+        ("H100 SXM", "run2/H100/run.log", "gpt-oss down", 2880, 2880, 4, 8, 0.328),
+        ("H100 SXM", "run2/H100/run.log", "gpt-oss down", 2880, 2880, 128, 64, 2.535),
+    ]:
+        build = partial(grouped_nf4, GPUS[gpu].capability, n, k, groups, rows)
+        few = rows * groups <= 64
+        point = Point(
+            f"NF4 GEMM, {name} {groups} x {rows} x {n} x {k}", gpu, ms * 1e3, f"{RECEIPTS}/{log}", build, "events",
+            f"{ms} ms", 0 if few else groups * n * (k // 2 + k // 16), 2 * groups * rows * n * k, "tf32",
+            note="by events around a call of Python that may take the host 100 us; Triton 3.4" if few else "Triton 3.4",
+        )  # fmt: skip
+        found.append(point)
+    return found
 
 
 def _packed_points() -> list[Point]:

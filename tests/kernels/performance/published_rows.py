@@ -44,7 +44,7 @@ def _additions() -> list[Point]:
         found.append(point)
     for count, us in [(4096, 5.12), (65536, 8.192), (1048576, 57.344), (33554432, 1623.1)]:
         build = partial(builds.vector_add, 89, count)
-        note = f"{OURS}; block of 1024 assumed; the timer counts in steps of 1.024 us"
+        note = f"{OURS}; the timer counts in steps of 1.024 us"
         found.append(
             Point(f"add fp32 {count}", "RTX 4060", us, LAB, build, "events", f"{us} us", 12 * count, note=note)
         )
