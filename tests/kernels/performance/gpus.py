@@ -1,0 +1,110 @@
+"""The GPUs of the model: one table of published numbers, each with its source.
+
+Owns the numbers. `ASSUMED` names those without a publication. Clock cycles are of the boost clock.
+
+Sources:
+ [nv] the vendor's whitepapers of A100, GA102, AD102, H100 and GB202, and the data sheet of the H200; multiprocessors,
+    clocks, bandwidths, sizes and rates of tensor cores. A rate in products a cycle is derived: TFLOPS / clock / SMs.
+ [guide] CUDA C++ programming guide: throughput of native arithmetic instructions, limits of a multiprocessor.
+ [benches] github.com/te42kyfo/gpu-benches (Erlangen), files gpu-latency, cuda-latency, gpu-l2-cache, gpu-stream,
+    gpu-small-kernels: A100-80, H100 PCIe, H200, L40. Latencies are in cycles there. L2 latency is the mean of the near
+    and the far partition where there are two: 211 and 424 on the A100, 265 and 475 on the H100.
+ [hopper] Luo and others, "Benchmarking and dissecting the Nvidia Hopper GPU architecture", arXiv 2402.13499: latency of
+    shared memory; mma reaches 62.9 % of the peak on an H100.
+ [clpeak] github.com/krrishnarraj/clpeak issues 104 (RTX 3090: 856 GB/s) and 106 (RTX 4090: 921 GB/s).
+ [torchrec] github.com/meta-pytorch/torchrec pull 4634: a Triton stream reads 90.8 % of an H100's 3.35 TB/s.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Gpu(NamedTuple):
+    """One GPU."""
+
+    name: str
+    capability: int
+    num_sms: int  # [nv]
+    clock_ghz: float  # boost [nv]
+    dram_gbs: float  # of the data sheet [nv]
+    stream_gbs: float  # that a read-only stream reaches
+    l2_mb: float  # [nv]
+    l2_gbs: float  # that reads reach
+    l1_latency: int
+    l2_latency: int
+    dram_latency: int
+    shared_latency: int  # [hopper]
+    shared_kb: int  # of a multiprocessor [guide]
+    max_warps: int  # of a multiprocessor [guide]
+    max_ctas: int  # [guide]
+    alu_lanes: int  # of a scheduler: integers, logic, comparisons [guide]
+    fp32_lanes: int  # [guide]
+    half2_lanes: int  # [guide]
+    fp64_lanes: float  # [guide]
+    tensor_macs: float  # 16-bit products a cycle and scheduler with mma.sync, summed in float32
+    tensor_macs_group: float  # the same with wgmma
+    tensor_macs_int8: float
+    stream_gap_us: float  # between the end of a kernel and the start of the next, launched ahead in a stream
+    graph_gap_us: float  # the same between two nodes of a graph
+    pdl_gap_us: float  # the same with programmatic dependent launch
+
+    def cycles(self, microseconds: float) -> float:
+        return microseconds * self.clock_ghz * 1e3
+
+    def microseconds(self, cycles: float) -> float:
+        return cycles / self.clock_ghz / 1e3
+
+    @property
+    def dram_rate(self) -> float:
+        """Bytes a cycle, of the whole GPU."""
+        return self.stream_gbs / self.clock_ghz
+
+    @property
+    def l2_rate(self) -> float:
+        """Bytes a cycle, of the whole GPU."""
+        return self.l2_gbs / self.clock_ghz
+
+
+SCHEDULERS = 4  # of a multiprocessor [nv]
+REGISTERS = 65536  # of a multiprocessor [guide]
+L1_RATE = 128  # bytes a cycle and multiprocessor, of the L1 cache and of shared memory [nv]
+PORT_RATE = 64  # bytes a cycle from the L2 cache to a multiprocessor [nv]: A100 whitepaper
+CTA_RESERVED = 1024  # bytes of shared memory that the system takes of each CTA [guide], sm_80 and later
+REGISTER_UNIT = 256  # registers that a warp's are rounded up to [guide]
+
+# Calibrated on three published points: one CTA of 32 threads after another, which reads 8 bytes a thread (gpu-stream,
+# column "read", 32 threads: H200 549 ns, A100 682 ns, L40 446 ns a turn). The latency of DRAM and the instructions are
+# taken off; 320, 370 and 410 cycles remain.
+CTA_TURN = 370  # cycles from the end of a CTA to the first instruction of the next one in its place
+
+A100 = Gpu(
+    "A100", 80, 108, 1.41, 2039, 1865, 40, 5400, 36, 317, 570, 29, 164, 64, 32,
+    alu_lanes=16, fp32_lanes=16, half2_lanes=32, fp64_lanes=8, tensor_macs=256, tensor_macs_group=256,
+    tensor_macs_int8=512, stream_gap_us=1.5, graph_gap_us=1.0, pdl_gap_us=1.0,
+)  # fmt: skip
+RTX_3090 = Gpu(
+    "RTX 3090", 86, 82, 1.695, 936, 856, 6, 2000, 36, 250, 560, 29, 100, 48, 16,
+    alu_lanes=16, fp32_lanes=32, half2_lanes=32, fp64_lanes=0.5, tensor_macs=64, tensor_macs_group=64,
+    tensor_macs_int8=256, stream_gap_us=1.5, graph_gap_us=0.8, pdl_gap_us=0.8,
+)  # fmt: skip
+RTX_4090 = Gpu(
+    "RTX 4090", 89, 128, 2.52, 1008, 921, 72, 5200, 36, 277, 632, 30, 100, 48, 24,
+    alu_lanes=16, fp32_lanes=32, half2_lanes=32, fp64_lanes=0.5, tensor_macs=64, tensor_macs_group=64,
+    tensor_macs_int8=256, stream_gap_us=1.5, graph_gap_us=0.7, pdl_gap_us=0.7,
+)  # fmt: skip
+RTX_5090 = Gpu(
+    "RTX 5090", 120, 170, 2.407, 1792, 1640, 96, 6500, 36, 300, 650, 30, 100, 48, 24,
+    alu_lanes=32, fp32_lanes=32, half2_lanes=32, fp64_lanes=0.5, tensor_macs=64, tensor_macs_group=64,
+    tensor_macs_int8=256, stream_gap_us=1.5, graph_gap_us=0.7, pdl_gap_us=0.5,
+)  # fmt: skip
+H100 = Gpu(
+    "H100", 90, 132, 1.83, 3352, 3044, 50, 8000, 34, 370, 650, 29, 228, 64, 32,
+    alu_lanes=16, fp32_lanes=32, half2_lanes=32, fp64_lanes=16, tensor_macs=322, tensor_macs_group=512,
+    tensor_macs_int8=644, stream_gap_us=1.8, graph_gap_us=1.3, pdl_gap_us=0.8,
+)  # fmt: skip
+H200 = H100._replace(name="H200", dram_gbs=4800, stream_gbs=3888, l2_gbs=9700)
+
+GPUS = {gpu.name: gpu for gpu in (A100, RTX_3090, RTX_4090, RTX_5090, H100, H200)}
+
+ASSUMED: dict[str, str] = {}
