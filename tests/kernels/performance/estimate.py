@@ -19,6 +19,7 @@ from tests.kernels.performance.traffic import SECTOR, Traffic, run, trace
 from tests.kernels.performance.units import Unit
 
 BUSY = 0.8  # of a launch's cycles: a resource that is busy for more bounds it
+SIMULATED = 250_000  # instructions of warps: of a longer launch the first CTAs are simulated, and the rest goes on so
 WRITE_BACK = 0.5  # of the L2 cache: a launch that writes more leaves nothing of it there for the next
 
 
@@ -67,29 +68,37 @@ def prepare(launch: Launch, *, whole: bool = False) -> Prepared:
     return Prepared(launch, code, traffic, paths_of(code, traffic, launch.compiled.metadata.num_warps, launch.warm))
 
 
-def estimate(launch: Launch, gpu: Gpu) -> Estimate:
+def estimate(launch: Launch, gpu: Gpu, *, flushed: bool = False) -> Estimate:
     """Simulate a launch."""
-    return simulate(prepare(launch), gpu)
+    return simulate(prepare(launch), gpu, flushed=flushed)
 
 
-def simulate(prepared: Prepared, gpu: Gpu) -> Estimate:
-    """Simulate the busiest multiprocessor of a launch."""
+def simulate(prepared: Prepared, gpu: Gpu, *, flushed: bool = False) -> Estimate:
+    """Simulate the busiest multiprocessor of a launch.
+
+    With `flushed`, the L2 cache is full of what was written before (a benchmark does this), so what the launch writes
+    there drives as much out to DRAM.
+    """
     launch, code, traffic, paths = prepared
     placement = place(launch, code.registers, gpu)
     share = placement.most / launch.num_ctas
     memory = Memory(gpu, gpu.l2_rate * share, gpu.dram_rate * share)
-    written = _written_bytes(traffic)
-    processor = Multiprocessor(gpu, code, paths, memory, written > WRITE_BACK * gpu.l2_mb * 1e6)
-    result = processor.run(
-        _kinds(paths, placement.most), min(placement.resident, placement.most), launch.compiled.metadata.num_warps
-    )
+    to_dram = flushed or _written_bytes(traffic) > WRITE_BACK * gpu.l2_mb * 1e6
+    processor = Multiprocessor(gpu, code, paths, memory, to_dram)
+    resident = min(placement.resident, placement.most)
+    number = _simulated(paths, placement, launch.compiled.metadata.num_warps)
+    result = processor.run(_kinds(paths, number), resident, launch.compiled.metadata.num_warps)
     use = _use(result, memory)
+    cycles = result.cycles
+    if number < placement.most:
+        half = number // 2
+        cycles += (placement.most - number) * (result.ends[-1] - result.ends[half]) / (number - 1 - half)
     bound = max(use, key=lambda name: use[name])
     return Estimate(
         code.name,
         gpu.name,
         launch.grid,
-        gpu.microseconds(result.cycles),
+        gpu.microseconds(cycles),
         bound if use[bound] >= BUSY else "latency",
         use,
         placement,
@@ -98,6 +107,15 @@ def simulate(prepared: Prepared, gpu: Gpu) -> Estimate:
         gpu.dram_rate / gpu.num_sms * gpu.dram_latency,
         paths[0].unmatched,
     )
+
+
+def _simulated(paths: list[Path], placement: Placement, num_warps: int) -> int:
+    """Return how many CTAs of the busiest multiprocessor are simulated: whole waves, if not all."""
+    steps = sum(path.share * len(path.steps) for path in paths) * num_warps
+    most, resident = placement.most, placement.resident
+    if steps * most <= SIMULATED or most <= 4 * resident:
+        return most
+    return min(most, max(4, int(SIMULATED / steps) // resident) * resident)
 
 
 def _kinds(paths: list[Path], number: int) -> Iterator[int]:

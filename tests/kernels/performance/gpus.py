@@ -12,6 +12,8 @@ Sources:
  [hopper] Luo and others, "Benchmarking and dissecting the Nvidia Hopper GPU architecture", arXiv 2402.13499: latency of
     shared memory; mma reaches 62.9 % of the peak on an H100.
  [clpeak] github.com/krrishnarraj/clpeak issues 104 (RTX 3090: 856 GB/s) and 106 (RTX 4090: 921 GB/s).
+ [add] two published points of Triton's vector add on an H200 (published_rows.py): 10.6 GB in 2,410 us and 12.6 GB in
+    2,850 us; gpu-benches has 3,888 GB/s for the same GPU.
  [torchrec] github.com/meta-pytorch/torchrec pull 4634: a Triton stream reads 90.8 % of an H100's 3.35 TB/s.
 """
 
@@ -103,7 +105,7 @@ H100 = Gpu(
     alu_lanes=16, fp32_lanes=32, half2_lanes=32, fp64_lanes=16, tensor_macs=322, tensor_macs_group=512,
     tensor_macs_int8=644, stream_gap_us=1.8, graph_gap_us=1.3, pdl_gap_us=0.8,
 )  # fmt: skip
-H200 = H100._replace(name="H200", dram_gbs=4800, stream_gbs=3888, l2_gbs=9700)
+H200 = H100._replace(name="H200", dram_gbs=4800, stream_gbs=4400, l2_gbs=9700)
 
 GPUS = {gpu.name: gpu for gpu in (A100, RTX_3090, RTX_4090, RTX_5090, H100, H200)}
 

@@ -49,6 +49,7 @@ class Result:
     l2_bytes: float
     dram_bytes: float
     issue_busy: float  # slots used, of the busiest scheduler
+    ends: list[float]  # when each CTA ended, in order
 
 
 class Multiprocessor:
@@ -62,8 +63,8 @@ class Multiprocessor:
         self._code = [
             (timing(instruction, gpu), instruction.control, instruction) for instruction in code.instructions
         ]
-        self._free: list[dict[Unit, float]] = [dict.fromkeys(Unit, 0.0) for _ in range(SCHEDULERS)]
-        self._busy: list[dict[Unit, float]] = [dict.fromkeys(Unit, 0.0) for _ in range(SCHEDULERS)]
+        self._free = [[0.0] * (max(Unit) + 1) for _ in range(SCHEDULERS)]  # by unit: when it is free
+        self._busy = [[0.0] * (max(Unit) + 1) for _ in range(SCHEDULERS)]  # by unit: cycles
         self._slots = [0] * SCHEDULERS
         self._arrived: dict[int, list[Warp]] = {}
         self._alive: dict[int, int] = {}
@@ -74,6 +75,7 @@ class Multiprocessor:
     def run(self, ctas: Iterator[int], resident: int, num_warps: int) -> Result:
         """Run CTAs, given by their kinds, `resident` at a time; return when the last one ends."""
         number, end = 0, 0.0
+        ends: list[float] = []
         for kind in ctas:
             self._start(number, kind, 0.0, num_warps)
             number += 1
@@ -99,6 +101,7 @@ class Multiprocessor:
             self._alive[warp.cta] -= 1
             self._meet(warp.cta, ended)
             if not self._alive[warp.cta]:
+                ends.append(ended)
                 kind = next(ctas, -1)
                 if kind >= 0:
                     self._start(number, kind, ended + CTA_TURN, num_warps)
@@ -108,7 +111,7 @@ class Multiprocessor:
         memory = self.memory
         busy = {unit: max(of[unit] for of in self._busy) for unit in Unit}
         return Result(
-            end, sum(self._slots), busy, memory.l1_busy, memory.l2_bytes, memory.dram_bytes, max(self._slots)
+            end, sum(self._slots), busy, memory.l1_busy, memory.l2_bytes, memory.dram_bytes, max(self._slots), ends
         )
 
     def _start(self, cta: int, kind: int, now: float, num_warps: int) -> None:
@@ -171,7 +174,6 @@ class Multiprocessor:
             ready = max(ready, warp.released[barrier])
         if unit is Unit.BARRIER and ".ARV" not in instruction.opcode:
             self._arrived[warp.cta].append(warp)
-            warp.released[0] = warp.released[0]
             self._meet(warp.cta, ready)
             return None
         self._queue(warp, ready)

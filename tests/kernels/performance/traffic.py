@@ -1,7 +1,7 @@
 """What a launch does to memory: some CTAs of the real grid run in the emulator of PTX, and their accesses are counted.
 
 Owns the counts by instruction of the PTX: executions, sectors of 32 bytes, first touches, wavefronts of shared memory.
-Knows nothing of machine code and of time. Products (mma) are not computed: no address depends on one.
+Knows nothing of machine code and of time. Products (mma, wgmma) are not computed: no address depends on one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ SAMPLE = 16  # CTAs
 VARIED = 128  # CTAs, where they do not all execute the same
 RECENT = 128  # instructions of the PTX: about the latency of a load
 SEED = 30
+CTA_BITS = 14  # of a sector's key: the number of a CTA, or of a warp
 Integers = NDArray[np.int64]
 
 
@@ -87,8 +88,8 @@ class Recorder(Races):
         self.starts = starts  # address of each tensor's memory
         self.accesses: dict[int, Accesses] = {}
         self.clock = 0  # instructions that were executed
-        self._seen: dict[int, tuple[Integers, Integers]] = {}  # by CTA: sectors, sorted, and when they were touched
-        self._of_all: Integers = np.zeros(0, np.int64)  # sectors that any CTA has touched, sorted
+        self._seen: dict[int, int] = {}  # sectors by CTA, and when they were touched
+        self._of_all: set[int] = set()  # sectors that any CTA has touched
 
     def new_ctas(self, numbers: Sequence[int]) -> None:
         self._seen.clear()
@@ -115,28 +116,26 @@ class Recorder(Races):
                 found.tensor = self._tensor(int(addresses[0]))
         warps = ctas * self.num_warps + threads // 32
         found.num_bytes += len(addresses) * num_bytes
-        found.requests += len(np.unique(warps))
+        found.requests += len(unique(warps))
         if shared:
             found.wavefronts += wavefronts(addresses, warps, threads % 32, num_bytes)
             return
         each = max(1, num_bytes // SECTOR)
         sectors = (addresses[:, None] // SECTOR + np.arange(each)).ravel()
-        found.sectors += len(np.unique(sectors * (1 << 14) + np.repeat(warps, each)))
-        own = np.unique(sectors * (1 << 14) + np.repeat(ctas, each))
-        for cta in np.unique(ctas).tolist():
-            mine = own[own & ((1 << 14) - 1) == cta] >> 14
-            seen, times = self._seen.get(cta, (mine[:0], mine[:0]))
-            known, where = _within(mine, seen)
-            found.pending += int((self.clock - times[where[known]] < RECENT).sum())
-            new = mine[~known]
-            if len(new):
-                found.misses += len(new)
-                found.repeats += int(_within(new, self._of_all)[0].sum())
-                merged = np.concatenate([seen, new])
-                order = np.argsort(merged, kind="stable")
-                times = np.concatenate([times, np.full(len(new), self.clock)])
-                self._seen[cta] = merged[order], times[order]
-                self._of_all = np.union1d(self._of_all, new)
+        found.sectors += len(unique(sectors << CTA_BITS | np.repeat(warps, each)))
+        seen, of_all, now = self._seen, self._of_all, self.clock
+        for key in unique(sectors << CTA_BITS | np.repeat(ctas, each)).tolist():
+            touched = seen.get(key)
+            if touched is not None:
+                found.pending += now - touched < RECENT
+                continue
+            seen[key] = now
+            found.misses += 1
+            sector = key >> CTA_BITS
+            if sector in of_all:
+                found.repeats += 1
+            else:
+                of_all.add(sector)
 
     def _tensor(self, address: int) -> str:
         return self.starts[max(start for start in self.starts if start <= address)]
@@ -155,12 +154,10 @@ class Recorder(Races):
     def finish_product(self, units: Any) -> None: ...
 
 
-def _within(values: Integers, among: Integers) -> tuple[NDArray[np.bool_], Integers]:
-    """Return which values are among sorted ones, and where."""
-    if not len(among):
-        return np.zeros(len(values), bool), np.zeros(len(values), np.int64)
-    where = np.minimum(np.searchsorted(among, values), len(among) - 1)
-    return among[where] == values, where
+def unique(values: Integers) -> Integers:
+    """Return sorted values without repetitions; np.unique hashes, which takes many times longer."""
+    ordered = np.sort(values)
+    return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
 
 
 def wavefronts(addresses: Integers, warps: Integers, lanes: Integers, num_bytes: int) -> int:
@@ -171,11 +168,9 @@ def wavefronts(addresses: Integers, warps: Integers, lanes: Integers, num_bytes:
     width = max(num_bytes, 4)
     parts = max(width // 4, 1)
     groups = warps * parts + lanes // (32 // parts)
-    units = np.unique(groups * (1 << 24) + addresses % (1 << 24) // width)
-    banks = np.unique((units >> 24) * 32 + units % (32 // parts), return_counts=True)
-    most = np.zeros(int(groups.max()) + 1, np.int64)
-    np.maximum.at(most, banks[0] // 32, banks[1])
-    return int(most.sum())
+    units = unique(groups << 24 | addresses % (1 << 24) // width)
+    counts = np.bincount((units >> 24) * 32 + units % (32 // parts))
+    return int(np.pad(counts, (0, -len(counts) % 32)).reshape(-1, 32).max(1).sum())
 
 
 class TracingMachine(Machine):
@@ -194,7 +189,7 @@ class TracingMachine(Machine):
         ctas = fragments.group.ctas[::32]
         for operation in fragments.operations:
             if operation.step is not None:
-                skipped = operation.instruction.opcode.startswith("mma")
+                skipped = operation.instruction.opcode.startswith(("mma", "wgmma.mma"))
                 operation.step = self._counted(
                     operation.instruction.index, None if skipped else operation.step, ctas
                 )

@@ -12,7 +12,7 @@ cycles, and instructions that neither has are assumed to take SLOW_LATENCY.
 from __future__ import annotations
 
 import re
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import NamedTuple
 
 from tests.kernels.performance.code import Instruction
@@ -26,7 +26,7 @@ LATENCIES = {
 }  # fmt: skip
 
 
-class Unit(Enum):
+class Unit(IntEnum):
     NONE = auto()  # only an issue slot
     ALU = auto()
     FMA = auto()
