@@ -6,7 +6,6 @@ Owns the result and which bound holds. Every figure is simulated.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from tests.kernels.performance.code import Code, code_of
@@ -81,18 +80,19 @@ def simulate(prepared: Prepared, gpu: Gpu, *, flushed: bool = False) -> Estimate
     """
     launch, code, traffic, paths = prepared
     placement = place(launch, code.registers, gpu)
-    share = placement.most / launch.num_ctas
+    share = _share_of_work(paths, placement, launch.num_ctas)
     memory = Memory(gpu, gpu.l2_rate * share, gpu.dram_rate * share)
     to_dram = flushed or _written_bytes(traffic) > WRITE_BACK * gpu.l2_mb * 1e6
     processor = Multiprocessor(gpu, code, paths, memory, to_dram)
     resident = min(placement.resident, placement.most)
     number = _simulated(paths, placement, launch.compiled.metadata.num_warps)
-    result = processor.run(_kinds(paths, number), resident, launch.compiled.metadata.num_warps)
+    result = processor.run(iter(_kinds(paths, number)), resident, launch.compiled.metadata.num_warps)
     use = _use(result, memory)
     cycles = result.cycles
     if number < placement.most:
-        half = number // 2
-        cycles += (placement.most - number) * (result.ends[-1] - result.ends[half]) / (number - 1 - half)
+        waves = max(1, number // resident // 2)  # the last ones show how it goes on
+        turn = (result.ends[-1] - result.ends[-1 - waves * resident]) / (waves * resident)
+        cycles += (placement.most - number) * turn
     bound = max(use, key=lambda name: use[name])
     return Estimate(
         code.name,
@@ -118,14 +118,31 @@ def _simulated(paths: list[Path], placement: Placement, num_warps: int) -> int:
     return min(most, max(4, int(SIMULATED / steps) // resident) * resident)
 
 
-def _kinds(paths: list[Path], number: int) -> Iterator[int]:
-    """Yield the kinds of a multiprocessor's CTAs in their shares, the longest first where it cannot have all."""
+def _kinds(paths: list[Path], number: int) -> list[int]:
+    """Return the kinds of the busiest multiprocessor's CTAs: at least one of each kind if there is room, longest first.
+
+    They alternate, as the CTAs of the grid do.
+    """
     order = sorted(range(len(paths)), key=lambda at: -len(paths[at].steps))
-    given = [0] * len(paths)
-    for count in range(1, number + 1):
-        kind = max(order, key=lambda at: (paths[at].share * count - given[at], len(paths[at].steps)))
+    wanted = dict.fromkeys(order, 0)
+    left = number
+    for kind in order[:-1]:
+        wanted[kind] = min(left, max(1, round(paths[kind].share * number)))
+        left -= wanted[kind]
+    wanted[order[-1]] = left
+    given = dict.fromkeys(order, 0)
+    kinds = []
+    for _ in range(number):
+        kind = max(order, key=lambda at: (wanted[at] - given[at]) / max(1, wanted[at]))
         given[kind] += 1
-        yield kind
+        kinds.append(kind)
+    return kinds
+
+
+def _share_of_work(paths: list[Path], placement: Placement, num_ctas: int) -> float:
+    """Return the part of the launch's instructions that the busiest multiprocessor has: its part of all bandwidth."""
+    own = sum(len(paths[kind].steps) for kind in _kinds(paths, placement.most))
+    return min(1.0, own / (num_ctas * sum(path.share * len(path.steps) for path in paths)))
 
 
 def _use(result: Result, memory: Memory) -> dict[str, float]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,11 +18,13 @@ from numpy.typing import NDArray
 
 from tests.kernels.performance.launch import Launch
 from tests.kernels.ptx.group import Group
+from tests.kernels.ptx.instructions import OF_GROUPS
 from tests.kernels.ptx.launch import bits_of, num_together
 from tests.kernels.ptx.machine import Fragments, Machine
 from tests.kernels.ptx.memory import Memory, SharedMemory
 from tests.kernels.ptx.parse import Instruction, Program, parse
 from tests.kernels.ptx.races import Kind, Races
+from tests.kernels.ptx.values import Step
 
 SECTOR = 32  # bytes
 SAMPLE = 16  # CTAs
@@ -185,14 +188,12 @@ class TracingMachine(Machine):
         return Recorder(self.program, self.num_ctas, self.num_warps, self.shared, self._starts)
 
     def _fragments(self, warps: range) -> Fragments:
-        fragments = super()._fragments(warps)
+        with patch.dict(OF_GROUPS, dict.fromkeys(("mma", "wgmma"), _nothing)):
+            fragments = super()._fragments(warps)
         ctas = fragments.group.ctas[::32]
         for operation in fragments.operations:
             if operation.step is not None:
-                skipped = operation.instruction.opcode.startswith(("mma", "wgmma.mma"))
-                operation.step = self._counted(
-                    operation.instruction.index, None if skipped else operation.step, ctas
-                )
+                operation.step = self._counted(operation.instruction.index, operation.step, ctas)
         return fragments
 
     def _counted(self, index: int, step: Any, ctas: Integers) -> Any:
@@ -207,10 +208,13 @@ class TracingMachine(Machine):
                 np.add.at(row, ctas, 1)
             else:
                 np.add.at(row, ctas[mask.reshape(-1, 32).any(1)], 1)
-            if step is not None:
-                step(mask)
+            step(mask)
 
         return counted
+
+
+def _nothing(instruction: Instruction, group: Group) -> Step:
+    return lambda mask: None
 
 
 def chosen_ctas(total: int, most: int) -> list[int]:
