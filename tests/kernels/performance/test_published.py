@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.performance.published import GPUS, Point, points
+from tests.kernels.performance.published import Point, points
+from tests.kernels.performance.published_gpus import GPUS, PEAKS
 
 ROOT = Path(__file__).resolve().parents[3]
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KiB a program can have
@@ -25,9 +26,9 @@ QUICK = [
 
 def is_sane(point: Point) -> bool:
     """Return whether the GPU can move the bytes and do the operations in this time, and a kernel can be as short."""
-    gpu = GPUS[point.gpu]
-    bytes_in_reach = point.bytes <= gpu.bandwidth * 1e3 * point.published_us
-    return bytes_in_reach and point.operations <= gpu.limits[point.limit] * 1e6 * point.published_us
+    if point.bytes > GPUS[point.gpu].dram_gbs * 1e3 * point.published_us:
+        return False
+    return not point.operations or point.operations <= PEAKS[point.gpu][point.kind] * 1e6 * point.published_us
 
 
 def test_every_point_has_a_source_and_is_within_its_gpus_limits() -> None:
