@@ -10,15 +10,24 @@ from functools import partial
 import torch
 
 from tests.kernels.performance import published_builds as builds
-from tests.kernels.performance.published import GPUS, Point
+from tests.kernels.performance.published import Point
+from tests.kernels.performance.published_gpus import GPUS
 
 LAB = "https://github.com/v1olegrace/triton-kernel-lab/tree/main/results/nvidia_geforce_rtx_4060"
 DEEP = "https://github.com/vllm-project/vllm/blob/main/benchmarks/kernels/deepgemm/README.md"
 LAB_NOTE = "our own version; the GPU's clock was 2.6 to 2.7 GHz"
-TUNED = [  # BM, BN, BK, GROUP, warps, stages: what the matmul of Triton's tutorial chooses among on NVIDIA GPUs
+TUNED = [  # BM, BN, BK, GROUP, warps, stages: most of what Triton's tutorial chooses among
     (128, 256, 64, 8, 8, 3), (64, 256, 32, 8, 4, 4), (128, 128, 32, 8, 4, 4), (128, 64, 32, 8, 4, 4),
-    (64, 128, 32, 8, 4, 4), (128, 32, 32, 8, 4, 4), (64, 32, 32, 8, 2, 5), (32, 64, 32, 8, 2, 5),
+    (64, 32, 32, 8, 2, 5), (32, 64, 32, 8, 2, 5),
 ]  # fmt: skip
+ATTENTION = [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3)]  # queries and keys of a step, warps, stages: the same
+
+
+def candidates(side: int, programs: int, itemsize: int, memory: int) -> list[tuple[int, int, int, int, int, int]]:
+    """Return the three tiles of the tuner that fit into the shared memory and fill the GPU best, the largest first."""
+    fitting = [tile for tile in TUNED if (tile[0] + tile[1]) * tile[2] * tile[5] * itemsize <= memory]
+    full = [tile for tile in fitting if builds.blocks(side, tile[0]) * builds.blocks(side, tile[1]) >= programs]
+    return (full or fitting[-3:])[:3]
 
 
 def points() -> list[Point]:
@@ -32,37 +41,34 @@ def _tuned_products() -> list[Point]:
     note = "the tuner's choice is not said"
     for gpu, issue, kind, note_of, cases in [
         (
-            "A100 80GB", 7085, "fp16", f"{note}; Triton 3.2",
+            "A100", 7085, "fp16", f"{note}; Triton 3.2",
             [(256, 3.64), (512, 23.83), (768, 58.98), (1024, 97.54)],
         ),
         (
-            "A100 80GB", 6523, "fp16", f"{note}; Triton 3.5.1",
-            [(2560, 143.719295), (2688, 158.054404), (2816, 156.323326), (2944, 170.088852)],
+            "A100", 6523, "fp16", f"{note}; Triton 3.5.1",
+            [(2688, 158.054404), (2944, 170.088852)],
         ),
         (
-            "A100 80GB", 5433, "tf32", f"{note}; the GPU is not said: cuBLAS's rates in fp32 are an A100's",
-            [(512, 18.724571), (1024, 52.428801), (1536, 78.643199), (2048, 92.182504)],
+            "A100", 5433, "tf32", f"{note}; the GPU is not said: cuBLAS's rates in fp32 are an A100's",
+            [(512, 18.724571), (1024, 52.428801), (2048, 92.182504)],
         ),
         (
-            "A100 80GB PCIe", 2491, "fp32", f"{note}; a Triton of 2023",
-            [(1024, 12.336188), (2304, 17.893537), (3072, 17.489763)],
+            "A100 PCIe", 2491, "fp32", f"{note}; a Triton of 2023",
+            [(1024, 12.336188), (3072, 17.489763)],
         ),
         (
             "RTX 3090", 319, "fp16", f"{note}; a Triton of 2021",
-            [(512, 26.21), (768, 46.57), (1024, 52.43), (1152, 67.86), (1536, 64.93), (1664, 60.80)],
+            [(512, 26.21), (1024, 52.43), (1152, 67.86), (1664, 60.80)],
         ),
-        ("H100 SXM", 3672, "fp16", f"{note}; SXM or PCIe is not said", [(2944, 471.402029), (3072, 524.7435)]),
+        ("H100", 3672, "fp16", f"{note}; SXM or PCIe is not said", [(2944, 471.402029)]),
     ]:  # fmt: skip
         capability = GPUS[gpu].capability
         type_of = torch.float16 if kind == "fp16" else torch.float32
-        memory = 99 if capability == 86 else 163  # KiB of shared memory: the tuner drops what does not fit
-        fitting = [
-            tile for tile in TUNED if (tile[0] + tile[1]) * tile[2] * tile[5] * type_of.itemsize <= memory * 1024
-        ]
+        memory = (99 if capability == 86 else 163) * 1024
         for side, rate in cases:
             first, *others = [
                 partial(builds.matmul, capability, (side, side, side), tile, type_of, tf32=kind == "tf32")
-                for tile in fitting
+                for tile in candidates(side, GPUS[gpu].num_sms, type_of.itemsize, memory)
             ]
             work, limit = 2 * side**3, "half" if kind == "fp16" else kind
             point = Point(
@@ -105,7 +111,7 @@ def _scaled_products() -> list[Point]:
         kept = n == 4096  # 29 MB stay in the L2 cache from call to call, 132 MB do not
         build = partial(builds.scaled_matmul, 90, (m, n, k), warm_weights=kept)
         point = Point(
-            f"matmul fp8 in blocks {m} x {n} x {k}", "H100 SXM", us, DEEP, build, "loop", f"{us} us",
+            f"matmul fp8 in blocks {m} x {n} x {k}", "H100", us, DEEP, build, "loop", f"{us} us",
             0 if kept else n * k, 2 * m * n * k, "fp8", note,
         )  # fmt: skip
         found.append(point)
@@ -125,22 +131,21 @@ def _attention() -> list[Point]:
         )  # fmt: skip
         found.append(point)
 
-    tiles = [(bm, bn, warps, 3) for bm in (64, 128) for bn in (64, 128) for warps in (4, 8)]
     unsure = "our own version, with pointers, not descriptors; the tuner's choice is not said"
     for gpu, source, note, heads, width, cases in [
         (
-            "H100 SXM", "https://github.com/facebookexperimental/triton/pull/206",
+            "H100", "https://github.com/facebookexperimental/triton/pull/206",
             f"{unsure}; of the GPU only Hopper is said", 128, 128,
-            [(1024, 406.8), (2048, 427.8), (4096, 459.6), (8192, 464.4), (16384, 487.0)],
+            [(1024, 406.8), (4096, 459.6), (16384, 487.0)],
         ),
         (
             "H100 PCIe", "https://github.com/Dao-AILab/flash-attention/issues/1777", unsure, 512, 64,
-            [(1024, 230.0), (2048, 233.0), (4096, 239.0), (8192, 248.0)],
+            [(1024, 230.0), (8192, 248.0)],
         ),
     ]:  # fmt: skip
         for length, rate in cases:
             first, *others = [
-                partial(builds.attention, 90, heads, length, width, causal=False, tile=tile) for tile in tiles
+                partial(builds.attention, 90, heads, length, width, causal=False, tile=tile) for tile in ATTENTION
             ]
             work = 4 * heads * length**2 * width
             point = Point(
