@@ -24,7 +24,7 @@ from tests.kernels.ptx.errors import EmulatorError
 ADDED = {"events": 4.5, "replay": 4.0, "profiler": 0.0}
 # a constant of the model was chosen by these; they do not count in the errors
 CALIBRATED = {
-    ("H100 SXM", "empty kernel"): "us added by two events",
+    ("H100", "empty kernel"): "us added by two events",
     ("H200", "add fp32 884736000"): "GB/s of a stream on the H200",
     ("H200", "add fp16 2097152000"): "GB/s of a stream on the H200",
 }
@@ -54,6 +54,8 @@ class Compared:
 def compare(point: Point, gpu: Gpu) -> Compared:
     """Predict a point: the fastest of the variants that its source tuned over."""
     result = Compared(point.gpu, point.name, point.timing, point.published_us)
+    if point.clock_ghz is not None:
+        gpu = gpu._replace(clock_ghz=point.clock_ghz)
     best = math.inf
     for build in (point.build, *point.others):
         try:
