@@ -21,7 +21,6 @@ from edgelm.models.loading.packed import PlaneFiller
 from edgelm.models.loading.stored import BLOCK_TYPES
 from edgelm.models.moe import Experts, Stack
 
-
 DEVICE = torch.device("cuda")
 
 

@@ -1,7 +1,7 @@
 """The performance model as a program. Every figure that it prints is simulated.
 
-    python -m tests.kernels.performance budget [--gpus H100 ...] [--scenes 0 1 ...]
-    python -m tests.kernels.performance validate FILE [--seconds N]
+python -m tests.kernels.performance budget [--gpus H100 ...] [--scenes 0 1 ...]
+python -m tests.kernels.performance validate FILE [--seconds N]
 """
 
 from __future__ import annotations

@@ -103,10 +103,21 @@ RTX_5090 = Gpu(
 H100 = Gpu(
     "H100", 90, 132, 1.83, 3352, 3044, 50, 8000, 34, 370, 650, 29, 228, 64, 32,
     alu_lanes=16, fp32_lanes=32, half2_lanes=32, fp64_lanes=16, tensor_macs=322, tensor_macs_group=512,
-    tensor_macs_int8=644, stream_gap_us=1.8, graph_gap_us=1.3, pdl_gap_us=0.8,
+    tensor_macs_int8=644, stream_gap_us=1.8, graph_gap_us=1.9, pdl_gap_us=0.8,
 )  # fmt: skip
 H200 = H100._replace(name="H200", dram_gbs=4800, stream_gbs=4400, l2_gbs=9700)
 
 GPUS = {gpu.name: gpu for gpu in (A100, RTX_3090, RTX_4090, RTX_5090, H100, H200)}
 
-ASSUMED: dict[str, str] = {}
+# What has no publication, or is derived from one of another GPU.
+ASSUMED = {
+    "RTX 3090": "L1, L2 and DRAM latency, rate of L2: between the A100's and the L40's",
+    "RTX 4090": "latencies and rate of L2 are the L40's, which has the same chip",
+    "RTX 5090": "L2 and DRAM latency, rate of L2; a stream reaches 91.5 % of the data sheet, as on RTX 3090 and 4090",
+    "H100": "rate of L2: the PCIe card's 6,900 GB/s by multiprocessors and clock; latencies are the PCIe card's",
+    "H200": "latencies are the H100's",
+    "gaps in a graph": "A100 1.4, L40 0.9, H200 2.2 us from node to node in gpu-small-kernels (-graph, 4,096 numbers), "
+    "less 0.3, 0.2 and 0.3 us for that kernel; RTX 3090, 4090 and 5090 after the L40, H100 after the H200",
+    "other gaps": "in a stream, and with programmatic dependent launch",
+    "units": "functions and conversions have 4 lanes; barriers take 20 cycles; 64 cycles of accesses queue",
+}

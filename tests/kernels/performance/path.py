@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -63,14 +64,13 @@ def paths_of(code: Code, traffic: Traffic, num_warps: int, warm: frozenset[str],
         else:
             groups.append([at])
     while len(groups) > most:
-        sizes = [len(a) + len(b) for a, b in zip(groups, groups[1:], strict=False)]
+        sizes = [len(a) + len(b) for a, b in pairwise(groups)]
         near = int(np.argmin(sizes))
         groups[near : near + 2] = [groups[near] + groups[near + 1]]
     walks = [_steps(code, traffic, group, num_warps) for group in groups]
     shares = [len(group) / len(traffic.ctas) for group in groups]
     executed = sum(
-        share * np.bincount(steps, minlength=len(code.instructions))
-        for share, steps in zip(shares, walks, strict=True)
+        share * np.bincount(steps, minlength=len(code.instructions)) for share, steps in zip(shares, walks, strict=True)
     )
     requests, unmatched = _requests(code, traffic, np.asarray(executed), num_warps, warm)
     return [Path(steps, requests, share, unmatched) for steps, share in zip(walks, shares, strict=True)]
@@ -114,8 +114,8 @@ def _block_counts(program: Program, executed: NDArray[np.float64]) -> NDArray[np
         if instruction.parts[0] in ("bra", "ret", "exit"):
             starts.add(instruction.index + 1)
     out = executed.copy()
-    borders = sorted(start for start in starts if start < len(executed)) + [len(executed)]
-    for first, end in zip(borders, borders[1:], strict=False):
+    borders = [*sorted(start for start in starts if start < len(executed)), len(executed)]
+    for first, end in pairwise(borders):
         out[first:end] = executed[first:end].max(initial=0.0)
     return out
 
@@ -180,9 +180,7 @@ def _loop_times(code: Code, wanted: dict[Key, float], lines: dict[Line, float]) 
     return times
 
 
-def _walk(
-    code: Code, times: dict[Loop, float], wanted: dict[Key, float], lines: dict[Line, float]
-) -> list[int]:
+def _walk(code: Code, times: dict[Loop, float], wanted: dict[Key, float], lines: dict[Line, float]) -> list[int]:
     """Return the instructions that a warp executes."""
     starts = {loop.start: loop for loop in code.loops}
     done: dict[Loop, float] = dict.fromkeys(code.loops, 0.0)
@@ -231,9 +229,7 @@ def _lives(
     inside = [loop for loop in code.loops if first <= loop.start and loop.end < end]
     if any(times[loop] >= 0.5 for loop in inside):
         return True
-    body = [
-        code.instructions[at] for at in range(first, end) if not any(loop.holds(at) for loop in inside)
-    ]
+    body = [code.instructions[at] for at in range(first, end) if not any(loop.holds(at) for loop in inside)]
     keys = [key for instruction in body if (key := key_of(instruction))]
     if keys:
         return any(wanted.get(key, 0.0) > 0 for key in keys)
@@ -242,11 +238,7 @@ def _lives(
 
 
 def _requests(
-    code: Code,
-    traffic: Traffic,
-    executed: NDArray[np.float64],
-    num_warps: int,
-    warm: frozenset[str],
+    code: Code, traffic: Traffic, executed: NDArray[np.float64], num_warps: int, warm: frozenset[str]
 ) -> tuple[dict[int, Request], list[str]]:
     """Spread what the PTX of each line asks for over the machine instructions of that line."""
     copies = _copies(code)

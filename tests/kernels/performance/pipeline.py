@@ -10,16 +10,17 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tests.kernels.performance.code import Code
+from tests.kernels.performance.code import Code, Instruction
 from tests.kernels.performance.control import NUM_BARRIERS
 from tests.kernels.performance.gpus import CTA_TURN, SCHEDULERS, Gpu
 from tests.kernels.performance.memory import Memory
-from tests.kernels.performance.path import Path
+from tests.kernels.performance.path import Path, Request
 from tests.kernels.performance.units import Unit, timing
 
 BARRIER_LATENCY = 20  # cycles from the last warp's arrival to the first one's next instruction: assumed
 PRODUCT_LATENCY = 30  # cycles of a wgmma beyond those of its tensor core: assumed
 QUEUED = 12  # cycles until a memory access has read its operands: assumed
+ACCESSES = {Unit.GLOBAL, Unit.SHARED, Unit.COPY, Unit.STORE}
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class Warp:
     number: int
     cta: int
     steps: list[int]
-    kind: int
+    requests: dict[int, Request]
     later: bool  # it begins when others have run on this multiprocessor
     at: int = 0
     released: list[float] = field(default_factory=lambda: [0.0] * NUM_BARRIERS)
@@ -60,9 +61,7 @@ class Multiprocessor:
         self.paths = paths
         self.memory = memory
         self.stores_to_dram = stores_to_dram
-        self._code = [
-            (timing(instruction, gpu), instruction.control, instruction) for instruction in code.instructions
-        ]
+        self._code = [(timing(instruction, gpu), instruction.control, instruction) for instruction in code.instructions]
         self._free = [[0.0] * (max(Unit) + 1) for _ in range(SCHEDULERS)]  # by unit: when it is free
         self._busy = [[0.0] * (max(Unit) + 1) for _ in range(SCHEDULERS)]  # by unit: cycles
         self._slots = [0] * SCHEDULERS
@@ -118,7 +117,7 @@ class Multiprocessor:
         self._alive[cta] = num_warps
         self._arrived[cta] = []
         for _ in range(num_warps):
-            warp = Warp(self._next_warp, cta, self.paths[kind].steps, kind, now > 0.0)
+            warp = Warp(self._next_warp, cta, self.paths[kind].steps, self.paths[kind].requests, now > 0.0)
             self._next_warp += 1
             self._queue(warp, now)
 
@@ -129,9 +128,8 @@ class Multiprocessor:
         """Issue a warp's next instruction, or put the warp back until its unit is free. Returns the end of the warp."""
         index = warp.steps[warp.at]
         (unit, cycles, latency), control, instruction = self._code[index]
-        memory = self.memory
-        if unit in (Unit.GLOBAL, Unit.SHARED, Unit.COPY, Unit.STORE):
-            free = memory.accept(now)
+        if unit in ACCESSES:
+            free = self.memory.accept(now)
         else:
             free = self._free[scheduler][unit] if cycles else now
         if free > now:
@@ -139,32 +137,41 @@ class Multiprocessor:
             return None
         self._issue_free[scheduler] = now + 1
         self._slots[scheduler] += 1
-        if cycles:
+        done, read = now + latency, now + QUEUED
+        if unit in ACCESSES:
+            done, read = self._access(warp, unit, index, now, latency)
+        elif cycles:
             self._free[scheduler][unit] = now + cycles
             self._busy[scheduler][unit] += cycles
-        done, read = now + latency, now + QUEUED
-        request = self.paths[warp.kind].requests.get(index)
-        if unit is Unit.GLOBAL:
-            done = memory.load(now, index, request, later=warp.later)
-        elif unit is Unit.SHARED:
-            read = memory.shared(now, request.wavefronts if request else 1.0)
-            done = read + latency
-        elif unit is Unit.COPY:
-            warp.copies = max(warp.copies, memory.load(now, index, request, later=warp.later))
-        elif unit is Unit.STORE:
-            read = max(read, memory.store(now, request, self.stores_to_dram))
-            done = read + self.gpu.l2_latency
-        elif unit is Unit.TENSOR and "gsb" in instruction.operands:
+        if unit is Unit.TENSOR and "gsb" in instruction.operands:
             warp.products.append(now + cycles + PRODUCT_LATENCY)
         elif unit is Unit.COPY_GROUP:
             warp.groups.append(warp.copies)
             done = warp.copies
-        if control.write_barrier is not None:
-            warp.released[control.write_barrier] = max(warp.released[control.write_barrier], done)
-        if control.read_barrier is not None:
-            warp.released[control.read_barrier] = max(warp.released[control.read_barrier], read)
+        released = warp.released
+        if control.write_barrier is not None and released[control.write_barrier] < done:
+            released[control.write_barrier] = done
+        if control.read_barrier is not None and released[control.read_barrier] < read:
+            released[control.read_barrier] = read
         warp.at += 1
-        ready = now + max(control.stall, 1)
+        return self._go_on(warp, unit, instruction, now + max(control.stall, 1))
+
+    def _access(self, warp: Warp, unit: Unit, index: int, now: float, latency: float) -> tuple[float, float]:
+        """Send an access to memory; return when its result is there, and when its operands were read."""
+        memory, request = self.memory, warp.requests.get(index)
+        if unit is Unit.SHARED:
+            read = memory.shared(now, request.wavefronts if request else 1.0)
+            return read + latency, read
+        if unit is Unit.STORE:
+            read = max(now + QUEUED, memory.store(now, request, self.stores_to_dram))
+            return read + self.gpu.l2_latency, read
+        done = memory.load(now, index, request, later=warp.later)
+        if unit is Unit.COPY:
+            warp.copies = max(warp.copies, done)
+        return done, now + QUEUED
+
+    def _go_on(self, warp: Warp, unit: Unit, instruction: Instruction, ready: float) -> float | None:
+        """Queue a warp for its next instruction, when what that one waits for is there; return the end of the warp."""
         if unit is Unit.WAIT_GROUP:
             closed = warp.products if "gsb" in instruction.operands else warp.groups
             ready = max([ready, *closed[: len(closed) - _groups_left(instruction.operands)]])
@@ -175,8 +182,8 @@ class Multiprocessor:
         if unit is Unit.BARRIER and ".ARV" not in instruction.opcode:
             self._arrived[warp.cta].append(warp)
             self._meet(warp.cta, ready)
-            return None
-        self._queue(warp, ready)
+        else:
+            self._queue(warp, ready)
         return None
 
     def _meet(self, cta: int, now: float) -> None:

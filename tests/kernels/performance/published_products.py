@@ -73,7 +73,7 @@ def _tuned_products() -> list[Point]:
             work, limit = 2 * side**3, "half" if kind == "fp16" else kind
             point = Point(
                 f"matmul {kind} {side}", gpu, work / rate / 1e6, f"{issues}/{issue}", first, "events",
-                f"{rate} TFLOPS", 3 * type_of.itemsize * side**2, work, limit, note_of, tuple(others),
+                f"{rate} TFLOPS", 3 * type_of.itemsize * side**2, work, limit, note_of, others=tuple(others),
             )  # fmt: skip
             found.append(point)
     return found

@@ -23,8 +23,6 @@ WITHOUT_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty"}
 Node = str | Launch | Prepared  # a kernel of torch by its name, a launch, or one that has run
 
 
-
-
 class OwnKernels(TorchDispatchMode):
     """Notes torch's own kernels: calls whose result is neither new and empty nor a view of an argument."""
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from tests.kernels.performance.budget import Budget, Row
 
 HEAD = (
-    f"{'times':>5} {'kernel':<38} {'us':>7} {'bound':<8} {'of it':>5} {'GB/s':>5} {'CTAs':>5} {'waves':>5} {'warps':>5} "
-    f"{'regs':>4} {'shared':>6} {'loop':>4} {'in flight':>9} {'needed':>6} {'s/req':>5} {'instr':>7}"
+    f"{'times':>5} {'kernel':<38} {'us':>7} {'bound':<8} {'of it':>5} {'GB/s':>5} {'CTAs':>5} {'waves':>5} "
+    f"{'warps':>5} {'regs':>4} {'shared':>6} {'loop':>4} {'in flight':>9} {'needed':>6} {'s/req':>5} {'instr':>7}"
 )
 
 

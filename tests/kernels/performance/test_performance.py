@@ -43,7 +43,7 @@ def test_control_bits_of_known_instructions() -> None:
 
 
 def test_a_listing_is_parsed_with_lines_labels_and_loops() -> None:
-    text = '''
+    text = """
 .text.kernel:
 \t//## File "/x/kernel.py", line 7
         /*0000*/                   S2R R17, SR_TID.X ;           /* 0x0000000000117919 */
@@ -59,7 +59,7 @@ def test_a_listing_is_parsed_with_lines_labels_and_loops() -> None:
 .L_x_2:
         /*0040*/                   BRA `(.L_x_2);                /* 0xfffffffc00fc7947 */
                                                                  /* 0x000fc0000383ffff */
-'''
+"""
     code = parse(text, 40)
     assert (code.name, code.registers, code.loops) == ("kernel", 40, [Loop(1, 2)])
     assert [instruction.opcode for instruction in code.instructions] == ["S2R", "LDG.E.128", "BRA", "EXIT"]
@@ -68,8 +68,11 @@ def test_a_listing_is_parsed_with_lines_labels_and_loops() -> None:
     assert (code.instructions[2].guard, code.instructions[2].target) == ("P0", 1)
 
 
-def instruction(index: int, opcode: str, control: Control, operands: str = "", target: int | None = None) -> Instruction:
-    return Instruction(index, "P0" if target is not None else "", opcode, operands, control, Line("k.py", index), target)
+def instruction(
+    index: int, opcode: str, control: Control, operands: str = "", target: int | None = None
+) -> Instruction:
+    guard = "P0" if target is not None else ""
+    return Instruction(index, guard, opcode, operands, control, Line("k.py", index), target)
 
 
 def code_of(*parts: tuple[str, Control]) -> Code:
@@ -139,6 +142,7 @@ def test_a_barrier_holds_all_warps_of_a_cta() -> None:
 
 def test_copies_are_waited_for_by_group() -> None:
     """DEPBAR.LE SB0, 0x1 leaves one group of cp.async open, 0x0 none."""
+
     def time_of(left: str) -> float:
         code = code_of(("LDGSTS.E.128", PLAIN), ("LDGDEPBAR", PLAIN), ("DEPBAR.LE", PLAIN), ("EXIT", PLAIN))
         code.instructions[2] = instruction(2, "DEPBAR.LE", PLAIN, f"SB0, {left}")

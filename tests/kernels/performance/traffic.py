@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from tests.kernels.performance.launch import Launch
+from tests.kernels.ptx import accesses
+from tests.kernels.ptx.fences import Fences
 from tests.kernels.ptx.group import Group
 from tests.kernels.ptx.instructions import OF_GROUPS
 from tests.kernels.ptx.launch import bits_of, num_together
@@ -179,7 +181,9 @@ def wavefronts(addresses: Integers, warps: Integers, lanes: Integers, num_bytes:
 class TracingMachine(Machine):
     """A machine that counts what each CTA executes."""
 
-    def __init__(self, program: Program, num_warps: int, num_ctas: int, shared_bytes: int, starts: dict[int, str]) -> None:
+    def __init__(
+        self, program: Program, num_warps: int, num_ctas: int, shared_bytes: int, starts: dict[int, str]
+    ) -> None:
         self._starts = starts
         self.executed = np.zeros((len(program.instructions), num_ctas), np.int64)
         super().__init__(program, num_warps, num_ctas, shared_bytes, "least", True)
@@ -188,7 +192,10 @@ class TracingMachine(Machine):
         return Recorder(self.program, self.num_ctas, self.num_warps, self.shared, self._starts)
 
     def _fragments(self, warps: range) -> Fragments:
-        with patch.dict(OF_GROUPS, dict.fromkeys(("mma", "wgmma"), _nothing)):
+        # one machine: the order of an atomic operation changes nothing, and there are no products to be fenced
+        ordered = patch.object(accesses, "SCOPES", accesses.SCOPES | {"acq_rel", "acquire", "release"})
+        unfenced = patch.object(Fences, "of", lambda *_: None)
+        with patch.dict(OF_GROUPS, dict.fromkeys(("mma", "wgmma"), _nothing)), ordered, unfenced:
             fragments = super()._fragments(warps)
         ctas = fragments.group.ctas[::32]
         for operation in fragments.operations:
@@ -249,7 +256,6 @@ def run(launch: Launch, most: int) -> Traffic:
     num_warps = compiled.metadata.num_warps
     together = num_together(num_warps, 0, len(ctas))
     executed = []
-    accesses: dict[int, Accesses] = {}
     machine = TracingMachine(program, num_warps, together, compiled.metadata.shared, starts)
     bits = [bits_of(value, kind) for value, kind in zip(values, signature.values(), strict=True)]
     tensors = [value for value in values if torch.is_tensor(value)]
@@ -259,5 +265,4 @@ def run(launch: Launch, most: int) -> Traffic:
         machine.run(tensors, bits, launch.grid, 0, some)
         executed.append(machine.executed[:, : len(some)].T.copy())
     assert isinstance(machine.races, Recorder)
-    accesses = machine.races.accesses
-    return Traffic(program, total, ctas, np.concatenate(executed), accesses, sizes)
+    return Traffic(program, total, ctas, np.concatenate(executed), machine.races.accesses, sizes)

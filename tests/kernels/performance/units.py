@@ -57,10 +57,17 @@ FUNCTIONS = {"MUFU", "I2F", "F2I", "F2F", "I2I", "FRND", "POPC", "FLO", "BREV"}
 DOUBLE = {"DADD", "DMUL", "DFMA", "DSETP", "DMNMX"}
 FREE = {
     "NOP", "BRA", "EXIT", "BSSY", "BSYNC", "WARPSYNC", "CALL", "RET", "BREAK", "YIELD", "ERRBAR", "MEMBAR", "FENCE",
-    "CCTL", "ACQBULK", "PREEXIT", "WARPGROUP", "BRX", "JMP", "DEPBAR", "LDGDEPBAR", "CS2R", "S2R", "S2UR", "LDC", "ULDC",
-    "NANOSLEEP", "VOTEU", "ELECT", "PLOP3", "LDCU", "S2UR", "R2UR", "CS2UR",
+    "CCTL", "ACQBULK", "PREEXIT", "WARPGROUP", "BRX", "JMP", "DEPBAR", "CS2R", "S2R", "S2UR", "LDC", "ULDC",
+    "NANOSLEEP", "VOTEU", "ELECT", "PLOP3", "LDCU", "R2UR", "CS2UR",
 }  # fmt: skip
-SHAPE = re.compile(r"\.(?:64x)?(\d+)(?:x(\d+)x(\d+))?\b")
+SHARED = {"LDS", "LDSM", "STS", "STSM", "ATOMS", "SHFL", "REDUX", "LDL", "STL"}
+ACCESSES = {
+    **dict.fromkeys(("LDG", "LD"), Unit.GLOBAL),
+    **dict.fromkeys(("STG", "ST", "RED", "REDG", "ATOMG", "ATOM"), Unit.STORE),
+    **dict.fromkeys(SHARED, Unit.SHARED),
+    "LDGSTS": Unit.COPY,
+}
+WAITS = {"BAR": Unit.BARRIER, "LDGDEPBAR": Unit.COPY_GROUP}
 
 
 def timing(instruction: Instruction, gpu: Gpu) -> Timing:
@@ -68,34 +75,32 @@ def timing(instruction: Instruction, gpu: Gpu) -> Timing:
     name = instruction.name
     if name in ("DEPBAR", "WARPGROUP") and ".LE" in instruction.opcode:
         return Timing(Unit.WAIT_GROUP, 0, 0)
-    if name == "LDGDEPBAR":
-        return Timing(Unit.COPY_GROUP, 0, 0)
-    if name == "BAR":
-        return Timing(Unit.BARRIER, 0, 0)
-    if name in ("LDG", "LD"):
-        return Timing(Unit.GLOBAL, 1, 0)
-    if name == "LDGSTS":
-        return Timing(Unit.COPY, 1, 0)
-    if name in ("STG", "ST", "RED", "REDG", "ATOMG", "ATOM"):
-        return Timing(Unit.STORE, 1, 0)
-    if name in ("LDS", "LDSM", "STS", "STSM", "ATOMS", "SHFL", "REDUX", "LDL", "STL"):
-        return Timing(Unit.SHARED, 1, LATENCIES.get(name, gpu.shared_latency))
+    if name in WAITS:
+        return Timing(WAITS[name], 0, 0)
+    if name in ACCESSES:
+        latency = LATENCIES.get(name, gpu.shared_latency) if name in SHARED else 0
+        return Timing(ACCESSES[name], 1, latency)
     if name.endswith("MMA") and name[0] in "HIQD":
         return Timing(Unit.TENSOR, _tensor_cycles(instruction, gpu), 0)
-    latency = LATENCIES.get(name, SLOW_LATENCY)
+    unit, cycles = _arithmetic(name, gpu)
+    return Timing(unit, cycles, LATENCIES.get(name, SLOW_LATENCY))
+
+
+def _arithmetic(name: str, gpu: Gpu) -> tuple[Unit, float]:
+    """Return the unit of an instruction that touches no memory, and the cycles of a warp: 32 over its lanes."""
     if name in FREE or name.startswith("U"):
-        return Timing(Unit.NONE, 0, latency)
-    if name in FUNCTIONS:
-        return Timing(Unit.XU, 8, latency)
-    if name in DOUBLE:
-        return Timing(Unit.FP64, 32 / gpu.fp64_lanes, latency)
-    if name in FMA:
-        return Timing(Unit.FMA, 32 / gpu.fp32_lanes, latency)
-    if name in HALF:
-        return Timing(Unit.FMA, 32 / gpu.half2_lanes, latency)
-    if name in MAD:
-        return Timing(Unit.FMA, 2, latency)
-    return Timing(Unit.ALU, 32 / gpu.alu_lanes, latency)
+        return Unit.NONE, 0
+    of_unit = (
+        (FUNCTIONS, Unit.XU, 4.0),
+        (DOUBLE, Unit.FP64, gpu.fp64_lanes),
+        (FMA, Unit.FMA, gpu.fp32_lanes),
+        (HALF, Unit.FMA, gpu.half2_lanes),
+        (MAD, Unit.FMA, 16.0),
+    )
+    for names, unit, lanes in of_unit:
+        if name in names:
+            return unit, 32 / lanes
+    return Unit.ALU, 32 / gpu.alu_lanes
 
 
 def _tensor_cycles(instruction: Instruction, gpu: Gpu) -> float:

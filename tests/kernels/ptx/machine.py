@@ -136,9 +136,7 @@ class Machine:
         if self.races is not None:
             self.races.new_launch()
         x, y, z = (*grid, 1, 1)[:3]
-        places = [
-            (at % x, at // x % y, at // (x * y)) for at in (range(x * y * z) if ctas is None else ctas)
-        ]
+        places = [(at % x, at // x % y, at // (x * y)) for at in (range(x * y * z) if ctas is None else ctas)]
         rng = np.random.default_rng(seed)
         count = 0
         with np.errstate(all="ignore"):
