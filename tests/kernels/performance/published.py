@@ -43,6 +43,11 @@ class Point(NamedTuple):
 
 def points() -> list[Point]:
     """Return all points."""
-    from tests.kernels.performance import published_products, published_quantized, published_rows
+    from tests.kernels.performance import published_products, published_quantized, published_rows, published_streams
 
-    return [*published_rows.points(), *published_products.points(), *published_quantized.points()]
+    return [
+        *published_streams.points(),
+        *published_rows.points(),
+        *published_products.points(),
+        *published_quantized.points(),
+    ]

@@ -326,3 +326,11 @@ def decode_by_block(
             weight = weight * keep + tl.sum(shares, 0)
             largest = higher
     tl.store(out + place, (total / weight).to(out.dtype.element_ty))
+
+
+@triton.jit
+def stream_read(x, out, BLOCK: tl.constexpr):
+    """Read a number a thread; what is written depends on it, and never is."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at)
+    tl.store(out + at, value, mask=value == 123.0)

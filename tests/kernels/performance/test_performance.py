@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from tests.kernels.performance.memory import Memory
 from tests.kernels.performance.path import Path as WarpPath
 from tests.kernels.performance.path import Request, _loop_times, _walk
 from tests.kernels.performance.pipeline import Multiprocessor, Result
+from tests.kernels.performance.validate import Compared, bias, error, table
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = Control(1, False, None, None, ())
@@ -184,6 +186,15 @@ def test_a_loop_runs_as_often_as_its_loads_must() -> None:
     assert times == {Loop(0, 4): 5.0, Loop(5, 6): 3.0}
     steps = _walk(code, times, wanted, {line: 23.0})
     assert np.bincount(steps, minlength=8).tolist() == [5, 5, 5, 5, 5, 3, 3, 1]
+
+
+def test_errors_are_factors_whichever_way_a_prediction_is_off() -> None:
+    lines = [Compared("H100", f"add fp32 {n}", "loop", 10.0, predicted) for n, predicted in ((1, 20.0), (2, 5.0))]
+    assert error(lines) == pytest.approx(2.0)
+    assert bias(lines) == pytest.approx(1.0)
+    text = "\n".join(table([*lines, replace(lines[0], problem="no such package")], 3))
+    assert "2 points judged, 1 not, 3 not run" in text
+    assert "not predicted: no such package" in text
 
 
 def launch_of(ctas: int, warps: int, shared: int = 0) -> Launch:
