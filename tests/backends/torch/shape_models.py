@@ -21,15 +21,17 @@ from edgelm.models.loading.packed import PlaneFiller
 from edgelm.models.loading.stored import BLOCK_TYPES
 from edgelm.models.moe import Experts, Stack
 
+DEVICE = torch.device("cuda")
+
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="cuda")
+    return torch.empty(shape, dtype=dtype, device=DEVICE)
 
 
 def matrix(kind: str, rows: int, columns: int, num_matrices: int = 0, *, gated: bool = False) -> Weight:
     """Return a matrix, or a stack, of a quantized GGML type or of a dtype."""
     if kind in BLOCK_TYPES:
-        weight = PlaneFiller(BLOCK_TYPES[kind].layout, rows, columns, torch.device("cuda"), num_matrices).weight()
+        weight = PlaneFiller(BLOCK_TYPES[kind].layout, rows, columns, DEVICE, num_matrices).weight()
         return replace(weight, gated=gated)
     stack = (num_matrices,) if num_matrices else ()
     return DenseWeight(empty(*stack, rows, columns, dtype=getattr(torch, kind)), gated=gated)

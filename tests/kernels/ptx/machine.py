@@ -89,7 +89,7 @@ class Machine:
         self.num_ctas = num_ctas
         self.order = order
         self.shared = SharedMemory(num_ctas, shared_bytes)
-        self.races = Races(program, num_ctas, num_warps, self.shared) if races else None
+        self.races = self.watch() if races else None
         self.parameters = {name: np.zeros(1, np.uint64) for name, _ in program.parameters}
         together = [range(num_warps)] if order == "least" else [range(warp, warp + 1) for warp in range(num_warps)]
         self.fragments = [self._fragments(warps) for warps in together]
@@ -98,6 +98,10 @@ class Machine:
         self._num_arrived: dict[int, NDArray[np.int64]] = {}  # threads, [cta]
         self._num_expected: dict[int, int] = {}  # 0: all that have not ended
         self._running = np.zeros((num_ctas, num_warps, 32), bool)
+
+    def watch(self) -> Races:
+        """Return what sees all accesses of memory and all barriers."""
+        return Races(self.program, self.num_ctas, self.num_warps, self.shared)
 
     def _fragments(self, warps: range) -> Fragments:
         lane = np.arange(self.num_ctas * len(warps) * 32)
@@ -112,8 +116,18 @@ class Machine:
         group = Group(registers, self.shared, ctas, threads, self.races, self.parameters)
         return Fragments(group, bind(self.program, group))
 
-    def run(self, tensors: Sequence[torch.Tensor], values: Sequence[int], grid: Sequence[int], seed: int) -> int:
-        """Run a launch; `values` are the bits of the parameters. Returns the number of instructions."""
+    def run(
+        self,
+        tensors: Sequence[torch.Tensor],
+        values: Sequence[int],
+        grid: Sequence[int],
+        seed: int,
+        ctas: Sequence[int] | None = None,
+    ) -> int:
+        """Run a launch, or with `ctas` only those; `values` are the bits of the parameters.
+
+        Returns the number of instructions.
+        """
         for array, value in zip(self.parameters.values(), itertools.chain(values, itertools.repeat(0)), strict=False):
             array[0] = value % (1 << 64)
         memory = GlobalMemory(tensors)
@@ -122,7 +136,7 @@ class Machine:
         if self.races is not None:
             self.races.new_launch()
         x, y, z = (*grid, 1, 1)[:3]
-        places = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
+        places = [(at % x, at // x % y, at // (x * y)) for at in (range(x * y * z) if ctas is None else ctas)]
         rng = np.random.default_rng(seed)
         count = 0
         with np.errstate(all="ignore"):

@@ -1,0 +1,83 @@
+"""The launches of project code, recorded with their arguments, and run only where that is asked for.
+
+    with Recorded(gpu) as record: ...  # project code on CPU tensors
+
+Owns the seam, which is the emulator's: Triton's own binder and compiler make each kernel for the GPU. What is not a
+launch of Triton is counted as a node by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.kernels.performance.estimate import Prepared, prepare
+from tests.kernels.performance.gpus import Gpu
+from tests.kernels.performance.launch import Launch
+from tests.kernels.ptx.launch import Emulated
+
+WITHOUT_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty"}
+Node = str | Launch | Prepared  # a kernel of torch by its name, a launch, or one that has run
+
+
+class OwnKernels(TorchDispatchMode):
+    """Notes torch's own kernels: calls whose result is neither new and empty nor a view of an argument."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        super().__init__()
+        self.nodes = nodes
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        if torch.is_tensor(result) and name not in WITHOUT_KERNEL and not self.paused:
+            given = {arg.untyped_storage().data_ptr() for arg in args if torch.is_tensor(arg)}
+            if name.endswith("_") or result.untyped_storage().data_ptr() not in given:
+                self.nodes.append(name)
+        return result
+
+
+class Recorded(Emulated):
+    """Record launches, and run them as well while `runs` is set."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__(gpu.capability, num_sms=gpu.num_sms)
+        self.nodes: list[Node] = []
+        self.runs = False
+        self._own = OwnKernels(self.nodes)
+        self._cold: set[int] = set()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._stack.enter_context(self._own)
+        return self
+
+    def keep_cold(self, tensors: list[torch.Tensor]) -> None:
+        """Take tensors for too large, or too long ago, to be in the L2 cache."""
+        self._cold |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def _launch(self, kernel: Any, compiled: Any, args: tuple[Any, ...], options: Mapping[str, Any], grid: Any) -> None:
+        names = kernel.arg_names
+        bound = dict(zip(names, args, strict=False)) | {name: options[name] for name in options if name in names}
+        for parameter in kernel.params:
+            if parameter.has_default:
+                bound.setdefault(parameter.name, parameter.default)
+        signature = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
+        shape = tuple(int(size) for size in (grid(bound) if callable(grid) else grid))
+        arguments = {name: bound[name] for name in signature}
+        warm = {
+            name
+            for name, value in arguments.items()
+            if torch.is_tensor(value) and value.untyped_storage().data_ptr() not in self._cold
+        }
+        launch = Launch(compiled, (*shape, 1, 1)[:3], arguments, frozenset(warm))
+        if self.runs:
+            self._own.paused = True
+            self.nodes.append(prepare(launch, whole=True))
+            self._own.paused = False
+        else:
+            self.nodes.append(launch)

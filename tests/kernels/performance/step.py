@@ -1,0 +1,156 @@
+"""The launches of a step of Llama-3.1-8B as Q4_K_M, recorded from the project's executor on empty tensors.
+
+Owns the steps that the budget has, and how two layers stand for all 32: V and down are Q6_K in every second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
+from edgelm.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.kernels.cache import BLOCK_LEN
+from edgelm.models.decoder import Decoder
+from edgelm.sampling.device import DeviceSampler
+from tests.backends.torch import shape_models
+from tests.kernels.performance.gpus import Gpu
+from tests.kernels.performance.launch import Launch
+from tests.kernels.performance.recording import Node, Recorded
+
+LAYERS = 32
+SEED = 5
+
+
+class Scene(NamedTuple):
+    """A step: sequences with so many computed tokens, each with so many rows, and the cache."""
+
+    name: str
+    sequences: int
+    rows: int  # of a sequence
+    depth: int
+    kv: str = "f16"
+    context: int = 8192
+
+
+SCENES = (
+    Scene("decode, 1 sequence, 512 tokens deep", 1, 1, 512),
+    Scene("verify, 8 rows", 1, 8, 512),
+    Scene("verify, 16 rows", 1, 16, 512),
+    Scene("decode, 16 sequences", 16, 1, 512),
+    Scene("decode, 32,768 tokens deep, k8v4", 1, 1, 32_768 - BLOCK_LEN, "k8v4", 32_768),
+)
+
+
+class Part(NamedTuple):
+    """Nodes of a graph that run one after the other, `times` in a step. A name stands for a kernel of torch."""
+
+    name: str
+    times: int
+    nodes: list[Node]
+
+
+class RecordedExecutor(TorchExecutor):
+    """The executor as it is on a GPU: it samples by kernels."""
+
+    def __init__(self, decoder: Decoder, options: TorchOptions) -> None:
+        super().__init__(decoder, options)
+        self._device_sampler = DeviceSampler(decoder.vocab_size, options.max_rows, decoder.device, "triton")
+
+    @property
+    def caches(self) -> list[Any]:
+        return self._caches
+
+
+def record(scene: Scene, gpu: Gpu) -> list[Part]:
+    """Return the parts of a step on a GPU."""
+    with patch.object(shape_models, "DEVICE", torch.device("cpu")):
+        decoder = shape_models.llama_8b()
+    blocks = -(-(scene.depth + scene.rows) // BLOCK_LEN)
+    executor = RecordedExecutor(
+        decoder,
+        TorchOptions(
+            context=scene.context,
+            capacity=max(scene.context, scene.sequences * blocks * BLOCK_LEN),
+            kv=scene.kv,
+            max_sequences=scene.sequences,
+            graphs=False,
+        ),
+    )
+    step = Step(tuple(_chunk(scene, number, blocks) for number in range(scene.sequences)))
+    with Recorded(gpu) as recorded:
+        recorded.keep_cold([*_tensors(decoder.weights), *(t for cache in executor.caches for t in _tensors(cache))])
+        with _layers_noted(decoder, recorded.nodes) as starts:
+            executor.forward(step)
+        forward = len(recorded.nodes)
+        _fill(executor)
+        sampling = len(recorded.nodes)
+        recorded.runs = True  # what a kernel of the sampler does depends on the results of those before it
+        executor.sample(step, None)
+    executor.close()
+    nodes = recorded.nodes
+    last = next(at for at in range(starts[-1], forward) if nodes[at] == "index_select")
+    final = _final_norm(nodes, last)
+    return [
+        Part("embedding", 1, nodes[: starts[0]]),
+        Part("layer with Q6_K", LAYERS // 2, nodes[starts[0] : starts[1]]),
+        Part("layer", LAYERS // 2, nodes[starts[1] : final]),
+        Part("output", 1, [*nodes[final:forward], "copy_"]),  # a graph copies its logits to where all graphs write
+        Part("sampling", 1, nodes[sampling:]),
+    ]
+
+
+def _chunk(scene: Scene, number: int, blocks: int) -> Chunk:
+    sequence = Sequence(number, [0], 1, SamplingParams(temperature=0.8, top_p=0.95))
+    table = tuple(range(number * blocks, (number + 1) * blocks))
+    return Chunk(sequence, scene.depth, [5] * scene.rows, scene.rows, table)
+
+
+def _fill(executor: TorchExecutor) -> None:
+    """Give the logits the spread that those of a model have: how long the sampler runs depends on it."""
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.inference_mode():
+        executor._logits.normal_(0.0, 3.0, generator=generator)
+
+
+@contextmanager
+def _layers_noted(decoder: Decoder, nodes: list[Node]) -> Iterator[list[int]]:
+    """Note how many nodes there are before each layer."""
+    starts: list[int] = []
+    attend = decoder._attend
+
+    def noted(*args: Any) -> Any:
+        starts.append(len(nodes))
+        return attend(*args)
+
+    with patch.object(decoder, "_attend", noted):
+        yield starts
+
+
+def _final_norm(nodes: list[Node], last: int) -> int:
+    """Return where the last layer ends: the final norm and casts stand between it and the choice of rows."""
+    at = last
+    while at > 0 and _is_rest(nodes[at - 1]):
+        at -= 1
+    return at
+
+
+def _is_rest(node: Node) -> bool:
+    return isinstance(node, str) or (isinstance(node, Launch) and "rms_norm" in node.compiled.metadata.name)
+
+
+def _tensors(thing: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in dataclasses and tuples."""
+    if torch.is_tensor(thing):
+        yield thing
+    elif is_dataclass(thing):
+        for field in fields(thing):
+            yield from _tensors(getattr(thing, field.name))
+    elif isinstance(thing, tuple | list):
+        for part in thing:
+            yield from _tensors(part)
