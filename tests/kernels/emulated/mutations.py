@@ -101,7 +101,7 @@ class Subject(NamedTuple):
     other: str = ""  # a case that launches the same kernel and is run if the first does not find a mutation
 
 
-SAMPLED, GREEDY = "sampling logits rows=4", "sampling logits rows=36 greedy"
+SAMPLED, ONE = "sampling logits rows=5", "sampling logits rows=36 one number"
 SUBJECTS = (
     Subject("dequant_gemm q4_k rows=130", 90, "dequant_gemm_kernel", (*ASYNC, *WGMMA, *SHARED, SCALE, UNMASKED_STORE)),
     Subject(
@@ -132,13 +132,13 @@ SUBJECTS = (
     Subject("embedding bfloat16 rows=9", 86, "dense_kernel", (*GLOBAL, UNMASKED_STORE)),
     Subject("trial float16", 80, "trial_kernel", (*ASYNC, *SHARED, LOAD, STORE)),
     Subject("bandwidth int32", 90, "read_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
-    Subject(GREEDY, 80, "prepare_kernel", (*SHARED, SHUFFLE, *GLOBAL), SAMPLED),
-    Subject(GREEDY, 86, "bias_kernel", GLOBAL, SAMPLED),
-    Subject(GREEDY, 89, "penalize_kernel", GLOBAL, SAMPLED),
-    Subject(GREEDY, 90, "limit_kernel", (*SHARED, SHUFFLE, *GLOBAL), SAMPLED),
-    Subject(SAMPLED, 120, "weigh_kernel", (*SHARED, SHUFFLE, *GLOBAL), GREEDY),
-    Subject(SAMPLED, 80, "collect_kernel", (*SHARED, SHUFFLE, *GLOBAL), GREEDY),
-    Subject(SAMPLED, 90, "draw_kernel", (*SHARED, SHUFFLE, *GLOBAL), GREEDY),
+    Subject(ONE, 80, "prepare_kernel", (*SHARED, SHUFFLE, *GLOBAL), SAMPLED),
+    Subject(ONE, 86, "bias_kernel", GLOBAL, SAMPLED),
+    Subject(ONE, 89, "penalize_kernel", GLOBAL, SAMPLED),
+    Subject(ONE, 90, "limit_kernel", (*SHARED, SHUFFLE, *GLOBAL), SAMPLED),
+    Subject(SAMPLED, 120, "weigh_kernel", (*SHARED, SHUFFLE, LOAD, STORE, INVERTED_LOAD, INVERTED_STORE), ONE),
+    Subject(SAMPLED, 80, "collect_kernel", (*SHARED, SHUFFLE, *GLOBAL), ONE),
+    Subject(SAMPLED, 90, "draw_kernel", (*SHARED, SHUFFLE, *GLOBAL), ONE),
 )
 MAIN = (COPY_WAIT, COPY_EARLY, INTO, BARRIER, SCALE)
 Q4_K, Q4_0 = "dequant_gemm q4_k rows=130", "dequant_gemm q4_0 rows=17 q4_0-20x330"
@@ -149,6 +149,9 @@ JOINED = "the copies join the next group, which is waited for at the same time"
 UNUSED_ROWS = "it is of rows of the tile that no query has"
 SAME_VALUES = "other threads hold the same values, and store them instead"
 LOW_BITS = "the lower half of a float64 that is the sum of two squares of float16 numbers: 0 in all lanes"
+LOW_WORD = "it is of the lower word of a composite, the token's id; only the value in the upper word is used"
+WHOLE_ROW = "the row's list stays empty, so that draw_kernel reads the whole row, which has the same result"
+LOWER_BOUND = "a bisection begins at rubbish below the least composite, and finds the same threshold"
 # by the title of a mutation: why it changes no result
 EQUIVALENT = {
     f"sm_90 dequant_gemm_kernel wait leaves a group of copies more 1 ({Q4_K})": LAST_COPIES,
@@ -172,8 +175,18 @@ EQUIVALENT = {
     ),
     f"sm_89 route_kernel mask of a store inverted 0 ({ROUTED})": SAME_VALUES,
     f"sm_89 route_kernel mask of a store inverted 1 ({ROUTED})": SAME_VALUES,
-    f"sm_80 prepare_kernel mask of a store inverted 17 ({GREEDY})": SAME_VALUES,
-    f"sm_90 limit_kernel mask of a store inverted 16 ({GREEDY})": SAME_VALUES,
+    f"sm_80 prepare_kernel mask of a store inverted 17 ({ONE})": SAME_VALUES,
+    f"sm_90 limit_kernel mask of a store inverted 16 ({ONE})": SAME_VALUES,
+    f"sm_120 weigh_kernel mask of a store inverted 0 ({SAMPLED})": SAME_VALUES,
+    f"sm_120 weigh_kernel mask of a store inverted 2 ({SAMPLED})": SAME_VALUES,
+    f"sm_120 weigh_kernel shuffle of another lane 0 ({SAMPLED})": LOW_WORD,
+    f"sm_80 collect_kernel shuffle of another lane 0 ({SAMPLED})": LOW_WORD,
+    f"sm_80 collect_kernel load of shared memory off by 16 bytes 0 ({SAMPLED})": WHOLE_ROW,
+    f"sm_80 collect_kernel load off by 16 bytes 0 ({SAMPLED})": WHOLE_ROW,
+    f"sm_90 draw_kernel load of shared memory off by 16 bytes 0 ({SAMPLED})": LOWER_BOUND,
+    f"sm_90 draw_kernel store to shared memory off by 16 bytes 0 ({SAMPLED})": LOWER_BOUND,
+    f"sm_90 draw_kernel mask of a store inverted 0 ({SAMPLED})": SAME_VALUES,
+    f"sm_90 draw_kernel mask of a store inverted 4 ({SAMPLED})": SAME_VALUES,
     "sm_90 read_kernel mask of a store inverted 0 (bandwidth int32)": SAME_VALUES,
     "sm_90 read_kernel shuffle of another lane 5 (bandwidth int32)": (
         "it is of the upper half of a sum of int32, which wraps: only the lower half counts"

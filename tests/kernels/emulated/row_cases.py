@@ -28,7 +28,7 @@ from tests.kernels.emulated.outcome import Outcome, equal, within, worst
 from tests.kernels.seeds import generator
 
 NUM_VOCAB = 5000  # three chunks, the last one not full
-SEVERAL = (4, 5, 8, 9)  # kinds of rows that are sampled beside each other: they need all kernels
+SEVERAL = (4, 5, 7, 8, 9)  # kinds of rows that are sampled beside each other: they need all kernels
 NAN_AT = (
     504  # of the last of them: a thread has it that is in the second half of its warp, and that in the second of two
 )
@@ -59,7 +59,7 @@ def cases() -> Iterator[EmulatedCase]:
         yield EmulatedCase("sampling", "logits", 1, f"kind {kind}", run)
     kinds = ", ".join(map(str, SEVERAL))
     yield EmulatedCase("sampling", "logits", len(SEVERAL), f"kinds {kinds}", _sample_several, main=(80,))
-    yield EmulatedCase("sampling", "logits", 36, "greedy", _sample_greedy)
+    yield EmulatedCase("sampling", "logits", 36, "one number", _sample_by_one_number)
     yield EmulatedCase("trial", "float16", trial.SIZE, "one product", _trial, main=(80,))
     size = bandwidth_cases.SIZES[1]
     yield EmulatedCase("bandwidth", "int32", 1, f"{size} words", partial(_read, size))
@@ -133,7 +133,7 @@ def _sample_several(seed: int) -> Outcome:
     return _sampled(table.float(), requests, _random_masks(len(SEVERAL), rng))
 
 
-def _sample_greedy(seed: int) -> Outcome:
+def _sample_by_one_number(seed: int) -> Outcome:
     """Sample rows whose token depends on one number: a logit, one that is infinite, a bias, or a count.
 
     Of 128 threads with 1, 2, 4 or 8 numbers side by side, another one has it from row to row, in another register.
@@ -147,7 +147,8 @@ def _sample_greedy(seed: int) -> Outcome:
         at = 128 * part + 8 * int(rng.integers(16)) + (part + part // 4) % 4 + 4 * (part % 2)
         token = next(at + 2048 * chunk for chunk in (2 - row % 3, row % 2) if at + 2048 * chunk < NUM_VOCAB)
         other, *ids = rng.permutation(NUM_VOCAB)[: 1024 + 1].tolist()
-        params = SamplingParams(temperature=0, num_logprobs=3)
+        # half of the rows draw from a list of one token
+        params = SamplingParams(temperature=float(row < 16), top_k=int(row < 16), num_logprobs=3)
         history = History(ids)
         if row < 20:
             table[row, token] = 60 if row < 16 else math.inf
