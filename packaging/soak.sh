@@ -52,7 +52,7 @@ command_of() {
 counts() {  # the big counts of a part's files: NAME NUMBER, …
     local path ignored=tests/counts.py found=()
     for path in $(paths "$1"); do
-        case $path in --ignore=*) ignored+="|${path#--ignore=}" ;; *) found+=("$path") ;; esac
+        case $path in --ignore=*) ignored+="|${path#--ignore=}" ;; *) found+=("${path%%::*}") ;; esac
     done
     { grep -HroE --include='*.py' '(timeout\(|[A-Za-z_]+ ?= ?)?Count\(test=[^=]*, soak=[^)]*\)' "${found[@]}" || true; } \
         | grep -vE "^($ignored)|timeout|LIMIT|limit_s|soak=1\)" \
