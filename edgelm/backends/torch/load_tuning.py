@@ -99,6 +99,7 @@ def tune_model(table: Table, step: Step, most_rows: int, device: torch.device, r
         for key in [key for key in keys if times_begun(table, *key) >= MAX_UNFINISHED]:
             log.warning("%s is not tuned: that has ended the process %d times", " ".join(key), MAX_UNFINISHED)
             settle(table, *key, found[key].candidates[0])
+            write(table)
             keys.remove(key)
         if not keys:
             return
@@ -294,10 +295,11 @@ class _Tuner:
         """Return a function that measures the configuration in the table; now the table has the default."""
         calls = [self._calls[count][key].calls for count in rows]
         compared = [call for some in calls for call in some[:MAX_COMPARED]]
-        expected = []
+        expected: list[tuple[Tensor, Tensor | None]] = []
         for call in compared:
             result = _result_of(call)
-            expected.append((result, (bounds_of(key[0], call.args, (), [result]) or [None])[0]))
+            bounds = bounds_of(key[0], call.args, (), [result])
+            expected.append((result, bounds[0] if bounds else None))
 
         def times_us() -> Times:
             self._go_on()

@@ -70,9 +70,9 @@ class FakeGpu(TorchFunctionMode):
     `blocking` counts the copies that the host waits for; events are not counted. `pools` is the memory of the graphs,
     `waits` counts the calls that wait for all work of the device. `compiled` are the kernels that a GPU would have
     compiled, in order: the name and the key by which Triton finds one, `ahead` those that several processes would have
-    compiled before. With each replay of a graph `clock_us` goes on by what `launch_us` says of its launches, from the name
-    and the options of a kernel. `live_bytes` are those of tensors outside of graphs, `peak_bytes` the most so far; it
-    may be set.
+    compiled before. With each replay of a graph `clock_us` goes on by what `launch_us` says of its launches, from the
+    name and the options of a kernel. `live_bytes` are those of tensors outside of graphs, `peak_bytes` the most so far;
+    it may be set.
     """
 
     def __init__(self) -> None:
