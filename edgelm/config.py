@@ -123,6 +123,12 @@ class Settings:
         f"{_ALL} embed",
     )
     graphs: bool = _setting(True, _SWITCH_CHECK, "CUDA graphs: no gaps between the kernels of a step (torch)", _LOADING)
+    tune: bool = _setting(
+        True,
+        _SWITCH_CHECK,
+        "choose the fastest variant of each kernel when a model first runs on a GPU, once (torch)",
+        f"{_LOADING} embed",
+    )
     quantize: str = _setting(
         "off", choice("off", "int4"), "make 4-bit weights from those of 16 bits while they are loaded (torch)", _ALL
     )

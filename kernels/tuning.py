@@ -1,4 +1,4 @@
-"""The fastest configuration of each kernel on this GPU: measured once (tests/kernels/tuner.py), kept in a file.
+"""The fastest configuration of each kernel on this GPU: measured once (backends/torch/tuning.py), kept in a file.
 
 Owns the table of measured configurations. Knows nothing of what a configuration means: an op lists candidates, the
 first of which is its default, and calls `TABLE.best` at each launch, which measures nothing. Candidates may round
@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from edgelm.kernels.gpu_target import Target
+if TYPE_CHECKING:  # it imports torch, and other processes read the file too
+    from edgelm.kernels.gpu_target import Target
 
 
 class Config(Protocol):
@@ -26,6 +27,8 @@ class Config(Protocol):
 C = TypeVar("C", bound=Config)
 Stored = dict[str, dict[str, dict[str, int]]]  # op -> key -> configuration
 Launched = dict[tuple[str, str], Sequence[Config]]  # (op, key) -> candidates
+TUNED = "kernels"  # the folder of the files, within the cache folder
+UNFINISHED = "unfinished"  # in place of an op: how often a measurement of an op's key has ended its process
 
 
 class Table:
@@ -63,6 +66,16 @@ class Table:
                 self._launched[op, key] = configs
         return chosen  # type: ignore[return-value]  # the candidates of a key are of one type
 
+    @property
+    def in_use(self) -> frozenset[tuple[str, str]]:
+        """The ops and keys that this process has launched since the file was opened."""
+        return frozenset(self._chosen)
+
+    def is_measured(self, op: str, key: str, candidates: Sequence[Config]) -> bool:
+        """Return whether one of the candidates is kept as the fastest."""
+        kept = self.stored.get(op, {}).get(key)
+        return any(candidate._asdict() == kept for candidate in candidates)
+
     def set(self, op: str, key: str, config: Config, *, stored: bool = False) -> None:
         """Use this configuration from now on; with `stored`, as the measured one."""
         self._chosen[op, key] = config
@@ -86,8 +99,18 @@ TABLE = Table()  # one for the process, since a launch cannot be given it as an 
 
 def file_name(target: Target) -> str:
     """Return the name of the file for this GPU and version of Triton."""
-    gpu = re.sub(r"[^a-z0-9]+", "-", target.gpu.casefold()).strip("-")
-    return f"{gpu}-{target.num_sms}sm-triton{target.triton}.json"
+    return f"{_slug(target.gpu)}-{target.num_sms}sm-triton{target.triton}.json"
+
+
+def num_measured(folder: Path, gpu: str, triton: str) -> int:
+    """Return how many kernels are measured on a GPU of this name, with this version of Triton."""
+    own = re.compile(rf"{_slug(gpu)}-\d+sm-triton{re.escape(triton)}\.json")
+    tables = [read_table(path) for path in folder.glob("*.json") if own.fullmatch(path.name)]
+    return sum(len(keys) for table in tables for op, keys in table.items() if op != UNFINISHED)
+
+
+def _slug(gpu: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", gpu.casefold()).strip("-")
 
 
 def read_table(path: Path) -> Stored:

@@ -20,6 +20,7 @@ from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
 from edgelm.backends.reports import Reports
 from edgelm.backends.torch.memory import TorchMemory
+from edgelm.backends.tuned import num_tuned
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.config import Settings
 from edgelm.engine.watchdog import Watchdog
@@ -341,7 +342,10 @@ def choose(
         return choice
     from edgelm.backends.torch.kept_checks import kept_reasons  # only with a GPU
 
-    return replace(choice, reasons=(*choice.reasons, *kept_reasons(model, settings, own_places().cache)))
+    reasons = [*choice.reasons, *kept_reasons(model, settings, own_places().cache)]
+    if settings.tune and not num_tuned(own_places().cache, cuda.name):
+        reasons.append("no kernel is tuned for this GPU yet: that is done while the model is loaded")
+    return replace(choice, reasons=tuple(reasons))
 
 
 def choose_for_all(paths: Iterable[Path], settings: Settings, cuda_problem: str = "") -> EngineChoice:

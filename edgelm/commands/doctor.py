@@ -28,6 +28,7 @@ from rich.markup import escape
 from edgelm import __version__
 from edgelm.backends.llama.placement import Device
 from edgelm.backends.questions import ask_cuda, ask_llama_build
+from edgelm.backends.tuned import num_tuned
 from edgelm.commands.config import settings_of
 from edgelm.config import Config, load_config
 from edgelm.errors import EdgeLMError
@@ -104,7 +105,7 @@ def examine() -> Iterator[Finding]:
     yield from wsl_findings(platform.release(), [places.hub, *(config.settings.model_folders if config else ())])
     yield from _resources()
     yield from _native(places)
-    yield _gpu()
+    yield _gpu(places)
     yield _hub(places)
 
 
@@ -262,7 +263,7 @@ def llama_gpus(devices: Sequence[Device], problem: str = "") -> Finding:
     return Finding("GPUs of llama.cpp", "ok", f"{'; '.join(names)}; --device gpu uses them, --device NAME one")
 
 
-def _gpu() -> Finding:
+def _gpu(places: Places) -> Finding:
     """Report whether our kernels run on a GPU here, and if not, why. Models run on the processor in any case."""
     if sys.platform == "darwin":
         return Finding("GPU", "ok", "our own kernels need CUDA; llama.cpp has Metal")
@@ -272,11 +273,18 @@ def _gpu() -> Finding:
     except EdgeLMError as error:
         return Finding("GPU", "problem", error.message, error.hint)
     if not state.problem:
-        return Finding("GPU", "ok", f"{state.name}: {_gib(state.free_bytes)} of {_gib(state.total_bytes)} GiB free")
+        free = f"{_gib(state.free_bytes)} of {_gib(state.total_bytes)} GiB free"
+        return Finding("GPU", "ok", f"{state.name}: {free}; {tuning(places, state.name)}")
     if not gpus and not state.name:
         return Finding("GPU", "ok", f"{state.problem}; models run on the processor")
     names = ", ".join(gpu.name for gpu in gpus) or state.name
     return Finding("GPU", "note", f"{names} is not used: {state.problem}", state.hint)
+
+
+def tuning(places: Places, gpu: str) -> str:
+    """Say whether kernels are tuned for a GPU."""
+    count = num_tuned(places.cache, gpu)
+    return f"{count} kernels are tuned for it" if count else "kernels are tuned for it when a model is first loaded"
 
 
 def _hub(places: Places) -> Finding:

@@ -5,6 +5,7 @@ Owns these choices. Knows nothing of the kernel's arithmetic.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -83,9 +84,10 @@ def tiles_of_program(config: Config, blocks: int, weight: Weight, gated: bool) -
 
 
 def candidates(weight: Weight, gated: bool) -> list[Config]:
-    """Return the configs that tuning tries, the default first."""
+    """Return the configs that tuning may try: the default first, then the nearer to it the earlier."""
     steps = -(-weight.columns // CHUNK)
-    configs = [default_config(weight, gated)]
+    default = default_config(weight, gated)
+    configs = [default]
     for warps in (4, 8):
         for tiles in (2, 4) if gated else (1, 2, 4):
             for prefetch in (False, True):
@@ -94,4 +96,10 @@ def candidates(weight: Weight, gated: bool) -> list[Config]:
                     fits = tiles * TILE <= weight.rows and steps >= 2 * warps * splits
                     if config not in configs and (splits == 1 or fits):
                         configs.append(config)
-    return configs
+    return sorted(configs, key=lambda config: _distance(config, default))
+
+
+def _distance(one: Config, other: Config) -> float:
+    """Return by how many factors of two two configs differ; prefetching or not is one."""
+    numbers = ((one.warps, other.warps), (one.tiles, other.tiles), (one.splits, other.splits))
+    return sum(abs(math.log2(a / b)) for a, b in numbers) + (one.prefetch != other.prefetch)

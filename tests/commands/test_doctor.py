@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.backends import tuned
 from edgelm.backends.llama.placement import Device
 from edgelm.commands import doctor
 from edgelm.errors import EngineError
 from edgelm.machine.facts import MachineFacts
+from edgelm.machine.gpu import CudaState
+from edgelm.places import Places
 
 
 @pytest.fixture
@@ -55,6 +58,17 @@ def test_the_gpus_of_llama_cpp_are_named_or_how_to_get_one() -> None:
     assert (problem.state, problem.text) == ("note", "edgelm-llama-vulkan finds no GPU; install its driver")
     card = Device("Vulkan0", "AMD Radeon", 8 * 2**30, 6 * 2**30)
     assert doctor.llama_gpus([card]).text.startswith("Vulkan0 is AMD Radeon, 6.0 of 8.0 GiB free; --device gpu")
+
+
+def test_a_gpu_says_whether_kernels_are_tuned_for_it(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ask_cuda", lambda: CudaState("", "", "NVIDIA H100", 80 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(tuned, "version", lambda _: "3.9.0")
+    here = Places({"EDGELM_CACHE_DIR": str(places / "cache")})
+    assert doctor._gpu(here).text.endswith("kernels are tuned for it when a model is first loaded")
+    file = here.cache / "kernels" / "nvidia-h100-132sm-triton3.9.0.json"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"matmul": {"a": {"warps": 4}, "b": {"warps": 8}}, "unfinished": {"matmul c": {"times": 1}}}')
+    assert doctor._gpu(here).text == "NVIDIA H100: 80.0 of 80.0 GiB free; 2 kernels are tuned for it"
 
 
 def test_each_problem_says_what_to_do(

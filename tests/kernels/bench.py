@@ -117,7 +117,8 @@ def _measure(device: torch.device, options: argparse.Namespace, bandwidth: float
 
 
 def _time(case: BenchCase, row: Row, device: torch.device, bandwidth: float) -> Row:
-    from tests.kernels.benchmark.timing import copies_of, time_us
+    from edgelm.backends.torch.timing import time_us
+    from tests.kernels.benchmark.timing import copies_of
 
     inputs = make_inputs(case.work, device, SEED)
     us = time_us(lambda copy: case.work.run(copy, "triton"), copies_of(inputs, device))
@@ -132,9 +133,10 @@ def _time(case: BenchCase, row: Row, device: torch.device, bandwidth: float) -> 
 
 
 def _tune(case: BenchCase, device: torch.device) -> None:
+    from edgelm.backends.torch.timing import time_us_or_inf
+    from edgelm.backends.torch.tuning import tune
     from edgelm.kernels.tuning import TABLE
-    from tests.kernels.benchmark.timing import copies_of, time_us_or_inf
-    from tests.kernels.tuner import tune
+    from tests.kernels.benchmark.timing import copies_of
 
     copies = copies_of(make_inputs(case.work, device, SEED), device)
 

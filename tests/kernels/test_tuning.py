@@ -10,9 +10,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from edgelm.backends.torch.tuning import fastest_of, tune
 from edgelm.kernels.gpu_target import target_of
-from edgelm.kernels.tuning import Table, file_name
-from tests.kernels.tuner import tune
+from edgelm.kernels.tuning import Table, file_name, num_measured
 
 
 class Config(NamedTuple):
@@ -78,13 +78,13 @@ class Step:
 def test_a_model_that_tuned_its_steps_takes_what_was_fastest_and_so_do_later_ones(tmp_path):
     step = Step(opened(tmp_path))
     tune(step.ops[0].table, step.run, step.time_us)
-    assert step.readings == 3 * len(CANDIDATES)
+    assert step.readings == 3 * (len(CANDIDATES) + 1)  # the default twice
     assert step.run() == [CANDIDATES[1], CANDIDATES[2], CANDIDATES[0]]
     later = Step(opened(tmp_path))
     assert later.run() == step.run()
     tune(later.ops[0].table, later.run, later.time_us)
     assert later.readings == 0
-    assert step.readings == 3 * len(CANDIDATES)
+    assert step.readings == 3 * (len(CANDIDATES) + 1)  # the default twice
 
 
 def test_a_model_that_does_not_tune_measures_nothing(tmp_path):
@@ -96,7 +96,7 @@ def test_a_model_that_does_not_tune_measures_nothing(tmp_path):
 
 def test_nothing_is_measured_while_a_graph_is_captured(tmp_path, monkeypatch):
     step = Step(opened(tmp_path))
-    monkeypatch.setattr("tests.kernels.tuner.capturing", lambda: True)
+    monkeypatch.setattr("edgelm.backends.torch.tuning.capturing", lambda: True)
     with pytest.raises(AssertionError, match="while a graph is captured"):
         tune(step.ops[0].table, step.run, step.time_us)
     assert step.run() == [CANDIDATES[0]] * 3
@@ -192,6 +192,33 @@ def test_a_measurement_that_fails_leaves_the_default(tmp_path):
         tune(op.table, op.run, op.time_us)
     assert op.table.best("matmul", op.key, lambda: CANDIDATES) == CANDIDATES[0]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("times", "again", "place"),
+    [
+        ([(10, 10), (8, 8), (9, 9)], (10, 10), 1),
+        ([(10, 10), (9.9, 9.9)], (10, 10), 0),  # by less than anybody can measure
+        ([(10, 10), (9.5, 9.5)], (11, 10), 0),  # the default itself differs by more
+        ([(10, 10), (9.5, 9.5)], (10.1, 10), 1),
+        ([(10, 100), (8, 110)], (10, 100), 0),  # slower with more rows
+        ([(10, 100), (8, 101)], (10, 100), 1),  # shares of a time count, whether it is long or short
+        ([(10, 100), (9, 70), (5, 100)], (10, 100), 2),
+        ([(10, 10), (math.inf, 1)], (10, 10), 0),
+        ([(math.inf, math.inf), (9, 9)], (math.inf, math.inf), 1),
+        ([(math.inf, math.inf)], (math.inf, math.inf), None),
+    ],
+)
+def test_a_candidate_replaces_the_default_if_it_is_faster_by_more_than_the_noise(times, again, place):
+    assert fastest_of(times, again) == place
+
+
+def test_the_number_of_measured_kernels_is_known_without_torch(tmp_path):
+    op = Op(opened(tmp_path), [3.0, 1.0, 2.0])
+    tune(op.table, op.run, op.time_us)
+    assert num_measured(tmp_path, TARGET.gpu, TARGET.triton) == 1
+    assert num_measured(tmp_path, TARGET.gpu, "3.6.0") == num_measured(tmp_path, "NVIDIA H100", TARGET.triton) == 0
+    assert num_measured(tmp_path / "none", TARGET.gpu, TARGET.triton) == 0
 
 
 def test_candidates_are_listed_once_for_a_key():

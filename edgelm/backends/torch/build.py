@@ -45,6 +45,7 @@ from edgelm.engine.scheduler import Scheduler
 from edgelm.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError
 from edgelm.kernels.cache import BLOCK_LEN
 from edgelm.kernels.choice import PLAIN_OPS
+from edgelm.kernels.tuning import TUNED
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.gpu import INSTALL
 from edgelm.machine.memory import available_memory_bytes
@@ -95,7 +96,8 @@ def build_torch(
         decoder = load_decoder(model, settings, device, option.context, reports)
         folder = _snapshot_folder(prefixes, model, settings, decoder, option) if prefixes else None
         store = SnapshotStore(int(SNAPSHOT_SHARE * available_memory_bytes()), folder) if folder else None
-        executor = _executor(decoder, settings, option, model.name, places, store, reports)
+        tuned = own_places().cache / TUNED if settings.tune else None
+        executor = _executor(decoder, settings, option, model.name, tuned, store, reports)
         clock, drafter = StepClock(), None
         try:
             if places and settings.spec != "off":
@@ -190,13 +192,12 @@ def _executor(
     settings: Settings,
     option: Option,
     name: str,
-    places: Places | None = None,
+    tuned: Path | None = None,
     store: SnapshotStore | None = None,
     reports: Reports = LOGGED,
 ) -> TorchExecutor:
     """Make the executor; if its memory cannot be allocated, retry with half the context."""
     context = option.context
-    tuned = places.cache / "kernels" if places else None
     while (executor := _try_executor(decoder, settings, option.kv, context, tuned, store, reports)) is None:
         if settings.ctx is not None or context // 2 < MIN_CONTEXT:
             device = device_name(decoder.device)
@@ -250,7 +251,8 @@ def _load_draft_model(
     context = min(info.context, draft.facts.summary.context or info.context)
     own = replace(reports, progress=None)  # the share is that of the large model
     decoder = load_decoder(draft, settings, large.device.type, context, own)
-    executor = _try_executor(decoder, settings, DRAFT_KV, context, places.cache / "kernels", reports=own)
+    tuned = places.cache / TUNED if settings.tune else None
+    executor = _try_executor(decoder, settings, DRAFT_KV, context, tuned, reports=own)
     if executor is None:
         message = f"the draft model {draft.name} does not fit in the memory of {device_name(decoder.device)}"
         raise DoesNotFitError(message, "lower --ctx, or omit --draft")

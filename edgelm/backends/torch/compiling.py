@@ -51,10 +51,13 @@ class Compiled:
     """The kernel is in the cache."""
 
 
-def compile_kernels(needed: Sequence[Compilation], on_progress: Progress, workers: int | None = None) -> None:
+def compile_kernels(
+    needed: Sequence[Compilation], on_progress: Progress, workers: int | None = None, *, must: bool = True
+) -> None:
     """Compile those kernels that the cache on disk does not have; `workers` defaults to what the machine allows.
 
-    A few kernels are left to their first launch. Raises DeviceError where a kernel cannot be compiled.
+    A few kernels are left to their first launch. Where a kernel cannot be compiled, this raises DeviceError; if not all
+    kernels `must` be compiled, the others are. An exception of `on_progress` ends the work.
     """
     missing = [compilation for compilation in needed if not compilation.is_done]
     count = min(workers or _num_workers(), len(missing) // KERNELS_EACH)
@@ -68,7 +71,12 @@ def compile_kernels(needed: Sequence[Compilation], on_progress: Progress, worker
             jobs = [threads.submit(pool.compile, compilation) for compilation in missing]
             on_progress(0, len(jobs))
             for done, job in enumerate(as_completed(jobs), 1):
-                job.result()
+                try:
+                    job.result()
+                except DeviceError as error:
+                    if must:
+                        raise
+                    log.warning("%s", error.message)
                 on_progress(done, len(jobs))
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)

@@ -69,7 +69,7 @@ class TorchOptions:
     max_rows: int = MAX_ROWS
     graphs: bool = True
     runs_ahead: bool | None = None  # None: on a GPU, where dropping a step costs less than waiting
-    tuned: Path | None = None  # folder of the fastest kernel configurations of each GPU (tests.kernels.bench --tune)
+    tuned: Path | None = None  # folder where the fastest configurations of kernels are kept; None: the defaults
 
 
 class TorchExecutor:
@@ -138,9 +138,11 @@ class TorchExecutor:
                 device=device,
             )
             if device.type == "cuda":
+                self._device_sampler = self._new_sampler(options)
                 if options.tuned is not None:
                     TABLE.open(options.tuned, target_of(device))
-                self._device_sampler = self._new_sampler(options)
+                if options.tuned is not None and options.graphs:  # measuring needs graphs too
+                    self._tune(reports)
                 self._compile(reports)
         if options.graphs and device.type == "cuda":
             self._capture_graphs(options, reports)
@@ -149,6 +151,16 @@ class TorchExecutor:
 
     def _new_sampler(self, options: TorchOptions) -> DeviceSampler:
         return DeviceSampler(self._info.num_vocab, max(options.max_rows, SIZES[-1]), self._device)
+
+    def _tune(self, reports: Reports) -> None:
+        """Choose the fastest configuration of each kernel, before kernels of the warm-up are compiled."""
+        from edgelm.backends.torch.load_tuning import tune_model  # these import Triton, which the CPU does without
+        from edgelm.backends.torch.warm_up import step_of_rows
+
+        info = self._info
+        most = min(MAX_ROWS, info.max_rows, info.max_tokens, info.context)
+        tune_model(TABLE, lambda rows: self.forward(step_of_rows(rows, info.num_vocab)), most, self._device, reports)
+        self._logits = torch.empty((0, info.num_vocab))
 
     def _compile(self, reports: Reports) -> None:
         """Compile the kernels of the warm-up beside each other, before the first one is launched."""

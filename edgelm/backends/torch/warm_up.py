@@ -6,6 +6,7 @@ Owns the choice of these steps, from the rules by which the ops choose their ker
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from edgelm.core import Chunk, SamplingParams, Step
@@ -45,6 +46,12 @@ def warm_up_steps(decoder: Decoder, caches: Sequence[LayerCache], limits: Limits
     most = min(limits.max_rows, limits.max_tokens, limits.max_sequences * VERIFY_LEN)
     for rows in _first_of_each(matmul_kind, most):  # of the output matrix
         yield _verification(limits, rows, rows)
+
+
+def step_of_rows(rows: int, num_vocab: int) -> Step:
+    """Return a step of one sequence with so many tokens, all of them sampled."""
+    tokens = [token % num_vocab for token in range(rows)]
+    return Step((replace(_chunk(rows, rows), tokens=tokens),))
 
 
 def _first_of_each(kind: Callable[[int], object], most: int) -> list[int]:

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from edgelm.backends.torch import executor
+from edgelm.backends.torch import executor, load_tuning
 from edgelm.backends.torch.compilation import Compilation
 from edgelm.kernels import gpu_target
 from tests.backends.torch.fake_pools import GraphPools
@@ -70,8 +70,9 @@ class FakeGpu(TorchFunctionMode):
     `blocking` counts the copies that the host waits for; events are not counted. `pools` is the memory of the graphs,
     `waits` counts the calls that wait for all work of the device. `compiled` are the kernels that a GPU would have
     compiled, in order: the name and the key by which Triton finds one, `ahead` those that several processes would have
-    compiled before. `live_bytes` are those of tensors outside of
-    graphs, `peak_bytes` the most so far; it may be set.
+    compiled before. With each replay of a graph `clock_us` goes on by what `launch_us` says of its launches, from the
+    name and the options of a kernel. `live_bytes` are those of tensors outside of graphs, `peak_bytes` the most so far;
+    it may be set.
     """
 
     def __init__(self) -> None:
@@ -80,6 +81,9 @@ class FakeGpu(TorchFunctionMode):
         self.ahead: set[tuple[str, str]] = set()
         self.captured: list[Counter[str]] = []
         self.replays = 0
+        self.clock_us = 0.0
+        self.launch_us: Callable[[str, dict[str, Any]], float] = lambda _name, _options: 1.0
+        self._recorded: list[tuple[str, dict[str, Any]]] = []  # launches of the present capture
         self.copies: Counter[str] = Counter()  # "up" and "down"
         self.blocking = 0
         self.pools = GraphPools()
@@ -106,7 +110,11 @@ class FakeGpu(TorchFunctionMode):
         class Event:
             def __init__(self, **_: object) -> None: ...
 
-            def record(self, *_: object) -> None: ...
+            def record(self, *_: object) -> None:
+                self.at_us = gpu.clock_us
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at_us - self.at_us) / 1e3
 
             def synchronize(self) -> None:
                 gpu._on_the_host("an event is waited for")
@@ -114,14 +122,19 @@ class FakeGpu(TorchFunctionMode):
         class Stream:
             def wait_stream(self, _: object) -> None: ...
 
+            def synchronize(self) -> None:
+                gpu._wait()
+
         class Graph:
             own_pool: object = None
+            launches: tuple[tuple[str, dict[str, Any]], ...] = ()
 
             def pool(self) -> object:
                 return self.own_pool
 
             def replay(self) -> None:
                 gpu.replays += 1
+                gpu.clock_us += sum(gpu.launch_us(*launch) for launch in self.launches)
 
         @contextmanager
         def capture(graph: Graph, pool: object = None, stream: object = None) -> Iterator[None]:
@@ -129,8 +142,10 @@ class FakeGpu(TorchFunctionMode):
             graph.own_pool = pool or object()
             gpu._place = graph.own_pool, stream
             gpu._capturing = Counter()
+            gpu._recorded = []
             try:
                 yield
+                graph.launches = tuple(gpu._recorded)
                 gpu.captured.append(gpu._capturing)
             finally:
                 gpu._capturing = None
@@ -161,6 +176,9 @@ class FakeGpu(TorchFunctionMode):
         self._stack.enter_context(patch.object(JITFunction, "run", self._launch()))
         self._stack.enter_context(patch.object(knobs.runtime, "jit_cache_hook", self._compile))
         self._stack.enter_context(patch.object(executor, "compile_kernels", self._compile_ahead))
+        self._stack.enter_context(patch.object(load_tuning, "compile_kernels", self._compile_ahead))
+        compiled = property(lambda compilation: (compilation.name, compilation.key) in gpu.ahead)
+        self._stack.enter_context(patch.object(Compilation, "is_done", compiled))
         gpu_target.kwidth()  # compiles its probe, which no hook may prevent
         driver.set_active(FakeDriver())
         self._stack.callback(driver.set_active, None)
@@ -280,11 +298,12 @@ class FakeGpu(TorchFunctionMode):
             self.launches[kernel.__name__] += 1
             if self._capturing is not None:
                 self._capturing[kernel.__name__] += 1
+                self._recorded.append((kernel.__name__, kwargs))
             return found
 
         return run
 
-    def _compile_ahead(self, needed: list[Compilation], _: object) -> None:
+    def _compile_ahead(self, needed: list[Compilation], _: object, **__: object) -> None:
         self.ahead |= {(compilation.name, compilation.key) for compilation in needed}
 
     def _compile(self, *, key: str, fn: Any, **_: object) -> bool:

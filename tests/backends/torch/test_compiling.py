@@ -23,7 +23,7 @@ HINT = "see `edgelm doctor`, or use --engine llama"
 def check(name: str, cache: Path) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.backends.torch.compiling_checks", name], cwd=ROOT, timeout=100, check=False,
+        [sys.executable, "-m", "tests.backends.torch.compiling_checks", name], cwd=ROOT, timeout=200, check=False,
         env={**environment, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -45,6 +45,7 @@ def test_kernels_are_compiled_once_and_the_next_start_finds_them(tmp_path: Path)
 
 def test_a_failure_is_one_line(tmp_path: Path) -> None:
     errors = check("bad", tmp_path)
+    assert errors.pop("others") == [None, 6, 6], "where a kernel need not be compiled, the others are"
     assert errors == {
         "wrong": f"the GPU's kernel wrong_kernel cannot be compiled: CompileTimeAssertionFailure: is wrong; {HINT}",
         "deadly": f"the GPU's kernel deadly_kernel cannot be compiled: the compiler was killed by SIGKILL; {HINT}",
