@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from edgelm.backends.reports import Reports
-from edgelm.backends.torch.check_bounds import bounds_of
+from edgelm.backends.torch.check_bounds import Bound, bounds_of
 from edgelm.backends.torch.compilation import Compilation, recording
 from edgelm.backends.torch.compiling import compile_kernels
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
@@ -141,11 +141,11 @@ def launched_by(table: Table, run: Callable[[], object], cold_bytes: int) -> dic
     return found
 
 
-def agrees(got: Tensor, want: Tensor, bound: Tensor | None) -> bool:
+def agrees(got: Tensor, want: Tensor, bound: Bound | None) -> bool:
     """Return whether each number of a result is within the bound of its difference; without bounds, equal."""
     same = (got == want) | (torch.isnan(got) & torch.isnan(want))
     if bound is not None:
-        same |= (got.float() - want.float()).abs() <= bound
+        same |= (got.float() - want.float()).abs() <= bound.most
     return bool(same.all().cpu())
 
 
@@ -295,7 +295,7 @@ class _Tuner:
         """Return a function that measures the configuration in the table; now the table has the default."""
         calls = [self._calls[count][key].calls for count in rows]
         compared = [call for some in calls for call in some[:MAX_COMPARED]]
-        expected: list[tuple[Tensor, Tensor | None]] = []
+        expected: list[tuple[Tensor, Bound | None]] = []
         for call in compared:
             result = _result_of(call)
             bounds = bounds_of(key[0], call.args, (), [result])
