@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -93,6 +93,10 @@ class FakeChild:
 
     def send(self, reply: object) -> None:
         self.replies.append(decode(encode(reply), REPLIES))
+
+    def fail(self, error: EdgeLMError) -> NoReturn:
+        """Fail: nothing hangs here."""
+        raise error
 
     def states(self) -> list[dict[str, Any]]:
         return [reply.state for reply in self.replies if isinstance(reply, EvalState)]

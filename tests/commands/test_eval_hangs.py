@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgelm.commands import job
+from edgelm.commands.eval import Task
 from edgelm.commands.eval_output import Form
 from edgelm.commands.eval_table import eval_models
 from tests.tiny import write_tiny
@@ -32,10 +33,8 @@ def models(server_environment: dict[str, str], tmp_path: Path, monkeypatch: pyte
 
 def test_a_row_whose_gpu_hangs_fails_and_the_others_go_on(models: Path, capfd: pytest.CaptureFixture[str]) -> None:
     paths = [str(models / f"{name}.gguf") for name in ("step", "load", "fine")]
-    code = eval_models(
-        paths, str(models / "text.txt"), {"kv": "k8v4"}, ("f16",), window=64, stride=None, limit=2, restart=False,
-        speed=False, form=Form(as_csv=True), verbose=False,
-    )  # fmt: skip
+    task = Task(models / "text.txt", window=64, limit=2)
+    code = eval_models(paths, task, {"kv": "k8v4"}, ("f16",), speed=False, form=Form(as_csv=True))
     assert code == 1
     out, err = capfd.readouterr()
     rows = {row["label"]: row for row in csv.DictReader(io.StringIO(out))}
