@@ -1,4 +1,4 @@
-"""The GPU that kernels are compiled for and measured on: its size, its software, and the dot operands Triton chooses.
+"""The GPU that kernels are compiled for and measured on: its size, its software, and what Triton makes of a dot on it.
 
 Owns these facts. Knows nothing of any op.
 """
@@ -16,6 +16,7 @@ import torch
 from edgelm.kernels.choice import has_triton, interpreting
 
 OFFLINE_CAPABILITY = 90  # compute capability that kernels are compiled for where there is no GPU
+SOUND_TRITON = (3, 9)  # the first release without the faults that kernels avoid in older ones
 
 
 class Target(NamedTuple):
@@ -64,6 +65,26 @@ def triton_version() -> str:
         return version("triton")
     except PackageNotFoundError:
         return "none"
+
+
+@cache
+def triton_has_faults() -> bool:
+    """Return whether Triton is older than SOUND_TRITON."""
+    return tuple(int(number) for number in re.findall(r"\d+", triton_version())[:2]) < SOUND_TRITON
+
+
+def stages_of_products(num_stages: int) -> int:
+    """Return the stages of a loop of `tl.dot` that should have `num_stages`: 1 where Triton pipelines it wrongly.
+
+    On sm_90, Triton 3.6 lets the next iteration write registers that wgmma still reads, and so does a ptxas older than
+    13.3 (Triton 3.9 has 13.4; triton-lang/triton, issue 9433). Triton 3.6 also has no fence between cp.async and wgmma
+    (pull request 9610). With one stage, operands are stored and fenced, and products are waited for at once.
+    """
+    if interpreting() or not triton_has_faults():
+        return num_stages
+    from triton.runtime import driver
+
+    return 1 if driver.active.get_current_target().arch // 10 == 9 else num_stages
 
 
 @cache

@@ -10,10 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from edgelm.kernels.gpu_target import triton_has_faults
+
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds a float32 to a whole number, half to even
 FACTOR = tl.constexpr(32**-0.5)
 E4M3_ROUNDER = tl.constexpr(16384.0)  # float32 has steps of 2**-9 above it, as e4m3 has below 2**-6
 E4M3_ROUNDER_BITS = tl.constexpr(0x46800000)
+# Triton 3.6 reduces over the wrong lanes where the bits of a lane's number that count along the axis are not side by
+# side, as in its layout for the keys of k6v4 (triton-lang/triton, pull request 9219). An axis of two has one bit.
+IN_PAIRS = tl.constexpr(triton_has_faults())
 
 
 @triton.jit
@@ -38,8 +43,8 @@ def quantize(x, KIND: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr):
     """Return the codes of x, int32 [ROWS, P] (signed for int8), and its scales, float16 [ROWS, groups]."""
     GROUPS: tl.constexpr = 1 if KIND == "fp8" else P // 32
     grouped = tl.reshape(x, [ROWS, GROUPS, P // GROUPS])
-    high = tl.max(grouped, 2)
-    low = tl.max(-grouped, 2)
+    high = _largest(grouped)
+    low = _largest(-grouped)
     if KIND == "int8":
         scale = tl.maximum(high, low) * (1 / 127)
     elif KIND == "fp8":
@@ -62,6 +67,18 @@ def quantize(x, KIND: tl.constexpr, ROWS: tl.constexpr, P: tl.constexpr):
     else:
         codes = _e4m3(scaled)
     return tl.reshape(codes, [ROWS, P]), stored
+
+
+@triton.jit
+def _largest(x):
+    """Return the maxima over the last axis of [ROWS, groups, N]; N is a power of 2, at most 256."""
+    if IN_PAIRS:
+        for _ in tl.static_range(8):
+            if x.shape[2] > 1:
+                x = tl.max(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 2, 2]), 3)
+        return tl.reshape(x, [x.shape[0], x.shape[1]])
+    else:
+        return tl.max(x, 2)
 
 
 @triton.jit

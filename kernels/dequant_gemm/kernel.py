@@ -21,7 +21,7 @@ from edgelm.kernels.activation import Gate
 from edgelm.kernels.activation.kernel import gate_constants, gated_values
 from edgelm.kernels.choice import interpreting
 from edgelm.kernels.dequantize.kernel import constants, half_values, matrix_planes, rounded, unpack_chunk
-from edgelm.kernels.gpu_target import kwidth
+from edgelm.kernels.gpu_target import kwidth, stages_of_products
 from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight, planes
 from edgelm.kernels.unpack import fragment
 
@@ -114,7 +114,7 @@ def launch(
         ASM=not interpreting(),
         enable_fp_fusion=False,  # round the weights as `dequantize` does
         num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        num_stages=stages_of_products(shape.num_stages),
     )
 
 

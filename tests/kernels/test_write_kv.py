@@ -201,11 +201,15 @@ def test_rotation_adds_in_the_order_of_the_reference(generator: Generator):
     assert torch.equal(rotated(x), rotate(x))
 
 
+@pytest.mark.parametrize("in_pairs", [False, True])  # as for Triton before 3.9
 @pytest.mark.parametrize(("kind", "reach"), [("int8", 127), ("fp8", 448), ("int6", 32), ("int4", 8)])
-def test_codes_are_those_of_the_reference(kind: CodeKind, reach: int, generator: Generator):
+def test_codes_are_those_of_the_reference(
+    kind: CodeKind, reach: int, in_pairs: bool, generator: Generator, monkeypatch: pytest.MonkeyPatch
+):
     """Cover what random rows rarely have: halves, numbers far below the largest one, two largest numbers."""
     from tests.kernels.cache_kernels import quantized
 
+    monkeypatch.setattr("edgelm.kernels.cache.kernel.IN_PAIRS", in_pairs)
     x = torch.zeros(8, 64)  # the first row stays zeros
     if kind == "fp8":
         exact = torch.arange(64, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -1,0 +1,15 @@
+"""What the kernels do where Triton 3.6 would compile them wrongly is right as well; no Triton 3.6 is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.emulated.children import lines_of
+
+
+@pytest.mark.timeout(120)
+def test_kernels_for_older_releases_of_triton() -> None:
+    keys, hopper, ada = lines_of("older_triton", limit_s=110)
+    assert not [line["fault"] for line in (keys, hopper, ada) if line["fault"]]
+    assert (hopper["ahead"], hopper["waits"]) == (0, ["0"])  # each product is waited for before the next operands
+    assert (ada["ahead"], ada["waits"]) == (1, [])  # mma.sync, which reads its operands at once, may load ahead

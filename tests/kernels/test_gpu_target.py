@@ -1,0 +1,33 @@
+"""What kernels are told about the GPU and its software."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from edgelm.kernels import gpu_target
+
+
+@pytest.mark.parametrize(
+    ("version", "faults"),
+    [("3.6.0", True), ("3.7.1+git1e2", True), ("3.8.0", True), ("3.9.0", False), ("3.10.0", False), ("4.0", False)],
+)
+def test_triton_before_3_9_has_faults(monkeypatch: pytest.MonkeyPatch, version: str, faults: bool) -> None:
+    monkeypatch.setattr(gpu_target, "triton_version", lambda: version)
+    assert gpu_target.triton_has_faults.__wrapped__() == faults
+
+
+@pytest.mark.parametrize(
+    ("capability", "faults", "stages"), [(80, True, 3), (89, True, 3), (90, True, 1), (120, True, 3), (90, False, 3)]
+)
+def test_products_of_sm_90_are_not_pipelined_by_a_triton_with_faults(
+    monkeypatch: pytest.MonkeyPatch, capability: int, faults: bool, stages: int
+) -> None:
+    from triton.runtime import driver
+
+    active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=capability))
+    monkeypatch.setattr(driver, "_active", active)
+    monkeypatch.setattr(gpu_target, "interpreting", lambda: False)
+    monkeypatch.setattr(gpu_target, "triton_has_faults", lambda: faults)
+    assert gpu_target.stages_of_products(3) == stages
