@@ -147,8 +147,8 @@ def _sample_by_one_number(seed: int) -> Outcome:
         at = 128 * part + 8 * int(rng.integers(16)) + (part + part // 4) % 4 + 4 * (part % 2)
         token = next(at + 2048 * chunk for chunk in (2 - row % 3, row % 2) if at + 2048 * chunk < NUM_VOCAB)
         other, *ids = rng.permutation(NUM_VOCAB)[: 1024 + 1].tolist()
-        # half of the rows draw from a list of one token
-        params = SamplingParams(temperature=float(row < 16), top_k=int(row < 16), num_logprobs=3)
+        # half of the rows draw from a list of two tokens, nearly always the first: without it, the second
+        params = SamplingParams(temperature=float(row < 16), top_k=2 * (row < 16), num_logprobs=3)
         history = History(ids)
         if row < 20:
             table[row, token] = 60 if row < 16 else math.inf
@@ -164,6 +164,9 @@ def _sample_by_one_number(seed: int) -> Outcome:
         bits = masks[row].view(np.uint32)
         bits[other // 32] &= ~np.uint32(1 << other % 32)
         bits[token // 32] |= np.uint32(1 << token % 32)
+        if row < 16:
+            table[row, ids[0]] = 52
+            bits[ids[0] // 32] |= np.uint32(1 << ids[0] % 32)
         requests.append(RowRequest(params, 0, history))
     return _sampled(table, requests, masks)
 
