@@ -50,6 +50,12 @@ class Table:
             self.path, self.stored = path, read_table(path)
             self._chosen.clear()
 
+    def close(self) -> None:
+        """Forget the file and all configurations."""
+        self.path = None
+        self.stored = {}
+        self._chosen.clear()
+
     def best(self, op: str, key: str, candidates: Callable[[], Sequence[C]]) -> C:
         """Return the fastest candidate if it was measured, else the first one.
 
@@ -67,9 +73,9 @@ class Table:
         return chosen  # type: ignore[return-value]  # the candidates of a key are of one type
 
     @property
-    def in_use(self) -> frozenset[tuple[str, str]]:
-        """The ops and keys that this process has launched since the file was opened."""
-        return frozenset(self._chosen)
+    def in_use(self) -> dict[tuple[str, str], Config]:
+        """The configurations, by op and key, that this process has launched since the file was opened."""
+        return dict(self._chosen)
 
     def is_measured(self, op: str, key: str, candidates: Sequence[Config]) -> bool:
         """Return whether one of the candidates is kept as the fastest."""

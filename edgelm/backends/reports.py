@@ -1,4 +1,4 @@
-"""What loading a model reports while it goes on: the share of the weights, lines of progress, and that it is alive.
+"""Reports of a model that is being loaded: the share of the weights, lines of progress, and that it is alive.
 
 Owns only that every report is a sign of life too. Knows nothing of who waits.
 """

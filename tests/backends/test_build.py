@@ -199,7 +199,7 @@ def test_loading_that_hangs_is_told_by_another_thread(
     monkeypatch.setattr(watchdog, "GPU_OTHER_S", 0.4)
     monkeypatch.setattr(build_package, "Watchdog", partial(watchdog.Watchdog, tick_s=0.02))
     with pytest.raises(ModelError, match="the end of the test"):
-        build(write_tiny(tmp_path / "plain.gguf", quant="q8_0"), Settings(threads=1, **asked), when_lost=lost)  # type: ignore[arg-type]
+        build(write_tiny(tmp_path / "plain.gguf", quant="q8_0"), Settings(threads=1, **asked), when_lost=lost)
     assert seconds[0] > 0.5
     assert seconds[1] - seconds[0] > 0.3
     assert [type(error) for error in told] == [kind]

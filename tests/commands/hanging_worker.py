@@ -30,15 +30,15 @@ def hang(*_: Any, **__: Any) -> None:
 def evaluate(job: EvalJob, child: Child) -> None:
     real = torch_evaluation.load_torch_evaluation
     if job.model.stem == "step":
-        TorchExecutor._run = hang  # type: ignore[assignment,method-assign]
+        TorchExecutor._run = hang
         watchdog.GPU_S, watchdog.GPU_TOKEN_S = 1.0, 0.0
     if job.model.stem == "load":
-        torch_evaluation.load_decoder = hang  # type: ignore[assignment]
+        torch_evaluation.load_decoder = hang
         watchdog.GPU_OTHER_S = 1.0
     build.find_cuda = lambda: GPU
     torch_evaluation.load_torch_evaluation = lambda *args, **options: real(*args, **options | {"device": "cpu"})
-    watched.Watchdog = _on_gpu  # type: ignore[assignment,misc]
-    build.Watchdog = partial(watchdog.Watchdog, tick_s=0.1)  # type: ignore[assignment,misc]
+    watched.Watchdog = _on_gpu
+    build.Watchdog = partial(watchdog.Watchdog, tick_s=0.1)
     evaluate_file(job, child)
 
 

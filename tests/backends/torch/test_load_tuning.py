@@ -128,16 +128,16 @@ def test_a_kernel_that_breaks_the_gpu_twice_is_not_tried_again(starts: dict[str,
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
     """The table of a process in which configurations without prefetching are faster, as simulated."""
-    TABLE.__init__()  # type: ignore[misc]
+    TABLE.close()
     monkeypatch.setattr(load_tuning, "time_us", lambda *_: 1.0 if all_default() else 0.5)
     monkeypatch.setattr(load_tuning, "NUM_CANDIDATES", 2)  # the interpreter is slow; the second one has no prefetching
     monkeypatch.setattr(load_tuning._Tuner, "_missing", lambda *_: [])  # it compiles nothing
     yield TABLE
-    TABLE.__init__()  # type: ignore[misc]
+    TABLE.close()
 
 
 def all_default() -> bool:
-    return all(config.prefetch for config in TABLE._chosen.values())  # type: ignore[attr-defined]
+    return all(config._asdict()["prefetch"] for config in TABLE.in_use.values())
 
 
 def operands(rows: int) -> tuple[torch.Tensor, DenseWeight]:

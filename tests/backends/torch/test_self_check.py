@@ -112,7 +112,7 @@ def test_without_a_model_every_op_is_tried_and_the_experts_in_every_format(monke
     monkeypatch.setattr(Comparison, "observe", observe)
     child = SimpleNamespace(send=lambda _: None)
     request = CheckGpu(None, ("f16",), "off")
-    check_worker.check(request, child, device=torch.device("cpu"), trial=lambda _: None, width=256)  # type: ignore[arg-type]
+    check_worker.check(request, child, device=torch.device("cpu"), trial=lambda _: None, width=256)
     sources = [path.read_text() for path in (ROOT / "kernels").glob("*/__init__.py")]
     ops = {op for source in sources for op in re.findall(r'(?:dispatch|choose)\(\s*"(\w+)"', source)}
     assert len(ops) > 10

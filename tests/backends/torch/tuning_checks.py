@@ -53,7 +53,7 @@ def relative(factor: float, with_many_rows: float = 0.0) -> Callable[[str, Optio
 
 @dataclass
 class Situation:
-    """What differs from a usual start on an empty folder."""
+    """A start, described by its differences from a usual one on an empty folder."""
 
     launch_us: Callable[[str, Options], float] = field(default_factory=lambda: relative(0.8))
     right: Callable[[], bool] = lambda: True  # whether a result agrees
@@ -69,7 +69,7 @@ class Situation:
 
 @dataclass
 class Start:
-    """What a start did."""
+    """The record of a start."""
 
     lines: list[str] = field(default_factory=list)
     launches: list[Options] = field(default_factory=list)  # of matmuls, after tuning
@@ -119,15 +119,15 @@ def simulated(gpu: FakeGpu, situation: Situation, start: Start) -> Iterator[None
         patch.object(TorchExecutor, "_tune", tune),
     ]
     with ExitStack() as stack:
-        for each in patches:
-            stack.enter_context(each)
+        for replacement in patches:
+            stack.enter_context(replacement)
         yield
 
 
 def load(folder: Path, situation: Situation) -> dict[str, Any]:
     """Load a model as a new process does, or as the second one of a process; return what happened."""
     if situation.new_process:
-        TABLE.__init__()  # type: ignore[misc]
+        TABLE.close()
     situation.before(folder)
     start = Start()
     result: dict[str, Any] = {"error": ""}
@@ -175,7 +175,7 @@ def run_steps(executor: TorchExecutor) -> None:
 
 
 def measuring_default() -> bool:
-    return all(config.prefetch for config in TABLE._chosen.values())  # type: ignore[attr-defined]
+    return all(config._asdict()["prefetch"] for config in TABLE.in_use.values())
 
 
 def damage(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the programs of this package share: their lines of JSON, and their memory.
+"""Shared by the programs of this package: their lines of JSON, and their memory.
 
 Owns where lines go, and which lines of a file are of the present kernels, so that a run can go on after a cut.
 """

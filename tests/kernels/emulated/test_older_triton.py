@@ -1,4 +1,4 @@
-"""What the kernels do where Triton 3.6 would compile them wrongly is right as well; no Triton 3.6 is needed."""
+"""The workarounds for Triton 3.6 give right results as well; no Triton 3.6 is needed."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ WRITE_BACK = 0.5  # of the L2 cache: a launch that writes more leaves nothing of
 
 
 class Counts(NamedTuple):
-    """What a launch does, whatever the GPU's speed: exact counts of code and traffic."""
+    """The exact counts of a launch's code and traffic; they do not depend on the GPU's speed."""
 
     warp_instructions: float  # of the grid
     loop: int  # instructions of the longest innermost loop

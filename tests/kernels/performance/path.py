@@ -32,7 +32,7 @@ Key = tuple[str, int, str]  # file, line, kind
 
 
 class Request(NamedTuple):
-    """What a memory instruction asks for each time that a warp executes it, on average."""
+    """The average request of a memory instruction, for one execution by a warp."""
 
     sectors: float  # of 32 bytes, from the L1 cache or beyond
     misses: float  # of these, the sectors that no instruction of the CTA had touched before

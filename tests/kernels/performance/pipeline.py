@@ -41,7 +41,7 @@ class Warp:
 
 @dataclass(slots=True)
 class Result:
-    """What happened in a multiprocessor."""
+    """The result of simulating a multiprocessor."""
 
     cycles: float
     issued: int  # instructions of warps

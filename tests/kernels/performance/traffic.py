@@ -1,4 +1,4 @@
-"""What a launch does to memory: some CTAs of the real grid run in the emulator of PTX, and their accesses are counted.
+"""Count the memory accesses of a launch: some CTAs of the real grid run in the PTX emulator.
 
 Owns the counts by instruction of the PTX: executions, sectors of 32 bytes, first touches, wavefronts of shared memory.
 Knows nothing of machine code and of time. Products (mma, wgmma) are not computed: no address depends on one.

@@ -1,4 +1,4 @@
-"""What a machine instruction occupies, and how long its result takes where that varies.
+"""The units that a machine instruction occupies, and the latency of its result where that varies.
 
 Owns the classes of instructions and their latencies. Those of fixed latency are in the control bits: ptxas has stalled
 the next instruction for them. Knows nothing of warps.
@@ -71,7 +71,7 @@ WAITS = {"BAR": Unit.BARRIER, "LDGDEPBAR": Unit.COPY_GROUP}
 
 
 def timing(instruction: Instruction, gpu: Gpu) -> Timing:
-    """Return what an instruction occupies on a GPU. Memory's latencies are those of the data: see memory.py."""
+    """Return the units that an instruction occupies. The latency of memory depends on the data: see memory.py."""
     name = instruction.name
     if name in ("DEPBAR", "WARPGROUP") and ".LE" in instruction.opcode:
         return Timing(Unit.WAIT_GROUP, 0, 0)
