@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kernels.performance.estimate import Prepared, prepare
 from tests.kernels.performance.gpus import Gpu
 from tests.kernels.performance.launch import Launch
-from tests.kernels.ptx.launch import Emulated
+from tests.kernels.ptx.launch import Emulated, bound_arguments
 
 WITHOUT_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty"}
 Node = str | Launch | Prepared  # a kernel of torch by its name, a launch, or one that has run
@@ -61,11 +61,7 @@ class Recorded(Emulated):
         self._cold |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def _launch(self, kernel: Any, compiled: Any, args: tuple[Any, ...], options: Mapping[str, Any], grid: Any) -> None:
-        names = kernel.arg_names
-        bound = dict(zip(names, args, strict=False)) | {name: options[name] for name in options if name in names}
-        for parameter in kernel.params:
-            if parameter.has_default:
-                bound.setdefault(parameter.name, parameter.default)
+        bound = bound_arguments(kernel, args, options)
         signature = [name for name, kind in compiled.src.signature.items() if kind != "constexpr"]
         shape = tuple(int(size) for size in (grid(bound) if callable(grid) else grid))
         arguments = {name: bound[name] for name in signature}

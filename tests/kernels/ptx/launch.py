@@ -138,11 +138,7 @@ class Emulated:
                 self._stack.enter_context(patch.object(module, name, stand_in))
 
     def _launch(self, kernel: Any, compiled: Any, args: tuple[Any, ...], options: Mapping[str, Any], grid: Any) -> None:
-        names = kernel.arg_names
-        bound = dict(zip(names, args, strict=False)) | {name: options[name] for name in options if name in names}
-        for parameter in kernel.params:
-            if parameter.has_default:
-                bound.setdefault(parameter.name, parameter.default)
+        bound = bound_arguments(kernel, args, options)
         signature = {name: str(kind) for name, kind in compiled.src.signature.items() if kind != "constexpr"}
         ptx = compiled.asm["ptx"]
         if self.change is not None:
@@ -170,6 +166,14 @@ class Emulated:
         digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
         types = tuple(signature.items())
         self.launches.append(Launch(kernel.__name__, shape, count, metadata.num_warps, types, digest, replayed))
+
+
+def bound_arguments(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a launch by name, with the kernel's defaults."""
+    names = kernel.arg_names
+    bound = dict(zip(names, args, strict=False)) | {name: options[name] for name in options if name in names}
+    defaults = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default}
+    return defaults | bound
 
 
 def num_together(num_warps: int, watched_bytes: int, num_ctas: int) -> int:
