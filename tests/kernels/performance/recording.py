@@ -45,7 +45,7 @@ class Recorded(Emulated):
     """Record launches, and run them as well while `runs` is set."""
 
     def __init__(self, gpu: Gpu) -> None:
-        super().__init__(gpu.capability, num_sms=gpu.num_sms)
+        super().__init__(gpu.capability, num_sms=gpu.num_sms, assembles=True)
         self.nodes: list[Node] = []
         self.runs = False
         self._own = OwnKernels(self.nodes)

@@ -91,7 +91,9 @@ class Emulated:
         num_sms: int = 2,
         change: Callable[[str, str], str] | None = None,
         known: Launches | None = None,
+        assembles: bool = False,
     ) -> None:
+        self.assembles = assembles  # whether ptxas runs, for those who need its code
         self.capability = capability
         self.order = order
         self.seed = seed
@@ -116,7 +118,8 @@ class Emulated:
             return compiled
 
         self._stack.enter_context(patch.object(JITFunction, "run", emulate))
-        self._compile_without_ptxas()
+        if not self.assembles:
+            self._compile_without_ptxas()
         for module in pkgutil.walk_packages(edgelm.kernels.__path__, "edgelm.kernels."):
             import_module(module.name)  # a module that was first imported below would keep what is patched
         self._stack.enter_context(patch.object(choice, "interpreting", lambda: True))  # CPU tensors may pass

@@ -24,7 +24,7 @@ from tests.kernels.ptx.registers import Registers
 from tests.kernels.ptx.values import Mask
 
 Order = Literal["least", "random", "ahead"]
-LIMIT = 250_000  # instructions that a group of warps may run: more is taken for a loop without an end
+LIMIT = 1_000_000  # instructions that a group of warps may run: more is taken for a loop without an end
 LANES_TOGETHER = 2048
 END = 1 << 60
 
