@@ -61,12 +61,20 @@ class SnapshotStore:
 
     # -- for the executor ------------------------------------------------------------------------------------------
 
-    def has_room(self, nbytes: int) -> bool:
-        return self.num_bytes + nbytes <= self._limit
+    def new_state(self, nbytes: int) -> State | None:
+        """Return memory for a state, which `put` keeps; None if there is no room."""
+        if self.num_bytes + nbytes > self._limit:
+            log.info("there is no room for a snapshot of %d bytes", nbytes)
+            return None
+        try:
+            return np.empty(nbytes, np.uint8)
+        except MemoryError:
+            log.warning("there is no memory for a snapshot of %d bytes", nbytes)
+            return None
 
     def put(self, key: int, state: State) -> None:
-        """Keep a state. The caller has checked that there is room."""
-        assert self.has_room(state.size)
+        """Keep a state that `new_state` returned."""
+        assert self.num_bytes + state.size <= self._limit
         self._states[key] = state
         self.num_bytes += state.size
 

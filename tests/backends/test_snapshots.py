@@ -263,7 +263,7 @@ def test_snapshots_take_what_they_take_and_no_more_than_the_limit() -> None:
     store = SnapshotStore(12_000)
     store.put(1, state_of(1))
     store.put(2, state_of(2))
-    assert not store.has_room(5_000)
+    assert store.new_state(5_000) is None
     assert (store.nbytes(1), store.nbytes(3), store.num_bytes) == (5_000, None, 10_000)
     store.drop(1)
     store.drop(1)

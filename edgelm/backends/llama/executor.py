@@ -171,13 +171,8 @@ class LlamaExecutor:
     def _save(self, slot: int, key: int) -> None:
         """Copy a sequence's state out, if there is room. `SlotKV` checks later whether it was saved."""
         size = L.llama_state_seq_get_size(self._context, slot)
-        if not self._snapshots.has_room(size):
-            log.info("there is no room for a snapshot of %d bytes", size)
-            return
-        try:
-            state = np.empty(size, np.uint8)
-        except MemoryError:
-            log.warning("there is no memory for a snapshot of %d bytes", size)
+        state = self._snapshots.new_state(size)
+        if state is None:
             return
         native_log.clear()
         if L.llama_state_seq_get_data(self._context, _bytes(state), size, slot) == size:

@@ -345,13 +345,8 @@ class TorchExecutor:
         """Copy blocks to the host, if there is room."""
         assert self._snapshots is not None
         size = len(blocks) * block_bytes(self._caches)
-        if not self._snapshots.has_room(size):
-            log.info("there is no room for a snapshot of %d bytes", size)
-            return
-        try:
-            state = np.empty(size, np.uint8)
-        except MemoryError:
-            log.warning("there is no memory for a snapshot of %d bytes", size)
+        state = self._snapshots.new_state(size)
+        if state is None:
             return
         with gpu_errors(), torch.inference_mode():
             save_blocks(self._caches, blocks, state)
