@@ -112,10 +112,12 @@ class Side:
 
 
 def read_requests(path: Path, args: argparse.Namespace) -> list[Request]:
+    """Return the recorded requests. Tokens are numbered anew, so that a model of any vocabulary takes them."""
     data = np.load(path, allow_pickle=False)
     requests = []
+    all_tokens = np.unique(data["tokens"], return_inverse=True)[1]
     for i in range(min(args.skip + args.requests, len(data["prompt_len"]))):
-        tokens = data["tokens"][data["offsets"][i] : data["offsets"][i + 1]].tolist()
+        tokens = all_tokens[data["offsets"][i] : data["offsets"][i + 1]].tolist()
         prompt, answer = tokens[: data["prompt_len"][i]], tokens[data["prompt_len"][i] :][: args.tokens]
         kept = min(len(prompt), args.context - len(answer) - 1)
         requests.append(Request(prompt[: len(prompt) - kept], prompt[len(prompt) - kept :], answer))
@@ -180,6 +182,9 @@ def run_file(path: Path, model: LlamaModel, args: argparse.Namespace, surface: l
         predicted_off += sum(predicting.time(1, len(request.prompt) + i) for i in range(len(request.answer) - 1))
     for side in sides:
         side.engine.close()
+    if not on.seconds:
+        say(f"{path.stem}: no request behind the {args.skip} that only fill the memory of past answers")
+        return
     measured, predicted = sum(off.seconds) / sum(on.seconds), predicted_off / predicted_on
     say(
         f"{path.stem}: {len(on.seconds)} requests, {tokens} tokens, {tokens / steps:.2f} tokens a step; off / on "
