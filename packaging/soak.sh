@@ -66,6 +66,10 @@ if [ "${1:-}" = list ]; then
     exit
 fi
 
+summary() {  # the last line that pytest or the mutations end with: threads may complain after it
+    { grep -E '^=+ .* in [0-9.]+s|^[0-9]+ mutations' "$1" || tail -n 1 "$1"; } | tail -n 1 | tr -d =
+}
+
 run_part() {
     local name=build/soak/${1//\//-} began commit changed command code=0 real user system
     local log=$name.log
@@ -78,11 +82,11 @@ run_part() {
     { time .venv/bin/python $command > "$log" 2>&1 || code=$?; } 2> "$name.time"
     read -r real user system < "$name.time"
     {
-        echo "== $1: $(tail -n 1 "$log" | tr -d =)"
+        echo "== $1: $(summary "$log")"
         echo "$began, commit $commit, $changed files changed since;" \
             "$real s, of a processor $user + $system s; load at the end $(cut -d ' ' -f 1-2 /proc/loadavg 2>/dev/null || uptime)"
         echo "python $command" | sed -E 's/( --ignore=[^ ]*)+$/ (without the folders of other parts)/'
-        grep -E '^(FAILED|ERROR) |survived$' "$log" || true
+        grep -E '^(FAILED|ERROR) tests/|survived$' "$log" || true
         [ "$1" = mutations ] || counts "$1"
         grep -E '^[0-9][0-9,]* (mutants|clients|connections|requests|streams|kills)' "$log" || true
         grep -E '^ *[0-9.]+s (call|setup|teardown)' "$log" | head -n 4 || true
