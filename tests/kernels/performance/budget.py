@@ -6,6 +6,9 @@ Owns the sums. A kernel of torch (a copy, a choice of rows) is taken for as long
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -16,6 +19,8 @@ from tests.kernels.performance.launch import Launch
 from tests.kernels.performance.recording import Node
 from tests.kernels.performance.step import Part
 
+SMALL = 1 << 16  # bytes of integers that a kernel may read to know what to do
+
 
 class Row(NamedTuple):
     """A node of the graph."""
@@ -25,6 +30,7 @@ class Row(NamedTuple):
     name: str
     us: float
     estimate: Estimate | None  # None: a kernel of torch
+    key: str = ""  # of the launch
 
 
 class Budget(NamedTuple):
@@ -65,27 +71,38 @@ class Budget(NamedTuple):
 
 
 class Cache:
-    """Launches that were traced, and simulated on one GPU: layers share most of theirs."""
+    """Launches that were traced, and simulated on one GPU: layers, and steps, share most of theirs.
 
-    def __init__(self) -> None:
+    `known` are estimates of an earlier run, by key and GPU.
+    """
+
+    def __init__(self, known: Mapping[tuple[str, str], Estimate] = MappingProxyType({})) -> None:
         self._prepared: dict[str, Prepared] = {}
-        self._estimates: dict[tuple[str, str], Estimate] = {}
+        self._estimates = dict(known)
 
-    def estimate(self, node: Launch | Prepared, gpu: Gpu) -> Estimate:
-        """Return the estimate of a launch."""
-        launch = node.launch if isinstance(node, Prepared) else node
-        key = _key(launch)
-        if key not in self._prepared:
-            self._prepared[key] = node if isinstance(node, Prepared) else prepare(launch)
+    def estimate(self, node: Launch | Prepared, key: str, gpu: Gpu) -> Estimate:
+        """Return the estimate of a launch, which has a key."""
+        if (key, gpu.name) not in self._estimates and key not in self._prepared:
+            self._prepared[key] = node if isinstance(node, Prepared) else prepare(node)
         if (key, gpu.name) not in self._estimates:
             self._estimates[key, gpu.name] = simulate(self._prepared[key], gpu)
         return self._estimates[key, gpu.name]
 
 
-def _key(launch: Launch) -> str:
+def key_of(node: Launch | Prepared) -> str:
+    """Return what is equal for launches that take equally long."""
+    launch = node.launch if isinstance(node, Prepared) else node
     parts = [launch.compiled.hash, launch.grid, sorted(launch.warm)]
     for name, value in launch.args.items():
-        parts.append((name, tuple(value.shape) if torch.is_tensor(value) else value))
+        if not torch.is_tensor(value):
+            parts.append((name, value))
+            continue
+        # Lengths and block tables decide what a kernel does. Of one that has run, its trace says that.
+        small = not value.is_floating_point() and value.numel() * value.element_size() <= SMALL
+        numbers = value.tolist() if small and not isinstance(node, Prepared) else None
+        parts.append((name, str(value.dtype), tuple(value.shape), numbers))
+    if isinstance(node, Prepared):
+        parts.append(hashlib.sha256(node.traffic.executed.sum(0).tobytes()).hexdigest())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -94,11 +111,18 @@ def budget(parts: list[Part], gpu: Gpu, cache: Cache) -> Budget:
     return Budget(gpu, [_row(part, node, gpu, cache) for part in parts for node in part.nodes])
 
 
+def weights_of(row: Row) -> int:
+    """Return how many weights a product reads; 0: the kernel is none."""
+    match = re.search(r" (\d+)x(\d+)\b", row.name) if not row.name.startswith("combine") else None
+    return int(match[1]) * int(match[2]) if match else 0
+
+
 def _row(part: Part, node: Node, gpu: Gpu, cache: Cache) -> Row:
     if isinstance(node, str):
         return Row(part.name, part.times, f"torch {node}", gpu.microseconds(2 * gpu.dram_latency), None)
-    estimate = cache.estimate(node, gpu)
-    return Row(part.name, part.times, _name(node, estimate), estimate.us, estimate)
+    key = key_of(node)
+    estimate = cache.estimate(node, key, gpu)
+    return Row(part.name, part.times, _name(node, estimate), estimate.us, estimate, key)
 
 
 def _name(node: Launch | Prepared, estimate: Estimate) -> str:

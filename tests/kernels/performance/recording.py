@@ -8,7 +8,8 @@ launch of Triton is counted as a node by its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -20,15 +21,37 @@ from tests.kernels.performance.launch import Launch
 from tests.kernels.ptx.launch import Emulated, bound_arguments
 
 WITHOUT_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty"}
-Node = str | Launch | Prepared  # a kernel of torch by its name, a launch, or one that has run
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A kernel that was launched on a GPU, and can be launched again."""
+
+    name: str
+    run: Callable[..., object]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+Node = str | Launch | Prepared | Call  # a kernel of torch by its name, a launch, or one that has run
+
+
+def name_of(node: Node) -> str:
+    """Return the name of a node's kernel; those of torch begin with "torch "."""
+    if isinstance(node, str):
+        return f"torch {node}"
+    if isinstance(node, Call):
+        return node.name
+    launch = node.launch if isinstance(node, Prepared) else node
+    return str(launch.compiled.metadata.name)
 
 
 class OwnKernels(TorchDispatchMode):
     """Notes torch's own kernels: calls whose result is neither new and empty nor a view of an argument."""
 
-    def __init__(self, nodes: list[Node]) -> None:
+    def __init__(self, note: Callable[[str, Call], None]) -> None:
         super().__init__()
-        self.nodes = nodes
+        self.note = note
         self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,7 +60,7 @@ class OwnKernels(TorchDispatchMode):
         if torch.is_tensor(result) and name not in WITHOUT_KERNEL and not self.paused:
             given = {arg.untyped_storage().data_ptr() for arg in args if torch.is_tensor(arg)}
             if name.endswith("_") or result.untyped_storage().data_ptr() not in given:
-                self.nodes.append(name)
+                self.note(name, Call(f"torch {name}", func, args, kwargs or {}))
         return result
 
 
@@ -48,7 +71,7 @@ class Recorded(Emulated):
         super().__init__(gpu.capability, num_sms=gpu.num_sms, assembles=True)
         self.nodes: list[Node] = []
         self.runs = False
-        self._own = OwnKernels(self.nodes)
+        self._own = OwnKernels(lambda name, _: self.nodes.append(name))
         self._cold: set[int] = set()
 
     def __enter__(self) -> Self:

@@ -5,26 +5,35 @@ Owns the steps that the budget has, and how two layers stand for all 32: V and d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 from unittest.mock import patch
 
 import torch
 
+from edgelm.backends.reports import Reports
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.core import Chunk, SamplingParams, Sequence, Step
 from edgelm.kernels.cache import BLOCK_LEN
 from edgelm.models.decoder import Decoder
 from edgelm.sampling.device import DeviceSampler
 from tests.backends.torch import shape_models
-from tests.kernels.performance.gpus import Gpu
-from tests.kernels.performance.launch import Launch
-from tests.kernels.performance.recording import Node, Recorded
+from tests.kernels.benchmark import tensors_of
+from tests.kernels.performance.recording import Node, name_of
 
 LAYERS = 32
 SEED = 5
+CPU = torch.device("cpu")
+PARTS = ("embedding", "layer with Q6_K", "layer", "output", "sampling")
+
+
+def tiny() -> Decoder:
+    """Return a decoder whose kernels are few and small."""
+    feeds: list[Any] = [shape_models.dense("Q4_K", "Q4_K", 256)]
+    return shape_models.decoder(
+        hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, vocab=512, feeds=feeds, kind="Q4_K"
+    )
 
 
 class Scene(NamedTuple):
@@ -36,6 +45,8 @@ class Scene(NamedTuple):
     depth: int
     kv: str = "f16"
     context: int = 8192
+    model: Callable[..., Decoder] = shape_models.llama_8b
+    parts: tuple[str, ...] = PARTS
 
 
 SCENES = (
@@ -45,6 +56,7 @@ SCENES = (
     Scene("decode, 16 sequences", 16, 1, 512),
     Scene("decode, 32,768 tokens deep, k8v4", 1, 1, 32_768 - BLOCK_LEN, "k8v4", 32_768),
 )
+TINY = Scene("decode, a tiny model", 1, 1, 32, context=64, model=tiny, parts=("embedding", "layer"))  # for dry runs
 
 
 class Part(NamedTuple):
@@ -55,8 +67,22 @@ class Part(NamedTuple):
     nodes: list[Node]
 
 
+class Recorder(Protocol):
+    """Notes the kernels that are launched in its context."""
+
+    nodes: list[Node]
+    runs: bool  # whether launches have to leave their results
+
+    def keep_cold(self, tensors: list[torch.Tensor]) -> None:
+        """Take tensors for too large, or too long ago, to be in the L2 cache."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 class RecordedExecutor(TorchExecutor):
-    """The executor as it is on a GPU: it samples by kernels."""
+    """The executor as it is on a GPU, but nothing is compiled before it is launched: it samples by kernels."""
 
     def __init__(self, decoder: Decoder, options: TorchOptions) -> None:
         super().__init__(decoder, options)
@@ -66,11 +92,15 @@ class RecordedExecutor(TorchExecutor):
     def caches(self) -> list[Any]:
         return self._caches
 
+    def _compile(self, reports: Reports) -> None: ...
 
-def record(scene: Scene, gpu: Gpu) -> list[Part]:
-    """Return the parts of a step on a GPU."""
-    with patch.object(shape_models, "DEVICE", torch.device("cpu")):
-        decoder = shape_models.llama_8b()
+    def _warm_up(self, reports: Reports) -> None: ...
+
+
+def record(scene: Scene, recorded: Recorder, device: torch.device = CPU) -> list[Part]:
+    """Return the parts of a step as they are launched on a device."""
+    with patch.object(shape_models, "DEVICE", device):
+        decoder = scene.model()
     blocks = -(-(scene.depth + scene.rows) // BLOCK_LEN)
     executor = RecordedExecutor(
         decoder,
@@ -83,26 +113,28 @@ def record(scene: Scene, gpu: Gpu) -> list[Part]:
         ),
     )
     step = Step(tuple(_chunk(scene, number, blocks) for number in range(scene.sequences)))
-    with Recorded(gpu) as recorded:
-        recorded.keep_cold([*_tensors(decoder.weights), *(t for cache in executor.caches for t in _tensors(cache))])
+    with recorded:
+        recorded.keep_cold([*tensors_of(decoder.weights), *tensors_of(executor.caches)])
         with _layers_noted(decoder, recorded.nodes) as starts:
             executor.forward(step)
         forward = len(recorded.nodes)
         _fill(executor)
         sampling = len(recorded.nodes)
-        recorded.runs = True  # what a kernel of the sampler does depends on the results of those before it
-        executor.sample(step, None)
+        if "sampling" in scene.parts:
+            recorded.runs = True  # what a kernel of the sampler does depends on the results of those before it
+            executor.sample(step, None)
     executor.close()
     nodes = recorded.nodes
-    last = next(at for at in range(starts[-1], forward) if nodes[at] == "index_select")
+    last = next(at for at in range(starts[-1], forward) if name_of(nodes[at]) == "torch index_select")
     final = _final_norm(nodes, last)
-    return [
+    parts = (
         Part("embedding", 1, nodes[: starts[0]]),
         Part("layer with Q6_K", LAYERS // 2, nodes[starts[0] : starts[1]]),
         Part("layer", LAYERS // 2, nodes[starts[1] : final]),
         Part("output", 1, [*nodes[final:forward], "copy_"]),  # a graph copies its logits to where all graphs write
         Part("sampling", 1, nodes[sampling:]),
-    ]
+    )
+    return [part for part in parts if part.name in scene.parts]
 
 
 def _chunk(scene: Scene, number: int, blocks: int) -> Chunk:
@@ -113,9 +145,9 @@ def _chunk(scene: Scene, number: int, blocks: int) -> Chunk:
 
 def _fill(executor: TorchExecutor) -> None:
     """Give the logits the spread that those of a model have: how long the sampler runs depends on it."""
-    generator = torch.Generator().manual_seed(SEED)
+    torch.manual_seed(SEED)
     with torch.inference_mode():
-        executor._logits.normal_(0.0, 3.0, generator=generator)
+        executor._logits.normal_(0.0, 3.0)
 
 
 @contextmanager
@@ -141,16 +173,5 @@ def _final_norm(nodes: list[Node], last: int) -> int:
 
 
 def _is_rest(node: Node) -> bool:
-    return isinstance(node, str) or (isinstance(node, Launch) and "rms_norm" in node.compiled.metadata.name)
-
-
-def _tensors(thing: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in dataclasses and tuples."""
-    if torch.is_tensor(thing):
-        yield thing
-    elif is_dataclass(thing):
-        for field in fields(thing):
-            yield from _tensors(getattr(thing, field.name))
-    elif isinstance(thing, tuple | list):
-        for part in thing:
-            yield from _tensors(part)
+    name = name_of(node)
+    return name.startswith("torch ") or "rms_norm" in name

@@ -109,9 +109,14 @@ def bias(lines: Sequence[Compared]) -> float:
     return math.exp(sum(math.log(line.ratio) for line in lines) / len(lines))
 
 
+def judged(lines: Sequence[Compared]) -> list[Compared]:
+    """Return the predictions that say something of the model."""
+    return [line for line in lines if not line.problem and not line.calibrated]
+
+
 def table(lines: Sequence[Compared], missing: int) -> Iterator[str]:
     """Yield the table and its summary."""
-    judged = [line for line in lines if not line.problem and not line.calibrated]
+    points = judged(lines)
     yield f"{'GPU':<15} {'kernel':<62} {'timing':<8} {'published us':>12} {'predicted us':>12} {'ratio':>6} bound"
     for line in lines:
         head = f"{line.gpu:<15} {line.name:<62} {line.timing:<8} {line.published:12.1f}"
@@ -121,13 +126,13 @@ def table(lines: Sequence[Compared], missing: int) -> Iterator[str]:
         mark = f"  calibrated on it: {CALIBRATED[line.gpu, line.name]}" if line.calibrated else ""
         yield f"{head} {line.predicted:12.1f} {line.ratio:6.2f} {line.bound}{mark}"
     yield ""
-    yield f"{len(judged)} points judged, {len(lines) - len(judged)} not, {missing} not run for want of time"
+    yield f"{len(points)} points judged, {len(lines) - len(points)} not, {missing} not run for want of time"
     yield f"{'group':<42} {'points':>6} {'off by a factor':>15} {'predicted/published':>19}"
-    for name, group in _groups(judged):
+    for name, group in _groups(points):
         yield f"{name:<42} {len(group):6d} {error(group):15.2f} {bias(group):19.2f}"
     yield ""
     yield "worst:"
-    for line in sorted(judged, key=lambda line: -abs(math.log(line.ratio)))[:12]:
+    for line in sorted(points, key=lambda line: -abs(math.log(line.ratio)))[:12]:
         yield f"  {line.ratio:6.2f}  {line.gpu}: {line.name}"
 
 
