@@ -5,7 +5,9 @@ Owns the shapes. Weights are made by edgelm/backends/llama/random_gguf.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,9 +46,14 @@ SHAPES = {
 
 
 def write_model(
-    path: Path, shape: Shape, quant: Quant, tokenizer: dict[str, Any] | None = None, template: str = ""
+    path: Path,
+    shape: Shape,
+    quant: Quant,
+    tokenizer: dict[str, Any] | None = None,
+    template: str = "",
+    others: Mapping[str, Quant] = MappingProxyType({}),
 ) -> None:
-    """Write a model whose matrices are all of one type, the output matrix of its own.
+    """Write a model whose matrices are all of one type, but for `others`; its output matrix is one of its own.
 
     `tokenizer` are the keys `tokenizer.ggml.…` of another model; they are filled up to the shape's vocabulary.
     """
@@ -71,7 +78,8 @@ def write_model(
         writer.add_chat_template(template)
 
     def matrix(name: str, rows: int, columns: int) -> None:
-        writer.add_tensor(f"{name}.weight", random_matrix(rng, quant, rows, columns), raw_dtype=quant)
+        kind = others.get(name, quant)
+        writer.add_tensor(f"{name}.weight", random_matrix(rng, kind, rows, columns), raw_dtype=kind)
 
     def norm(name: str) -> None:
         writer.add_tensor(f"{name}.weight", np.ones(shape.width, np.float32))

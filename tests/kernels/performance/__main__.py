@@ -1,9 +1,11 @@
-"""The performance model as a program. Every figure that it prints is simulated.
+"""The performance model as a program.
 
 python -m tests.kernels.performance budget [--gpus H100 ...] [--scenes 0 1 ...] [--kept FILE [--as-kept]]
 python -m tests.kernels.performance ladder [--gpus H100 ...] [--kept FILE [--as-kept]]
+python -m tests.kernels.performance measure --folder FOLDER [--kept FILE] [--tiny]
 python -m tests.kernels.performance validate FILE [--seconds N]
 
+`measure` times the GPU at hand: packaging/gpu_kernels.sh calls it. All other figures are simulated.
 FILE keeps what was simulated: a later run goes on with it, and makes anew what has changed. `--as-kept` only prints it.
 """
 
@@ -21,6 +23,7 @@ from tests.kernels.performance.gpus import GPUS
 if TYPE_CHECKING:
     from tests.kernels.performance.step import Scene
 
+HERE = "here"  # the GPU at hand
 POINTS = Path(__file__).resolve().parents[3] / "docs/results/performance-model-2026-11-23.jsonl"
 
 
@@ -65,6 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     from tests.kernels.performance.step import SCENES, TINY
 
+    if options.command == "measure":
+        from tests.kernels.performance.at_hand import run
+
+        done = run(tiny=options.tiny, kept=options.kept, folder=options.folder, llama_model=options.llama_model)
+        return 0 if done else 1
+    if options.gpus == [HERE]:
+        from tests.kernels.performance.at_hand import name_here
+
+        options.gpus = name_here()
     if options.command == "ladder":
         ladder(options.gpus, options.kept, options.points, as_kept=options.as_kept)
     if options.command == "budget":
@@ -84,9 +96,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     goals.add_argument("--points", type=Path, default=POINTS, help="predictions of published times, for the band")
     for command in (steps, goals):
-        command.add_argument("--gpus", nargs="+", choices=list(GPUS), default=["H100", "H200", "RTX 4090", "RTX 3090"])
+        command.add_argument(
+            "--gpus", nargs="+", choices=[*GPUS, HERE], default=["H100", "H200", "RTX 4090", "RTX 3090"]
+        )
         command.add_argument("--kept", type=Path, metavar="FILE", help="the budgets, which a later run continues")
         command.add_argument("--as-kept", action="store_true", help="only print FILE, also of other kernels")
+    at_hand = commands.add_parser("measure", help="steps on the GPU at hand, beside the simulated times")
+    at_hand.add_argument("--tiny", action="store_true", help="a tiny model; without a GPU a dry run")
+    at_hand.add_argument("--kept", type=Path, metavar="FILE", help="the budgets; those that are missing are made")
+    at_hand.add_argument("--folder", type=Path, required=True, help="where a model for llama.cpp is made")
+    at_hand.add_argument("--llama-model", type=Path, help="a GGUF of Llama-3.1-8B as Q4_K_M, for llama.cpp")
     points = commands.add_parser("validate", help="predicted and published times")
     points.add_argument("kept", type=Path, help="file of the predictions, which a later run continues")
     points.add_argument("--seconds", type=float, default=1e9, help="begin no more points after this time")

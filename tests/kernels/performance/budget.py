@@ -122,7 +122,7 @@ def _row(part: Part, node: Node, gpu: Gpu, cache: Cache) -> Row:
         return Row(part.name, part.times, f"torch {node}", gpu.microseconds(2 * gpu.dram_latency), None)
     key = key_of(node)
     estimate = cache.estimate(node, key, gpu)
-    return Row(part.name, part.times, _name(node, estimate), estimate.us, estimate, key)
+    return Row(part.name, part.times, _name(node, estimate), estimate.us, estimate, key=key)
 
 
 def _name(node: Launch | Prepared, estimate: Estimate) -> str:

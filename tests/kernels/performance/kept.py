@@ -79,9 +79,10 @@ def read(file: Path) -> list[Kept]:
 
 
 def append(file: Path, kept: Kept) -> None:
-    """Add a line to a file."""
-    with file.open("a") as out:
-        out.write(json.dumps(kept._asdict() | {"rows": [_plain(row) for row in kept.rows]}) + "\n")
+    """Add a line to a file, at once: other processes may add theirs."""
+    line = json.dumps(kept._asdict() | {"rows": [_plain(row) for row in kept.rows]}) + "\n"
+    with file.open("ab", buffering=0) as out:
+        out.write(line.encode())
 
 
 def estimates(kept: Iterable[Kept]) -> Iterator[tuple[tuple[str, str], Estimate]]:

@@ -28,12 +28,12 @@ CPU = torch.device("cpu")
 PARTS = ("embedding", "layer with Q6_K", "layer", "output", "sampling")
 
 
-def tiny() -> Decoder:
+def tiny(num_layers: int = 2) -> Decoder:
     """Return a decoder whose kernels are few and small."""
-    feeds: list[Any] = [shape_models.dense("Q4_K", "Q4_K", 256)]
     return shape_models.decoder(
-        hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, vocab=512, feeds=feeds, kind="Q4_K"
-    )
+        hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, vocab=512, kind="Q4_K", num_layers=num_layers,
+        feeds=[shape_models.dense("Q4_K", "Q4_K", 256)],
+    )  # fmt: skip
 
 
 class Scene(NamedTuple):
@@ -112,7 +112,7 @@ def record(scene: Scene, recorded: Recorder, device: torch.device = CPU) -> list
             graphs=False,
         ),
     )
-    step = Step(tuple(_chunk(scene, number, blocks) for number in range(scene.sequences)))
+    step = step_of(scene)
     with recorded:
         recorded.keep_cold([*tensors_of(decoder.weights), *tensors_of(executor.caches)])
         with _layers_noted(decoder, recorded.nodes) as starts:
@@ -135,6 +135,12 @@ def record(scene: Scene, recorded: Recorder, device: torch.device = CPU) -> list
         Part("sampling", 1, nodes[sampling:]),
     )
     return [part for part in parts if part.name in scene.parts]
+
+
+def step_of(scene: Scene) -> Step:
+    """Return the step of a scene."""
+    blocks = -(-(scene.depth + scene.rows) // BLOCK_LEN)
+    return Step(tuple(_chunk(scene, number, blocks) for number in range(scene.sequences)))
 
 
 def _chunk(scene: Scene, number: int, blocks: int) -> Chunk:
