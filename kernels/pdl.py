@@ -35,14 +35,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from edgelm.kernels.choice import interpreting
+from edgelm.kernels.choice import PDL, PLAIN_OPS, interpreting
 
 FIRST_CAPABILITY = 90
 
 
 def uses_pdl() -> bool:
     """Return whether kernels are launched with PDL on the current device."""
-    if interpreting():
+    if interpreting() or PDL in PLAIN_OPS:
         return False
     from triton.runtime import driver
 

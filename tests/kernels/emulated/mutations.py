@@ -141,6 +141,7 @@ SUBJECTS = (
     Subject("norm bfloat16 rows=2 width=8193", 90, "rms_norm_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
     Subject("embedding bfloat16 rows=9", 86, "dense_kernel", (*GLOBAL, UNMASKED_STORE)),
     Subject("trial float16", 80, "trial_kernel", (*ASYNC, *SHARED, LOAD, STORE)),
+    Subject("trial int32", 90, "link_kernel", (LOAD, STORE, BARRIER)),
     Subject("bandwidth int32", 90, "read_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
     Subject(ONE, 80, "prepare_kernel", (*SHARED, SHUFFLE, *GLOBAL), SAMPLED),
     Subject(ONE, 86, "bias_kernel", GLOBAL, SAMPLED),
