@@ -19,8 +19,10 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-# Ops that are computed by their plain torch version in this process, since their kernel is wrong on this GPU.
+# Ops that are computed by their plain torch version in this process, since their kernel is wrong on this GPU; with PDL
+# among them, no kernel begins before the end of the one before it.
 PLAIN_OPS: set[str] = set()
+PDL = "programmatic dependent launch"
 
 
 class NoKernelError(Exception):

@@ -20,6 +20,7 @@ START_S = 120.0  # for torch to start, and the first compile
 OP_S = 90.0  # for one op, with its compile
 WHOLE_S = 900.0
 NO_NUMBER = 1e9  # in place of a difference, which may be infinite
+PDL = "programmatic dependent launch"  # kernels.choice.PDL, which stands in the place of an op
 MAX_CRASHES = 3  # of one check; each costs an op
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,12 @@ class GpuVerdict:
     @property
     def reasons(self) -> tuple[str, ...]:
         """A line for each op that is replaced."""
-        return tuple(f"{op} is computed by plain torch: its kernel {text}" for op, text in self.wrong.items())
+        return tuple(
+            f"each kernel waits for the end of the one before it: {PDL} {text}"
+            if op == PDL
+            else f"{op} is computed by plain torch: its kernel {text}"
+            for op, text in self.wrong.items()
+        )
 
 
 Notify = Callable[[str], None]
@@ -141,6 +147,8 @@ def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str
             worker.kill_group()
             return _lost(current, f"hangs: it is not done after {limit_s:.0f} s")
         except EdgeLMError as error:
+            if current.op == PDL:  # the ops may well run without
+                return _lost(current, f"fails: {error.message}")
             lasts = isinstance(error, DeviceError) and not current.op  # the small kernel
             return GpuVerdict("", error.message, error.hint, lasts=lasts)
     return GpuVerdict(reply.device, verdicts=reply.verdicts)

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from edgelm import __version__
 from edgelm.atomic import atomic_write
-from edgelm.backends.gpu_check import CheckGpu, GpuVerdict, Notify, OpVerdict, run_check
+from edgelm.backends.gpu_check import PDL, CheckGpu, GpuVerdict, Notify, OpVerdict, run_check
 from edgelm.backends.kept_verdicts import forget_problems
 from edgelm.backends.questions import ask_cuda
 from edgelm.config import Config, load_config
@@ -93,7 +93,8 @@ def summary(verdict: GpuVerdict) -> Iterator[str]:
         else:
             worst = max(wrong, key=lambda one: one.off)
             yield f"✗ {op}: {worst.problem}, in {len(wrong)} of {_cases(len(verdicts))}, first {worst.detail}"
-            yield f"  {op} is computed by plain torch instead, which is slower"
+            instead = "kernels are launched without it" if op == PDL else f"{op} is computed by plain torch instead"
+            yield f"  {instead}, which is slower"
 
 
 def _cases(count: int) -> str:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from edgelm.kernels.gates import Gate
+from edgelm.kernels.pdl import begin_dependent, uses_pdl
 
 BLOCK = 1024
 OPTIONS = {"enable_fp_fusion": True}  # explicit, since Triton's default is about to change
@@ -74,8 +75,10 @@ def gated_kernel(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     BLOCK: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Gate BLOCK columns of a row. Grid: rows, blocks of a row."""
+    begin_dependent(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -87,8 +90,9 @@ def gated_kernel(
 
 
 @triton.jit
-def softcap_kernel(x_ptr, out_ptr, width, cap, BLOCK: tl.constexpr):
+def softcap_kernel(x_ptr, out_ptr, width, cap, BLOCK: tl.constexpr, launch_pdl: tl.constexpr = False):
     """Cap BLOCK columns of a row. Grid: rows, blocks of a row."""
+    begin_dependent(launch_pdl)
     start = tl.program_id(0).to(tl.int64) * width
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + start + at, at < width, other=0.0).to(tl.float32)
@@ -101,8 +105,9 @@ def gated(x: Tensor, gate: Gate) -> Tensor:
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if out.numel():
         gated_kernel[(rows, triton.cdiv(width, BLOCK))](
-            x, x.stride(0), out, width, KIND=gate.kind, LIMIT=gate.limit, ALPHA=gate.alpha, BLOCK=BLOCK, **OPTIONS
-        )
+            x, x.stride(0), out, width, KIND=gate.kind, LIMIT=gate.limit, ALPHA=gate.alpha, BLOCK=BLOCK,
+            launch_pdl=uses_pdl(), **OPTIONS,
+        )  # fmt: skip
     return out
 
 
@@ -113,5 +118,5 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     if x.numel():
         width = x.shape[-1]  # not the size of all: a launch with another number of rows must not compile
         grid = (x.numel() // width, triton.cdiv(width, BLOCK))
-        softcap_kernel[grid](x, out, width, cap, BLOCK=BLOCK, **OPTIONS)
+        softcap_kernel[grid](x, out, width, cap, BLOCK=BLOCK, launch_pdl=uses_pdl(), **OPTIONS)
     return out

@@ -42,6 +42,7 @@ from edgelm.kernels.attention.operands import (
     value_operands,
     weights_operand,
 )
+from edgelm.kernels.pdl import begin_dependent
 
 VERIFY_LEN = tl.constexpr(16)  # a sequence with more rows is a prompt
 SPAN = tl.constexpr(128)  # positions that a program reads at a time: one block per warp
@@ -209,6 +210,7 @@ def attend_chunks(
     DOT: tl.constexpr,
     KW: tl.constexpr,
     ASM: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Write for each chunk and row: sums [width] of weights times values; stats: largest logit, sum of weights.
 
@@ -217,6 +219,7 @@ def attend_chunks(
     The accumulators of long heads do not fit the registers: PARTS programs compute the same weights, and each takes its
     own dimensions of the values.
     """
+    begin_dependent(launch_pdl)
     kv_head = tl.program_id(1)
     program = tl.program_id(0) // PARTS
     programs = tl.num_programs(0) // PARTS
@@ -334,11 +337,13 @@ def combine_chunks(
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Write rows of `out`, [tokens, num_heads, HEAD_DIM]. Grid: rows, at least as many as exist; query heads.
 
     PADDED: a power of two >= 32 * GROUPS. PROMPTS: the rows of prompts, which all have `splits` parts.
     """
+    begin_dependent(launch_pdl)
     slot = tl.program_id(0)
     head = tl.program_id(1)
     index = tl.arange(0, MAX_SEQS)

@@ -18,6 +18,7 @@ from edgelm.kernels.attention.prefill_kernel import attend_tiles
 from edgelm.kernels.cache import BLOCK_LEN, GROUP, LayerCache
 from edgelm.kernels.choice import interpreting
 from edgelm.kernels.gpu_target import kwidth, num_sms
+from edgelm.kernels.pdl import uses_pdl
 
 VERIFY_LEN: int = decode_kernel.VERIFY_LEN.value  # rows of a sequence, at most, that attend_chunks takes
 MAX_SEQS: int = operands.MAX_SEQS.value  # of a launch
@@ -244,6 +245,7 @@ def _run_decode(launch: Launch, chunks: int) -> None:
         num_stages=1,
         maxnreg=registers_of(cache),
         enable_fp_fusion=False,
+        launch_pdl=uses_pdl(),
     )
     _combine(launch, sums, stats, rows, 0)
 
@@ -277,6 +279,7 @@ def _combine(launch: Launch, sums: Tensor, stats: Tensor, rows: int, splits: int
         AT_ONCE=AT_ONCE,
         num_warps=4,
         enable_fp_fusion=True,
+        launch_pdl=uses_pdl(),
     )
 
 
@@ -318,6 +321,7 @@ def _run_prefill(launch: Launch) -> None:
         num_stages=1,
         maxnreg=MAX_REGISTERS,
         enable_fp_fusion=True,
+        launch_pdl=uses_pdl(),
     )
     if splits > 1:
         _combine(launch, sums, stats, rows, splits)

@@ -32,6 +32,7 @@ from edgelm.kernels.attention.operands import (
     rows_of,
     signs,
 )
+from edgelm.kernels.pdl import begin_dependent
 from edgelm.kernels.unpack import unpack_bytes, unpack_nibbles
 
 
@@ -274,12 +275,14 @@ def attend_tiles(
     ASM: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Write rows of prompts to `out`, or with SPLIT the sums and stats of equal parts of their contexts.
 
     The arguments are those of `attend_chunks`, with parts instead of chunks. Grid: tiles of ROWS rows, at least as many
     as exist; KV heads; parts. ALL: GROUPS, rounded up to a power of two.
     """
+    begin_dependent(launch_pdl)
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)

@@ -23,6 +23,7 @@ from edgelm.kernels.choice import interpreting
 from edgelm.kernels.dequantize.kernel import constants, half_values, matrix_planes, rounded, unpack_chunk
 from edgelm.kernels.gpu_target import kwidth, stages_of_products
 from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight, planes
+from edgelm.kernels.pdl import begin_dependent, uses_pdl
 from edgelm.kernels.unpack import fragment
 
 
@@ -115,6 +116,7 @@ def launch(
         enable_fp_fusion=False,  # round the weights as `dequantize` does
         num_warps=shape.num_warps,
         num_stages=stages_of_products(shape.num_stages),
+        launch_pdl=uses_pdl(),
     )
 
 
@@ -164,8 +166,10 @@ def dequant_gemm_kernel(
     ALPHA: tl.constexpr,
     KW: tl.constexpr,
     ASM: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Multiply T tiles of one matrix by BM rows of x, then apply bias, gate and residual."""
+    begin_dependent(launch_pdl)
     DTYPE: tl.constexpr = x.dtype.element_ty
     FAST: tl.constexpr = ASM and tl.float32 != DTYPE
     index = tl.arange(0, BM)

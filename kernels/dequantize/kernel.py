@@ -15,6 +15,7 @@ from torch import Tensor
 
 from edgelm.kernels.choice import interpreting
 from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight, layout_constants
+from edgelm.kernels.pdl import begin_dependent, uses_pdl
 from edgelm.kernels.unpack import arrange_words, high_words, unpack_bytes, unpack_nibbles
 
 TILES = 4  # tiles of a program: one for each of its warps
@@ -49,6 +50,7 @@ def dequantize(weight: PackedWeight, out: Tensor) -> Tensor:
         ASM=not interpreting(),
         enable_fp_fusion=False,  # round after the multiplication and after the addition, as ggml does
         num_warps=TILES,
+        launch_pdl=uses_pdl(),
     )
     return out
 
@@ -75,8 +77,10 @@ def dequantize_kernel(
     W: tl.constexpr,  # tiles of a program
     TURNS: tl.constexpr,  # chunks of a tile
     ASM: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Write W * 16 rows by TURNS * 64 columns of one matrix."""
+    begin_dependent(launch_pdl)
     first = tl.program_id(0) * W
     matrix = tl.program_id(2).to(tl.int64)
     codes, high, scales, offsets, supers = matrix_planes(

@@ -14,6 +14,7 @@ from torch import Tensor
 from edgelm.kernels.choice import interpreting
 from edgelm.kernels.dequantize.kernel import e8m0_value, rounded
 from edgelm.kernels.layout import CHUNK, SUPER, TILE, DenseWeight, PackedWeight, Weight, layout_constants
+from edgelm.kernels.pdl import begin_dependent, uses_pdl
 from edgelm.kernels.unpack import e4m3_value
 
 COLUMNS = 1024  # columns of a program
@@ -28,8 +29,9 @@ def embedding(ids: Tensor, weight: Weight, scale: float, out_dtype: torch.dtype)
         grid = (len(ids), triton.cdiv(weight.columns, block))
         if len(ids):
             dense_kernel[grid](
-                ids, data, out, weight.rows, scale, columns=weight.columns, COLUMNS=block, ASM=not interpreting()
-            )
+                ids, data, out, weight.rows, scale, columns=weight.columns, COLUMNS=block, ASM=not interpreting(),
+                launch_pdl=uses_pdl(),
+            )  # fmt: skip
         return out
     launch = packed_constants(weight)
     grid = (len(ids), triton.cdiv(weight.columns, launch["COLUMNS"]))
@@ -47,6 +49,7 @@ def embedding(ids: Tensor, weight: Weight, scale: float, out_dtype: torch.dtype)
             scale,
             **launch,
             enable_fp_fusion=False,  # round after the multiplication and after the addition, as ggml does
+            launch_pdl=uses_pdl(),
         )
     return out
 
@@ -67,8 +70,12 @@ def packed_constants(weight: PackedWeight) -> dict[str, object]:
 
 
 @triton.jit
-def dense_kernel(ids, data, out, rows, scale, columns: tl.constexpr, COLUMNS: tl.constexpr, ASM: tl.constexpr):
+def dense_kernel(
+    ids, data, out, rows, scale,
+    columns: tl.constexpr, COLUMNS: tl.constexpr, ASM: tl.constexpr, launch_pdl: tl.constexpr = False,
+):  # fmt: skip
     """Write COLUMNS columns of one token's row of `data` [rows, columns]."""
+    begin_dependent(launch_pdl)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.load(ids + token).to(tl.int64)
@@ -102,8 +109,10 @@ def packed_kernel(
     ORDER: tl.constexpr,
     COLUMNS: tl.constexpr,
     ASM: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Write COLUMNS columns of one token's row of a packed weight."""
+    begin_dependent(launch_pdl)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.load(ids + token).to(tl.int64)

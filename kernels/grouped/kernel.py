@@ -27,6 +27,7 @@ from edgelm.kernels.layout import TILE, DenseWeight, PackedWeight, Weight
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.matmul.kernel import planes_and_constants, with_bias
 from edgelm.kernels.matmul.step_kernel import load_words, load_x, multiply
+from edgelm.kernels.pdl import begin_dependent, uses_pdl
 
 PAIRS = 8  # pairs of a program
 NUM_WARPS = 4
@@ -128,6 +129,7 @@ def make_plan(experts: Tensor, num_experts: int, block: int) -> Plan:
         IDS=triton.next_power_of_2(num_experts + 1),
         PART=part,
         SEEN=32,
+        launch_pdl=uses_pdl(),
     )
     return Plan(order, blocks)
 
@@ -159,6 +161,7 @@ def multiply_few(
         enable_fp_fusion=True,
         num_warps=NUM_WARPS,
         num_stages=1,
+        launch_pdl=uses_pdl(),
     )
 
 
@@ -180,6 +183,7 @@ def weighted_sums(y: Tensor, route: Tensor, residual: Tensor | None, out: Tensor
         COLUMNS=block,
         ASM=not interpreting(),
         enable_fp_fusion=False,
+        launch_pdl=uses_pdl(),
     )
 
 
@@ -220,8 +224,10 @@ def few_pairs_kernel(
     ALPHA: tl.constexpr,
     KW: tl.constexpr,
     ASM: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Multiply MT tiles of one matrix by the rows of one block. Grid: blocks, tiles."""
+    begin_dependent(launch_pdl)
     block = blocks + tl.program_id(0) * 3
     matrix = tl.load(block)
     if matrix < 0:
@@ -288,8 +294,10 @@ def plan_kernel(
     IDS: tl.constexpr,  # a power of two above num_experts
     PART: tl.constexpr,  # pairs that a program places
     SEEN: tl.constexpr,  # pairs that are read together
+    launch_pdl: tl.constexpr = False,
 ):
     """Make a plan: program 0 cuts the blocks, each other program places PART pairs in `order`."""
+    begin_dependent(launch_pdl)
     pid = tl.program_id(0)
     index = tl.arange(0, SEEN)
     if pid == 0:
@@ -342,8 +350,10 @@ def weighted_sum_kernel(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     ASM: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Add the rows of one token's experts, times their weights, in the order of the experts; then the residual."""
+    begin_dependent(launch_pdl)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width

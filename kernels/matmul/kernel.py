@@ -36,6 +36,7 @@ from edgelm.kernels.matmul.configs import (
 from edgelm.kernels.matmul.reference import Norm
 from edgelm.kernels.matmul.step_kernel import load_words, load_x, multiply
 from edgelm.kernels.norm import rms_norm
+from edgelm.kernels.pdl import begin_dependent, uses_pdl
 from edgelm.kernels.tuning import TABLE
 
 
@@ -94,8 +95,10 @@ def decode_kernel(
     PF: tl.constexpr,
     KW: tl.constexpr,
     ASM: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Multiply MT tiles by TT blocks of rows of x, over one of SPLITS parts of K. Grid: row blocks, tiles, parts."""
+    begin_dependent(launch_pdl)
     first_row = tl.program_id(0) * (TT * 8)
     pid = tl.program_id(1)
     split = tl.program_id(2)  # never a constant 0: a loop of known length would be unrolled
@@ -184,8 +187,10 @@ def combine_kernel(
     NORM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Add the parts of K of one row, then apply norm, bias, gate and residual."""
+    begin_dependent(launch_pdl)
     row = tl.program_id(1)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     WIDTH: tl.constexpr = N // 2 if GATE is not None else N
@@ -281,13 +286,14 @@ def decode(
         x, *planes, bias, residual, norm_weight, out, partial, squares, x.stride(0), residual_stride, rows, eps,
         N=weight.rows, K=weight.columns, **constants, **epilogue, NW=config.warps, MT=tiles_each,
         TT=blocks, SPLITS=config.splits, PF=config.prefetch, KW=kwidth(),
-        num_warps=config.warps, num_stages=1, enable_fp_fusion=True,
+        num_warps=config.warps, num_stages=1, enable_fp_fusion=True, launch_pdl=uses_pdl(),
         maxnreg=MAX_REGISTERS if blocks == BLOCKS and norm is None else None,  # with a norm, it spills at the limit
     )  # fmt: skip
     if config.splits > 1:
         combine_kernel[(-(-width // 128), rows)](
             partial, squares, bias, residual, out, residual_stride, eps, N=weight.rows, K=weight.columns, **epilogue,
             NORM=norm is not None, SPLITS=config.splits, BLOCK=128, num_warps=4, enable_fp_fusion=True,
+            launch_pdl=uses_pdl(),
         )  # fmt: skip
     return out
 

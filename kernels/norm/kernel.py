@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from edgelm.kernels.pdl import begin_dependent, uses_pdl
+
 BLOCK = 8192  # values that a program holds at once, at most
 OPTIONS = {"enable_fp_fusion": True}  # explicit, since Triton's default is about to change
 
@@ -31,8 +33,10 @@ def rms_norm_kernel(
     eps,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # hidden_size <= BLOCK
+    launch_pdl: tl.constexpr = False,
 ):
     """Normalize one row. Grid: rows."""
+    begin_dependent(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     out_ptr += row * hidden_size
@@ -79,8 +83,10 @@ def add_rms_norm_kernel(
     POST: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # hidden_size <= BLOCK
+    launch_pdl: tl.constexpr = False,
 ):
     """Add one row of x, normalized with POST, to the residual, and normalize the sum. Grid: rows."""
+    begin_dependent(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     residual_ptr += row * residual_stride
@@ -132,6 +138,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> T
             WHOLE=hidden_size <= block,
             num_warps=num_warps,
             **OPTIONS,
+            launch_pdl=uses_pdl(),
         )
     return out
 
@@ -161,6 +168,7 @@ def add_rms_norm(
             WHOLE=hidden_size <= block,
             num_warps=num_warps,
             **OPTIONS,
+            launch_pdl=uses_pdl(),
         )
     return out, total
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from edgelm.kernels.pdl import begin_dependent, uses_pdl
 from edgelm.kernels.route.reference import TINY
 
 OPTIONS = {"enable_fp_fusion": True}  # explicit, since Triton's default is about to change
@@ -28,8 +29,10 @@ def route_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,  # a power of two, at least num_experts
+    launch_pdl: tl.constexpr = False,
 ):
     """Select the experts of one token. Grid: tokens."""
+    begin_dependent(launch_pdl)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < num_experts
@@ -88,5 +91,6 @@ def route(logits: Tensor, k: int, kind: str, normalise: bool) -> tuple[Tensor, T
             BLOCK=block,
             num_warps=min(max(block // 256, 1), 4),
             **OPTIONS,
+            launch_pdl=uses_pdl(),
         )
     return weights, ids

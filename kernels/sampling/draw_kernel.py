@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from edgelm.kernels.pdl import begin_dependent
 from edgelm.kernels.sampling.layout import NUM_ANSWER, WEIGHT_BITS, Answer, Flag, Word
 
 WORDS = tl.constexpr(len(Word))
@@ -259,8 +260,10 @@ def draw_kernel(
     CAPACITY: tl.constexpr,
     ROOM: tl.constexpr,
     TILE: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Draw a row's token, and write its answer. Grid: rows."""
+    begin_dependent(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     words_ptr += row * WORDS
     answers_ptr += row * _ANSWERS

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from edgelm.kernels.pdl import begin_dependent, uses_pdl
 from edgelm.kernels.sampling.draw_kernel import (
     ACTIVE,
     FLAGS,
@@ -80,8 +81,10 @@ def prepare_kernel(
     listed_ptr,  # int32 [rows]
     num_vocab,
     CHUNK: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Convert a chunk of logits. Grid: rows, chunks."""
+    begin_dependent(launch_pdl)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(words_ptr + row * WORDS + FLAGS) & ACTIVE != 0:
         at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -97,8 +100,11 @@ def prepare_kernel(
 
 
 @triton.jit
-def bias_kernel(words_ptr, ids_ptr, bias_ptr, row_ptr, row_stride, BLOCK: tl.constexpr):
+def bias_kernel(
+    words_ptr, ids_ptr, bias_ptr, row_ptr, row_stride, BLOCK: tl.constexpr, launch_pdl: tl.constexpr = False
+):
     """Add a row's logit bias, BLOCK entries at a time. Grid: rows."""
+    begin_dependent(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     row_ptr += row * row_stride
     start = tl.load(words_ptr + row * WORDS + _BIAS_START).to(tl.int32)
@@ -116,8 +122,12 @@ def bias_kernel(words_ptr, ids_ptr, bias_ptr, row_ptr, row_stride, BLOCK: tl.con
 
 
 @triton.jit
-def penalize_kernel(words_ptr, floats_ptr, ids_ptr, counts_ptr, row_ptr, row_stride, BLOCK: tl.constexpr):
+def penalize_kernel(
+    words_ptr, floats_ptr, ids_ptr, counts_ptr, row_ptr, row_stride,
+    BLOCK: tl.constexpr, launch_pdl: tl.constexpr = False,
+):  # fmt: skip
     """Apply a row's penalties, BLOCK tokens of its history at a time. Grid: rows."""
+    begin_dependent(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     row_ptr += row * row_stride
     start = tl.load(words_ptr + row * WORDS + _HISTORY_START).to(tl.int32)
@@ -151,8 +161,10 @@ def limit_kernel(
     best_ptr,  # int64 [rows, chunks]
     num_vocab,
     CHUNK: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Apply the mask to a chunk of a row. Grid: rows, chunks."""
+    begin_dependent(launch_pdl)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     flags = tl.load(words_ptr + row * WORDS + FLAGS)
     if flags & ACTIVE != 0:
@@ -185,8 +197,10 @@ def weigh_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     ROOM: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Weigh the tokens of a chunk. Grid: rows, chunks."""
+    begin_dependent(launch_pdl)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_chunks = tl.num_programs(1)
     words_ptr += row * WORDS
@@ -233,8 +247,10 @@ def collect_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
+    launch_pdl: tl.constexpr = False,
 ):
     """Append tokens of a chunk to the row's list. Grid: rows, chunks."""
+    begin_dependent(launch_pdl)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_chunks = tl.num_programs(1)
     words_ptr += row * WORDS
@@ -293,29 +309,30 @@ def sample(logits: Tensor, batch: Batch) -> Tensor:
     words, floats = batch.rows, batch.rows.view(torch.float64)
     chunks = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(num_chunks)}
     by_chunk, by_row = (num_rows, num_chunks), (num_rows,)
+    options = OPTIONS | {"launch_pdl": uses_pdl()}
     prepare_kernel[by_chunk](
-        logits, logits.stride(0), words, row, row_stride, maxima, counts, listed, num_vocab, CHUNK=CHUNK, **OPTIONS
+        logits, logits.stride(0), words, row, row_stride, maxima, counts, listed, num_vocab, CHUNK=CHUNK, **options
     )
     if len(batch.bias_ids):
-        bias_kernel[by_row](words, batch.bias_ids, batch.bias, row, row_stride, BLOCK=ENTRIES, **OPTIONS)
+        bias_kernel[by_row](words, batch.bias_ids, batch.bias, row, row_stride, BLOCK=ENTRIES, **options)
     if len(batch.history_ids):
         penalize_kernel[by_row](
-            words, floats, batch.history_ids, batch.history_counts, row, row_stride, BLOCK=ENTRIES, **OPTIONS
+            words, floats, batch.history_ids, batch.history_counts, row, row_stride, BLOCK=ENTRIES, **options
         )
     limit_kernel[by_chunk](
-        words, batch.masks, batch.masks.stride(0), row, row_stride, best, num_vocab, CHUNK=CHUNK, **OPTIONS
+        words, batch.masks, batch.masks.stride(0), row, row_stride, best, num_vocab, CHUNK=CHUNK, **options
     )
     weigh_kernel[by_chunk](
         logits, logits.stride(0), words, floats, row, row_stride, maxima, best, counts, sums, raw_sums, tops, num_vocab,
-        ROOM=_TOP_ROOM, **chunks, **OPTIONS,
+        ROOM=_TOP_ROOM, **chunks, **options,
     )  # fmt: skip
     collect_kernel[by_chunk](
         words, floats, row, row_stride, ids, maxima, best, counts, sums, listed, num_vocab, list_start,
-        CAPACITY=CAPACITY, **chunks, **OPTIONS,
+        CAPACITY=CAPACITY, **chunks, **options,
     )  # fmt: skip
     draw_kernel[by_row](
         logits, logits.stride(0), words, floats, row, row_stride, ids, maxima, best, sums, raw_sums, tops, listed,
         answers, num_vocab, num_chunks, list_start,
-        CAPACITY=CAPACITY, ROOM=_TOP_ROOM, TILE=TILE, num_warps=DRAW_WARPS, **chunks, **OPTIONS,
+        CAPACITY=CAPACITY, ROOM=_TOP_ROOM, TILE=TILE, num_warps=DRAW_WARPS, **chunks, **options,
     )  # fmt: skip
     return answers

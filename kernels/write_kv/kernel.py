@@ -11,6 +11,7 @@ from edgelm.kernels import rope as angles
 from edgelm.kernels.cache import BLOCK_LEN, LayerCache, order
 from edgelm.kernels.cache.kernel import hadamard, quantize
 from edgelm.kernels.matmul import ROWS
+from edgelm.kernels.pdl import begin_dependent, uses_pdl
 from edgelm.kernels.rope import Rope
 
 S0, S1, S2, S3, S4 = (tl.constexpr(c) for c in angles.SINE)
@@ -238,8 +239,10 @@ def write_kv_kernel(
     SPAN: tl.constexpr,
     HIGH_SPAN: tl.constexpr,
     ROWS: tl.constexpr,  # heads of a program
+    launch_pdl: tl.constexpr = False,
 ):
     """Write ROWS heads of one token. Grid: tokens; tiles of q heads, then of keys, then of values."""
+    begin_dependent(launch_pdl)
     Q_TILES: tl.constexpr = (HEADS + ROWS - 1) // ROWS
     KV_TILES: tl.constexpr = (KV_HEADS + ROWS - 1) // ROWS
     token = tl.program_id(0).to(tl.int64)
@@ -361,5 +364,6 @@ def write_kv(
         **constants(cache, num_heads, rotated_dim, interleaved, rows),
         num_warps=num_warps,
         **OPTIONS,
+        launch_pdl=uses_pdl(),
     )
     return out

@@ -23,11 +23,11 @@ class CompileCase(NamedTuple):
 
     name: str  # op first: "matmul q4_k rows=8"
     fn: Any  # a triton.JITFunction
-    signature: dict[str, str]  # every argument: "*fp16", "*i32", "i32", "fp32", ..., "constexpr"
+    signature: dict[str, str]  # every argument but launch_pdl: "*fp16", "*i32", "i32", "fp32", ..., "constexpr"
     constants: dict[str, object]  # values of the constexprs, and of arguments that are fixed (None, 1)
     divisible: tuple[str, ...] = ()  # arguments divisible by 16, as those of aligned tensors are at a launch
     num_warps: int = 4
-    options: Mapping[str, object] = MappingProxyType({})  # num_stages, launch_pdl, maxnreg, enable_fp_fusion (True)
+    options: Mapping[str, object] = MappingProxyType({})  # num_stages, maxnreg, enable_fp_fusion (True)
     loop_weights: int = 0  # elements that one thread handles in one iteration of the main loop; 0: not counted
     budget: float | None = None  # maximum instructions of a thread per element in the main loop, on sm_90
     wide_loads: bool = True  # the main loop reads its weights, or its keys and values, 16 bytes at a time
@@ -48,7 +48,7 @@ def compile_cases(ops: list[str] | None = None) -> list[CompileCase]:
 
 
 def compile_for(case: CompileCase, capability: int) -> Any:
-    """Compile a case for a GPU of this compute capability (80, 86, 89, 90, 120); no GPU is needed.
+    """Compile a case for a GPU of this compute capability (80, 86, 89, 90, 120), with PDL where it is launched so.
 
     Returns Triton's CompiledKernel.
     """
@@ -56,13 +56,18 @@ def compile_for(case: CompileCase, capability: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from edgelm.kernels.pdl import FIRST_CAPABILITY
+
     names = case.fn.arg_names
-    assert list(case.signature) == list(names), f"{case.name}: the signature is not {names}"
-    signature = {name: "constexpr" if name in case.constants else kind for name, kind in case.signature.items()}
-    missing = [name for name, kind in signature.items() if kind == "constexpr" and name not in case.constants]
+    pdl = {"launch_pdl": capability >= FIRST_CAPABILITY} if "launch_pdl" in names else {}  # the last one
+    signature = case.signature | dict.fromkeys(pdl, "constexpr")
+    assert list(signature) == list(names), f"{case.name}: the signature is not {names}"
+    values = case.constants | pdl
+    signature = {name: "constexpr" if name in values else kind for name, kind in signature.items()}
+    missing = [name for name, kind in signature.items() if kind == "constexpr" and name not in values]
     assert not missing, f"{case.name}: no value for {missing}"
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible}
-    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    constants = {(names.index(name),): value for name, value in values.items()}
     source = ASTSource(case.fn, signature, constants, attrs)
-    options = {"enable_fp_fusion": True} | dict(case.options) | {"num_warps": case.num_warps}
+    options = {"enable_fp_fusion": True} | dict(case.options) | {"num_warps": case.num_warps} | pdl
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

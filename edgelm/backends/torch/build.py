@@ -44,7 +44,7 @@ from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.scheduler import Scheduler
 from edgelm.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError
 from edgelm.kernels.cache import BLOCK_LEN
-from edgelm.kernels.choice import PLAIN_OPS
+from edgelm.kernels.choice import PDL, PLAIN_OPS
 from edgelm.kernels.tuning import TUNED
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.gpu import INSTALL
@@ -224,7 +224,7 @@ def _try_executor(
         max_sequences=settings.parallel,
         max_tokens=STEP_TOKENS[decoder.device.type],
         max_rows=max(MAX_ROWS, settings.parallel),
-        graphs=settings.graphs and not PLAIN_OPS,  # the plain version of an op may wait for the device
+        graphs=settings.graphs and not PLAIN_OPS - {PDL},  # the plain version of an op may wait for the device
         tuned=tuned,
     )
     try:

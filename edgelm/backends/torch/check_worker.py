@@ -11,18 +11,20 @@ from typing import Literal, NamedTuple
 import torch
 from gguf import GGMLQuantizationType as Quant
 
-from edgelm.backends.gpu_check import Begun, Checked, CheckGpu, OpVerdict
+from edgelm.backends.gpu_check import NO_NUMBER, Begun, Checked, CheckGpu, OpVerdict
 from edgelm.backends.llama.random_gguf import ALL_QUANTS, write_random_gguf
 from edgelm.backends.model import open_model
 from edgelm.backends.torch.build import DTYPES
 from edgelm.backends.torch.executor import device_name
 from edgelm.backends.torch.self_check import MAX_LAYERS, check_model
-from edgelm.backends.torch.trial import run_trial
-from edgelm.kernels.choice import PLAIN_OPS
+from edgelm.backends.torch.trial import LINKS, chain_is_right, run_trial
+from edgelm.kernels.choice import PDL, PLAIN_OPS
+from edgelm.kernels.pdl import uses_pdl
 from edgelm.models.loading.stored import BLOCK_TYPES, PLAIN_TYPES
 from edgelm.workers.child import Child, run_job
 
 WIDTH = 2048
+CHAIN = f"a chain of {LINKS} kernels"
 
 
 def check(
@@ -42,6 +44,9 @@ def check(
     PLAIN_OPS.update(request.plain)
     quantize: Literal["int4"] | None = "int4" if request.quantize == "int4" else None
     verdicts: dict[tuple[str, str], OpVerdict] = {}
+    if uses_pdl():
+        child.send(Begun(PDL, CHAIN))
+        verdicts[PDL, CHAIN] = _verdict_of_chain(device)
     with TemporaryDirectory(prefix="edgelm-check-") as folder:
         for path in [request.model] if request.model else _models_of_all_formats(Path(folder), width):
             with open_model(path) as model:
@@ -56,6 +61,14 @@ def check(
             for verdict in found:
                 verdicts.setdefault((verdict.op, verdict.detail), verdict)
     child.send(Checked(device_name(device), tuple(verdicts.values())))
+
+
+def _verdict_of_chain(device: torch.device) -> OpVerdict:
+    """Try kernels that begin early; where that is wrong, launch the ops without."""
+    if chain_is_right(device):
+        return OpVerdict(PDL, CHAIN)
+    PLAIN_OPS.add(PDL)
+    return OpVerdict(PDL, CHAIN, right=False, off=NO_NUMBER, error="gives wrong numbers")
 
 
 class _Shape(NamedTuple):

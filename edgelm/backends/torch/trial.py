@@ -1,7 +1,8 @@
-"""A trial of the GPU: one small kernel is compiled, launched and checked, and every way to fail is one line.
+"""Trials of the GPU: one small kernel is compiled, launched and checked, and every way to fail is one line.
 
-It proves the C compiler, Python's headers, ptxas, the driver and the architecture at once. Owns what each failure means
-and what to do about it. Knows nothing of models.
+It proves the C compiler, Python's headers, ptxas, the driver and the architecture at once. A second trial is of kernels
+that begin while the one before them still runs. Owns what each failure means and what to do about it. Knows nothing of
+models.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import torch
 
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.errors import DeviceError, EngineError
-from edgelm.kernels.trial import SIZE, product
+from edgelm.kernels.gpu_target import num_sms
+from edgelm.kernels.trial import PART, SIZE, chain, chained, product
 
 OR_LLAMA = "or use --engine llama"
+LINKS = 16  # kernels of a chain
+ROUNDS = 2000  # several microseconds
+REPLAYS = 3
 
 
 def run_trial(device: torch.device) -> None:
@@ -32,6 +37,24 @@ def run_trial(device: torch.device) -> None:
     if wrong.any():
         message = f"the GPU computes wrongly: {int(wrong.sum())} of {SIZE * SIZE} numbers of a small product"
         raise DeviceError(message, f"update the NVIDIA driver, {OR_LLAMA}")
+
+
+def chain_is_right(device: torch.device, rounds: int = ROUNDS) -> bool:
+    """Return whether each kernel of a chain waits for the one before: launched one by one, and in a CUDA graph."""
+    first = torch.arange(2 * num_sms(device) * PART, dtype=torch.int32, device=device).reshape(-1, PART)
+    x, spare = first.clone(), torch.zeros_like(first)
+    with gpu_errors():
+        chain(x, spare, LINKS, rounds)
+        times = 1
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                chain(x, spare, LINKS, rounds)
+            for _ in range(REPLAYS):
+                graph.replay()
+            times += REPLAYS
+        return torch.equal(x.cpu(), chained(first.cpu(), times * LINKS, rounds))
 
 
 @contextmanager

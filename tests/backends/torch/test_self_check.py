@@ -18,7 +18,7 @@ import torch
 
 import edgelm.backends.torch.build as torch_build
 from edgelm.backends import gpu_check, kept_verdicts
-from edgelm.backends.gpu_check import NO_NUMBER, CheckGpu, GpuVerdict, OpVerdict, run_check
+from edgelm.backends.gpu_check import NO_NUMBER, PDL, CheckGpu, GpuVerdict, OpVerdict, run_check
 from edgelm.backends.kept_verdicts import keep, kept_verdict
 from edgelm.backends.llama.random_gguf import ALL_QUANTS
 from edgelm.backends.model import open_model
@@ -148,6 +148,36 @@ def test_a_hang_costs_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "begin('attention'); time.sleep(3600) if not request['plain'] else end()"
     verdict = run_check(REQUEST, command=stand_in(program))
     assert verdict.wrong == {"attention": "hangs: it is not done after 1 s (q4_k 64x64, 1 row)"}
+
+
+def test_kernels_are_launched_without_pdl_where_it_fails() -> None:
+    failed = "emit(event='failed', message='the GPU failed', hint='', kind='DeviceError')"
+    program = f"begin({PDL!r}) if not request['plain'] else end()\n{failed} if not request['plain'] else 0"
+    verdict = run_check(REQUEST, command=stand_in(program))
+    assert verdict.problem == ""
+    assert verdict.wrong == {PDL: "fails: the GPU failed (q4_k 64x64, 1 row)"}
+    assert verdict.reasons == (f"each kernel waits for the end of the one before it: {PDL} {verdict.wrong[PDL]}",)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_chain_that_is_wrong_turns_pdl_off_before_any_op_is_tried(
+    model: Path, monkeypatch: pytest.MonkeyPatch, right: bool
+) -> None:
+    monkeypatch.setattr(check_worker, "uses_pdl", lambda: PDL not in PLAIN_OPS)
+    monkeypatch.setattr(check_worker, "chain_is_right", lambda _: right)
+    without: list[bool] = []
+    monkeypatch.setattr(check_worker, "check_model", lambda *_, **__: without.append(PDL in PLAIN_OPS) or [])
+    sent: list[Any] = []
+    try:
+        for request in (CheckGpu(model, ("f16",), "off"), CheckGpu(model, ("f16",), "off", plain=(PDL,))):
+            PLAIN_OPS.clear()
+            check_worker.check(request, SimpleNamespace(send=sent.append), torch.device("cpu"), lambda _: None)
+    finally:
+        PLAIN_OPS.clear()
+    first, second = (message.verdicts for message in sent if isinstance(message, gpu_check.Checked))
+    assert [(verdict.op, verdict.right) for verdict in first] == [(PDL, right)]
+    assert second == ()
+    assert without == [not right, True]
 
 
 def test_a_gpu_on_which_much_crashes_is_not_used() -> None:

@@ -63,8 +63,8 @@ def compile_cases() -> list[CompileCase]:
         cases.append(
             CompileCase(f"activation {gate.kind}", kernels.gated_kernel, signature, constants, tuple(signature)[:4])
         )
-    signature = {"x_ptr": "*fp32", "out_ptr": "*fp32", "size": "i32", "cap": "fp32", "BLOCK": "constexpr"}
-    pointers = "x_ptr", "out_ptr", "size"
+    signature = {"x_ptr": "*fp32", "out_ptr": "*fp32", "width": "i32", "cap": "fp32", "BLOCK": "constexpr"}
+    divisible = "x_ptr", "out_ptr", "width"
     constants = {"BLOCK": kernels.BLOCK}
-    cases.append(CompileCase("activation softcap", kernels.softcap_kernel, signature, constants, pointers))
+    cases.append(CompileCase("activation softcap", kernels.softcap_kernel, signature, constants, divisible))
     return cases

@@ -236,7 +236,7 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
     return CompileCase(
         name=f"attention {name} d={head_dim}{' window cap sinks' if special else ''}{' ' if way else ''}{way}",
         fn=fn,
-        signature={argument: signature[argument] for argument in fn.arg_names},
+        signature={argument: signature[argument] for argument in fn.arg_names if argument in signature},
         constants=fixed,
         divisible=tuple(pointers),
         num_warps=tile.num_warps if way else 4,

@@ -81,6 +81,7 @@ def compile_cases() -> list[CompileCase]:
             signature = {
                 name: "constexpr" if name in options else kinds.get(name, "*fp32" if name.endswith("_ptr") else "i32")
                 for name in kernel.arg_names
+                if name != "launch_pdl"
             }
             divisible = tuple(name for name, kind in signature.items() if kind not in ("constexpr", "fp32"))
             whole = width <= block

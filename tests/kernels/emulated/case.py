@@ -14,7 +14,10 @@ from tests.kernels.emulated.outcome import Outcome
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.kernels.ptx.launch import Emulated
+
 CAPABILITIES = (80, 86, 89, 90, 120)
+OUTSIDE_OF_STEPS = {"trial_kernel", "read_kernel"}  # kernels of no step, which are launched without PDL
 
 
 class EmulatedCase(NamedTuple):
@@ -58,11 +61,21 @@ def emulate(case: EmulatedCase, capability: int, seed: int, **options: Any) -> R
             outcome = case.run(seed)
         except EmulatorError as error:
             outcome = Outcome(float("inf"), 0.0, f"{type(error).__name__}: {error}")
+    if late := launched_late(gpu):
+        outcome = Outcome(float("inf"), 0.0, f"launched without PDL: {', '.join(late)}")
     kernels = tuple(dict.fromkeys(launch.kernel for launch in gpu.launches))
     ran = [launch.instructions for launch in gpu.launches if not launch.replayed]
     num_replayed = len(gpu.launches) - len(ran)
     seconds = time.perf_counter() - began
     return Result(case, capability, outcome, kernels, len(gpu.launches), num_replayed, sum(ran), seconds)
+
+
+def launched_late(gpu: Emulated) -> list[str]:
+    """Return the kernels that were launched without programmatic dependent launch, though the GPU has it."""
+    if gpu.capability < 90:
+        return []
+    late = (launch.kernel for launch in gpu.launches if not launch.dependent)
+    return sorted({*late} - OUTSIDE_OF_STEPS)
 
 
 @contextmanager

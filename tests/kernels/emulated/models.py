@@ -40,7 +40,8 @@ from edgelm.sampling.history import History
 from edgelm.sampling.host import first_position
 from edgelm.sampling.reference import sample
 from tests.backends.torch.torch_engine import load_gguf
-from tests.kernels.emulated.case import filled_memory
+from tests.kernels.emulated.case import filled_memory, launched_late
+from tests.kernels.emulated.model_weights import tensors_of
 from tests.kernels.emulated.outcome import Outcome, within
 from tests.kernels.emulated.records import Records, collecting_by_hand
 from tests.kernels.error_bounds import product_bound
@@ -343,14 +344,18 @@ def emulate(case: ModelCase, capability: int, **options: Any) -> ModelResult:
     seeds, answer, expected, rounding = reference(case)
     began = time.perf_counter()
     fault, got = "", Trace([[], []])
-    with Emulated(capability, **options) as gpu, filled_memory():
+    weights = tensors_of(decoder_of(case.family, "triton", torch.bfloat16).weights)
+    versions = [weight._version for weight in weights]
+    with Emulated(capability, weights=weights, **options) as gpu, filled_memory():
         try:
             got = walk(case, seeds, "triton", answer)
         except EmulatorError as error:
             fault = f"{type(error).__name__}: {error}"
+    assert versions == [weight._version for weight in weights], "torch has written a weight"
     off, bounds = errors(got, expected), Errors(TIMES * rounding.mean, TIMES * rounding.largest)
     product = max(got.products, default=Outcome(float("inf"), 0.0, "no logits"), key=lambda outcome: outcome.difference)
     faults = [fault, *(outcome.fault for outcome in got.products)]
+    faults += [f"{kernel} is launched without PDL" for kernel in launched_late(gpu)]
     if not fault and got.tokens != expected.tokens:
         faults.append(f"tokens {got.tokens}, not {expected.tokens}")
     if off.mean > bounds.mean or off.largest > bounds.largest:

@@ -20,22 +20,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tests.kernels.emulated.case import EmulatedCase, all_cases, emulate
+from tests.kernels.emulated.case import OUTSIDE_OF_STEPS, EmulatedCase, all_cases, emulate
 from tests.kernels.emulated.records import Records, collecting_by_hand
 
 if TYPE_CHECKING:
     from tests.kernels.ptx.replay import Launches
 
 SEED = 27
+READ = r"\bld\.global|\bcp\.async\.c[ag]"
 SOURCE = re.compile(r"//\s*(\S+?:\d+):\d+\s*$")
 
 
 class Kind(NamedTuple):
-    """A change of one instruction: those that match, and what it becomes ("": nothing)."""
+    """A change of one instruction: those that match, and what it becomes ("": nothing), or where it moves."""
 
     name: str
     pattern: str
-    replacement: str
+    replacement: str = ""
+    behind: str = ""  # the next line that matches comes before it
 
     def places(self, ptx: str) -> list[int]:
         """Return the numbers of the lines that it can change."""
@@ -43,6 +45,10 @@ class Kind(NamedTuple):
 
     def apply(self, ptx: str, place: int) -> str:
         lines = ptx.splitlines(keepends=True)
+        if self.behind:
+            to = next(at for at in range(place, len(lines)) if re.search(self.behind, lines[at]))
+            lines.insert(to, lines.pop(place))
+            return "".join(lines)
         lines[place] = re.sub(self.pattern, partial(_expand, self.replacement), lines[place], count=1)
         return "".join(lines)
 
@@ -84,6 +90,10 @@ INVERTED_LOAD = Kind("mask of a load inverted", r"@(%p\d+) (ld\.global)", r"@!\1
 INVERTED_STORE = Kind("mask of a store inverted", r"@(%p\d+) (st\.global)", r"@!\1 \2")
 SHUFFLE = Kind("shuffle of another lane", r"(shfl\.sync\.bfly\.b32\s+\S+ \S+) (\d+),", r"\1 <2/2>,")
 LIMIT = Kind("limit one too large", r"(setp\.lt\.[us]32\s+\S+ \S+) (\d+);", r"\1 <2+1>;")
+
+NO_DEPENDENCE = Kind("wait for earlier kernels removed", r"griddepcontrol\.wait\b[^;]*;")
+LATE_DEPENDENCE = Kind("wait for earlier kernels behind a read", NO_DEPENDENCE.pattern, behind=READ)
+DEPENDENCE = (NO_DEPENDENCE, LATE_DEPENDENCE)
 
 ASYNC = (COPY_WAIT, COPY_EARLY, COMMIT, COPY, INTO)
 WGMMA = (PROXY_FENCE, WGMMA_FENCE, WGMMA_WAIT, WGMMA_EARLY)
@@ -131,6 +141,7 @@ SUBJECTS = (
     Subject("norm bfloat16 rows=2 width=8193", 90, "rms_norm_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
     Subject("embedding bfloat16 rows=9", 86, "dense_kernel", (*GLOBAL, UNMASKED_STORE)),
     Subject("trial float16", 80, "trial_kernel", (*ASYNC, *SHARED, LOAD, STORE)),
+    Subject("trial int32", 90, "link_kernel", (LOAD, STORE, BARRIER)),
     Subject("bandwidth int32", 90, "read_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
     Subject(ONE, 80, "prepare_kernel", (*SHARED, SHUFFLE, *GLOBAL), SAMPLED),
     Subject(ONE, 86, "bias_kernel", GLOBAL, SAMPLED),
@@ -140,7 +151,14 @@ SUBJECTS = (
     Subject(SAMPLED, 80, "collect_kernel", (*SHARED, SHUFFLE, *GLOBAL), ONE),
     Subject(SAMPLED, 90, "draw_kernel", (*SHARED, SHUFFLE, *GLOBAL), ONE),
 )
-MAIN = (COPY_WAIT, COPY_EARLY, INTO, BARRIER, SCALE)
+# each kernel of a step again, where the kernel before it may still run
+SUBJECTS += tuple(
+    subject._replace(capability=(90, 120)[number % 2], kinds=DEPENDENCE, other="")
+    for number, subject in enumerate({subject.kernel: subject for subject in SUBJECTS}.values())
+    if subject.kernel not in OUTSIDE_OF_STEPS
+)
+MAIN = (COPY_WAIT, COPY_EARLY, INTO, BARRIER, SCALE, *DEPENDENCE)
+MAIN_SUBJECTS = [SUBJECTS[1], *(subject for subject in SUBJECTS if subject[2:4] == ("route_kernel", DEPENDENCE))]
 Q4_K, Q4_0 = "dequant_gemm q4_k rows=130", "dequant_gemm q4_0 rows=17 q4_0-20x330"
 INT8, K8V4 = "attention bfloat16 kv=int8 rows=20 int8 d=64", "attention bfloat16 kv=k8v4 rows=20 k8v4 d=64"
 COMBINED, ROUTED = "attention bfloat16 kv=int8 rows=2 int8 d=64 2x1 2@600", "route bfloat16 rows=4 softmax 4x60"
@@ -278,7 +296,7 @@ def chosen(words: Sequence[str], main: bool) -> Iterator[Mutation]:
     from tests.kernels.ptx.launch import forget
 
     for subject in SUBJECTS:
-        if main and subject is not SUBJECTS[1]:
+        if main and subject not in MAIN_SUBJECTS:
             continue
         if words and not any(word in f"{subject.kernel} {subject.case}" for word in words):
             continue

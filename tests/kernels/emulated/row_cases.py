@@ -61,6 +61,7 @@ def cases() -> Iterator[EmulatedCase]:
     yield EmulatedCase("sampling", "logits", len(SEVERAL), f"kinds {kinds}", _sample_several, main=(80,))
     yield EmulatedCase("sampling", "logits", 36, "one number", _sample_by_one_number)
     yield EmulatedCase("trial", "float16", trial.SIZE, "one product", _trial, main=(80,))
+    yield EmulatedCase("trial", "int32", 4, "a chain of kernels", _chain, main=(90,))
     size = bandwidth_cases.SIZES[1]
     yield EmulatedCase("bandwidth", "int32", 1, f"{size} words", partial(_read, size))
 
@@ -70,6 +71,13 @@ def _trial(seed: int) -> Outcome:
     out = torch.full((trial.SIZE, trial.SIZE), torch.nan)
     trial.product(x.half(), y.half(), out)
     return equal(out, (x @ y).float())
+
+
+def _chain(seed: int) -> Outcome:
+    x = torch.randint(-(2**31), 2**31, (4, trial.PART), generator=generator(seed), dtype=torch.int32)
+    out = x.clone()
+    trial.chain(out, torch.zeros_like(x), 4, 3)
+    return equal(out, trial.chained(x, 4, 3))
 
 
 def _norm(case: norm_cases.Case, seed: int) -> Outcome:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.counts import Count
+from tests.kernels.emulated.case import OUTSIDE_OF_STEPS
 from tests.kernels.emulated.children import ROOT, lines_of
-from tests.kernels.emulated.mutations import EQUIVALENT, SUBJECTS, Kind
+from tests.kernels.emulated.mutations import DEPENDENCE, EQUIVALENT, SUBJECTS, Kind
 from tests.kernels.emulated.test_cases import launched_kernels
 
 WHOLE = bool(Count(test=0, soak=1))
@@ -35,7 +36,10 @@ def test_what_is_listed_as_equivalent_changes_nothing(verdicts: list[dict[str, A
 
 
 def test_every_kernel_is_mutated() -> None:
-    assert not launched_kernels(ROOT / "kernels") - {subject.kernel for subject in SUBJECTS}
+    kernels = launched_kernels(ROOT / "kernels")
+    assert not kernels - {subject.kernel for subject in SUBJECTS}
+    dependent = {subject.kernel for subject in SUBJECTS if subject.kinds == DEPENDENCE}
+    assert kernels - OUTSIDE_OF_STEPS == dependent
 
 
 @pytest.mark.parametrize(
@@ -47,3 +51,8 @@ def test_a_mutation_changes_its_place_alone(replacement: str, changed: str) -> N
     text = "wait 1\na wait 3 b\nwait 5\n"
     assert kind.places(text) == [0, 1, 2]
     assert kind.apply(text, 1) == f"wait 1\n{changed}\nwait 5\n"
+
+
+def test_a_line_moves_behind_the_next_one_of_another_kind() -> None:
+    text = "load 1\nwait\nadd\nload 2\nload 3\n"
+    assert Kind("", "wait", behind="load").apply(text, 1) == "load 1\nadd\nload 2\nwait\nload 3\n"

@@ -69,6 +69,8 @@ def build_load(instruction: Instruction, group: Group) -> Step:
         ctas, threads = group.running(mask)
         require_aligned(addresses, num_bytes, instruction)
         memory = group.space(form.shared)
+        if group.dependence is not None and not form.shared:
+            group.dependence.read(group.memory, addresses, mask, instruction)
         values = load(memory, addresses, ctas, dtype, form.count, instruction)
         if group.races is not None:
             group.races.access(Kind.READ, memory, addresses, ctas, threads, num_bytes, instruction)
@@ -107,6 +109,8 @@ def build_store(instruction: Instruction, group: Group) -> Step:
         ctas, threads = group.running(mask)
         require_aligned(addresses, num_bytes, instruction)
         memory = group.space(form.shared)
+        if group.dependence is not None and not form.shared:
+            group.dependence.write(group.memory, addresses, mask, instruction)
         everywhere = [np.broadcast_to(source, len(group.ctas)) for source in sources]
         values = np.stack(everywhere if mask is None else [array[mask] for array in everywhere], 1)
         if group.races is not None:
@@ -140,6 +144,8 @@ def build_atomic(instruction: Instruction, group: Group) -> Step:
         ctas, threads = group.running(mask)
         require_aligned(addresses, dtype.itemsize, instruction)
         memory = group.space("shared" in parts)
+        if group.dependence is not None and "shared" not in parts:
+            group.dependence.write(group.memory, addresses, mask, instruction)
         if group.races is not None:
             group.races.access(Kind.ATOMIC, memory, addresses, ctas, threads, dtype.itemsize, instruction)
         everywhere = [np.broadcast_to(source, len(group.ctas)) for source in sources]
@@ -201,6 +207,8 @@ class _Copy:
         reading = chosen & (sizes > 0)
         require_aligned(targets[chosen], num_bytes, self.instruction)
         require_aligned(sources[reading], num_bytes, self.instruction)
+        if group.dependence is not None and reading.any():
+            group.dependence.read(group.memory, sources[reading], reading, self.instruction)
         if group.races is not None:
             group.races.access(
                 Kind.COPY, group.shared, targets[chosen], *group.running(chosen), num_bytes, self.instruction

@@ -15,5 +15,9 @@ class RaceError(EmulatorError):
     """Two accesses of the same bytes, one of them a write, that nothing orders."""
 
 
+class DependenceError(EmulatorError):
+    """A launch with programmatic dependent launch does something before it waits that it must not."""
+
+
 class DeadlockError(EmulatorError):
     """No warp can go on: all that are left wait."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.kernels.ptx.dependents import Dependence
 from tests.kernels.ptx.fences import Fences
 from tests.kernels.ptx.memory import GlobalMemory, Memory, SharedMemory
 from tests.kernels.ptx.races import Races
@@ -72,6 +73,7 @@ class Group:
     parameters: dict[str, NDArray[np.uint64]]  # bits, [1]
     memory: GlobalMemory = field(default_factory=lambda: GlobalMemory([]))
     fences: Fences | None = None
+    dependence: Dependence | None = None  # with programmatic dependent launch
     copies: Queue = field(init=False)
     products: Queue = field(init=False)
 

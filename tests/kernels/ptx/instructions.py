@@ -106,7 +106,18 @@ def _step(instruction: Instruction, group: Group) -> Step:
         return lambda mask: warps.require_whole_warps(mask, instruction)
     if name in ("fence", "membar"):
         return _fence(instruction, group)
+    if name == "griddepcontrol":
+        return _dependence(instruction, group)
     raise EmulatorError(f"unknown {instruction}")
+
+
+def _dependence(instruction: Instruction, group: Group) -> Step:
+    """Bind griddepcontrol: launches run one after another here, so only the check of what is done before has a wait."""
+    if instruction.opcode not in ("griddepcontrol.wait", "griddepcontrol.launch_dependents"):
+        raise EmulatorError(f"unknown {instruction}")
+    if instruction.opcode == "griddepcontrol.wait" and group.dependence is not None:
+        return group.dependence.wait
+    return lambda mask: None
 
 
 def _fence(instruction: Instruction, group: Group) -> Step:

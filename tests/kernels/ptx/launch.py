@@ -14,7 +14,7 @@ import hashlib
 import math
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +31,7 @@ from triton.runtime.jit import JITFunction
 
 import edgelm.kernels
 from edgelm.kernels import choice, gpu_target
+from tests.kernels.ptx.dependents import READ_EARLY, Weights
 from tests.kernels.ptx.errors import BoundsError, DeadlockError, EmulatorError, RaceError
 from tests.kernels.ptx.machine import LANES_TOGETHER, Machine, Order
 from tests.kernels.ptx.parse import parse
@@ -53,6 +54,7 @@ class Launch:
     signature: tuple[tuple[str, str], ...]  # the parameters' names and types
     ptx_hash: str
     replayed: bool  # nothing ran: an equal launch did before
+    dependent: bool  # with programmatic dependent launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class Emulated:
 
     `order` is the order of warps: the one with the least program counter first, at random, or one far ahead. `races`
     checks that accesses of the same bytes are ordered. `change` may alter the PTX (name, text) before it runs. `known`
-    has the results of earlier launches: one that is equal to one of them does not run again.
+    has the results of earlier launches: one that is equal to one of them does not run again. With `weights`, dependent
+    launches may read only these before they wait, and write none of them.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Emulated:
         change: Callable[[str, str], str] | None = None,
         known: Launches | None = None,
         assembles: bool = False,
+        weights: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.assembles = assembles  # whether ptxas runs, for those who need its code
         self.capability = capability
@@ -101,6 +105,7 @@ class Emulated:
         self.num_sms = num_sms
         self.change = change
         self.known = known
+        self.weights = None if weights is None else frozenset(map(_address, weights))
         self.launches: list[Launch] = []
         self._stack = ExitStack()
 
@@ -152,23 +157,37 @@ class Emulated:
         values = [bound[name] for name in signature]
         bits = [bits_of(value, kind) for value, kind in zip(values, signature.values(), strict=True)]
         tensors = [value for value in values if torch.is_tensor(value)]
+        weights = self._weights_of(kernel.__name__, dict(zip(signature, values, strict=True)))
 
         def run() -> int:
-            machine = machine_of(ptx, metadata.num_warps, num_ctas, metadata.shared, self.order, self.races)
+            size = metadata.num_warps, num_ctas, metadata.shared
+            machine = machine_of(ptx, *size, self.order, self.races, metadata.launch_pdl)
             if not 0 <= len(machine.parameters) - len(bits) <= 2:  # Triton adds two pointers to memory of its own
                 raise EmulatorError(f"{kernel.__name__} has {len(machine.parameters)} parameters, not {len(bits)}")
-            return machine.run(tensors, bits, shape, self.seed)
+            return machine.run(tensors, bits, shape, self.seed, weights=weights)
 
         replayed = False
         if self.known is None:
             count = run()
         else:
             scalars = [None if torch.is_tensor(value) else bit for value, bit in zip(values, bits, strict=True)]
-            how = (metadata.num_warps, metadata.shared, self.order, self.seed, self.races)
+            marks = [[_address(tensor) in part for part in weights] for tensor in tensors]
+            how = (metadata.num_warps, metadata.shared, self.order, self.seed, self.races, metadata.launch_pdl, marks)
             count, replayed = self.known.run(digest_of(ptx, (shape, scalars, how), tensors), tensors, run)
         digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
         types = tuple(signature.items())
-        self.launches.append(Launch(kernel.__name__, shape, count, metadata.num_warps, types, digest, replayed))
+        warps, dependent = metadata.num_warps, metadata.launch_pdl
+        self.launches.append(Launch(kernel.__name__, shape, count, warps, types, digest, replayed, dependent))
+
+    def _weights_of(self, kernel: str, values: Mapping[str, object]) -> Weights:
+        """Return the storages among a launch's arguments that it may read early, and those that it must not write."""
+        given = READ_EARLY.get(kernel, frozenset())
+        early = frozenset(_address(value) for name, value in values.items() if name in given and torch.is_tensor(value))
+        return Weights(early, early) if self.weights is None else Weights(early & self.weights, self.weights)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def bound_arguments(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,9 +205,11 @@ def num_together(num_warps: int, watched_bytes: int, num_ctas: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def machine_of(ptx: str, num_warps: int, num_ctas: int, shared_bytes: int, order: Order, races: bool) -> Machine:
+def machine_of(
+    ptx: str, num_warps: int, num_ctas: int, shared_bytes: int, order: Order, races: bool, dependent: bool
+) -> Machine:
     """Return a machine for a kernel; the next launch of the same kernel takes the same one."""
-    return Machine(parse(ptx), num_warps, num_ctas, shared_bytes, order, races)
+    return Machine(parse(ptx), num_warps, num_ctas, shared_bytes, order, races, dependent)
 
 
 def forget() -> None:

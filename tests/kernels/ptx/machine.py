@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tests.kernels.ptx.dependents import NO_WEIGHTS, Dependence, Weights
 from tests.kernels.ptx.errors import DeadlockError, EmulatorError
 from tests.kernels.ptx.group import Group, Lanes
 from tests.kernels.ptx.instructions import BRANCH, EXIT, Operation, bind
@@ -82,9 +83,17 @@ class Machine:
     """A program with its registers and shared memory, for a number of CTAs that run side by side."""
 
     def __init__(
-        self, program: Program, num_warps: int, num_ctas: int, shared_bytes: int, order: Order, races: bool
+        self,
+        program: Program,
+        num_warps: int,
+        num_ctas: int,
+        shared_bytes: int,
+        order: Order,
+        races: bool,
+        dependent: bool = False,  # with programmatic dependent launch
     ) -> None:
         self.program = program
+        self.dependent = dependent
         self.num_warps = num_warps
         self.num_ctas = num_ctas
         self.order = order
@@ -114,6 +123,7 @@ class Machine:
         special["%laneid"] = (threads % 32).astype(np.uint32)
         registers = Registers(self.program, len(lane), special)
         group = Group(registers, self.shared, ctas, threads, self.races, self.parameters)
+        group.dependence = Dependence(len(lane)) if self.dependent else None
         return Fragments(group, bind(self.program, group))
 
     def run(
@@ -123,6 +133,7 @@ class Machine:
         grid: Sequence[int],
         seed: int,
         ctas: Sequence[int] | None = None,
+        weights: Weights = NO_WEIGHTS,
     ) -> int:
         """Run a launch, or with `ctas` only those; `values` are the bits of the parameters.
 
@@ -133,6 +144,8 @@ class Machine:
         memory = GlobalMemory(tensors)
         for fragments in self.fragments:
             fragments.group.memory = memory
+            if fragments.group.dependence is not None:
+                fragments.group.dependence.weights = weights
         if self.races is not None:
             self.races.new_launch()
         x, y, z = (*grid, 1, 1)[:3]
@@ -160,6 +173,8 @@ class Machine:
             group.products.reset()
             if group.fences is not None:
                 group.fences.reset()
+            if group.dependence is not None:
+                group.dependence.reset(group.ctas < len(places))
             for number, axis in enumerate("xyz"):
                 group.registers.special[f"%ctaid.{axis}"][:] = padded[group.ctas, number]
                 group.registers.special[f"%nctaid.{axis}"][:] = grid[number]
@@ -196,6 +211,8 @@ class Machine:
     def exit(self, fragments: Fragments, lanes: Lanes) -> None:
         """End lanes; the others of their CTA do not wait for them any more."""
         group = fragments.group
+        if group.dependence is not None:
+            group.dependence.end(lanes)
         self._running[group.ctas[lanes], group.threads[lanes] // 32, group.threads[lanes] % 32] = False
         for barrier in list(self._waiting):
             self._release(barrier)
