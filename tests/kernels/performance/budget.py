@@ -6,8 +6,9 @@ Owns the sums. A kernel of torch (a copy, a choice of rows) is taken for as long
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class Row(NamedTuple):
     name: str
     us: float
     estimate: Estimate | None  # None: a kernel of torch
+    early: bool = False  # it begins while the node before it still runs
     key: str = ""  # of the launch
 
 
@@ -49,16 +51,21 @@ class Budget(NamedTuple):
 
     @property
     def gaps_ms(self) -> float:
-        """The time between nodes in a graph without programmatic dependent launch."""
-        return self.nodes * self.gpu.graph_gap_us / 1e3
+        """The time between nodes in a graph."""
+        return sum(row.times * self.gap_us(row) for row in self.rows) / 1e3
+
+    def gap_us(self, row: Row) -> float:
+        """Return the time between the node before and this one."""
+        return self.gpu.pdl_gap_us if row.early else self.gpu.graph_gap_us
+
+    @property
+    def early_nodes(self) -> int:
+        """The nodes that are launched with programmatic dependent launch, after a node of ours."""
+        return sum(row.times for row in self.rows if row.early)
 
     @property
     def step_ms(self) -> float:
         return self.kernels_ms + self.gaps_ms
-
-    @property
-    def step_with_pdl_ms(self) -> float:
-        return self.kernels_ms + self.nodes * self.gpu.pdl_gap_us / 1e3
 
     @property
     def dram_gb(self) -> float:
@@ -91,7 +98,7 @@ class Cache:
 
 def key_of(node: Launch | Prepared) -> str:
     """Return what is equal for launches that take equally long."""
-    launch = node.launch if isinstance(node, Prepared) else node
+    launch = _launch_of(node)
     parts = [launch.compiled.hash, launch.grid, sorted(launch.warm)]
     for name, value in launch.args.items():
         if not torch.is_tensor(value):
@@ -108,7 +115,22 @@ def key_of(node: Launch | Prepared) -> str:
 
 def budget(parts: list[Part], gpu: Gpu, cache: Cache) -> Budget:
     """Return the budget of a step."""
-    return Budget(gpu, [_row(part, node, gpu, cache) for part in parts for node in part.nodes])
+    rows = [_row(part, node, gpu, cache) for part in parts for node in part.nodes]
+    early = begin_early([node for part in parts for node in part.nodes])
+    return Budget(gpu, [row._replace(early=one) for row, one in zip(rows, early, strict=True)])
+
+
+def begin_early(nodes: Sequence[Node]) -> list[bool]:
+    """Return which nodes begin while the kernel before them still runs.
+
+    Both must be launched so: a kernel of torch neither begins early nor lets the next one do so.
+    """
+    dependent = [not isinstance(node, str) and bool(_launch_of(node).compiled.metadata.launch_pdl) for node in nodes]
+    return [one and before for before, one in itertools.pairwise([False, *dependent])]
+
+
+def _launch_of(node: Launch | Prepared) -> Launch:
+    return node.launch if isinstance(node, Prepared) else node
 
 
 def weights_of(row: Row) -> int:
@@ -127,7 +149,7 @@ def _row(part: Part, node: Node, gpu: Gpu, cache: Cache) -> Row:
 
 def _name(node: Launch | Prepared, estimate: Estimate) -> str:
     """Return the kernel with the shape of its weight, where it has one."""
-    launch = node.launch if isinstance(node, Prepared) else node
+    launch = _launch_of(node)
     constants = {
         name: value
         for (index,), value in launch.compiled.src.constants.items()

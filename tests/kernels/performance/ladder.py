@@ -111,7 +111,7 @@ def _reasons(plain: Budget, goal: float) -> Iterator[str]:
     floor = plain.dram_gb / plain.gpu.stream_gbs * 1e3
     yield _reason(
         f"the goal is {1e3 / goal:.3f} ms: DRAM alone needs {floor:.3f}, kernels take {plain.kernels_ms:.3f}, the gaps "
-        f"of {plain.nodes} nodes {plain.gaps_ms:.3f}"
+        f"of {plain.nodes} nodes, {plain.early_nodes} with PDL, {plain.gaps_ms:.3f}"
     )
     yield _reason(_matmul_counts(plain))
     slow = sorted(_by_name(plain).items(), key=lambda item: -_waste(plain, item[1]))[:4]

@@ -52,7 +52,7 @@ def lines_of(budget: Budget | None, parts: Sequence[Part], measure: MeasurePart)
                 continue
             one = rows[row]
             bound = one.estimate.bound if one.estimate else "latency"
-            yield Line(part.name, part.times, one.name, one.us + budget.gpu.graph_gap_us, measured, bound)
+            yield Line(part.name, part.times, one.name, one.us + budget.gap_us(one), measured, bound)
 
 
 def _kernel(row: Row) -> str:

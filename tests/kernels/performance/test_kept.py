@@ -24,7 +24,10 @@ ESTIMATE = Estimate(
     "decode_kernel", "H100", (8, 1, 1), 12.5, "latency", {"dram": 0.5}, Placement(4, "grid", 2, 8, 0.1, 2.0),
     COUNTS, 3000.0, 8000.0, [],
 )  # fmt: skip
-ROWS = [Row("layer", 16, "decode_kernel 64x64 4 bits", 12.5, ESTIMATE, "key"), Row("output", 1, "torch to", 0.7, None)]
+ROWS = [
+    Row("layer", 16, "decode_kernel 64x64 4 bits", 12.5, ESTIMATE, early=True, key="key"),
+    Row("output", 1, "torch to", 0.7, None),
+]
 
 
 def line_of(scene: str, digest: str, simulation: str, rows: list[Row] = ROWS) -> Kept:

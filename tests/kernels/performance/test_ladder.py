@@ -45,7 +45,7 @@ def test_a_goal_is_met_when_the_step_is_short_enough() -> None:
 
 def test_a_missed_goal_has_counts() -> None:
     lines = lines_of("H100", plain=4.0)
-    assert "1 nodes 0.002" in line_with(lines, "DRAM alone needs")
+    assert "1 nodes, 0 with PDL, 0.002" in line_with(lines, "DRAM alone needs")
     # 1e6 instructions of 32 lanes for 4096 x 4096 weights
     assert "1.9 instructions a weight, 3000 bytes in flight of 8000" in line_with(lines, "instructions a weight")
     assert "1 x decode_kernel 4096x4096 4 bits 3998.1 us (latency" in line_with(lines, "most above")

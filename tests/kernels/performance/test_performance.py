@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.kernels.performance.budget import Budget, Row, begin_early
 from tests.kernels.performance.code import Code, Instruction, Line, Loop, parse
 from tests.kernels.performance.control import Control, decode
 from tests.kernels.performance.gpus import CTA_TURN, GPUS, H100, Gpu
@@ -42,6 +43,17 @@ def test_control_bits_of_known_instructions() -> None:
     assert decode(0x000FE200078E00FF) == Control(1, False, None, None, ())
     assert decode(0x004FE40003F05070) == Control(2, False, None, None, (2,))
     assert decode(0x000FC4000001FF00).yields
+
+
+def test_a_node_begins_early_where_it_and_the_one_before_are_launched_so() -> None:
+    def node(dependent: bool) -> Launch:
+        return Launch(SimpleNamespace(metadata=SimpleNamespace(launch_pdl=dependent)), (1, 1, 1), {})
+
+    assert begin_early([node(True), node(True), "copy_", node(True), node(True)]) == [False, True, False, False, True]
+    assert begin_early([node(True), node(False), node(True)]) == [False, False, False]
+    rows = [Row("layer", 3, "", 10.0, None, early=True), Row("output", 1, "", 7.0, None)]
+    step = Budget(H100._replace(graph_gap_us=2.0, pdl_gap_us=0.5), rows)
+    assert (step.early_nodes, step.gaps_ms, step.step_ms) == (3, 3.5e-3, pytest.approx(40.5e-3))
 
 
 def test_a_listing_is_parsed_with_lines_labels_and_loops() -> None:
