@@ -136,6 +136,18 @@ class Decoder:
         They are float32 [tokens, hidden_size]. There is one cache per layer. Rows that belong to no sequence have
         arbitrary values.
         """
+        return self._normed(self._blocks(ids, batch, caches), torch.float32)
+
+    def forward_rows(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache], rows: Tensor) -> Tensor:
+        """Do the same as `forward`; return only `rows`, int64 [rows], as `logits` takes them."""
+        stream = self._blocks(ids, batch, caches)
+        if stream.norm is None:
+            return stream.x.index_select(0, rows)
+        weight, eps = stream.norm
+        return rms_norm(stream.x, weight, eps, rows=rows, out_dtype=self.dtype, implementation=self.implementation)
+
+    def _blocks(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Stream:
+        """Return the stream behind the last layer."""
         residual = embedding(
             ids, self.weights.embedding, scale=self.config.embedding_scale, implementation=self.implementation
         )
@@ -143,10 +155,10 @@ class Decoder:
         for layer, cache, (feed_norm, next_norm) in zip(self.weights.layers, caches, self._norms, strict=True):
             stream = self._attend(layer.attention, stream, batch, cache, feed_norm)
             stream = self._feed(layer.feed, stream, next_norm)
-        return self._normed(stream, torch.float32)
+        return stream
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [rows, vocab_size] for rows of the result of `forward`."""
+        """Return float32 [rows, vocab_size] for rows of the result of `forward`, or for that of `forward_rows`."""
         output = self.weights.output
         logits = self._linear(hidden.to(self.dtype), output, out_dtype=torch.float32)
         cap = self.config.final_softcap

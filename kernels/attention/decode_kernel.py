@@ -36,6 +36,7 @@ from edgelm.kernels.attention.operands import (
     owner_of,
     products,
     row_operand,
+    row_part,
     rows_of,
     signs,
     token_scales,
@@ -82,6 +83,13 @@ def seen_of(logits):
 
 
 @triton.jit
+def blocks_of(block_table, block, end):
+    """Return the blocks of a span, one for each warp; beyond the length the table may hold anything: block 0 there."""
+    mine = block + tl.arange(0, WARPS)
+    return tl.load(block_table + mine, mask=mine * 32 < end, other=0)
+
+
+@triton.jit
 def attend_span(
     state,
     rows,
@@ -114,14 +122,13 @@ def attend_span(
     """Return the state after SPAN more positions, from block `block` on.
 
     The state: sums, a tuple of OWN tensors [warps, 16 rows, 32]; the largest logit and the sum of weights, both
-    [warps, 16]. EDGE: some rows do not see all positions, and what they do not see may hold anything.
+    [warps, 16]; the blocks of the span. EDGE: some rows do not see all positions, and what they do not see may hold
+    anything.
     """
-    acc, largest, total = state
+    acc, largest, total, blocks = state
     mine = block + tl.arange(0, WARPS)
-    if EDGE:  # the block table may hold anything beyond the length: read block 0 there
-        slab = tl.load(block_table + mine, mask=mine * 32 < end, other=0).to(tl.int64) * KV_HEADS + kv_head
-    else:
-        slab = tl.load(block_table + mine).to(tl.int64) * KV_HEADS + kv_head
+    slab = blocks.to(tl.int64) * KV_HEADS + kv_head
+    blocks = blocks_of(block_table, block + WARPS, end)  # of the next span: what it reads must not wait for them
     logits: tl.tuple = ()
     for half in tl.static_range(2):
         by_key = products(rows, keys, key_high, key_scales, slab, half, GROUPS, KEY, DOT, KW, ASM)
@@ -173,7 +180,7 @@ def attend_span(
         for g in tl.static_range(OWN):
             poisoned += (tl.where(poisoned_row, float("nan"), moved[g]),)
         moved = poisoned
-    return moved, new, total
+    return moved, new, total, blocks
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TABLES)
@@ -215,16 +222,17 @@ def attend_chunks(
     """Write for each chunk and row: sums [width] of weights times values; stats: largest logit, sum of weights.
 
     sums: float32 [chunks, KV_HEADS, max_rows, width]. stats: float32 [chunks, KV_HEADS, max_rows, 2]. The planes of the
-    cache are those of kernels/cache, codes as int32 words. Grid: programs that share the chunks times PARTS; KV heads.
+    cache are those of kernels/cache, codes as int32 words. Grid: KV heads; programs that share the chunks times PARTS.
+    So the programs that begin first have the longest chunks of all heads.
     The accumulators of long heads do not fit the registers: PARTS programs compute the same weights, and each takes its
     own dimensions of the values.
     """
     begin_dependent(launch_pdl)
-    kv_head = tl.program_id(1)
-    program = tl.program_id(0) // PARTS
-    programs = tl.num_programs(0) // PARTS
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1) // PARTS
+    programs = tl.num_programs(1) // PARTS
     OWN: tl.constexpr = GROUPS // PARTS
-    first_group = (tl.program_id(0) % PARTS) * OWN  # of the values
+    first_group = (tl.program_id(1) % PARTS) * OWN  # of the values
     index = tl.arange(0, MAX_SEQS)
     _firsts, begins, few = rows_of(
         query_start_loc, seq_lens, index, num_seqs, num_tokens, block_table_len, max_query_len
@@ -233,7 +241,8 @@ def attend_chunks(
     last = chunk_of(tl.maximum(begins + few - 1, 0))
     ends = tl.cumsum(tl.where(few > 0, last - chunk_of(first_seen(begins, window, WINDOWED)) + 1, 0), 0)
     chunks = tl.max(ends, 0)
-    share = tl.maximum(tl.minimum(programs // tl.maximum(chunks, 1), 4), 1)  # programs per chunk, for its tiles
+    tiles = (tl.minimum(max_query_len, VERIFY_LEN) * QUERIES_PER_KV + 15) // 16  # of a chunk, at most
+    share = tl.maximum(tl.minimum(programs // tl.maximum(chunks, 1), tl.minimum(tiles, 4)), 1)  # programs of a chunk
     for item in range(program, chunks * share, programs):
         sequence, before = owner_of(item // share, ends)
         slot = tl.sum(tl.where(index < sequence, few, 0), 0)  # rows of the sequences before it
@@ -251,13 +260,9 @@ def attend_chunks(
             head = kv_head * QUERIES_PER_KV + row % QUERIES_PER_KV
             q_row = ((first + query).to(tl.int64) * (KV_HEADS * QUERIES_PER_KV) + head) * HEAD_DIM
             q_row = tl.where(row < count * QUERIES_PER_KV, q_row, -1)
-            rows: tl.tuple = ()
-            for g in tl.static_range(GROUPS):
-                rows += (row_operand(q, q_row, g, HEAD_DIM, ROTATED, DOT, KW),)
-            sums_of: tl.tuple = ()
-            for _group in tl.static_range(OWN):
-                sums_of += (tl.zeros([WARPS, 16, 32], tl.float32),)
-            state = (sums_of, tl.full([WARPS, 16], -float("inf"), tl.float32), tl.zeros([WARPS, 16], tl.float32))
+            parts: tl.tuple = ()
+            for g in tl.static_range(GROUPS):  # all loads before the first one is used
+                parts += (row_part(q, q_row, g, HEAD_DIM, ROTATED, KW),)
             # spans that this tile sees: an edge, the spans that all of its rows see, and another edge
             lowest = start + tile // QUERIES_PER_KV
             highest = start + tl.minimum((tile + 15) // QUERIES_PER_KV, count - 1)
@@ -267,6 +272,15 @@ def attend_chunks(
             inner = tl.minimum(tl.maximum((first_seen(highest, window, WINDOWED) + SPAN - 1) // SPAN, begin), stop)
             outer = tl.maximum(tl.minimum((lowest + 1) // SPAN, stop), inner)
             bounds = (begin, inner, outer, stop)
+            blocks = blocks_of(block_table, begin * WARPS, end)
+            rows: tl.tuple = ()
+            for g in tl.static_range(GROUPS):
+                rows += (row_operand(parts[g], ROTATED, DOT, KW),)
+            sums_of: tl.tuple = ()
+            for _group in tl.static_range(OWN):
+                sums_of += (tl.zeros([WARPS, 16, 32], tl.float32),)
+            nothing = tl.full([WARPS, 16], -float("inf"), tl.float32)
+            state = (sums_of, nothing, tl.zeros([WARPS, 16], tl.float32), blocks)
             for phase in tl.static_range(0 if WINDOWED else 1, 3):
                 for span in range(bounds[phase], bounds[phase + 1]):
                     state = attend_span(
@@ -298,7 +312,7 @@ def attend_chunks(
                         KW,
                         ASM,
                     )
-            acc, largest, total = state
+            acc, largest, total, _blocks = state
             # merge the warps
             top = tl.max(largest, 0)
             weight = tl.exp2(largest - tl.where(top == -float("inf"), 0.0, top)[None, :])
@@ -331,7 +345,6 @@ def combine_chunks(
     QUERIES_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GROUPS: tl.constexpr,
-    PADDED: tl.constexpr,
     PROMPTS: tl.constexpr,
     ROTATED: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -339,9 +352,9 @@ def combine_chunks(
     AT_ONCE: tl.constexpr,
     launch_pdl: tl.constexpr = False,
 ):
-    """Write rows of `out`, [tokens, num_heads, HEAD_DIM]. Grid: rows, at least as many as exist; query heads.
+    """Write rows of `out`, [tokens, num_heads, HEAD_DIM]. Grid: rows, at least as many as exist; query heads; GROUPS.
 
-    PADDED: a power of two >= 32 * GROUPS. PROMPTS: the rows of prompts, which all have `splits` parts.
+    A program writes 32 columns. PROMPTS: the rows of prompts, which all have `splits` parts.
     """
     begin_dependent(launch_pdl)
     slot = tl.program_id(0)
@@ -364,29 +377,27 @@ def combine_chunks(
             begin = chunk_of(first_seen(start + query, window, WINDOWED))
             end = chunk_of(start + query) + 1
         row = slot * QUERIES_PER_KV + head % QUERIES_PER_KV
-        column = tl.arange(0, PADDED)
+        column = tl.program_id(2) * 32 + tl.arange(0, 32)
         some = tl.arange(0, AT_ONCE)
-        top = -float("inf")
+        top, total = -float("inf"), 0.0
         if SINKS:
-            top = tl.load(sinks + head).to(tl.float32) * LOG2E
-        for chunk in range(begin, end, AT_ONCE):
-            at = ((chunk + some) * KV_HEADS + head // QUERIES_PER_KV).to(tl.int64) * max_rows + row
-            top = tl.maximum(top, tl.max(tl.load(stats + 2 * at, mask=chunk + some < end, other=-float("inf")), 0))
-        total = 0.0
-        if SINKS:
-            total = tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - top + SHIFT)
-        acc = tl.zeros([PADDED], tl.float32)
+            top, total = tl.load(sinks + head).to(tl.float32) * LOG2E, 2.0**SHIFT
+        acc = tl.zeros([32], tl.float32)
         for chunk in range(begin, end, AT_ONCE):
             there = chunk + some < end
             at = ((chunk + some) * KV_HEADS + head // QUERIES_PER_KV).to(tl.int64) * max_rows + row
-            factor = tl.exp2(tl.load(stats + 2 * at, mask=there, other=-float("inf")) - top)
-            total += tl.sum(factor * tl.load(stats + 2 * at + 1, mask=there, other=0.0), 0)
-            inside = there[:, None] & (column < 32 * GROUPS)[None, :]
-            part = tl.load(sums + at[:, None] * (32 * GROUPS) + column[None, :], mask=inside, other=0.0)
-            acc += tl.sum(part * factor[:, None], 0)
+            largest = tl.load(stats + 2 * at, mask=there, other=-float("inf"))
+            weight = tl.load(stats + 2 * at + 1, mask=there, other=0.0)
+            part = tl.load(sums + at[:, None] * (32 * GROUPS) + column[None, :], mask=there[:, None], other=0.0)
+            new = tl.maximum(top, tl.max(largest, 0))
+            base = tl.where(new == -float("inf"), 0.0, new)
+            factor = tl.exp2(largest - base)
+            decay = tl.exp2(top - base)
+            total = total * decay + tl.sum(factor * weight, 0)
+            acc = acc * decay + tl.sum(part * factor[:, None], 0)
+            top = new
         acc = acc / total
         if ROTATED:
-            turned = tl.sum(tl.reshape(acc, [PADDED // 32, 32, 1]) * signs(tl.arange(0, 32))[None, :, :], 1)
-            acc = tl.reshape(turned * ROOT, [PADDED])
+            acc = tl.sum(acc[:, None] * signs(tl.arange(0, 32)), 0) * ROOT
         at = ((first + query).to(tl.int64) * (KV_HEADS * QUERIES_PER_KV) + head) * HEAD_DIM + column
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=column < HEAD_DIM)

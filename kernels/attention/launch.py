@@ -30,7 +30,7 @@ MAX_TILE_PROGRAMS = 4  # that share the tiles of a chunk, if there are more prog
 MAX_SCRATCH = 256 << 20  # bytes, of the sums of attend_chunks: beyond it, groups of sequences run one after another
 SPLIT_PROGRAMS = 256  # target for prompts on a long context; the same on every GPU, so that the results are too
 MIN_SPLIT = 512  # positions of the block table, at least, for each part
-AT_ONCE = 16  # chunks that combine_chunks loads at a time
+AT_ONCE = 32  # chunks that combine_chunks loads at a time
 DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.float32 if interpreting() else tl.bfloat16,  # the interpreter has no dot of bfloat16
@@ -219,7 +219,7 @@ def _run_decode(launch: Launch, chunks: int) -> None:
     sums, stats = _scratch(launch, chunks, rows)
     parts = parts_of(cache)
     programs = triton.cdiv(WAVES * num_sms(q.device), cache.num_kv_heads * parts)
-    attend_chunks[parts * min(launch.num_seqs * chunks * MAX_TILE_PROGRAMS, programs), cache.num_kv_heads](
+    attend_chunks[cache.num_kv_heads, parts * min(launch.num_seqs * chunks * MAX_TILE_PROGRAMS, programs)](
         q,
         *_planes(cache, stats),
         block_tables,
@@ -253,7 +253,7 @@ def _run_decode(launch: Launch, chunks: int) -> None:
 def _combine(launch: Launch, sums: Tensor, stats: Tensor, rows: int, splits: int) -> None:
     """Add up the chunks of contexts, or with `splits` the parts of prompts' contexts."""
     cache, num_heads = launch.cache, launch.q.shape[1]
-    combine_chunks[rows, num_heads](
+    combine_chunks[rows, num_heads, cache.width // GROUP](
         sums,
         stats,
         stats if launch.sinks is None else launch.sinks,
@@ -271,13 +271,12 @@ def _combine(launch: Launch, sums: Tensor, stats: Tensor, rows: int, splits: int
         QUERIES_PER_KV=launch.queries_per_kv,
         HEAD_DIM=cache.head_dim,
         GROUPS=cache.width // GROUP,
-        PADDED=triton.next_power_of_2(cache.width),
         PROMPTS=splits > 0,
         ROTATED=cache.format.rotated,
         WINDOWED=launch.window > 0,
         SINKS=launch.sinks is not None,
         AT_ONCE=AT_ONCE,
-        num_warps=4,
+        num_warps=1,  # more would have to meet at a barrier
         enable_fp_fusion=True,
         launch_pdl=uses_pdl(),
     )

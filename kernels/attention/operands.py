@@ -233,16 +233,20 @@ def signs(columns):
 
 
 @triton.jit
-def row_operand(
-    q, at, G: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, DOT: tl.constexpr, KW: tl.constexpr
-):
-    """Return group G of 16 rows of q times Q_DOWN: [warps, 16, 32 dimensions].
+def row_part(q, at, G: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, KW: tl.constexpr):
+    """Return group G of 16 rows of q: [16, 32 dimensions], in the order that `row_operand` takes.
 
     at: [16], the offset of each row in q; a negative one gives zeros.
     """
     column = 32 * G + (tl.arange(0, 32) if ROTATED else dimension(KW))
     there = (at >= 0)[:, None] & (column < HEAD_DIM)[None, :]
-    part = (tl.load(q + at[:, None] + column[None, :], mask=there, other=0.0).to(tl.float32) * Q_DOWN).to(DOT)
+    return tl.load(q + at[:, None] + column[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def row_operand(part, ROTATED: tl.constexpr, DOT: tl.constexpr, KW: tl.constexpr):
+    """Return a group of 16 rows of q times Q_DOWN as the operand [warps, 16, 32 dimensions]."""
+    part = (part.to(tl.float32) * Q_DOWN).to(DOT)
     if ROTATED:
         part = tl.dot(part, signs(dimension(KW)).to(DOT), input_precision="ieee") * ROOT
     return tl.broadcast_to(part.to(DOT)[None, :, :], [WARPS, 16, 32])

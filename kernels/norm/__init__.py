@@ -19,12 +19,15 @@ def rms_norm(
     weight: Tensor,  # float32 [hidden_size]
     eps: float,
     *,
+    rows: Tensor | None = None,  # int64 [rows]: which rows of x, [tokens, hidden_size], to normalize
     out_dtype: torch.dtype | None = None,  # default: the type of x
     implementation: str | None = None,
 ) -> Tensor:
-    """Return x / sqrt(mean(x**2) + eps) * weight for each row."""
+    """Return x / sqrt(mean(x**2) + eps) * weight for each row, or for each of `rows`."""
     _check(x, weight)
-    return dispatch("rms_norm", __name__, reference.rms_norm, implementation, x, weight, eps, out_dtype or x.dtype)
+    assert rows is None or (x.dim() == 2 and rows.dim() == 1 and rows.dtype == torch.int64 and rows.is_contiguous())
+    args = weight, eps, rows, out_dtype or x.dtype
+    return dispatch("rms_norm", __name__, reference.rms_norm, implementation, x, *args)
 
 
 def add_rms_norm(

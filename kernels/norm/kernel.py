@@ -28,6 +28,7 @@ def rms_norm_kernel(
     x_ptr,  # [rows, hidden_size], rows x_stride apart
     x_stride,
     weight_ptr,  # float32 [hidden_size]
+    rows_ptr,  # int64: the row of x for each row of `out`; None: the same
     out_ptr,  # [rows, hidden_size]
     hidden_size,
     eps,
@@ -35,11 +36,13 @@ def rms_norm_kernel(
     WHOLE: tl.constexpr,  # hidden_size <= BLOCK
     launch_pdl: tl.constexpr = False,
 ):
-    """Normalize one row. Grid: rows."""
+    """Normalize one row. Grid: rows of `out`."""
     begin_dependent(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
     out_ptr += row * hidden_size
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + row)
+    x_ptr += row * x_stride
     at = tl.arange(0, BLOCK)
     if WHOLE:
         x = tl.load(x_ptr + at, at < hidden_size, other=0.0).to(tl.float32)
@@ -121,16 +124,18 @@ def add_rms_norm_kernel(
             tl.store(out_ptr + start + at, (total * total_scale * weight).to(out_ptr.dtype.element_ty), inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rows: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Launch `rms_norm_kernel`."""
-    rows, out = _rows(x), _like(x, out_dtype)
     hidden_size = x.shape[-1]
+    shape = x.shape if rows is None else (len(rows), hidden_size)
+    every, out = _rows(x), torch.empty(shape, dtype=out_dtype, device=x.device)
     block, num_warps = launch_shape(hidden_size)
-    if len(rows):
-        rms_norm_kernel[(len(rows),)](
-            rows,
-            rows.stride(0),
+    if out.numel():
+        rms_norm_kernel[(out.numel() // hidden_size,)](
+            every,
+            every.stride(0),
             weight,
+            rows,
             out,
             hidden_size,
             eps,

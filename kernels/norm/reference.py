@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rows: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """See the package's function of this name."""
+    if rows is not None:
+        x = x[rows]
     return _normed(x.float(), weight, eps).to(out_dtype)
 
 

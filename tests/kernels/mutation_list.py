@@ -350,8 +350,8 @@ MUTATIONS = [
     Mutation(
         "kernels/attention/decode_kernel.py",
         "a sink of another size than the weights",
-        "* LOG2E - top + SHIFT)",
-        "* LOG2E - top)",
+        "* LOG2E, 2.0**SHIFT",
+        "* LOG2E, 1.0",
         f"{OF_ATTENTION} -kkernels_are_attention",
     ),
     Mutation(

@@ -68,6 +68,17 @@ def test_a_row_is_the_same_among_any_others(width: int, generator: Generator) ->
         assert all(torch.equal(a[row], b[0]) for a, b in zip(together, alone, strict=True))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("width", [40, 8200])
+def test_some_rows_are_those_of_all(width: int, implementation: str, generator: Generator) -> None:
+    x, _, weight, _ = make_inputs(Case(5, width, torch.float32), generator)
+    some = torch.tensor([3, 0, 3, 4])
+    for rows in (some, some[:1], some[:0]):
+        got = rms_norm(x, weight, EPS, rows=rows, out_dtype=torch.float16, implementation=implementation)
+        every = rms_norm(x, weight, EPS, out_dtype=torch.float16, implementation=implementation)
+        assert torch.equal(got, every[rows])
+
+
 def results(given: Inputs) -> tuple[Tensor, ...]:
     x, residual, weight, post_weight = given
     return (

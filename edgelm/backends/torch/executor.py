@@ -315,9 +315,9 @@ class TorchExecutor:
     def _run(self, tensors: StepTensors) -> Tensor:
         """Return the logits of the sampled rows: float32 [rows, vocab_size]."""
         assert self._decoder is not None, "the executor is closed"
-        hidden = self._decoder.forward(tensors.ids, tensors.batch, self._caches).index_select(0, tensors.rows)
+        hidden = self._decoder.forward_rows(tensors.ids, tensors.batch, self._caches, tensors.rows)
         if not len(tensors.rows):
-            return hidden.new_empty((0, self._info.num_vocab))
+            return hidden.new_empty((0, self._info.num_vocab), dtype=torch.float32)
         return self._decoder.logits(hidden)
 
     def _apply(self, op: Op) -> None:

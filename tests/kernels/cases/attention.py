@@ -271,7 +271,6 @@ def _combine_case(head_dim: int, rotated: bool, prompts: bool, *, main: bool) ->
         "QUERIES_PER_KV": 4,
         "HEAD_DIM": head_dim,
         "GROUPS": groups,
-        "PADDED": 32 << (groups - 1).bit_length(),
         "PROMPTS": prompts,
         "ROTATED": rotated,
         "WINDOWED": True,
@@ -285,5 +284,6 @@ def _combine_case(head_dim: int, rotated: bool, prompts: bool, *, main: bool) ->
         signature=pointers | scalars | dict.fromkeys(fixed, "constexpr"),
         constants=fixed,
         divisible=tuple(pointers),
+        num_warps=1,
         main=main,
     )

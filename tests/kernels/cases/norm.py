@@ -71,13 +71,16 @@ def compile_cases() -> list[CompileCase]:
         block, warps = kernels.launch_shape(width)
         shape: dict[str, object] = {"BLOCK": block, "WHOLE": width <= block}
         kernels_and_options: tuple[tuple[Any, dict[str, object]], ...] = (
+            (kernels.rms_norm_kernel, {**shape, "rows_ptr": None}),
             (kernels.rms_norm_kernel, shape),
             (kernels.add_rms_norm_kernel, {**shape, "POST": False}),
             (kernels.add_rms_norm_kernel, {**shape, "POST": True}),
         )
         for kernel, options in kernels_and_options:
             title = kernel.__name__.removesuffix("_kernel") + (" post" if options.get("POST") else "")
-            kinds = {"eps": "fp32", "x_ptr": "*bf16", "out_ptr": "*bf16"}
+            if kernel is kernels.rms_norm_kernel and "rows_ptr" not in options:
+                title += " of some rows"
+            kinds = {"eps": "fp32", "x_ptr": "*bf16", "out_ptr": "*bf16", "rows_ptr": "*i64"}
             signature = {
                 name: "constexpr" if name in options else kinds.get(name, "*fp32" if name.endswith("_ptr") else "i32")
                 for name in kernel.arg_names

@@ -123,7 +123,7 @@ SUBJECTS = (
     ),
     Subject("attention bfloat16 kv=k6v4 rows=3 k6v4 d=64", 80, "attend_chunks", (*SHARED, SHUFFLE, LOAD)),
     Subject("attention float32 kv=k6v4 rows=2 k6v4 d=64 2x1 1@1", 80, "attend_chunks", (LIMIT,)),
-    Subject("attention bfloat16 kv=int8 rows=2 int8 d=64 2x1 2@600", 120, "combine_chunks", (BARRIER, *GLOBAL)),
+    Subject("attention bfloat16 kv=int8 rows=2 int8 d=64 2x1 2@600", 120, "combine_chunks", (SHUFFLE, *GLOBAL)),
     Subject("matmul q4_k rows=3 float16", 80, "decode_kernel", (*SHARED, SHUFFLE, SCALE, *GLOBAL)),
     Subject("matmul q6_k rows=3 float16", 86, "decode_kernel", (BARRIER, SHUFFLE, LOAD, LIMIT)),
     Subject("matmul q4_1 rows=5 norm bias silu", 90, "combine_kernel", GLOBAL),

@@ -88,6 +88,9 @@ def _norm(case: norm_cases.Case, seed: int) -> Outcome:
 
     want = test_norm.exact_rms(x, weight)
     outcomes = [near(rms_norm(x, weight, test_norm.EPS, implementation="triton"), want, want.abs())]
+    rows = torch.arange(len(x)).flip(0).repeat(2)
+    some = rms_norm(x, weight, test_norm.EPS, rows=rows, out_dtype=torch.float32, implementation="triton")
+    outcomes.append(near(some, want[rows], want[rows].abs()))
     for post in (None, post_weight):
         options = {"post_weight": post, "implementation": "triton"}
         normed, total = add_rms_norm(x, residual, weight, test_norm.EPS, **options)

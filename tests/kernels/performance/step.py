@@ -115,7 +115,7 @@ def record(scene: Scene, recorded: Recorder, device: torch.device = CPU) -> list
     step = step_of(scene)
     with recorded:
         recorded.keep_cold([*tensors_of(decoder.weights), *tensors_of(executor.caches)])
-        with _layers_noted(decoder, recorded.nodes) as starts:
+        with _parts_noted(decoder, recorded.nodes) as (starts, ends):
             executor.forward(step)
         forward = len(recorded.nodes)
         _fill(executor)
@@ -125,8 +125,7 @@ def record(scene: Scene, recorded: Recorder, device: torch.device = CPU) -> list
             executor.sample(step, None)
     executor.close()
     nodes = recorded.nodes
-    last = next(at for at in range(starts[-1], forward) if name_of(nodes[at]) == "torch index_select")
-    final = _final_norm(nodes, last)
+    final = _final_norm(nodes, ends[0])
     parts = (
         Part("embedding", 1, nodes[: starts[0]]),
         Part("layer with Q6_K", LAYERS // 2, nodes[starts[0] : starts[1]]),
@@ -157,21 +156,27 @@ def _fill(executor: TorchExecutor) -> None:
 
 
 @contextmanager
-def _layers_noted(decoder: Decoder, nodes: list[Node]) -> Iterator[list[int]]:
-    """Note how many nodes there are before each layer."""
+def _parts_noted(decoder: Decoder, nodes: list[Node]) -> Iterator[tuple[list[int], list[int]]]:
+    """Note how many nodes there are before each layer, and before the output matrix."""
     starts: list[int] = []
-    attend = decoder._attend
+    ends: list[int] = []
 
-    def noted(*args: Any) -> Any:
-        starts.append(len(nodes))
-        return attend(*args)
+    def noted(counts: list[int], method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            counts.append(len(nodes))
+            return method(*args)
 
-    with patch.object(decoder, "_attend", noted):
-        yield starts
+        return call
+
+    with (
+        patch.object(decoder, "_attend", noted(starts, decoder._attend)),
+        patch.object(decoder, "logits", noted(ends, decoder.logits)),
+    ):
+        yield starts, ends
 
 
 def _final_norm(nodes: list[Node], last: int) -> int:
-    """Return where the last layer ends: the final norm and casts stand between it and the choice of rows."""
+    """Return where the last layer ends: the final norm, perhaps with the choice of rows, is before the output."""
     at = last
     while at > 0 and _is_rest(nodes[at - 1]):
         at -= 1
