@@ -80,11 +80,16 @@ def stages_of_products(num_stages: int) -> int:
     13.3 (Triton 3.9 has 13.4; triton-lang/triton, issue 9433). Triton 3.6 also has no fence between cp.async and wgmma
     (pull request 9610). With one stage, operands are stored and fenced, and products are waited for at once.
     """
-    if interpreting() or not triton_has_faults():
-        return num_stages
+    return 1 if triton_has_faults() and has_wgmma() else num_stages
+
+
+def has_wgmma() -> bool:
+    """Return whether kernels are compiled to wgmma: on sm_90 only."""
+    if interpreting():
+        return False
     from triton.runtime import driver
 
-    return 1 if driver.active.get_current_target().arch // 10 == 9 else num_stages
+    return bool(driver.active.get_current_target().arch // 10 == 9)
 
 
 @cache

@@ -1,7 +1,8 @@
 """The matmul of a prompt, of more rows than a decode step has: fused, or by a scratch and torch.mm.
 
 Owns the choice between the two ways, the signature of the fused kernel, and the slices of the scratch. Knows nothing of
-norms. Both ways multiply by the weight rounded to the type of x, and sum in float32.
+norms. Both ways multiply by the weight rounded to the type of x, and sum in float32. In the fused one, a row's result
+does not depend, to the last bit, on the other rows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 from edgelm.kernels.activation import Gate
 from edgelm.kernels.choice import dispatch
 from edgelm.kernels.dequant_gemm import reference
+from edgelm.kernels.dequant_gemm.configs import row_blocks
 from edgelm.kernels.dequantize import dequantize
 from edgelm.kernels.layout import TILE, DenseWeight, PackedWeight, Weight, slice_rows
 from edgelm.kernels.matmul import declines_weight
@@ -42,6 +44,11 @@ def dequant_gemm(
 def by_slices(rows: int) -> bool:
     """Return whether so many rows are multiplied by slices of a dequantized weight."""
     return rows >= SCRATCH_ROWS
+
+
+def launch_kind(rows: int) -> object:
+    """Return the kind of the launches with so many rows: two numbers with one kind use the same compiled kernels."""
+    return "slices" if by_slices(rows) else row_blocks(rows)
 
 
 def fused(

@@ -18,7 +18,8 @@ from torch import Tensor
 from edgelm.kernels.activation import Gate
 from edgelm.kernels.activation.kernel import gate_constants, gated_values
 from edgelm.kernels.choice import interpreting
-from edgelm.kernels.dequant_gemm.kernel import Groups, Shape, launch, shape_for
+from edgelm.kernels.dequant_gemm.configs import Shape, shape_for
+from edgelm.kernels.dequant_gemm.kernel import Groups, launch
 from edgelm.kernels.dequantize.kernel import rounded
 from edgelm.kernels.gpu_target import kwidth
 from edgelm.kernels.grouped import reference

@@ -18,7 +18,8 @@ from torch import Tensor
 from edgelm.kernels.activation import Gate
 from edgelm.kernels.activation.kernel import gate_constants, gated_values
 from edgelm.kernels.choice import interpreting
-from edgelm.kernels.dequant_gemm import by_slices, dequant_gemm
+from edgelm.kernels.dequant_gemm import dequant_gemm
+from edgelm.kernels.dequant_gemm import launch_kind as prompt_kind
 from edgelm.kernels.gpu_target import kwidth
 from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight, layout_constants
 from edgelm.kernels.matmul import ROWS
@@ -239,7 +240,7 @@ def matmul(
 
 def launch_kind(rows: int) -> object:
     """Return the kind of the launches with so many rows: two numbers with one kind use the same compiled kernels."""
-    return -(-rows // 8) if rows <= ROWS else by_slices(rows)
+    return -(-rows // 8) if rows <= ROWS else ("prompt", prompt_kind(rows))
 
 
 def decode(

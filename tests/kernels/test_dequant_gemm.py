@@ -9,7 +9,9 @@ from torch import Tensor
 from edgelm.kernels import dequant_gemm, layout
 from edgelm.kernels.activation import Gate, gated_values
 from edgelm.kernels.choice import NoKernelError
-from edgelm.kernels.dequant_gemm import SCRATCH_ROWS, by_scratch, fused
+from edgelm.kernels.dequant_gemm import SCRATCH_ROWS, by_scratch, fused, kernel, launch_kind
+from edgelm.kernels.dequant_gemm.configs import Split, parts_of, split_of
+from edgelm.kernels.gpu_target import num_sms
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, slice_rows
 from tests.kernels.cases.dequant_gemm import CASES, GemmCase
 from tests.kernels.cases.dequantize import Case, random_weight
@@ -130,3 +132,40 @@ def test_a_dense_weight_of_another_type_is_declined_with_the_reason() -> None:
     weight = DenseWeight(torch.zeros(16, 64, dtype=torch.float16))
     with pytest.raises(NoKernelError, match=r"the weight is torch\.float16, x is torch\.bfloat16"):
         fused(torch.zeros(17, 64, dtype=torch.bfloat16), weight, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        GemmCase(Case("q4_k", 20, 600), 17, torch.float16, bias=True, residual=True),
+        GemmCase(Case("q6_k", 64, 500, gated=True), 130, torch.bfloat16, gate="silu", bias=True, residual=True),
+        GemmCase(Case("float16", 20, 500), 3, torch.float16),
+    ],
+    ids=lambda case: case.name,
+)
+def test_parts_of_k_give_the_same_bits_apart_and_together(case: GemmCase) -> None:
+    inputs = Inputs(case)
+    args = (inputs.x, inputs.weight, inputs.bias, inputs.residual, inputs.gate, case.out_dtype)
+    assert parts_of(inputs.weight) == 2
+    apart, together = (kernel.dequant_gemm(*args, split=Split(2, way)) for way in (True, False))
+    assert torch.equal(apart, together), f"seed {inputs.seed}"
+    assert_within(apart, *inputs.exact())
+
+
+def test_a_row_does_not_depend_on_other_rows() -> None:
+    inputs = Inputs(GemmCase(Case("q4_k", 20, 600), 300, torch.float16))
+    sms = num_sms(inputs.x.device)
+    assert [split_of(rows, inputs.weight, sms) for rows in (65, 300)] == [Split(2, True), Split(2, False)]
+    few, many = (fused(inputs.x[:rows], inputs.weight, implementation="triton") for rows in (65, 300))
+    assert torch.equal(few, many[:65]), f"seed {inputs.seed}"
+
+
+def test_k_is_split_where_programs_are_few() -> None:
+    weights = {rows: DenseWeight(torch.empty(rows, 4096, device="meta")) for rows in (1024, 4096, 16384)}
+    assert {rows: parts_of(weight) for rows, weight in weights.items()} == {1024: 16, 4096: 4, 16384: 1}
+    split = {(rows, sms): split_of(rows, weights[4096], sms).apart for rows in (128, 256, 511) for sms in (82, 128)}
+    assert split == {
+        (128, 82): True, (128, 128): True, (256, 82): False, (256, 128): True, (511, 82): True, (511, 128): False,
+    }  # fmt: skip
+    assert launch_kind(65) == launch_kind(128) != launch_kind(129)
+    assert launch_kind(SCRATCH_ROWS) == launch_kind(10 * SCRATCH_ROWS)

@@ -13,7 +13,7 @@ from tests.kernels.cases.matmul import LAYOUTS
 from tests.kernels.compile_case import CompileCase
 
 if TYPE_CHECKING:
-    from edgelm.kernels.dequant_gemm.kernel import Shape
+    from edgelm.kernels.dequant_gemm.configs import Shape
 
 
 class GemmCase(NamedTuple):
@@ -50,7 +50,7 @@ CASES = (
 
 def compile_cases() -> list[CompileCase]:
     """Return the kernel in the important formats, for 4096 columns, small and large tiles, one matrix and a stack."""
-    from edgelm.kernels.dequant_gemm.kernel import shape_for
+    from edgelm.kernels.dequant_gemm.configs import shape_for
 
     cases = [compile_case(name, "fp16", shape_for(64)) for name in LAYOUTS]
     cases += [compile_case(name, "bf16", shape_for(500)) for name in ("q4_0", "q4_k", "q6_k", "q8_0", "mxfp4", "fp8")]

@@ -10,6 +10,8 @@ import torch
 from edgelm.kernels import layout
 from edgelm.kernels.activation import Gate
 from edgelm.kernels.dequant_gemm import fused
+from edgelm.kernels.dequant_gemm.configs import Split
+from edgelm.kernels.dequant_gemm.kernel import dequant_gemm as split_gemm
 from edgelm.kernels.dequantize import dequantize
 from edgelm.kernels.embedding import embedding
 from edgelm.kernels.layout import PackedWeight
@@ -130,6 +132,19 @@ def _gemm_cases() -> Iterator[EmulatedCase]:
         columns = case.weight.columns
         detail = f"{case.weight.name} {_short(case.dtype)} {case.gate or 'plain'} K={columns}"
         yield EmulatedCase("dequant_gemm", case.weight.layout, case.rows, detail, partial(_gemm, case), main=main)
+
+    for name in ("q4_k", "q8_0", "float16"):
+        case = GemmCase(Case(name, 36, 600), 19, F16, bias=True, residual=True)
+        yield EmulatedCase("dequant_gemm", name, 19, "parts of K, apart and together", partial(_gemm_parts, case))
+
+
+def _gemm_parts(case: GemmCase, seed: int) -> Outcome:
+    """Sum parts of K by programs of their own, and by one: both in the same order."""
+    inputs = test_dequant_gemm.Inputs(case, seed)
+    args = (inputs.x, inputs.weight, inputs.bias, inputs.residual, inputs.gate, case.out_dtype)
+    apart, together = (split_gemm(*args, split=Split(2, way)) for way in (True, False))
+    y, bound = inputs.exact()
+    return worst([equal(apart, together), within(apart, y, bound)])
 
 
 def _gemm(case: GemmCase, seed: int) -> Outcome:
