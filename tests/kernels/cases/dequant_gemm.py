@@ -55,11 +55,23 @@ def compile_cases() -> list[CompileCase]:
     cases = [compile_case(name, "fp16", shape_for(64)) for name in LAYOUTS]
     cases += [compile_case(name, "bf16", shape_for(500)) for name in ("q4_0", "q4_k", "q6_k", "q8_0", "mxfp4", "fp8")]
     cases += [compile_case(name, "bf16", shape_for(32), gate="silu", grouped=True) for name in ("q4_k", "mxfp4")]
+    cases += [
+        compile_case(name, "bf16", shape_for(500), parts=4, apart=apart)
+        for name in ("q4_k", "q6_k")
+        for apart in (True, False)
+    ]
     return [*cases, compile_case(None, "fp16", shape_for(500), grouped=True)]
 
 
 def compile_case(
-    name: str | None, dtype: str, shape: Shape, *, gate: GateKind | None = None, grouped: bool = False
+    name: str | None,
+    dtype: str,
+    shape: Shape,
+    *,
+    gate: GateKind | None = None,
+    grouped: bool = False,
+    parts: int = 1,
+    apart: bool = False,
 ) -> CompileCase:
     """Describe the kernel in a layout (None: dense), as it is launched on a GPU."""
     from edgelm.kernels.dequant_gemm.kernel import dequant_gemm_kernel
@@ -68,15 +80,18 @@ def compile_case(
     pointers = plane_types(name) | {"x": f"*{dtype}", "out": f"*{dtype}"}
     if grouped:
         pointers |= {"blocks": "*i32", "order": "*i32"}
+    if apart:
+        pointers |= {"partial": "*fp32"}
     integers = dict.fromkeys(("rows", "width", "tiles", "matrices", "residual_stride"), "i32")
     fixed: dict[str, object] = dict.fromkeys(
-        ("high", "scales", "offsets", "supers", "bias", "residual", "blocks", "order")
+        ("high", "scales", "offsets", "supers", "bias", "residual", "partial", "blocks", "order")
     )
     fixed |= layout_constants(LAYOUTS[name] if name else None)
-    fixed |= {"chunks": 63 if name == "int8" else 64, "columns": 4096, "SHARED": 8 if grouped else 1}
+    fixed |= {"chunks": 63 if name == "int8" else 64, "columns": 4096, "SHARED": 8 if grouped else 1, "PARTS": parts}
     fixed |= {"T": shape.tiles, "BM": shape.rows, "GATE": gate, "LIMIT": 0.0, "ALPHA": 0.0, "KW": kwidth(), "ASM": True}
     signature = dict.fromkeys(dequant_gemm_kernel.arg_names, "constexpr") | integers | pointers
     marks = f"{' ' + gate if gate else ''}{' grouped' if grouped else ''}"
+    marks += f" {parts} parts {'apart' if apart else 'together'}" if parts > 1 else ""
     return CompileCase(
         f"dequant_gemm {name or 'dense'} {dtype} {tuple(shape)}{marks}",
         dequant_gemm_kernel,
@@ -86,5 +101,5 @@ def compile_case(
         shape.num_warps,
         {"num_stages": shape.num_stages, "enable_fp_fusion": False},
         loop_weights=shape.tiles * 1024 // (shape.num_warps * 32) if dtype != "fp32" else 0,
-        main=name in ("q4_k", "q6_k") and shape.rows > 32,
+        main=name in ("q4_k", "q6_k") and shape.rows > 32 and parts == 1,
     )
