@@ -4,8 +4,10 @@ Owns weights and composites in Triton, and the searches. top_k and top_p keep th
 `reference.composites`), so both search for that threshold: they halve its range until the count, or the sum of weights,
 is right. Nothing is sorted.
 
-A search reads the row's list: a few of its tokens in any order, which the earlier passes have collected. If the list
-has no room for all of them, it reads the whole row instead, which is slower and has the same result.
+A search measures the row's list: a few of its tokens in any order, which the earlier passes have collected. The first
+tile of them stays in registers for the whole search. If the list has no room for all tokens, a search reads the whole
+row instead, which is slower and has the same result. A short list is not searched: each of its tokens is compared with
+all others.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ INF = tl.constexpr(float("inf"))
 LEAST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # less than every composite
 UNIT = tl.constexpr(2.0**WEIGHT_BITS)
 
+_OTHERS = tl.constexpr(32)  # tokens of a list that all of it is compared with at a time
 _TEMPERATURE = tl.constexpr(int(Word.TEMPERATURE))
 _CUT = tl.constexpr(int(Word.CUT))
 _TOP_P = tl.constexpr(int(Word.TOP_P))
@@ -102,41 +105,54 @@ def _tile(values_ptr, ids_ptr, start, count, first, listed, best, temperature, c
 
 
 @triton.jit
-def _measure(values_ptr, ids_ptr, count, first, listed, best, temperature, cut, low, last, TILE: tl.constexpr):
-    """Return the number and the weight of the tokens with composites >= `low` and ids <= `last`."""
-    counts = tl.zeros([TILE], tl.int32)
-    sums = tl.zeros([TILE], tl.int64)
-    for start in range(0, count, TILE):
-        ids, order, z = _tile(values_ptr, ids_ptr, start, count, first, listed, best, temperature, cut, TILE)
-        kept = (z > -INF) & (order >= low) & (ids <= last)
+def _weighed(values_ptr, ids_ptr, start, count, first, listed, best, temperature, cut, TILE: tl.constexpr):
+    """Return ids, composites and weights of the tokens from `start` on; LEAST and 0 where there is no token."""
+    ids, order, z = _tile(values_ptr, ids_ptr, start, count, first, listed, best, temperature, cut, TILE)
+    return ids, tl.where(z > -INF, order, LEAST), tl.where(z > -INF, weights(z), 0)
+
+
+@triton.jit
+def _measure(held, values_ptr, ids_ptr, count, first, listed, best, temperature, cut, low, last, TILE: tl.constexpr):
+    """Return the number and the weight of the tokens with composites >= `low` and ids <= `last`.
+
+    `held` has the first TILE tokens, weighed; only the others are read. `low` is greater than LEAST.
+    """
+    ids, order, weight = held
+    kept = (order >= low) & (ids <= last)
+    counts = kept.to(tl.int32)
+    sums = tl.where(kept, weight, 0)
+    for start in range(TILE, count, TILE):
+        ids, order, weight = _weighed(values_ptr, ids_ptr, start, count, first, listed, best, temperature, cut, TILE)
+        kept = (order >= low) & (ids <= last)
         counts += kept.to(tl.int32)
-        sums += tl.where(kept, weights(z), 0)
+        sums += tl.where(kept, weight, 0)
     return tl.sum(counts), tl.sum(sums)
 
 
 @triton.jit
-def _least(values_ptr, ids_ptr, count, listed, best, temperature, cut, TILE: tl.constexpr):
+def _least(held, values_ptr, ids_ptr, count, listed, best, temperature, cut, TILE: tl.constexpr):
     """Return the least composite of all tokens."""
-    least = tl.zeros([TILE], tl.int64) + best
-    for start in range(0, count, TILE):
-        _, order, z = _tile(values_ptr, ids_ptr, start, count, 0, listed, best, temperature, cut, TILE)
-        least = tl.where(z > -INF, tl.minimum(least, order), least)
+    _, order, _ = held
+    least = tl.where(order > LEAST, order, best)
+    for start in range(TILE, count, TILE):
+        _, order, _ = _weighed(values_ptr, ids_ptr, start, count, 0, listed, best, temperature, cut, TILE)
+        least = tl.where(order > LEAST, tl.minimum(least, order), least)
     return tl.min(least)
 
 
 @triton.jit
 def _threshold(
-    values_ptr, ids_ptr, count, listed, best, total, top_k, top_p, temperature, cut, num_vocab, TILE: tl.constexpr
+    held, values_ptr, ids_ptr, count, listed, best, total, top_k, top_p, temperature, cut, num_vocab, TILE: tl.constexpr
 ):
     """Return the least composite that top_k and top_p keep, and the weight of all kept tokens."""
-    low = _least(values_ptr, ids_ptr, count, listed, best, temperature, cut, TILE)
-    number, weight = _measure(values_ptr, ids_ptr, count, 0, listed, best, temperature, cut, low, num_vocab, TILE)
+    low = _least(held, values_ptr, ids_ptr, count, listed, best, temperature, cut, TILE)
+    number, weight = _measure(held, values_ptr, ids_ptr, count, 0, listed, best, temperature, cut, low, num_vocab, TILE)
     if top_k > 0:
         high, number_above = best + 1, number * 0  # the threshold is in [low, high)
         while (number > top_k) & (number - number_above > 1):
             middle = (low >> 1) + (high >> 1) + (low & high & 1)
             number_at, weight_at = _measure(
-                values_ptr, ids_ptr, count, 0, listed, best, temperature, cut, middle, num_vocab, TILE
+                held, values_ptr, ids_ptr, count, 0, listed, best, temperature, cut, middle, num_vocab, TILE
             )
             if number_at >= top_k:
                 low, number, weight = middle, number_at, weight_at
@@ -149,7 +165,7 @@ def _threshold(
         while number - number_above > 1:
             middle = (low >> 1) + (high >> 1) + (low & high & 1)
             number_at, weight_at = _measure(
-                values_ptr, ids_ptr, count, 0, listed, best, temperature, cut, middle, num_vocab, TILE
+                held, values_ptr, ids_ptr, count, 0, listed, best, temperature, cut, middle, num_vocab, TILE
             )
             if weight_at > bound:
                 low, number, weight = middle, number_at, weight_at
@@ -173,6 +189,35 @@ def _target(words_ptr, total):
 
 
 @triton.jit
+def _drawn_of_few(words_ptr, list_ptr, ids_ptr, listed, best, total, top_k, top_p, temperature, cut, FEW: tl.constexpr):
+    """Return the token that the row's random number selects, for a list of at most FEW tokens.
+
+    Each token is compared with all others, some at a time. So there is no search, which waits for each of its sums.
+    """
+    ids, order, weight = _weighed(list_ptr, ids_ptr, 0, listed, 0, listed, best, temperature, cut, FEW)
+    number_above, weight_above = tl.zeros([FEW], tl.int32), tl.zeros([FEW], tl.int64)
+    for start in range(0, listed, _OTHERS):
+        _, other, heavy = _weighed(list_ptr, ids_ptr, start, listed, 0, listed, best, temperature, cut, _OTHERS)
+        above = other[None, :] > order[:, None]
+        number_above += tl.sum(above.to(tl.int32), 1)
+        weight_above += tl.sum(tl.where(above, heavy[None, :], 0), 1)
+    kept = order > LEAST
+    if top_k > 0:
+        kept = kept & (number_above < top_k)
+        total = tl.sum(tl.where(kept, weight, 0))
+    if top_p < 1:
+        kept = kept & (weight_above <= tl.maximum(top_p * total.to(tl.float64), 0.0).to(tl.int64))
+    low = tl.min(tl.where(kept, order, best))
+    target = _target(words_ptr, tl.sum(tl.where(kept, weight, 0)))
+    weight_before = tl.zeros([FEW], tl.int64)  # of the kept tokens with ids up to this one's
+    for start in range(0, listed, _OTHERS):
+        others, other, heavy = _weighed(list_ptr, ids_ptr, start, listed, 0, listed, best, temperature, cut, _OTHERS)
+        before = (others[None, :] <= ids[:, None]) & (other >= low)[None, :]
+        weight_before += tl.sum(tl.where(before, heavy[None, :], 0), 1)
+    return tl.min(tl.where(kept & (weight_before > target), ids, 0x7FFFFFFF))
+
+
+@triton.jit
 def _drawn(
     words_ptr,
     floats_ptr,
@@ -188,6 +233,7 @@ def _drawn(
     CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """Return the token that the row's random number selects."""
     temperature, cut = temperature_and_cut(floats_ptr)
@@ -199,29 +245,37 @@ def _drawn(
     listed = tl.where(truncated & (num_listed <= CAPACITY), num_listed, 0)  # 0: read the whole row
     low = best * 0 + LEAST
     list_ptr = values_ptr + list_start
-    if listed > 0:
+    if (listed > 0) & (listed <= FEW):
+        token = _drawn_of_few(words_ptr, list_ptr, ids_ptr, listed, best, total, top_k, top_p, temperature, cut, FEW)
+    elif listed > 0:
+        held = _weighed(list_ptr, ids_ptr, 0, listed, 0, listed, best, temperature, cut, TILE)
         low, total = _threshold(
-            list_ptr, ids_ptr, listed, listed, best, total, top_k, top_p, temperature, cut, num_vocab, TILE
+            held, list_ptr, ids_ptr, listed, listed, best, total, top_k, top_p, temperature, cut, num_vocab, TILE
         )
         target = _target(words_ptr, total)
         below, token = listed * 0 - 1, num_vocab - 1
         while token - below > 1:  # weight up to `below` <= target < weight up to `token`
             middle = (below + token) // 2
-            weight_at = _measure(list_ptr, ids_ptr, listed, 0, listed, best, temperature, cut, low, middle, TILE)[1]
+            weight_at = _measure(held, list_ptr, ids_ptr, listed, 0, listed, best, temperature, cut, low, middle, TILE)[
+                1
+            ]
             if weight_at > target:
                 token = middle
             else:
                 below = middle
     else:
         if truncated:
+            held = _weighed(values_ptr, ids_ptr, 0, num_vocab, 0, 0, best, temperature, cut, TILE)
             low, total = _threshold(
-                values_ptr, ids_ptr, num_vocab, 0, best, total, top_k, top_p, temperature, cut, num_vocab, TILE
+                held, values_ptr, ids_ptr, num_vocab, 0, best, total, top_k, top_p, temperature, cut, num_vocab, TILE
             )
             sums = tl.zeros([CHUNKS], tl.int64)
             for i in range(num_chunks):
                 size = tl.minimum(num_vocab - i * CHUNK, CHUNK)
+                chunk_ptr, own = values_ptr + i * CHUNK, i * CHUNK
+                held = _weighed(chunk_ptr, ids_ptr, 0, size, own, 0, best, temperature, cut, TILE)
                 weight_in = _measure(
-                    values_ptr + i * CHUNK, ids_ptr, size, i * CHUNK, 0, best, temperature, cut, low, num_vocab, TILE
+                    held, chunk_ptr, ids_ptr, size, own, 0, best, temperature, cut, low, num_vocab, TILE
                 )[1]
                 sums = tl.where(chunk == i, weight_in, sums)
         target = _target(words_ptr, total)
@@ -260,6 +314,7 @@ def draw_kernel(
     CAPACITY: tl.constexpr,
     ROOM: tl.constexpr,
     TILE: tl.constexpr,
+    FEW: tl.constexpr,  # tokens of a list, at most, that are compared with each other; a power of two
     launch_pdl: tl.constexpr = False,
 ):
     """Draw a row's token, and write its answer. Grid: rows."""
@@ -289,6 +344,7 @@ def draw_kernel(
                     CHUNKS,
                     CAPACITY,
                     TILE,
+                    FEW,
                 )
             num_top = tl.load(words_ptr + NUM_TOP).to(tl.int32)
             if num_top >= 0:

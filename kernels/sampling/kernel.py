@@ -9,7 +9,7 @@ their number alone, so that a CUDA graph can hold it; a program with nothing to 
     limit     apply a chunk's mask; find its most likely token
     weigh     sum a chunk's weights, count its tokens by distance from the greatest, find its log-probabilities
     collect   append a chunk's tokens that may be in the nucleus, or among the top k, to the row's list
-    draw      find a row's threshold by bisection over its list, and its token
+    draw      find a row's threshold, by comparing the tokens of a short list or by bisection, and its token
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from edgelm.kernels.sampling.layout import MAX_TOP, NUM_ANSWER, Batch, Flag, Wor
 CHUNK = 2048  # logits per program
 CAPACITY = 8192  # tokens of a row's list
 TILE = 2048  # tokens of a list or a row that `draw` reads at a time
+FEW = 128  # tokens of a list, at most, that `draw` compares with each other
 DRAW_WARPS = 8
 ENTRIES = 1024  # of bias or history, processed at a time
 OPTIONS = {"enable_fp_fusion": False}  # every operation is rounded as in the specification
@@ -333,6 +334,6 @@ def sample(logits: Tensor, batch: Batch) -> Tensor:
     draw_kernel[by_row](
         logits, logits.stride(0), words, floats, row, row_stride, ids, maxima, best, sums, raw_sums, tops, listed,
         answers, num_vocab, num_chunks, list_start,
-        CAPACITY=CAPACITY, ROOM=_TOP_ROOM, TILE=TILE, num_warps=DRAW_WARPS, **chunks, **options,
+        CAPACITY=CAPACITY, ROOM=_TOP_ROOM, TILE=TILE, FEW=FEW, num_warps=DRAW_WARPS, **chunks, **options,
     )  # fmt: skip
     return answers

@@ -314,6 +314,20 @@ MUTATIONS = [
     ),
     Mutation(
         DRAW,
+        "of few tokens top_p keeps one less",
+        "(weight_above <= tl.maximum",
+        "(weight_above < tl.maximum",
+        OF_SAMPLING,
+    ),
+    Mutation(
+        DRAW,
+        "of few tokens the draw counts those that top_p removed",
+        "& (other >= low)[None, :]",
+        "& (other > LEAST)[None, :]",
+        OF_SAMPLING,
+    ),
+    Mutation(
+        DRAW,
         "a chunk's draw forgets the chunks before",
         "(inside <= target - before)",
         "(inside <= target)",

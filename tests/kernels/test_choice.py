@@ -90,7 +90,7 @@ sys.modules["triton"] = None
 from edgelm.kernels import choice, matmul
 import edgelm.kernels
 for module in pkgutil.iter_modules(edgelm.kernels.__path__):
-    if module.name != "unpack":  # device code
+    if module.name not in ("unpack", "pdl"):  # device code
         importlib.import_module(f"edgelm.kernels.{module.name}")
 import torch
 from edgelm.kernels.layout import DenseWeight

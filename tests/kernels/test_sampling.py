@@ -117,13 +117,15 @@ def random_rows(
 
 
 @pytest.mark.timeout(Count(test=300, soak=7200))
-@pytest.mark.parametrize(("capacity", "masked", "first"), [(8, True, 1), (64, False, 0)])
+@pytest.mark.parametrize(
+    ("capacity", "few", "masked", "first"), [(8, 8, True, 1), (64, 16, False, 0), (64, 64, False, 1)]
+)
 def test_the_kernels_equal_plain_torch(
-    capacity: int, masked: bool, first: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    capacity: int, few: int, masked: bool, first: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from edgelm.kernels.sampling import kernel as kernels
 
-    for name, value in {"CHUNK": 64, "TILE": TILE, "CAPACITY": capacity, "ENTRIES": 16}.items():
+    for name, value in {"CHUNK": 64, "TILE": TILE, "CAPACITY": capacity, "FEW": few, "ENTRIES": 16}.items():
         monkeypatch.setattr(kernels, name, value)
     for _ in range(ROUNDS):
         table, requests = random_rows(kinds(rng)[first % SHARE :: SHARE], NUM_VOCAB, rng)
@@ -137,6 +139,25 @@ def test_the_kernels_equal_plain_torch(
             assert [one.logprob or 0.0, *(x for _, x in one.top)] == pytest.approx(
                 [other.logprob or 0.0, *(x for _, x in other.top)], abs=1e-6
             )
+
+
+@pytest.mark.parametrize("few", [64, 8])
+def test_a_short_list_is_drawn_from_like_a_long_one(
+    few: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgelm.kernels.sampling import kernel as kernels
+
+    for name, value in {"CHUNK": 64, "CAPACITY": 64, "FEW": few}.items():
+        monkeypatch.setattr(kernels, name, value)
+    limits = ({"top_k": 30}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.8}, {"top_p": 1e-8})
+    table = torch.from_numpy(rng.standard_normal((len(limits) * 4, NUM_VOCAB)).astype(np.float32) * 4)
+    params = [SamplingParams(seed=int(rng.integers(2**63)), **limit) for limit in limits for _ in range(4)]
+    requests = [RowRequest(each, i) for i, each in enumerate(params)]
+    got, want = (
+        DeviceSampler(NUM_VOCAB, len(table), "cpu", name).sample(table, requests, None)
+        for name in ("triton", "reference")
+    )
+    assert [row.id for row in got] == [row.id for row in want]
 
 
 def test_rows_without_a_token(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def needed() -> list[Compilation]:
                 x = torch.zeros((2, 64), dtype=dtype)
                 gated(x, Gate("silu"))
                 softcap(x, 30.0)
-                rms_norm(x, torch.zeros(64), 1e-5, dtype)
+                rms_norm(x, torch.zeros(64), 1e-5, None, dtype)
     return found
 
 

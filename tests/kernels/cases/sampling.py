@@ -23,7 +23,7 @@ def compile_cases() -> list[CompileCase]:
         (kernels.limit_kernel, {"CHUNK": kernels.CHUNK}, 4),
         (kernels.weigh_kernel, {**chunks, **room}, 4),
         (kernels.collect_kernel, {**chunks, **capacity}, 4),
-        (draw_kernel, {**chunks, **capacity, **room, "TILE": kernels.TILE}, kernels.DRAW_WARPS),
+        (draw_kernel, {**chunks, **capacity, **room, "TILE": kernels.TILE, "FEW": kernels.FEW}, kernels.DRAW_WARPS),
     ]
     return [_case(fn, constants, num_warps) for fn, constants, num_warps in listed]
 
