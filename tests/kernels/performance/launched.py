@@ -19,7 +19,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from edgelm.backends.torch.timing import COLD_FACTOR, time_us
-from tests.kernels.performance.recording import Call, Node, OwnKernels
+from tests.kernels.performance.recording import Call, Node, OwnKernels, storage_of
 
 MAX_COPIES = 256
 ROOM = 0.5  # of the free memory, for copies
@@ -75,11 +75,6 @@ def fill(tensor: torch.Tensor) -> None:
             tensor.normal_(0.0, 0.02)
         else:
             tensor.view(torch.uint8).random_(0, 256)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number of a tensor's memory."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def arguments_of(call: Call, cold: set[int], count: int) -> list[Arguments]:

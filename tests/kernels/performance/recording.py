@@ -46,6 +46,11 @@ def name_of(node: Node) -> str:
     return str(launch.compiled.metadata.name)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number of a tensor's memory, which also tensors without memory have."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 class OwnKernels(TorchDispatchMode):
     """Notes torch's own kernels: calls whose result is neither new and empty nor a view of an argument."""
 
@@ -58,8 +63,8 @@ class OwnKernels(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.name().removeprefix("aten::").partition(".")[0]
         if torch.is_tensor(result) and name not in WITHOUT_KERNEL and not self.paused:
-            given = {arg.untyped_storage().data_ptr() for arg in args if torch.is_tensor(arg)}
-            if name.endswith("_") or result.untyped_storage().data_ptr() not in given:
+            given = {storage_of(arg) for arg in args if torch.is_tensor(arg)}
+            if name.endswith("_") or storage_of(result) not in given:
                 self.note(name, Call(f"torch {name}", func, args, kwargs or {}))
         return result
 

@@ -16,9 +16,9 @@ from tests.kernels.performance import llama_bench
 from tests.kernels.performance.at_hand import Step, attempt, gpu_of, step_table
 from tests.kernels.performance.budget import Budget, Row
 from tests.kernels.performance.gpus import GPUS
-from tests.kernels.performance.launched import Arguments, arguments_of, cold_bytes, num_copies, sequence_us, storage_of
+from tests.kernels.performance.launched import Arguments, arguments_of, cold_bytes, num_copies, sequence_us
 from tests.kernels.performance.measured import lines_of, pairs_of, table
-from tests.kernels.performance.recording import Call
+from tests.kernels.performance.recording import Call, storage_of
 from tests.kernels.performance.step import SCENES, Part
 from tests.kernels.performance.test_kept import ESTIMATE
 
