@@ -17,7 +17,7 @@ from edgelm.kernels.attention.decode_kernel import attend_chunks, combine_chunks
 from edgelm.kernels.attention.prefill_kernel import attend_tiles
 from edgelm.kernels.cache import BLOCK_LEN, GROUP, LayerCache
 from edgelm.kernels.choice import interpreting
-from edgelm.kernels.gpu_target import kwidth, num_sms
+from edgelm.kernels.gpu_target import has_wgmma, kwidth, num_sms, stages_of_products
 from edgelm.kernels.pdl import uses_pdl
 
 VERIFY_LEN: int = decode_kernel.VERIFY_LEN.value  # rows of a sequence, at most, that attend_chunks takes
@@ -44,14 +44,22 @@ class Tile(NamedTuple):
     rows: int
     tokens: int
     num_warps: int
+    num_stages: int = 1
 
 
-def tile_of(groups: int) -> Tile:
-    """Return the tile for heads of so many groups of 32 dimensions: sums and operands have to fit the registers."""
+def tile_of(cache: LayerCache, dtype: torch.dtype, *, wgmma: bool) -> Tile:
+    """Return the tile for operands of a type: sums and operands have to fit the registers.
+
+    With wgmma, four warps multiply 64 rows at a time, and two programs share a multiprocessor; codes would spill
+    registers then. All tiles for a head have the same number of rows, so contexts are split in the same way.
+    """
+    groups = cache.width // GROUP
     if interpreting():
         return Tile(32, 64, 4)
     if groups <= 2:
         return Tile(64, 64, 4)
+    if groups <= MAX_GROUPS and wgmma and cache.format.key is None and dtype != torch.float32:
+        return Tile(64, 32, 4, 2)
     return Tile(64, 32, 8) if groups <= MAX_GROUPS else Tile(32, 32, 8)
 
 
@@ -186,7 +194,7 @@ def launch_kind(tokens: int, cache: LayerCache, num_heads: int, context: int) ->
     """Return the kind of the launches for a prompt: two lengths with one kind use the same compiled kernels."""
     if tokens <= VERIFY_LEN:
         return "decode"
-    queries_per_kv, tile = num_heads // cache.num_kv_heads, tile_of(cache.width // GROUP)
+    queries_per_kv, tile = num_heads // cache.num_kv_heads, tile_of(cache, torch.float16, wgmma=False)
     return num_splits(num_tiles(tokens, 1, queries_per_kv, tile.rows), cache.num_kv_heads, context) > 1
 
 
@@ -285,7 +293,8 @@ def _combine(launch: Launch, sums: Tensor, stats: Tensor, rows: int, splits: int
 def _run_prefill(launch: Launch) -> None:
     q, cache, block_tables = launch.q, launch.cache, launch.block_tables
     rows = launch.max_rows(launch.max_query_len)
-    tile = tile_of(cache.width // GROUP)
+    dtype = dot_dtype(q, cache)
+    tile = tile_of(cache, dtype, wgmma=has_wgmma())
     tiles = num_tiles(rows, launch.num_seqs, launch.queries_per_kv, tile.rows)
     splits = num_splits(tiles, cache.num_kv_heads, block_tables.shape[1] * BLOCK_LEN)
     sums, stats = _scratch(launch, splits, rows) if splits > 1 else (q, q)
@@ -315,9 +324,9 @@ def _run_prefill(launch: Launch) -> None:
         SPLIT=splits > 1,
         ROWS=tile.rows,
         TOKENS=tile.tokens,
-        **constants(cache, q.shape[1], dot_dtype(q, cache)),
+        **constants(cache, q.shape[1], dtype),
         num_warps=tile.num_warps,
-        num_stages=1,
+        num_stages=stages_of_products(tile.num_stages),
         maxnreg=MAX_REGISTERS,
         enable_fp_fusion=True,
         launch_pdl=uses_pdl(),

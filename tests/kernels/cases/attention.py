@@ -222,7 +222,7 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
         "WINDOWED": special,
         "CAPPED": special,
     }
-    tile = launch.tile_of(groups)
+    tile = launch.tile_of(cache, torch.float16, wgmma=False)
     if way:
         fn = attend_tiles
         pointers |= {"sinks": "*fp32", "out": "*fp16"}
@@ -241,7 +241,7 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
         divisible=tuple(pointers),
         num_warps=tile.num_warps if way else 4,
         options={
-            "num_stages": 1,
+            "num_stages": tile.num_stages if way else 1,
             "maxnreg": launch.MAX_REGISTERS if way else launch.registers_of(cache),
             "enable_fp_fusion": bool(way),
         },

@@ -49,6 +49,7 @@ _LLAMA = [
     *(Attend(name, 64, 4, 1, (18, 2), (70, 40), dtype=BF16) for name in FORMATS),
     *(Attend(name, 128, 2, 1, (20,), (50,), dtype=F16) for name in FORMATS),
     *(Attend(name, 64, 2, 1, (20,), (200,), dtype=BF16) for name in FORMATS),  # several tiles of tokens
+    *(Attend(name, 128, 2, 1, (20,), (300,), dtype=BF16) for name in FORMATS),
     *(Attend(name, 64, 2, 2, (17, 1), (60, 40), 30, 4.0, sinks=True, dtype=BF16) for name in FORMATS),
     *(Attend(name, 64, 2, 1, (2,), (60,), 30, 4.0, sinks=True, dtype=BF16) for name in FORMATS),
 ]

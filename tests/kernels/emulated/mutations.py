@@ -172,7 +172,6 @@ WHOLE_ROW = "the row's list stays empty, so that draw_kernel reads the whole row
 LOWER_BOUND = "a bisection begins at rubbish below the least composite, and finds the same threshold"
 # by the title of a mutation: why it changes no result
 EQUIVALENT = {
-    f"sm_90 dequant_gemm_kernel wait leaves a group of copies more 1 ({Q4_K})": LAST_COPIES,
     f"sm_90 dequant_gemm_kernel commit of copies removed 0 ({Q4_K})": JOINED,
     f"sm_90 dequant_gemm_kernel fence of the async proxy removed 1 ({Q4_K})": (
         "nothing writes the tile between the two products, and there is a fence before the first"
