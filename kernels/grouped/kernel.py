@@ -27,7 +27,7 @@ from edgelm.kernels.grouped.reference import Plan, max_blocks
 from edgelm.kernels.layout import TILE, DenseWeight, PackedWeight, Weight
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.matmul.kernel import planes_and_constants, with_bias
-from edgelm.kernels.matmul.step_kernel import load_words, load_x, multiply
+from edgelm.kernels.matmul.step_kernel import load_weights, load_x, multiply
 from edgelm.kernels.pdl import begin_dependent, uses_pdl
 
 PAIRS = 8  # pairs of a program
@@ -251,18 +251,22 @@ def few_pairs_kernel(
     acc = (zeros, zeros) if MT == 2 else (zeros,)
     FULL: tl.constexpr = K // 64 // NW  # steps in which no warp reaches the border
     for step in range(tl.where(real, FULL, 0)):
-        words = load_words(codes, high, pid, step, N, K, CHUNKS, BITS, NW, MT, False)
+        weights = load_weights(
+            codes, high, scales, offsets, supers, pid, step, N, K, CHUNKS, BITS, GROUP, SCALE, OFFSET, NW, MT,
+            ASM, False,
+        )  # fmt: skip
         b = load_x(x_row, None, 0, count, step, (), K, GROUP, False, DTYPE, NW, 1, KW, False)[0]
         acc = multiply(
-            acc, words, b, scales, offsets, supers, pid, step, N, K, CHUNKS, BITS, GROUP, SCALE, CODE, ZERO,
-            OFFSET, BOOK, DTYPE, NW, MT, 1, KW, ASM, False,
+            acc, weights, b, step, K, BITS, GROUP, SCALE, CODE, ZERO, OFFSET, BOOK, DTYPE, NW, MT, 1, KW, ASM, False,
         )  # fmt: skip
     if K % (64 * NW) != 0:
-        words = load_words(codes, high, pid, FULL, N, K, CHUNKS, BITS, NW, MT, True)
+        weights = load_weights(
+            codes, high, scales, offsets, supers, pid, FULL, N, K, CHUNKS, BITS, GROUP, SCALE, OFFSET, NW, MT,
+            ASM, True,
+        )  # fmt: skip
         b = load_x(x_row, None, 0, count, FULL, (), K, GROUP, False, DTYPE, NW, 1, KW, True)[0]
         acc = multiply(
-            acc, words, b, scales, offsets, supers, pid, FULL, N, K, CHUNKS, BITS, GROUP, SCALE, CODE, ZERO,
-            OFFSET, BOOK, DTYPE, NW, MT, 1, KW, ASM, True,
+            acc, weights, b, FULL, K, BITS, GROUP, SCALE, CODE, ZERO, OFFSET, BOOK, DTYPE, NW, MT, 1, KW, ASM, True,
         )  # fmt: skip
 
     WIDTH: tl.constexpr = N // MT

@@ -14,6 +14,7 @@ from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight
 
 BLOCKS, LARGE_BLOCKS = 4, 2  # of 8 rows, of a program; the second for operands that take more room
 MAX_REGISTERS = 255  # without this limit, the assembler may spill a few registers to reach a lower one
+FEW_REGISTERS = 128  # with these, 16 warps fit on a multiprocessor
 PROGRAMS = 256  # enough for every GPU of up to 132 multiprocessors; more splits cost another pass
 
 
@@ -25,7 +26,7 @@ class Config(NamedTuple):
 
     warps: int
     tiles: int
-    prefetch: bool  # hold the words of the next step in registers
+    prefetch: int  # steps whose weights are loaded ahead of their use, into registers: 0, 1 or 2
     splits: int  # programs that share K; more than one need a second kernel
 
 
@@ -39,18 +40,18 @@ def default_config(weight: Weight, gated: bool) -> Config:
     """Return a config that is never bad: enough programs first, then few reads of x."""
     tiles = -(-weight.rows // TILE)
     steps = -(-weight.columns // CHUNK)
-    program_tiles = 2 if gated or tiles >= 2 * PROGRAMS else 1
-    warps = 8 if steps >= 64 and tiles < 4 * PROGRAMS else 4
-    programs = -(-tiles // program_tiles)
+    program_tiles = 2 if gated or tiles > PROGRAMS else 1
+    warps = 4 if steps < 64 or tiles >= 4 * PROGRAMS else 16 if tiles <= PROGRAMS // 2 else 8
+    programs = -(-tiles // 2) if gated else tiles
     splits = 1
     while programs * splits < PROGRAMS and splits < 8 and steps // (warps * splits * 2) >= 4:
         splits *= 2
-    return Config(warps, program_tiles, True, splits)
+    return Config(warps, program_tiles, 2, splits)
 
 
 def float32_config(config: Config, gated: bool) -> Config:
     """Return a config for float32 operands, which go through shared memory: a larger one does not fit every GPU."""
-    return config._replace(warps=4, tiles=2 if gated else 1, prefetch=False)
+    return config._replace(warps=4, tiles=2 if gated else 1, prefetch=0)
 
 
 def most_blocks(weight: Weight, dtype: torch.dtype, normed: bool) -> int:
@@ -64,6 +65,24 @@ def most_blocks(weight: Weight, dtype: torch.dtype, normed: bool) -> int:
     else:
         large |= weight.data.dtype != dtype  # they meet in float32
     return LARGE_BLOCKS if large else BLOCKS
+
+
+def steps_ahead(config: Config, blocks: int, tiles: int) -> int:
+    """Return how many steps a program of so many blocks and tiles loads ahead. They change no bit of a result.
+
+    Two tiles and two blocks of rows have no registers for two steps, nor has any program of more blocks.
+    """
+    return min(config.prefetch, 1) if blocks > 2 or (blocks == 2 and tiles > 1) else config.prefetch
+
+
+def max_registers(blocks: int, dtype: torch.dtype, *, packed: bool, normed: bool) -> int | None:
+    """Return the limit of a thread's registers in a program that multiplies in this type; None: the compiler's.
+
+    Within FEW_REGISTERS a program with two tiles keeps a few constants of the loop on the stack, but more programs fit.
+    """
+    if blocks <= 2:
+        return FEW_REGISTERS if packed and dtype != torch.float32 else None
+    return MAX_REGISTERS if blocks == BLOCKS and not normed else None  # with a norm, it spills at the limit
 
 
 def row_blocks(rows: int, most: int) -> tuple[int, int]:
@@ -88,9 +107,9 @@ def candidates(weight: Weight, gated: bool) -> list[Config]:
     steps = -(-weight.columns // CHUNK)
     default = default_config(weight, gated)
     configs = [default]
-    for warps in (4, 8):
+    for warps in (4, 8, 16):
         for tiles in (2, 4) if gated else (1, 2, 4):
-            for prefetch in (False, True):
+            for prefetch in (0, 1, 2):
                 for splits in (1, 2, 4, 8):
                     config = Config(warps, tiles, prefetch, splits)
                     fits = tiles * TILE <= weight.rows and steps >= 2 * warps * splits
@@ -100,6 +119,6 @@ def candidates(weight: Weight, gated: bool) -> list[Config]:
 
 
 def _distance(one: Config, other: Config) -> float:
-    """Return by how many factors of two two configs differ; prefetching or not is one."""
+    """Return by how many factors of two two configs differ; prefetching more or less is one."""
     numbers = ((one.warps, other.warps), (one.tiles, other.tiles), (one.splits, other.splits))
     return sum(abs(math.log2(a / b)) for a, b in numbers) + (one.prefetch != other.prefetch)

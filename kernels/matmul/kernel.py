@@ -24,18 +24,18 @@ from edgelm.kernels.gpu_target import kwidth
 from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight, layout_constants
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.matmul.configs import (
-    BLOCKS,
-    MAX_REGISTERS,
     Config,
     candidates,
     float32_config,
+    max_registers,
     most_blocks,
     row_blocks,
+    steps_ahead,
     tiles_of_program,
     tuning_key,
 )
 from edgelm.kernels.matmul.reference import Norm
-from edgelm.kernels.matmul.step_kernel import load_words, load_x, multiply
+from edgelm.kernels.matmul.step_kernel import load_weights, load_x, multiply
 from edgelm.kernels.norm import rms_norm
 from edgelm.kernels.pdl import begin_dependent, uses_pdl
 from edgelm.kernels.tuning import TABLE
@@ -106,8 +106,9 @@ def decode_kernel(
     x += first_row.to(tl.int64) * x_stride
     left = rows - first_row  # rows from the first one on
     NORM: tl.constexpr = norm is not None
-    FULL: tl.constexpr = K // 64 // NW  # steps in which no warp reaches the border
-    EACH: tl.constexpr = (FULL + SPLITS - 1) // SPLITS
+    STEPS: tl.constexpr = (K + 64 * NW - 1) // (64 * NW)
+    EVEN: tl.constexpr = K // 64 // NW // 2 * 2  # steps of the loop, in pairs; in the rest warps may reach the border
+    EACH: tl.constexpr = (EVEN // 2 + SPLITS - 1) // SPLITS * 2
     acc: tl.tuple = ()
     for _ in tl.static_range(MT * TT):
         acc += (tl.zeros([NW, 16, 8], tl.float32),)
@@ -117,30 +118,71 @@ def decode_kernel(
         for _ in tl.static_range(TT):
             squares += (tl.zeros([NW * 8, COLUMNS], tl.float32),)
     first = split * EACH
-    last = tl.minimum(first + EACH, FULL)
-    if FULL > 0:
-        if PF:
-            words = load_words(codes, high, pid, tl.minimum(first, FULL - 1), N, K, CHUNKS, BITS, NW, MT, False)
-        for step in range(first, last):
-            if PF:
-                now = words
-                words = load_words(codes, high, pid, tl.minimum(step + 1, last - 1), N, K, CHUNKS, BITS, NW, MT, False)
-            else:
-                now = load_words(codes, high, pid, step, N, K, CHUNKS, BITS, NW, MT, False)
+    last = tl.minimum(first + EACH, EVEN)
+    end = tl.maximum(last - 1, 0)  # beyond it nothing is loaded ahead: the last step is loaded again
+    if PF == 2 and EVEN > 0:
+        # What is loaded overwrites what was just used, so no register is moved: a move would wait for the load.
+        even = load_weights(
+            codes, high, scales, offsets, supers, pid, tl.minimum(first, end), N, K, CHUNKS, BITS, GROUP,
+            SCALE, OFFSET, NW, MT, ASM, False,
+        )  # fmt: skip
+        odd = load_weights(
+            codes, high, scales, offsets, supers, pid, tl.minimum(first + 1, end), N, K, CHUNKS, BITS, GROUP,
+            SCALE, OFFSET, NW, MT, ASM, False,
+        )  # fmt: skip
+        for step in range(first, last, 2):
             b, squares = load_x(x, norm, x_stride, left, step, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, False)
             acc = multiply(
-                acc, now, b, scales, offsets, supers, pid, step, N, K, CHUNKS, BITS, GROUP, SCALE, CODE, ZERO,
-                OFFSET, BOOK, DTYPE, NW, MT, TT, KW, ASM, False,
+                acc, even, b, step, K, BITS, GROUP, SCALE, CODE, ZERO, OFFSET, BOOK, DTYPE, NW, MT, TT, KW,
+                ASM, False,
             )  # fmt: skip
-    if K % (64 * NW) == 0:
-        pass
-    elif split == SPLITS - 1:
-        now = load_words(codes, high, pid, FULL, N, K, CHUNKS, BITS, NW, MT, True)
-        b, squares = load_x(x, norm, x_stride, left, FULL, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, True)
-        acc = multiply(
-            acc, now, b, scales, offsets, supers, pid, FULL, N, K, CHUNKS, BITS, GROUP, SCALE, CODE, ZERO,
-            OFFSET, BOOK, DTYPE, NW, MT, TT, KW, ASM, True,
-        )  # fmt: skip
+            even = load_weights(
+                codes, high, scales, offsets, supers, pid, tl.minimum(step + 2, end), N, K, CHUNKS, BITS, GROUP,
+                SCALE, OFFSET, NW, MT, ASM, False,
+            )  # fmt: skip
+            b, squares = load_x(x, norm, x_stride, left, step + 1, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, False)
+            acc = multiply(
+                acc, odd, b, step + 1, K, BITS, GROUP, SCALE, CODE, ZERO, OFFSET, BOOK, DTYPE, NW, MT, TT, KW,
+                ASM, False,
+            )  # fmt: skip
+            odd = load_weights(
+                codes, high, scales, offsets, supers, pid, tl.minimum(step + 3, end), N, K, CHUNKS, BITS, GROUP,
+                SCALE, OFFSET, NW, MT, ASM, False,
+            )  # fmt: skip
+    elif EVEN > 0:
+        if PF == 1:
+            ahead = load_weights(
+                codes, high, scales, offsets, supers, pid, tl.minimum(first, end), N, K, CHUNKS, BITS, GROUP,
+                SCALE, OFFSET, NW, MT, ASM, False,
+            )  # fmt: skip
+        for step in range(first, last):
+            if PF == 1:
+                now = ahead
+                ahead = load_weights(
+                    codes, high, scales, offsets, supers, pid, tl.minimum(step + 1, end), N, K, CHUNKS, BITS, GROUP,
+                    SCALE, OFFSET, NW, MT, ASM, False,
+                )  # fmt: skip
+            else:
+                now = load_weights(
+                    codes, high, scales, offsets, supers, pid, step, N, K, CHUNKS, BITS, GROUP,
+                    SCALE, OFFSET, NW, MT, ASM, False,
+                )  # fmt: skip
+            b, squares = load_x(x, norm, x_stride, left, step, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, False)
+            acc = multiply(
+                acc, now, b, step, K, BITS, GROUP, SCALE, CODE, ZERO, OFFSET, BOOK, DTYPE, NW, MT, TT, KW,
+                ASM, False,
+            )  # fmt: skip
+    if STEPS > EVEN:
+        for step in range(EVEN if split == SPLITS - 1 else STEPS, STEPS):
+            now = load_weights(
+                codes, high, scales, offsets, supers, pid, step, N, K, CHUNKS, BITS, GROUP,
+                SCALE, OFFSET, NW, MT, ASM, True,
+            )  # fmt: skip
+            b, squares = load_x(x, norm, x_stride, left, step, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, True)
+            acc = multiply(
+                acc, now, b, step, K, BITS, GROUP, SCALE, CODE, ZERO, OFFSET, BOOK, DTYPE, NW, MT, TT, KW,
+                ASM, True,
+            )  # fmt: skip
     WIDTH: tl.constexpr = N // 2 if GATE is not None else N
     PADDED: tl.constexpr = (N + 15) // 16 * 16
     lane = tl.arange(0, 16)[:, None]
@@ -286,9 +328,11 @@ def decode(
     decode_kernel[(shares, -(-tiles // tiles_each), config.splits)](
         x, *planes, bias, residual, norm_weight, out, partial, squares, x.stride(0), residual_stride, rows, eps,
         N=weight.rows, K=weight.columns, **constants, **epilogue, NW=config.warps, MT=tiles_each,
-        TT=blocks, SPLITS=config.splits, PF=config.prefetch, KW=kwidth(),
+        TT=blocks, SPLITS=config.splits, PF=steps_ahead(config, blocks, tiles_each), KW=kwidth(),
         num_warps=config.warps, num_stages=1, enable_fp_fusion=True, launch_pdl=uses_pdl(),
-        maxnreg=MAX_REGISTERS if blocks == BLOCKS and norm is None else None,  # with a norm, it spills at the limit
+        maxnreg=max_registers(
+            blocks, operand, packed=isinstance(weight, PackedWeight), normed=norm is not None
+        ),
     )  # fmt: skip
     if config.splits > 1:
         combine_kernel[(-(-width // 128), rows)](

@@ -44,25 +44,48 @@ def scale_number(word, I: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_scales(plane, entry, columns, K: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr):
-    """Return the scales of the chunks that begin at `columns` [NW, 1]: a tuple of float32 [NW, 16], 0 beyond K."""
+def load_entries(
+    plane,
+    step,
+    K: tl.constexpr,
+    SHARED: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NW: tl.constexpr,
+    ASM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load the entries of a step's chunks as they are stored, WORDS times [NW, 16]; SHARED chunks have one entry."""
+    warp = tl.arange(0, NW)[:, None]
+    lane = tl.arange(0, 16)[None, :]
+    columns = (step * NW + warp) * 64
+    if NW % SHARED == 0:
+        at = plane + (warp // SHARED * 16 + lane) * WORDS + step * (NW // SHARED * 16 * WORDS)
+    else:
+        at = plane + ((step * NW + warp) // SHARED * 16 + lane) * WORDS
+    out: tl.tuple = ()
+    for i in tl.static_range(WORDS):
+        word = tl.load(at + i, mask=columns + i * GROUP < K, other=0) if MASKED else tl.load(at + i)
+        if ASM and word.dtype.primitive_bitwidth == 16:
+            # Opaque to the compiler, which would carry two of these in one register and wait for both to join them.
+            half = word.to(tl.int16, bitcast=True)
+            word = tl.inline_asm_elementwise("cvt.u32.u16 $0, $1;", "=r,h", [half], tl.int32, is_pure=True, pack=1)
+        out += (word,)
+    return out
+
+
+@triton.jit
+def entry_scales(
+    words, FIRST: tl.constexpr, columns, K: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr
+):
+    """Return the scales of entries, which begin at word FIRST: a float32 [NW, 16] for each group, 0 beyond K."""
     PER: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
     SIZE: tl.constexpr = 4 if KIND == "f32" else 2 if KIND == "f16" or KIND == "bf16" else 1
-    TOGETHER: tl.constexpr = PER > 1 and PER * SIZE <= 4  # an entry is one word
-    at = entry * 16 + tl.arange(0, 16)[None, :]
+    TOGETHER: tl.constexpr = PER > 1 and PER * SIZE <= 4
     out: tl.tuple = ()
-    if TOGETHER:
-        word = tl.load(plane + at, mask=columns < K, other=0) if MASKED else tl.load(plane + at)
-        for i in tl.static_range(PER):
-            value = scale_number(word, i, KIND)
-            out += (tl.where(columns + i * GROUP < K, value, 0.0) if MASKED else value,)
-    else:
-        for i in tl.static_range(PER):
-            if MASKED:
-                word = tl.load(plane + at * PER + i, mask=columns + i * GROUP < K, other=0)
-                out += (tl.where(columns + i * GROUP < K, scale_number(word, 0, KIND), 0.0),)
-            else:
-                out += (scale_number(tl.load(plane + at * PER + i), 0, KIND),)
+    for i in tl.static_range(PER):
+        value = scale_number(words[FIRST], i, KIND) if TOGETHER else scale_number(words[FIRST + i], 0, KIND)
+        out += (tl.where(columns + i * GROUP < K, value, 0.0) if MASKED else value,)
     return out
 
 
@@ -73,43 +96,6 @@ def times(values, factor):
     for i in tl.static_range(len(values)):
         out += (values[i] * factor,)
     return out
-
-
-@triton.jit
-def tile_scales(
-    scales,
-    offsets,
-    supers,
-    tile,
-    chunk,
-    CHUNKS: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Return the scales and the offsets of a tile's chunks, each a tuple of float32 [NW, 16], one for each group."""
-    FACTOR: tl.constexpr = GROUP // 64 if GROUP > 64 else 1  # chunks that share an entry
-    PER: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
-    SIZE: tl.constexpr = 4 if SCALE == "f32" else 2 if SCALE == "f16" or SCALE == "bf16" else 1
-    STRIDE: tl.constexpr = CHUNKS // FACTOR * 16  # from tile to tile, in entries of one row
-    columns = chunk * 64
-    entry = chunk // FACTOR
-    WORDS: tl.constexpr = 1 if PER * SIZE <= 4 else PER
-    scale = load_scales(scales + tile * (STRIDE * WORDS), entry, columns, K, GROUP, SCALE, MASKED)
-    offset = scale
-    if OFFSET == "min":
-        offset = load_scales(offsets + tile * (STRIDE * WORDS), entry, columns, K, GROUP, SCALE, MASKED)
-    elif OFFSET == "zero":
-        offset = load_scales(offsets + tile * STRIDE, entry, columns, K, GROUP, "u8", MASKED)
-    if SCALE == "u8" or SCALE == "i8":
-        at = tile * (CHUNKS * 4) + (chunk // 4) * 16 + tl.arange(0, 16)[None, :]
-        word = tl.load(supers + at, mask=columns < K, other=0) if MASKED else tl.load(supers + at)
-        scale = times(scale, scale_number(word, 0, "f16"))
-        if OFFSET == "min":
-            offset = times(offset, scale_number(word, 1, "f16"))
-    return scale, offset
 
 
 @triton.jit
@@ -136,35 +122,142 @@ def load_words(
     """Load the words of a step: a tuple of one to four tensors for each of MT tiles."""
     out: tl.tuple = ()
     WORDS: tl.constexpr = 32 * (BITS - 4)  # words of a chunk in the plane `high`
-    chunk = step * NW + tl.arange(0, NW)[:, None]
+    warp = tl.arange(0, NW)[:, None]
+    columns = (step * NW + warp) * 64
     for mt in tl.static_range(MT):
         tile = tile_number(pid, mt, N, MT)
         if BITS >= 16:  # rows 0 to 7 and 8 to 15 of either half of the chunks
             i = tl.arange(0, NW * 8)[:, None]
-            column = (step * NW + i // 8) * 64 + tl.arange(0, 32)[None, :]
+            column = i // 8 * 64 + tl.arange(0, 32)[None, :]
             for part in tl.static_range(4):
                 row = tile * 16 + (part % 2) * 8 + i % 8
-                at = codes + row * K + column + part // 2 * 32
+                at = codes + row * K + column + part // 2 * 32 + step * (NW * 64)
                 if MASKED:
-                    out += (tl.load(at, mask=(row < N) & (column + part // 2 * 32 < K), other=0.0),)
+                    inside = column + part // 2 * 32 + step * (NW * 64) < K
+                    out += (tl.load(at, mask=(row < N) & inside, other=0.0),)
                 elif N % 16 != 0:
                     out += (tl.load(at, mask=row < N, other=0.0),)
                 else:
                     out += (tl.load(at),)
         elif BITS == 8:
-            at = codes + tile * (CHUNKS * 256) + chunk * 256 + tl.arange(0, 128)[None, :]
+            at = codes + tile * (CHUNKS * 256) + warp * 256 + tl.arange(0, 128)[None, :] + step * (NW * 256)
             for g in tl.static_range(2):
                 if MASKED:
-                    out += (tl.load(at + g * 128, mask=chunk * 64 + g * 32 < K, other=0),)
+                    out += (tl.load(at + g * 128, mask=columns + g * 32 < K, other=0),)
                 else:
                     out += (tl.load(at + g * 128),)
         else:
-            at = codes + tile * (CHUNKS * 128) + chunk * 128 + tl.arange(0, 128)[None, :]
-            out += (tl.load(at, mask=chunk * 64 < K, other=0) if MASKED else tl.load(at),)
+            at = codes + tile * (CHUNKS * 128) + warp * 128 + tl.arange(0, 128)[None, :] + step * (NW * 128)
+            out += (tl.load(at, mask=columns < K, other=0) if MASKED else tl.load(at),)
             if BITS > 4:
-                at = high + tile * (CHUNKS * WORDS) + chunk * WORDS + tl.arange(0, WORDS)[None, :]
-                out += (tl.load(at, mask=chunk * 64 < K, other=0) if MASKED else tl.load(at),)
+                at = high + tile * (CHUNKS * WORDS) + warp * WORDS + tl.arange(0, WORDS)[None, :] + step * (NW * WORDS)
+                out += (tl.load(at, mask=columns < K, other=0) if MASKED else tl.load(at),)
     return out
+
+
+@triton.jit
+def load_scales(
+    scales,
+    offsets,
+    supers,
+    pid,
+    step,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    NW: tl.constexpr,
+    MT: tl.constexpr,
+    ASM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load the scales of a step as they are stored: for each of MT tiles the entries of scales, offsets and supers.
+
+    They are converted after the dot only, so that these loads are under way together with those of the words.
+    """
+    SHARED: tl.constexpr = GROUP // 64 if GROUP > 64 else 1  # chunks that share an entry
+    PER: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
+    SIZE: tl.constexpr = 4 if SCALE == "f32" else 2 if SCALE == "f16" or SCALE == "bf16" else 1
+    WORDS: tl.constexpr = 1 if PER * SIZE <= 4 else PER
+    STRIDE: tl.constexpr = CHUNKS // SHARED * 16  # from tile to tile, in entries of one row
+    out: tl.tuple = ()
+    if BITS < 16:
+        for mt in tl.static_range(MT):
+            tile = tile_number(pid, mt, N, MT)
+            out += load_entries(scales + tile * (STRIDE * WORDS), step, K, SHARED, WORDS, GROUP, NW, ASM, MASKED)
+            if OFFSET == "min":
+                out += load_entries(offsets + tile * (STRIDE * WORDS), step, K, SHARED, WORDS, GROUP, NW, ASM, MASKED)
+            elif OFFSET == "zero":
+                out += load_entries(offsets + tile * STRIDE, step, K, SHARED, 1, GROUP, NW, ASM, MASKED)
+            if SCALE == "u8" or SCALE == "i8":
+                out += load_entries(supers + tile * (CHUNKS * 4), step, K, 4, 1, GROUP, NW, ASM, MASKED)
+    return out
+
+
+@triton.jit
+def tile_scales(
+    weights,
+    mt: tl.constexpr,
+    chunk,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return the scales and the offsets of a tile's chunks, each a tuple of float32 [NW, 16], one for each group."""
+    PER: tl.constexpr = 64 // GROUP if GROUP < 64 else 1
+    SIZE: tl.constexpr = 4 if SCALE == "f32" else 2 if SCALE == "f16" or SCALE == "bf16" else 1
+    WORDS: tl.constexpr = 1 if PER * SIZE <= 4 else PER
+    CODES: tl.constexpr = 1 if BITS == 4 else 2  # words of a tile
+    ENTRIES: tl.constexpr = len(weights) // MT - CODES
+    FIRST: tl.constexpr = MT * CODES + mt * ENTRIES
+    columns = chunk * 64
+    scale = entry_scales(weights, FIRST, columns, K, GROUP, SCALE, MASKED)
+    offset = scale
+    if OFFSET == "min":
+        offset = entry_scales(weights, FIRST + WORDS, columns, K, GROUP, SCALE, MASKED)
+    elif OFFSET == "zero":
+        offset = entry_scales(weights, FIRST + WORDS, columns, K, GROUP, "u8", MASKED)
+    if SCALE == "u8" or SCALE == "i8":
+        word = weights[FIRST + ENTRIES - 1]
+        scale = times(scale, scale_number(word, 0, "f16"))
+        if OFFSET == "min":
+            offset = times(offset, scale_number(word, 1, "f16"))
+    return scale, offset
+
+
+@triton.jit
+def load_weights(
+    codes,
+    high,
+    scales,
+    offsets,
+    supers,
+    pid,
+    step,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    NW: tl.constexpr,
+    MT: tl.constexpr,
+    ASM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load the weights of a step as they are stored: the words of MT tiles, then the entries of their scales."""
+    words = load_words(codes, high, pid, step, N, K, CHUNKS, BITS, NW, MT, MASKED)
+    return words + load_scales(
+        scales, offsets, supers, pid, step, N, K, CHUNKS, BITS, GROUP, SCALE, OFFSET, NW, MT, ASM, MASKED
+    )
 
 
 @triton.jit
@@ -224,6 +317,7 @@ def load_x(
     PIECES: tl.constexpr = 2 if x.dtype.element_ty == tl.float32 else 1  # a thread's 8 columns, 16 bytes at a time
     i = tl.arange(0, NW * 8)[:, None]
     column = tl.arange(0, 32 // PIECES)[None, :]
+    start = step * (NW * 64)
     out: tl.tuple = ()
     sums: tl.tuple = ()
     for tt in tl.static_range(TT):
@@ -235,20 +329,21 @@ def load_x(
             values: tl.tuple = ()
             for piece in tl.static_range(PIECES):
                 j = column if PIECES == 1 else column // 4 * 8 + piece * 4 + column % 4
-                at = (step * NW + i // 8) * 64 + part * 2 // PARTS * 32 + j
+                at = i // 8 * 64 + part * 2 // PARTS * 32 + j
                 if GROUP == 16:
                     mask = (j < 16) if part % 2 == 0 else (j >= 16)
                     if MASKED:
-                        mask = mask & (at < K)
-                    value = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
+                        mask = mask & (at + start < K)
+                    value = tl.load(x + row * x_stride + at + start, mask=mask, other=0.0)
                 elif MASKED:
-                    value = tl.load(x + row * x_stride + at, mask=at < K, other=0.0)
+                    value = tl.load(x + row * x_stride + at + start, mask=at + start < K, other=0.0)
                 else:
-                    value = tl.load(x + row * x_stride + at)
+                    value = tl.load(x + row * x_stride + at + start)
                 if NORM:
                     wide = value.to(tl.float32)
                     total = tl.fma(wide, wide, total)
-                    factor = tl.load(norm + at, mask=at < K, other=0.0) if MASKED else tl.load(norm + at)
+                    place = norm + at + start
+                    factor = tl.load(place, mask=at + start < K, other=0.0) if MASKED else tl.load(place)
                     value = (wide * factor).to(value.dtype)
                 values += (value.to(DTYPE),)
             if PIECES == 1:
@@ -263,16 +358,10 @@ def load_x(
 @triton.jit
 def multiply(
     acc,
-    words,
+    weights,
     b,
-    scales,
-    offsets,
-    supers,
-    pid,
     step,
-    N: tl.constexpr,
     K: tl.constexpr,
-    CHUNKS: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE: tl.constexpr,
@@ -305,10 +394,9 @@ def multiply(
                 sums += (total,)
     out: tl.tuple = ()
     for mt in tl.static_range(MT):
-        a = tile_fragments(words, mt, BITS, CODE, ZERO, BOOK, DTYPE, NW, KW, ASM)
+        a = tile_fragments(weights, mt, BITS, CODE, ZERO, BOOK, DTYPE, NW, KW, ASM)
         if BITS < 16:
-            tile = tile_number(pid, mt, N, MT)
-            scale, offset = tile_scales(scales, offsets, supers, tile, chunk, CHUNKS, K, GROUP, SCALE, OFFSET, MASKED)
+            scale, offset = tile_scales(weights, mt, chunk, K, BITS, GROUP, SCALE, OFFSET, MT, MASKED)
         for tt in tl.static_range(TT):
             y = acc[mt * TT + tt]
             if BITS >= 16:

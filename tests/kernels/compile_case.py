@@ -30,6 +30,7 @@ class CompileCase(NamedTuple):
     options: Mapping[str, object] = MappingProxyType({})  # num_stages, maxnreg, enable_fp_fusion (True)
     loop_weights: int = 0  # elements that one thread handles in one iteration of the main loop; 0: not counted
     budget: float | None = None  # maximum instructions of a thread per element in the main loop, on sm_90
+    spills: int = 0  # most instructions that may spill registers
     wide_loads: bool = True  # the main loop reads its weights, or its keys and values, 16 bytes at a time
     main: bool = True  # may be one of the few cases that every test run compiles; False: with --soak only
 

@@ -121,8 +121,8 @@ MUTATIONS = [
     Mutation(
         STEP,
         "padding multiplies with its garbage",
-        "value = scale_number(word, i, KIND)\n            out += (tl.where(columns + i * GROUP < K, value, 0.0)",
-        "value = scale_number(word, i, KIND)\n            out += (tl.where(columns < K, value, 0.0)",
+        "out += (tl.where(columns + i * GROUP < K, value, 0.0)",
+        "out += (tl.where(columns < K, value, 0.0)",
         OF_MATMUL,
     ),
     Mutation(
@@ -135,9 +135,16 @@ MUTATIONS = [
     Mutation(
         MATMUL,
         "a part of K is left out",
-        "last = tl.minimum(first + EACH, FULL)",
-        "last = tl.minimum(first + EACH, FULL - 1)",
+        "last = tl.minimum(first + EACH, EVEN)",
+        "last = tl.minimum(first + EACH, EVEN - 2)",
         OF_MATMUL,
+    ),
+    Mutation(
+        MATMUL,
+        "a step ahead is loaded twice",
+        "pid, tl.minimum(step + 3, end)",
+        "pid, tl.minimum(step + 2, end)",
+        OF_MATMUL + "::test_prefetching_and_tiles_change_no_bit",
     ),
     Mutation(MATMUL, "the last split is dropped", "tl.static_range(SPLITS)", "tl.static_range(SPLITS - 1)", OF_MATMUL),
     Mutation(

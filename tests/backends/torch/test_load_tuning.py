@@ -51,7 +51,7 @@ def test_the_faster_configuration_of_each_kernel_is_taken_and_kept(starts: dict[
     first = starts["first"]
     assert first["lines"] == lines(5)
     assert first["faster"] == first["matrices"] == 5
-    assert [config["prefetch"] for config in first["kept"]["matmul"].values()] == [False] * 5
+    assert [config["prefetch"] for config in first["kept"]["matmul"].values()] == [0] * 5
 
 
 def test_the_next_start_measures_nothing_and_compiles_what_it_needs(starts: dict[str, dict[str, Any]]) -> None:

@@ -37,7 +37,7 @@ Options = dict[str, Any]
 
 def is_faster(options: Options) -> bool:
     """Return whether a launch is one without prefetching, which no default is."""
-    return options.get("PF") is False
+    return options.get("PF") == 0
 
 
 def relative(factor: float, with_many_rows: float = 0.0) -> Callable[[str, Options], float]:
@@ -76,9 +76,9 @@ class Start:
     timed: int = 0
 
 
-def some_configs(launches: list[Options]) -> dict[str, set[tuple[int, int, bool]]]:
+def some_configs(launches: list[Options]) -> dict[str, set[tuple[int, int, int]]]:
     """Return the warps, parts of K and prefetching of each matrix."""
-    configs: dict[str, set[tuple[int, int, bool]]] = {}
+    configs: dict[str, set[tuple[int, int, int]]] = {}
     for one in launches:
         shape = f"{one['N']}x{one['K']} {one['BITS']}{' gated' if one['GATE'] else ''}"
         configs.setdefault(shape, set()).add((one["NW"], one["SPLITS"], one["PF"]))

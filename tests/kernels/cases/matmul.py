@@ -116,6 +116,7 @@ def random_dense(rows: int, columns: int, dtype: torch.dtype, generator: torch.G
     return DenseWeight((torch.randn(rows, columns, generator=generator) * 0.05).to(dtype))
 
 
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _POINTERS = {"f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "u8": "*u8", "i8": "*i8", "e8m0": "*u8"}
 
 
@@ -128,32 +129,32 @@ def compile_cases() -> list[CompileCase]:
     budgets = {("q4_0", 8): 3.9, ("q4_0", 16): 3.9, ("q4_k", 8): 4.0, ("q4_k", 16): 5.0, ("q8_0", 8): 7.3}
     budgets |= {("q5_k", 8): 5.3, ("q5_k", 16): 6.2, ("q6_k", 8): 5.65, ("q6_k", 16): 5.8, ("q8_0", 16): 7.3}
     cases = [
-        compile_case(name, dtype, rows, Config(4, tiles, True, 1), budget=budgets.get((name, rows)))
+        compile_case(name, dtype, rows, Config(4, tiles, 2, 1), budget=budgets.get((name, rows)))
         for name in LAYOUTS
         for dtype in ("fp16", "bf16")
         for rows, tiles in ((8, 2), (16, 2))
     ]
-    cases += [compile_case(None, dtype, rows, Config(4, 2, False, 1)) for dtype in ("fp16", "bf16") for rows in (8, 16)]
+    cases += [compile_case(None, dtype, rows, Config(4, 2, 0, 1)) for dtype in ("fp16", "bf16") for rows in (8, 16)]
     for name, layout in LAYOUTS.items():  # programs of four blocks of rows, where they have the registers for it
         if layout.group > 16 or layout.offset == "none":
-            cases += [compile_case(name, dtype, 32, Config(4, 2, True, 1)) for dtype in ("fp16", "bf16")]
-    cases += [compile_case(None, dtype, 32, Config(4, 2, False, 1)) for dtype in ("fp16", "bf16")]
+            cases += [compile_case(name, dtype, 32, Config(4, 2, 2, 1)) for dtype in ("fp16", "bf16")]
+    cases += [compile_case(None, dtype, 32, Config(4, 2, 0, 1)) for dtype in ("fp16", "bf16")]
     cases += [
-        compile_case(name, "bf16", rows, Config(4, 2, True, 1), norm=True, gate="silu", x="fp32")
+        compile_case(name, "bf16", rows, Config(4, 2, 2, 1), norm=True, gate="silu", x="fp32")
         for name in ("q4_0", "q4_k", "q5_k", "q8_0", "mxfp4")
         for rows in (24, 32)
     ]
     cases += [  # in float32, which is slow
-        compile_case(name, dtype, 16, float32_config(Config(8, 2, True, 1), False), dense=dense)
+        compile_case(name, dtype, 16, float32_config(Config(8, 2, 2, 1), False), dense=dense)
         for name, dtype, dense in (("q6_k", "fp32", None), (None, "bf16", "fp16"))
     ]
     cases += [
-        compile_case("q4_k", "bf16", 8, Config(8, 1, True, 4), norm=True, x="fp32"),
-        compile_case("q4_k", "bf16", 8, Config(4, 2, True, 1), norm=True, gate="silu", x="fp32"),
-        compile_case("q4_k", "bf16", 16, Config(4, 2, True, 1), norm=True, gate="silu", x="fp32"),
-        compile_case("q6_k", "bf16", 8, Config(4, 2, True, 1), norm=True, x="fp32"),
-        compile_case(None, "bf16", 8, Config(4, 2, False, 1), norm=True, x="fp32"),
-        compile_case("q4_0", "bf16", 16, Config(4, 4, True, 1)),
+        compile_case("q4_k", "bf16", 8, Config(8, 1, 2, 4), norm=True, x="fp32"),
+        compile_case("q4_k", "bf16", 8, Config(4, 2, 2, 1), norm=True, gate="silu", x="fp32"),
+        compile_case("q4_k", "bf16", 16, Config(4, 2, 2, 1), norm=True, gate="silu", x="fp32"),
+        compile_case("q6_k", "bf16", 8, Config(4, 2, 2, 1), norm=True, x="fp32"),
+        compile_case(None, "bf16", 8, Config(4, 2, 0, 1), norm=True, x="fp32"),
+        compile_case("q4_0", "bf16", 16, Config(4, 4, 2, 1)),
     ]
     signature = dict.fromkeys(combine_kernel.arg_names, "constexpr")
     signature |= {"partial": "*fp32", "out": "*fp16", "residual_stride": "i32", "eps": "fp32"}
@@ -182,13 +183,15 @@ def compile_case(
     import triton.language as tl
 
     from edgelm.kernels.gpu_target import kwidth
-    from edgelm.kernels.matmul.configs import BLOCKS, MAX_REGISTERS, row_blocks
+    from edgelm.kernels.matmul.configs import BLOCKS, FEW_REGISTERS, max_registers, row_blocks, steps_ahead
     from edgelm.kernels.matmul.kernel import decode_kernel
 
     layout = LAYOUTS[name] if name else None
     blocks, _ = row_blocks(rows, BLOCKS)
+    ahead = steps_ahead(config, blocks, config.tiles)
     kind = f"*{dtype}"
     common = dtype if dense is None else "fp32"
+    registers = max_registers(blocks, TYPES[common], packed=name is not None, normed=norm)
     pointers = {"x": f"*{x or dtype}", "codes": "*i32" if layout else f"*{dense or dtype}", "out": kind}
     if layout is not None:
         pointers |= _scale_pointers(layout)
@@ -206,7 +209,7 @@ def compile_case(
     constants |= {
         "N": 4096, "K": 4096, "CHUNKS": 64, "GATE": gate, "LIMIT": 0.0, "ALPHA": 0.0,
         "ASM": common != "fp32", "DTYPE": types[common], "NW": config.warps, "MT": config.tiles,
-        "TT": blocks, "SPLITS": config.splits, "PF": config.prefetch, "KW": kwidth(),
+        "TT": blocks, "SPLITS": config.splits, "PF": ahead, "KW": kwidth(),
     }  # fmt: skip
     signature = dict.fromkeys(decode_kernel.arg_names, "constexpr") | pointers | integers | {"eps": "fp32"}
     after = f"{' norm' if norm else ''}{f' {gate}' if gate else ''}"
@@ -217,11 +220,12 @@ def compile_case(
         constants,
         (*pointers, "x_stride"),
         config.warps,
-        {"num_stages": 1} | ({"maxnreg": MAX_REGISTERS} if blocks == BLOCKS and not norm else {}),
-        loop_weights=32 * config.tiles
+        {"num_stages": 1} | ({"maxnreg": registers} if registers else {}),
+        loop_weights=32 * config.tiles * max(ahead, 1)  # of PF = 2 a loop has two steps
         if layout and common != "fp32"
         else 0,  # the loop of dense rows is unrolled for sm_80
         budget=budget,
+        spills=20 if registers == FEW_REGISTERS else 0,
         wide_loads=name not in ("int4_g16", "int6_g16"),  # their scales are half of the bytes read
         main=dtype == "fp16" and (name, rows) in (("q4_0", 16), ("q4_k", 8), ("q6_k", 8), (None, 8)),
     )

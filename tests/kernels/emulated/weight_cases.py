@@ -36,10 +36,10 @@ from tests.kernels.test_matmul import GATES, NAMES, UNIT, exact, surrounded, wei
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 # few rows of x, their type, the columns (two whole steps and a part of one), and the config
 FEW = (
-    (3, F16, 600, Config(4, 1, True, 1)),
-    (11, BF16, 330, Config(2, 2, True, 2)),
-    (29, BF16, 330, Config(4, 1, True, 1)),  # a program takes four blocks of 8 rows
-    (50, F16, 330, Config(2, 1, False, 2)),  # programs share the blocks
+    (3, F16, 600, Config(2, 1, 2, 1)),
+    (11, BF16, 330, Config(2, 2, 2, 2)),
+    (29, BF16, 330, Config(2, 1, 2, 1)),  # a program takes four blocks of 8 rows
+    (50, F16, 330, Config(2, 1, 0, 2)),  # programs share the blocks
 )
 MAIN_FORMATS = ("q4_k", "q6_k", "q8_0", "mxfp4")
 MAIN_OF_FORMAT = {name: (CAPABILITIES[at],) for at, name in enumerate(MAIN_FORMATS)}
@@ -68,12 +68,12 @@ def _matmul_cases() -> Iterator[EmulatedCase]:
             run = partial(_decode, name, rows, dtype, columns, config)
             yield EmulatedCase("matmul", name, rows, f"{_short(dtype)} K={columns} {tuple(config)}", run, main=main)
     for name in ("q4_0", "q6_k", "dense_float32"):
-        run = partial(_decode, name, 3, F32, 330, float32_config(Config(4, 1, True, 1), False))
+        run = partial(_decode, name, 3, F32, 330, float32_config(Config(4, 1, 2, 1), False))
         yield EmulatedCase("matmul", name, 3, "float32", run)
     for at, gate in enumerate(GATES):
         for splits in (1, 2):
             rows, dtype = (16, 5)[splits - 1], (BF16, F16)[at % 2]
-            run = partial(_surrounded, gate, rows, dtype, Config(1, 2, True, splits))
+            run = partial(_surrounded, gate, rows, dtype, Config(1, 2, 2, splits))
             main = (90,) if gate.kind == "silu" and splits == 2 else ()
             yield EmulatedCase(
                 "matmul", "q4_1", rows, f"norm bias {gate.kind} residual splits={splits}", run, main=main
