@@ -36,7 +36,7 @@ from edgelm.kernels.matmul.configs import (
 from edgelm.kernels.matmul.reference import Norm
 from edgelm.kernels.matmul.step_kernel import load_words, load_x, multiply
 from edgelm.kernels.norm import rms_norm
-from edgelm.kernels.pdl import begin_dependent, uses_pdl
+from edgelm.kernels.pdl import begin_dependent, let_next_begin, uses_pdl, wait_for_earlier
 from edgelm.kernels.tuning import TABLE
 
 
@@ -98,7 +98,7 @@ def decode_kernel(
     launch_pdl: tl.constexpr = False,
 ):
     """Multiply MT tiles by TT blocks of rows of x, over one of SPLITS parts of K. Grid: row blocks, tiles, parts."""
-    begin_dependent(launch_pdl)
+    let_next_begin(launch_pdl)
     first_row = tl.program_id(0) * (TT * 8)
     pid = tl.program_id(1)
     split = tl.program_id(2)  # never a constant 0: a loop of known length would be unrolled
@@ -117,9 +117,10 @@ def decode_kernel(
             squares += (tl.zeros([NW * 8, COLUMNS], tl.float32),)
     first = split * EACH
     last = tl.minimum(first + EACH, FULL)
+    if FULL > 0 and PF:
+        words = load_words(codes, high, pid, tl.minimum(first, FULL - 1), N, K, CHUNKS, BITS, NW, MT, False)
+    wait_for_earlier(launch_pdl)  # weights are no results of a kernel, so the first are under way by now
     if FULL > 0:
-        if PF:
-            words = load_words(codes, high, pid, tl.minimum(first, FULL - 1), N, K, CHUNKS, BITS, NW, MT, False)
         for step in range(first, last):
             if PF:
                 now = words
