@@ -10,7 +10,8 @@ is visible. What it does before the wait runs beside the kernel before it. The r
 
 - Every thread of every program waits, on all paths, before it writes anything, and before it reads a tensor that work
   on the GPU may still be writing.
-- Before the wait, it reads only weights: nothing writes them after loading, which ends with a synchronization.
+- Before the wait, it reads only weights: nothing writes them after loading, which ends with a synchronization. Only the
+  matmul of a step does so: its first words are under way while the kernel before it ends.
 
 Why that is enough. Let kernels A, B and C follow each other in a stream, all launched so. C may begin before A has
 ended, since B lets it. But B ends only after all its programs have waited, that is, after A has ended. C waits for the
@@ -19,8 +20,7 @@ writes, and a write after the wait comes after all reads of earlier kernels: mem
 tensor after another, in a graph or not, needs no more care than without PDL. Where the work before or after such a
 kernel is something else (a copy, a kernel of torch, the start or end of a graph), the stream's full order holds: the
 attribute of a launch loosens only the edge from the kernel right before it, and a kernel without the attribute begins
-after the end of all work before it. A kernel of torch never lets the next one begin early; one that follows it waits
-for its end. In a capture, CUDA keeps the loosened edges as programmatic ones (since CUDA 12.3).
+after the end of all work before it. In a capture, CUDA keeps the loosened edges as programmatic ones (since CUDA 12.3).
 
 `launch_dependents` can stand first: it promises nothing about memory. CUTLASS, FlashInfer and llama.cpp do the same.
 The wait must not stand in a loop: Triton 3.7 moves pipelined loads of the loop before it (triton-lang/triton, issue

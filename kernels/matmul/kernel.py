@@ -37,7 +37,7 @@ from edgelm.kernels.matmul.configs import (
 from edgelm.kernels.matmul.reference import Norm
 from edgelm.kernels.matmul.step_kernel import load_weights, load_x, multiply
 from edgelm.kernels.norm import rms_norm
-from edgelm.kernels.pdl import begin_dependent, uses_pdl
+from edgelm.kernels.pdl import begin_dependent, let_next_begin, uses_pdl, wait_for_earlier
 from edgelm.kernels.tuning import TABLE
 
 
@@ -99,7 +99,7 @@ def decode_kernel(
     launch_pdl: tl.constexpr = False,
 ):
     """Multiply MT tiles by TT blocks of rows of x, over one of SPLITS parts of K. Grid: row blocks, tiles, parts."""
-    begin_dependent(launch_pdl)
+    let_next_begin(launch_pdl)
     first_row = tl.program_id(0) * (TT * 8)
     pid = tl.program_id(1)
     split = tl.program_id(2)  # never a constant 0: a loop of known length would be unrolled
@@ -130,6 +130,7 @@ def decode_kernel(
             codes, high, scales, offsets, supers, pid, tl.minimum(first + 1, end), N, K, CHUNKS, BITS, GROUP,
             SCALE, OFFSET, NW, MT, ASM, False,
         )  # fmt: skip
+        wait_for_earlier(launch_pdl)  # weights are no results of a kernel, so the first are under way by now
         for step in range(first, last, 2):
             b, squares = load_x(x, norm, x_stride, left, step, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, False)
             acc = multiply(
@@ -155,6 +156,7 @@ def decode_kernel(
                 codes, high, scales, offsets, supers, pid, tl.minimum(first, end), N, K, CHUNKS, BITS, GROUP,
                 SCALE, OFFSET, NW, MT, ASM, False,
             )  # fmt: skip
+        wait_for_earlier(launch_pdl)
         for step in range(first, last):
             if PF == 1:
                 now = ahead
@@ -172,6 +174,8 @@ def decode_kernel(
                 acc, now, b, step, K, BITS, GROUP, SCALE, CODE, ZERO, OFFSET, BOOK, DTYPE, NW, MT, TT, KW,
                 ASM, False,
             )  # fmt: skip
+    else:
+        wait_for_earlier(launch_pdl)
     if STEPS > EVEN:
         for step in range(EVEN if split == SPLITS - 1 else STEPS, STEPS):
             now = load_weights(

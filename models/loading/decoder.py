@@ -57,6 +57,8 @@ def load(
     weights = Weights(
         embedding=embedding, layers=tuple(layers), norm=loader.norm(config.names.final_norm), output=output
     )
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)  # from here on, kernels may read weights before earlier kernels end
     if only_layers is not None:
         return Decoder(replace(config, layers=tuple(config.layers[i] for i in chosen)), weights, dtype, implementation)
     loader.require_all_used()

@@ -205,6 +205,9 @@ EQUIVALENT = {
     f"sm_90 draw_kernel store to shared memory off by 16 bytes 0 ({SAMPLED})": LOWER_BOUND,
     f"sm_90 draw_kernel mask of a store inverted 0 ({SAMPLED})": SAME_VALUES,
     f"sm_90 draw_kernel mask of a store inverted 4 ({SAMPLED})": SAME_VALUES,
+    "sm_90 decode_kernel wait for earlier kernels behind a read 0 (matmul q6_k rows=3 float16)": (
+        "that read is of the next weights, which no kernel writes"
+    ),
     "sm_90 read_kernel mask of a store inverted 0 (bandwidth int32)": SAME_VALUES,
     "sm_90 read_kernel shuffle of another lane 5 (bandwidth int32)": (
         "it is of the upper half of a sum of int32, which wraps: only the lower half counts"

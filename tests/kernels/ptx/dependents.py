@@ -19,7 +19,7 @@ from tests.kernels.ptx.parse import Instruction
 from tests.kernels.ptx.values import Array, Mask
 
 # by kernel: the parameters whose tensors it may read before its wait, since nothing writes weights after loading
-READ_EARLY: dict[str, frozenset[str]] = {}
+READ_EARLY = {"decode_kernel": frozenset({"codes", "high", "scales", "offsets", "supers"})}  # the planes of a weight
 
 
 class Weights(NamedTuple):
