@@ -31,6 +31,7 @@ class Mutation:
 
 
 LAYOUT, UNPACK, STEP = "kernels/layout.py", "kernels/unpack.py", "kernels/matmul/step_kernel.py"
+SCALES = "kernels/matmul/scales.py"
 MATMUL, DEQUANTIZE, PACKED = "kernels/matmul/kernel.py", "kernels/dequantize/kernel.py", "models/loading/packed.py"
 OF_LAYOUT, OF_MATMUL, OF_UNPACK = (f"tests/kernels/test_{name}.py" for name in ("layout", "matmul", "unpack"))
 OF_DEQUANTIZE, OF_PACKED = "tests/kernels/test_dequantize.py", "tests/models/loading/test_sources.py"
@@ -119,7 +120,7 @@ MUTATIONS = [
         OF_DEQUANTIZE,
     ),
     Mutation(
-        STEP,
+        SCALES,
         "padding multiplies with its garbage",
         "out += (tl.where(columns + i * GROUP < K, value, 0.0)",
         "out += (tl.where(columns < K, value, 0.0)",

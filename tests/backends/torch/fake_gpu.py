@@ -162,7 +162,7 @@ class FakeGpu(TorchFunctionMode):
             "get_device_properties": lambda *_: properties,
             "mem_get_info": lambda *_: (100 * 2**30, properties.total_memory),
             "empty_cache": lambda: None,
-            "synchronize": self._wait,
+            "synchronize": lambda *_: self._wait(),
             "is_current_stream_capturing": lambda: gpu._capturing is not None,
             "Event": Event,
             "Stream": Stream,

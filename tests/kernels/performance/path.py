@@ -225,7 +225,12 @@ def _guarded(instruction: Instruction) -> bool:
 def _lives(
     code: Code, first: int, end: int, wanted: dict[Key, float], lines: dict[Line, float], times: dict[Loop, float]
 ) -> bool:
-    """Return whether a stretch of code is executed: whether the PTX of its lines is."""
+    """Return whether a stretch of code is executed: the PTX of its lines is, and it is not the way around a loop."""
+    last = code.instructions[end - 1]
+    if first < end and last.name == "BRA" and not _guarded(last) and last.target is not None:
+        around = [loop for loop in code.loops if end <= loop.start and loop.end < last.target]
+        if any(times[loop] >= 0.5 for loop in around):
+            return False
     inside = [loop for loop in code.loops if first <= loop.start and loop.end < end]
     if any(times[loop] >= 0.5 for loop in inside):
         return True
