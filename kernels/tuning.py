@@ -27,6 +27,7 @@ class Config(Protocol):
 C = TypeVar("C", bound=Config)
 Stored = dict[str, dict[str, dict[str, int]]]  # op -> key -> configuration
 Launched = dict[tuple[str, str], Sequence[Config]]  # (op, key) -> candidates
+FORMAT = 2  # of the files: configurations of another format are measured again
 TUNED = "kernels"  # the folder of the files, within the cache folder
 UNFINISHED = "unfinished"  # in place of an op: how often a measurement of an op's key has ended its process
 
@@ -104,13 +105,13 @@ TABLE = Table()  # one for the process, since a launch cannot be given it as an 
 
 
 def file_name(target: Target) -> str:
-    """Return the name of the file for this GPU and version of Triton."""
-    return f"{_slug(target.gpu)}-{target.num_sms}sm-triton{target.triton}.json"
+    """Return the name of the file for this GPU, version of Triton and format."""
+    return f"{_slug(target.gpu)}-{target.num_sms}sm-triton{target.triton}-{FORMAT}.json"
 
 
 def num_measured(folder: Path, gpu: str, triton: str) -> int:
     """Return how many kernels are measured on a GPU of this name, with this version of Triton."""
-    own = re.compile(rf"{_slug(gpu)}-\d+sm-triton{re.escape(triton)}\.json")
+    own = re.compile(rf"{_slug(gpu)}-\d+sm-triton{re.escape(triton)}-{FORMAT}\.json")
     tables = [read_table(path) for path in folder.glob("*.json") if own.fullmatch(path.name)]
     return sum(len(keys) for table in tables for op, keys in table.items() if op != UNFINISHED)
 

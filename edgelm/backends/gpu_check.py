@@ -141,6 +141,9 @@ def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str
                 if reply is None:
                     end = worker.exit()
                     return _lost(current, f"crashes: its process {end.how}")
+                if not reply.op:
+                    current, limit_s = reply, START_S
+                    continue
                 current, count, limit_s = reply, count + 1, OP_S
                 notify(f"checking the GPU's kernels: {count}, {reply.op} of {reply.detail}")
         except TimeoutError:

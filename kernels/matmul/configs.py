@@ -12,7 +12,8 @@ import torch
 
 from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight
 
-BLOCKS, LARGE_BLOCKS = 4, 2  # of 8 rows, of a program; the second for operands that take more room
+BLOCKS, LARGE_BLOCKS = 4, 2  # of 8 rows, of a program; the second where operands or many warps leave less room
+MANY_WARPS = 8  # more have at most 128 registers a thread: all that a multiprocessor has, 65,536
 MAX_REGISTERS = 255  # without this limit, the assembler may spill a few registers to reach a lower one
 FEW_REGISTERS = 128  # with these, 16 warps fit on a multiprocessor
 PROGRAMS = 256  # enough for every GPU of up to 132 multiprocessors; more splits cost another pass
@@ -54,12 +55,12 @@ def float32_config(config: Config, gated: bool) -> Config:
     return config._replace(warps=4, tiles=2 if gated else 1, prefetch=0)
 
 
-def most_blocks(weight: Weight, dtype: torch.dtype, normed: bool) -> int:
+def most_blocks(weight: Weight, dtype: torch.dtype, normed: bool, warps: int) -> int:
     """Return how many blocks of 8 rows a program has registers for, which multiplies in this type.
 
     Groups of 16 have twice the operands, and float32 ones go through shared memory.
     """
-    large = dtype == torch.float32
+    large = dtype == torch.float32 or warps > MANY_WARPS
     if isinstance(weight, PackedWeight):
         large |= weight.layout.group == 16 and (normed or weight.layout.offset != "none")
     else:

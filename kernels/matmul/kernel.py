@@ -309,7 +309,7 @@ def decode(
             config = float32_config(config, paired)
     assert gate is None or config.tiles % 2 == 0
     rows = x.shape[0]
-    blocks, shares = row_blocks(rows, most_blocks(weight, operand, norm is not None))
+    blocks, shares = row_blocks(rows, most_blocks(weight, operand, norm is not None, config.warps))
     tiles_each = tiles_of_program(config, blocks, weight, gate is not None)
     norm_weight = None if norm is None else norm.weight
     if isinstance(weight, PackedWeight) and weight.order is not None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TARGETS = (80, 86, 89, 90, 120)
+REGISTERS = 65_536  # of a multiprocessor, on all architectures
 MOST_LIMITED = 90  # this GPU has the fewest instructions for each byte that it reads: budgets hold here
 OTHERS = tuple(target for target in TARGETS if target != MOST_LIMITED)
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,6 +45,7 @@ class Figures:
     shared_stores: int  # in the main loop
     dots: int  # tensor-core instructions in the main loop
     loop_weights: int
+    num_warps: int
     budget: float | None
     wide_loads: bool
     most_spills: int = 0
@@ -62,6 +64,8 @@ class Figures:
         faults = []
         if self.spills > self.most_spills:
             faults.append(f"{self.spills} instructions spill registers ({self.registers} registers)")
+        if self.registers * 32 * self.num_warps > REGISTERS:
+            faults.append(f"{self.registers} registers for {self.num_warps} warps: it cannot be launched")
         if self.loop_weights and not self.instructions:
             faults.append("no main loop")
         if self.loop_weights and self.instructions and self.wide_loads and self.wide_share < 0.5:
@@ -163,6 +167,7 @@ def figures(case: Any, target: int, folder: Path) -> Figures:
         shared_stores=_count(loop, "STS"),
         dots=_count(loop, "[HIQ]G?MMA"),
         loop_weights=case.loop_weights,
+        num_warps=case.num_warps,
         budget=case.budget,
         wide_loads=case.wide_loads,
         most_spills=case.spills,
@@ -224,7 +229,8 @@ def _figures_or_problem(case: Any, target: int, folder: Path) -> Figures:
         empty = dict.fromkeys(("registers", "stack", "shared", "spills", "instructions", "shuffles", "barriers"), 0)
         return Figures(
             case=case.name, target=target, per_weight=None, unrolled=1, loads={}, shared_stores=0, dots=0,
-            loop_weights=case.loop_weights, budget=case.budget, wide_loads=case.wide_loads, problem=problem, **empty,
+            loop_weights=case.loop_weights, num_warps=case.num_warps, budget=case.budget, wide_loads=case.wide_loads,
+            problem=problem, **empty,
         )  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from edgelm.backends.torch.executor import device_name
 from edgelm.backends.torch.self_check import MAX_LAYERS, check_model
 from edgelm.backends.torch.trial import LINKS, chain_is_right, run_trial
 from edgelm.kernels.choice import PDL, PLAIN_OPS
-from edgelm.kernels.pdl import uses_pdl
 from edgelm.models.loading.stored import BLOCK_TYPES, PLAIN_TYPES
 from edgelm.workers.child import Child, run_job
 
@@ -38,6 +37,8 @@ def check(
 
     `width` is that of the models of all formats, where no model is given.
     """
+    from edgelm.kernels.pdl import uses_pdl  # needs Triton
+
     device = device or torch.device("cuda", 0)
     child.send(Begun("", ""))
     trial(device)
@@ -47,6 +48,7 @@ def check(
     if uses_pdl():
         child.send(Begun(PDL, CHAIN))
         verdicts[PDL, CHAIN] = _verdict_of_chain(device)
+        child.send(Begun("", ""))  # what follows first, making and loading models, is none of it
     with TemporaryDirectory(prefix="edgelm-check-") as folder:
         for path in [request.model] if request.model else _models_of_all_formats(Path(folder), width):
             with open_model(path) as model:

@@ -156,6 +156,11 @@ def compile_cases() -> list[CompileCase]:
         compile_case(None, "bf16", 8, Config(4, 2, 0, 1), norm=True, x="fp32"),
         compile_case("q4_0", "bf16", 16, Config(4, 4, 2, 1)),
     ]
+    cases += [  # a weight of few tiles, such as V and the `down` of small models
+        compile_case(name, "bf16", rows, Config(16, 1, 2, 1))
+        for name in ("q4_k", "q6_k", "q8_0", None)
+        for rows in (8, 16, 32)
+    ]
     signature = dict.fromkeys(combine_kernel.arg_names, "constexpr")
     signature |= {"partial": "*fp32", "out": "*fp16", "residual_stride": "i32", "eps": "fp32"}
     constants = dict.fromkeys(("partial_squares", "bias", "residual", "GATE"), None)
@@ -183,11 +188,19 @@ def compile_case(
     import triton.language as tl
 
     from edgelm.kernels.gpu_target import kwidth
-    from edgelm.kernels.matmul.configs import BLOCKS, FEW_REGISTERS, max_registers, row_blocks, steps_ahead
+    from edgelm.kernels.matmul.configs import (
+        BLOCKS,
+        FEW_REGISTERS,
+        LARGE_BLOCKS,
+        MANY_WARPS,
+        max_registers,
+        row_blocks,
+        steps_ahead,
+    )
     from edgelm.kernels.matmul.kernel import decode_kernel
 
     layout = LAYOUTS[name] if name else None
-    blocks, _ = row_blocks(rows, BLOCKS)
+    blocks, _ = row_blocks(rows, LARGE_BLOCKS if config.warps > MANY_WARPS else BLOCKS)
     ahead = steps_ahead(config, blocks, config.tiles)
     kind = f"*{dtype}"
     common = dtype if dense is None else "fp32"
