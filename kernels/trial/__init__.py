@@ -30,7 +30,7 @@ def chain(x: Tensor, spare: Tensor, links: int, rounds: int) -> None:
 
 
 def chained(x: Tensor, links: int, rounds: int) -> Tensor:
-    """Return what `chain` makes of x."""
+    """Return the result of `chain` on x, computed by torch."""
     factor, term = pow(3, rounds, 2**32), (pow(3, rounds, 2**33) - 1) // 2  # x * 3 + 1, `rounds` times
     y = x.to(torch.int64)
     for _ in range(links):

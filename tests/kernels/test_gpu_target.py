@@ -1,4 +1,4 @@
-"""What kernels are told about the GPU and its software."""
+"""The facts about a GPU and its software by which kernels are chosen."""
 
 from __future__ import annotations
 

@@ -13,7 +13,15 @@ from edgelm.kernels.activation import Gate
 from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, dequantize, fuse_gated, planes
 from edgelm.kernels.matmul import Norm, kernel, matmul
-from edgelm.kernels.matmul.configs import Config, candidates, default_config, row_blocks, tiles_of_program
+from edgelm.kernels.matmul.configs import (
+    Config,
+    candidates,
+    default_config,
+    max_registers,
+    most_blocks,
+    row_blocks,
+    tiles_of_program,
+)
 from edgelm.kernels.matmul.kernel import decode, operand_type
 from tests.kernels.cases.matmul import LAYOUTS, random_dense, random_weight
 from tests.kernels.seeds import SEED, generator
@@ -283,6 +291,18 @@ def test_prefetching_and_tiles_change_no_bit(seed: int):
         for tiles, prefetch in ((1, 0), (2, 2), (4, 1))
     ]
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "q8_0"])
+@pytest.mark.parametrize("warps", [4, 8, 16])
+@pytest.mark.parametrize("normed", [False, True])
+def test_no_program_may_have_more_registers_than_a_multiprocessor(name: str, warps: int, normed: bool):
+    weight = random_weight(LAYOUTS[name], 32, 256, generator(SEED))
+    blocks = most_blocks(weight, torch.bfloat16, normed, warps)
+    for used in range(1, blocks + 1):
+        limit = max_registers(used, torch.bfloat16, packed=True, normed=normed)
+        assert limit is None or limit * 32 * warps <= 65_536
+    assert warps <= 8 or blocks == 2  # more spill within the 128 registers that 16 warps can have
 
 
 @pytest.mark.parametrize("seed", [SEED])

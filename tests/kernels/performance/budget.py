@@ -97,7 +97,7 @@ class Cache:
 
 
 def key_of(node: Launch | Prepared) -> str:
-    """Return what is equal for launches that take equally long."""
+    """Return the key of a launch: its code, grid and arguments. Launches with one key take equally long."""
     launch = _launch_of(node)
     parts = [launch.compiled.hash, launch.grid, sorted(launch.warm)]
     for name, value in launch.args.items():

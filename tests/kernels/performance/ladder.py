@@ -24,7 +24,7 @@ Budgets = Mapping[tuple[str, str], Budget]  # by the scene's name and the GPU's
 
 
 class Band(NamedTuple):
-    """What published times have been, in units of the simulated ones: geometric mean and spread of all points.
+    """The ratio of published to simulated times over all points: its geometric mean and its spread.
 
     All points, not those of the kernels most like ours: none of those was measured on an H100 or H200.
     """

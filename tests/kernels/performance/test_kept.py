@@ -83,7 +83,6 @@ main(["budget", "--tiny", "--gpus", "H100", "--kept", FILE, "--as-kept"])
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 def test_the_program_prints_a_budget_and_keeps_it(tmp_path: Path) -> None:
     """In a child: tests/conftest.py lets Triton interpret here."""
     pytest.importorskip("triton")

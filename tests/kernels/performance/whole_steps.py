@@ -27,7 +27,7 @@ ROUNDS = 5
 
 
 def executor_key(scene: Scene) -> tuple[str, int]:
-    """Return what scenes of one executor have in common."""
+    """Return the cache and the context: scenes with equal ones can share an executor."""
     return scene.kv, scene.context
 
 
