@@ -271,8 +271,12 @@ def test_a_front_that_runs_is_found(places: Places, monkeypatch: pytest.MonkeyPa
     assert {"pid": record.pid, "address": record.address} == EXPECTED["front"]
 
 
-def test_tuned_kernels_are_not_measured_again(places: Places) -> None:
+def test_kernels_tuned_before_they_changed_are_measured_again(places: Places) -> None:
     expected = EXPECTED["kernels"]
+    (former,) = (places.cache / "kernels").iterdir()
+    assert json.loads(former.read_text(encoding="utf-8")) == expected["table"]
     table = Table()
     table.open(places.cache / "kernels", Target(*expected["target"]))
-    assert table.stored == expected["table"]
+    assert table.path is not None
+    assert table.path != former
+    assert table.stored == {}
