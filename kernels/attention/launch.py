@@ -171,9 +171,13 @@ def run(
 
 
 def seqs_per_launch(row_bytes: int, num_tokens: int, query_len: int, num_seqs: int) -> int:
-    """Return how many sequences a launch takes: their scratch fits MAX_SCRATCH, unless it is a single sequence."""
+    """Return how many sequences a launch takes: their scratch fits MAX_SCRATCH, unless it is a single sequence.
+
+    The step of the most tokens, and of the most sequences, has the most scratch of all: loading runs it to allocate.
+    """
     most = min(num_seqs, MAX_SEQS)
-    max_rows = max(MAX_SCRATCH // row_bytes, 1)
+    fitting = MAX_SCRATCH // row_bytes
+    max_rows = fitting // (4 * VERIFY_LEN) * 4 * VERIFY_LEN or fitting // VERIFY_LEN * VERIFY_LEN or max(fitting, 1)
     if max_rows >= min(num_tokens, most * query_len):
         return most
     fit = max(max_rows // query_len, 1)

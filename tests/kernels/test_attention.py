@@ -177,6 +177,22 @@ def test_less_scratch_changes_nothing(monkeypatch):
     assert torch.equal(run(case, given, "triton"), together)
 
 
+@pytest.mark.parametrize("fitting", [3, 16, 45, 63, 64, 100, 496, 511, 512, 4096])
+def test_no_step_has_more_scratch_than_the_largest(fitting):
+    row_bytes = launch.MAX_SCRATCH // fitting
+    for num_seqs in (1, 2, 3, 5, 31, 32, 33, 60, 64):
+
+        def rows(num_tokens, query_len, count):
+            some = min(launch.seqs_per_launch(row_bytes, num_tokens, query_len, count), count)
+            return min(num_tokens, some * query_len)
+
+        largest = rows(1024, VERIFY_LEN, num_seqs)
+        for count in range(1, num_seqs + 1):
+            for query_len in range(1, VERIFY_LEN + 1):
+                assert rows(count * query_len, query_len, count) <= largest
+            assert rows(1024, VERIFY_LEN, count) <= largest  # prompts
+
+
 def test_more_sequences_than_a_launch_takes():
     num = launch.MAX_SEQS + 1
     case = Case("int8", 32, 1, 1, (*[0] * 31, 1, 1), (*[0] * 31, 9, 7))

@@ -14,7 +14,7 @@ import pytest
 from tests.backends.torch.shape_models import MODELS
 from tests.counts import Count
 
-THOROUGH = Count(test=0, soak=1)  # all lengths and batches: half an hour
+THOROUGH = Count(test=0, soak=1)  # all lengths and batches: three minutes
 ROOT = Path(__file__).resolve().parents[3]
 
 
