@@ -106,6 +106,7 @@ class SnapshotFolder:
         try:
             with path.open("rb") as file:
                 head = _Head.read(file.read(_HEAD.size))
+                head.check_size(file.fileno())  # before memory is taken for what a damaged length says
                 file.seek(head.state_at)
                 state = np.empty(head.num_bytes, np.uint8)
                 if file.readinto(state.data) != head.num_bytes or zlib.crc32(state.data) != head.state_crc:
@@ -202,8 +203,7 @@ class SnapshotFolder:
                     raise _DamagedError("its head is damaged")
                 if head.identity != self._identity:
                     raise _DamagedError("it belongs to another model")
-                if os.fstat(file.fileno()).st_size != head.state_at + head.num_bytes:
-                    raise _DamagedError("it is incomplete")
+                head.check_size(file.fileno())
             cache_namespace = data[_HEAD.size : _HEAD.size + head.namespace_len].decode()
             tokens = np.frombuffer(data, "<i4", head.num_tokens, _HEAD.size + head.namespace_len).astype(np.int32)
             return StoredPrefix(name, tokens, cache_namespace, name.endswith(SHARED_SUFFIX))
@@ -272,6 +272,11 @@ class _Head:
         if head.namespace_len > MAX_NAMESPACE_BYTES or not 0 < head.num_tokens <= MAX_TOKENS or head.num_bytes >= 2**40:
             raise _DamagedError("its lengths are impossible")
         return head
+
+    def check_size(self, file: int) -> None:
+        """Raise _DamagedError if an open file has another size than the head says."""
+        if os.fstat(file).st_size != self.state_at + self.num_bytes:
+            raise _DamagedError("it is incomplete")
 
     @property
     def state_at(self) -> int:

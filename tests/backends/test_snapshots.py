@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -149,6 +150,19 @@ def test_whatever_is_damaged_is_never_given_and_is_deleted(tmp_path: Path) -> No
                 path.unlink()
         assert not paths(tmp_path), at
         assert reader.files() == ()
+
+
+def test_a_length_that_was_damaged_after_the_folder_was_read_takes_no_memory(tmp_path: Path) -> None:
+    folder(tmp_path).write(tokens_of(1), "", state_of(1))
+    (path,) = paths(tmp_path)
+    reader = folder(tmp_path)
+    (file,) = reader.files()
+    data = bytearray(path.read_bytes())
+    data[44] ^= 128  # half a terabyte more
+    path.write_bytes(data)
+    with patch("numpy.empty", side_effect=MemoryError):
+        assert reader.read(file.name) is None
+    assert not paths(tmp_path)
 
 
 def test_a_file_that_cannot_be_deleted_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
