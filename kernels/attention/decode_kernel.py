@@ -41,6 +41,7 @@ from edgelm.kernels.attention.operands import (
     signs,
     token_scales,
     value_operands,
+    warps_added,
     weights_operand,
 )
 from edgelm.kernels.pdl import begin_dependent
@@ -232,6 +233,7 @@ def attend_chunks(
     program = tl.program_id(1) // PARTS
     programs = tl.num_programs(1) // PARTS
     OWN: tl.constexpr = GROUPS // PARTS
+    TOGETHER: tl.constexpr = 4 if OWN % 4 == 0 else 2 if OWN % 2 == 0 else 1  # groups that warps exchange at a time
     first_group = (tl.program_id(1) % PARTS) * OWN  # of the values
     index = tl.arange(0, MAX_SEQS)
     _firsts, begins, few = rows_of(
@@ -320,9 +322,9 @@ def attend_chunks(
             at = (chunk * KV_HEADS + kv_head).to(tl.int64) * max_rows + slot * QUERIES_PER_KV + row
             tl.store(stats + 2 * at, top, mask=there)
             tl.store(stats + 2 * at + 1, tl.sum(total * weight, 0), mask=there)
-            for g in tl.static_range(OWN):
-                joined = tl.sum(acc[g] * weight[:, :, None], 0)
-                column = 32 * (first_group + g) + tl.arange(0, 32)
+            for g in tl.static_range(0, OWN, TOGETHER):
+                joined = warps_added(acc, weight, g, TOGETHER)
+                column = 32 * (first_group + g) + tl.arange(0, 32 * TOGETHER)
                 tl.store(sums + at[:, None] * (32 * GROUPS) + column[None, :], joined, mask=there[:, None])
 
 

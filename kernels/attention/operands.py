@@ -224,6 +224,28 @@ def weights_operand(weights, DOT: tl.constexpr, KW: tl.constexpr):
 
 
 @triton.jit
+def warps_added(sums, weight, FIRST: tl.constexpr, NUM: tl.constexpr):
+    """Return NUM = 1, 2 or 4 groups of weighted sums, from FIRST on, added over the warps: [16, 32 * NUM].
+
+    sums: a tuple of [warps, 16, 32]; weight: [warps, 16]. `tl.split` wants the sums of all warps in one thread, so they
+    pass through shared memory once for all groups; a reduction passes twice for each.
+    """
+    weight = weight[:, :, None]
+    if NUM == 4:
+        even = tl.join(sums[FIRST] * weight, sums[FIRST + 2] * weight)
+        odd = tl.join(sums[FIRST + 1] * weight, sums[FIRST + 3] * weight)
+        weighted = tl.permute(tl.join(even, odd), [1, 3, 4, 2, 0])  # row, two bits of the group, column, warp
+    elif NUM == 2:
+        weighted = tl.permute(tl.join(sums[FIRST] * weight, sums[FIRST + 1] * weight), [1, 3, 2, 0])
+    else:
+        weighted = tl.permute(sums[FIRST] * weight, [1, 2, 0])
+    even, odd = tl.split(tl.reshape(weighted, [16, 32 * NUM, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return (first + second) + (third + fourth)
+
+
+@triton.jit
 def signs(columns):
     """Return the signs of some columns of the Hadamard matrix, +1.0 and -1.0: [32, columns]."""
     both = tl.arange(0, 32)[:, None] & columns[None, :]
