@@ -47,6 +47,7 @@ from edgelm.kernels.attention.operands import (
 from edgelm.kernels.pdl import begin_dependent
 
 VERIFY_LEN = tl.constexpr(16)  # a sequence with more rows is a prompt
+MANY_ROWS = tl.constexpr(1024)  # more than the rows of all sequences of a launch
 SPAN = tl.constexpr(128)  # positions that a program reads at a time: one block per warp
 
 
@@ -241,21 +242,24 @@ def attend_chunks(
     )
     few = tl.where(few <= VERIFY_LEN, few, 0)  # longer ones are prompts, for the other kernel
     last = chunk_of(tl.maximum(begins + few - 1, 0))
-    ends = tl.cumsum(tl.where(few > 0, last - chunk_of(first_seen(begins, window, WINDOWED)) + 1, 0), 0)
-    chunks = tl.max(ends, 0)
+    chunks_of = tl.where(few > 0, last - chunk_of(first_seen(begins, window, WINDOWED)) + 1, 0)
+    ends = tl.cumsum(chunks_of * MANY_ROWS + few, 0)  # chunks and rows, of each sequence and of all before it
+    chunks = tl.max(ends, 0) // MANY_ROWS
     tiles = (tl.minimum(max_query_len, VERIFY_LEN) * QUERIES_PER_KV + 15) // 16  # of a chunk, at most
-    share = tl.maximum(tl.minimum(programs // tl.maximum(chunks, 1), tl.minimum(tiles, 4)), 1)  # programs of a chunk
-    for item in range(program, chunks * share, programs):
-        sequence, before = owner_of(item // share, ends)
-        slot = tl.sum(tl.where(index < sequence, few, 0), 0)  # rows of the sequences before it
+    half_share = (tiles > 1) & (programs >= 2 * chunks)
+    quarter_share = (tiles > 2) & (programs >= 4 * chunks)
+    shift = half_share.to(tl.int32) + quarter_share.to(tl.int32)  # 1, 2 or 4 programs share a chunk
+    for item in range(program, chunks << shift, programs):
+        place = item >> shift
+        sequence, before = owner_of(place * MANY_ROWS + MANY_ROWS - 1, ends)
+        slot = before % MANY_ROWS  # rows of the sequences before it
         first, start, count = rows_of(
             query_start_loc, seq_lens, sequence, num_seqs, num_tokens, block_table_len, max_query_len
         )
-        chunk = chunk_of(start + count - 1) - (
-            item // share - before
-        )  # the last chunks are the longest, so they go first
+        # the last chunks are the longest, so they go first
+        chunk = chunk_of(start + count - 1) - (place - before // MANY_ROWS)
         block_table = block_tables + sequence.to(tl.int64) * block_table_len
-        for tile in range(item % share * 16, count * QUERIES_PER_KV, share * 16):
+        for tile in range((item - (place << shift)) * 16, count * QUERIES_PER_KV, 16 << shift):
             row = tile + tl.arange(0, 16)
             query = tl.minimum(row // QUERIES_PER_KV, count - 1)
             position = start + query

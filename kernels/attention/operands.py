@@ -55,10 +55,11 @@ def rows_of(query_start_loc, seq_lens, sequence, num_seqs, num_tokens, block_tab
 def owner_of(item, ends):
     """Return the sequence of a work item, and the number of items of the sequences before it.
 
-    ends: [MAX_SEQS], the number of items of each sequence and of all before it.
+    ends: [MAX_SEQS], the number of items of each sequence and of all before it, below 2 ** 26. The item has an owner.
     """
-    before = ends <= item
-    return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
+    before = tl.arange(0, MAX_SEQS) + 1  # sequences that do not own it, if the last of these ends before it
+    found = tl.max(tl.where(ends <= item, ends * MAX_SEQS + before, 0), 0)  # both at once: it takes five shuffles
+    return found % MAX_SEQS, found // MAX_SEQS
 
 
 # -- operands ----------------------------------------------------------------------------------------------------------
