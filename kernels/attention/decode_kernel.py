@@ -249,7 +249,9 @@ def attend_chunks(
     half_share = (tiles > 1) & (programs >= 2 * chunks)
     quarter_share = (tiles > 2) & (programs >= 4 * chunks)
     shift = half_share.to(tl.int32) + quarter_share.to(tl.int32)  # 1, 2 or 4 programs share a chunk
-    for item in range(program, chunks << shift, programs):
+    item = program
+    ahead = 2 * (programs - program) - 1
+    while item < chunks << shift:
         place = item >> shift
         sequence, before = owner_of(place * MANY_ROWS + MANY_ROWS - 1, ends)
         slot = before % MANY_ROWS  # rows of the sequences before it
@@ -330,6 +332,8 @@ def attend_chunks(
                 joined = warps_added(acc, weight, g, TOGETHER)
                 column = 32 * (first_group + g) + tl.arange(0, 32 * TOGETHER)
                 tl.store(sums + at[:, None] * (32 * GROUPS) + column[None, :], joined, mask=there[:, None])
+        item += ahead  # turns go back and forth: a program that had the longest chunk gets the shortest one next
+        ahead = 2 * programs - ahead
 
 
 @triton.jit(do_not_specialize=(*SIZES, "splits"), do_not_specialize_on_alignment=TABLES)
