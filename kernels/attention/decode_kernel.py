@@ -34,6 +34,7 @@ from edgelm.kernels.attention.operands import (
     logits_of,
     not_finite,
     owner_of,
+    part_rows,
     products,
     row_operand,
     row_part,
@@ -263,14 +264,14 @@ def attend_chunks(
         block_table = block_tables + sequence.to(tl.int64) * block_table_len
         for tile in range((item - (place << shift)) * 16, count * QUERIES_PER_KV, 16 << shift):
             row = tile + tl.arange(0, 16)
-            query = tl.minimum(row // QUERIES_PER_KV, count - 1)
-            position = start + query
-            head = kv_head * QUERIES_PER_KV + row % QUERIES_PER_KV
+            position = start + tl.minimum(row // QUERIES_PER_KV, count - 1)
+            line = tile + part_rows(ROTATED)
+            query = tl.minimum(line // QUERIES_PER_KV, count - 1)
+            head = kv_head * QUERIES_PER_KV + line % QUERIES_PER_KV
             q_row = ((first + query).to(tl.int64) * (KV_HEADS * QUERIES_PER_KV) + head) * HEAD_DIM
-            q_row = tl.where(row < count * QUERIES_PER_KV, q_row, -1)
             parts: tl.tuple = ()
             for g in tl.static_range(GROUPS):  # all loads before the first one is used
-                parts += (row_part(q, q_row, g, HEAD_DIM, ROTATED, KW),)
+                parts += (row_part(q, q_row, line < count * QUERIES_PER_KV, g, HEAD_DIM),)
             # spans that this tile sees: an edge, the spans that all of its rows see, and another edge
             lowest = start + tile // QUERIES_PER_KV
             highest = start + tl.minimum((tile + 15) // QUERIES_PER_KV, count - 1)

@@ -256,14 +256,19 @@ def signs(columns):
 
 
 @triton.jit
-def row_part(q, at, G: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, KW: tl.constexpr):
-    """Return group G of 16 rows of q: [16, 32 dimensions], in the order that `row_operand` takes.
+def part_rows(ROTATED: tl.constexpr):
+    """Return which of 16 rows is in each line of what `row_part` loads.
 
-    at: [16], the offset of each row in q; a negative one gives zeros.
+    Rows that are not rotated are loaded by each warp, in the layout of its operand, so warps exchange nothing.
     """
-    column = 32 * G + (tl.arange(0, 32) if ROTATED else dimension(KW))
-    there = (at >= 0)[:, None] & (column < HEAD_DIM)[None, :]
-    return tl.load(q + at[:, None] + column[None, :], mask=there, other=0.0)
+    return tl.arange(0, 16) if ROTATED else tile_lines(tl.arange(0, WARPS), 2)[0]
+
+
+@triton.jit
+def row_part(q, at, there, G: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return group G of some rows of q: [lines, 32 dimensions]; at, there: [lines], offsets, and which rows exist."""
+    column = 32 * G + tl.arange(0, 32)
+    return tl.load(q + at[:, None] + column[None, :], mask=there[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -272,7 +277,11 @@ def row_operand(part, ROTATED: tl.constexpr, DOT: tl.constexpr, KW: tl.constexpr
     part = (part.to(tl.float32) * Q_DOWN).to(DOT)
     if ROTATED:
         part = tl.dot(part, signs(dimension(KW)).to(DOT), input_precision="ieee") * ROOT
-    return tl.broadcast_to(part.to(DOT)[None, :, :], [WARPS, 16, 32])
+        return tl.broadcast_to(part.to(DOT)[None, :, :], [WARPS, 16, 32])
+    else:
+        part = tl.reshape(part, [2, WARPS, 8, 4, 2, 2, 2])  # half of the rows, warp, row, lm, kk, jb, h
+        part = tl.permute(part, [1, 0, 2, 4, 5, 3, 6] if KW == 2 else [1, 0, 2, 4, 3, 5, 6])
+        return tl.reshape(part, [WARPS, 16, 32])
 
 
 @triton.jit
