@@ -57,17 +57,17 @@ SPAN = tl.constexpr(128)  # positions that a program reads at a time: one block 
 
 @triton.jit
 def chunk_start(chunk):
-    """Return the first position of a chunk: 32 chunks have 256 positions, the next 32 have 512, and so on."""
-    octave = chunk >> 5
-    return ((1 << octave) - 1) * 8192 + ((chunk & 31) << (octave + 8))
+    """Return the first position of a chunk: 64 chunks have 256 positions, the next 64 have 512, and so on."""
+    octave = chunk >> 6
+    return ((1 << octave) - 1) * 16384 + ((chunk & 63) << (octave + 8))
 
 
 @triton.jit
 def chunk_of(position):
     """Return the chunk of a position."""
-    # the exponent of this float32 is the number of the octave; octaves have 8,192 positions, 16,384, and so on
-    octave = (((position >> 13) + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-    return (octave << 5) + ((position - ((1 << octave) - 1) * 8192) >> (octave + 8))
+    # the exponent of this float32 is the number of the octave; octaves have 16,384 positions, 32,768, and so on
+    octave = (((position >> 14) + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    return (octave << 6) + ((position - ((1 << octave) - 1) * 16384) >> (octave + 8))
 
 
 @triton.jit

@@ -393,7 +393,7 @@ MUTATIONS = [
     Mutation(
         "kernels/attention/decode_kernel.py",
         "the rows of all sequences in one place of the scratch",
-        "slot = tl.sum(tl.where(index < sequence, few, 0), 0)",
+        "slot = before % MANY_ROWS",
         "slot = 0",
         f"{OF_ATTENTION} -kare_attention",
     ),
