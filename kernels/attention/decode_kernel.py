@@ -34,6 +34,7 @@ from edgelm.kernels.attention.operands import (
     logits_of,
     not_finite,
     owner_of,
+    part_rows,
     products,
     row_operand,
     row_part,
@@ -41,11 +42,13 @@ from edgelm.kernels.attention.operands import (
     signs,
     token_scales,
     value_operands,
+    warps_added,
     weights_operand,
 )
 from edgelm.kernels.pdl import begin_dependent
 
 VERIFY_LEN = tl.constexpr(16)  # a sequence with more rows is a prompt
+MANY_ROWS = tl.constexpr(1024)  # more than the rows of all sequences of a launch
 SPAN = tl.constexpr(128)  # positions that a program reads at a time: one block per warp
 
 
@@ -54,17 +57,17 @@ SPAN = tl.constexpr(128)  # positions that a program reads at a time: one block 
 
 @triton.jit
 def chunk_start(chunk):
-    """Return the first position of a chunk: 32 chunks have 256 positions, the next 32 have 512, and so on."""
-    octave = chunk >> 5
-    return ((1 << octave) - 1) * 8192 + ((chunk & 31) << (octave + 8))
+    """Return the first position of a chunk: 64 chunks have 256 positions, the next 64 have 512, and so on."""
+    octave = chunk >> 6
+    return ((1 << octave) - 1) * 16384 + ((chunk & 63) << (octave + 8))
 
 
 @triton.jit
 def chunk_of(position):
     """Return the chunk of a position."""
-    # the exponent of this float32 is the number of the octave; octaves have 8,192 positions, 16,384, and so on
-    octave = (((position >> 13) + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-    return (octave << 5) + ((position - ((1 << octave) - 1) * 8192) >> (octave + 8))
+    # the exponent of this float32 is the number of the octave; octaves have 16,384 positions, 32,768, and so on
+    octave = (((position >> 14) + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    return (octave << 6) + ((position - ((1 << octave) - 1) * 16384) >> (octave + 8))
 
 
 @triton.jit
@@ -232,6 +235,7 @@ def attend_chunks(
     program = tl.program_id(1) // PARTS
     programs = tl.num_programs(1) // PARTS
     OWN: tl.constexpr = GROUPS // PARTS
+    TOGETHER: tl.constexpr = 4 if OWN % 4 == 0 else 2 if OWN % 2 == 0 else 1  # groups that warps exchange at a time
     first_group = (tl.program_id(1) % PARTS) * OWN  # of the values
     index = tl.arange(0, MAX_SEQS)
     _firsts, begins, few = rows_of(
@@ -239,30 +243,35 @@ def attend_chunks(
     )
     few = tl.where(few <= VERIFY_LEN, few, 0)  # longer ones are prompts, for the other kernel
     last = chunk_of(tl.maximum(begins + few - 1, 0))
-    ends = tl.cumsum(tl.where(few > 0, last - chunk_of(first_seen(begins, window, WINDOWED)) + 1, 0), 0)
-    chunks = tl.max(ends, 0)
+    chunks_of = tl.where(few > 0, last - chunk_of(first_seen(begins, window, WINDOWED)) + 1, 0)
+    ends = tl.cumsum(chunks_of * MANY_ROWS + few, 0)  # chunks and rows, of each sequence and of all before it
+    chunks = tl.max(ends, 0) // MANY_ROWS
     tiles = (tl.minimum(max_query_len, VERIFY_LEN) * QUERIES_PER_KV + 15) // 16  # of a chunk, at most
-    share = tl.maximum(tl.minimum(programs // tl.maximum(chunks, 1), tl.minimum(tiles, 4)), 1)  # programs of a chunk
-    for item in range(program, chunks * share, programs):
-        sequence, before = owner_of(item // share, ends)
-        slot = tl.sum(tl.where(index < sequence, few, 0), 0)  # rows of the sequences before it
+    half_share = (tiles > 1) & (programs >= 2 * chunks)
+    quarter_share = (tiles > 2) & (programs >= 4 * chunks)
+    shift = half_share.to(tl.int32) + quarter_share.to(tl.int32)  # 1, 2 or 4 programs share a chunk
+    item = program
+    ahead = 2 * (programs - program) - 1
+    while item < chunks << shift:
+        place = item >> shift
+        sequence, before = owner_of(place * MANY_ROWS + MANY_ROWS - 1, ends)
+        slot = before % MANY_ROWS  # rows of the sequences before it
         first, start, count = rows_of(
             query_start_loc, seq_lens, sequence, num_seqs, num_tokens, block_table_len, max_query_len
         )
-        chunk = chunk_of(start + count - 1) - (
-            item // share - before
-        )  # the last chunks are the longest, so they go first
+        # the last chunks are the longest, so they go first
+        chunk = chunk_of(start + count - 1) - (place - before // MANY_ROWS)
         block_table = block_tables + sequence.to(tl.int64) * block_table_len
-        for tile in range(item % share * 16, count * QUERIES_PER_KV, share * 16):
+        for tile in range((item - (place << shift)) * 16, count * QUERIES_PER_KV, 16 << shift):
             row = tile + tl.arange(0, 16)
-            query = tl.minimum(row // QUERIES_PER_KV, count - 1)
-            position = start + query
-            head = kv_head * QUERIES_PER_KV + row % QUERIES_PER_KV
+            position = start + tl.minimum(row // QUERIES_PER_KV, count - 1)
+            line = tile + part_rows(ROTATED)
+            query = tl.minimum(line // QUERIES_PER_KV, count - 1)
+            head = kv_head * QUERIES_PER_KV + line % QUERIES_PER_KV
             q_row = ((first + query).to(tl.int64) * (KV_HEADS * QUERIES_PER_KV) + head) * HEAD_DIM
-            q_row = tl.where(row < count * QUERIES_PER_KV, q_row, -1)
             parts: tl.tuple = ()
             for g in tl.static_range(GROUPS):  # all loads before the first one is used
-                parts += (row_part(q, q_row, g, HEAD_DIM, ROTATED, KW),)
+                parts += (row_part(q, q_row, line < count * QUERIES_PER_KV, g, HEAD_DIM),)
             # spans that this tile sees: an edge, the spans that all of its rows see, and another edge
             lowest = start + tile // QUERIES_PER_KV
             highest = start + tl.minimum((tile + 15) // QUERIES_PER_KV, count - 1)
@@ -320,10 +329,12 @@ def attend_chunks(
             at = (chunk * KV_HEADS + kv_head).to(tl.int64) * max_rows + slot * QUERIES_PER_KV + row
             tl.store(stats + 2 * at, top, mask=there)
             tl.store(stats + 2 * at + 1, tl.sum(total * weight, 0), mask=there)
-            for g in tl.static_range(OWN):
-                joined = tl.sum(acc[g] * weight[:, :, None], 0)
-                column = 32 * (first_group + g) + tl.arange(0, 32)
+            for g in tl.static_range(0, OWN, TOGETHER):
+                joined = warps_added(acc, weight, g, TOGETHER)
+                column = 32 * (first_group + g) + tl.arange(0, 32 * TOGETHER)
                 tl.store(sums + at[:, None] * (32 * GROUPS) + column[None, :], joined, mask=there[:, None])
+        item += ahead  # turns go back and forth: a program that had the longest chunk gets the shortest one next
+        ahead = 2 * programs - ahead
 
 
 @triton.jit(do_not_specialize=(*SIZES, "splits"), do_not_specialize_on_alignment=TABLES)

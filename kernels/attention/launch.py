@@ -66,10 +66,10 @@ def tile_of(cache: LayerCache, dtype: torch.dtype, *, wgmma: bool) -> Tile:
 def num_chunks(length: int) -> int:
     """Return the number of chunks of the first `length` positions: decode_kernel.chunk_of(length - 1) + 1."""
     octave, start = 0, 0
-    while length - 1 >= start + (8192 << octave):
-        start += 8192 << octave
+    while length - 1 >= start + (16384 << octave):
+        start += 16384 << octave
         octave += 1
-    return 32 * octave + (length - 1 - start >> (8 + octave)) + 1
+    return 64 * octave + (length - 1 - start >> (8 + octave)) + 1
 
 
 def dot_dtype(q: Tensor, cache: LayerCache) -> torch.dtype:

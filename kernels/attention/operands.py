@@ -55,10 +55,11 @@ def rows_of(query_start_loc, seq_lens, sequence, num_seqs, num_tokens, block_tab
 def owner_of(item, ends):
     """Return the sequence of a work item, and the number of items of the sequences before it.
 
-    ends: [MAX_SEQS], the number of items of each sequence and of all before it.
+    ends: [MAX_SEQS], the number of items of each sequence and of all before it, below 2 ** 26. The item has an owner.
     """
-    before = ends <= item
-    return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
+    before = tl.arange(0, MAX_SEQS) + 1  # sequences that do not own it, if the last of these ends before it
+    found = tl.max(tl.where(ends <= item, ends * MAX_SEQS + before, 0), 0)  # both at once: it takes five shuffles
+    return found % MAX_SEQS, found // MAX_SEQS
 
 
 # -- operands ----------------------------------------------------------------------------------------------------------
@@ -224,6 +225,28 @@ def weights_operand(weights, DOT: tl.constexpr, KW: tl.constexpr):
 
 
 @triton.jit
+def warps_added(sums, weight, FIRST: tl.constexpr, NUM: tl.constexpr):
+    """Return NUM = 1, 2 or 4 groups of weighted sums, from FIRST on, added over the warps: [16, 32 * NUM].
+
+    sums: a tuple of [warps, 16, 32]; weight: [warps, 16]. `tl.split` wants the sums of all warps in one thread, so they
+    pass through shared memory once for all groups; a reduction passes twice for each.
+    """
+    weight = weight[:, :, None]
+    if NUM == 4:
+        even = tl.join(sums[FIRST] * weight, sums[FIRST + 2] * weight)
+        odd = tl.join(sums[FIRST + 1] * weight, sums[FIRST + 3] * weight)
+        weighted = tl.permute(tl.join(even, odd), [1, 3, 4, 2, 0])  # row, two bits of the group, column, warp
+    elif NUM == 2:
+        weighted = tl.permute(tl.join(sums[FIRST] * weight, sums[FIRST + 1] * weight), [1, 3, 2, 0])
+    else:
+        weighted = tl.permute(sums[FIRST] * weight, [1, 2, 0])
+    even, odd = tl.split(tl.reshape(weighted, [16, 32 * NUM, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return (first + second) + (third + fourth)
+
+
+@triton.jit
 def signs(columns):
     """Return the signs of some columns of the Hadamard matrix, +1.0 and -1.0: [32, columns]."""
     both = tl.arange(0, 32)[:, None] & columns[None, :]
@@ -233,14 +256,19 @@ def signs(columns):
 
 
 @triton.jit
-def row_part(q, at, G: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, KW: tl.constexpr):
-    """Return group G of 16 rows of q: [16, 32 dimensions], in the order that `row_operand` takes.
+def part_rows(ROTATED: tl.constexpr):
+    """Return which of 16 rows is in each line of what `row_part` loads.
 
-    at: [16], the offset of each row in q; a negative one gives zeros.
+    Rows that are not rotated are loaded by each warp, in the layout of its operand, so warps exchange nothing.
     """
-    column = 32 * G + (tl.arange(0, 32) if ROTATED else dimension(KW))
-    there = (at >= 0)[:, None] & (column < HEAD_DIM)[None, :]
-    return tl.load(q + at[:, None] + column[None, :], mask=there, other=0.0)
+    return tl.arange(0, 16) if ROTATED else tile_lines(tl.arange(0, WARPS), 2)[0]
+
+
+@triton.jit
+def row_part(q, at, there, G: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return group G of some rows of q: [lines, 32 dimensions]; at, there: [lines], offsets, and which rows exist."""
+    column = 32 * G + tl.arange(0, 32)
+    return tl.load(q + at[:, None] + column[None, :], mask=there[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -249,7 +277,11 @@ def row_operand(part, ROTATED: tl.constexpr, DOT: tl.constexpr, KW: tl.constexpr
     part = (part.to(tl.float32) * Q_DOWN).to(DOT)
     if ROTATED:
         part = tl.dot(part, signs(dimension(KW)).to(DOT), input_precision="ieee") * ROOT
-    return tl.broadcast_to(part.to(DOT)[None, :, :], [WARPS, 16, 32])
+        return tl.broadcast_to(part.to(DOT)[None, :, :], [WARPS, 16, 32])
+    else:
+        part = tl.reshape(part, [2, WARPS, 8, 4, 2, 2, 2])  # half of the rows, warp, row, lm, kk, jb, h
+        part = tl.permute(part, [1, 0, 2, 4, 5, 3, 6] if KW == 2 else [1, 0, 2, 4, 3, 5, 6])
+        return tl.reshape(part, [WARPS, 16, 32])
 
 
 @triton.jit

@@ -393,8 +393,29 @@ MUTATIONS = [
     Mutation(
         "kernels/attention/decode_kernel.py",
         "the rows of all sequences in one place of the scratch",
-        "slot = tl.sum(tl.where(index < sequence, few, 0), 0)",
+        "slot = before % MANY_ROWS",
         "slot = 0",
+        f"{OF_ATTENTION} -kare_attention",
+    ),
+    Mutation(
+        "kernels/attention/decode_kernel.py",
+        "a program that leaves out every second turn",
+        "item += ahead",
+        "item += 2 * programs",
+        f"{OF_ATTENTION} -kseveral_turns",
+    ),
+    Mutation(
+        "kernels/attention/operands.py",
+        "the sums of two groups in each other's place",
+        "tl.join(sums[FIRST] * weight, sums[FIRST + 1] * weight)",
+        "tl.join(sums[FIRST + 1] * weight, sums[FIRST] * weight)",
+        f"{OF_ATTENTION} -kkernels_are_attention",
+    ),
+    Mutation(
+        "kernels/attention/operands.py",
+        "the owner of a work item without the sequences before it",
+        "tl.arange(0, MAX_SEQS) + 1",
+        "tl.arange(0, MAX_SEQS)",
         f"{OF_ATTENTION} -kare_attention",
     ),
     Mutation(

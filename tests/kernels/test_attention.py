@@ -158,6 +158,16 @@ def test_a_row_is_the_same_alone_and_among_others(case, seed, monkeypatch):
     assert torch.equal(run(case, ragged, "triton", max_query_len=1), many[3:5])
 
 
+def test_programs_of_several_turns_leave_out_no_chunk(monkeypatch):
+    case = Case("int8", 32, 1, 1, (1, 1), (1_600, 300), dtype=torch.float16)  # seven chunks and two
+    given = inputs(case, generator(SEED))
+    at_once = run(case, given, "triton", max_query_len=1)
+    monkeypatch.setattr(launch, "WAVES", 1)
+    for programs in (2, 3):
+        monkeypatch.setattr(launch, "num_sms", lambda _, programs=programs: programs)
+        assert torch.equal(run(case, given, "triton", max_query_len=1), at_once)
+
+
 @pytest.mark.parametrize("seed", [SEED])
 def test_a_decoded_row_is_the_same_beside_a_prompt(seed):
     case = Case("int8", 32, 2, 1, (17, 1), (17, 40), dtype=torch.float16)
@@ -268,7 +278,7 @@ def test_a_q_beyond_float16(case):
 
 def test_chunks_tile_the_positions():
     ends = torch.cat([torch.arange(0, 10_000), torch.randint(0, 2**21, (2_000,), generator=generator(SEED))])
-    positions = torch.cat([ends, torch.tensor([8191, 8192, 24_575, 24_576, 57_343, 57_344])]).int()
+    positions = torch.cat([ends, torch.tensor([16_383, 16_384, 49_151, 49_152, 114_687, 114_688])]).int()
     positions = positions[: positions.numel() // 2 * 2]
     chunks, begins, following = (torch.empty_like(positions) for _ in range(3))
     _chunks_of[1,](positions, chunks, begins, following, positions.numel(), size=16_384)

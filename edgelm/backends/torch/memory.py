@@ -212,12 +212,12 @@ def capacity(context: int, sequences: int) -> int:
 
 
 def num_chunks(length: int) -> int:
-    """Return the number of chunks of a context in attention: 256 positions each, longer after the first 8,192."""
+    """Return the number of chunks of a context in attention: 256 positions each, longer after the first 16,384."""
     octave, start = 0, 0
-    while length - 1 >= start + (8192 << octave):
-        start += 8192 << octave
+    while length - 1 >= start + (16384 << octave):
+        start += 16384 << octave
         octave += 1
-    return 32 * octave + (length - 1 - start >> (8 + octave)) + 1
+    return 64 * octave + (length - 1 - start >> (8 + octave)) + 1
 
 
 def chunk_sum_bytes(tokens: int, sequences: int, num_heads: int, width: int, positions: int) -> int:

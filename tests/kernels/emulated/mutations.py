@@ -161,7 +161,7 @@ MAIN = (COPY_WAIT, COPY_EARLY, INTO, BARRIER, SCALE, *DEPENDENCE)
 MAIN_SUBJECTS = [SUBJECTS[1], *(subject for subject in SUBJECTS if subject[2:4] == ("route_kernel", DEPENDENCE))]
 Q4_K, Q4_0 = "dequant_gemm q4_k rows=130", "dequant_gemm q4_0 rows=17 q4_0-20x330"
 INT8, K8V4 = "attention bfloat16 kv=int8 rows=20 int8 d=64", "attention bfloat16 kv=k8v4 rows=20 k8v4 d=64"
-COMBINED, ROUTED = "attention bfloat16 kv=int8 rows=2 int8 d=64 2x1 2@600", "route bfloat16 rows=4 softmax 4x60"
+ROUTED = "route bfloat16 rows=4 softmax 4x60"
 LAST_COPIES = "the last copies go to a part of the shared memory that is not used after the loop"
 JOINED = "the copies join the next group, which is waited for at the same time"
 UNUSED_ROWS = "it is of rows of the tile that no query has"
@@ -182,7 +182,6 @@ EQUIVALENT = {
     f"sm_90 attend_tiles store off by 16 bytes 7 ({INT8})": UNUSED_ROWS,
     f"sm_86 attend_tiles load of shared memory off by 16 bytes 45 ({K8V4})": UNUSED_ROWS,
     f"sm_86 attend_tiles mask of a load dropped 35 ({K8V4})": "threads behind the mask load what others load as well",
-    f"sm_120 combine_chunks mask of a store inverted 0 ({COMBINED})": SAME_VALUES,
     "sm_80 write_kv_kernel shuffle of another lane 0 (write_kv float16 kv=k6v4 rows=5)": LOW_BITS,
     "sm_89 write_kv_kernel shuffle of another lane 0 (write_kv float16 kv=fp8 rows=5 fp8 d=64)": LOW_BITS,
     "sm_90 weighted_sum_kernel mask of a store inverted 0 (grouped q4_k rows=70)": SAME_VALUES,
