@@ -157,12 +157,22 @@ class Decoder:
             stream = self._feed(layer.feed, stream, next_norm)
         return stream
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [rows, vocab_size] for rows of the result of `forward`, or for that of `forward_rows`."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 [rows, vocab_size] for rows of the result of `forward`, or for that of `forward_rows`.
+
+        They go to `out` if it is given, through the soft cap in place.
+        """
         output = self.weights.output
-        logits = self._linear(hidden.to(self.dtype), output, out_dtype=torch.float32)
+        logits = matmul(
+            hidden.to(self.dtype),
+            output.weight,
+            bias=output.bias,
+            out_dtype=torch.float32,
+            out=out,
+            implementation=self.implementation,
+        )
         cap = self.config.final_softcap
-        return softcap(logits, cap, implementation=self.implementation) if cap else logits
+        return softcap(logits, cap, out=out, implementation=self.implementation) if cap else logits
 
     def _attend(self, layer: Attention, stream: Stream, batch: Batch, cache: LayerCache, next_norm: Norm) -> Stream:
         config = self.config
@@ -249,7 +259,6 @@ class Decoder:
         norm: Norm | None = None,
         gate: Gate | None = None,
         residual: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         return matmul(
             x,
@@ -258,6 +267,6 @@ class Decoder:
             residual=residual,
             gate=gate,
             norm=norm,
-            out_dtype=torch.float32 if residual is not None else out_dtype or self.dtype,
+            out_dtype=torch.float32 if residual is not None else self.dtype,
             implementation=self.implementation,
         )

@@ -356,6 +356,13 @@ MUTATIONS = [
         OF_DEVICE,
     ),
     Mutation(
+        MATMUL,
+        "a product goes to new memory, not where it is asked for",
+        "gate, norm, out_dtype, out=out)",
+        "gate, norm, out_dtype)",
+        f"{OF_MATMUL} -kasked_for",
+    ),
+    Mutation(
         "kernels/attention/decode_kernel.py",
         "the warps of a chunk are added up as they are",
         "tl.sum(total * weight, 0)",

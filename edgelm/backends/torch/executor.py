@@ -211,7 +211,7 @@ class TorchExecutor:
         stream = torch.cuda.stream(torch.cuda.current_stream())
         with gpu_errors("--no-graphs runs without CUDA graphs"), stream, torch.inference_mode():
             logits = torch.empty((graphs.sizes[0], self._info.num_vocab), dtype=torch.float32, device=self._device)
-            for size in graphs.sizes:  # first, since a copy of the logits is the largest piece of memory in a graph
+            for size in graphs.sizes:  # first, since the sampler's copy of the logits is the largest piece of memory
                 self._device_sampler.capture(logits[:size], graphs.record)
                 reports.alive()
             graphs.capture(self._run, self._buffers, logits, reports.alive)
@@ -312,13 +312,13 @@ class TorchExecutor:
             with suppress(RuntimeError):
                 call()
 
-    def _run(self, tensors: StepTensors) -> Tensor:
-        """Return the logits of the sampled rows: float32 [rows, vocab_size]."""
+    def _run(self, tensors: StepTensors, out: Tensor | None = None) -> Tensor:
+        """Return the logits of the sampled rows, float32 [rows, vocab_size]; they go to `out` if it is given."""
         assert self._decoder is not None, "the executor is closed"
         hidden = self._decoder.forward_rows(tensors.ids, tensors.batch, self._caches, tensors.rows)
         if not len(tensors.rows):
             return hidden.new_empty((0, self._info.num_vocab), dtype=torch.float32)
-        return self._decoder.logits(hidden)
+        return self._decoder.logits(hidden, out)
 
     def _apply(self, op: Op) -> None:
         """Save, load or store blocks. Raises SnapshotError for a state that cannot be loaded."""

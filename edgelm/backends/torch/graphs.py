@@ -22,7 +22,7 @@ from edgelm.backends.torch.graph_sizes import graph_sizes
 from edgelm.core import Step
 
 T = TypeVar("T")
-Forward = Callable[[StepTensors], Tensor]  # logits [rows, vocab_size]
+Forward = Callable[[StepTensors, Tensor], object]  # writes the logits to a tensor, [rows, vocab_size]
 
 
 class Graphs:
@@ -56,7 +56,7 @@ class Graphs:
         """
 
         def work(bucket: Bucket) -> None:
-            logits[: bucket.rows].copy_(forward(buffers.views(bucket)))
+            forward(buffers.views(bucket), logits[: bucket.rows])
 
         self._logits = logits
         for bucket in reversed(self._buckets):

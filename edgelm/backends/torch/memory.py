@@ -111,7 +111,7 @@ class TorchMemory:
 
     def workspace_bytes(self, kv: str, context: int) -> int:
         vocab_size = max(self._model.summary.vocab_size, 1)
-        logits = SAMPLED_ROWS * vocab_size * 4 * 2  # of a graph, and of a step without one
+        logits = SAMPLED_ROWS * vocab_size * 4 * 2  # where all graphs write, and of a step without one
         if self._device == "cuda":
             scratch = SCRATCH_BYTES + self._attention_bytes(context) + sampler_bytes(SAMPLED_ROWS, vocab_size)
             scratch += (
@@ -125,7 +125,7 @@ class TorchMemory:
     def graph_bytes(self, context: int) -> int:
         """Return the bytes in which the CUDA graphs work: of the largest one, since only one runs at a time."""
         tokens = self._graph_sizes[-1].tokens
-        scratch = sampler_bytes(tokens, max(self._model.summary.vocab_size, 1))  # more than the logits before it
+        scratch = sampler_bytes(tokens, max(self._model.summary.vocab_size, 1))  # it has a copy of the logits
         return tokens * self._token_bytes + scratch + self._chunk_sum_bytes(tokens, context)
 
     def token_seconds(self, read_bytes_per_s: float, kv: str, context: int) -> float:

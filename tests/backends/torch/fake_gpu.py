@@ -67,7 +67,8 @@ class FakeDriver:
 class FakeGpu(TorchFunctionMode):
     """An H200. `launches` counts kernels by name, `captured` those of each graph, `copies` transfers by direction.
 
-    `blocking` counts the copies that the host waits for; events are not counted. `pools` is the memory of the graphs,
+    `blocking` counts the copies that the host waits for; events are not counted. `copied_inside` counts the copies from
+    one tensor of the device to another in graphs. `pools` is the memory of the graphs,
     `waits` counts the calls that wait for all work of the device. `compiled` are the kernels that a GPU would have
     compiled, in order: the name and the key by which Triton finds one, `ahead` those that several processes would have
     compiled before. With each replay of a graph `clock_us` goes on by what `launch_us` says of its launches, from the
@@ -85,7 +86,7 @@ class FakeGpu(TorchFunctionMode):
         self.launch_us: Callable[[str, dict[str, Any]], float] = lambda _name, _options: 1.0
         self._recorded: list[tuple[str, dict[str, Any]]] = []  # launches of the present capture
         self.copies: Counter[str] = Counter()  # "up" and "down"
-        self.blocking = 0
+        self.blocking = self.copied_inside = 0
         self.pools = GraphPools()
         self.waits = 0
         self._place: tuple[object, object] = (None, None)  # pool and stream of the present capture
@@ -216,6 +217,7 @@ class FakeGpu(TorchFunctionMode):
             return self._moved(func, args, kwargs)
         if func is torch.Tensor.copy_ and is_on_gpu(args[0]) != is_on_gpu(args[1]):
             return self._copied(args[0], args[1], blocking=not kwargs.get("non_blocking"))
+        self.copied_inside += func is torch.Tensor.copy_ and self._capturing is not None
         if func is torch.Tensor.__setitem__ and torch.is_tensor(args[2]) and is_on_gpu(args[0]) != is_on_gpu(args[2]):
             self._copied(args[0][args[1]], args[2], blocking=True)
             return None

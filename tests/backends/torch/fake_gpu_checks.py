@@ -53,6 +53,7 @@ def check(name: str, gpu: FakeGpu, decoder: Decoder, kv: str = "f16") -> int:
     )
     compiled = set(gpu.launches)
     assert len(gpu.captured) == len(SIZES) + len(graph_sizes(NUM_SEQUENCES, 512))  # of the sampler, and of the model
+    assert gpu.copied_inside == 0, "a graph copies what it could write to its place"
     (graph_bytes,) = gpu.pools.reserved.values()  # all graphs share their memory
     for kind, step, replayed in _steps():
         gpu.copies.clear()

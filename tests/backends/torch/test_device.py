@@ -28,6 +28,8 @@ from edgelm.core import LAST, Chunk, SamplingParams, Sequence, Step
 from edgelm.errors import EngineError, ModelError
 from edgelm.models.decoder import Batch, Decoder
 from tests.backends.torch.torch_engine import load_gguf, make_executor
+from tests.models import tiny_models
+from tests.models.tiny_gguf import write_gguf
 from tests.tiny import write_tiny
 
 
@@ -77,10 +79,10 @@ def give_graphs(executor: TorchExecutor) -> Graphs:
     graphs = Graphs(executor.info.max_sequences, executor.info.max_tokens)
     logits = torch.empty(graphs.sizes[0], executor.info.num_vocab)
 
-    def forward(tensors: StepTensors) -> Tensor:
+    def forward(tensors: StepTensors, out: Tensor) -> None:
         if graph := FakeGraph.capturing:
-            graph.replay = lambda: logits[: len(tensors.rows)].copy_(executor._run(tensors))
-        return executor._run(tensors)
+            graph.replay = lambda: executor._run(tensors, out)
+        executor._run(tensors, out)
 
     with torch.inference_mode():
         graphs.capture(forward, executor._buffers, logits)
@@ -133,6 +135,20 @@ def test_a_graph_runs_one_step_ahead(decoder: Decoder, num_sequences: int) -> No
     assert answers[0] == answers[1]
     bucket = graphs.bucket(bucket_of(step))
     assert (bucket.max_query_len, bucket.sequences) == (1, {1: 1, 2: 2, 3: 4, 5: 5}[num_sequences])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("family", ["llama3", "gemma2"])  # gemma2 has a soft cap
+def test_logits_are_written_where_a_graph_wants_them(family: str, implementation: str, tmp_path: Path) -> None:
+    decoder = load_gguf(write_gguf(tiny_models.build(family), tmp_path / "m.gguf"), implementation)
+    assert bool(decoder.config.final_softcap) == (family == "gemma2")
+    hidden = torch.randn(3, decoder.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    place = torch.full((4, decoder.vocab_size), torch.nan)
+    with torch.inference_mode():
+        got = decoder.logits(hidden, place[:3])
+        assert got.data_ptr() == place.data_ptr()
+        assert torch.equal(place[:3], decoder.logits(hidden))
+    assert place[3].isnan().all()
 
 
 @pytest.mark.parametrize("num_steps", range(1, 9))
