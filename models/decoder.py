@@ -138,18 +138,28 @@ class Decoder:
         """
         return self._normed(self._blocks(ids, batch, caches), torch.float32)
 
-    def forward_rows(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache], rows: Tensor) -> Tensor:
-        """Do the same as `forward`; return only `rows`, int64 [rows], as `logits` takes them."""
-        stream = self._blocks(ids, batch, caches)
+    def forward_rows(
+        self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache], rows: Tensor, last: Tensor | None = None
+    ) -> Tensor:
+        """Do the same as `forward`; return only `rows`, int64 [rows], as `logits` takes them.
+
+        With `last`, int64 [any number], the id -1 - i stands for the token last[i], which nothing but the embedding
+        reads.
+        """
+        stream = self._blocks(ids, batch, caches, last)
         if stream.norm is None:
             return stream.x.index_select(0, rows)
         weight, eps = stream.norm
         return rms_norm(stream.x, weight, eps, rows=rows, out_dtype=self.dtype, implementation=self.implementation)
 
-    def _blocks(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Stream:
+    def _blocks(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache], last: Tensor | None = None) -> Stream:
         """Return the stream behind the last layer."""
         residual = embedding(
-            ids, self.weights.embedding, scale=self.config.embedding_scale, implementation=self.implementation
+            ids,
+            self.weights.embedding,
+            scale=self.config.embedding_scale,
+            last=last,
+            implementation=self.implementation,
         )
         stream = self._before_block(residual, self._first_norm)
         for layer, cache, (feed_norm, next_norm) in zip(self.weights.layers, caches, self._norms, strict=True):

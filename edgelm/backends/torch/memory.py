@@ -233,13 +233,16 @@ def chunk_sum_bytes(tokens: int, sequences: int, num_heads: int, width: int, pos
 def sampler_bytes(rows: int, num_vocab: int) -> int:
     """Return the bytes of the sampler's scratch: of each row a copy of the logits, a list, bins, and sums of chunks."""
     chunks = -(-num_vocab // 2048)
-    own = rows * (4 * (2048 * chunks + 8192) + 4 * (256 + 8192 + 1) + chunks * 4 + 8 * 24)
+    own = rows * (4 * (2048 * chunks + 8192) + 4 * (256 + 8192 + 1) + chunks * 4)
     return own + (rows + rows % 2) * chunks * 8 * 35  # at multiples of 16 bytes
 
 
 def staged_bytes(rows: int, num_vocab: int) -> int:
-    """Return the bytes of what rows are sampled by: parameters, masks, and the biases and histories of a launch."""
-    return rows * (8 * 16 + 4 * -(-num_vocab // 32)) + num_vocab * (4 + 8 + 4 + 4)
+    """Return the bytes of what rows are sampled by, and of their answers.
+
+    They are sampled by parameters, masks, and the biases and histories of a launch.
+    """
+    return rows * (8 * 16 + 4 * -(-num_vocab // 32) + 8 * 24) + num_vocab * (4 + 8 + 4 + 4)
 
 
 def split_sum_bytes(tokens: int, num_heads: int, num_kv_heads: int, width: int, positions: int) -> int:

@@ -24,9 +24,10 @@ from edgelm.backends.torch.failures import OutOfMemoryError
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
 from edgelm.config import Settings
-from edgelm.core import LAST, Chunk, SamplingParams, Sequence, Step
+from edgelm.core import LAST, NOT_A_TOKEN, Chunk, SamplingParams, Sequence, Step
 from edgelm.errors import EngineError, ModelError
 from edgelm.models.decoder import Batch, Decoder
+from edgelm.sampling.device import DeviceSampler
 from tests.backends.torch.torch_engine import load_gguf, make_executor
 from tests.models import tiny_models
 from tests.models.tiny_gguf import write_gguf
@@ -135,6 +136,44 @@ def test_a_graph_runs_one_step_ahead(decoder: Decoder, num_sequences: int) -> No
     assert answers[0] == answers[1]
     bucket = graphs.bucket(bucket_of(step))
     assert (bucket.max_query_len, bucket.sequences) == (1, {1: 1, 2: 2, 3: 4, 5: 5}[num_sequences])
+
+
+class Repeated:
+    """A graph on the CPU: it repeats the recorded work."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.replay = work
+
+
+@pytest.mark.usefixtures("fake_cuda")
+@pytest.mark.parametrize("graphed", [False, True])
+def test_tokens_that_only_the_device_knows_equal_known_ones(decoder: Decoder, graphed: bool) -> None:
+    """The sampler is the GPU's. Sequences change their order and end, one is penalized, and one has logits of NaN."""
+    ahead, known = (
+        make_executor(decoder, context=64, capacity=256, runs_ahead=True, max_sequences=4) for _ in range(2)
+    )
+    for executor in (ahead, known):
+        executor._device_sampler = DeviceSampler(decoder.vocab_size, SIZES[-1], "cpu", "reference")
+    if graphed:
+        graphs = give_graphs(ahead)
+        ahead._device_sampler.capture(graphs._logits[:4], Repeated)
+    seqs = [Sequence(i, [30 + i, 4], 2, SamplingParams(temperature=1.0, seed=i)) for i in range(3)]
+    seqs.append(Sequence(3, [33, 4], 2, SamplingParams(temperature=0.5, repetition_penalty=1.3)))
+    step = Step(tuple(Chunk(seq, 0, seq.tokens, 1, (seq.id,)) for seq in seqs))
+    same = step  # with known tokens
+    for position, order in enumerate(((0, 1, 2, 3), (3, 1, 0, 2), (1, 2), (2, 1), (1,)), 2):
+        ahead.forward(step)
+        known.forward(same)
+        np.testing.assert_allclose(ahead.logits(step), known.logits(same), rtol=1e-4, atol=1e-4)
+        with torch.inference_mode():
+            for executor in (ahead, known):
+                executor._logits[0, 0] = torch.nan if position == 4 else 0.0
+        read = known.sample(same, None).read()
+        assert ahead.sample(step, None).read() == read
+        assert (read[0][0].id == NOT_A_TOKEN) == (position == 4)
+        tokens = {chunk.seq.id: max(rows[0].id, 0) for chunk, rows in zip(same.chunks, read, strict=True)}
+        step = Step(tuple(Chunk(seqs[i], position, [LAST], 1, (i,)) for i in order))
+        same = Step(tuple(Chunk(seqs[i], position, [tokens[i]], 1, (i,)) for i in order))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
