@@ -42,6 +42,7 @@ class Batch:
     query_start_loc: Tensor  # int32 [sequences + 1]: the first row of each sequence, then the number of rows
     seq_lens: Tensor  # int32 [sequences]: positions in the cache, with those of this step; 0: no sequence
     max_query_len: int  # the most rows that a sequence has
+    only_prompts: bool = False  # no sequence has 1 to VERIFY_LEN rows
 
     @property
     def num_tokens(self) -> int:
@@ -216,6 +217,7 @@ class Decoder:
             softcap=config.attention_softcap,
             sinks=layer.sinks,
             max_query_len=batch.max_query_len,
+            only_prompts=batch.only_prompts,
             implementation=self.implementation,
         )
         return self._joined(stream, heads.flatten(1), layer.out, layer.post_norm, next_norm)

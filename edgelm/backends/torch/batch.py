@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from edgelm.core import LAST, Chunk, Step
+from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.models.decoder import Batch
 
 NO_SLOT = -1
@@ -39,6 +40,7 @@ class Bucket:
     sequences: int
     rows: int
     max_query_len: int  # tokens of one sequence
+    only_prompts: bool = False  # each sequence has more than VERIFY_LEN tokens
 
     def holds(self, other: Bucket) -> bool:
         """Return whether a step of the size `other` can be padded to this one."""
@@ -107,6 +109,7 @@ class StepBuffers:
                 query_start_loc=fields.query_start_loc[: bucket.sequences + 1],
                 seq_lens=fields.seq_lens[: bucket.sequences],
                 max_query_len=bucket.max_query_len,
+                only_prompts=bucket.only_prompts,
             ),
             fields.rows[: bucket.rows],
         )
@@ -151,8 +154,8 @@ class StepBuffers:
 
 def bucket_of(step: Step) -> Bucket:
     """Return the sizes of a step, without padding."""
-    longest = max((len(chunk.tokens) for chunk in step.chunks), default=0)
-    return Bucket(step.num_tokens, len(step.chunks), step.num_rows, longest)
+    lengths = [len(chunk.tokens) for chunk in step.chunks] or [0]
+    return Bucket(step.num_tokens, len(step.chunks), step.num_rows, max(lengths), min(lengths) > VERIFY_LEN)
 
 
 class _Arrays(NamedTuple):

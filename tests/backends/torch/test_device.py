@@ -190,6 +190,15 @@ def test_logits_are_written_where_a_graph_wants_them(family: str, implementation
     assert place[3].isnan().all()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "only_prompts"), [((17,), True), ((17, 40), True), ((16,), False), ((40, 1), False), ((), False)]
+)
+def test_a_step_of_prompts_alone_says_so(lengths: tuple[int, ...], only_prompts: bool, decoder: Decoder) -> None:
+    executor = make_executor(decoder, context=64, capacity=128)
+    size = bucket_of(Step(tuple(chunk([3] * length, 0, (0, 1)) for length in lengths)))
+    assert executor._buffers.views(size).batch.only_prompts == only_prompts
+
+
 @pytest.mark.parametrize("num_steps", range(1, 9))
 def test_memory_that_is_still_copied_is_not_written(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device copies as late as possible: when the host waits for it."""
