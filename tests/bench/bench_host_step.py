@@ -75,7 +75,7 @@ def measure(batch: int, context: int) -> list[float]:
         with torch.inference_mode():
             buffers.fill(ahead, bucket_of(ahead), last_rows)
             begun.append(time.perf_counter())
-            sampler._stage(_requests(ahead), None, 0)
+            sampler._stage(list(_requests(ahead)), None, 0, ahead.num_rows)
         begun.append(time.perf_counter())
         scheduler.commit(step, _rows(step))
         begun.append(time.perf_counter())
