@@ -42,6 +42,7 @@ class Batch:
     query_start_loc: Tensor  # int32 [sequences + 1]: the first row of each sequence, then the number of rows
     seq_lens: Tensor  # int32 [sequences]: positions in the cache, with those of this step; 0: no sequence
     max_query_len: int  # the most rows that a sequence has
+    only_prompts: bool = False  # no sequence has 1 to VERIFY_LEN rows
 
     @property
     def num_tokens(self) -> int:
@@ -138,18 +139,28 @@ class Decoder:
         """
         return self._normed(self._blocks(ids, batch, caches), torch.float32)
 
-    def forward_rows(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache], rows: Tensor) -> Tensor:
-        """Do the same as `forward`; return only `rows`, int64 [rows], as `logits` takes them."""
-        stream = self._blocks(ids, batch, caches)
+    def forward_rows(
+        self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache], rows: Tensor, last: Tensor | None = None
+    ) -> Tensor:
+        """Do the same as `forward`; return only `rows`, int64 [rows], as `logits` takes them.
+
+        With `last`, int64 [any number], the id -1 - i stands for the token last[i], which nothing but the embedding
+        reads.
+        """
+        stream = self._blocks(ids, batch, caches, last)
         if stream.norm is None:
             return stream.x.index_select(0, rows)
         weight, eps = stream.norm
         return rms_norm(stream.x, weight, eps, rows=rows, out_dtype=self.dtype, implementation=self.implementation)
 
-    def _blocks(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Stream:
+    def _blocks(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache], last: Tensor | None = None) -> Stream:
         """Return the stream behind the last layer."""
         residual = embedding(
-            ids, self.weights.embedding, scale=self.config.embedding_scale, implementation=self.implementation
+            ids,
+            self.weights.embedding,
+            scale=self.config.embedding_scale,
+            last=last,
+            implementation=self.implementation,
         )
         stream = self._before_block(residual, self._first_norm)
         for layer, cache, (feed_norm, next_norm) in zip(self.weights.layers, caches, self._norms, strict=True):
@@ -157,12 +168,22 @@ class Decoder:
             stream = self._feed(layer.feed, stream, next_norm)
         return stream
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [rows, vocab_size] for rows of the result of `forward`, or for that of `forward_rows`."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 [rows, vocab_size] for rows of the result of `forward`, or for that of `forward_rows`.
+
+        They go to `out` if it is given, through the soft cap in place.
+        """
         output = self.weights.output
-        logits = self._linear(hidden.to(self.dtype), output, out_dtype=torch.float32)
+        logits = matmul(
+            hidden.to(self.dtype),
+            output.weight,
+            bias=output.bias,
+            out_dtype=torch.float32,
+            out=out,
+            implementation=self.implementation,
+        )
         cap = self.config.final_softcap
-        return softcap(logits, cap, implementation=self.implementation) if cap else logits
+        return softcap(logits, cap, out=out, implementation=self.implementation) if cap else logits
 
     def _attend(self, layer: Attention, stream: Stream, batch: Batch, cache: LayerCache, next_norm: Norm) -> Stream:
         config = self.config
@@ -196,6 +217,7 @@ class Decoder:
             softcap=config.attention_softcap,
             sinks=layer.sinks,
             max_query_len=batch.max_query_len,
+            only_prompts=batch.only_prompts,
             implementation=self.implementation,
         )
         return self._joined(stream, heads.flatten(1), layer.out, layer.post_norm, next_norm)
@@ -249,7 +271,6 @@ class Decoder:
         norm: Norm | None = None,
         gate: Gate | None = None,
         residual: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         return matmul(
             x,
@@ -258,6 +279,6 @@ class Decoder:
             residual=residual,
             gate=gate,
             norm=norm,
-            out_dtype=torch.float32 if residual is not None else out_dtype or self.dtype,
+            out_dtype=torch.float32 if residual is not None else self.dtype,
             implementation=self.implementation,
         )

@@ -138,13 +138,12 @@ class _Runner(Decoder):
         norm: Norm | None = None,
         gate: Gate | None = None,
         residual: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         if norm is not None:
             x = rms_norm(x, norm.weight, norm.eps, out_dtype=self.dtype, implementation=OPS)
         if linear in self._places:
             self._record(self._places[linear], x)
-        return super()._linear(x, linear, gate=gate, residual=residual, out_dtype=out_dtype)
+        return super()._linear(x, linear, gate=gate, residual=residual)
 
     def _feed(self, layer: FeedForward | Experts, stream: Stream, next_norm: Norm) -> Stream:
         if isinstance(layer, Experts) and self._statistics is not None:

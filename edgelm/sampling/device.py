@@ -29,7 +29,7 @@ assert NOT_A_TOKEN == -1  # the kernels have it as a constant
 IN_FLIGHT = 2  # at most so many launches are unread: an engine may run one step ahead
 _INACTIVE: NDArray[np.int64] = np.zeros(len(Word), np.int64)  # parameters of a row that is not sampled
 
-Record = Callable[[Callable[[], Tensor]], tuple["Replayable", Tensor]]
+Record = Callable[[Callable[[], object]], "Replayable"]
 
 
 class Replayable(Protocol):
@@ -43,7 +43,6 @@ class _Captured(NamedTuple):
 
     logits: Tensor  # held, so that its address stays in use
     graph: Replayable
-    words: Tensor  # the answers
 
 
 class RowRequest(NamedTuple):
@@ -56,10 +55,9 @@ class RowRequest(NamedTuple):
 
 
 class Launch:
-    """Sampled rows: `tokens` are on the device for its next work, and on their way to the host."""
+    """Sampled rows, on their way to the host."""
 
-    def __init__(self, tokens: Tensor, answers: _Answers, num_tops: list[int], num_vocab: int) -> None:
-        self.tokens = tokens  # int64 [rows]; NOT_A_TOKEN where the logits were not numbers
+    def __init__(self, answers: _Answers, num_tops: list[int], num_vocab: int) -> None:
         self._answers = answers
         self._number = answers.number
         self._num_tops = num_tops
@@ -101,7 +99,18 @@ class DeviceSampler:
             self._history_ids = _Column(torch.int32, self._max_entries, self._device)
             self._history_counts = _Column(torch.int32, self._max_entries, self._device)
             self._masks = _Column(torch.int32, num_masks, self._device)
+            # The answers of all launches, of graphs too, in one place. On one stream, the copy to the host and the next
+            # forward pass, which reads the tokens, end before the next launch writes here.
+            self._latest = torch.full((max_rows, sampling.NUM_ANSWER), NOT_A_TOKEN, dtype=torch.int64, device=device)
             self._answers = deque(_Answers(max_rows, self._device) for _ in range(IN_FLIGHT))
+
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens of the latest launch, for the device's next work: int64 [max_rows], always in the same memory.
+
+        NOT_A_TOKEN where the logits were not numbers.
+        """
+        return self._latest[:, Answer.TOKEN]
 
     def sample(self, logits: Tensor, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> list[Sampled]:
         """Sample each row of logits [rows, vocab] on the device; masks are [rows, ceil(vocab / 32)]."""
@@ -125,8 +134,7 @@ class DeviceSampler:
             none.int(),
             masks.view(-1, self._num_words),
         )
-        graph, words = record(lambda: sampling.sample(logits, batch, implementation=self._implementation))
-        self._captured.append(_Captured(logits, graph, words))
+        self._captured.append(_Captured(logits, record(lambda: self._sample(logits, batch))))
         self._captured.sort(key=lambda captured: len(captured.logits))
 
     def launch(self, logits: Tensor, rows: Iterable[RowRequest], masks: NDArray[np.int32] | None) -> Launch:
@@ -139,20 +147,25 @@ class DeviceSampler:
             num_tops: list[int] = []
             for part in parts:
                 first = len(num_tops)
-                batch = self._stage(part, masks, first, max(len(logits), len(captured.words) if captured else 0))
+                batch = self._stage(part, masks, first, max(len(logits), len(captured.logits) if captured else 0))
                 num_tops += [-1 if row.params.num_logprobs is None else row.params.num_logprobs for row in part]
                 if captured and not len(batch.bias_ids) and not len(batch.history_ids):
                     captured.graph.replay()
-                    answers = captured.words
-                else:  # the rows of other parts are not read
-                    answers = sampling.sample(logits, batch, implementation=self._implementation)
-                words.append(answers[first : len(num_tops)])
+                else:
+                    self._sample(logits, batch)
+                if len(parts) > 1:  # the next part overwrites its rows
+                    words.append(self._latest[first : len(num_tops)].clone())
             assert len(logits) == len(num_tops) <= self._max_rows, (logits.shape, len(num_tops))
             assert masks is None or len(masks) == len(num_tops), (masks.shape, len(num_tops))
-            answers = words[0] if len(words) == 1 else torch.cat(words)
+            if words:
+                self._latest[: len(logits)].copy_(torch.cat(words))
             self._answers.rotate()
-            self._answers[0].fetch(answers)
-        return Launch(answers[:, Answer.TOKEN], self._answers[0], num_tops, self._num_vocab)
+            self._answers[0].fetch(self._latest[: len(logits)])
+        return Launch(self._answers[0], num_tops, self._num_vocab)
+
+    def _sample(self, logits: Tensor, batch: Batch) -> None:
+        """Start the kernels for rows of logits; a row that is not sampled gets NOT_A_TOKEN."""
+        sampling.sample(logits, batch, out=self._latest[: len(logits)], implementation=self._implementation)
 
     def _parts(self, rows: Iterable[RowRequest]) -> list[list[RowRequest]]:
         """Return the rows in as few parts as have room for their biases and histories: nearly always one."""

@@ -26,7 +26,13 @@ def gated(x: Tensor, gate: Gate, *, implementation: str | None = None) -> Tensor
     return dispatch("gated", __name__, reference.gated, implementation, x, gate)
 
 
-def softcap(x: Tensor, cap: float, *, implementation: str | None = None) -> Tensor:
-    """Return cap * tanh(x / cap) in the type of x, computed in float32, as a new contiguous tensor."""
+def softcap(x: Tensor, cap: float, *, out: Tensor | None = None, implementation: str | None = None) -> Tensor:
+    """Return cap * tanh(x / cap) in the type of x, computed in float32, as a contiguous tensor.
+
+    The result goes to `out`, which may be x itself; by default, to a new tensor.
+    """
     assert cap > 0, cap
-    return dispatch("softcap", __name__, reference.softcap, implementation, x, cap)
+    if out is not None:
+        assert (out.shape, out.dtype) == (x.shape, x.dtype), (out.shape, out.dtype)
+        assert out.is_contiguous()
+    return dispatch("softcap", __name__, reference.softcap, implementation, x, cap, out)

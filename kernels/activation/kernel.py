@@ -91,7 +91,7 @@ def gated_kernel(
 
 @triton.jit
 def softcap_kernel(x_ptr, out_ptr, width, cap, BLOCK: tl.constexpr, launch_pdl: tl.constexpr = False):
-    """Cap BLOCK columns of a row. Grid: rows, blocks of a row."""
+    """Cap BLOCK columns of a row. Grid: rows, blocks of a row. The result may replace x: no other program reads it."""
     begin_dependent(launch_pdl)
     start = tl.program_id(0).to(tl.int64) * width
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -111,10 +111,11 @@ def gated(x: Tensor, gate: Gate) -> Tensor:
     return out
 
 
-def softcap(x: Tensor, cap: float) -> Tensor:
+def softcap(x: Tensor, cap: float, out: Tensor | None = None) -> Tensor:
     """Launch `softcap_kernel`."""
     x = x.contiguous()
-    out = torch.empty_like(x)
+    if out is None:
+        out = torch.empty_like(x)
     if x.numel():
         width = x.shape[-1]  # not the size of all: a launch with another number of rows must not compile
         grid = (x.numel() // width, triton.cdiv(width, BLOCK))

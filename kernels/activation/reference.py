@@ -29,6 +29,7 @@ def gated(x: Tensor, gate: Gate) -> Tensor:
     return gated_values(first, second, gate).to(x.dtype)
 
 
-def softcap(x: Tensor, cap: float) -> Tensor:
+def softcap(x: Tensor, cap: float, out: Tensor | None = None) -> Tensor:
     """See the package's function of this name."""
-    return (cap * torch.tanh(x.float() / cap)).to(x.dtype).contiguous()
+    result = (cap * torch.tanh(x.float() / cap)).to(x.dtype).contiguous()
+    return result if out is None else out.copy_(result)

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from edgelm.kernels.attention import reference
+from edgelm.kernels.attention.reference import VERIFY_LEN
 from edgelm.kernels.cache import LayerCache
 from edgelm.kernels.choice import Implementation, choose, declines_reference, declines_triton, preferred
 
-VERIFY_LEN = 16  # rows of a sequence, at most, that decode and verify steps have; the bits of a row are equal in both
+__all__ = ["HEAD_DIMS", "VERIFY_LEN", "attention"]
+
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 
 
@@ -35,6 +37,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     max_query_len: int,
+    only_prompts: bool = False,
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> Tensor:
@@ -45,8 +48,9 @@ def attention(
     the rows query_start_loc[s] .. query_start_loc[s + 1], at most `max_query_len` of them; the last row is at position
     seq_lens[s] - 1. seq_lens: int32 [sequences], with the new tokens, which are already in the cache; a sequence
     without rows may have length 0. Rows outside of all sequences (from query_start_loc[-1] on) are not written, and in
-    Triton a sequence's rows from `max_query_len` on. window: 0, or the number of positions that a row sees, with its
-    own. softcap: 0, or the cap. sinks: [num_heads], one more logit in each denominator.
+    Triton a sequence's rows from `max_query_len` on. only_prompts: no sequence has 1 to VERIFY_LEN rows, so the kernels
+    of such rows are not launched. window: 0, or the number of positions that a row sees, with its own. softcap: 0, or
+    the cap. sinks: [num_heads], one more logit in each denominator.
 
     Positions that a row does not see may hold anything: inf and NaN of later draft tokens, or of another sequence.
 
@@ -61,7 +65,8 @@ def attention(
     implementation = preferred("attention", implementation)
     chosen = choose("attention", IMPLEMENTATIONS, implementation, q, cache, implementation)
     out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
-    chosen.run(q, cache, block_tables, query_start_loc, seq_lens, scale, window, softcap, sinks, max_query_len, out)
+    arguments = (q, cache, block_tables, query_start_loc, seq_lens, scale, window, softcap, sinks, max_query_len, out)
+    chosen.run(*arguments, only_prompts=only_prompts)
     return out
 
 
@@ -73,10 +78,10 @@ def _triton_declines(q: Tensor, cache: LayerCache, _name: str | None) -> str | N
     return declines_triton(q)
 
 
-def _run_triton(*args: object) -> None:
+def _run_triton(*args: object, only_prompts: bool) -> None:
     from edgelm.kernels.attention import launch
 
-    launch.run(*args)  # type: ignore[arg-type]  # the arguments of `attention`, in its order
+    launch.run(*args, only_prompts=only_prompts)  # type: ignore[arg-type]  # the arguments of `attention`, in its order
 
 
 def _reference_declines(q: Tensor, _cache: LayerCache, name: str | None) -> str | None:

@@ -123,6 +123,7 @@ class Launch(NamedTuple):
     sinks: Tensor | None
     max_query_len: int
     out: Tensor
+    only_prompts: bool
 
     @property
     def num_seqs(self) -> int:
@@ -149,6 +150,8 @@ def run(
     sinks: Tensor | None,
     max_query_len: int,
     out: Tensor,
+    *,
+    only_prompts: bool = False,
 ) -> None:
     """Write the attention of each row into `out`, [tokens, num_heads, head_dim].
 
@@ -164,7 +167,7 @@ def run(
     for begin in range(0, block_tables.shape[0], step):
         end = begin + step
         some = (block_tables[begin:end], query_start_loc[begin : end + 1], seq_lens[begin:end])
-        launch = Launch(q, cache, *some, scale, window, softcap, sinks, max_query_len, out)
+        launch = Launch(q, cache, *some, scale, window, softcap, sinks, max_query_len, out, only_prompts)
         _run_decode(launch, chunks)
         if min(max_query_len, q.shape[0]) > VERIFY_LEN:
             _run_prefill(launch)
@@ -229,6 +232,8 @@ def _run_decode(launch: Launch, chunks: int) -> None:
     q, cache, block_tables = launch.q, launch.cache, launch.block_tables
     rows = launch.max_rows(VERIFY_LEN)
     sums, stats = _scratch(launch, chunks, rows)
+    if launch.only_prompts:
+        return  # with the scratch allocated, so that the largest step of loading has the memory of any other
     parts = parts_of(cache)
     programs = triton.cdiv(WAVES * num_sms(q.device), cache.num_kv_heads * parts)
     attend_chunks[cache.num_kv_heads, parts * min(launch.num_seqs * chunks * MAX_TILE_PROGRAMS, programs)](

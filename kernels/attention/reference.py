@@ -5,11 +5,14 @@ Owns the loop over sequences and the softmax of one sequence. Knows nothing of t
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from edgelm.kernels.cache import BLOCK_LEN, LayerCache, read
 
+VERIFY_LEN = 16  # rows of a sequence, at most, that decode and verify steps have; the bits of a row are equal in both
 MAX_LOGITS = 1 << 24  # held at a time: 64 MiB
 
 
@@ -25,9 +28,12 @@ def run(
     sinks: Tensor | None,
     max_query_len: int,
     out: Tensor,
+    *,
+    only_prompts: bool = False,
 ) -> None:
     """Write the attention of each row into `out`, [tokens, num_heads, head_dim]. Reads tensors on the host."""
     bounds = query_start_loc.tolist()
+    assert not only_prompts or not any(0 < end - first <= VERIFY_LEN for first, end in pairwise(bounds))
     for sequence, seq_len in enumerate(seq_lens.tolist()):
         first, end = bounds[sequence], bounds[sequence + 1]
         if first == end:

@@ -17,11 +17,12 @@ from edgelm.kernels.layout import CHUNK, SUPER, TILE, DenseWeight, PackedWeight,
 from edgelm.kernels.pdl import begin_dependent, uses_pdl
 from edgelm.kernels.unpack import e4m3_value
 
-COLUMNS = 1024  # columns of a program
+COLUMNS = 512  # of a program: with 1024, the assembler gives sm_90 too few registers to load all at one time
 
 
-def embedding(ids: Tensor, weight: Weight, scale: float, out_dtype: torch.dtype) -> Tensor:
+def embedding(ids: Tensor, weight: Weight, scale: float, out_dtype: torch.dtype, last: Tensor | None = None) -> Tensor:
     """Return rows of a weight; an id outside of it gives zeros."""
+    num_last, last_stride = (0, 0) if last is None else (len(last), last.stride(0))
     out = torch.empty((len(ids), weight.columns), dtype=out_dtype, device=ids.device)
     if isinstance(weight, DenseWeight):
         data = weight.data.contiguous()
@@ -29,8 +30,8 @@ def embedding(ids: Tensor, weight: Weight, scale: float, out_dtype: torch.dtype)
         grid = (len(ids), triton.cdiv(weight.columns, block))
         if len(ids):
             dense_kernel[grid](
-                ids, data, out, weight.rows, scale, columns=weight.columns, COLUMNS=block, ASM=not interpreting(),
-                launch_pdl=uses_pdl(),
+                ids, last, data, out, num_last, last_stride, weight.rows, scale, columns=weight.columns,
+                COLUMNS=block, ASM=not interpreting(), launch_pdl=uses_pdl(),
             )  # fmt: skip
         return out
     launch = packed_constants(weight)
@@ -38,6 +39,7 @@ def embedding(ids: Tensor, weight: Weight, scale: float, out_dtype: torch.dtype)
     if len(ids):
         packed_kernel[grid](
             ids,
+            last,
             weight.codes,
             weight.high,
             weight.scales,
@@ -45,6 +47,8 @@ def embedding(ids: Tensor, weight: Weight, scale: float, out_dtype: torch.dtype)
             weight.supers,
             weight.order,
             out,
+            num_last,
+            last_stride,
             weight.rows,
             scale,
             **launch,
@@ -70,15 +74,26 @@ def packed_constants(weight: PackedWeight) -> dict[str, object]:
 
 
 @triton.jit
+def id_of(ids, last, num_last, last_stride, token):
+    """Return the id of a token, int64. Below 0 it is a place in `last`, and a token below 0 there means token 0."""
+    row = tl.load(ids + token).to(tl.int64)
+    if last is not None:
+        place = -1 - row
+        named = (row < 0) & (place < num_last)
+        row = tl.where(named, tl.maximum(tl.load(last + place * last_stride, mask=named, other=0), 0), row)
+    return row
+
+
+@triton.jit
 def dense_kernel(
-    ids, data, out, rows, scale,
+    ids, last, data, out, num_last, last_stride, rows, scale,
     columns: tl.constexpr, COLUMNS: tl.constexpr, ASM: tl.constexpr, launch_pdl: tl.constexpr = False,
 ):  # fmt: skip
     """Write COLUMNS columns of one token's row of `data` [rows, columns]."""
     begin_dependent(launch_pdl)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.load(ids + token).to(tl.int64)
+    row = id_of(ids, last, num_last, last_stride, token)
     width = tl.where((row >= 0) & (row < rows), columns, 0)
     value = tl.load(data + row * columns + column, mask=column < width, other=0.0).to(tl.float32)
     value = rounded(value * scale, out.dtype.element_ty, ASM)
@@ -88,6 +103,7 @@ def dense_kernel(
 @triton.jit
 def packed_kernel(
     ids,  # int32 or int64 [tokens]
+    last,  # int64 [num_last], last_stride apart, or None
     codes,
     high,
     scales,
@@ -95,6 +111,8 @@ def packed_kernel(
     supers,
     order,  # int64 [columns]
     out,  # [tokens, columns]
+    num_last,
+    last_stride,
     rows,
     scale,
     columns: tl.constexpr,
@@ -115,7 +133,7 @@ def packed_kernel(
     begin_dependent(launch_pdl)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.load(ids + token).to(tl.int64)
+    row = id_of(ids, last, num_last, last_stride, token)
     mask = column < tl.where((row >= 0) & (row < rows), columns, 0)
 
     code = _code(codes, high, row, column, mask, chunks, BITS)

@@ -12,8 +12,12 @@ from edgelm.kernels import layout
 from edgelm.kernels.layout import TILE, DenseWeight, PackedWeight, Weight, planes
 
 
-def embedding(ids: Tensor, weight: Weight, scale: float, out_dtype: torch.dtype) -> Tensor:
+def embedding(ids: Tensor, weight: Weight, scale: float, out_dtype: torch.dtype, last: Tensor | None = None) -> Tensor:
     """Return rows of a weight; an id outside of it gives zeros."""
+    if last is not None and len(last):
+        place = -1 - ids.long()
+        named = (place >= 0) & (place < len(last))
+        ids = torch.where(named, last[torch.where(named, place, 0)].clamp(min=0), ids.long())
     inside = (ids >= 0) & (ids < weight.rows)
     rows = torch.where(inside, ids, 0).long()
     values = torch.where(inside[:, None], _rows(rows, weight) * scale, 0.0)  # [tokens, columns]

@@ -32,13 +32,15 @@ def matmul(
     gate: Gate | None = None,
     norm: Norm | None = None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Return gate(norm(x) @ weight.T + bias) + residual, [rows, N], with a gate [rows, N / 2].
 
     x is [rows, K] in float16, bfloat16 or float32; bias [N] in the weight's row order; residual has the shape of the
-    result. A gate needs a weight of `fuse_gated`. Sums are float32. `out_dtype` defaults to the residual's type, else
-    x's. A float32 x that is normed (a residual stream) is multiplied as `out_dtype`: tensor cores take 16 bits.
+    result. A gate needs a weight of `fuse_gated`. Sums are float32. The result goes to `out`, a contiguous tensor, by
+    default a new one. `out_dtype` defaults to the type of `out`, else the residual's, else x's. A float32 x that is
+    normed (a residual stream) is multiplied as `out_dtype`: tensor cores take 16 bits.
     """
     rows, columns = x.shape
     assert columns == weight.columns, f"x has {columns} columns, the weight {weight.columns}"
@@ -50,10 +52,13 @@ def matmul(
     assert residual is None or residual.shape == (rows, width)
     assert norm is None or norm.weight.shape == (columns,)
     if out_dtype is None:
-        out_dtype = x.dtype if residual is None else residual.dtype
+        out_dtype = next((tensor.dtype for tensor in (out, residual) if tensor is not None), x.dtype)
+    if out is not None:
+        assert (out.shape, out.dtype) == ((rows, width), out_dtype), (out.shape, out.dtype)
+        assert out.is_contiguous()
     if rows == 0:
         return x.new_empty((0, width), dtype=out_dtype)
-    args = (weight, bias, residual, gate, norm, out_dtype)
+    args = (weight, bias, residual, gate, norm, out_dtype, out)
     declined = declines_weight(x, weight)
     return dispatch("matmul", __name__, reference.matmul, implementation, x, *args, declined=declined)
 

@@ -272,6 +272,7 @@ def matmul(
     gate: Gate | None,
     norm: Norm | None,
     out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Multiply by the kernel for the number of rows: up to ROWS the one below, more by `dequant_gemm`."""
     # The decode kernel divides by the root at the end. Until then float16 cannot hold x times the norm's weight.
@@ -280,8 +281,9 @@ def matmul(
         x = rms_norm(x, norm.weight, norm.eps, out_dtype=operand, implementation="triton")
         norm = None
     if x.shape[0] <= ROWS:
-        return decode(x, weight, bias, residual, gate, norm, out_dtype)
-    return dequant_gemm(x, weight, bias, residual, gate, out_dtype, implementation="triton")
+        return decode(x, weight, bias, residual, gate, norm, out_dtype, out=out)
+    result = dequant_gemm(x, weight, bias, residual, gate, out_dtype, implementation="triton")
+    return result if out is None else out.copy_(result)
 
 
 def launch_kind(rows: int) -> object:
@@ -298,6 +300,7 @@ def decode(
     norm: Norm | None,
     out_dtype: torch.dtype,
     config: Config | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Multiply 1 to ROWS rows."""
     operand = operand_type(x.dtype, norm is not None, out_dtype)
@@ -320,7 +323,8 @@ def decode(
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     width = weight.rows // 2 if gate else weight.rows
-    out = torch.empty((rows, width), dtype=out_dtype, device=x.device)
+    if out is None:
+        out = torch.empty((rows, width), dtype=out_dtype, device=x.device)
     partial = squares = None
     tiles = -(-weight.rows // TILE)
     if config.splits > 1:

@@ -26,6 +26,7 @@ def matmul(
     gate: Gate | None,
     norm: Norm | None,
     out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return gate(norm(x) @ weight.T + bias) + residual."""
     x = x.float()
@@ -34,7 +35,8 @@ def matmul(
     if isinstance(weight, PackedWeight) and weight.order is not None:
         x = x[:, weight.order]
     parts = [x @ dequantize(part).T for part in row_parts(weight)]
-    return finish(torch.cat(parts, 1), bias, residual, gate, out_dtype)
+    result = finish(torch.cat(parts, 1), bias, residual, gate, out_dtype)
+    return result if out is None else out.copy_(result)
 
 
 def finish(

@@ -11,6 +11,7 @@ the number of rows, and nothing here waits for the device.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from edgelm.kernels.choice import dispatch
@@ -30,15 +31,19 @@ from edgelm.kernels.sampling.layout import (
 __all__ = ["ID_BITS", "MAX_TOP", "MAX_VOCAB", "NUM_ANSWER", "WEIGHT_BITS", "Answer", "Batch", "Flag", "Word", "sample"]
 
 
-def sample(logits: Tensor, batch: Batch, *, implementation: str | None = None) -> Tensor:
+def sample(logits: Tensor, batch: Batch, *, out: Tensor | None = None, implementation: str | None = None) -> Tensor:
     """Return int64 [rows, NUM_ANSWER], the columns of `Answer`, for logits [rows, vocab] of any float type.
 
-    There may be fewer rows than the batch has room for. The logits are not changed.
+    There may be fewer rows than the batch has room for. The logits are not changed. The result goes to `out`, by
+    default to a new tensor.
     """
     assert logits.ndim == 2, logits.shape
     assert logits.stride(1) == 1 or logits.shape[1] == 1, logits.stride()
     assert logits.shape[1] <= MAX_VOCAB, logits.shape
     assert batch.rows.is_contiguous()
     assert len(logits) <= len(batch.rows), (logits.shape, batch.rows.shape)
+    if out is not None:
+        assert (out.shape, out.dtype) == ((len(logits), NUM_ANSWER), torch.int64), (out.shape, out.dtype)
+        assert out.is_contiguous()
     batch = batch._replace(rows=batch.rows[: len(logits)])
-    return dispatch("sample", __name__, reference.sample, implementation, logits, batch)
+    return dispatch("sample", __name__, reference.sample, implementation, logits, batch, out)

@@ -289,14 +289,14 @@ def collect_kernel(
                 tl.store(ids_ptr + row * CAPACITY + place, at, fits)
 
 
-def sample(logits: Tensor, batch: Batch) -> Tensor:
+def sample(logits: Tensor, batch: Batch, out: Tensor | None = None) -> Tensor:
     """Launch the kernels."""
     num_rows, num_vocab = logits.shape
     device = logits.device
     num_chunks = triton.cdiv(num_vocab, CHUNK)
     list_start = num_chunks * CHUNK
     row_stride = list_start + CAPACITY
-    answers = torch.empty((num_rows, NUM_ANSWER), dtype=torch.int64, device=device)
+    answers = torch.empty((num_rows, NUM_ANSWER), dtype=torch.int64, device=device) if out is None else out
     if not num_rows:
         return answers
     row = torch.empty((num_rows, row_stride), dtype=torch.float32, device=device)

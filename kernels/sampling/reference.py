@@ -16,7 +16,7 @@ _LARGEST = torch.finfo(torch.float32).max
 _LOW = 0xFFFFFFFF
 
 
-def sample(logits: Tensor, batch: Batch) -> Tensor:
+def sample(logits: Tensor, batch: Batch, out: Tensor | None = None) -> Tensor:
     """See the package's function of this name."""
     answer = torch.full((len(logits), NUM_ANSWER), -1, dtype=torch.int64, device=logits.device)
     active = batch.rows[:, Word.FLAGS] & Flag.ACTIVE != 0
@@ -39,7 +39,7 @@ def sample(logits: Tensor, batch: Batch) -> Tensor:
         answer[with_logprobs, Answer.MOST] = top[:, 0]
         answer[with_logprobs, Answer.OWN] = composite.gather(1, token[with_logprobs][:, None])[:, 0]
         answer[with_logprobs, Answer.TOP : Answer.TOP + top.shape[1]] = top
-    return answer
+    return answer if out is None else out.copy_(answer)
 
 
 def composites(values: Tensor) -> Tensor:  # float32 [rows, vocab] -> int64

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from edgelm.backends.torch.batch import LastTokens, StepBuffers, bucket_of
+from edgelm.backends.torch.batch import StepBuffers, bucket_of
 from edgelm.core import ExecutorInfo, Sampled, SamplingParams, Sequence, Step
 from edgelm.engine.clock import StepClock
 from edgelm.engine.kv_paged import PagedKV
@@ -65,7 +65,7 @@ def measure(batch: int, context: int) -> list[float]:
         scheduler.commit(step, _rows(step))
         step = scheduler.plan()
     assert step
-    last = LastTokens(torch.zeros(MAX_ROWS, dtype=torch.int64), {number: number for number in range(batch)})
+    last_rows = {number: number for number in range(batch)}
     times: list[list[float]] = []
     for _ in range(STEPS):
         begun = [time.perf_counter()]
@@ -73,9 +73,9 @@ def measure(batch: int, context: int) -> list[float]:
         assert ahead
         begun.append(time.perf_counter())
         with torch.inference_mode():
-            buffers.fill(ahead, bucket_of(ahead), last)
+            buffers.fill(ahead, bucket_of(ahead), last_rows)
             begun.append(time.perf_counter())
-            sampler._stage(_requests(ahead), None, 0)
+            sampler._stage(list(_requests(ahead)), None, 0, ahead.num_rows)
         begun.append(time.perf_counter())
         scheduler.commit(step, _rows(step))
         begun.append(time.perf_counter())

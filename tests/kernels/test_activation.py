@@ -76,6 +76,9 @@ def test_softcap_equals_float64(cap: float, implementation: str, generator: Gene
     half = softcap(x.half(), cap, implementation=implementation)
     assert half.dtype == torch.float16
     assert torch.allclose(half.double(), cap * torch.tanh(x.half().double() / cap), rtol=2.0**-11 * 1.01, atol=2.0**-25)
+    place = x.contiguous()
+    assert softcap(place, cap, out=place, implementation=implementation) is place
+    assert torch.equal(place, got)
     ends = softcap(torch.tensor([math.inf, -math.inf, math.nan]), cap, implementation=implementation)
     assert ends[:2].tolist() == [cap, -cap]
     assert ends[2].isnan()

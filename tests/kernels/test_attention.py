@@ -226,6 +226,18 @@ def test_absent_sequences_take_no_program_from_existing_ones():
     assert torch.equal(run(case, padded, "triton", max_query_len=VERIFY_LEN), run(case, given, "triton"))
 
 
+@pytest.mark.parametrize("kv", ["f16", "k6v4"])
+def test_prompts_alone_launch_no_kernel_of_few_rows(kv: str):
+    case = Case(kv, 32, 1, 2, (20, 17), (300, 17), dtype=torch.float16)
+    given = inputs(case, generator(SEED))
+    assert set(grids_of(lambda: run(case, given, "triton", only_prompts=True))) == {"attend_tiles"}
+    assert set(grids_of(lambda: run(case, given, "triton"))) == {"attend_tiles", "attend_chunks", "combine_chunks"}
+    assert torch.equal(run(case, given, "triton", only_prompts=True), run(case, given, "triton"))
+    few = Case(kv, 32, 1, 2, (20, 16), (300, 17), dtype=torch.float16)
+    with pytest.raises(AssertionError):
+        run(few, inputs(few, generator(SEED)), "reference", only_prompts=True)
+
+
 def grids_of(work: Callable[[], object]) -> dict[str, tuple[int, ...]]:
     """Return the grid of each kernel that `work` launches."""
     from triton.runtime.interpreter import InterpretedFunction

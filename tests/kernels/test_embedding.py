@@ -50,6 +50,24 @@ def test_an_id_outside_of_the_vocabulary_reads_nothing(name: str, implementation
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", ["q6_k", "gptq", "bfloat16"])
+def test_an_id_below_0_names_a_token_that_the_device_knows(name: str, dtype: torch.dtype, implementation: str) -> None:
+    weight = random_weight(Case(name, 20, 70), generator(SEED))
+    answers = torch.full((4, 3), 9)
+    answers[:, 1] = torch.tensor([7, -1, 19, 20])
+    last = answers[:, 1]
+    ids = torch.tensor([-3, 5, -1, -2, -4, -5, -(2**31), 20], dtype=dtype)
+    known = torch.tensor([19, 5, 7, 0, 20, 20, 20, 20], dtype=dtype)  # 20: no row
+    got = embedding(ids, weight, last=last, implementation=implementation)
+    assert torch.equal(got, embedding(known, weight, implementation=implementation))
+    assert got[:4].any(1).all()
+    assert not got[4:].any()
+    none = embedding(ids, weight, last=last[:0], implementation=implementation)
+    assert torch.equal(none, embedding(ids, weight, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
 def test_no_tokens_have_no_rows(implementation: str) -> None:
     weight = random_weight(Case("q4_0", 20, 70), generator(SEED))
     got = embedding(torch.empty(0, dtype=torch.int32), weight, implementation=implementation)

@@ -365,6 +365,28 @@ def test_a_type_is_the_residuals_else_that_of_x():
         assert y.dtype == torch.float16
 
 
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("rows", [3, 65])
+def test_a_result_goes_where_it_is_asked_for(rows: int, implementation: str):
+    g = generator(SEED)
+    weight = weight_named("q4_0", 20, 330, g)
+    x = torch.randn(rows, 330, generator=g).half()
+    place = torch.full((rows + 1, 20), torch.nan)
+    got = matmul(x, weight, out=place[:rows], implementation=implementation)
+    assert got.data_ptr() == place.data_ptr()
+    assert torch.equal(place[:rows], matmul(x, weight, out_dtype=torch.float32, implementation=implementation))
+    assert place[rows].isnan().all()
+
+
+def test_a_place_of_another_shape_or_type_is_refused():
+    x, weight = torch.ones(2, 16), DenseWeight(torch.ones(16, 16))
+    for place in (torch.empty(1, 16), torch.empty(2, 32)[:, ::2]):
+        with pytest.raises(AssertionError):
+            matmul(x, weight, out=place)
+    with pytest.raises(AssertionError):
+        matmul(x, weight, out=torch.empty(2, 16), out_dtype=torch.float16)
+
+
 def test_a_declined_call_gives_the_reason():
     x = torch.ones(1, 64, dtype=torch.float64)
     weight = random_weight(LAYOUTS["q4_0"], 16, 64, generator(1))

@@ -4,7 +4,7 @@ Owns buffers of a fixed size, so that a captured graph reads every step from the
 in one piece of memory, so one copy brings them to the device. Two pieces of pinned host memory alternate, since the
 device may still be copying the last one. Knows nothing of the model.
 
-    tokens     ids, sources, positions, slot_mapping     padding has slot -1, which is not written
+    tokens     ids, positions, slot_mapping              padding has slot -1, which is not written
     rows       indices of the sampled tokens             padding repeats the first token
     sequences  query_start_loc, seq_lens, block_tables   padding has no queries and length 0
 """
@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -23,10 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from edgelm.core import LAST, Chunk, Step
+from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.models.decoder import Batch
 
 NO_SLOT = -1
 ALIGNMENT = 16  # bytes, of each tensor: kernels are compiled for it
+NO_ROWS: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Bucket:
     sequences: int
     rows: int
     max_query_len: int  # tokens of one sequence
+    only_prompts: bool = False  # each sequence has more than VERIFY_LEN tokens
 
     def holds(self, other: Bucket) -> bool:
         """Return whether a step of the size `other` can be padded to this one."""
@@ -52,17 +56,9 @@ class Bucket:
 class StepTensors:
     """A step on the device."""
 
-    ids: Tensor  # int32 [tokens]
+    ids: Tensor  # int32 [tokens]; -1 - i: what row i of the previous step sampled, which only the device knows
     batch: Batch
     rows: Tensor  # int64 [rows]: indices of the sampled tokens
-
-
-@dataclass(frozen=True, slots=True)
-class LastTokens:
-    """The tokens that the previous step sampled, still on the device."""
-
-    tokens: Tensor  # int64 [rows]; below 0: no token
-    row_of: Mapping[int, int]  # the row of a sequence's last token, by sequence id
 
 
 class StepBuffers:
@@ -86,23 +82,20 @@ class StepBuffers:
         self._copied = [torch.cuda.Event() for _ in self._host] if self._cuda else []
         self._turn = 0
 
-    def fill(self, step: Step, bucket: Bucket, last: LastTokens | None = None) -> None:
-        """Copy a step to the device, padded to a bucket. `last` has the tokens that LAST stands for."""
+    def fill(self, step: Step, bucket: Bucket, last_rows: Mapping[int, int] = NO_ROWS) -> None:
+        """Copy a step to the device, padded to a bucket.
+
+        LAST stands for what the previous step sampled: `last_rows` has the row there, by sequence id.
+        """
         self._turn = (self._turn + 1) % len(self._host)
         if self._copied:
             self._copied[self._turn].synchronize()
         host, device = self._host[self._turn], self._device
-        self._write(host, step, bucket, last.row_of if last else {})
+        self._write(host, step, bucket, last_rows)
         if self._copied:
             used = host.used_bytes(bucket.sequences)
             device.memory[:used].copy_(host.memory[:used], non_blocking=True)
             self._copied[self._turn].record()
-        if any(chunk.tokens[0] == LAST for chunk in step.chunks):
-            assert last is not None
-            count = len(step.chunks)
-            assert count == step.num_tokens, "LAST is its chunk's only token, and then every chunk's"
-            tokens = last.tokens.index_select(0, device.sources[:count]).clamp_(min=0)  # -1 is no row of the embedding
-            device.ids[:count].copy_(tokens)
 
     def views(self, bucket: Bucket) -> StepTensors:
         """Return the device tensors in the sizes of a bucket; a graph is captured over them."""
@@ -116,21 +109,21 @@ class StepBuffers:
                 query_start_loc=fields.query_start_loc[: bucket.sequences + 1],
                 seq_lens=fields.seq_lens[: bucket.sequences],
                 max_query_len=bucket.max_query_len,
+                only_prompts=bucket.only_prompts,
             ),
             fields.rows[: bucket.rows],
         )
 
-    def _write(self, host: _Fields, step: Step, bucket: Bucket, row_of: Mapping[int, int]) -> None:
+    def _write(self, host: _Fields, step: Step, bucket: Bucket, last_rows: Mapping[int, int]) -> None:
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         rows: list[int] = []
-        query_start_loc, seq_lens, sources = [0], [], []
+        query_start_loc, seq_lens = [0], []
         for index, chunk in enumerate(step.chunks):
             assert isinstance(chunk.kv, tuple)
             if chunk.tokens[0] == LAST:
-                ids.append(0)
-                sources.append(row_of[chunk.seq.id])
+                ids.append(-1 - last_rows[chunk.seq.id])
             else:
                 ids += chunk.tokens
             positions += range(chunk.start, chunk.end)
@@ -147,7 +140,6 @@ class StepBuffers:
         fields.rows[: bucket.rows] = rows + [0] * (bucket.rows - len(rows))
         fields.query_start_loc[: bucket.sequences + 1] = query_start_loc + [len(ids)] * padding_seqs
         fields.seq_lens[: bucket.sequences] = seq_lens + [0] * padding_seqs
-        fields.sources[: len(sources)] = sources
 
     def _slots(self, chunk: Chunk) -> list[int]:
         """Return the slot of each token of a chunk: block * block_len + offset."""
@@ -162,8 +154,8 @@ class StepBuffers:
 
 def bucket_of(step: Step) -> Bucket:
     """Return the sizes of a step, without padding."""
-    longest = max((len(chunk.tokens) for chunk in step.chunks), default=0)
-    return Bucket(step.num_tokens, len(step.chunks), step.num_rows, longest)
+    lengths = [len(chunk.tokens) for chunk in step.chunks] or [0]
+    return Bucket(step.num_tokens, len(step.chunks), step.num_rows, max(lengths), min(lengths) > VERIFY_LEN)
 
 
 class _Arrays(NamedTuple):
@@ -172,7 +164,6 @@ class _Arrays(NamedTuple):
     slot_mapping: NDArray[np.int64]  # [tokens]
     rows: NDArray[np.int64]  # [rows]
     ids: NDArray[np.int32]  # [tokens]
-    sources: NDArray[np.int32]  # [tokens]
     positions: NDArray[np.int32]  # [tokens]
     query_start_loc: NDArray[np.int32]  # [sequences + 1]
     seq_lens: NDArray[np.int32]  # [sequences]
@@ -190,7 +181,6 @@ class _Fields:
             ((max_rows,), torch.int64),
             ((max_tokens,), torch.int32),
             ((max_tokens,), torch.int32),
-            ((max_tokens,), torch.int32),
             ((max_sequences + 1,), torch.int32),
             ((max_sequences,), torch.int32),
             ((max_sequences, max_blocks), torch.int32),
@@ -202,8 +192,8 @@ class _Fields:
             self.memory[offset : offset + size].view(dtype).view(shape)
             for offset, size, (shape, dtype) in zip(offsets, sizes, fields, strict=True)
         ]
-        self.slot_mapping, self.rows, self.ids, self.sources, self.positions = views[:5]
-        self.query_start_loc, self.seq_lens, self.block_tables = views[5:]
+        self.slot_mapping, self.rows, self.ids, self.positions = views[:4]
+        self.query_start_loc, self.seq_lens, self.block_tables = views[4:]
         if device.type == "cpu":
             self.arrays = _Arrays(*(view.numpy() for view in views))
         self._block_tables_offset = offsets[-1]

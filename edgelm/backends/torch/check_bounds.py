@@ -158,6 +158,7 @@ def matmul_bound(
     gate: Gate | None,
     norm: Norm | None,
     out_dtype: torch.dtype,
+    _out: Tensor | None = None,
 ) -> Tensor:
     """Return the bound of `matmul`; a residual stream that is normed is multiplied as the result's type."""
     dtype = out_dtype if norm is not None and x.dtype == torch.float32 else x.dtype

@@ -17,6 +17,7 @@ from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.memory import STEP_TOKENS
 from edgelm.core import EmbedderInfo, Pooling
 from edgelm.errors import EngineError
+from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, LayerCache, allocate
 from edgelm.machine.memory import available_memory_bytes
 from edgelm.models.decoder import Batch, Decoder
@@ -88,6 +89,7 @@ class TorchEmbedder:
                 query_start_loc=tensor(np.cumsum([0, *lengths])),
                 seq_lens=tensor(ends),
                 max_query_len=max(lengths),
+                only_prompts=min(lengths) > VERIFY_LEN,
             )
             hidden: NDArray[np.float32] = self._decoder.forward(tensor(ids), batch, self._caches).cpu().numpy()
         return hidden

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from edgelm.backends.reports import LOGGED, Reports
 from edgelm.backends.snapshots import SnapshotStore
-from edgelm.backends.torch.batch import LastTokens, StepBuffers, StepTensors, bucket_of
+from edgelm.backends.torch.batch import NO_ROWS, StepBuffers, StepTensors, bucket_of
 from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
 from edgelm.backends.torch.compiling import compile_kernels
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
@@ -108,7 +108,8 @@ class TorchExecutor:
         self._host_sampler = HostSampler(decoder.vocab_size)
         self._device_sampler: DeviceSampler | None = None
         self._histories = Histories()
-        self._last: LastTokens | None = None
+        self._host_tokens = torch.full((options.max_rows,), NOT_A_TOKEN)  # that the host sampler has sampled last
+        self._last_rows = NO_ROWS  # of the previous step, by sequence id
         self._caches: list[LayerCache] = []
         self._buffers: StepBuffers | None = None
         self._graphs: Graphs | None = None
@@ -173,7 +174,7 @@ class TorchExecutor:
                 self.forward(step)
                 self.sample(step, None)  # not read: no kernel wrote it
                 reports.alive()
-        self._last = None
+        self._last_rows = NO_ROWS
         compile_kernels(needed, lambda done, total: reports.say(f"compiling the GPU's kernels: {done} of {total}"))
 
     def _capture_graphs(self, options: TorchOptions, reports: Reports) -> None:
@@ -211,7 +212,7 @@ class TorchExecutor:
         stream = torch.cuda.stream(torch.cuda.current_stream())
         with gpu_errors("--no-graphs runs without CUDA graphs"), stream, torch.inference_mode():
             logits = torch.empty((graphs.sizes[0], self._info.num_vocab), dtype=torch.float32, device=self._device)
-            for size in graphs.sizes:  # first, since a copy of the logits is the largest piece of memory in a graph
+            for size in graphs.sizes:  # first, since the sampler's copy of the logits is the largest piece of memory
                 self._device_sampler.capture(logits[:size], graphs.record)
                 reports.alive()
             graphs.capture(self._run, self._buffers, logits, reports.alive)
@@ -267,7 +268,7 @@ class TorchExecutor:
         size = bucket_of(step)
         bucket = self._graphs.bucket(size) if self._graphs else None
         with gpu_errors(), torch.inference_mode():
-            self._buffers.fill(step, bucket or size, self._last)
+            self._buffers.fill(step, bucket or size, self._last_rows)
             if bucket and self._graphs:
                 return self._graphs.replay(bucket)
             return self._run(self._buffers.views(size))
@@ -276,18 +277,17 @@ class TorchExecutor:
         """Start sampling the rows of each chunk, up to the first that differs from the draft. Raises EngineError."""
         if not step.num_rows:
             return CompletedSamples([[] for _ in step.chunks])
-        row_of = _last_rows(step)
+        last_rows = _last_rows(step)
         if self._device_sampler is None:
             sampled = self._host_sampler.sample(step, self.logits(step), masks)
-            tokens = [NOT_A_TOKEN] * step.num_rows
             for chunk, rows in zip(step.chunks, sampled, strict=True):
-                if chunk.seq.id in row_of:
-                    tokens[row_of[chunk.seq.id]] = rows[0].id
-            self._last = LastTokens(torch.tensor(tokens), row_of)
+                if chunk.seq.id in last_rows:
+                    self._host_tokens[last_rows[chunk.seq.id]] = rows[0].id
+            self._last_rows = last_rows
             return CompletedSamples(sampled)
         with gpu_errors(), torch.inference_mode():
             launch = self._device_sampler.launch(self._logits[: step.num_rows], self._requests(step), masks)
-        self._last = LastTokens(launch.tokens, row_of)
+        self._last_rows = last_rows
         return _PendingOnGPU(step, launch)
 
     def logits(self, step: Step) -> NDArray[np.float32]:
@@ -301,7 +301,7 @@ class TorchExecutor:
         if self._snapshots:
             self._snapshots.close()
         self._ask_gpu(torch.cuda.synchronize)  # it may still run a graph
-        self._graphs = self._decoder = self._device_sampler = self._buffers = self._last = None
+        self._graphs = self._decoder = self._device_sampler = self._buffers = None
         self._caches = []
         self._logits = torch.empty(0)
         self._ask_gpu(torch.cuda.empty_cache)
@@ -312,13 +312,14 @@ class TorchExecutor:
             with suppress(RuntimeError):
                 call()
 
-    def _run(self, tensors: StepTensors) -> Tensor:
-        """Return the logits of the sampled rows: float32 [rows, vocab_size]."""
+    def _run(self, tensors: StepTensors, out: Tensor | None = None) -> Tensor:
+        """Return the logits of the sampled rows, float32 [rows, vocab_size]; they go to `out` if it is given."""
         assert self._decoder is not None, "the executor is closed"
-        hidden = self._decoder.forward_rows(tensors.ids, tensors.batch, self._caches, tensors.rows)
+        last = self._device_sampler.tokens if self._device_sampler else self._host_tokens
+        hidden = self._decoder.forward_rows(tensors.ids, tensors.batch, self._caches, tensors.rows, last)
         if not len(tensors.rows):
             return hidden.new_empty((0, self._info.num_vocab), dtype=torch.float32)
-        return self._decoder.logits(hidden)
+        return self._decoder.logits(hidden, out)
 
     def _apply(self, op: Op) -> None:
         """Save, load or store blocks. Raises SnapshotError for a state that cannot be loaded."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from edgelm.backends.torch.batch import Bucket, StepBuffers, StepTensors
 from edgelm.backends.torch.graph_sizes import graph_sizes
 from edgelm.core import Step
 
-T = TypeVar("T")
-Forward = Callable[[StepTensors], Tensor]  # logits [rows, vocab_size]
+Forward = Callable[[StepTensors, Tensor], object]  # writes the logits to a tensor, [rows, vocab_size]
 
 
 class Graphs:
@@ -56,22 +55,22 @@ class Graphs:
         """
 
         def work(bucket: Bucket) -> None:
-            logits[: bucket.rows].copy_(forward(buffers.views(bucket)))
+            forward(buffers.views(bucket), logits[: bucket.rows])
 
         self._logits = logits
         for bucket in reversed(self._buckets):
             buffers.fill(Step(()), bucket)
-            self._graphs[bucket], _ = self.record(partial(work, bucket))
+            self._graphs[bucket] = self.record(partial(work, bucket))
             alive()
 
-    def record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Capture work on the device; of the memory that it allocates, only the results stay in use."""
+    def record(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Capture work on the device; the memory that it allocates is used again by the other graphs."""
         work()  # compiles kernels, which a capture must not do
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            results = work()
+            work()
         self._pool = self._pool or graph.pool()
-        return graph, results
+        return graph
 
     def replay(self, bucket: Bucket) -> Tensor:
         """Run a graph on the step in the step buffers; the logits are valid until the next replay."""

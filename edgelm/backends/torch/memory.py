@@ -111,7 +111,7 @@ class TorchMemory:
 
     def workspace_bytes(self, kv: str, context: int) -> int:
         vocab_size = max(self._model.summary.vocab_size, 1)
-        logits = SAMPLED_ROWS * vocab_size * 4 * 2  # of a graph, and of a step without one
+        logits = SAMPLED_ROWS * vocab_size * 4 * 2  # where all graphs write, and of a step without one
         if self._device == "cuda":
             scratch = SCRATCH_BYTES + self._attention_bytes(context) + sampler_bytes(SAMPLED_ROWS, vocab_size)
             scratch += (
@@ -125,7 +125,7 @@ class TorchMemory:
     def graph_bytes(self, context: int) -> int:
         """Return the bytes in which the CUDA graphs work: of the largest one, since only one runs at a time."""
         tokens = self._graph_sizes[-1].tokens
-        scratch = sampler_bytes(tokens, max(self._model.summary.vocab_size, 1))  # more than the logits before it
+        scratch = sampler_bytes(tokens, max(self._model.summary.vocab_size, 1))  # it has a copy of the logits
         return tokens * self._token_bytes + scratch + self._chunk_sum_bytes(tokens, context)
 
     def token_seconds(self, read_bytes_per_s: float, kv: str, context: int) -> float:
@@ -233,13 +233,16 @@ def chunk_sum_bytes(tokens: int, sequences: int, num_heads: int, width: int, pos
 def sampler_bytes(rows: int, num_vocab: int) -> int:
     """Return the bytes of the sampler's scratch: of each row a copy of the logits, a list, bins, and sums of chunks."""
     chunks = -(-num_vocab // 2048)
-    own = rows * (4 * (2048 * chunks + 8192) + 4 * (256 + 8192 + 1) + chunks * 4 + 8 * 24)
+    own = rows * (4 * (2048 * chunks + 8192) + 4 * (256 + 8192 + 1) + chunks * 4)
     return own + (rows + rows % 2) * chunks * 8 * 35  # at multiples of 16 bytes
 
 
 def staged_bytes(rows: int, num_vocab: int) -> int:
-    """Return the bytes of what rows are sampled by: parameters, masks, and the biases and histories of a launch."""
-    return rows * (8 * 16 + 4 * -(-num_vocab // 32)) + num_vocab * (4 + 8 + 4 + 4)
+    """Return the bytes of what rows are sampled by, and of their answers.
+
+    They are sampled by parameters, masks, and the biases and histories of a launch.
+    """
+    return rows * (8 * 16 + 4 * -(-num_vocab // 32) + 8 * 24) + num_vocab * (4 + 8 + 4 + 4)
 
 
 def split_sum_bytes(tokens: int, num_heads: int, num_kv_heads: int, width: int, positions: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from edgelm.backends.torch.check_bounds import RARE, Bound, bounds_of
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.checkpoints.gguf import GGUF
-from edgelm.core import Chunk, SamplingParams, Step
+from edgelm.core import LAST, Chunk, SamplingParams, Step
 from edgelm.core import Sequence as TokenSequence
 from edgelm.errors import EngineError
 from edgelm.kernels import cache as kv_cache
@@ -254,10 +254,15 @@ def _options(mode: str, *, graphs: bool = False) -> TorchOptions:
 
 
 def _run_steps(executor: TorchExecutor) -> Tensor:
-    """Run a prompt, a second one beside a decoded token, and the verification of drafts; return the last logits."""
+    """Run a prompt, a step ahead, a second prompt beside a decoded token, and the verification of drafts.
+
+    Return the last logits.
+    """
     first, second = _Walk(0, executor.info.num_vocab), _Walk(1, executor.info.num_vocab)
-    executor.forward(Step((first.chunk(PROMPTS[0], 1),)))
-    executor.forward(Step((first.chunk(1, 1),)))
+    prompt = Step((first.chunk(PROMPTS[0], 1),))
+    executor.forward(prompt)
+    executor.sample(prompt, None)
+    executor.forward(Step((replace(first.chunk(1, 1), tokens=[LAST]),)))
     executor.forward(Step((first.chunk(1, 1), second.chunk(PROMPTS[1], 1))))
     executor.forward(Step((first.chunk(1, 1), second.chunk(1, 1))))
     if LONG_PROMPT:

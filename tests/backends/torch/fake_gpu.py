@@ -36,6 +36,7 @@ HOST, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda
 DEVICE_OF, IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
 MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu})
 READS = frozenset({torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.numpy, torch.nonzero})
+EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty"})
 UPLOADING = frozenset({torch.tensor, torch.as_tensor})  # their numbers come from the host
 ALLOCATED = 512  # bytes: torch's allocator aligns memory to them, and rounds sizes up
 
@@ -67,7 +68,8 @@ class FakeDriver:
 class FakeGpu(TorchFunctionMode):
     """An H200. `launches` counts kernels by name, `captured` those of each graph, `copies` transfers by direction.
 
-    `blocking` counts the copies that the host waits for; events are not counted. `pools` is the memory of the graphs,
+    `blocking` counts the copies that the host waits for; events are not counted. `own` counts torch's own kernels by
+    name, `own_captured` those in graphs. `pools` is the memory of the graphs,
     `waits` counts the calls that wait for all work of the device. `compiled` are the kernels that a GPU would have
     compiled, in order: the name and the key by which Triton finds one, `ahead` those that several processes would have
     compiled before. With each replay of a graph `clock_us` goes on by what `launch_us` says of its launches, from the
@@ -86,6 +88,8 @@ class FakeGpu(TorchFunctionMode):
         self._recorded: list[tuple[str, dict[str, Any]]] = []  # launches of the present capture
         self.copies: Counter[str] = Counter()  # "up" and "down"
         self.blocking = 0
+        self.own: Counter[str] = Counter()
+        self.own_captured: Counter[str] = Counter()
         self.pools = GraphPools()
         self.waits = 0
         self._place: tuple[object, object] = (None, None)  # pool and stream of the present capture
@@ -195,6 +199,8 @@ class FakeGpu(TorchFunctionMode):
         if func == DEVICE_OF:
             return CUDA if func(*args) == META else func(*args)
         result = self._call(func, args, dict(kwargs or {}))
+        if _computes(func.__name__, result, args):
+            (self.own if self._capturing is None else self.own_captured)[func.__name__] += 1
         if self._capturing is not None:
             self.pools.allocate(*self._place, result, (*args, *(kwargs or {}).values()))
         for tensor in result if isinstance(result, tuple | list) else (result,):
@@ -313,6 +319,16 @@ class FakeGpu(TorchFunctionMode):
         self._stack.callback(kernel.device_caches.clear)
         kernel.device_caches[0][0][key] = object()
         return True
+
+
+def _computes(name: str, result: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether a function of torch runs a kernel: its result on the fake GPU is neither a view nor empty."""
+    if not torch.is_tensor(result) or not result.is_meta or name in EMPTY:
+        return False
+    given = [arg for arg in args if torch.is_tensor(arg)]
+    if name.endswith("_") and not name.endswith("__"):
+        return all(is_on_gpu(arg) for arg in given)  # else it is a copy
+    return result.untyped_storage()._cdata not in {arg.untyped_storage()._cdata for arg in given}
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:

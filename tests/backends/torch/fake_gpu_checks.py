@@ -53,10 +53,12 @@ def check(name: str, gpu: FakeGpu, decoder: Decoder, kv: str = "f16") -> int:
     )
     compiled = set(gpu.launches)
     assert len(gpu.captured) == len(SIZES) + len(graph_sizes(NUM_SEQUENCES, 512))  # of the sampler, and of the model
+    assert gpu.own_captured["copy_"] == 0, "a graph copies what it could write to its place"
     (graph_bytes,) = gpu.pools.reserved.values()  # all graphs share their memory
     for kind, step, replayed in _steps():
         gpu.copies.clear()
         gpu.launches.clear()
+        gpu.own.clear()
         gpu.blocking, replays = 0, gpu.replays
         executor.forward(step)
         assert (not gpu.launches) == replayed, f"{kind}: {gpu.launches}"
@@ -65,6 +67,7 @@ def check(name: str, gpu: FakeGpu, decoder: Decoder, kv: str = "f16") -> int:
         alone = kind == "penalized"  # the sampler's graph is for rows without penalties
         assert gpu.replays - replays == (2 - alone) * replayed, kind
         assert (not gpu.launches) == (replayed and not alone), f"{kind}: {gpu.launches}"
+        assert not gpu.own or not replayed, f"{kind}: torch computes {gpu.own} beside the graphs"
         if alone:
             assert gpu.launches.keys() >= {"bias_kernel", "penalize_kernel"}
         assert gpu.copies["down"] == 1, f"{kind}: {gpu.copies}"

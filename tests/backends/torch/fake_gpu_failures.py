@@ -83,10 +83,10 @@ def graphs_of_more_than(most: int) -> Iterator[None]:
         tried.append(weakref.ref(self))
         begun(self, *args)
 
-    def limited(self: TorchExecutor, tensors: Any) -> Any:
+    def limited(self: TorchExecutor, tensors: Any, *args: Any) -> Any:
         if torch.cuda.is_current_stream_capturing() and len(tensors.ids) > most:
             run_out()
-        return real(self, tensors)
+        return real(self, tensors, *args)
 
     def emptied() -> None:
         assert all(graphs() is None for graphs in tried), "graphs of a failed capture are alive"

@@ -24,10 +24,13 @@ from edgelm.backends.torch.failures import OutOfMemoryError
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
 from edgelm.config import Settings
-from edgelm.core import LAST, Chunk, SamplingParams, Sequence, Step
+from edgelm.core import LAST, NOT_A_TOKEN, Chunk, SamplingParams, Sequence, Step
 from edgelm.errors import EngineError, ModelError
 from edgelm.models.decoder import Batch, Decoder
+from edgelm.sampling.device import DeviceSampler
 from tests.backends.torch.torch_engine import load_gguf, make_executor
+from tests.models import tiny_models
+from tests.models.tiny_gguf import write_gguf
 from tests.tiny import write_tiny
 
 
@@ -77,10 +80,10 @@ def give_graphs(executor: TorchExecutor) -> Graphs:
     graphs = Graphs(executor.info.max_sequences, executor.info.max_tokens)
     logits = torch.empty(graphs.sizes[0], executor.info.num_vocab)
 
-    def forward(tensors: StepTensors) -> Tensor:
+    def forward(tensors: StepTensors, out: Tensor) -> None:
         if graph := FakeGraph.capturing:
-            graph.replay = lambda: logits[: len(tensors.rows)].copy_(executor._run(tensors))
-        return executor._run(tensors)
+            graph.replay = lambda: executor._run(tensors, out)
+        executor._run(tensors, out)
 
     with torch.inference_mode():
         graphs.capture(forward, executor._buffers, logits)
@@ -133,6 +136,67 @@ def test_a_graph_runs_one_step_ahead(decoder: Decoder, num_sequences: int) -> No
     assert answers[0] == answers[1]
     bucket = graphs.bucket(bucket_of(step))
     assert (bucket.max_query_len, bucket.sequences) == (1, {1: 1, 2: 2, 3: 4, 5: 5}[num_sequences])
+
+
+class Repeated:
+    """A graph on the CPU: it repeats the recorded work."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.replay = work
+
+
+@pytest.mark.usefixtures("fake_cuda")
+@pytest.mark.parametrize("graphed", [False, True])
+def test_tokens_that_only_the_device_knows_equal_known_ones(decoder: Decoder, graphed: bool) -> None:
+    """The sampler is the GPU's. Sequences change their order and end, one is penalized, and one has logits of NaN."""
+    ahead, known = (
+        make_executor(decoder, context=64, capacity=256, runs_ahead=True, max_sequences=4) for _ in range(2)
+    )
+    for executor in (ahead, known):
+        executor._device_sampler = DeviceSampler(decoder.vocab_size, SIZES[-1], "cpu", "reference")
+    if graphed:
+        graphs = give_graphs(ahead)
+        ahead._device_sampler.capture(graphs._logits[:4], Repeated)
+    seqs = [Sequence(i, [30 + i, 4], 2, SamplingParams(temperature=1.0, seed=i)) for i in range(3)]
+    seqs.append(Sequence(3, [33, 4], 2, SamplingParams(temperature=0.5, repetition_penalty=1.3)))
+    step = Step(tuple(Chunk(seq, 0, seq.tokens, 1, (seq.id,)) for seq in seqs))
+    same = step  # with known tokens
+    for position, order in enumerate(((0, 1, 2, 3), (3, 1, 0, 2), (1, 2), (2, 1), (1,)), 2):
+        ahead.forward(step)
+        known.forward(same)
+        np.testing.assert_allclose(ahead.logits(step), known.logits(same), rtol=1e-4, atol=1e-4)
+        with torch.inference_mode():
+            for executor in (ahead, known):
+                executor._logits[0, 0] = torch.nan if position == 4 else 0.0
+        read = known.sample(same, None).read()
+        assert ahead.sample(step, None).read() == read
+        assert (read[0][0].id == NOT_A_TOKEN) == (position == 4)
+        tokens = {chunk.seq.id: max(rows[0].id, 0) for chunk, rows in zip(same.chunks, read, strict=True)}
+        step = Step(tuple(Chunk(seqs[i], position, [LAST], 1, (i,)) for i in order))
+        same = Step(tuple(Chunk(seqs[i], position, [tokens[i]], 1, (i,)) for i in order))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("family", ["llama3", "gemma2"])  # gemma2 has a soft cap
+def test_logits_are_written_where_a_graph_wants_them(family: str, implementation: str, tmp_path: Path) -> None:
+    decoder = load_gguf(write_gguf(tiny_models.build(family), tmp_path / "m.gguf"), implementation)
+    assert bool(decoder.config.final_softcap) == (family == "gemma2")
+    hidden = torch.randn(3, decoder.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    place = torch.full((4, decoder.vocab_size), torch.nan)
+    with torch.inference_mode():
+        got = decoder.logits(hidden, place[:3])
+        assert got.data_ptr() == place.data_ptr()
+        assert torch.equal(place[:3], decoder.logits(hidden))
+    assert place[3].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "only_prompts"), [((17,), True), ((17, 40), True), ((16,), False), ((40, 1), False), ((), False)]
+)
+def test_a_step_of_prompts_alone_says_so(lengths: tuple[int, ...], only_prompts: bool, decoder: Decoder) -> None:
+    executor = make_executor(decoder, context=64, capacity=128)
+    size = bucket_of(Step(tuple(chunk([3] * length, 0, (0, 1)) for length in lengths)))
+    assert executor._buffers.views(size).batch.only_prompts == only_prompts
 
 
 @pytest.mark.parametrize("num_steps", range(1, 9))

@@ -163,8 +163,8 @@ def test_one_with_a_wrong_number_is_not(table: Table, monkeypatch: pytest.Monkey
     """Wrong with so many rows and more: the last number of rows is only tried with those that are faster."""
     real = kernel.decode
 
-    def spoiled(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        result = real(x, *args)
+    def spoiled(x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        result = real(x, *args, **named)
         if len(x) >= rows and not all_default():
             result[0, -1] *= 1.1
         return result

@@ -79,7 +79,7 @@ def test_there_are_graphs_for_the_steps_that_so_many_sequences_have() -> None:
 def test_the_scratch_of_the_sampler_equals_its_allocations(
     rows: int, num_vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgelm.kernels.sampling import Batch, Word, kernel
+    from edgelm.kernels.sampling import NUM_ANSWER, Batch, Word, kernel
 
     sizes: list[int] = []
     real = torch.empty
@@ -95,9 +95,10 @@ def test_the_scratch_of_the_sampler_equals_its_allocations(
     words = torch.zeros(rows, len(Word), dtype=torch.int64, device="meta")
     logits = torch.zeros(rows, num_vocab, device="meta")
     batch = Batch(words, none, none, none, none, torch.zeros(rows, 1, dtype=torch.int32, device="meta"))
+    answers = torch.zeros(rows, NUM_ANSWER, dtype=torch.int64, device="meta")
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", empty)
-        kernel.sample(logits, batch)
+        kernel.sample(logits, batch, answers)
     assert sum(sizes) == sampler_bytes(rows, num_vocab)
 
 
@@ -105,7 +106,8 @@ def test_the_scratch_of_the_sampler_equals_its_allocations(
 def test_what_rows_are_sampled_by_has_the_predicted_size(rows: int, num_vocab: int) -> None:
     sampler = DeviceSampler(num_vocab, rows, "cpu", "reference")
     columns = [value for value in vars(sampler).values() if isinstance(value, device._Column)]
-    assert sum(column._device.nbytes for column in columns) == staged_bytes(rows, num_vocab)
+    held = [*(column._device for column in columns), sampler._latest]
+    assert sum(tensor.nbytes for tensor in held) == staged_bytes(rows, num_vocab)
 
 
 class _NoKernel:

@@ -26,11 +26,12 @@ def compile_case(name: str) -> CompileCase:
     from edgelm.kernels.embedding.kernel import COLUMNS, packed_kernel
 
     layout = LAYOUTS[name]
-    pointers = plane_types(name) | {"ids": "*i32", "out": "*fp32"}
+    pointers = plane_types(name) | {"ids": "*i32", "last": "*i64", "out": "*fp32"}
     fixed: dict[str, object] = dict.fromkeys(("high", "offsets", "supers", "order"))
     fixed |= {"columns": 4096, "chunks": 64, "BITS": layout.bits, "GROUP": layout.group, "SCALE": layout.scale}
     fixed |= {"CODE": layout.code, "ZERO": layout.zero, "OFFSET": layout.offset, "BOOK": (), "ORDER": False}
-    signature = dict.fromkeys(packed_kernel.arg_names, "constexpr") | {"rows": "i32", "scale": "fp32"}
+    numbers = {"num_last": "i32", "last_stride": "i32", "rows": "i32", "scale": "fp32"}
+    signature = dict.fromkeys(packed_kernel.arg_names, "constexpr") | numbers
     return CompileCase(
         f"embedding {name}",
         packed_kernel,

@@ -173,9 +173,16 @@ def _embedding(case: Case, seed: int) -> Outcome:
     outside = torch.tensor([-1, case.rows, 2**31 - 1, -(2**31), 0], dtype=torch.int32)
     zeros = embedding(outside, weight, implementation="triton")[:4]
     scaled = embedding(ids, weight, scale=50.6, out_dtype=BF16, implementation="triton")
+    answers = torch.cat((ids.long(), torch.tensor([-1, case.rows])))[:, None].expand(-1, 24).contiguous()
+    order = torch.randperm(len(ids), generator=g)
+    unread = torch.cat((-1 - order, torch.tensor([-1 - len(ids), -2 - len(ids), -3 - len(ids), -(2**31)]))).int()
+    unread[: len(ids) : 4] = ids[order[::4]]  # some are known
+    read = embedding(unread, weight, last=answers[:, 1], implementation="triton")
+    first = embedding(torch.zeros(1, dtype=torch.int32), weight, implementation="triton")
     return worst(
         [
             equal(embedding(ids, weight, implementation="triton"), rows),
+            equal(read, torch.cat((rows[order], first, torch.zeros(3, weight.columns)))),
             equal(scaled, (rows * 50.6).to(BF16)),
             equal(zeros, torch.zeros_like(zeros)),
         ]

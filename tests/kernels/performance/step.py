@@ -131,7 +131,7 @@ def record(scene: Scene, recorded: Recorder, device: torch.device = CPU) -> list
         Part("embedding", 1, nodes[: starts[0]]),
         Part("layer with Q6_K", LAYERS // 2, nodes[starts[0] : starts[1]]),
         Part("layer", LAYERS // 2, nodes[starts[1] : final]),
-        Part("output", 1, [*nodes[final:forward], "copy_"]),  # a graph copies its logits to where all graphs write
+        Part("output", 1, nodes[final:forward]),
         Part("sampling", 1, nodes[sampling:]),
     )
     return [part for part in parts if part.name in scene.parts]
