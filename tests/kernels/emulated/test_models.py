@@ -9,7 +9,8 @@ import pytest
 from edgelm.kernels.cache import FORMATS
 from tests.counts import Count
 from tests.kernels.emulated.children import lines_of
-from tests.kernels.emulated.models import ARCHITECTURES, FAMILIES, MAIN
+from tests.kernels.emulated.models import ARCHITECTURES, MAIN
+from tests.kernels.emulated.walks import FAMILIES
 
 WHOLE = bool(Count(test=0, soak=1))
 pytestmark = pytest.mark.timeout(Count(test=300, soak=14_400))
