@@ -13,17 +13,16 @@ from edgelm.kernels.cache import FORMATS
 from tests.counts import Count
 from tests.kernels.cases.matmul import LAYOUTS
 from tests.kernels.emulated.case import CAPABILITIES, all_cases
-from tests.kernels.emulated.children import ROOT, lines_of
+from tests.kernels.emulated.children import ROOT, TEST_LIMIT_S, lines_of
 
 WHOLE = bool(Count(test=0, soak=1))
-LIMIT_S = Count(test=290, soak=14_000)
-pytestmark = pytest.mark.timeout(Count(test=300, soak=14_400))
+pytestmark = pytest.mark.timeout(TEST_LIMIT_S)
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """Emulate the cases of every test run; with --soak, all."""
-    return lines_of("run", *([] if WHOLE else ["--main"]), limit_s=LIMIT_S)
+    return lines_of("run", *([] if WHOLE else ["--main"]))
 
 
 def launched_kernels(folder: Path) -> set[str]:
