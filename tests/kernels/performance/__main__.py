@@ -44,7 +44,7 @@ def ladder(gpus: Sequence[str], kept: Path | None, points: Path, *, as_kept: boo
     from tests.kernels.performance.validate import read
 
     found = {(scene.name, one.gpu.name): one for scene, one in budgets(SCENES, gpus, kept, as_kept=as_kept)}
-    print("\n".join(ladder.ladder(found, gpus, ladder.band_of(read(points)))))
+    print("\n".join(ladder.ladder(found, gpus, read(points))))
 
 
 def validate(kept: Path, seconds: float) -> None:

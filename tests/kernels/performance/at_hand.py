@@ -70,9 +70,8 @@ def run(*, tiny: bool, kept: Path | None, folder: Path, llama_model: Path | None
         return False
     from tests.backends.torch.fake_gpu import FakeGpu
 
-    simulated, problem = simulated_steps(
-        scenes, GPUS["H200"], kept, makes=True
-    )  # the fake GPU would stand in for Triton's here
+    # before the fake GPU, which would stand in for Triton's
+    simulated, problem = simulated_steps(scenes, GPUS["H200"], kept, makes=True)
     with FakeGpu():
         print("a dry run on a fake GPU: all is launched, nothing is measured")
         return _run(scenes, target_of(DEVICE), simulated, problem, None, dry=True)
@@ -85,9 +84,7 @@ def simulated_steps(
     found: dict[Scene, Budget] = {}
     problem = attempt(lambda: found.update(budgets(scenes, [gpu.name] if gpu else [], kept, makes=makes)))
     if gpu and not problem and len(found) < len(scenes):
-        problem = (
-            f"{len(found)} of {len(scenes)} steps are simulated in time; run it again, and it goes on with the others"
-        )
+        problem = f"{len(found)} of {len(scenes)} steps are simulated in time; the next run goes on with the others"
     return found, problem
 
 
