@@ -140,8 +140,8 @@ def judged_products(decoder: Decoder, outcomes: list[Outcome]) -> Iterator[None]
     multiply = decoder.logits
     values = layout.dequantize(decoder.weights.output.weight).double()
 
-    def judged(hidden: Tensor) -> Tensor:
-        logits = multiply(hidden)
+    def judged(hidden: Tensor, *place: Tensor | None) -> Tensor:
+        logits = multiply(hidden, *place)
         x = hidden.to(decoder.dtype)
         exact = x.double() @ values.T
         bound = product_bound(x, values, offsets=True)

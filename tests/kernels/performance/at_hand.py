@@ -61,7 +61,7 @@ def run(*, tiny: bool, kept: Path | None, folder: Path, llama_model: Path | None
     scenes = (TINY,) if tiny else SCENES
     if torch.cuda.is_available():
         target = target_of(DEVICE)
-        # what is not simulated yet would take the time that is there for measuring
+        # simulating here would take the time that is there for measuring
         simulated, problem = simulated_steps(scenes, gpu_of(target), kept, makes=tiny)
         model = None if tiny else partial(_llama_model, folder, llama_model)
         return _run(scenes, target, simulated, problem, model, dry=False)
@@ -107,8 +107,8 @@ def _run(
     measured: dict[Scene, float] = {}
     print(flush=True)
     for _, group in groupby(sorted(scenes, key=executor_key), executor_key):
-        some = list(group)
-        problems[f"whole steps, {some[0].name}"] = attempt(partial(_add_steps, measured, some, dry=dry))
+        sharing = list(group)
+        problems[f"whole steps, {sharing[0].name}"] = attempt(partial(_add_steps, measured, sharing, dry=dry))
     llama = {scene: (ms, note) for scene, ms, note in _llama_steps(scenes, llama_model)}
     steps = [
         Step(scene, simulated[scene].step_ms if scene in simulated else None, measured.get(scene), *llama[scene])
@@ -141,10 +141,10 @@ def _measure(recorder: Launched, *, dry: bool) -> MeasurePart:
         if part.name == "sampling":  # its kernels count in memory that the first one clears
             times = list(sequence_us(calls, clock))
         else:
-            some = [num_bytes for node, num_bytes in zip(part.nodes, read, strict=True) if not isinstance(node, str)]
+            sizes = [num_bytes for node, num_bytes in zip(part.nodes, read, strict=True) if not isinstance(node, str)]
             times = [
                 node_us(call, recorder.cold, num_bytes, DEVICE, clock)
-                for call, num_bytes in zip(calls, some, strict=True)
+                for call, num_bytes in zip(calls, sizes, strict=True)
             ]
         left = iter(times)
         return [None if isinstance(node, str) or dry else next(left) for node in part.nodes]
@@ -199,12 +199,11 @@ def step_table(steps: Sequence[Step]) -> Iterator[str]:
         f"{'whole steps':<40} {'simulated ms':>13} {'measured ms':>12} {'ratio':>6} {'llama.cpp ms':>12} "
         f"{'ours tok/s':>10} {'llama.cpp tok/s':>15}"
     )
-    for one in steps:
-        ratio = f"{one.measured / one.simulated:.2f}" if one.measured and one.simulated else "-"
+    for scene, simulated, measured, llama, note in steps:
+        ratio = f"{measured / simulated:.2f}" if measured and simulated else "-"
         yield (
-            f"{one.scene.name:<40} {_ms(one.simulated, 'not simulated'):>13} {_ms(one.measured, 'not measured'):>12} "
-            f"{ratio:>6} {_ms(one.llama, '-'):>12} {_tokens(one.scene, one.measured):>10} "
-            f"{_tokens(one.scene, one.llama):>15}{'  ' if one.note else ''}{one.note}"
+            f"{scene.name:<40} {_ms(simulated, 'not simulated'):>13} {_ms(measured, 'not measured'):>12} {ratio:>6} "
+            f"{_ms(llama, '-'):>12} {_tokens(scene, measured):>10} {_tokens(scene, llama):>15}  {note}".rstrip()
         )
 
 

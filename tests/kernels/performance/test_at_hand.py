@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -208,7 +209,9 @@ def test_the_one_command_goes_through_all_of_it_without_a_gpu(tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a dry run on a fake GPU" in text
     nodes, steps = text.split("llama.cpp: not measured: ")
-    assert "nodes: 8 launched here, 8 of them simulated" in nodes  # each launch is one that was simulated
+    counts = re.search(r"nodes: (\d+) launched here, (\d+) of them simulated", nodes)
+    assert counts
+    assert int(counts[1]) == int(counts[2]) > 5  # each launch is one that was simulated
     for name in ("packed_kernel 4 bits", "decode_kernel 512x256 4 bits", "attend_chunks", "write_kv_kernel"):
         line = next(line for line in nodes.splitlines() if name in line)
         assert "not measured" in line

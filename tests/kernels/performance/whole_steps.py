@@ -35,6 +35,7 @@ def executor_key(scene: Scene) -> tuple[str, int]:
 @contextmanager
 def executor_for(scenes: Sequence[Scene], device: torch.device, num_layers: int = LAYERS) -> Iterator[TorchExecutor]:
     """Give an executor for steps that have the same cache, as a loaded model has it but for tuned configurations."""
+    _free_memory()  # of the nodes before, which a cycle of references keeps
     first = scenes[0]
     assert {executor_key(scene) for scene in scenes} == {executor_key(first)}
     with patch.object(shape_models, "DEVICE", device):
@@ -54,8 +55,12 @@ def executor_for(scenes: Sequence[Scene], device: torch.device, num_layers: int 
     finally:
         executor.close()
         del executor, decoder
-        gc.collect()
-        torch.cuda.empty_cache()
+        _free_memory()
+
+
+def _free_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def step_ms(executor: TorchExecutor, scene: Scene) -> float:
