@@ -32,7 +32,8 @@ export PYTHONUNBUFFERED=1
 # settings, because they name plugins that are not needed here.
 suite() {
     local device=cuda parallel=() tests=()
-    for op in activation attention bandwidth cache dequant_gemm dequantize embedding grouped matmul norm route write_kv; do
+    for op in activation attention bandwidth cache dequant_gemm dequantize embedding grouped matmul norm route trial \
+        write_kv; do
         tests+=("tests/kernels/test_$op.py")
     done
     if [ -n "$tiny" ]; then device=cpu tests+=(-k "reference or bandwidth"); fi
