@@ -159,7 +159,7 @@ def test_odd_sizes(name: str, n: int, k: int, seed: int):
     x = torch.randn(2, k, generator=g).half()
     y, error = exact(x, weight)
     assert_within(matmul(x, weight), y, error)
-    assert_within(decode(x, weight, None, None, None, None, torch.float32, Config(2, 2, True, 2)), y, error)
+    assert_within(decode(x, weight, None, None, None, None, torch.float32, Config(2, 2, 2, 2)), y, error)
 
 
 class Surrounded(NamedTuple):
@@ -196,7 +196,7 @@ def surrounded(kind: Gate, rows: int, dtype: torch.dtype, g: torch.Generator) ->
 def test_norm_bias_gate_and_residual(at: int, splits: int, seed: int):
     given = surrounded(GATES[at], ROWS[(seed + at + splits) % len(ROWS)], DTYPES[(seed + at) % 3], generator(seed))
     arguments, expected, error = given
-    assert_within(decode(*arguments, torch.float32, Config(1, 2, True, splits)), expected, error)
+    assert_within(decode(*arguments, torch.float32, Config(1, 2, 2, splits)), expected, error)
     x, weight, bias, residual, gate, norm = arguments
     options = {"bias": bias, "residual": residual, "gate": gate, "norm": norm}
     result = matmul(x, weight, implementation="reference", **options)
@@ -257,9 +257,9 @@ def test_planes_of_a_stack_keep_their_strides(seed: int):
     ("name", "config", "num_rows"),
     [
         ("q4_k", Config(2, 2, 2, 1), 40),
-        ("q4_k", Config(1, 2, False, 2), 40),
-        ("q6_k", Config(2, 2, False, 1), 16),
-        ("awq", Config(1, 2, True, 2), 16),
+        ("q4_k", Config(1, 2, 0, 2), 40),
+        ("q6_k", Config(2, 2, 0, 1), 16),
+        ("awq", Config(1, 2, 1, 2), 16),
         ("dense_bfloat16", Config(2, 2, 2, 1), 24),
     ],
 )
@@ -323,7 +323,7 @@ def test_scales_of_e8m0_reach_down_to_subnormal_numbers():
     x = torch.ones(1, 64)
     for byte, scale in ((0, 2.0**-128), (1, 2.0**-127), (2, 2.0**-126), (255, 2.0**127)):
         scaled = replace(weight, scales=torch.full_like(weight.scales, byte))
-        y = decode(x / 64, scaled, None, None, None, None, torch.float32, Config(1, 1, False, 1))
+        y = decode(x / 64, scaled, None, None, None, None, torch.float32, Config(1, 1, 0, 1))
         codes = dequantize(replace(weight, scales=torch.full_like(weight.scales, 128)))
         assert torch.equal(
             y.double()[0], codes.double().sum(1) * (scale / 64)
