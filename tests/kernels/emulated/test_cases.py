@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from edgelm.kernels.cache import FORMATS
 from tests.counts import Count
 from tests.kernels.cases.matmul import LAYOUTS
-from tests.kernels.emulated.case import CAPABILITIES, all_cases
+from tests.kernels.emulated.case import CAPABILITIES, all_cases, launched_late
 from tests.kernels.emulated.children import ROOT, TEST_LIMIT_S, lines_of
 
 WHOLE = bool(Count(test=0, soak=1))
@@ -53,6 +54,12 @@ def test_every_kernel_is_emulated(results: list[dict[str, Any]]) -> None:
     kernels = launched_kernels(ROOT / "kernels")
     assert len(kernels) > 20
     assert not kernels - {name for result in results for name in result["kernels"]}
+
+
+def test_a_kernel_of_a_step_without_pdl_is_a_fault() -> None:
+    launches = [SimpleNamespace(kernel=name, dependent=name == "with") for name in ("with", "without", "trial_kernel")]
+    assert launched_late(SimpleNamespace(capability=90, launches=launches)) == ["without"]
+    assert launched_late(SimpleNamespace(capability=89, launches=launches)) == []
 
 
 def test_every_format_has_a_case() -> None:
