@@ -9,7 +9,7 @@
 # cases, a dry run without a GPU. PYTHON names the interpreter (.venv/bin/python), LIMIT_S the time limit of a step (540),
 # JOBS the number of compilers at once, SHAPES the shapes to tune, LLAMA_BENCH llama.cpp's llama-bench (the one on PATH)
 # and LLAMA_MODEL a GGUF of Llama-3.1-8B as Q4_K_M for it (one with random weights, made in FOLDER by the gguf package).
-# All need torch, triton and numpy; suite also needs pytest and hypothesis.
+# All need torch, triton and numpy; suite also needs pytest and hypothesis, a dry run of simulated edgelm's own packages.
 # A failed step does not stop the others; the exit code is 1 if any step failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -32,7 +32,8 @@ export PYTHONUNBUFFERED=1
 # settings, because they name plugins that are not needed here.
 suite() {
     local device=cuda parallel=() tests=()
-    for op in activation attention bandwidth cache dequant_gemm dequantize embedding grouped matmul norm route write_kv; do
+    for op in activation attention bandwidth cache dequant_gemm dequantize embedding grouped matmul norm route trial \
+        write_kv; do
         tests+=("tests/kernels/test_$op.py")
     done
     if [ -n "$tiny" ]; then device=cpu tests+=(-k "reference or bandwidth"); fi
@@ -57,14 +58,14 @@ tune() {
 }
 first_tiny_shape='import tests.kernels.benchmark as b; print(b.bench_cases(["matmul"], True)[0].shape)'
 
-# Each scene is simulated by a process of its own for the GPU at hand; then one process measures.
+# Each scene is simulated by a process of its own for the GPU at hand; then one process measures, as long as is left.
 simulated() {
-    local kept="$folder/simulated.jsonl"
+    local kept="$folder/simulated.jsonl" begun=$SECONDS
     if [ -z "$tiny" ]; then
         "$python" -c "$numbers_of_scenes" | timeout $((limit * 2 / 5)) xargs -P "$jobs" -I{} \
             "$python" -m tests.kernels.performance budget --gpus here --scenes {} --kept "$kept" > "$folder/budget.txt"
     fi
-    LIMIT_S=$((limit * 3 / 5)) bounded -m tests.kernels.performance measure $tiny --folder "$folder" --kept "$kept" \
+    LIMIT_S=$((limit - SECONDS + begun)) bounded -m tests.kernels.performance measure $tiny --folder "$folder" --kept "$kept" \
         ${LLAMA_MODEL:+--llama-model "$LLAMA_MODEL"}
 }
 numbers_of_scenes='import tests.kernels.performance.step as s; print(*range(len(s.SCENES)), sep="\n")'

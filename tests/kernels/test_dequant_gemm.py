@@ -167,5 +167,6 @@ def test_k_is_split_where_programs_are_few() -> None:
     assert split == {
         (128, 82): True, (128, 128): True, (256, 82): False, (256, 128): True, (511, 82): True, (511, 128): False,
     }  # fmt: skip
+    assert not split_of(511, weights[1024], 36).apart  # a sixteenth less is less than adding takes
     assert launch_kind(65) == launch_kind(128) != launch_kind(129)
     assert launch_kind(SCRATCH_ROWS) == launch_kind(10 * SCRATCH_ROWS)

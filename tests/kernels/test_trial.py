@@ -25,7 +25,8 @@ def test_each_kernel_takes_the_part_of_the_next_program(generator: torch.Generat
 
 
 def test_a_kernel_that_reads_before_the_end_of_another_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trial.chain_is_right(torch.device("cpu"), rounds=3)
+    device = torch.get_default_device()
+    assert trial.chain_is_right(device, rounds=3)
 
     def too_early(x: Tensor, spare: Tensor, links: int, rounds: int) -> None:
         before = x.clone()
@@ -33,4 +34,4 @@ def test_a_kernel_that_reads_before_the_end_of_another_is_seen(monkeypatch: pyte
         x[1] = chained(before, links - 1, rounds)[1]  # the last one has read what was there before
 
     monkeypatch.setattr(trial, "chain", too_early)
-    assert not trial.chain_is_right(torch.device("cpu"), rounds=3)
+    assert not trial.chain_is_right(device, rounds=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,18 +13,17 @@ import pytest
 from edgelm.kernels.cache import FORMATS
 from tests.counts import Count
 from tests.kernels.cases.matmul import LAYOUTS
-from tests.kernels.emulated.case import CAPABILITIES, all_cases
-from tests.kernels.emulated.children import ROOT, lines_of
+from tests.kernels.emulated.case import CAPABILITIES, all_cases, launched_late
+from tests.kernels.emulated.children import ROOT, TEST_LIMIT_S, lines_of
 
 WHOLE = bool(Count(test=0, soak=1))
-LIMIT_S = Count(test=290, soak=14_000)
-pytestmark = pytest.mark.timeout(Count(test=300, soak=14_400))
+pytestmark = pytest.mark.timeout(TEST_LIMIT_S)
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """Emulate the cases of every test run; with --soak, all."""
-    return lines_of("run", *([] if WHOLE else ["--main"]), limit_s=LIMIT_S)
+    return lines_of("run", *([] if WHOLE else ["--main"]))
 
 
 def launched_kernels(folder: Path) -> set[str]:
@@ -54,6 +54,12 @@ def test_every_kernel_is_emulated(results: list[dict[str, Any]]) -> None:
     kernels = launched_kernels(ROOT / "kernels")
     assert len(kernels) > 20
     assert not kernels - {name for result in results for name in result["kernels"]}
+
+
+def test_a_kernel_of_a_step_without_pdl_is_a_fault() -> None:
+    launches = [SimpleNamespace(kernel=name, dependent=name == "with") for name in ("with", "without", "trial_kernel")]
+    assert launched_late(SimpleNamespace(capability=90, launches=launches)) == ["without"]
+    assert launched_late(SimpleNamespace(capability=89, launches=launches)) == []
 
 
 def test_every_format_has_a_case() -> None:

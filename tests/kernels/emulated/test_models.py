@@ -8,17 +8,18 @@ import pytest
 
 from edgelm.kernels.cache import FORMATS
 from tests.counts import Count
-from tests.kernels.emulated.children import lines_of
-from tests.kernels.emulated.models import ARCHITECTURES, FAMILIES, MAIN
+from tests.kernels.emulated.children import TEST_LIMIT_S, lines_of
+from tests.kernels.emulated.models import ARCHITECTURES, MAIN
+from tests.kernels.emulated.walks import FAMILIES
 
 WHOLE = bool(Count(test=0, soak=1))
-pytestmark = pytest.mark.timeout(Count(test=300, soak=14_400))
+pytestmark = pytest.mark.timeout(TEST_LIMIT_S)
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """Run the models of every test run; with --soak, all."""
-    return lines_of("models", *([] if WHOLE else ["--main"]), limit_s=Count(test=290, soak=14_000))
+    return lines_of("models", *([] if WHOLE else ["--main"]))
 
 
 def test_tokens_and_logits_are_those_of_the_reference(results: list[dict[str, Any]]) -> None:

@@ -8,18 +8,18 @@ import pytest
 
 from tests.counts import Count
 from tests.kernels.emulated.case import OUTSIDE_OF_STEPS
-from tests.kernels.emulated.children import ROOT, lines_of
+from tests.kernels.emulated.children import ROOT, TEST_LIMIT_S, lines_of
 from tests.kernels.emulated.mutations import DEPENDENCE, EQUIVALENT, SUBJECTS, Kind
 from tests.kernels.emulated.test_cases import launched_kernels
 
 WHOLE = bool(Count(test=0, soak=1))
-pytestmark = pytest.mark.timeout(Count(test=300, soak=14_400))
+pytestmark = pytest.mark.timeout(TEST_LIMIT_S)
 
 
 @pytest.fixture(scope="module")
 def verdicts() -> list[dict[str, Any]]:
     """Emulate the mutations of every test run; with --soak, all."""
-    return lines_of("mutations", *([] if WHOLE else ["--main"]), limit_s=Count(test=290, soak=14_000))
+    return lines_of("mutations", *([] if WHOLE else ["--main"]))
 
 
 def test_every_mutation_is_found(verdicts: list[dict[str, Any]]) -> None:

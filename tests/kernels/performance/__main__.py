@@ -44,7 +44,7 @@ def ladder(gpus: Sequence[str], kept: Path | None, points: Path, *, as_kept: boo
     from tests.kernels.performance.validate import read
 
     found = {(scene.name, one.gpu.name): one for scene, one in budgets(SCENES, gpus, kept, as_kept=as_kept)}
-    print("\n".join(ladder.ladder(found, gpus, ladder.band_of(read(points)))))
+    print("\n".join(ladder.ladder(found, gpus, read(points))))
 
 
 def validate(kept: Path, seconds: float) -> None:
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--as-kept", action="store_true", help="only print FILE, also of other kernels")
     at_hand = commands.add_parser("measure", help="steps on the GPU at hand, beside the simulated times")
     at_hand.add_argument("--tiny", action="store_true", help="a tiny model; without a GPU a dry run")
-    at_hand.add_argument("--kept", type=Path, metavar="FILE", help="the budgets; those that are missing are made")
+    at_hand.add_argument("--kept", type=Path, metavar="FILE", help="the budgets, of `budget --gpus here`")
     at_hand.add_argument("--folder", type=Path, required=True, help="where a model for llama.cpp is made")
     at_hand.add_argument("--llama-model", type=Path, help="a GGUF of Llama-3.1-8B as Q4_K_M, for llama.cpp")
     points = commands.add_parser("validate", help="predicted and published times")

@@ -58,56 +58,64 @@ def name_here() -> list[str]:
 
 def run(*, tiny: bool, kept: Path | None, folder: Path, llama_model: Path | None) -> bool:
     """Print all tables; return whether everything that could be measured was."""
-    dry = not torch.cuda.is_available()
-    if dry and not tiny:
+    scenes = (TINY,) if tiny else SCENES
+    if torch.cuda.is_available():
+        target = target_of(DEVICE)
+        # simulating here would take the time that is there for measuring
+        simulated, problem = simulated_steps(scenes, gpu_of(target), kept, makes=tiny)
+        model = None if tiny else partial(_llama_model, folder, llama_model)
+        return _run(scenes, target, simulated, problem, model, dry=False)
+    if not tiny:
         print("no GPU: nothing can be measured (--tiny goes through all of it on a fake one)")
         return False
-    scenes = (TINY,) if tiny else SCENES
-    if not dry:
-        return _run(scenes, target_of(DEVICE), kept, folder, llama_model, dry=False)
     from tests.backends.torch.fake_gpu import FakeGpu
 
-    simulated = dict(_budgets(scenes, GPUS["H200"], kept))  # before the fake GPU, which is one, stands in for Triton's
+    # before the fake GPU, which would stand in for Triton's
+    simulated, problem = simulated_steps(scenes, GPUS["H200"], kept, makes=True)
     with FakeGpu():
-        return _run(scenes, target_of(DEVICE), kept, folder, llama_model, dry=True, simulated=simulated)
+        print("a dry run on a fake GPU: all is launched, nothing is measured")
+        return _run(scenes, target_of(DEVICE), simulated, problem, None, dry=True)
 
 
-def _budgets(scenes: Sequence[Scene], gpu: Gpu | None, kept: Path | None) -> Iterator[tuple[Scene, Budget]]:
-    return budgets(scenes, [gpu.name] if gpu else [], kept)
+def simulated_steps(
+    scenes: Sequence[Scene], gpu: Gpu | None, kept: Path | None, *, makes: bool
+) -> tuple[dict[Scene, Budget], str]:
+    """Return the budgets of the scenes on a GPU, and what failed: times can be measured without them."""
+    found: dict[Scene, Budget] = {}
+    problem = attempt(lambda: found.update(budgets(scenes, [gpu.name] if gpu else [], kept, makes=makes)))
+    if gpu and not problem and len(found) < len(scenes):
+        problem = f"{len(found)} of {len(scenes)} steps are simulated in time; the next run goes on with the others"
+    return found, problem
 
 
 def _run(
     scenes: Sequence[Scene],
     target: Target,
-    kept: Path | None,
-    folder: Path,
-    llama_model: Path | None,
+    simulated: dict[Scene, Budget],
+    problem: str,
+    llama_model: Callable[[], Path] | None,
     *,
     dry: bool,
-    simulated: dict[Scene, Budget] | None = None,
 ) -> bool:
-    gpu = gpu_of(target)
-    if dry:
-        print("a dry run on a fake GPU: all is launched, nothing is measured")
     software = f"driver {target.driver}, torch {target.torch}, triton {target.triton}"
     print(f"{target.gpu}, {target.num_sms} multiprocessors, sm_{target.capability}, {software}")
-    if gpu is None:
+    if gpu_of(target) is None:
         print(f"{target.gpu} with {target.num_sms} multiprocessors is not in the model's table of GPUs: not simulated")
-    found = dict(_budgets(scenes, gpu, kept)) if simulated is None else simulated
+    problems = {"simulation": problem}
+    for scene in scenes:
+        problems[f"nodes, {scene.name}"] = attempt(partial(_print_nodes, scene, simulated.get(scene), dry=dry))
     measured: dict[Scene, float] = {}
-    problems = {
-        f"nodes, {scene.name}": attempt(partial(_print_nodes, scene, found.get(scene), dry=dry)) for scene in scenes
-    }
+    print(flush=True)
     for _, group in groupby(sorted(scenes, key=executor_key), executor_key):
-        some = list(group)
-        problems[f"whole steps, {some[0].name}"] = attempt(partial(_add_steps, measured, some, dry=dry))
-    failed = [f"{work}: {problem}" for work, problem in problems.items() if problem]
-    llama = {scene: (ms, note) for scene, ms, note in _llama_steps(scenes, folder, llama_model, tiny=dry)}
+        sharing = list(group)
+        problems[f"whole steps, {sharing[0].name}"] = attempt(partial(_add_steps, measured, sharing, dry=dry))
+    llama = {scene: (ms, note) for scene, ms, note in _llama_steps(scenes, llama_model)}
     steps = [
-        Step(scene, found[scene].step_ms if scene in found else None, measured.get(scene), *llama[scene])
+        Step(scene, simulated[scene].step_ms if scene in simulated else None, measured.get(scene), *llama[scene])
         for scene in scenes
     ]
-    print("\n".join(["", *step_table(steps), *(f"failed: {problem}" for problem in failed)]), flush=True)
+    failed = [f"failed: {work}: {problem}" for work, problem in problems.items() if problem]
+    print("\n".join(["", *step_table(steps), *failed]), flush=True)
     return not failed
 
 
@@ -133,10 +141,10 @@ def _measure(recorder: Launched, *, dry: bool) -> MeasurePart:
         if part.name == "sampling":  # its kernels count in memory that the first one clears
             times = list(sequence_us(calls, clock))
         else:
-            some = [num_bytes for node, num_bytes in zip(part.nodes, read, strict=True) if not isinstance(node, str)]
+            sizes = [num_bytes for node, num_bytes in zip(part.nodes, read, strict=True) if not isinstance(node, str)]
             times = [
                 node_us(call, recorder.cold, num_bytes, DEVICE, clock)
-                for call, num_bytes in zip(calls, some, strict=True)
+                for call, num_bytes in zip(calls, sizes, strict=True)
             ]
         left = iter(times)
         return [None if isinstance(node, str) or dry else next(left) for node in part.nodes]
@@ -153,22 +161,36 @@ def _add_steps(measured: dict[Scene, float], scenes: Sequence[Scene], *, dry: bo
             milliseconds = step_ms(executor, scene)
             if not dry:
                 measured[scene] = milliseconds
+                print(f"{scene.name}: {milliseconds:.3f} ms", flush=True)  # the run may end before the table
+
+
+def _llama_model(folder: Path, given: Path | None) -> Path:
+    """Return the model for llama-bench, which is made in a folder if none is given."""
+    model = given or folder / "llama-8b-q4_k_m.gguf"
+    if given is None and not model.exists():
+        write_llama_8b(model)
+    return model
 
 
 def _llama_steps(
-    scenes: Sequence[Scene], folder: Path, model: Path | None, *, tiny: bool
+    scenes: Sequence[Scene], find_model: Callable[[], Path] | None
 ) -> Iterator[tuple[Scene, float | None, str]]:
+    """Yield llama.cpp's milliseconds of each step, or why there are none; without a model, there are none."""
     program = llama_bench.program()
     problem = "" if program else "no llama-bench: set LLAMA_BENCH, or have it on PATH"
-    if program and not model and not tiny:
-        model = folder / "llama-8b-q4_k_m.gguf"
-        problem = attempt(lambda: model.exists() or write_llama_8b(model))
-        problem = problem and f"no model for llama-bench, set LLAMA_MODEL: {problem}"
-    if problem or not model:
-        print(f"\nllama.cpp: not measured: {problem or 'a dry run'}", flush=True)
-        return iter([(scene, None, "") for scene in scenes])
-    print(f"\nllama.cpp: {program} with {model}", flush=True)
-    return llama_bench.steps(scenes, model)
+    found: list[Path] = []
+    if find_model is None:
+        problem = problem or "it is not run beside the tiny model"
+    elif program and (problem := attempt(lambda: found.append(find_model()))):
+        problem = f"no model for llama-bench, set LLAMA_MODEL: {problem}"
+    if problem:
+        print(f"\nllama.cpp: not measured: {problem}", flush=True)
+        yield from ((scene, None, "") for scene in scenes)
+        return
+    print(f"\nllama.cpp: {program} with {found[0]}", flush=True)
+    for scene, ms, note in llama_bench.steps(scenes, found[0]):
+        print(f"{scene.name}: {note or f'{ms:.3f} ms'}", flush=True)
+        yield scene, ms, note
 
 
 def step_table(steps: Sequence[Step]) -> Iterator[str]:
@@ -177,12 +199,11 @@ def step_table(steps: Sequence[Step]) -> Iterator[str]:
         f"{'whole steps':<40} {'simulated ms':>13} {'measured ms':>12} {'ratio':>6} {'llama.cpp ms':>12} "
         f"{'ours tok/s':>10} {'llama.cpp tok/s':>15}"
     )
-    for one in steps:
-        ratio = f"{one.measured / one.simulated:.2f}" if one.measured and one.simulated else "-"
+    for scene, simulated, measured, llama, note in steps:
+        ratio = f"{measured / simulated:.2f}" if measured and simulated else "-"
         yield (
-            f"{one.scene.name:<40} {_ms(one.simulated, 'not simulated'):>13} {_ms(one.measured, 'not measured'):>12} "
-            f"{ratio:>6} {_ms(one.llama, '-'):>12} {_tokens(one.scene, one.measured):>10} "
-            f"{_tokens(one.scene, one.llama):>15}{'  ' if one.note else ''}{one.note}"
+            f"{scene.name:<40} {_ms(simulated, 'not simulated'):>13} {_ms(measured, 'not measured'):>12} {ratio:>6} "
+            f"{_ms(llama, '-'):>12} {_tokens(scene, measured):>10} {_tokens(scene, llama):>15}  {note}".rstrip()
         )
 
 

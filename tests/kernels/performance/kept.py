@@ -20,12 +20,12 @@ from tests.kernels.performance.launch import Placement
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = "tests/kernels/performance"
-SIMULATION = (  # what the time of a launch depends on, besides the launch
+SIMULATION = (  # the time of a launch depends on these, besides the launch
     *(f"{HERE}/{name}.py" for name in ("code", "control", "estimate", "gpus", "launch", "memory", "path", "pipeline")),
     *(f"{HERE}/{name}.py" for name in ("traffic", "units")),
     "tests/kernels/ptx",
 )
-LAUNCHES = (  # what the launches of a step depend on
+LAUNCHES = (  # the launches of a step depend on these
     "kernels", "models", "edgelm/backends/torch", "edgelm/sampling", "tests/backends/torch/shape_models.py",
     *(f"{HERE}/{name}.py" for name in ("budget", "recording", "step")),
 )  # fmt: skip

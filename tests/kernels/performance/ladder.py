@@ -24,9 +24,9 @@ Budgets = Mapping[tuple[str, str], Budget]  # by the scene's name and the GPU's
 
 
 class Band(NamedTuple):
-    """The ratio of published to simulated times over all points: its geometric mean and its spread.
+    """The ratio of published to simulated times over some points: its geometric mean and its spread.
 
-    All points, not those of the kernels most like ours: none of those was measured on an H100 or H200.
+    Figures have that of all points, not of the kernels most like ours: none of those was measured on an H100 or H200.
     """
 
     slower: float  # published / predicted, on average
@@ -44,18 +44,31 @@ def band_of(lines: Sequence[Compared]) -> Band:
     return Band(1 / mean, math.exp(sum(abs(math.log(line.ratio / mean)) for line in points) / len(points)))
 
 
-def ladder(budgets: Budgets, gpus: Sequence[str], band: Band) -> Iterator[str]:
+def ladder(budgets: Budgets, gpus: Sequence[str], points: Sequence[Compared]) -> Iterator[str]:
     """Yield the goals, each with its figure on each GPU and, where it is missed, the reason."""
+    band = band_of(points)
     yield (
         f"band: published times are {band.slower:.2f} times the simulated ones on average, and off that by a factor of "
         f"{band.spread:.2f};"
     )
     yield "the model errs alike in both steps of a ratio, so ratios have no band"
+    yield from _own_points(gpus, points)
     yield ""
     yield f"{'GPU':<9} {'goal':<46} {'simulated':>9} {'band':>11}  verdict"
     for gpu in gpus:
         for line in _lines(budgets, gpu, band):
             yield f"{gpu:<9} {line}"
+
+
+def _own_points(gpus: Sequence[str], points: Sequence[Compared]) -> Iterator[str]:
+    """Yield the error at the points of each GPU alone; they may be few, and of kernels unlike ours."""
+    for gpu in gpus:
+        if own := [point for point in judged(points) if point.gpu == gpu]:
+            band = band_of(own)
+            count = f"{len(own)} point{'s' if len(own) > 1 else ''}"
+            yield f"{gpu} alone, {count}: {band.slower:.2f} times, off that by a factor of {band.spread:.2f}"
+        else:
+            yield f"{gpu} alone: no point"
 
 
 def _lines(budgets: Budgets, gpu: str, band: Band) -> Iterator[str]:

@@ -114,12 +114,13 @@ def num_copies(size: int, read: float, l2_bytes: int, free_bytes: int) -> int:
     """Return how many copies, of a size, are read by turns so that none is in the L2 cache, if there is room."""
     if not size:
         return 1
-    wanted = math.ceil(COLD_FACTOR * l2_bytes / max(1.0, min(read, size)))
-    return max(1, min(wanted, MAX_COPIES, int(ROOM * free_bytes / size)))
+    enough = math.ceil(COLD_FACTOR * l2_bytes / max(1.0, min(read, size)))
+    return max(1, min(enough, MAX_COPIES, int(ROOM * free_bytes / size)))
 
 
 def node_us(call: Call, cold: set[int], read: float, device: torch.device, clock: Clock = time_us) -> float:
     """Return the time of a call with the gap behind it; it reads so many bytes of what is cold."""
+    torch.cuda.empty_cache()  # of the copies for the call before
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     count = num_copies(cold_bytes(call, cold), read, l2_bytes, torch.cuda.mem_get_info(device)[0])
     with torch.inference_mode():

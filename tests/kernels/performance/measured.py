@@ -26,6 +26,7 @@ class Line(NamedTuple):
     simulated_us: float | None  # with the gap behind it
     measured_us: float | None
     bound: str
+    launched: bool  # here
 
     @property
     def ratio(self) -> float | None:
@@ -48,11 +49,12 @@ def lines_of(budget: Budget | None, parts: Sequence[Part], measure: MeasurePart)
             measured = times[node] if node is not None else None
             if row is None or budget is None:
                 assert node is not None
-                yield Line(part.name, part.times, name_of(part.nodes[node]), None, measured, "")
+                yield Line(part.name, part.times, name_of(part.nodes[node]), None, measured, "", launched=True)
                 continue
             one = rows[row]
             bound = one.estimate.bound if one.estimate else "latency"
-            yield Line(part.name, part.times, one.name, one.us + budget.gap_us(one), measured, bound)
+            simulated = one.us + budget.gap_us(one)
+            yield Line(part.name, part.times, one.name, simulated, measured, bound, launched=node is not None)
 
 
 def _kernel(row: Row) -> str:
@@ -79,9 +81,11 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
             part = line.part
             yield f"-- {part}, {line.times} times" if line.times > 1 else f"-- {part}"
         simulated = _number(line.simulated_us, "13.2f", "not simulated")
-        measured = _number(line.measured_us, "12.2f", "not measured")
+        measured = _number(line.measured_us, "12.2f", "not measured" if line.launched else "not launched")
         ratio = _number(line.ratio, "6.2f", "-")
         yield f"{line.times:5d} {line.name:<38} {simulated} {measured} {ratio} {line.bound}".rstrip()
+    same = sum(line.launched and line.simulated_us is not None for line in lines)
+    yield f"nodes: {sum(line.launched for line in lines)} launched here, {same} of them simulated"
     both = [line for line in lines if line.ratio]
     if both:
         model = sum(line.times * (line.simulated_us or 0.0) for line in both) / 1e3

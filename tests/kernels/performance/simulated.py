@@ -17,11 +17,11 @@ from tests.kernels.performance.step import Part, Scene, record
 
 
 def budgets(
-    scenes: Sequence[Scene], gpus: Sequence[str], file: Path | None, *, as_kept: bool = False
+    scenes: Sequence[Scene], gpus: Sequence[str], file: Path | None, *, as_kept: bool = False, makes: bool = True
 ) -> Iterator[tuple[Scene, Budget]]:
     """Yield the budget of each scene on each GPU; those that the file does not have are made now, and added to it.
 
-    With `as_kept`, yield those that the file has, also of other kernels.
+    Without `makes`, yield those that the file has; with `as_kept`, also those of other kernels.
     """
     lines = kept.read(file) if file else []
     known = dict(kept.estimates(lines))
@@ -32,7 +32,7 @@ def budgets(
         for name in gpus:
             if line := found.get((scene.name, name)):
                 yield scene, line.budget
-            elif not as_kept:
+            elif makes and not as_kept:
                 result = _made(scene, name, cache, recorded)
                 if file is not None:
                     kept.append(file, Kept(scene.name, name, kept.digest(), kept.simulation_digest(), result.rows))

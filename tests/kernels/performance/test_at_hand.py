@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from edgelm.kernels.gpu_target import Target
-from tests.kernels.performance import llama_bench
+from tests.kernels.performance import at_hand, kept, llama_bench
 from tests.kernels.performance.at_hand import Step, attempt, gpu_of, step_table
 from tests.kernels.performance.budget import Budget, Row
 from tests.kernels.performance.gpus import GPUS
 from tests.kernels.performance.launched import Arguments, arguments_of, cold_bytes, num_copies, sequence_us
 from tests.kernels.performance.measured import lines_of, pairs_of, table
 from tests.kernels.performance.recording import Call, storage_of
-from tests.kernels.performance.step import SCENES, Part
+from tests.kernels.performance.step import SCENES, Part, Scene
 from tests.kernels.performance.test_kept import ESTIMATE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,6 +37,8 @@ def target_of(gpu: str, num_sms: int, capability: int = 90) -> Target:
         ("NVIDIA H200", 132, 90, "H200"),
         ("NVIDIA GeForce RTX 4090", 128, 89, "RTX 4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, 89, None),
+        ("NVIDIA GeForce RTX 4090 D", 114, 89, None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 60, 90, None),
         ("NVIDIA H100 PCIe", 114, 90, None),
         ("NVIDIA H100 NVL", 132, 90, None),
         ("NVIDIA GH200 480GB", 132, 90, None),
@@ -76,8 +79,9 @@ def test_each_node_has_its_simulated_time_with_a_gap_beside_its_measured_one() -
         "torch mul": None,
     }
     text = "\n".join(table([first, second, third]))
+    assert "nodes: 2 launched here, 1 of them simulated" in text
     assert "simulated 0.160 ms, measured 0.240 ms, ratio 1.50" in text
-    assert "not measured" in text
+    assert "not launched" in text
     assert "not simulated" in text
 
 
@@ -122,21 +126,38 @@ def test_kernels_that_need_each_other_are_timed_by_what_each_adds() -> None:
     assert list(sequence_us(calls, clock)) == [5.0, 2.0, 4.0]
 
 
-def test_a_part_that_fails_is_told_and_does_not_end_the_run() -> None:
+def test_a_part_that_fails_is_told_and_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attempt(lambda: 5) == ""
     assert attempt(lambda: 1 // 0) == "ZeroDivisionError: integer division or modulo by zero"
+
+    def fail(*_: object, **__: object) -> Iterator[tuple[Scene, Budget]]:
+        yield SCENES[0], Budget(GPUS["H100"], [])
+        raise OSError("no disassembler")
+
+    monkeypatch.setattr(at_hand, "budgets", fail)
+    simulated, problem = at_hand.simulated_steps(SCENES, GPUS["H100"], None, makes=True)
+    assert (list(simulated), problem) == ([SCENES[0]], "OSError: no disassembler")
+
+
+def test_measuring_does_not_wait_for_what_is_not_simulated(tmp_path: Path) -> None:
+    file = tmp_path / "kept.jsonl"
+    kept.append(file, kept.Kept(SCENES[1].name, "H100", kept.digest(), "", []))
+    simulated, problem = at_hand.simulated_steps(SCENES, GPUS["H100"], file, makes=False)
+    assert list(simulated) == [SCENES[1]]
+    assert problem.startswith("1 of 5 steps are simulated in time")
+    assert at_hand.simulated_steps(SCENES, None, file, makes=False) == ({}, "")  # a GPU that is not in the table
 
 
 def test_whole_steps_have_llama_cpp_beside_them() -> None:
     plain, verify, batch = SCENES[0], SCENES[1], SCENES[3]
     steps = [
         Step(plain, 2.0, 2.5, 4.0, ""),
-        Step(verify, 2.2, None, None, ""),
+        Step(verify, 2.2, None, 2.4, ""),
         Step(batch, None, 8.0, None, "llama-bench has no such test"),
     ]
     _, first, second, third = step_table(steps)
     assert first.split()[-6:] == ["2.000", "2.500", "1.25", "4.000", "400", "250"]
-    assert "not measured" in second
+    assert second.split()[-6:] == ["not", "measured", "-", "2.400", "-", "-"]  # tokens are those of decoding
     assert "not simulated" in third
     assert third.endswith("2000               -  llama-bench has no such test")
 
@@ -146,7 +167,8 @@ import json, sys
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if given["-d"] == "512":
     sys.exit("no memory")
-print(json.dumps([{{"avg_ts": 200.0, "n_prompt": int(given["-p"]), "n_gen": int(given["-n"])}}]))
+backends = "CUDA" if given["-ctk"] == "f16" else "CPU"
+print(json.dumps([{{"avg_ts": 200.0, "backends": backends}}]))
 """
 
 
@@ -162,11 +184,17 @@ def test_llama_bench_is_asked_for_the_same_steps(tmp_path: Path, monkeypatch: py
     assert eight[1] is None
     assert eight[2] == "llama-bench failed: no memory"
     assert batch[1:] == (None, "llama-bench has no such test")
-    assert deep[1:] == (5.0, "")
+    assert deep[1:] == (None, "llama-bench failed: it computes on CPU, not on CUDA")
     arguments = llama_bench.arguments_of(SCENES[4], Path("m"))
     assert arguments is not None
-    assert arguments[arguments.index("-ctk") :][:4] == ["-ctk", "q8_0", "-ctv", "q4_0"]
-    assert llama_bench.milliseconds('[{"avg_ts": 400.0}]', SCENES[1]) == 20.0  # 8 rows
+    assert arguments[arguments.index("-ctk") :][:4] == ["-ctk", "q8_0", "-ctv", "q8_0"]
+    assert llama_bench.milliseconds('[{"avg_ts": 400.0, "backends": "CUDA"}]', SCENES[1]) == 20.0  # 8 rows
+    monkeypatch.setattr(llama_bench, "LIMIT_S", 0)
+    *_, late = llama_bench.steps(SCENES, tmp_path / "model.gguf")
+    assert late[1:] == (None, "llama-bench was not done after 0 s")
+    program.write_text("#!/bin/sh\necho '[{}]'")
+    monkeypatch.setattr(llama_bench, "LIMIT_S", 60)
+    assert [note for *_, note in llama_bench.steps(SCENES[:1], tmp_path / "m")] == ["llama-bench failed: 'backends'"]
 
 
 def test_the_one_command_goes_through_all_of_it_without_a_gpu(tmp_path: Path) -> None:
@@ -181,11 +209,14 @@ def test_the_one_command_goes_through_all_of_it_without_a_gpu(tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a dry run on a fake GPU" in text
     nodes, steps = text.split("llama.cpp: not measured: ")
+    counts = re.search(r"nodes: (\d+) launched here, (\d+) of them simulated", nodes)
+    assert counts
+    assert int(counts[1]) == int(counts[2]) > 5  # each launch is one that was simulated
     for name in ("packed_kernel 4 bits", "decode_kernel 512x256 4 bits", "attend_chunks", "write_kv_kernel"):
         line = next(line for line in nodes.splitlines() if name in line)
         assert "not measured" in line
         assert line.endswith(("latency", "dram"))
-    assert "not simulated" not in nodes  # each launch is one that was simulated
+    assert "not launched" not in nodes
     assert steps.startswith("no llama-bench")
     assert "decode, a tiny model" in steps
     assert "failed" not in text

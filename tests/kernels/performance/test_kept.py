@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.performance import kept
-from tests.kernels.performance.budget import Row
+from tests.kernels.performance import kept, simulated
+from tests.kernels.performance.budget import Budget, Row
 from tests.kernels.performance.estimate import Counts, Estimate
+from tests.kernels.performance.gpus import Gpu
 from tests.kernels.performance.kept import Kept
 from tests.kernels.performance.launch import Placement
+from tests.kernels.performance.step import TINY
 
 ROOT = Path(__file__).resolve().parents[3]
 COUNTS = Counts(
@@ -60,15 +62,37 @@ def test_estimates_of_another_model_are_not_taken() -> None:
 def test_a_changed_source_changes_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "ROOT", tmp_path)
     (tmp_path / "kernels").mkdir()
-    source = tmp_path / "kernels" / "one.py"
-    digests = set()
-    for text in ("a = 1", "a = 2"):
-        source.write_text(text)
-        (tmp_path / "kernels" / "test_one.py").write_text(text)  # tests change nothing
+    digests = []
+    for name, text in (("one", "a = 1"), ("one", "a = 2"), ("test_one", "a = 1"), ("test_one", "a = 2")):
+        (tmp_path / "kernels" / f"{name}.py").write_text(text)
         kept.digest_of.cache_clear()
-        digests.add(kept.digest_of(("kernels",)))
-    assert len(digests) == 2
-    assert kept.digest_of(("kernels",)) in digests
+        digests.append(kept.digest_of(("kernels",)))
+    assert digests[0] != digests[1] == digests[2] == digests[3]  # tests change nothing
+
+
+def test_a_budget_of_other_sources_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, gpus, made = tmp_path / "kept.jsonl", ["H100", "H200", "RTX 4090"], []
+    recorded: list[int] = []
+    rows = [ROWS[1]]
+
+    def make(_parts: object, gpu: Gpu, _cache: object) -> Budget:
+        made.append(gpu.name)
+        return Budget(gpu, rows)
+
+    monkeypatch.setattr(simulated, "record", lambda _scene, recorder: recorded.append(recorder.capability))
+    monkeypatch.setattr(simulated, "budget", make)
+    kept.append(file, line_of(TINY.name, "of other kernels", kept.simulation_digest()))
+
+    def shown(*, as_kept: bool = False) -> dict[str, list[Row]]:
+        return {one.gpu.name: one.rows for _, one in simulated.budgets([TINY], gpus, file, as_kept=as_kept)}
+
+    assert list(shown(as_kept=True)) == ["H100"]
+    assert made == []
+    assert shown() == dict.fromkeys(gpus, rows)
+    assert made == gpus
+    assert recorded == [90, 89]  # H100 and H200 have the same launches
+    assert shown() == dict.fromkeys(gpus, rows)
+    assert made == gpus
 
 
 def test_every_source_of_a_digest_exists() -> None:

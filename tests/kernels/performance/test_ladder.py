@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 
 from tests.kernels.performance.budget import Budget, Row, weights_of
 from tests.kernels.performance.gpus import GPUS
-from tests.kernels.performance.ladder import Band, band_of, ladder
+from tests.kernels.performance.ladder import band_of, ladder
 from tests.kernels.performance.step import SCENES
 from tests.kernels.performance.test_kept import COUNTS, ESTIMATE
 from tests.kernels.performance.validate import Compared
 
 PLAIN, VERIFY_8, VERIFY_16, BATCH, DEEP = (scene.name for scene in SCENES)
-BAND = Band(1.25, 1.2)
+# published times are 1.25 times the simulated ones, and off that by a factor of 1.2
+POINTS = [Compared("H100", f"add fp32 {n}", "loop", 12.5 * 1.2**n, 10.0) for n in (-1, 1)]
 
 
 def budget_of(gpu: str, ms: float, name: str = "decode_kernel 4096x4096 4 bits", dram_bytes: float = 2e6) -> Budget:
@@ -22,10 +26,10 @@ def budget_of(gpu: str, ms: float, name: str = "decode_kernel 4096x4096 4 bits",
     return Budget(GPUS[gpu], [Row("layer", 1, name, us, estimate)])
 
 
-def lines_of(gpu: str, **milliseconds: float) -> list[str]:
+def lines_of(gpu: str, points: Sequence[Compared] = POINTS, **milliseconds: float) -> list[str]:
     names = {"plain": PLAIN, "eight": VERIFY_8, "sixteen": VERIFY_16, "batch": BATCH}
     budgets = {(names[name], gpu): budget_of(gpu, ms) for name, ms in milliseconds.items()}
-    return list(ladder(budgets, [gpu], BAND))
+    return list(ladder(budgets, [gpu], points))
 
 
 def line_with(lines: list[str], words: str) -> str:
@@ -41,6 +45,8 @@ def test_a_goal_is_met_when_the_step_is_short_enough() -> None:
     missed = lines_of("H100", plain=4.0)
     assert line_with(missed, "480 tokens/s").endswith("missed")
     assert "167 to 240" in line_with(missed, "480 tokens/s")
+    slow = [replace(point, published=0.64 * point.published) for point in POINTS]  # 450 stands for 469 to 675
+    assert line_with(lines_of("H100", slow, plain=1e3 / 450), "480 tokens/s").endswith("missed, but the band has it")
 
 
 def test_a_missed_goal_has_counts() -> None:
@@ -71,7 +77,7 @@ def test_attention_is_judged_by_the_bandwidth_of_the_data_sheet(share: float, ve
     gpu = GPUS["H200"]
     dram_bytes = share * gpu.dram_gbs * 1e3 * (1000.0 - gpu.graph_gap_us)
     budgets = {(DEEP, "H200"): budget_of("H200", 1.0, "attend_chunks", dram_bytes)}
-    lines = list(ladder(budgets, ["H200"], BAND))
+    lines = list(ladder(budgets, ["H200"], POINTS))
     assert f"{share:.0%}" in line_with(lines, "attention at least")
     assert line_with(lines, "attention at least").endswith(verdict)
 
@@ -83,6 +89,14 @@ def test_the_band_is_the_error_of_the_points_that_are_judged() -> None:
     assert band.slower == pytest.approx(1 / 0.6)
     assert band.spread == pytest.approx(1.5)
     assert band.tokens(90.0) == pytest.approx((36.0, 81.0))
+
+
+def test_each_gpu_has_the_error_of_its_own_points() -> None:
+    points = [*POINTS, Compared("H200", "softmax", "loop", 10.0, 5.0)]
+    lines = list(ladder({}, ["H100", "H200", "RTX 3090"], points))
+    assert line_with(lines, "H100 alone") == "H100 alone, 2 points: 1.25 times, off that by a factor of 1.20"
+    assert line_with(lines, "H200 alone") == "H200 alone, 1 point: 2.00 times, off that by a factor of 1.00"
+    assert line_with(lines, "RTX 3090 alone") == "RTX 3090 alone: no point"
 
 
 def test_only_products_have_weights() -> None:

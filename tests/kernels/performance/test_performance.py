@@ -200,6 +200,22 @@ def test_a_loop_runs_as_often_as_its_loads_must() -> None:
     assert np.bincount(steps, minlength=8).tolist() == [5, 5, 5, 5, 5, 3, 3, 1]
 
 
+@pytest.mark.parametrize(("times", "steps"), [(3, [0, 3, 4, 3, 4, 3, 4, 5, 6]), (0, [0, 1, 2, 6])])
+def test_the_way_around_a_loop_is_taken_only_where_the_loop_does_not_run(times: int, steps: list[int]) -> None:
+    """The lines of its instructions are those of the code before the loop, which run in any case."""
+    parts = [
+        instruction(0, "BRA", PLAIN, target=3),
+        instruction(1, "FFMA", PLAIN),
+        Instruction(2, "", "BRA", "", PLAIN, Line("k.py", 2), 6),
+        instruction(3, "FFMA", PLAIN),
+        instruction(4, "BRA", PLAIN, target=3),
+        instruction(5, "FFMA", PLAIN),
+        instruction(6, "EXIT", PLAIN),
+    ]
+    loop = Loop(3, 4)
+    assert _walk(Code("made", parts, 32, [loop]), {loop: float(times)}, {}, {Line("k.py", 1): 1.0}) == steps
+
+
 def test_errors_are_factors_whichever_way_a_prediction_is_off() -> None:
     lines = [Compared("H100", f"add fp32 {n}", "loop", 10.0, predicted) for n, predicted in ((1, 20.0), (2, 5.0))]
     assert error(lines) == pytest.approx(2.0)

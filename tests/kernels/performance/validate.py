@@ -126,7 +126,7 @@ def table(lines: Sequence[Compared], missing: int) -> Iterator[str]:
         mark = f"  calibrated on it: {CALIBRATED[line.gpu, line.name]}" if line.calibrated else ""
         yield f"{head} {line.predicted:12.1f} {line.ratio:6.2f} {line.bound}{mark}"
     yield ""
-    yield f"{len(points)} points judged, {len(lines) - len(points)} not, {missing} not run for want of time"
+    yield f"{len(points)} points judged, {len(lines) - len(points)} not, {missing} not run in time"
     yield f"{'group':<42} {'points':>6} {'off by a factor':>15} {'predicted/published':>19}"
     for name, group in _groups(points):
         yield f"{name:<42} {len(group):6d} {error(group):15.2f} {bias(group):19.2f}"

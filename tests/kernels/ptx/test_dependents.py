@@ -74,3 +74,17 @@ def test_a_wrong_program_is_found(body: str, message: str) -> None:
 def test_a_weight_is_read_early_only_where_the_kernel_may() -> None:
     with pytest.raises(DependenceError, match="read before"):
         run(f"{READ_WEIGHT} {WAIT}", early=False)
+
+
+def test_only_planes_of_loaded_weights_are_read_early() -> None:
+    pytest.importorskip("triton")
+    from tests.kernels.ptx.launch import Emulated
+
+    codes, scales, x = (torch.zeros(4) for _ in range(3))
+    places = {id(tensor): tensor.untyped_storage().data_ptr() for tensor in (codes, scales, x)}
+    arguments = {"codes": codes, "scales": scales, "x": x}
+    early = frozenset({places[id(codes)], places[id(scales)]})
+    assert Emulated(90)._weights_of("decode_kernel", arguments) == Weights(early, early)
+    assert Emulated(90)._weights_of("attend_chunks", arguments) == Weights()
+    loaded = Emulated(90, weights=[codes, x])._weights_of("decode_kernel", arguments)
+    assert loaded == Weights(frozenset({places[id(codes)]}), frozenset({places[id(codes)], places[id(x)]}))
