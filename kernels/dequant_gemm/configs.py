@@ -43,9 +43,9 @@ def shape_for(rows: int, dtype: torch.dtype = torch.float16) -> Shape:
     return LARGE if rows == LARGE.rows else Shape(4, rows, 4, 3)
 
 
-def max_registers(shape: Shape) -> int | None:
+def max_registers(shape: Shape, *, wgmma: bool) -> int | None:
     """Return the maximum of registers per thread. On sm_90 two programs of the large shape hide each other's waits."""
-    return 128 if shape.num_warps == 8 and has_wgmma() else None
+    return 128 if shape.num_warps == 8 and wgmma else None
 
 
 def parts_of(weight: Weight) -> int:

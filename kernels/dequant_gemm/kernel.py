@@ -23,7 +23,7 @@ from edgelm.kernels.activation.kernel import gate_constants, gated_values
 from edgelm.kernels.choice import interpreting
 from edgelm.kernels.dequant_gemm.configs import Shape, Split, max_registers, shape_for, split_of
 from edgelm.kernels.dequantize.kernel import constants, half_values, matrix_planes, rounded, unpack_chunk
-from edgelm.kernels.gpu_target import kwidth, num_sms, stages_of_products
+from edgelm.kernels.gpu_target import has_wgmma, kwidth, num_sms, stages_of_products
 from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight, planes
 from edgelm.kernels.matmul.kernel import combine_kernel
 from edgelm.kernels.pdl import begin_dependent, uses_pdl
@@ -122,7 +122,7 @@ def launch(
         enable_fp_fusion=False,  # round the weights as `dequantize` does
         num_warps=shape.num_warps,
         num_stages=stages_of_products(shape.num_stages),
-        maxnreg=max_registers(shape),
+        maxnreg=max_registers(shape, wgmma=has_wgmma()),
         launch_pdl=uses_pdl(),
     )
     if partial is not None:

@@ -28,9 +28,11 @@ class CompileCase(NamedTuple):
     divisible: tuple[str, ...] = ()  # arguments divisible by 16, as those of aligned tensors are at a launch
     num_warps: int = 4
     options: Mapping[str, object] = MappingProxyType({})  # num_stages, maxnreg, enable_fp_fusion (True)
+    most_registers: Mapping[int, int] = MappingProxyType({})  # maxnreg where it depends on the compute capability
     loop_weights: int = 0  # elements that one thread handles in one iteration of the main loop; 0: not counted
     budget: float | None = None  # maximum instructions of a thread per element in the main loop, on sm_90
     spills: int = 0  # most instructions that may spill registers
+    loop_spills: int | None = None  # of these, in the main loop; None: all
     wide_loads: bool = True  # the main loop reads its weights, or its keys and values, 16 bytes at a time
     main: bool = True  # may be one of the few cases that every test run compiles; False: with --soak only
 
@@ -71,4 +73,6 @@ def compile_for(case: CompileCase, capability: int) -> Any:
     constants = {(names.index(name),): value for name, value in values.items()}
     source = ASTSource(case.fn, signature, constants, attrs)
     options = {"enable_fp_fusion": True} | dict(case.options) | {"num_warps": case.num_warps} | pdl
+    if capability in case.most_registers:
+        options["maxnreg"] = case.most_registers[capability]
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -49,6 +49,8 @@ class Figures:
     budget: float | None
     wide_loads: bool
     most_spills: int = 0
+    loop_spills: int = 0  # in the main loop
+    most_loop_spills: int | None = None
     problem: str = ""  # why the case did not compile
 
     @property
@@ -64,6 +66,8 @@ class Figures:
         faults = []
         if self.spills > self.most_spills:
             faults.append(f"{self.spills} instructions spill registers ({self.registers} registers)")
+        if self.most_loop_spills is not None and self.loop_spills > self.most_loop_spills:
+            faults.append(f"{self.loop_spills} instructions of the main loop spill registers")
         if self.registers * 32 * self.num_warps > REGISTERS:
             faults.append(f"{self.registers} registers for {self.num_warps} warps: it cannot be launched")
         if self.loop_weights and not self.instructions:
@@ -171,6 +175,8 @@ def figures(case: Any, target: int, folder: Path) -> Figures:
         budget=case.budget,
         wide_loads=case.wide_loads,
         most_spills=case.spills,
+        loop_spills=_count(loop, "STL|LDL"),
+        most_loop_spills=case.loop_spills,
     )
 
 

@@ -86,6 +86,7 @@ def test_a_good_kernel_has_no_faults(samples):
         ("narrow", "only 0% of the bytes come in loads of 16 bytes"),
         ("over budget", "instructions an element, over 0.50"),
         ("spills", "instructions spill registers (32 registers"),
+        ("loop spills", "instructions of the main loop spill registers"),
         ("no loop", "no main loop"),
         ("no value", "no value for ['block']"),
     ],

@@ -223,11 +223,13 @@ def num_chunks(length: int) -> int:
 def chunk_sum_bytes(tokens: int, sequences: int, num_heads: int, width: int, positions: int) -> int:
     """Return the most bytes of attention's sums for chunks of contexts: of each row, `width` numbers and two stats.
 
-    A launch takes as many sequences as fit MAX_ATTENTION_BYTES, and at least one.
+    A launch takes as many sequences as fit MAX_ATTENTION_BYTES, four at a time where there are four, and at least one.
     """
     row_bytes = num_heads * num_chunks(positions) * (width + 2) * 4
     rows = min(tokens, min(sequences, 32) * VERIFY_LEN)
-    return min(rows * row_bytes, max(MAX_ATTENTION_BYTES, min(tokens, VERIFY_LEN) * row_bytes))
+    fitting = MAX_ATTENTION_BYTES // row_bytes
+    most = fitting // (4 * VERIFY_LEN) * 4 * VERIFY_LEN or fitting // VERIFY_LEN * VERIFY_LEN or fitting
+    return min(rows, max(most, min(tokens, VERIFY_LEN))) * row_bytes
 
 
 def sampler_bytes(rows: int, num_vocab: int) -> int:

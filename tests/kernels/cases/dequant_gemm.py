@@ -60,6 +60,7 @@ def compile_cases() -> list[CompileCase]:
         for name in ("q4_k", "q6_k")
         for apart in (True, False)
     ]
+    cases.append(compile_case("q4_k", "bf16", shape_for(500), gate="silu"))
     return [*cases, compile_case(None, "fp16", shape_for(500), grouped=True)]
 
 
@@ -74,6 +75,7 @@ def compile_case(
     apart: bool = False,
 ) -> CompileCase:
     """Describe the kernel in a layout (None: dense), as it is launched on a GPU."""
+    from edgelm.kernels.dequant_gemm.configs import max_registers
     from edgelm.kernels.dequant_gemm.kernel import dequant_gemm_kernel
     from edgelm.kernels.gpu_target import kwidth
 
@@ -90,6 +92,7 @@ def compile_case(
     fixed |= {"chunks": 63 if name == "int8" else 64, "columns": 4096, "SHARED": 8 if grouped else 1, "PARTS": parts}
     fixed |= {"T": shape.tiles, "BM": shape.rows, "GATE": gate, "LIMIT": 0.0, "ALPHA": 0.0, "KW": kwidth(), "ASM": True}
     signature = dict.fromkeys(dequant_gemm_kernel.arg_names, "constexpr") | integers | pointers
+    limit = max_registers(shape, wgmma=True)
     marks = f"{' ' + gate if gate else ''}{' grouped' if grouped else ''}"
     marks += f" {parts} parts {'apart' if apart else 'together'}" if parts > 1 else ""
     return CompileCase(
@@ -100,6 +103,10 @@ def compile_case(
         (*pointers, "width", "residual_stride"),
         shape.num_warps,
         {"num_stages": shape.num_stages, "enable_fp_fusion": False},
+        {90: limit} if limit else {},
         loop_weights=shape.tiles * 1024 // (shape.num_warps * 32) if dtype != "fp32" else 0,
+        # within the limit, a sum is on the stack while the next part of K is summed, which two programs more than repay
+        spills=320 if parts > 1 and not apart else 24 if limit and gate else 0,
+        loop_spills=8,
         main=name in ("q4_k", "q6_k") and shape.rows > 32 and parts == 1,
     )
