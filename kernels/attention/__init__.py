@@ -12,6 +12,8 @@ NaN at a position that a row sees makes the row NaN, or a part of it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -78,10 +80,10 @@ def _triton_declines(q: Tensor, cache: LayerCache, _name: str | None) -> str | N
     return declines_triton(q)
 
 
-def _run_triton(*args: object, only_prompts: bool) -> None:
+def _run_triton(*args: Any, only_prompts: bool) -> None:
     from edgelm.kernels.attention import launch
 
-    launch.run(*args, only_prompts=only_prompts)  # type: ignore[arg-type]  # the arguments of `attention`, in its order
+    launch.run(*args, only_prompts=only_prompts)
 
 
 def _reference_declines(q: Tensor, _cache: LayerCache, name: str | None) -> str | None:

@@ -38,7 +38,7 @@ def lines_of(program: str, *arguments: str) -> list[dict[str, Any]]:
 
 
 def output_of(command: Sequence[str], limit_s: float) -> str:
-    """Return what a program prints that finds faults (exit code 1) or none (0).
+    """Return the output of a program that ends with exit code 0 (it found no fault) or 1 (it found some).
 
     Raises ChildError, which says how it ended, after how long, and what it printed last.
     """
