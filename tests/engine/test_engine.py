@@ -42,9 +42,12 @@ class GatedExecutor(FakeExecutor):
         super().__post_init__()
         self.gate = threading.Event()
         self.gate.set()
+        self.closes_after: int | None = None  # steps, then the gate is closed
         self.ahead: list[int] = []  # numbers of the steps
 
     def forward(self, step: Step) -> None:
+        if self.num_steps == self.closes_after:
+            self.gate.clear()
         assert self.gate.wait(60)
         if any(chunk.tokens == [LAST] for chunk in step.chunks):
             self.ahead.append(self.num_steps)
@@ -337,12 +340,15 @@ async def test_a_short_request_of_another_client_is_not_behind_a_flood() -> None
         flood = [engine.submit([1, 2, 3], greedy(200), client="a") for _ in range(100)]
         short = engine.submit([4], greedy(4), client="b")
         marked = engine.submit([5], greedy(100), client="c", interactive=True)
+        executor.closes_after = 200 + 4 + 200 + 100 + 20  # one of the flood before each of them, at most
         executor.gate.set()
-        for stream in (short, marked):
-            async for event in stream:
-                last = event
-            assert last.finish_reason == "length"
-        assert executor.num_steps <= 200 + 4 + 200 + 100 + 20, "one of the flood before each of them, at most"
+        async with asyncio.timeout(50):
+            for stream in (short, marked):
+                async for event in stream:
+                    last = event
+                assert last.finish_reason == "length"
+        executor.closes_after = None
+        executor.gate.set()
         for stream in flood:
             stream.close()
         await emptied(engine)
