@@ -26,7 +26,8 @@ from edgelm.kernels.grouped import reference
 from edgelm.kernels.grouped.reference import Plan, max_blocks
 from edgelm.kernels.layout import TILE, DenseWeight, PackedWeight, Weight
 from edgelm.kernels.matmul import ROWS
-from edgelm.kernels.matmul.kernel import planes_and_constants, with_bias
+from edgelm.kernels.matmul.kernel import with_bias
+from edgelm.kernels.matmul.operands import planes_and_constants
 from edgelm.kernels.matmul.step_kernel import load_weights, load_x, multiply
 from edgelm.kernels.pdl import begin_dependent, uses_pdl
 

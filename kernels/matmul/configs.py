@@ -86,6 +86,16 @@ def max_registers(blocks: int, dtype: torch.dtype, *, packed: bool, normed: bool
     return MAX_REGISTERS if blocks == BLOCKS and not normed else None  # with a norm, it spills at the limit
 
 
+def scales_apart(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a kernel before multiplies x by the norm's weight. It changes no bit of a result.
+
+    With more than 8 rows, what all programs read of a float32 x takes longer than that kernel, which halves it. Rows
+    that are not aligned would be divided among threads otherwise than in the matmul, and squares added in other order.
+    """
+    rows, columns = x.shape
+    return rows > 8 and dtype.itemsize == 2 and columns % CHUNK == 0 and x.stride(0) % 16 == 0
+
+
 def row_blocks(rows: int, most: int) -> tuple[int, int]:
     """Return how many blocks of 8 rows a program takes, at most `most`, and how many programs share the rows."""
     blocks = -(-rows // 8)

@@ -21,7 +21,7 @@ from edgelm.kernels.choice import interpreting
 from edgelm.kernels.dequant_gemm import dequant_gemm
 from edgelm.kernels.dequant_gemm import launch_kind as prompt_kind
 from edgelm.kernels.gpu_target import kwidth
-from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight, layout_constants
+from edgelm.kernels.layout import TILE, PackedWeight, Weight
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.matmul.configs import (
     Config,
@@ -30,12 +30,15 @@ from edgelm.kernels.matmul.configs import (
     max_registers,
     most_blocks,
     row_blocks,
+    scales_apart,
     steps_ahead,
     tiles_of_program,
     tuning_key,
 )
+from edgelm.kernels.matmul.operands import operand_type, planes_and_constants
 from edgelm.kernels.matmul.reference import Norm
-from edgelm.kernels.matmul.step_kernel import load_weights, load_x, multiply
+from edgelm.kernels.matmul.scaling_kernel import inverse_roots, scale_rows
+from edgelm.kernels.matmul.step_kernel import load_weights, load_x, multiply, sum_of_squares
 from edgelm.kernels.norm import rms_norm
 from edgelm.kernels.pdl import begin_dependent, let_next_begin, uses_pdl, wait_for_earlier
 from edgelm.kernels.tuning import TABLE
@@ -70,7 +73,7 @@ def decode_kernel(
     norm,  # float32 [K], or None
     out,  # [rows, N], with a gate [rows, N / 2]
     partial,  # float32 [rows, SPLITS, N padded to tiles], or None
-    partial_squares,  # float32 [rows, SPLITS], or None
+    partial_squares,  # float32 [rows, SPLITS], or None; without `norm` and parts of K: of a scaled x
     x_stride,
     residual_stride,
     rows,
@@ -106,6 +109,7 @@ def decode_kernel(
     x += first_row.to(tl.int64) * x_stride
     left = rows - first_row  # rows from the first one on
     NORM: tl.constexpr = norm is not None
+    SCALED: tl.constexpr = norm is None and partial_squares is not None and SPLITS == 1
     STEPS: tl.constexpr = (K + 64 * NW - 1) // (64 * NW)
     EVEN: tl.constexpr = K // 64 // NW // 2 * 2  # steps of the loop, in pairs; in the rest warps may reach the border
     EACH: tl.constexpr = (EVEN // 2 + SPLITS - 1) // SPLITS * 2
@@ -131,6 +135,7 @@ def decode_kernel(
             SCALE, OFFSET, NW, MT, ASM, False,
         )  # fmt: skip
         wait_for_earlier(launch_pdl)  # weights are no results of a kernel, so the first are under way by now
+        roots = inverse_roots(partial_squares, first_row, rows, eps, K, TT, SCALED)
         for step in range(first, last, 2):
             b, squares = load_x(x, norm, x_stride, left, step, squares, K, GROUP, NORM, DTYPE, NW, TT, KW, False)
             acc = multiply(
@@ -157,6 +162,7 @@ def decode_kernel(
                 SCALE, OFFSET, NW, MT, ASM, False,
             )  # fmt: skip
         wait_for_earlier(launch_pdl)
+        roots = inverse_roots(partial_squares, first_row, rows, eps, K, TT, SCALED)
         for step in range(first, last):
             if PF == 1:
                 now = ahead
@@ -176,6 +182,7 @@ def decode_kernel(
             )  # fmt: skip
     else:
         wait_for_earlier(launch_pdl)
+        roots = inverse_roots(partial_squares, first_row, rows, eps, K, TT, SCALED)
     if STEPS > EVEN:
         for step in range(EVEN if split == SPLITS - 1 else STEPS, STEPS):
             now = load_weights(
@@ -193,18 +200,20 @@ def decode_kernel(
     for tt in tl.static_range(TT):
         row = first_row + tt * 8 + tl.arange(0, 8)[None, :]
         if NORM:
-            total = tl.sum(tl.sum(tl.reshape(squares[tt], [NW, 8, COLUMNS]), 2), 0)
+            total = sum_of_squares(squares[tt], NW, COLUMNS)
             if SPLITS > 1 and pid == 0:
                 at = first_row + tt * 8 + tl.arange(0, 8)
                 tl.store(partial_squares + at * SPLITS + split, total, mask=at < rows)
             factor = tl.rsqrt(total / K + eps)[None, :]
+        if SCALED:
+            factor = roots[tt]
         for mt in tl.static_range(MT):
             y = tl.sum(acc[mt * TT + tt], 0)  # [16, 8]
             n = (pid * MT + mt) * 16 + lane
             if SPLITS > 1:
                 tl.store(partial + (row * SPLITS + split) * PADDED + n, y, mask=(row < rows) & (n < N))
             else:
-                if NORM:
+                if NORM or SCALED:
                     y *= factor
                 y = with_bias(y, bias, n, N)
                 if GATE is None:
@@ -312,7 +321,8 @@ def decode(
             config = float32_config(config, paired)
     assert gate is None or config.tiles % 2 == 0
     rows = x.shape[0]
-    blocks, shares = row_blocks(rows, most_blocks(weight, operand, norm is not None, config.warps))
+    scaled = norm is not None and scales_apart(x, operand)
+    blocks, shares = row_blocks(rows, most_blocks(weight, operand, norm is not None and not scaled, config.warps))
     tiles_each = tiles_of_program(config, blocks, weight, gate is not None)
     norm_weight = None if norm is None else norm.weight
     if isinstance(weight, PackedWeight) and weight.order is not None:
@@ -320,16 +330,20 @@ def decode(
         norm_weight = None if norm_weight is None else norm_weight.index_select(0, weight.order)
     if x.stride(1) != 1:
         x = x.contiguous()
+    partial = squares = None
+    if norm_weight is not None and scaled:
+        x, squares = scale_rows(x, norm_weight, config, torch.float32 if constants["DTYPE"] is tl.float32 else operand)
+        norm_weight = None
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     width = weight.rows // 2 if gate else weight.rows
     if out is None:
         out = torch.empty((rows, width), dtype=out_dtype, device=x.device)
-    partial = squares = None
     tiles = -(-weight.rows // TILE)
     if config.splits > 1:
         partial = torch.empty((rows, config.splits, tiles * TILE), dtype=torch.float32, device=x.device)
-        squares = torch.empty((rows, config.splits), dtype=torch.float32, device=x.device)
+        if squares is None:
+            squares = torch.empty((rows, config.splits), dtype=torch.float32, device=x.device)
     epilogue = gate_constants(gate)
     eps = norm.eps if norm else 0.0
     residual_stride = 0 if residual is None else residual.stride(0)
@@ -339,7 +353,7 @@ def decode(
         TT=blocks, SPLITS=config.splits, PF=steps_ahead(config, blocks, tiles_each), KW=kwidth(),
         num_warps=config.warps, num_stages=1, enable_fp_fusion=True, launch_pdl=uses_pdl(),
         maxnreg=max_registers(
-            blocks, operand, packed=isinstance(weight, PackedWeight), normed=norm is not None
+            blocks, operand, packed=isinstance(weight, PackedWeight), normed=norm_weight is not None
         ),
     )  # fmt: skip
     if config.splits > 1:
@@ -349,43 +363,3 @@ def decode(
             launch_pdl=uses_pdl(),
         )  # fmt: skip
     return out
-
-
-def operand_type(x: torch.dtype, normed: bool, out: torch.dtype) -> torch.dtype:
-    """Return the type in which x is multiplied: its own; for a residual stream that is normed, the result's."""
-    return out if normed and x == torch.float32 else x
-
-
-def planes_and_constants(weight: Weight, dtype: torch.dtype) -> tuple[tuple[Tensor | None, ...], dict[str, object]]:
-    """Return the planes as `decode_kernel` takes them, and the constexprs that describe them."""
-    if not isinstance(weight, PackedWeight):
-        # two different 16-bit types meet in float32: slow, and exact
-        common = dtype if weight.data.dtype == dtype else torch.float32
-        constants = layout_constants(None) | {"CHUNKS": -(-weight.columns // CHUNK)} | _dot_constants(common)
-        return (weight.data, None, None, None, None), constants
-    planes = (
-        weight.codes,
-        weight.high,
-        _entry_words(weight.scales),
-        None if weight.offsets is None else _entry_words(weight.offsets),
-        None if weight.supers is None else _entry_words(weight.supers),
-    )
-    return planes, layout_constants(weight.layout) | {"CHUNKS": weight.codes.shape[-2]} | _dot_constants(dtype)
-
-
-def _dot_constants(dtype: torch.dtype) -> dict[str, object]:
-    """Return the type of the dot's operands, and whether assembly makes them: it makes 16-bit types only."""
-    kinds = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-    if interpreting():
-        # the interpreter's dot takes the bits of bfloat16 for integers; in float32 the result is the same
-        kinds[torch.bfloat16] = tl.float32
-    return {"DTYPE": kinds[dtype], "ASM": not interpreting() and dtype != torch.float32}
-
-
-def _entry_words(plane: Tensor) -> Tensor:
-    """Return scales with one word for each entry, where an entry has several scales that fit into 32 bits."""
-    assert plane.is_contiguous()
-    width = plane.shape[-1] * plane.element_size()
-    if plane.shape[-1] == 1 or width > 4:
-        return plane
-    return plane.flatten(-2).view(torch.int16 if width == 2 else torch.int32)  # a stack keeps its stride

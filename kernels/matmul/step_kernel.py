@@ -218,6 +218,19 @@ def tile_fragments(
 
 
 @triton.jit
+def columns_of(piece: tl.constexpr, PIECES: tl.constexpr):
+    """Return the columns of a half chunk that are loaded together, [1, 32 / PIECES]: each thread has 8 of the half."""
+    column = tl.arange(0, 32 // PIECES)[None, :]
+    return column if PIECES == 1 else column // 4 * 8 + piece * 4 + column % 4
+
+
+@triton.jit
+def sum_of_squares(squares, NW: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add the squares of 8 rows, [NW * 8, COLUMNS], over columns and warps."""
+    return tl.sum(tl.sum(tl.reshape(squares, [NW, 8, COLUMNS]), 2), 0)
+
+
+@triton.jit
 def load_x(
     x,
     norm,
@@ -241,7 +254,6 @@ def load_x(
     PARTS: tl.constexpr = 4 if GROUP == 16 else 2
     PIECES: tl.constexpr = 2 if x.dtype.element_ty == tl.float32 else 1  # a thread's 8 columns, 16 bytes at a time
     i = tl.arange(0, NW * 8)[:, None]
-    column = tl.arange(0, 32 // PIECES)[None, :]
     start = step * (NW * 64)
     out: tl.tuple = ()
     sums: tl.tuple = ()
@@ -253,7 +265,7 @@ def load_x(
         for part in tl.static_range(PARTS):
             values: tl.tuple = ()
             for piece in tl.static_range(PIECES):
-                j = column if PIECES == 1 else column // 4 * 8 + piece * 4 + column % 4
+                j = columns_of(piece, PIECES)
                 at = i // 8 * 64 + part * 2 // PARTS * 32 + j
                 if GROUP == 16:
                     mask = (j < 16) if part % 2 == 0 else (j >= 16)

@@ -31,7 +31,7 @@ class Mutation:
 
 
 LAYOUT, UNPACK, STEP = "kernels/layout.py", "kernels/unpack.py", "kernels/matmul/step_kernel.py"
-SCALES = "kernels/matmul/scales.py"
+SCALES, OPERANDS, SCALING = (f"kernels/matmul/{name}.py" for name in ("scales", "operands", "scaling_kernel"))
 MATMUL, DEQUANTIZE, PACKED = "kernels/matmul/kernel.py", "kernels/dequantize/kernel.py", "models/loading/packed.py"
 OF_LAYOUT, OF_MATMUL, OF_UNPACK = (f"tests/kernels/test_{name}.py" for name in ("layout", "matmul", "unpack"))
 OF_DEQUANTIZE, OF_PACKED = "tests/kernels/test_dequantize.py", "tests/models/loading/test_sources.py"
@@ -184,7 +184,7 @@ MUTATIONS = [
         OF_GROUPED,
     ),
     Mutation(
-        MATMUL,
+        OPERANDS,
         "matrices of a stack without their stride",
         "return plane.flatten(-2).view(",
         "return plane.view(-1).view(",
@@ -354,6 +354,41 @@ MUTATIONS = [
         "(masks != -1).any(axis=1)",
         "(masks != -1).all(axis=1)",
         OF_DEVICE,
+    ),
+    Mutation(
+        MATMUL,
+        "scaled rows keep their length",
+        "if NORM or SCALED:",
+        "if NORM:",
+        f"{OF_MATMUL}::test_a_row_depends_on_no_other",
+    ),
+    Mutation(
+        SCALING,
+        "all blocks of scaled rows have the length of the first",
+        "row = first_row + tt * 8 +",
+        "row = first_row +",
+        f"{OF_MATMUL}::test_a_row_depends_on_no_other",
+    ),
+    Mutation(
+        SCALING,
+        "parts of K that end one step early are scaled",
+        "EVEN // 2 + SPLITS - 1",
+        "EVEN // 2 + SPLITS - 3",
+        f"{OF_MATMUL}::test_scaled_rows_of_a_larger_tensor",
+    ),
+    Mutation(
+        SCALING,
+        "scaled rows are taken to be contiguous",
+        "x += row * x_stride",
+        "x += row * K",
+        f"{OF_MATMUL}::test_scaled_rows_of_a_larger_tensor",
+    ),
+    Mutation(
+        SCALING,
+        "the squares of half of the columns",
+        "tl.static_range(2 * PIECES)",
+        "tl.static_range(PIECES)",
+        f"{OF_MATMUL}::test_a_row_depends_on_no_other",
     ),
     Mutation(
         MATMUL,

@@ -12,9 +12,11 @@ from torch import Tensor
 from edgelm.kernels.activation import Gate
 from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, dequantize, fuse_gated, planes
-from edgelm.kernels.matmul import Norm, kernel, matmul
+from edgelm.kernels.matmul import Norm, matmul, operands
+from edgelm.kernels.matmul import kernel as matmul_kernel
 from edgelm.kernels.matmul.configs import Config, row_blocks
-from edgelm.kernels.matmul.kernel import decode, operand_type
+from edgelm.kernels.matmul.kernel import decode
+from edgelm.kernels.matmul.operands import operand_type
 from tests.kernels.cases.matmul import LAYOUTS, random_dense, random_weight
 from tests.kernels.seeds import SEED, generator
 
@@ -134,7 +136,7 @@ def test_programs_share_the_blocks_of_rows_equally(most: int):
 @pytest.mark.parametrize("name", ["q4_1", "q6_k", "q8_0", "dense_float16"])
 def test_either_order_of_columns(name: str, seed: int, monkeypatch: pytest.MonkeyPatch):
     """Triton 3.6 wants another order than 3.9; without a GPU there is only one."""
-    monkeypatch.setattr(kernel, "kwidth", lambda: 4)
+    monkeypatch.setattr(matmul_kernel, "kwidth", lambda: 4)
     weight = weight_named(name, 16, 203, generator(seed))
     x = torch.randn(3, 203, generator=generator(seed)).half()
     y, error = exact(x, weight)
@@ -225,11 +227,11 @@ def test_a_normed_stream_may_be_larger_than_float16(rows: int, seed: int):
 
 @pytest.mark.parametrize("name", ["q4_0", "q6_k", "q8_0", "fp8", "mxfp4", "dense_float16"])
 def test_on_a_gpu_assembly_makes_the_operands_of_16_bits_only(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernel, "interpreting", lambda: False)
+    monkeypatch.setattr(operands, "interpreting", lambda: False)
     weight = weight_named(name, 16, 64, generator(1))
     for dtype in DTYPES:
         mixed = isinstance(weight, DenseWeight) and weight.data.dtype != dtype
-        assert kernel.planes_and_constants(weight, dtype)[1]["ASM"] == (dtype != torch.float32 and not mixed)
+        assert operands.planes_and_constants(weight, dtype)[1]["ASM"] == (dtype != torch.float32 and not mixed)
 
 
 @pytest.mark.parametrize("seed", [SEED])
@@ -238,7 +240,7 @@ def test_planes_of_a_stack_keep_their_strides(seed: int):
     for layout in LAYOUTS.values():
         one = random_weight(layout, 20, 300, generator(seed))
         stack = replace(one, **{name: torch.stack([plane] * 3) for name, plane in planes(one).items()})
-        both = (kernel.planes_and_constants(weight, torch.float16)[0] for weight in (one, stack))
+        both = (operands.planes_and_constants(weight, torch.float16)[0] for weight in (one, stack))
         for single, stacked in zip(*both, strict=True):
             assert (single is None) == (stacked is None)
             assert single is None or stacked.stride(0) == single.numel()
@@ -250,6 +252,8 @@ def test_planes_of_a_stack_keep_their_strides(seed: int):
     [
         ("q4_k", Config(2, 2, 2, 1), 40),
         ("q4_k", Config(1, 2, 0, 2), 40),
+        ("q5_k", Config(2, 2, 2, 1), 16),
+        ("q5_k", Config(1, 2, 2, 2), 16),
         ("q6_k", Config(2, 2, 0, 1), 16),
         ("awq", Config(1, 2, 1, 2), 16),
         ("dense_bfloat16", Config(2, 2, 2, 1), 24),
@@ -258,9 +262,10 @@ def test_planes_of_a_stack_keep_their_strides(seed: int):
 def test_a_row_depends_on_no_other(name: str, config: Config, num_rows: int, seed: int):
     g = generator(seed)
     dtype = torch.bfloat16 if name == "dense_bfloat16" else torch.float16
-    weight = weight_named(name, 20, 203, g)
-    norm = Norm(torch.rand(203, generator=g), 1e-5) if name == "q4_k" else None
-    x = torch.randn(num_rows, 203, generator=g).to(dtype)
+    columns = 320 if name == "q5_k" else 203  # rows of whole chunks are scaled by the norm's weight before, if many
+    weight = weight_named(name, 20, columns, g)
+    norm = Norm(torch.rand(columns, generator=g), 1e-5) if name in ("q4_k", "q5_k") else None
+    x = torch.randn(num_rows, columns, generator=g).to(dtype)
 
     def product(rows: Tensor) -> Tensor:
         return decode(rows, weight, None, None, None, norm, torch.float32, config)
@@ -271,6 +276,23 @@ def test_a_row_depends_on_no_other(name: str, config: Config, num_rows: int, see
     assert torch.equal(product(x[5:14]), together[5:14])
     x[:7] = x[8:] = float("nan")
     assert torch.equal(product(x)[7], together[7])
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("stream", "out"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float32)])
+def test_scaled_rows_of_a_larger_tensor(stream: torch.dtype, out: torch.dtype, splits: int, seed: int):
+    """Rows in whole chunks, which are scaled before the matmul, have the bits of each row alone."""
+    g = generator(seed)
+    weight, norm = weight_named("q5_k", 20, 576, g), Norm(torch.rand(576, generator=g) + 0.5, 1e-5)
+    x = torch.full((11, 1200), torch.nan, dtype=stream)
+    x[:, 16:592] = 100 * torch.randn(11, 576, generator=g)
+    x = x[:, 16:592]
+
+    def product(rows: Tensor) -> Tensor:
+        return decode(rows, weight, None, None, None, norm, out, Config(2, 2, 2, splits))
+
+    assert torch.equal(product(x), torch.cat([product(row[None]) for row in x]))
 
 
 @pytest.mark.parametrize("seed", [SEED])

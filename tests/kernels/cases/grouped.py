@@ -106,7 +106,7 @@ def few_case(name: str | None, dtype: str, gate: GateKind | None = None) -> Comp
 
     from edgelm.kernels.gpu_target import kwidth
     from edgelm.kernels.grouped.kernel import NUM_WARPS, few_pairs_kernel
-    from edgelm.kernels.matmul.kernel import planes_and_constants
+    from edgelm.kernels.matmul.operands import planes_and_constants
 
     columns = {"int8": 2304, None: 8192}.get(name, 2048)
     kind, torch_type = (tl.float16, torch.float16) if dtype == "fp16" else (tl.bfloat16, torch.bfloat16)

@@ -124,6 +124,7 @@ def compile_cases() -> list[CompileCase]:
     """Return the kernels for the shapes of an 8B model, in all formats, and with norm and gate."""
     from edgelm.kernels.matmul.configs import Config, float32_config
     from edgelm.kernels.matmul.kernel import combine_kernel
+    from edgelm.kernels.matmul.scaling_kernel import scale_rows_kernel
 
     # The instructions that an H200 has time for at 92 % of its bandwidth; for 16 rows of q4_k and q5_k, an H100.
     budgets = {("q4_0", 8): 3.9, ("q4_0", 16): 3.9, ("q4_k", 8): 4.0, ("q4_k", 16): 5.0, ("q8_0", 8): 7.3}
@@ -161,6 +162,11 @@ def compile_cases() -> list[CompileCase]:
         for name in ("q4_k", "q6_k", "q8_0", None)
         for rows in (8, 16, 32)
     ]
+    signature = dict.fromkeys(scale_rows_kernel.arg_names, "constexpr")
+    signature |= {"x": "*fp32", "norm": "*fp32", "out": "*bf16", "squares": "*fp32", "x_stride": "i32"}
+    constants: dict[str, object] = {"K": 4096, "NW": 4, "SPLITS": 1, "BLOCK": 2048}
+    aligned = ("x", "norm", "out", "squares", "x_stride")
+    cases.append(CompileCase("matmul scale rows", scale_rows_kernel, signature, constants, aligned))
     signature = dict.fromkeys(combine_kernel.arg_names, "constexpr")
     signature |= {"partial": "*fp32", "out": "*fp16", "residual_stride": "i32", "eps": "fp32"}
     constants = dict.fromkeys(("partial_squares", "bias", "residual", "GATE"), None)

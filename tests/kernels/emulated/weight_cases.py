@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -16,8 +18,10 @@ from edgelm.kernels.dequantize import dequantize
 from edgelm.kernels.embedding import embedding
 from edgelm.kernels.layout import PackedWeight
 from edgelm.kernels.matmul import ROWS, Norm, matmul
+from edgelm.kernels.matmul import kernel as matmul_kernel
 from edgelm.kernels.matmul.configs import Config, float32_config
-from edgelm.kernels.matmul.kernel import decode, operand_type, planes_and_constants
+from edgelm.kernels.matmul.kernel import decode
+from edgelm.kernels.matmul.operands import operand_type, planes_and_constants
 from tests.kernels import test_dequant_gemm, test_grouped
 from tests.kernels.cases import dequant_gemm as gemm_cases
 from tests.kernels.cases import dequantize as dequantize_cases
@@ -40,6 +44,13 @@ FEW = (
     (11, BF16, 330, Config(2, 2, 2, 2)),
     (29, BF16, 330, Config(2, 1, 2, 1)),  # a program takes four blocks of 8 rows
     (50, F16, 330, Config(2, 1, 0, 2)),  # programs share the blocks
+)
+# rows that a kernel before scales by their norm's weight
+SCALED = (
+    ("q4_k", F32, Config(4, 1, 2, 1)),
+    ("q4_k", BF16, Config(8, 2, 1, 1)),
+    ("q6_k", F32, Config(4, 1, 2, 2)),
+    ("dense_bfloat16", F32, Config(16, 1, 0, 2)),
 )
 MAIN_FORMATS = ("q4_k", "q6_k", "q8_0", "mxfp4")
 MAIN_OF_FORMAT = {name: (CAPABILITIES[at],) for at, name in enumerate(MAIN_FORMATS)}
@@ -83,6 +94,10 @@ def _matmul_cases() -> Iterator[EmulatedCase]:
             run = partial(_stream, name, rows)
             main = (89,) if name == "q4_k" and rows != 35 else ()
             yield EmulatedCase("matmul", name, rows, "normed stream", run, main=main)
+    for name, dtype, config in SCALED:
+        run = partial(_scaled, name, dtype, config)
+        main = CAPABILITIES if (name, dtype) == ("q6_k", F32) else ()
+        yield EmulatedCase("matmul", name, 11, f"scaled {_short(dtype)} {tuple(config)}", run, main=main)
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -117,6 +132,34 @@ def _stream(name: str, rows: int, seed: int) -> Outcome:
     rounding = UNIT[operand] * (2 + UNIT[operand]) * sizes  # of x, and in a prompt of the weights too
     got = matmul(x, weight, norm=norm, out_dtype=BF16, implementation="triton")
     return within(got, y, rounded_bound(y, rounding + exact(x, weight)[1], BF16))
+
+
+def _scaled(name: str, dtype: torch.dtype, config: Config, seed: int) -> Outcome:
+    """Compare rows of a large batch with the same rows alone: the result, and with parts of K their sums of squares."""
+    g = generator(seed)
+    columns = (5 * config.splits * config.warps + 2) * 64  # whole steps, and one in which some warps have nothing
+    weight = weight_named(name, 36, columns, g)
+    x, norm = torch.randn(11, columns, generator=g).to(dtype), Norm(torch.rand(columns, generator=g) + 0.5, 1e-5)
+    combine = matmul_kernel.combine_kernel
+    squares: list[torch.Tensor] = []
+
+    class Kept:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            def launch(*args: Any, **options: Any) -> object:
+                squares.append(args[1].clone())
+                return combine[grid](*args, **options)
+
+            return launch
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        return decode(rows, weight, None, None, None, norm, F32 if dtype == BF16 else BF16, config)
+
+    with patch.object(matmul_kernel, "combine_kernel", Kept()):
+        together, alone = product(x)[[0, 10]], torch.cat([product(x[:1]), product(x[10:])])
+    if squares:
+        together = torch.cat([together, squares[0][[0, 10]]], 1)
+        alone = torch.cat([alone, torch.cat(squares[1:])], 1)
+    return equal(together, alone)
 
 
 # -- dequant_gemm ------------------------------------------------------------------------------------------------------
