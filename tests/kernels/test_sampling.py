@@ -151,10 +151,10 @@ def test_a_short_list_is_drawn_from_like_a_long_one(
         monkeypatch.setattr(kernels, name, value)
     limits = ({"top_k": 30}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.8}, {"top_p": 1e-8})
     table = torch.from_numpy(rng.standard_normal((len(limits) * 4, NUM_VOCAB)).astype(np.float32) * 4)
-    # eight likely tokens and a heavy tail: top_p is a share of those that top_k leaves
-    tail = torch.where(torch.from_numpy(rng.permutation(NUM_VOCAB)) < 8, 0.0, -0.5).repeat(8, 1)
+    # eight equal tokens and a heavy tail: top_p is a share of those that top_k leaves, and may leave some
+    tail = torch.where(torch.from_numpy(rng.permutation(NUM_VOCAB)) < 8, 0.0, -0.5).repeat(16, 1)
     table = torch.cat([table, tail])
-    rows = [limit for limit in limits for _ in range(4)] + [{"top_k": 8, "top_p": 0.5}] * len(tail)
+    rows = [limit for limit in limits for _ in range(4)] + [{"top_k": 8, "top_p": 0.5}] * 8 + [{"top_k": 5}] * 8
     params = [SamplingParams(seed=int(rng.integers(2**63)), **limit) for limit in rows]
     requests = [RowRequest(row_params, row) for row, row_params in enumerate(params)]
     got, want = (
