@@ -263,8 +263,9 @@ def checks(folder: Path) -> dict[str, Callable[[], str]]:
 def main() -> int:
     logging.getLogger("llama.cpp").addHandler(logging.NullHandler())
     print(f"edgelm {__version__} on llama.cpp's GPU side, {datetime.now(UTC):%Y-%m-%dT%H:%MZ}")
-    for device in llama_devices():
-        print(f"{device.name}: {device.description}, {device.free_bytes / MIB:.0f} MiB free")
+    for device in llama_devices(facts_of(STARTER)):
+        slow = ", ".join(device.slow_kv) or "none"
+        print(f"{device.name}: {device.description}, {device.free_bytes / MIB:.0f} MiB free, slow KV modes: {slow}")
     package = f"{BUILD.package} {BUILD.version}"
     print(f"llama.cpp {L.llama_version().decode()} of {package}, {os.cpu_count()} cores; times include loading twice\n")
     failures = 0

@@ -53,6 +53,7 @@ def build(
     memory_bytes: int | None = None,
     cuda_problem: str = "",
     notify: Callable[[str], None] = log.info,
+    warn: Callable[[str], None] = log.warning,
     when_lost: WhenLost = lambda _: None,
 ) -> LoadedModel:
     """Load a GGUF or a folder of safetensors and start an engine with it.
@@ -60,8 +61,9 @@ def build(
     Without --ctx the context has at least `least_context` tokens if the model has them. `prefixes` is the folder where
     idle conversations are kept for the next process; None: they end with this process. `places` are where drafting
     reads and stores its data; None: no drafting. `memory_bytes` is what the model may take; None: as much as is free.
-    `cuda_problem` is why CUDA is not to be used. `notify` takes lines for the person who waits. `when_lost` is called
-    by another thread if the GPU hangs, with the error of that: it has to end the process. Raises ModelError for a file
+    `cuda_problem` is why CUDA is not to be used. `notify` takes lines for the person who waits, `warn` those that shall
+    stay in sight. `when_lost` is called by another thread if the GPU hangs, with the error of that: it has to end the
+    process. Raises ModelError for a file
     that is damaged, not supported or does not fit in memory; EdgeLMError for a context that the model cannot have, or
     an engine or device that is not available; GpuLoadError where CUDA fails and the settings allow a new process to go
     on without it.
@@ -77,6 +79,7 @@ def build(
         places=places,
         memory_bytes=memory_bytes,
         notify=notify,
+        warn=warn,
         cuda_problem=cuda_problem,
         when_lost=when_lost,
     )
@@ -96,6 +99,7 @@ def _build(
     places: Places | None,
     memory_bytes: int | None,
     notify: Callable[[str], None],
+    warn: Callable[[str], None],
     cuda_problem: str,
     when_lost: WhenLost,
 ) -> LoadedModel:
@@ -137,6 +141,7 @@ def _build(
         prefixes=prefixes,
         places=places,
         memory_bytes=memory_bytes,
+        warn=warn,
     )
 
 
@@ -281,9 +286,9 @@ def predict(
         from edgelm.backends.llama.build import plan_context  # these import llama.cpp
         from edgelm.backends.llama.devices import llama_devices
 
-        wish = Wish.of(settings, llama_devices() if choice.device == "gpu" else ())
-        beside = small.facts if small else None
         facts = with_adapters(model.facts, _adapters(model, settings))
+        wish = Wish.of(settings, llama_devices(facts) if choice.device == "gpu" else ())
+        beside = small.facts if small else None
         planned = plan_context(path, facts, settings, wish, draft_facts=beside, repack=repack, machine=machine)
         return planned.footprint(choice.device)
 

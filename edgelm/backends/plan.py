@@ -61,6 +61,7 @@ class DeviceMemory(NamedTuple):
     workspace: int
     free_bytes: int  # before the model is loaded
     shared: bool = False  # it is main memory, where these bytes count too
+    attends: bool = True  # False: it has no kernel for attention in the KV mode, which the processor then computes
 
     @property
     def total_bytes(self) -> int:
@@ -150,6 +151,12 @@ class Option:
     weights_bytes: int = 0
     devices: tuple[DeviceMemory, ...] = ()  # beside the bytes above
 
+    @property
+    def slow(self) -> str:
+        """Why the KV mode is slow with these devices; empty: it is not."""
+        names = [device.name for device in self.devices if device.kv and not device.attends]
+        return f"{' and '.join(names)} cannot compute its attention, so the processor does" if names else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -164,6 +171,7 @@ class Plan:
     load_peak_bytes: int  # while the choice is loaded, with pages of the mapped file; 0: nothing is chosen
     draft: str  # the draft model's name; empty: there is none
     reason: str  # of the choice
+    warning: str  # of the choice; empty: there is none
     refusal: ModelError | None  # where nothing is chosen
     options: tuple[Option, ...]
     threads: int
@@ -229,7 +237,10 @@ def plan(
         raise ModelError(f"--kv {settings.kv} {reason}", "use --kv f16")
     modes = sizer.modes if settings.kv == "auto" else [settings.kv]
     contexts = list(_contexts(settings.ctx, trained, least_context))
-    chosen = next((option for option in sizer.options(modes, contexts) if option.fits), None)
+    fitting = (option for option in sizer.options(modes, contexts) if option.fits)
+    chosen = largest = next(fitting, None)
+    if settings.kv == "auto" and largest and largest.slow:
+        chosen = next((option for option in fitting if not option.slow), largest)
     shown: list[int] = []
     if with_options:
         shown = sorted({*(context for context in SHOWN_CONTEXTS if context < trained), contexts[0], trained})
@@ -244,7 +255,8 @@ def plan(
         chosen=chosen,
         load_peak_bytes=_load_peak(chosen, engine, draft) if chosen else 0,
         draft=draft.name if draft else "",
-        reason=_reason(chosen, settings, trained, modes, contexts),
+        reason=_reason(chosen, largest, settings, trained, modes, contexts),
+        warning=_warning(chosen, settings),
         refusal=None if chosen else _refusal(summary, sizer, modes, contexts, limited=machine.is_limited),
         options=tuple(sizer.options(sizer.modes, shown)),
         threads=settings.threads or machine.cores,
@@ -301,12 +313,21 @@ def _load_peak(chosen: Option, engine: EngineMemory, draft: DraftModel | None) -
     return max(engine.weights.load_peak, chosen.total_bytes, second)
 
 
-def _reason(chosen: Option | None, settings: Settings, trained: int, modes: list[str], contexts: list[int]) -> str:
-    """Return why this context and this KV mode were chosen."""
-    if chosen is None:
+def _reason(
+    chosen: Option | None,
+    largest: Option | None,
+    settings: Settings,
+    trained: int,
+    modes: list[str],
+    contexts: list[int],
+) -> str:
+    """Return why this context and this KV mode were chosen; `largest` is the first that fits, which may be slow."""
+    if chosen is None or largest is None:
         return ""
     if settings.ctx is not None:
         context = "the context is --ctx"
+    elif chosen.context < largest.context:
+        context = f"{largest.context:,} tokens of context fit only with --kv {largest.kv}, and {largest.slow}"
     elif chosen.context < contexts[0]:
         context = f"{contexts[0]:,} tokens of context do not fit"
     elif chosen.context == trained:
@@ -318,6 +339,14 @@ def _reason(chosen: Option | None, settings: Settings, trained: int, modes: list
     if chosen.kv == modes[0]:
         return f"{context}; the KV cache is the exact one"
     return f"{context}; the KV cache is the most exact one that fits"
+
+
+def _warning(chosen: Option | None, settings: Settings) -> str:
+    """Return what the user should know of a choice; empty: nothing."""
+    if chosen is None or not chosen.slow:
+        return ""
+    instead = "no other mode fits" if settings.kv == "auto" else "--kv auto takes a faster mode where one fits"
+    return f"--kv {chosen.kv} is slow: {chosen.slow}; {instead}"
 
 
 def _refusal(

@@ -32,12 +32,12 @@ def _choose(request: ChooseEngine, child: Child) -> None:
 
     with open_model(request.model) as model:
         choice = choose(model, request.settings, draft=request.draft)
-    cuda = find_cuda() if choice.device == "cuda" else None
-    devices: tuple[Device, ...] = ()
-    if choice.device == "gpu":
-        from edgelm.backends.llama.devices import llama_devices
+        devices: tuple[Device, ...] = ()
+        if choice.device == "gpu":
+            from edgelm.backends.llama.devices import llama_devices
 
-        devices = llama_devices()
+            devices = llama_devices(model.facts)
+    cuda = find_cuda() if choice.device == "cuda" else None
     child.send(ChosenEngine(choice.engine, choice.device, choice.reasons, cuda, devices))
 
 

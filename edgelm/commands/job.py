@@ -17,12 +17,23 @@ from edgelm.library.scan import note_use
 from edgelm.machine import facts as machine
 from edgelm.places import Places
 from edgelm.workers.exit_reason import ModelFiles, exit_reason
-from edgelm.workers.messages import EngineJob, EvalRestarted, EvalState, Loading, Read, Result, Status, Text, Thought
+from edgelm.workers.messages import (
+    EngineJob,
+    EvalRestarted,
+    EvalState,
+    Loading,
+    Note,
+    Read,
+    Result,
+    Status,
+    Text,
+    Thought,
+)
 from edgelm.workers.parent import Worker
 
 WORKER = "edgelm.jobs.worker"
 SILENT_S = 1.0  # that saving takes before a line tells of it
-REPLIES = (Loading, Status, Read, Text, Thought, EvalState, EvalRestarted, Vector, Result)
+REPLIES = (Loading, Status, Note, Read, Text, Thought, EvalState, EvalRestarted, Vector, Result)
 
 
 @contextmanager
@@ -105,7 +116,7 @@ def _replies(worker: Worker, files: ModelFiles) -> Iterator[Any]:
 
 
 def _watch(replies: Iterator[Any], status: _Status, name: str, on_loaded: Callable[[], None]) -> Iterator[Any]:
-    """Show progress, and yield all other replies. Any other reply than a `Status` means that the model is loaded."""
+    """Show progress and notes, and yield all other replies. The first of those means that the model is loaded."""
     loaded = False
     try:
         for reply in replies:
@@ -114,6 +125,10 @@ def _watch(replies: Iterator[Any], status: _Status, name: str, on_loaded: Callab
                 continue
             if isinstance(reply, Status):
                 status.show(reply.text)
+                continue
+            if isinstance(reply, Note):
+                status.clear()
+                print(f"note: {reply.text}", file=sys.stderr)
                 continue
             if not loaded:
                 on_loaded()

@@ -222,6 +222,7 @@ def _chosen_document(result: Plan, chosen: Option) -> dict[str, Any]:
         "snapshot_bytes": result.snapshot_bytes,
         "estimated_tokens_per_second": speed,
         "reason": result.reason,
+        "warning": result.warning or None,
     }
 
 
@@ -308,6 +309,8 @@ def _choice_lines(result: Plan, chosen: Option, memory: MachineMemory) -> list[s
         f"memory: {_gib(chosen.total_bytes)} of the {_gib(result.usable_bytes)} that are free to use",
         f"        up to {_gib(result.load_peak_bytes)} while it loads, including pages of the mapped file",
     ]
+    if result.warning:
+        lines.insert(1, f"warning: {result.warning}")
     if result.draft:
         lines.append(f"        {_gib(chosen.draft_bytes)} of it for {result.draft}, which drafts")
     if result.snapshot_bytes:

@@ -21,7 +21,7 @@ from edgelm.jobs.speed import BenchJob, check, measure
 from edgelm.places import own_places
 from edgelm.text.template_worker import start_template_worker
 from edgelm.workers.child import Child, Handler, report_loading, run_job
-from edgelm.workers.messages import EngineJob, EvalJob, Result, RunJob, Status
+from edgelm.workers.messages import EngineJob, EvalJob, Note, Result, RunJob, Status
 
 
 def work_with_engine(
@@ -39,6 +39,7 @@ def work_with_engine(
         memory_bytes=job.memory_bytes,
         cuda_problem=job.cuda_problem,
         notify=lambda text: child.send(Status(text)),
+        warn=lambda text: child.send(Note(text)),
         when_lost=child.fail,
     )
     loaded.engine.when_lost = child.fail

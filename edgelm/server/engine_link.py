@@ -26,7 +26,7 @@ from edgelm.machine import facts as machine
 from edgelm.server.gpu_failures import GpuFailures
 from edgelm.server.listener import private_folder
 from edgelm.workers.exit_reason import ModelFiles, exit_reason
-from edgelm.workers.messages import Footprint, Loading, Predict, Ready, ServeJob, Status
+from edgelm.workers.messages import Footprint, Loading, Note, Predict, Ready, ServeJob, Status
 from edgelm.workers.parent import Worker, in_daemon_thread
 
 WORKER = "edgelm.server.engine_process"
@@ -118,7 +118,7 @@ class Launcher:
         )
         environment = await asyncio.to_thread(machine.child_environment, self._places)
         flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
-        replies = (Loading, Ready, Status)
+        replies = (Loading, Note, Ready, Status)
         worker = Worker(WORKER, *flags, replies=replies, errors=ERRORS, environment=environment, echo=echo)
         return EngineProcess(
             worker,
@@ -255,12 +255,14 @@ class EngineProcess:
         """Follow the loading. Raises EdgeLMError with the worker's own error, or with how it died."""
         noticed = False
         try:
-            while isinstance(reply := await self._worker.areceive(), Loading | Status):
+            while isinstance(reply := await self._worker.areceive(), Loading | Note | Status):
                 if isinstance(reply, Loading):
                     self.progress = reply.share
-                elif not noticed:  # the other lines are for those who see one at a time
+                elif (
+                    isinstance(reply, Note) or not noticed
+                ):  # later lines of status are for those who see one at a time
                     log.warning("%s: %s", self._files.name, reply.text)
-                    noticed = True
+                    noticed = noticed or isinstance(reply, Status)
         except EdgeLMError as error:
             self._note_failure(error)
             raise

@@ -95,6 +95,13 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """A line about the job that stays in sight."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
     """The passages that the model gets with the prompt."""
 

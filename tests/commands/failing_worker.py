@@ -1,4 +1,4 @@
-"""A worker of `edgelm run` whose GPU cannot load the model, or fails in the middle of the answer."""
+"""A worker of `edgelm run` whose GPU cannot load the model, fails in the middle of the answer, or is slow."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import sys
 
 from edgelm.errors import DeviceError, GpuLoadError
 from edgelm.workers.child import Child, run_job
-from edgelm.workers.messages import Loading, Result, RunJob, Text
+from edgelm.workers.messages import Loading, Note, Result, RunJob, Status, Text
 
 
 def run(job: RunJob, child: Child) -> None:
     child.send(Loading(0.5))
     if job.prompt == "load" and not job.cuda_problem:
         raise GpuLoadError("the memory of the GPU is used up", "lower --ctx")
+    if job.prompt == "note":
+        child.send(Note("the KV mode is slow"))
+        child.send(Status("a line that goes"))
     child.send(Text("half an "))
     if job.prompt == "crash":
         child.fail(DeviceError("the GPU failed: CUDA error: unspecified launch failure", "try again"))

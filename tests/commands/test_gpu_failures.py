@@ -47,3 +47,8 @@ def test_a_crash_in_the_middle_of_an_answer_is_one_error(
         replies("crash", places, tmp_path)
     assert str(caught.value) == "the GPU failed: CUDA error: unspecified launch failure; try again"
     assert capfd.readouterr().err == ""
+
+
+def test_a_note_of_the_worker_stays_in_sight(places: Places, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert replies("note", places, tmp_path)[0] == Text("half an ")
+    assert capfd.readouterr().err == "note: the KV mode is slow\n"

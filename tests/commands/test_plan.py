@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from edgelm.backends.llama.placement import Device
+from edgelm.backends.questions import ChosenEngine
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.cli import run_cli
 from edgelm.commands import plan as plan_module
@@ -94,6 +96,18 @@ def test_a_page_shows_the_sizes_a_bar_and_the_choice(
     assert "chosen: --ctx 4096 --kv f16 --threads" in out
     assert "estimate" in out
     assert "NVIDIA H100: 79.00 GiB of 80.00 GiB free; not used" in out
+
+
+def test_a_kv_mode_that_the_gpu_cannot_attend_in_is_told_of(
+    edgelm: Edgelm, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Device("MTL0", "a card", GIB, GIB, slow_kv=("k8v4",))
+    monkeypatch.setattr(plan_module, "ask_choice", lambda *_: ChosenEngine("llama", "gpu", (), None, (card,)))
+    warning = "--kv k8v4 is slow: MTL0 cannot compute its attention, so the processor does"
+    assert f"\nwarning: {warning}; --kv auto takes" in edgelm("plan", model, "--kv", "k8v4")[1]
+    assert edgelm.document(model, "--kv", "k8v4")["chosen"]["warning"].startswith(warning)
+    assert "warning" not in edgelm("plan", model)[1]
+    assert edgelm.document(model)["chosen"]["warning"] is None
 
 
 def test_a_model_that_does_not_fit_is_shown_and_is_an_error(

@@ -104,7 +104,13 @@ MUTATIONS = [
         "if used + nbytes <= self._max_bytes",
         "if used + nbytes <= 2 * self._max_bytes",
     ),
-    Mutation("kv_slots", "the newest snapshot goes first", "*self._snapshots))", "*reversed([*self._snapshots])))"),
+    Mutation(
+        "kv_slots",
+        "the newest snapshot goes first",
+        "for other in self._snapshots if other not in last",
+        "for other in [*self._snapshots][::-1] if other not in last",
+    ),
+    Mutation("kv_slots", "the newest shared prefix goes first", "*self._snapshots))", "*[*self._snapshots][::-1]))"),
     Mutation("kv_slots", "a dropped snapshot stays on the device", "        self._ops.append(Drop(snapshot.key))\n"),
     Mutation(
         "prefixes",

@@ -44,6 +44,7 @@ class GatedExecutor(FakeExecutor):
         self.gate.set()
         self.closes_after: int | None = None  # steps, then the gate is closed
         self.ahead: list[int] = []  # numbers of the steps
+        self.ran: list[list[int]] = []  # the sequences of each step
 
     def forward(self, step: Step) -> None:
         if self.num_steps == self.closes_after:
@@ -51,6 +52,7 @@ class GatedExecutor(FakeExecutor):
         assert self.gate.wait(60)
         if any(chunk.tokens == [LAST] for chunk in step.chunks):
             self.ahead.append(self.num_steps)
+        self.ran.append([chunk.seq.id for chunk in step.chunks])
         super().forward(step)
 
 
@@ -352,6 +354,18 @@ async def test_a_short_request_of_another_client_is_not_behind_a_flood() -> None
         for stream in flood:
             stream.close()
         await emptied(engine)
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+async def test_a_marked_request_overtakes_a_long_answer_of_the_same_client(interactive: bool) -> None:
+    with running_engine(max_sequences=1) as (engine, executor):
+        executor.gate.clear()
+        agent = engine.submit([1, 2, 3], greedy(200))
+        marked = engine.submit([4], greedy(100), interactive=interactive)
+        executor.gate.set()
+        assert len(ids_of(await events_of(agent))) == 200
+        assert len(ids_of(await events_of(marked))) == 100
+        assert executor.ran[-1] == [0 if interactive else 1]
 
 
 async def test_a_prompt_that_can_never_run_is_refused_with_both_numbers() -> None:

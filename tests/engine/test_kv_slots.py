@@ -189,6 +189,25 @@ def test_the_longest_prefix_wins() -> None:
     assert loop.ask([*second.tokens, 1]).cached == len(second.tokens) - 1
 
 
+@pytest.mark.parametrize("where", ["idle", "running"])
+@pytest.mark.parametrize("gain", [MIN_PREFIX_LEN - 1, MIN_PREFIX_LEN])
+def test_a_snapshot_is_loaded_only_for_a_longer_prefix_than_a_slot_has(where: str, gain: int) -> None:
+    """To load one takes the time of some tokens, and an idle conversation would have to leave its slot."""
+    system, more = [5] * 40, [6] * gain
+    loop = Loop()
+    loop.ask([*system, *more, *A])
+    other = loop.add([*system, *B], max_tokens=1 if where == "idle" else 30)
+    while not other.completion_len:
+        loop.step()
+    loop.ops.clear()
+    seq = loop.add([*system, *more, *C])
+    while not seq.completion_len:
+        loop.step()
+    assert seq.cached == len(system) + (gain if gain >= MIN_PREFIX_LEN else 0)
+    assert (Load in kinds(loop)) == (gain >= MIN_PREFIX_LEN)
+    loop.finish()
+
+
 def test_a_failed_step_leaves_no_prefix() -> None:
     loop = Loop()
     loop.ask(A)

@@ -160,6 +160,7 @@ def test_a_long_conversation_drops_its_own_states_first(facts: dict[str, Any]) -
         seq = loop.ask(seq.tokens + words(70), max_tokens=1)
     again = loop.ask(other.tokens + words(5))
     assert again.cached == len(other.tokens) - 1
+    assert not loop.files.num_fetched, "it stayed in memory"
     assert loop.ask(seq.tokens + words(5)).cached == len(seq.tokens) - 1
 
 

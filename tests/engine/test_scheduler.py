@@ -527,6 +527,22 @@ def test_a_finished_grammar_ends_the_answer_without_a_stop_token() -> None:
     assert events[-1].finish_reason == "stop"
 
 
+def test_a_mask_that_fails_behind_a_draft_token_costs_only_the_rest_of_the_draft() -> None:
+    """A grammar may be too complex where a draft leads, and go on elsewhere (`GrammarMatcher.fill`)."""
+
+    class Shortsighted(Script):
+        def fill(self, draft: list[int], rows: Masks) -> None:
+            super().fill(draft, rows)
+            rows[1:] = 0
+
+    loop = Loop(drafter=Drafts([]))
+    seq = loop.add([1, 2], max_tokens=30, matcher=Shortsighted({3, 4}, *range(10, 15)))
+    events = loop.finish()
+    assert seq.tokens[3:] == list(range(10, 15))
+    assert seq.forced == 5, "one of each draft"
+    assert [event.finish_reason for event in events] == [None] * 5 + ["stop"]
+
+
 def test_what_leaves_no_token_is_told_apart() -> None:
     class Stuck(Script):
         def fill(self, draft: list[int], rows: Masks) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from edgelm.core import Save, Sequence, Store
 from edgelm.engine.kv_paged import BLOCK_LEN, PagedKV
@@ -72,6 +73,20 @@ def test_a_shared_prefix_is_stored_at_once_and_a_longer_conversation_does_not_re
     assert sum(isinstance(op, Save) for op in loop.ops) >= 3
     assert not [op for op in loop.ops if isinstance(op, Store)], "there is no disk"
     assert shared_lens(loop) == [SYSTEM]
+
+
+@pytest.mark.parametrize("used_last", ["own", "other"])
+def test_of_shared_prefixes_the_least_recently_used_one_makes_way(used_last: str) -> None:
+    """A long conversation has room beside one of them, once all other snapshots are gone."""
+    rng = random.Random(seed := fresh_seed())
+    loop = Loop(snapshot_bytes=int(320 * BYTES / SHARED_SHARE), context=1024, capacity=4096)
+    systems = {key: agent(rng) for key in ("own", "other")}
+    for key, system in systems.items():
+        sessions(loop, system, 4, key)
+    ask(loop, [*systems[used_last], 30, 31], used_last)
+    ask(loop, rng.choices(range(40), k=800), "long")
+    cached = {key: ask(loop, [*systems[key], 32, 33], key).cached for key in sorted(systems, key=used_last.__ne__)}
+    assert cached == {key: SYSTEM if key == used_last else 0 for key in systems}, f"seed {seed}"
 
 
 def test_one_key_cannot_keep_more_than_its_share() -> None:

@@ -15,7 +15,7 @@ from edgelm.library.scan import LocalModel
 from edgelm.machine import facts as machine
 from edgelm.server.engine_link import EngineProcess, Launcher
 from edgelm.workers import parent
-from edgelm.workers.messages import Loading, Ready, ServeJob
+from edgelm.workers.messages import Loading, Note, Ready, ServeJob, Status
 from edgelm.workers.parent import Worker
 
 READY = "{'event': 'ready', 'name': 'fake', 'engine': 'llama', 'device': 'cpu', 'context': 512, 'port': None}"
@@ -30,7 +30,7 @@ LIMIT_S = 30
 async def start(program: str, tmp_path: Path) -> EngineProcess:
     command = (sys.executable, "-c", PRELUDE + program)
     job = ServeJob(model=tmp_path / "m.gguf", settings=Settings(), key="k", socket=tmp_path / "s")
-    return EngineProcess(Worker("", replies=(Loading, Ready), command=command), job)
+    return EngineProcess(Worker("", replies=(Loading, Note, Ready, Status), command=command), job)
 
 
 async def test_progress_then_ready(tmp_path: Path) -> None:
@@ -41,6 +41,18 @@ async def test_progress_then_ready(tmp_path: Path) -> None:
         assert (link.info.name, link.info.context, link.progress) == ("fake", 512, 1.0)
         await link.close()
         assert (await link.ended()).message == "the engine process ended with code 0"
+
+
+async def test_notes_are_logged_and_the_first_line_of_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [("note", "it is slow"), ("status", "checking"), ("note", "and old"), ("status", "checking more")]
+    program = "".join(f"emit({{'event': '{event}', 'text': '{text}'}}); " for event, text in lines)
+    async with asyncio.timeout(LIMIT_S):
+        link = await start(f"{program}emit({READY}); sys.stdin.read()", tmp_path)
+        await link.ready()
+        await link.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"m.gguf: {text}" for text in ("it is slow", "checking", "and old")
+    ]
 
 
 async def test_a_request_to_an_engine_that_was_closed_is_a_broken_connection(tmp_path: Path) -> None:

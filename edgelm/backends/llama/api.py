@@ -86,6 +86,17 @@ def start_backend() -> None:
     L.llama_backend_init()
 
 
+def native_function(name: str, result: Any, *arguments: Any) -> Any:
+    """Return a function of llama.cpp or of ggml, on which it depends, that llama-cpp-python does not declare."""
+    return ctypes.CFUNCTYPE(result, *arguments)((name, L._lib))  # noqa: SLF001 - the binding has no other door
+
+
+class Arena(ctypes.Structure):
+    """struct ggml_init_params: where ggml puts tensors; with `no_data`, their descriptions only."""
+
+    _fields_ = (("size", ctypes.c_size_t), ("memory", ctypes.c_void_p), ("no_data", ctypes.c_bool))
+
+
 def fill_struct(struct: T, **fields: Any) -> T:
     """Set fields of a ctypes structure. ctypes itself accepts unknown names silently."""
     names = {field[0] for field in struct._fields_}

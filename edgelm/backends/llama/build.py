@@ -64,11 +64,13 @@ def build_llama(
     prefixes: Path | None = None,
     places: Places | None = None,
     memory_bytes: int | None = None,
+    warn: Callable[[str], None] = log.warning,
 ) -> LoadedModel:
     """Load a checked GGUF, whose parts are `files`. With `gpu`, as much as fits goes to llama.cpp's devices.
 
-    `draft` is the GGUF of a model that drafts, `adapters` are those of the model. Raises ModelError for a file that
-    llama.cpp refuses or that does not fit in memory; EdgeLMError for a context that the model cannot have.
+    `draft` is the GGUF of a model that drafts, `adapters` are those of the model. `warn` takes a line for the user.
+    Raises ModelError for a file that llama.cpp refuses or that does not fit in memory; EdgeLMError for a context that
+    the model cannot have.
     """
     if settings.quantize != "off":
         raise EdgeLMError("only the torch engine has --quantize", "pull a quantized GGUF, or use --engine torch")
@@ -76,7 +78,7 @@ def build_llama(
     drafting = places if settings.spec != "off" else None
     draft = draft if drafting else None
     draft_facts = _read_facts(draft) if draft else None
-    wish = Wish.of(settings, llama_devices() if gpu else ())
+    wish = Wish.of(settings, llama_devices(facts) if gpu else ())
     planned = plan_context(
         path,
         facts,
@@ -88,6 +90,8 @@ def build_llama(
         machine=machine_memory(memory_bytes),
     )
     option = planned.require()
+    if planned.warning:
+        warn(planned.warning)
     options = LlamaOptions(
         context=option.context,
         kv=option.kv,

@@ -1,4 +1,4 @@
-"""The devices of llama.cpp: their names and free memory, and a placement as llama.cpp's parameters.
+"""The devices of llama.cpp: names, free memory, slow KV modes; and a placement as llama.cpp's parameters.
 
 Owns the pointers of devices and buffer types. Does not choose: placement.py does.
 """
@@ -10,12 +10,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from edgelm.backends.llama.api import fill_struct, start_backend
+from edgelm.backends.llama.api import fill_struct, native_function, start_backend
+from edgelm.backends.llama.attention import slow_modes
 from edgelm.backends.llama.placement import CPU, Device, Placement
+from edgelm.checkpoints.summary import ModelFacts
 from edgelm.llama_binding import L
 
 _GPU, _INTEGRATED_GPU = 1, 2  # of enum ggml_backend_dev_type
-_LIBRARY: Any = L._lib  # noqa: SLF001 - it finds the functions of ggml too, on which it depends
 
 
 class _Properties(ctypes.Structure):
@@ -38,26 +39,22 @@ class _BufferOverride(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def _function(name: str, result: Any, *arguments: Any) -> Any:
-    return ctypes.CFUNCTYPE(result, *arguments)((name, _LIBRARY))
+_device_count = native_function("ggml_backend_dev_count", ctypes.c_size_t)
+_device_at = native_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+_get_properties = native_function("ggml_backend_dev_get_props", None, ctypes.c_void_p, ctypes.POINTER(_Properties))
+_device_buffer_type = native_function("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
+_cpu_buffer_type = native_function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)
 
 
-_device_count = _function("ggml_backend_dev_count", ctypes.c_size_t)
-_device_at = _function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-_get_properties = _function("ggml_backend_dev_get_props", None, ctypes.c_void_p, ctypes.POINTER(_Properties))
-_device_buffer_type = _function("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
-_cpu_buffer_type = _function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)
-
-
-def llama_devices() -> tuple[Device, ...]:
+def llama_devices(model: ModelFacts | None = None) -> tuple[Device, ...]:
     """Return the GPUs that this build of llama.cpp can use; integrated ones only where there is no other.
 
-    A GPU that two backends know is listed once.
+    A GPU that two backends know is listed once. With a model, each has its slow KV modes.
     """
     start_backend()
     found: dict[int, list[Device]] = {_GPU: [], _INTEGRATED_GPU: []}
     ids = set()
-    for _, properties in _all_devices():
+    for handle, properties in _all_devices():
         if properties.type not in found or (properties.device_id and properties.device_id in ids):
             continue
         ids.add(properties.device_id)
@@ -69,6 +66,7 @@ def llama_devices() -> tuple[Device, ...]:
                 properties.memory_total,
                 properties.memory_free,
                 shared,
+                slow_modes(handle, model.summary) if model else (),
             )
         )
     return tuple(found[_GPU] or found[_INTEGRATED_GPU])

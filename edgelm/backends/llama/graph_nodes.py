@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgelm.backends.llama.api import Arena
 from edgelm.errors import EngineError
 from edgelm.llama_binding import BUILD
 
@@ -51,12 +52,6 @@ class Node(ctypes.Structure):
         return Node.from_address(self.sources[index])
 
 
-class _Arena(ctypes.Structure):
-    """struct ggml_init_params."""
-
-    _fields_ = (("size", ctypes.c_size_t), ("memory", ctypes.c_void_p), ("no_data", ctypes.c_bool))
-
-
 class _Library:
     """The functions of ggml that llama-cpp-python does not declare."""
 
@@ -68,7 +63,7 @@ class _Library:
         def function(name: str, result: Any, *arguments: Any) -> Any:
             return ctypes.CFUNCTYPE(result, *arguments)((name, library))
 
-        self.init = function("ggml_init", pointer, _Arena)
+        self.init = function("ggml_init", pointer, Arena)
         self.free = function("ggml_free", None, pointer)
         self.overhead = function("ggml_tensor_overhead", size)
         self.new = function("ggml_new_tensor_3d", pointer, pointer, ctypes.c_int, *[ctypes.c_int64] * 3)
@@ -111,7 +106,7 @@ def graph_reader() -> GraphReader:
         library = _Library()
     except (OSError, AttributeError, StopIteration) as error:
         raise EngineError(f"ggml's library cannot be used: {error}", "reinstall edgelm") from None
-    arena = library.init(_Arena(2**20, None, False))
+    arena = library.init(Arena(2**20, None, False))
     try:
         matrix = library.new(arena, F32, 8, 6, 4)
         experts = library.new(arena, F32, 8, 2, 3)

@@ -109,6 +109,7 @@ class OffloadedMemory:
                     workspace=compute + (0 if index else copied),
                     free_bytes=known[name].free_bytes,
                     shared=known[name].shared,
+                    attends=kv not in known[name].slow_kv,
                 )
             )
         return tuple(devices)

@@ -33,6 +33,7 @@ class Device:
     total_bytes: int
     free_bytes: int
     shared: bool = False  # its memory is the processor's
+    slow_kv: tuple[str, ...] = ()  # modes in which the processor has to compute the attention of a model
 
 
 @dataclass(frozen=True, slots=True)

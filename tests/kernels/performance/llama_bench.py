@@ -17,7 +17,8 @@ from tests.kernels.performance.step import Scene
 
 TOKENS = 64  # that it decodes, half of them before the step's depth
 LIMIT_S = 120
-# Its default build has no CUDA kernel for keys and values of different types: it would compute attention on the CPU.
+# Its default build has no CUDA kernel for one token where the types of keys and values differ: it would convert them to
+# f16 for each token (older releases compute attention on the CPU).
 TYPES = {"f16": "f16", "k8v4": "q8_0"}
 
 
