@@ -15,6 +15,7 @@ import torch
 
 from edgelm.kernels.choice import has_triton, interpreting
 
+HBM = (80, 90)  # compute capabilities of GPUs with high-bandwidth memory
 OFFLINE_CAPABILITY = 90  # compute capability that kernels are compiled for where there is no GPU
 SOUND_TRITON = (3, 9)  # the first release without the faults that kernels avoid in older ones
 
@@ -85,11 +86,21 @@ def stages_of_products(num_stages: int) -> int:
 
 def has_wgmma() -> bool:
     """Return whether kernels are compiled to wgmma: on sm_90 only."""
+    return _capability() // 10 == 9
+
+
+def has_hbm() -> bool:
+    """Return whether memory is so fast that instructions bound a decode step: A100, H100 and their like."""
+    return _capability() in HBM
+
+
+def _capability() -> int:
+    """Return the compute capability that kernels are compiled for; 0: they are interpreted."""
     if interpreting():
-        return False
+        return 0
     from triton.runtime import driver
 
-    return bool(driver.active.get_current_target().arch // 10 == 9)
+    return int(driver.active.get_current_target().arch)
 
 
 @cache

@@ -31,3 +31,17 @@ def test_products_of_sm_90_are_not_pipelined_by_a_triton_with_faults(
     monkeypatch.setattr(gpu_target, "interpreting", lambda: False)
     monkeypatch.setattr(gpu_target, "triton_has_faults", lambda: faults)
     assert gpu_target.stages_of_products(3) == stages
+
+
+@pytest.mark.parametrize(("capability", "hbm"), [(80, True), (86, False), (89, False), (90, True), (120, False)])
+def test_which_gpus_have_hbm(monkeypatch: pytest.MonkeyPatch, capability: int, hbm: bool) -> None:
+    from triton.runtime import driver
+
+    active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=capability))
+    monkeypatch.setattr(driver, "_active", active)
+    monkeypatch.setattr(gpu_target, "interpreting", lambda: False)
+    assert gpu_target.has_hbm() == hbm
+
+
+def test_interpreted_kernels_have_no_hbm() -> None:
+    assert not gpu_target.has_hbm()
