@@ -4,10 +4,10 @@ Owns the order of the ops and the types between them, and the batch that a forwa
 weight formats, requests or who fills the cache. Nothing here reads a tensor on the host: with fixed sizes, a CUDA graph
 can replay it.
 
-    stream -> [norm, qkv] -> [head norms, rope, write_kv] -> [attention] -> [out, + stream] -> feed-forward -> stream
-    feed-forward: [norm, gate and up, gated] -> [down, + stream], or the experts of moe.py
+    stream -> [qkv] -> [head norms, rope, write_kv] -> [attention] -> [out, + stream, norm] -> feed-forward -> stream
+    feed-forward: [gate and up, gated] -> [down, + stream, norm], or the experts of moe.py
 
-Each bracket is one kernel if a step has few rows: matmul fuses the norm before it and the sum after it.
+Each bracket is one kernel if a step has few rows: matmul fuses the sum and the norm after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from edgelm.kernels.attention import attention
 from edgelm.kernels.cache import LayerCache
 from edgelm.kernels.embedding import embedding
 from edgelm.kernels.layout import Weight
-from edgelm.kernels.matmul import ROWS, Norm, matmul
+from edgelm.kernels.matmul import Lengths, Norm, matmul, matmul_and_norm
 from edgelm.kernels.norm import add_rms_norm, rms_norm
 from edgelm.kernels.rope import Rope
 from edgelm.kernels.write_kv import write_kv
@@ -105,8 +105,16 @@ class Stream(NamedTuple):
     """The residual stream between two blocks, and the input of the next one."""
 
     residual: Tensor  # float32 [tokens, hidden_size]
-    x: Tensor  # [tokens, hidden_size], the input of the next block
-    norm: Norm | None  # still to be applied to x; None: x is normalized
+    norm: Norm  # before the next block
+    x: Tensor | None = None  # [tokens, hidden_size], the norm of the residual; None: not made yet
+    lengths: Lengths | None = None  # by which x is still to be divided
+
+
+class NextNorm(NamedTuple):
+    """The norm behind a block."""
+
+    norm: Norm
+    fused: bool  # a matmul reads all rows behind it; else experts are routed first, or the output needs a few rows only
 
 
 class Decoder:
@@ -118,10 +126,12 @@ class Decoder:
         self.weights = weights
         self.dtype = dtype
         self.implementation = implementation
-        feeds = [layer.feed.norm for layer in weights.layers]
-        attentions = [layer.attention.norm for layer in weights.layers]
-        self._first_norm = attentions[0]
-        self._norms = list(zip(feeds, [*attentions[1:], weights.norm], strict=True))  # after attention, after feed
+        self._first_norm = weights.layers[0].attention.norm
+        after = [NextNorm(layer.attention.norm, fused=True) for layer in weights.layers[1:]]
+        self._norms = [  # behind attention, behind the feed-forward
+            (NextNorm(layer.feed.norm, isinstance(layer.feed, FeedForward)), behind)
+            for layer, behind in zip(weights.layers, [*after, NextNorm(weights.norm, fused=False)], strict=True)
+        ]
 
     @property
     def vocab_size(self) -> int:
@@ -148,10 +158,10 @@ class Decoder:
         reads.
         """
         stream = self._blocks(ids, batch, caches, last)
-        if stream.norm is None:
+        if stream.x is not None:
             return stream.x.index_select(0, rows)
-        weight, eps = stream.norm
-        return rms_norm(stream.x, weight, eps, rows=rows, out_dtype=self.dtype, implementation=self.implementation)
+        (weight, eps), implementation = stream.norm, self.implementation
+        return rms_norm(stream.residual, weight, eps, rows=rows, out_dtype=self.dtype, implementation=implementation)
 
     def _blocks(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache], last: Tensor | None = None) -> Stream:
         """Return the stream behind the last layer."""
@@ -162,7 +172,8 @@ class Decoder:
             last=last,
             implementation=self.implementation,
         )
-        stream = self._before_block(residual, self._first_norm)
+        stream = Stream(residual, self._first_norm)
+        stream = stream._replace(x=self._normed(stream, self.dtype))
         for layer, cache, (feed_norm, next_norm) in zip(self.weights.layers, caches, self._norms, strict=True):
             stream = self._attend(layer.attention, stream, batch, cache, feed_norm)
             stream = self._feed(layer.feed, stream, next_norm)
@@ -185,12 +196,13 @@ class Decoder:
         cap = self.config.final_softcap
         return softcap(logits, cap, out=out, implementation=self.implementation) if cap else logits
 
-    def _attend(self, layer: Attention, stream: Stream, batch: Batch, cache: LayerCache, next_norm: Norm) -> Stream:
+    def _attend(self, layer: Attention, stream: Stream, batch: Batch, cache: LayerCache, next_norm: NextNorm) -> Stream:
         config = self.config
-        fused = [self._linear(stream.x, linear, norm=stream.norm) for linear in layer.qkv]
+        x = self._normed(stream, self.dtype)
+        products = [self._linear(x, linear, lengths=stream.lengths) for linear in layer.qkv]
         q, k, v = (
             part.view(part.shape[0], -1, config.head_dim)
-            for rows, linear in zip(fused, layer.qkv, strict=True)
+            for rows, linear in zip(products, layer.qkv, strict=True)
             for part in torch.split(rows, list(linear.sizes), 1)
         )
         q = write_kv(
@@ -222,53 +234,61 @@ class Decoder:
         )
         return self._joined(stream, heads.flatten(1), layer.out, layer.post_norm, next_norm)
 
-    def _feed(self, layer: FeedForward | Experts, stream: Stream, next_norm: Norm) -> Stream:
+    def _feed(self, layer: FeedForward | Experts, stream: Stream, next_norm: NextNorm) -> Stream:
         gate = self.config.gate
+        x, lengths = self._normed(stream, self.dtype), stream.lengths
         if isinstance(layer, Experts):
-            x = self._normed(stream, self.dtype)
-            residual = mixture(x, layer, gate, stream.residual, self.implementation)
-            return self._before_block(residual, next_norm)
+            assert lengths is None, "experts are routed by rows of length 1"
+            return Stream(mixture(x, layer, gate, stream.residual, self.implementation), next_norm.norm)
         if len(layer.gate_up) == 1:
-            inner = self._linear(stream.x, layer.gate_up[0], norm=stream.norm, gate=gate)
+            inner = self._linear(x, layer.gate_up[0], lengths=lengths, gate=gate)
         else:  # a kernel cannot read two formats
-            halves = [self._linear(stream.x, linear, norm=stream.norm) for linear in layer.gate_up]
+            halves = [self._linear(x, linear, lengths=lengths) for linear in layer.gate_up]
             inner = gated(torch.cat(halves, 1), gate, implementation=self.implementation)
         return self._joined(stream, inner, layer.down, layer.post_norm, next_norm)
 
-    def _joined(self, stream: Stream, x: Tensor, linear: Linear, post_norm: Tensor | None, next_norm: Norm) -> Stream:
+    def _joined(
+        self, stream: Stream, x: Tensor, linear: Linear, post_norm: Tensor | None, next_norm: NextNorm
+    ) -> Stream:
         """Add a block's result to the stream, after the post-norm if the family has one."""
-        if post_norm is None:
-            residual = self._linear(x, linear, residual=stream.residual)
-            return self._before_block(residual, next_norm)
-        normed, residual = add_rms_norm(
-            self._linear(x, linear),
-            stream.residual,
-            next_norm.weight,
-            next_norm.eps,
-            post_weight=post_norm,
-            out_dtype=self.dtype,
-            implementation=self.implementation,
+        (norm, fused), implementation = next_norm, self.implementation
+        if post_norm is not None:
+            normed, residual = add_rms_norm(
+                self._linear(x, linear),
+                stream.residual,
+                norm.weight,
+                norm.eps,
+                post_weight=post_norm,
+                out_dtype=self.dtype,
+                implementation=implementation,
+            )
+            return Stream(residual, norm, normed)
+        if not fused:
+            return Stream(self._linear(x, linear, residual=stream.residual), norm)
+        residual, scaled, lengths = matmul_and_norm(
+            x,
+            linear.weight,
+            norm,
+            bias=linear.bias,
+            residual=stream.residual,
+            dtype=self.dtype,
+            implementation=implementation,
         )
-        return Stream(residual, normed, None)
-
-    def _before_block(self, residual: Tensor, norm: Norm) -> Stream:
-        """Return the stream before a block. With few rows the block's matmul fuses the norm; else a kernel does it."""
-        if residual.shape[0] <= ROWS:
-            return Stream(residual, residual, norm)
-        return Stream(residual, self._normed(Stream(residual, residual, norm), self.dtype), None)
+        return Stream(residual, norm, scaled, lengths)
 
     def _normed(self, stream: Stream, dtype: torch.dtype) -> Tensor:
-        if stream.norm is None:
+        """Return the input of the next block; if the stream has lengths, the block's matmul divides by them."""
+        if stream.x is not None:
             return stream.x.to(dtype)
         weight, eps = stream.norm
-        return rms_norm(stream.x, weight, eps, out_dtype=dtype, implementation=self.implementation)
+        return rms_norm(stream.residual, weight, eps, out_dtype=dtype, implementation=self.implementation)
 
     def _linear(
         self,
         x: Tensor,
         linear: Linear,
         *,
-        norm: Norm | None = None,
+        lengths: Lengths | None = None,
         gate: Gate | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
@@ -278,7 +298,7 @@ class Decoder:
             bias=linear.bias,
             residual=residual,
             gate=gate,
-            norm=norm,
+            lengths=lengths,
             out_dtype=torch.float32 if residual is not None else self.dtype,
             implementation=self.implementation,
         )

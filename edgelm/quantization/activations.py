@@ -18,11 +18,10 @@ from edgelm.kernels.cache import BLOCK_LEN, FORMATS, LayerCache, allocate
 from edgelm.kernels.embedding import embedding
 from edgelm.kernels.grouped import grouped_matmul
 from edgelm.kernels.layout import DenseWeight, Weight, dequantize
-from edgelm.kernels.matmul import Norm, matmul
-from edgelm.kernels.norm import rms_norm
+from edgelm.kernels.matmul import Lengths, matmul
 from edgelm.kernels.route import route
 from edgelm.models.config import ModelConfig
-from edgelm.models.decoder import Batch, Decoder, FeedForward, Layer, Linear, Stream, Weights
+from edgelm.models.decoder import Batch, Decoder, FeedForward, Layer, Linear, NextNorm, Stream, Weights
 from edgelm.models.moe import Experts, Stack
 from edgelm.quantization.int4_layer import Place, Statistics
 
@@ -126,26 +125,25 @@ class _Runner(Decoder):
 
     def run(self, residual: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Return the residual stream after the layer, float32 [tokens, hidden_size]."""
-        stream = self._before_block(residual, self._layer.attention.norm)
-        stream = self._attend(self._layer.attention, stream, batch, cache, self._layer.feed.norm)
-        return self._feed(self._layer.feed, stream, self._layer.feed.norm).residual
+        after = NextNorm(self._layer.feed.norm, fused=False)
+        stream = Stream(residual, self._layer.attention.norm)
+        stream = self._attend(self._layer.attention, stream, batch, cache, after)
+        return self._feed(self._layer.feed, stream, after).residual
 
     def _linear(
         self,
         x: Tensor,
         linear: Linear,
         *,
-        norm: Norm | None = None,
+        lengths: Lengths | None = None,
         gate: Gate | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if norm is not None:
-            x = rms_norm(x, norm.weight, norm.eps, out_dtype=self.dtype, implementation=OPS)
         if linear in self._places:
             self._record(self._places[linear], x)
-        return super()._linear(x, linear, gate=gate, residual=residual)
+        return super()._linear(x, linear, lengths=lengths, gate=gate, residual=residual)
 
-    def _feed(self, layer: FeedForward | Experts, stream: Stream, next_norm: Norm) -> Stream:
+    def _feed(self, layer: FeedForward | Experts, stream: Stream, next_norm: NextNorm) -> Stream:
         if isinstance(layer, Experts) and self._statistics is not None:
             self._record_experts(layer, self._normed(stream, self.dtype))
         return super()._feed(layer, stream, next_norm)

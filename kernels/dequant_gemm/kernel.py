@@ -127,8 +127,8 @@ def launch(
     )
     if partial is not None:
         combine_kernel[(triton.cdiv(out.shape[1], COMBINED), len(out))](
-            partial, None, bias, residual, out, residual_stride, 0.0, N=weight.rows, K=weight.columns,
-            **gate_constants(gate), NORM=False, SPLITS=num_parts, BLOCK=COMBINED, num_warps=4,
+            partial, bias, residual, None, None, out, None, None, residual_stride, 0.0, N=weight.rows, K=weight.columns,
+            **gate_constants(gate), SPLITS=num_parts, BLOCK=COMBINED, num_warps=4,
             enable_fp_fusion=False,  # as in the kernel above, which has the same result without a second one
             launch_pdl=uses_pdl(),
         )  # fmt: skip

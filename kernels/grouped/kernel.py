@@ -26,7 +26,7 @@ from edgelm.kernels.grouped import reference
 from edgelm.kernels.grouped.reference import Plan, max_blocks
 from edgelm.kernels.layout import TILE, DenseWeight, PackedWeight, Weight
 from edgelm.kernels.matmul import ROWS
-from edgelm.kernels.matmul.kernel import with_bias
+from edgelm.kernels.matmul.finish_kernel import with_bias
 from edgelm.kernels.matmul.operands import planes_and_constants
 from edgelm.kernels.matmul.step_kernel import load_weights, load_x, multiply
 from edgelm.kernels.pdl import begin_dependent, uses_pdl
@@ -256,7 +256,7 @@ def few_pairs_kernel(
             codes, high, scales, offsets, supers, pid, step, N, K, CHUNKS, BITS, GROUP, SCALE, OFFSET, NW, MT,
             ASM, False,
         )  # fmt: skip
-        b = load_x(x_row, None, 0, count, step, (), K, GROUP, False, DTYPE, NW, 1, KW, False)[0]
+        b = load_x(x_row, 0, count, step, K, GROUP, DTYPE, NW, 1, KW, False)
         acc = multiply(
             acc, weights, b, step, K, BITS, GROUP, SCALE, CODE, ZERO, OFFSET, BOOK, DTYPE, NW, MT, 1, KW, ASM, False,
         )  # fmt: skip
@@ -265,7 +265,7 @@ def few_pairs_kernel(
             codes, high, scales, offsets, supers, pid, FULL, N, K, CHUNKS, BITS, GROUP, SCALE, OFFSET, NW, MT,
             ASM, True,
         )  # fmt: skip
-        b = load_x(x_row, None, 0, count, FULL, (), K, GROUP, False, DTYPE, NW, 1, KW, True)[0]
+        b = load_x(x_row, 0, count, FULL, K, GROUP, DTYPE, NW, 1, KW, True)
         acc = multiply(
             acc, weights, b, FULL, K, BITS, GROUP, SCALE, CODE, ZERO, OFFSET, BOOK, DTYPE, NW, MT, 1, KW, ASM, True,
         )  # fmt: skip

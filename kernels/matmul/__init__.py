@@ -1,4 +1,4 @@
-"""Matmul: x @ weight.T for every kind of weight, with what may surround it: RMSNorm of x, bias, gate, residual.
+"""Matmul: x @ weight.T for every kind of weight, with what may surround it: bias, gate, residual, and norms.
 
 Owns the signature, and the reasons why no kernel multiplies by a weight. Knows nothing of models.
 
@@ -16,9 +16,10 @@ from edgelm.kernels.choice import dispatch
 from edgelm.kernels.dequantize import DTYPES
 from edgelm.kernels.layout import TILE, PackedWeight, Weight
 from edgelm.kernels.matmul import reference
-from edgelm.kernels.matmul.reference import Norm
+from edgelm.kernels.matmul.reference import Lengths, Norm
+from edgelm.kernels.norm import rms_norm
 
-__all__ = ["ROWS", "Norm", "declines_weight", "matmul"]
+__all__ = ["ROWS", "Lengths", "Norm", "declines_weight", "matmul", "matmul_and_norm"]
 
 ROWS = 64  # of a step that decodes or verifies, at most
 
@@ -30,17 +31,17 @@ def matmul(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gate: Gate | None = None,
-    norm: Norm | None = None,
+    lengths: Lengths | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     implementation: str | None = None,
 ) -> Tensor:
-    """Return gate(norm(x) @ weight.T + bias) + residual, [rows, N], with a gate [rows, N / 2].
+    """Return gate(x @ weight.T + bias) + residual, [rows, N], with a gate [rows, N / 2].
 
     x is [rows, K] in float16, bfloat16 or float32; bias [N] in the weight's row order; residual has the shape of the
     result. A gate needs a weight of `fuse_gated`. Sums are float32. The result goes to `out`, a contiguous tensor, by
-    default a new one. `out_dtype` defaults to the type of `out`, else the residual's, else x's. A float32 x that is
-    normed (a residual stream) is multiplied as `out_dtype`: tensor cores take 16 bits.
+    default a new one. `out_dtype` defaults to the type of `out`, else the residual's, else x's. With `lengths`, x is
+    what `matmul_and_norm` made: each row of the product is divided by its length before the bias.
     """
     rows, columns = x.shape
     assert columns == weight.columns, f"x has {columns} columns, the weight {weight.columns}"
@@ -50,7 +51,7 @@ def matmul(
     assert gate is None or weight.rows % (2 * TILE) == 0
     assert bias is None or bias.shape == (weight.rows,)
     assert residual is None or residual.shape == (rows, width)
-    assert norm is None or norm.weight.shape == (columns,)
+    assert lengths is None or (rows <= ROWS and lengths.squares.shape == (rows, -(-columns // TILE)))
     if out_dtype is None:
         out_dtype = next((tensor.dtype for tensor in (out, residual) if tensor is not None), x.dtype)
     if out is not None:
@@ -58,9 +59,43 @@ def matmul(
         assert out.is_contiguous()
     if rows == 0:
         return x.new_empty((0, width), dtype=out_dtype)
-    args = (weight, bias, residual, gate, norm, out_dtype, out)
+    args = (weight, bias, residual, gate, lengths, out_dtype, out)
     declined = declines_weight(x, weight)
     return dispatch("matmul", __name__, reference.matmul, implementation, x, *args, declined=declined)
+
+
+def matmul_and_norm(
+    x: Tensor,
+    weight: Weight,
+    norm: Norm,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor, Lengths | None]:
+    """Return y = x @ weight.T + bias + residual, float32 [rows, N], the norm of y in `dtype`, and perhaps `Lengths`.
+
+    With them, the second result is y times the norm's weight only: the `matmul` that takes both divides by the lengths
+    at its end, so that no kernel has to read y in between. That is so for up to ROWS rows in bfloat16; float16 could
+    not hold them. The other arguments are those of `matmul`.
+    """
+    rows = x.shape[0]
+    if not 0 < rows <= ROWS or dtype != torch.bfloat16:
+        y = matmul(x, weight, bias=bias, residual=residual, out_dtype=torch.float32, implementation=implementation)
+        return y, rms_norm(y, norm.weight, norm.eps, out_dtype=dtype, implementation=implementation), None
+    assert x.shape[1] == weight.columns
+    assert weight.num_matrices == 0
+    assert not weight.gated
+    assert bias is None or bias.shape == (weight.rows,)
+    assert residual is None or residual.shape == (rows, weight.rows)
+    assert norm.weight.shape == (weight.rows,)
+    args = (weight, bias, residual, norm.weight, dtype)
+    declined = declines_weight(x, weight)
+    y, scaled, squares = dispatch(
+        "matmul_scaled", __name__, reference.matmul_scaled, implementation, x, *args, declined=declined
+    )
+    return y, scaled, Lengths(squares, norm.eps)
 
 
 def declines_weight(x: Tensor, weight: Weight) -> str | None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from edgelm.kernels.gpu_target import has_hbm
 from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight
 
 BLOCKS, LARGE_BLOCKS = 4, 2  # of 8 rows, of a program; the second where operands or many warps leave less room
@@ -41,8 +42,10 @@ def default_config(weight: Weight, gated: bool) -> Config:
     """Return a config that is never bad: enough programs first, then few reads of x."""
     tiles = -(-weight.rows // TILE)
     steps = -(-weight.columns // CHUNK)
-    program_tiles = 2 if gated or tiles > PROGRAMS else 1
-    warps = 4 if steps < 64 or tiles >= 4 * PROGRAMS else 16 if tiles <= PROGRAMS // 2 else 8
+    # Programs of one tile and four warps spread better, but read x twice as often: without HBM, 16 rows get slower.
+    spread = not gated and PROGRAMS < tiles <= 2 * PROGRAMS and steps <= 128 and has_hbm()
+    program_tiles = 2 if gated or (tiles > PROGRAMS and not spread) else 1
+    warps = 4 if steps < 64 or tiles >= 4 * PROGRAMS or spread else 16 if tiles <= PROGRAMS // 2 else 8
     programs = -(-tiles // 2) if gated else tiles
     splits = 1
     while programs * splits < PROGRAMS and splits < 8 and steps // (warps * splits * 2) >= 4:
@@ -55,14 +58,14 @@ def float32_config(config: Config, gated: bool) -> Config:
     return config._replace(warps=4, tiles=2 if gated else 1, prefetch=0)
 
 
-def most_blocks(weight: Weight, dtype: torch.dtype, normed: bool, warps: int) -> int:
+def most_blocks(weight: Weight, dtype: torch.dtype, warps: int) -> int:
     """Return how many blocks of 8 rows a program has registers for, which multiplies in this type.
 
     Groups of 16 have twice the operands, and float32 ones go through shared memory.
     """
     large = dtype == torch.float32 or warps > MANY_WARPS
     if isinstance(weight, PackedWeight):
-        large |= weight.layout.group == 16 and (normed or weight.layout.offset != "none")
+        large |= weight.layout.group == 16 and weight.layout.offset != "none"
     else:
         large |= weight.data.dtype != dtype  # they meet in float32
     return LARGE_BLOCKS if large else BLOCKS
@@ -76,24 +79,14 @@ def steps_ahead(config: Config, blocks: int, tiles: int) -> int:
     return min(config.prefetch, 1) if blocks > 2 or (blocks == 2 and tiles > 1) else config.prefetch
 
 
-def max_registers(blocks: int, dtype: torch.dtype, *, packed: bool, normed: bool) -> int | None:
+def max_registers(blocks: int, dtype: torch.dtype, *, packed: bool) -> int | None:
     """Return the limit of a thread's registers in a program that multiplies in this type; None: the compiler's.
 
     Within FEW_REGISTERS a program with two tiles keeps a few constants of the loop on the stack, but more programs fit.
     """
     if blocks <= 2:
         return FEW_REGISTERS if packed and dtype != torch.float32 else None
-    return MAX_REGISTERS if blocks == BLOCKS and not normed else None  # with a norm, it spills at the limit
-
-
-def scales_apart(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a kernel before multiplies x by the norm's weight. It changes no bit of a result.
-
-    With more than 8 rows, what all programs read of a float32 x takes longer than that kernel, which halves it. Rows
-    that are not aligned would be divided among threads otherwise than in the matmul, and squares added in other order.
-    """
-    rows, columns = x.shape
-    return rows > 8 and dtype.itemsize == 2 and columns % CHUNK == 0 and x.stride(0) % 16 == 0
+    return MAX_REGISTERS if blocks == BLOCKS else None
 
 
 def row_blocks(rows: int, most: int) -> tuple[int, int]:

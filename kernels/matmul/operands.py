@@ -13,11 +13,6 @@ from edgelm.kernels.choice import interpreting
 from edgelm.kernels.layout import CHUNK, PackedWeight, Weight, layout_constants
 
 
-def operand_type(x: torch.dtype, normed: bool, out: torch.dtype) -> torch.dtype:
-    """Return the type in which x is multiplied: its own; for a residual stream that is normed, the result's."""
-    return out if normed and x == torch.float32 else x
-
-
 def planes_and_constants(weight: Weight, dtype: torch.dtype) -> tuple[tuple[Tensor | None, ...], dict[str, object]]:
     """Return the planes as `decode_kernel` takes them, and the constexprs that describe them."""
     if not isinstance(weight, PackedWeight):

@@ -12,9 +12,16 @@ from edgelm.kernels.layout import TILE, PackedWeight, Weight, dequantize, row_pa
 
 
 class Norm(NamedTuple):
-    """RMSNorm of the input: x / rms(x) * weight."""
+    """RMSNorm: x / sqrt(mean(x**2) + eps) * weight."""
 
-    weight: Tensor  # float32 [K]
+    weight: Tensor  # float32 [columns of x]
+    eps: float
+
+
+class Lengths(NamedTuple):
+    """What a norm still has to divide rows by, which are multiplied by its weight already."""
+
+    squares: Tensor  # float32 [rows, ceil(K / TILE)]: of the rows before, the sums of TILE columns each
     eps: float
 
 
@@ -24,19 +31,33 @@ def matmul(
     bias: Tensor | None,
     residual: Tensor | None,
     gate: Gate | None,
-    norm: Norm | None,
+    lengths: Lengths | None,
     out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return gate(norm(x) @ weight.T + bias) + residual."""
+    """Return gate(x / lengths @ weight.T + bias) + residual."""
     x = x.float()
-    if norm is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+    if lengths is not None:
+        x = x * inverse_lengths(lengths, x.shape[1])
     if isinstance(weight, PackedWeight) and weight.order is not None:
         x = x[:, weight.order]
     parts = [x @ dequantize(part).T for part in row_parts(weight)]
     result = finish(torch.cat(parts, 1), bias, residual, gate, out_dtype)
     return result if out is None else out.copy_(result)
+
+
+def matmul_scaled(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, factors: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y = x @ weight.T + bias + residual in float32, y * factors in `dtype`, and sums of TILE squares of y."""
+    y = matmul(x, weight, bias, residual, None, None, torch.float32)
+    squares = torch.nn.functional.pad(y.square(), (0, -y.shape[1] % TILE))
+    return y, (y * factors).to(dtype), squares.view(len(y), -1, TILE).sum(-1)
+
+
+def inverse_lengths(lengths: Lengths, columns: int) -> Tensor:
+    """Return 1 / sqrt(mean of squares + eps), float32 [rows, 1], for rows of so many columns."""
+    return torch.rsqrt(lengths.squares.sum(1, keepdim=True) / columns + lengths.eps)
 
 
 def finish(

@@ -218,54 +218,36 @@ def tile_fragments(
 
 
 @triton.jit
-def columns_of(piece: tl.constexpr, PIECES: tl.constexpr):
-    """Return the columns of a half chunk that are loaded together, [1, 32 / PIECES]: each thread has 8 of the half."""
-    column = tl.arange(0, 32 // PIECES)[None, :]
-    return column if PIECES == 1 else column // 4 * 8 + piece * 4 + column % 4
-
-
-@triton.jit
-def sum_of_squares(squares, NW: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add the squares of 8 rows, [NW * 8, COLUMNS], over columns and warps."""
-    return tl.sum(tl.sum(tl.reshape(squares, [NW, 8, COLUMNS]), 2), 0)
-
-
-@triton.jit
 def load_x(
     x,
-    norm,
     x_stride,
     rows,
     step,
-    squares,
     K: tl.constexpr,
     GROUP: tl.constexpr,
-    NORM: tl.constexpr,
     DTYPE: tl.constexpr,
     NW: tl.constexpr,
     TT: tl.constexpr,
     KW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return x as right operands [NW, 32, 8], for each block of 8 rows the halves of a chunk, and the sums of squares.
+    """Return x as right operands [NW, 32, 8], for each block of 8 rows the halves of a chunk.
 
     With groups of 16 there are four operands instead of two: in each the columns of the other group are 0.
     """
     PARTS: tl.constexpr = 4 if GROUP == 16 else 2
     PIECES: tl.constexpr = 2 if x.dtype.element_ty == tl.float32 else 1  # a thread's 8 columns, 16 bytes at a time
     i = tl.arange(0, NW * 8)[:, None]
+    column = tl.arange(0, 32 // PIECES)[None, :]
     start = step * (NW * 64)
     out: tl.tuple = ()
-    sums: tl.tuple = ()
     for tt in tl.static_range(TT):
         # A mask would cost more: beyond the last row it is read again, and those results are not stored.
         row = tl.minimum(tt * 8 + i % 8, rows - 1)
-        if NORM:
-            total = squares[tt]
         for part in tl.static_range(PARTS):
             values: tl.tuple = ()
             for piece in tl.static_range(PIECES):
-                j = columns_of(piece, PIECES)
+                j = column if PIECES == 1 else column // 4 * 8 + piece * 4 + column % 4
                 at = i // 8 * 64 + part * 2 // PARTS * 32 + j
                 if GROUP == 16:
                     mask = (j < 16) if part % 2 == 0 else (j >= 16)
@@ -276,20 +258,12 @@ def load_x(
                     value = tl.load(x + row * x_stride + at + start, mask=at + start < K, other=0.0)
                 else:
                     value = tl.load(x + row * x_stride + at + start)
-                if NORM:
-                    wide = value.to(tl.float32)
-                    total = tl.fma(wide, wide, total)
-                    place = norm + at + start
-                    factor = tl.load(place, mask=at + start < K, other=0.0) if MASKED else tl.load(place)
-                    value = (wide * factor).to(value.dtype)
                 values += (value.to(DTYPE),)
             if PIECES == 1:
                 out += (x_fragment(values[0], NW, KW),)
             else:
                 out += (joined_x_fragment(values[0], values[1], NW, KW),)
-        if NORM:
-            sums += (total,)
-    return out, sums
+    return out
 
 
 @triton.jit

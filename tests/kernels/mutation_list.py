@@ -31,7 +31,7 @@ class Mutation:
 
 
 LAYOUT, UNPACK, STEP = "kernels/layout.py", "kernels/unpack.py", "kernels/matmul/step_kernel.py"
-SCALES, OPERANDS, SCALING = (f"kernels/matmul/{name}.py" for name in ("scales", "operands", "scaling_kernel"))
+SCALES, OPERANDS, FINISH = (f"kernels/matmul/{name}.py" for name in ("scales", "operands", "finish_kernel"))
 MATMUL, DEQUANTIZE, PACKED = "kernels/matmul/kernel.py", "kernels/dequantize/kernel.py", "models/loading/packed.py"
 OF_LAYOUT, OF_MATMUL, OF_UNPACK = (f"tests/kernels/test_{name}.py" for name in ("layout", "matmul", "unpack"))
 OF_DEQUANTIZE, OF_PACKED = "tests/kernels/test_dequantize.py", "tests/models/loading/test_sources.py"
@@ -226,14 +226,14 @@ MUTATIONS = [
         "up with the bias of gate",
         "with_bias(up, bias, at + 16, N)",
         "with_bias(up, bias, at, N)",
-        OF_MATMUL + "::test_norm_bias_gate_and_residual",
+        OF_MATMUL + "::test_lengths_bias_gate_and_residual",
     ),
     Mutation(
-        MATMUL,
-        "a residual is taken to be contiguous",
-        "residual + row.to(tl.int64) * residual_stride",
-        "residual + row.to(tl.int64) * WIDTH",
-        OF_MATMUL + "::test_norm_bias_gate_and_residual",
+        FINISH,
+        "all rows have the residual of the first",
+        "row.to(tl.int64) * residual_stride",
+        "row.to(tl.int64) * 0",
+        OF_MATMUL + "::test_lengths_bias_gate_and_residual",
     ),
     Mutation(
         MATMUL,
@@ -241,13 +241,6 @@ MUTATIONS = [
         "x += first_row.to(tl.int64) * x_stride",
         "x += first_row.to(tl.int64) * 0",
         OF_MATMUL + "::test_every_format_has_the_same_bits_for_any_number_of_rows",
-    ),
-    Mutation(
-        MATMUL,
-        "squares of the last part of K only",
-        "total += tl.load(partial_squares",
-        "total = tl.load(partial_squares",
-        OF_MATMUL + "::test_norm_bias_gate_and_residual",
     ),
     Mutation(
         GEMM,
@@ -357,44 +350,51 @@ MUTATIONS = [
     ),
     Mutation(
         MATMUL,
-        "scaled rows keep their length",
-        "if NORM or SCALED:",
-        "if NORM:",
-        f"{OF_MATMUL}::test_a_row_depends_on_no_other",
+        "a product is not divided by the length of its row",
+        "y *= lengths[tt]",
+        "y *= 1.0",
+        f"{OF_MATMUL}::test_lengths_bias_gate_and_residual",
     ),
     Mutation(
-        SCALING,
-        "all blocks of scaled rows have the length of the first",
-        "row = first_row + tt * 8 +",
-        "row = first_row +",
-        f"{OF_MATMUL}::test_a_row_depends_on_no_other",
+        FINISH,
+        "all blocks of rows have the lengths of the first",
+        "(inverse_lengths(squares, row, rows",
+        "(inverse_lengths(squares, first_row + tl.arange(0, 8), rows",
+        f"{OF_MATMUL}::test_the_norm_of_a_row_depends_on_no_other",
     ),
     Mutation(
-        SCALING,
-        "parts of K that end one step early are scaled",
-        "EVEN // 2 + SPLITS - 1",
-        "EVEN // 2 + SPLITS - 3",
-        f"{OF_MATMUL}::test_scaled_rows_of_a_larger_tensor",
+        MATMUL,
+        "all tiles have the residual of the first",
+        "y += added[tt * MT + mt]",
+        "y += added[tt * MT]",
+        f"{OF_MATMUL}::test_a_product_and_the_norm_of_its_rows",
     ),
     Mutation(
-        SCALING,
-        "scaled rows are taken to be contiguous",
-        "x += row * x_stride",
-        "x += row * K",
-        f"{OF_MATMUL}::test_scaled_rows_of_a_larger_tensor",
+        MATMUL,
+        "all tiles are scaled as the first",
+        "(y * factors[mt])",
+        "(y * factors[0])",
+        f"{OF_MATMUL}::test_a_product_and_the_norm_of_its_rows",
     ),
     Mutation(
-        SCALING,
-        "the squares of half of the columns",
-        "tl.static_range(2 * PIECES)",
-        "tl.static_range(PIECES)",
-        f"{OF_MATMUL}::test_a_row_depends_on_no_other",
+        MATMUL,
+        "with parts of K, all squares go to the first columns",
+        "part = tl.program_id(0) * (BLOCK // 16) +",
+        "part =",
+        f"{OF_MATMUL}::test_a_product_and_the_norm_of_its_rows",
+    ),
+    Mutation(
+        "models/decoder.py",
+        "the norm behind experts is taken to be done",
+        "isinstance(layer.feed, FeedForward)), behind)",
+        "True), behind)",
+        "tests/models/test_architectures.py -kbfloat16",
     ),
     Mutation(
         MATMUL,
         "a product goes to new memory, not where it is asked for",
-        "gate, norm, out_dtype, out=out)",
-        "gate, norm, out_dtype)",
+        "gate, lengths, out_dtype, out=out)",
+        "gate, lengths, out_dtype)",
         f"{OF_MATMUL} -kasked_for",
     ),
     Mutation(

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from edgelm.kernels.activation import Gate
 from edgelm.kernels.choice import NoKernelError
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, dequantize, fuse_gated, planes
-from edgelm.kernels.matmul import Norm, matmul, operands
+from edgelm.kernels.matmul import Lengths, Norm, matmul, matmul_and_norm, operands, reference
 from edgelm.kernels.matmul import kernel as matmul_kernel
 from edgelm.kernels.matmul.configs import Config, row_blocks
-from edgelm.kernels.matmul.kernel import decode
-from edgelm.kernels.matmul.operands import operand_type
+from edgelm.kernels.matmul.kernel import Ahead, decode
 from tests.kernels.cases.matmul import LAYOUTS, random_dense, random_weight
 from tests.kernels.seeds import SEED, generator
 
@@ -56,14 +56,16 @@ def parts(weight: Weight) -> Tensor:
     return low.abs() + top.abs() + (top - low).abs()
 
 
-def exact(x: Tensor, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
+def exact(
+    x: Tensor, weight: Weight, bias: Tensor | None = None, lengths: Lengths | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the product in float64, and the largest error that rounding causes in a correct kernel."""
     wide = x.double()
     order = weight.order if isinstance(weight, PackedWeight) else None
     unit = 0.0
-    if norm is not None:
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
-        unit = UNIT[x.dtype] + 2.0**-20  # the normed x is rounded once; its root is good to some last bits
+    if lengths is not None:
+        wide = wide * torch.rsqrt(lengths.squares.double().sum(-1, keepdim=True) / x.shape[1] + lengths.eps)
+        unit = 2.0**-20  # the root is good to some last bits
     if order is not None:
         wide = wide[:, order]
     size = wide.abs() @ parts(weight).T
@@ -157,9 +159,9 @@ def test_odd_sizes(name: str, n: int, k: int, seed: int):
 
 
 class Surrounded(NamedTuple):
-    """The arguments of a product with norm, bias, gate and residual; its values in float64, and their largest error."""
+    """The arguments of a product with lengths, bias, gate and residual; its values in float64, their largest error."""
 
-    arguments: tuple[Tensor, Weight, Tensor, Tensor, Gate, Norm]
+    arguments: tuple[Tensor, Weight, Tensor, Tensor, Gate, Lengths]
     expected: Tensor
     error: Tensor
 
@@ -169,10 +171,10 @@ def surrounded(kind: Gate, rows: int, dtype: torch.dtype, g: torch.Generator) ->
     scaled = replace(gate, order=torch.randperm(150, generator=g))
     weight = fuse_gated(scaled, replace(up, order=scaled.order))
     x = (3 * torch.randn(rows, 150, generator=g)).to(dtype)
-    norm = Norm(torch.rand(150, generator=g) + 0.5, 0.3)
+    lengths = Lengths(200 * torch.rand(rows, 10, generator=g), 0.3)
     bias = torch.randn(64, generator=g).to(dtype)
     residual = torch.randn(x.shape[0], 50, generator=g)[:, 3:35]
-    pairs, errors = exact(x, weight, bias, norm)
+    pairs, errors = exact(x, weight, bias, lengths)
     both, errors = pairs.reshape(-1, 2, 2, 16), errors.reshape(-1, 2, 2, 16)
     first, second = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
     expected = _gated64(first, second, kind) + residual.double()
@@ -181,18 +183,18 @@ def surrounded(kind: Gate, rows: int, dtype: torch.dtype, g: torch.Generator) ->
     error = (
         slope + errors[:, :, 1].flatten(1) * first.abs() + 1e-6 * (expected.abs() + first.abs() * (second.abs() + 1))
     )
-    return Surrounded((x, weight, bias, residual, kind, norm), expected, error + 1e-6 * residual.abs())
+    return Surrounded((x, weight, bias, residual, kind, lengths), expected, error + 1e-6 * residual.abs())
 
 
 @pytest.mark.parametrize("seed", [SEED])
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("at", range(4), ids=[gate.kind for gate in GATES])
-def test_norm_bias_gate_and_residual(at: int, splits: int, seed: int):
+def test_lengths_bias_gate_and_residual(at: int, splits: int, seed: int):
     given = surrounded(GATES[at], ROWS[(seed + at + splits) % len(ROWS)], DTYPES[(seed + at) % 3], generator(seed))
     arguments, expected, error = given
     assert_within(decode(*arguments, torch.float32, Config(1, 2, 2, splits)), expected, error)
-    x, weight, bias, residual, gate, norm = arguments
-    options = {"bias": bias, "residual": residual, "gate": gate, "norm": norm}
+    x, weight, bias, residual, gate, lengths = arguments
+    options = {"bias": bias, "residual": residual, "gate": gate, "lengths": lengths}
     result = matmul(x, weight, implementation="reference", **options)
     assert result.dtype == torch.float32
     assert_within(result, expected, error)
@@ -209,20 +211,78 @@ def _gated64(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
     return gate / (1 + torch.exp(-kind.alpha * gate)) * (up + 1)
 
 
+class WithNorm(NamedTuple):
+    """The arguments of a product with the norm of its rows; its values in float64, and their largest error."""
+
+    arguments: tuple[Tensor, Weight, Tensor, Tensor]  # x, weight, bias, residual
+    norm: Norm
+    expected: Tensor
+    error: Tensor
+
+
+def with_norm(name: str, rows: int, columns: int, width: int, g: torch.Generator) -> WithNorm:
+    weight, bias = weight_named(name, width, columns, g), torch.randn(width, generator=g)
+    x = torch.randn(rows, columns, generator=g).bfloat16()
+    residual = 1e3 * torch.randn(rows, width + 9, generator=g)[:, 4 : 4 + width]
+    y, error = exact(x, weight, bias)
+    expected = y + residual.double()
+    norm = Norm(torch.rand(width, generator=g) + 0.5, 1e-5)
+    return WithNorm((x, weight, bias, residual), norm, expected, error + 2.0**-24 * expected.abs())
+
+
+def assert_scaled(results: tuple[Tensor, Tensor, Tensor], given: WithNorm) -> None:
+    """Assert that these are y, y times the norm's weight, and the sums of 16 squares of y."""
+    y, scaled, squares = results
+    assert_within(y, given.expected, given.error)
+    factored = given.expected * given.norm.weight.double()
+    truncated = UNIT[torch.bfloat16] * factored.abs()  # which the interpreter does instead of rounding
+    assert_within(scaled, factored, given.error * given.norm.weight.double() + truncated)
+    assert_within(squares, *sums_of_squares(given.expected, given.error))
+
+
+def sums_of_squares(y: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of the squares of 16 columns each, and their largest error."""
+    pairs = (y.square(), (2 * y.abs() + error) * error)
+    sums, errors = (pad(values, (0, -y.shape[1] % 16)).view(len(y), -1, 16).sum(2) for values in pairs)
+    return sums, errors + 2.0**-20 * sums
+
+
 @pytest.mark.parametrize("seed", [SEED])
-@pytest.mark.parametrize("rows", [2, 17, 65])
-def test_a_normed_stream_may_be_larger_than_float16(rows: int, seed: int):
-    """Before the root divides it, x times the norm's weight is up to a million here."""
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("name", "width"), [("q4_k", 64), ("gptq", 37), ("dense_bfloat16", 144)])
+def test_a_product_and_the_norm_of_its_rows(name: str, width: int, splits: int, seed: int):
     g = generator(seed)
-    weight = weight_named("q4_0", 16, 64, g)
-    x = torch.randn(rows, 64, generator=g) * 1e5
-    norm = Norm(torch.rand(64, generator=g) * 10, 1e-5)
-    y, error = exact(x, weight, None, norm)
-    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True)) * norm.weight.double()
-    rounding = UNIT[torch.float16] * (normed.abs() @ dequantize(weight).double().abs().T)
-    if rows > 64:  # weights are rounded too
-        rounding *= 2 + 2.0**-10
-    assert_within(matmul(x, weight, norm=norm, out_dtype=torch.float16, implementation="triton"), y, error + rounding)
+    given = with_norm(name, ROWS[seed % 4], 203, width, g)
+    x, weight, bias, residual = given.arguments
+    assert_scaled(reference.matmul_scaled(*given.arguments, given.norm.weight, torch.bfloat16), given)
+    scaled = torch.empty(len(x), width, dtype=torch.bfloat16)
+    squares = torch.empty(len(x), -(-width // 16))
+    ahead = Ahead(given.norm.weight, scaled, squares)
+    config = Config(2, 2, 2, splits)
+    y = decode(x, weight, bias, residual, None, None, torch.float32, config, ahead=ahead)
+    assert_scaled((y, scaled, squares), given)
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize(("rows", "dtype"), [(2, torch.bfloat16), (3, torch.float16), (70, torch.bfloat16)])
+def test_a_matmul_finishes_the_norm_of_another(rows: int, dtype: torch.dtype, implementation: str, seed: int):
+    """Few rows in bfloat16 are divided by their lengths at the end of the second product, others before it."""
+    g = generator(seed)
+    given = with_norm("q4_0", rows, 203, 64, g)
+    (x, weight, bias, residual), norm = given.arguments, given.norm
+    second = weight_named("q6_k", 24, 64, g)
+    y, normed, lengths = matmul_and_norm(
+        x.to(dtype), weight, norm, bias=bias, residual=residual, dtype=dtype, implementation=implementation
+    )
+    assert (lengths is not None) == (rows <= 64 and dtype == torch.bfloat16)
+    result = matmul(normed, second, lengths=lengths, out_dtype=torch.float32, implementation=implementation)
+    wide = y.double()
+    wide = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + norm.eps) * norm.weight.double()
+    expected = wide @ dequantize(second).double().T
+    sizes = wide.abs() @ parts(second).T
+    unit = UNIT[dtype] * (2 if rows > 64 else 1)  # of a prompt, weights are rounded too
+    assert_within(result, expected, sizes * (1.01 * unit + 2.0**-16))
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q6_k", "q8_0", "fp8", "mxfp4", "dense_float16"])
@@ -252,8 +312,6 @@ def test_planes_of_a_stack_keep_their_strides(seed: int):
     [
         ("q4_k", Config(2, 2, 2, 1), 40),
         ("q4_k", Config(1, 2, 0, 2), 40),
-        ("q5_k", Config(2, 2, 2, 1), 16),
-        ("q5_k", Config(1, 2, 2, 2), 16),
         ("q6_k", Config(2, 2, 0, 1), 16),
         ("awq", Config(1, 2, 1, 2), 16),
         ("dense_bfloat16", Config(2, 2, 2, 1), 24),
@@ -262,37 +320,39 @@ def test_planes_of_a_stack_keep_their_strides(seed: int):
 def test_a_row_depends_on_no_other(name: str, config: Config, num_rows: int, seed: int):
     g = generator(seed)
     dtype = torch.bfloat16 if name == "dense_bfloat16" else torch.float16
-    columns = 320 if name == "q5_k" else 203  # rows of whole chunks are scaled by the norm's weight before, if many
-    weight = weight_named(name, 20, columns, g)
-    norm = Norm(torch.rand(columns, generator=g), 1e-5) if name in ("q4_k", "q5_k") else None
-    x = torch.randn(num_rows, columns, generator=g).to(dtype)
+    weight = weight_named(name, 20, 203, g)
+    squares = torch.rand(num_rows, 13, generator=g) if name == "q4_k" else None
+    x = torch.randn(num_rows, 203, generator=g).to(dtype)
 
-    def product(rows: Tensor) -> Tensor:
-        return decode(rows, weight, None, None, None, norm, torch.float32, config)
+    def product(first: int, end: int) -> Tensor:
+        lengths = None if squares is None else Lengths(squares[first:end], 1e-5)
+        return decode(x[first:end], weight, None, None, None, lengths, torch.float32, config)
 
-    together = product(x)
+    together = product(0, num_rows)
     for row in (7, num_rows - 1):
-        assert torch.equal(product(x[row : row + 1])[0], together[row])
-    assert torch.equal(product(x[5:14]), together[5:14])
+        assert torch.equal(product(row, row + 1)[0], together[row])
+    assert torch.equal(product(5, 14), together[5:14])
     x[:7] = x[8:] = float("nan")
-    assert torch.equal(product(x)[7], together[7])
+    assert torch.equal(product(0, num_rows)[7], together[7])
 
 
 @pytest.mark.parametrize("seed", [SEED])
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize(("stream", "out"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float32)])
-def test_scaled_rows_of_a_larger_tensor(stream: torch.dtype, out: torch.dtype, splits: int, seed: int):
-    """Rows in whole chunks, which are scaled before the matmul, have the bits of each row alone."""
+@pytest.mark.parametrize("config", [Config(2, 2, 2, 1), Config(1, 1, 1, 2)])
+def test_the_norm_of_a_row_depends_on_no_other(config: Config, seed: int):
     g = generator(seed)
-    weight, norm = weight_named("q5_k", 20, 576, g), Norm(torch.rand(576, generator=g) + 0.5, 1e-5)
-    x = torch.full((11, 1200), torch.nan, dtype=stream)
-    x[:, 16:592] = 100 * torch.randn(11, 576, generator=g)
-    x = x[:, 16:592]
+    (x, weight, bias, residual), norm, _, _ = with_norm("q5_k", 19, 203, 40, g)
+    second = weight_named("q4_0", 20, 40, g)
 
-    def product(rows: Tensor) -> Tensor:
-        return decode(rows, weight, None, None, None, norm, out, Config(2, 2, 2, splits))
+    def product(chosen: list[int]) -> list[Tensor]:
+        scaled, squares = torch.empty(len(chosen), 40, dtype=torch.bfloat16), torch.empty(len(chosen), 3)
+        ahead = Ahead(norm.weight, scaled, squares)
+        y = decode(x[chosen], weight, bias, residual[chosen], None, None, torch.float32, config, ahead=ahead)
+        lengths = Lengths(squares, norm.eps)
+        return [y, scaled, squares, decode(scaled, second, None, None, None, lengths, torch.float32, config)]
 
-    assert torch.equal(product(x), torch.cat([product(row[None]) for row in x]))
+    together = product(list(range(19)))
+    for row in (0, 7, 8, 18):
+        assert all(torch.equal(one[0], many[row]) for one, many in zip(product([row]), together, strict=True))
 
 
 @pytest.mark.parametrize("seed", [SEED])
@@ -350,10 +410,9 @@ def test_a_prompt_has_the_same_formula(seed: int):
     g = generator(seed)
     weight = weight_named("q4_0", 20, 70, g)
     x = torch.randn(65, 70, generator=g)
-    norm = Norm(torch.rand(70, generator=g), 1e-5)
     bias = torch.randn(20, generator=g)
-    y, error = exact(x, weight, bias, norm)
-    assert_within(matmul(x, weight, bias=bias, norm=norm), y, error)
+    y, error = exact(x, weight, bias)
+    assert_within(matmul(x, weight, bias=bias), y, error)
     assert matmul(x[:0], weight).shape == (0, 20)
 
 
@@ -400,17 +459,3 @@ def test_a_declined_call_gives_the_reason():
         matmul(x.float(), narrow, implementation="triton")
     with pytest.raises(NoKernelError, match="none is named cuda"):
         matmul(x.float(), weight, implementation="cuda")
-
-
-def test_a_normed_residual_stream_is_multiplied_as_the_result_is():
-    """Tensor cores do not take float32 operands. Without a norm, a float32 x is multiplied in float32."""
-    assert operand_type(torch.float32, False, torch.float16) == torch.float32
-    assert operand_type(torch.bfloat16, True, torch.float32) == torch.bfloat16
-    g = generator(5)
-    x, weight = torch.randn(2, 64, generator=g), random_weight(LAYOUTS["q4_0"], 32, 64, g)
-    norm = Norm(torch.rand(64, generator=g) + 0.5, 1e-5)
-    result = decode(x, weight, None, None, None, norm, torch.float16)
-    rounded = (x * norm.weight).half().double()  # the operand; the division by the root follows the product
-    scale = torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-5)
-    expected = (rounded @ dequantize(weight).double().T * scale).half()
-    torch.testing.assert_close(result, expected, rtol=2**-10, atol=1e-5)

@@ -12,7 +12,7 @@ Owns the formulas. Knows nothing of how the results were computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,8 @@ from edgelm.kernels.activation import Gate
 from edgelm.kernels.cache import BLOCK_LEN, LayerCache, read
 from edgelm.kernels.cache.quantize import GROUP, rotate
 from edgelm.kernels.grouped.reference import matrix
-from edgelm.kernels.layout import DenseWeight, Weight, row_parts
-from edgelm.kernels.matmul.reference import Norm, gate_and_up
+from edgelm.kernels.layout import TILE, DenseWeight, Weight, row_parts
+from edgelm.kernels.matmul.reference import Lengths, gate_and_up, inverse_lengths
 
 LIKELY = 8.0  # standard deviations, at most
 UNITS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
@@ -62,6 +62,8 @@ def bounds_of(
         return [Bound(route_bound(chosen[0], results[0])), None]
     if op == "write_kv":
         return [Bound(pointwise_bound(results[0])), *entry_bounds(run[5], run[4], *results[1:])]
+    if op == "matmul_scaled":
+        return list(scaled_bounds(chosen, results))
     bound_of = MATMULS.get(op)
     return None if bound_of is None else [Bound(rounded(bound_of(*chosen), results[0]))]
 
@@ -156,15 +158,14 @@ def matmul_bound(
     bias: Tensor | None,
     _residual: Tensor | None,
     gate: Gate | None,
-    norm: Norm | None,
-    out_dtype: torch.dtype,
+    lengths: Lengths | None,
+    _out_dtype: torch.dtype,
     _out: Tensor | None = None,
 ) -> Tensor:
-    """Return the bound of `matmul`; a residual stream that is normed is multiplied as the result's type."""
-    dtype = out_dtype if norm is not None and x.dtype == torch.float32 else x.dtype
-    x = x.float()
-    if norm is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+    """Return the bound of `matmul`."""
+    dtype, x = x.dtype, x.float()
+    if lengths is not None:
+        x = x * inverse_lengths(lengths, x.shape[1])
     order = None if isinstance(weight, DenseWeight) else weight.order
     if order is not None:
         x = x[:, order]
@@ -174,6 +175,17 @@ def matmul_bound(
         products.append(x @ values.T)
         limits.append(product_bound(x, values, dtype))
     return finished(torch.cat(products, 1), torch.cat(limits, 1), bias, gate)
+
+
+def scaled_bounds(chosen: Sequence[Any], results: Sequence[Tensor]) -> Iterator[Bound]:
+    """Yield the bounds of the results of `matmul_scaled`: y, y times the norm's weight, sums of TILE squares of y."""
+    x, weight, bias, residual, factors, _ = chosen
+    y, scaled, squares = results
+    bound = rounded(matmul_bound(x, weight, bias, residual, None, None, y.dtype), y)
+    yield Bound(bound)
+    yield Bound(rounded(bound * factors.abs(), scaled))
+    of_squares = pad((2 * y.abs() + bound) * bound, (0, -y.shape[1] % TILE)).view(*squares.shape, TILE)
+    yield Bound(rounded(of_squares.sum(-1) + FEW_STEPS * squares, squares))
 
 
 def prompt_bound(

@@ -59,7 +59,7 @@ ROWS = 1, 8
 MIN_US = 5_000  # of the replays of one measurement
 MAX_COMPARED = 2  # calls of one kernel whose results are compared
 
-Key = tuple[str, str]  # op, and its key in the table
+Key = tuple[str, str]  # of the table: the op that it is kept for, and its shape
 Step = Callable[[int], object]  # runs a step of the model with so many rows
 
 
@@ -67,6 +67,7 @@ Step = Callable[[int], object]  # runs a step of the model with so many rows
 class Call:
     """A call of an op in a step; it can be repeated."""
 
+    op: str
     args: tuple[object, ...]  # those by which its implementation was chosen
     run: Callable[[], object]
 
@@ -126,9 +127,9 @@ def launched_by(table: Table, run: Callable[[], object], cold_bytes: int) -> dic
                     result = kernel.run(*given, **named)
             finally:
                 nested = False
-            call = Call(args, partial(kernel.run, *given, **named))
-            for (_, key), candidates in launched.items():
-                entry = found.setdefault((op, key), Launched(list(candidates)))
+            call = Call(op, args, partial(kernel.run, *given, **named))
+            for key, candidates in launched.items():
+                entry = found.setdefault(key, Launched(list(candidates)))
                 if entry.nbytes < cold_bytes:
                     entry.calls.append(call)
                 entry.nbytes += call.nbytes
@@ -295,17 +296,16 @@ class _Tuner:
         """Return a function that measures the configuration in the table; now the table has the default."""
         calls = [self._calls[count][key].calls for count in rows]
         compared = [call for some in calls for call in some[:MAX_COMPARED]]
-        expected: list[tuple[Tensor, Bound | None]] = []
+        expected: list[tuple[list[Tensor], list[Bound | None]]] = []
         for call in compared:
-            result = _result_of(call)
-            bounds = bounds_of(key[0], call.args, (), [result])
-            expected.append((result, bounds[0] if bounds else None))
+            results = _results_of(call)
+            expected.append((results, bounds_of(call.op, call.args, (), results) or [None] * len(results)))
 
         def times_us() -> Times:
             self._go_on()
             try:
-                for call, (want, bound) in zip(compared, expected, strict=True):
-                    if not agrees(_result_of(call), want, bound):
+                for call, wanted in zip(compared, expected, strict=True):
+                    if not all(map(agrees, _results_of(call), *wanted)):
                         log.warning("a configuration of %s computes wrongly, and is not used", " ".join(key))
                         return (math.inf,) * len(rows)
                 return tuple(time_us(_repeat, some, MIN_US) for some in calls)
@@ -333,9 +333,10 @@ def _repeat(call: Call) -> object:
     return call.run()
 
 
-def _result_of(call: Call) -> Tensor:
+def _results_of(call: Call) -> list[Tensor]:
     """Run a call; what it does not write is NaN."""
     with nan_filled():
-        result = call.run()
-    assert isinstance(result, Tensor)
-    return result
+        results = call.run()
+    results = results if isinstance(results, tuple) else (results,)
+    assert all(isinstance(result, Tensor) for result in results)
+    return list(results)

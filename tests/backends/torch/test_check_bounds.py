@@ -15,7 +15,7 @@ from edgelm.kernels.activation import Gate
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, read
 from edgelm.kernels.grouped import reference as grouped
 from edgelm.kernels.layout import PackedWeight
-from edgelm.kernels.matmul import Norm, reference
+from edgelm.kernels.matmul import Lengths, reference
 from edgelm.kernels.route import route
 from tests.counts import Count
 from tests.kernels import attention_bounds, test_attention, test_attention_bounds, test_write_kv
@@ -40,12 +40,12 @@ def shuffled(x: Tensor, values: Tensor, g: torch.Generator) -> Tensor:
 
 
 def as_a_kernel(
-    x: Tensor, weight: layout.Weight, norm: Norm | None, dtype: torch.dtype, out: torch.dtype, g: torch.Generator
+    x: Tensor, weight: layout.Weight, lengths: Lengths | None, dtype: torch.dtype, out: torch.dtype, g: torch.Generator
 ) -> Tensor:
     """Multiply numbers that are rounded to 16 bits."""
     x = x.float()
-    if norm is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+    if lengths is not None:
+        x = x * reference.inverse_lengths(lengths, x.shape[1])
     if isinstance(weight, PackedWeight) and weight.order is not None:
         x = x[:, weight.order]
     return shuffled(x.to(dtype).float(), layout.dequantize(weight).to(dtype).float(), g).to(out)
@@ -124,11 +124,12 @@ def test_a_product_with_one_wrong_column_row_or_element_is_found(at: int, seed: 
     weight = weight_named(NAMES[at], 48, (96, 330, 700)[at % 3], g)
     normed = bool(at % 2)
     x = torch.randn(5, weight.columns, generator=g) * torch.exp(torch.randn(weight.columns, generator=g))
-    norm = Norm(torch.rand(weight.columns, generator=g) + 0.5, 1e-5) if normed else None
-    x = x if normed else x.to(dtype)
-    chosen = (x, weight, None, None, None, norm, dtype)
+    squares = torch.rand(5, -(-weight.columns // 16), generator=g) if normed else None
+    lengths = None if squares is None else Lengths(squares, 1e-5)
+    x = x.to(dtype)
+    chosen = (x, weight, None, None, None, lengths, dtype)
     want = reference.matmul(*chosen)
-    got = as_a_kernel(x, weight, norm, dtype, dtype, g)
+    got = as_a_kernel(x, weight, lengths, dtype, dtype, g)
     assert is_right("matmul", chosen, got, want)
     for change in ("column", "row", "element"):
         wrong = got.clone()

@@ -110,6 +110,7 @@ def test_without_a_model_every_op_is_tried_and_the_experts_in_every_format(monke
         return plain
 
     monkeypatch.setattr(Comparison, "observe", observe)
+    monkeypatch.setitem(check_worker.DTYPES, "cpu", check_worker.DTYPES["cuda"])
     child = SimpleNamespace(send=lambda _: None)
     request = CheckGpu(None, ("f16",), "off")
     check_worker.check(request, child, device=torch.device("cpu"), trial=lambda _: None, width=256)

@@ -117,14 +117,14 @@ def random_dense(rows: int, columns: int, dtype: torch.dtype, generator: torch.G
 
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+NORMS = {"squares": "*fp32", "next_weight": "*fp32", "scaled": "*bf16", "next_squares": "*fp32"}
 _POINTERS = {"f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "u8": "*u8", "i8": "*i8", "e8m0": "*u8"}
 
 
 def compile_cases() -> list[CompileCase]:
-    """Return the kernels for the shapes of an 8B model, in all formats, and with norm and gate."""
+    """Return the kernels for the shapes of an 8B model, in all formats, and with norms and gate."""
     from edgelm.kernels.matmul.configs import Config, float32_config
     from edgelm.kernels.matmul.kernel import combine_kernel
-    from edgelm.kernels.matmul.scaling_kernel import scale_rows_kernel
 
     # The instructions that an H200 has time for at 92 % of its bandwidth; for 16 rows of q4_k and q5_k, an H100.
     budgets = {("q4_0", 8): 3.9, ("q4_0", 16): 3.9, ("q4_k", 8): 4.0, ("q4_k", 16): 5.0, ("q8_0", 8): 7.3}
@@ -141,7 +141,7 @@ def compile_cases() -> list[CompileCase]:
             cases += [compile_case(name, dtype, 32, Config(4, 2, 2, 1)) for dtype in ("fp16", "bf16")]
     cases += [compile_case(None, dtype, 32, Config(4, 2, 0, 1)) for dtype in ("fp16", "bf16")]
     cases += [
-        compile_case(name, "bf16", rows, Config(4, 2, 2, 1), norm=True, gate="silu", x="fp32")
+        compile_case(name, "bf16", rows, Config(4, 2, 2, 1), lengths=True, gate="silu")
         for name in ("q4_0", "q4_k", "q5_k", "q8_0", "mxfp4")
         for rows in (24, 32)
     ]
@@ -150,28 +150,34 @@ def compile_cases() -> list[CompileCase]:
         for name, dtype, dense in (("q6_k", "fp32", None), (None, "bf16", "fp16"))
     ]
     cases += [
-        compile_case("q4_k", "bf16", 8, Config(8, 1, 2, 4), norm=True, x="fp32"),
-        compile_case("q4_k", "bf16", 8, Config(4, 2, 2, 1), norm=True, gate="silu", x="fp32"),
-        compile_case("q4_k", "bf16", 16, Config(4, 2, 2, 1), norm=True, gate="silu", x="fp32"),
-        compile_case("q6_k", "bf16", 8, Config(4, 2, 2, 1), norm=True, x="fp32"),
-        compile_case(None, "bf16", 8, Config(4, 2, 0, 1), norm=True, x="fp32"),
+        compile_case("q4_k", "bf16", 8, Config(8, 1, 2, 4), lengths=True),
+        compile_case("q4_k", "bf16", 8, Config(4, 2, 2, 1), lengths=True, gate="silu"),
+        compile_case("q4_k", "bf16", 16, Config(4, 2, 2, 1), lengths=True, gate="silu"),
+        compile_case("q6_k", "bf16", 8, Config(4, 2, 2, 1), lengths=True),
+        compile_case(None, "bf16", 8, Config(4, 2, 0, 1), lengths=True),
         compile_case("q4_0", "bf16", 16, Config(4, 4, 2, 1)),
+        compile_case("q4_k", "bf16", 8, Config(4, 2, 0, 1), norm=True),
+        compile_case("q4_k", "bf16", 8, Config(8, 1, 2, 4), norm=True),
+    ]
+    cases += [  # the output of attention and the end of a feed-forward
+        compile_case(name, "bf16", rows, Config(8, 1, 2, 1), norm=True)
+        for name in ("q4_0", "q4_k", "q6_k", "q8_0", None)
+        for rows in (8, 16, 32)
     ]
     cases += [  # a weight of few tiles, such as V and the `down` of small models
         compile_case(name, "bf16", rows, Config(16, 1, 2, 1))
         for name in ("q4_k", "q6_k", "q8_0", None)
         for rows in (8, 16, 32)
     ]
-    signature = dict.fromkeys(scale_rows_kernel.arg_names, "constexpr")
-    signature |= {"x": "*fp32", "norm": "*fp32", "out": "*bf16", "squares": "*fp32", "x_stride": "i32"}
-    constants: dict[str, object] = {"K": 4096, "NW": 4, "SPLITS": 1, "BLOCK": 2048}
-    aligned = ("x", "norm", "out", "squares", "x_stride")
-    cases.append(CompileCase("matmul scale rows", scale_rows_kernel, signature, constants, aligned))
     signature = dict.fromkeys(combine_kernel.arg_names, "constexpr")
     signature |= {"partial": "*fp32", "out": "*fp16", "residual_stride": "i32", "eps": "fp32"}
-    constants = dict.fromkeys(("partial_squares", "bias", "residual", "GATE"), None)
-    constants |= {"N": 4096, "K": 4096, "LIMIT": 0.0, "ALPHA": 0.0, "NORM": False, "SPLITS": 4, "BLOCK": 128}
+    constants: dict[str, object] = dict.fromkeys(("bias", "residual", "GATE", *NORMS), None)
+    constants |= {"N": 4096, "K": 4096, "LIMIT": 0.0, "ALPHA": 0.0, "SPLITS": 4, "BLOCK": 128}
     cases.append(CompileCase("matmul combine", combine_kernel, signature, constants, ("partial", "out")))
+    pointers = {"out": "*fp32", "residual": "*fp32", **NORMS}
+    constants = {name: value for name, value in constants.items() if name not in pointers}
+    aligned = ("partial", *pointers)
+    cases.append(CompileCase("matmul combine norm", combine_kernel, signature | pointers, constants, aligned))
     return cases
 
 
@@ -181,15 +187,15 @@ def compile_case(
     rows: int,
     config: Config,
     *,
+    lengths: bool = False,
     norm: bool = False,
     gate: str | None = None,
     budget: float | None = None,
     dense: str | None = None,
-    x: str | None = None,
 ) -> CompileCase:
     """Describe `decode` for 4096 x 4096 in a layout (None: dense, of x's type or another), as launched on a GPU.
 
-    `x`: its type, where it is a residual stream that is normed and multiplied as `dtype`.
+    `lengths`: by which its rows are divided; `norm`: the one behind it, with a residual.
     """
     import triton.language as tl
 
@@ -210,20 +216,20 @@ def compile_case(
     ahead = steps_ahead(config, blocks, config.tiles)
     kind = f"*{dtype}"
     common = dtype if dense is None else "fp32"
-    registers = max_registers(blocks, TYPES[common], packed=name is not None, normed=norm)
-    pointers = {"x": f"*{x or dtype}", "codes": "*i32" if layout else f"*{dense or dtype}", "out": kind}
+    registers = max_registers(blocks, TYPES[common], packed=name is not None)
+    pointers = {"x": kind, "codes": "*i32" if layout else f"*{dense or dtype}", "out": kind}
     if layout is not None:
         pointers |= _scale_pointers(layout)
+    if lengths:
+        pointers |= {"squares": "*fp32"}
     if norm:
-        pointers |= {"norm": "*fp32"}
+        pointers |= {"out": "*fp32", "residual": "*fp32"} | {name: NORMS[name] for name in tuple(NORMS)[1:]}
     if config.splits > 1:
-        pointers |= {"partial": "*fp32", "partial_squares": "*fp32"}
+        pointers |= {"partial": "*fp32"}
     integers = {"x_stride": "i32", "residual_stride": "i32", "rows": "i32"}
     constants: dict[str, object] = {**layout_constants(layout)}
-    constants |= dict.fromkeys(
-        {"high", "scales", "offsets", "supers", "bias", "residual", "norm", "partial", "partial_squares"}
-        - set(pointers)
-    )
+    optional = {"high", "scales", "offsets", "supers", "bias", "residual", "partial", *NORMS}
+    constants |= dict.fromkeys(optional - set(pointers))
     types = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
     constants |= {
         "N": 4096, "K": 4096, "CHUNKS": 64, "GATE": gate, "LIMIT": 0.0, "ALPHA": 0.0,
@@ -231,7 +237,7 @@ def compile_case(
         "TT": blocks, "SPLITS": config.splits, "PF": ahead, "KW": kwidth(),
     }  # fmt: skip
     signature = dict.fromkeys(decode_kernel.arg_names, "constexpr") | pointers | integers | {"eps": "fp32"}
-    after = f"{' norm' if norm else ''}{f' {gate}' if gate else ''}"
+    after = f"{' lengths' if lengths else ''}{' norm' if norm else ''}{f' {gate}' if gate else ''}"
     return CompileCase(
         f"matmul {name or f'dense {dense}'.removesuffix(' None')} {dtype} rows={rows} {tuple(config)}{after}",
         decode_kernel,

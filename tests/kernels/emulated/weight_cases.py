@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -17,11 +15,10 @@ from edgelm.kernels.dequant_gemm.kernel import dequant_gemm as split_gemm
 from edgelm.kernels.dequantize import dequantize
 from edgelm.kernels.embedding import embedding
 from edgelm.kernels.layout import PackedWeight
-from edgelm.kernels.matmul import ROWS, Norm, matmul
-from edgelm.kernels.matmul import kernel as matmul_kernel
+from edgelm.kernels.matmul import ROWS, Lengths
 from edgelm.kernels.matmul.configs import Config, float32_config
-from edgelm.kernels.matmul.kernel import decode
-from edgelm.kernels.matmul.operands import operand_type, planes_and_constants
+from edgelm.kernels.matmul.kernel import Ahead, decode
+from edgelm.kernels.matmul.operands import planes_and_constants
 from tests.kernels import test_dequant_gemm, test_grouped
 from tests.kernels.cases import dequant_gemm as gemm_cases
 from tests.kernels.cases import dequantize as dequantize_cases
@@ -35,7 +32,16 @@ from tests.kernels.emulated.case import CAPABILITIES, EmulatedCase
 from tests.kernels.emulated.outcome import Outcome, equal, within, worst
 from tests.kernels.error_bounds import rounded_bound
 from tests.kernels.seeds import generator
-from tests.kernels.test_matmul import GATES, NAMES, UNIT, exact, surrounded, weight_named, with_rounding
+from tests.kernels.test_matmul import (
+    GATES,
+    NAMES,
+    exact,
+    sums_of_squares,
+    surrounded,
+    weight_named,
+    with_norm,
+    with_rounding,
+)
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 # few rows of x, their type, the columns (two whole steps and a part of one), and the config
@@ -45,12 +51,12 @@ FEW = (
     (29, BF16, 330, Config(2, 1, 2, 1)),  # a program takes four blocks of 8 rows
     (50, F16, 330, Config(2, 1, 0, 2)),  # programs share the blocks
 )
-# rows that a kernel before scales by their norm's weight
-SCALED = (
-    ("q4_k", F32, Config(4, 1, 2, 1)),
-    ("q4_k", BF16, Config(8, 2, 1, 1)),
-    ("q6_k", F32, Config(4, 1, 2, 2)),
-    ("dense_bfloat16", F32, Config(16, 1, 0, 2)),
+# products with the norm of their rows: columns of x, rows of the weight
+FUSED = (
+    ("q4_k", 330, 80, Config(4, 2, 2, 1)),
+    ("q6_k", 704, 40, Config(8, 1, 1, 1)),
+    ("q8_0", 640, 144, Config(2, 1, 2, 2)),
+    ("dense_bfloat16", 330, 37, Config(2, 4, 0, 1)),
 )
 MAIN_FORMATS = ("q4_k", "q6_k", "q8_0", "mxfp4")
 MAIN_OF_FORMAT = {name: (CAPABILITIES[at],) for at, name in enumerate(MAIN_FORMATS)}
@@ -87,17 +93,14 @@ def _matmul_cases() -> Iterator[EmulatedCase]:
             run = partial(_surrounded, gate, rows, dtype, Config(1, 2, 2, splits))
             main = (90,) if gate.kind == "silu" and splits == 2 else ()
             yield EmulatedCase(
-                "matmul", "q4_1", rows, f"norm bias {gate.kind} residual splits={splits}", run, main=main
+                "matmul", "q4_1", rows, f"lengths bias {gate.kind} residual splits={splits}", run, main=main
             )
-    for name in ("q4_k", "dense_bfloat16"):
-        for rows in (2, 35, 70):
-            run = partial(_stream, name, rows)
-            main = (89,) if name == "q4_k" and rows != 35 else ()
-            yield EmulatedCase("matmul", name, rows, "normed stream", run, main=main)
-    for name, dtype, config in SCALED:
-        run = partial(_scaled, name, dtype, config)
-        main = CAPABILITIES if (name, dtype) == ("q6_k", F32) else ()
-        yield EmulatedCase("matmul", name, 11, f"scaled {_short(dtype)} {tuple(config)}", run, main=main)
+    for name, columns, width, config in FUSED:
+        for rows in (3, 19, 61):
+            run = partial(_fused, name, rows, columns, width, config)
+            main = CAPABILITIES if (name, rows) == ("q6_k", 19) else (90,) if name == "q8_0" and rows == 3 else ()
+            detail = f"and norm N={width} K={columns} {tuple(config)}"
+            yield EmulatedCase("matmul", name, rows, detail, run, main=main)
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -120,46 +123,36 @@ def _surrounded(gate: Gate, rows: int, dtype: torch.dtype, config: Config, seed:
     return within(decode(*arguments, F32, config), expected, with_rounding(F32, expected, error))
 
 
-def _stream(name: str, rows: int, seed: int) -> Outcome:
-    """Multiply a float32 stream that is normed, as a decoder does: few rows in one kernel, more after another norm."""
+def _fused(name: str, rows: int, columns: int, width: int, config: Config, seed: int) -> Outcome:
+    """Compare a product, its norm and a second product that finishes it with float64, and rows with each row alone."""
     g = generator(seed)
-    weight = weight_named(name, 36, 330, g)
-    x, norm = torch.randn(rows, 330, generator=g), Norm(torch.rand(330, generator=g) + 0.5, 1e-5)
-    y, _ = exact(x, weight, None, norm)
-    operand = operand_type(x.dtype, True, BF16)
-    normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True)) * norm.weight.double()
-    sizes = normed.abs() @ layout.dequantize(weight).double().abs().T
-    rounding = UNIT[operand] * (2 + UNIT[operand]) * sizes  # of x, and in a prompt of the weights too
-    got = matmul(x, weight, norm=norm, out_dtype=BF16, implementation="triton")
-    return within(got, y, rounded_bound(y, rounding + exact(x, weight)[1], BF16))
+    given = with_norm(name, rows, columns, width, g)
+    (x, weight, bias, residual), norm, expected, error = given
+    second = weight_named("q4_0", 36, width, g)
 
+    def run(first: int, end: int) -> list[torch.Tensor]:
+        scaled, squares = torch.empty(end - first, width, dtype=BF16), torch.empty(end - first, -(-width // 16))
+        ahead = Ahead(norm.weight, scaled, squares)
+        y = decode(x[first:end], weight, bias, residual[first:end], None, None, F32, config, ahead=ahead)
+        lengths = Lengths(squares, norm.eps)
+        return [y, scaled, squares, decode(scaled, second, None, None, None, lengths, F32, config)]
 
-def _scaled(name: str, dtype: torch.dtype, config: Config, seed: int) -> Outcome:
-    """Compare rows of a large batch with the same rows alone: the result, and with parts of K their sums of squares."""
-    g = generator(seed)
-    columns = (5 * config.splits * config.warps + 2) * 64  # whole steps, and one in which some warps have nothing
-    weight = weight_named(name, 36, columns, g)
-    x, norm = torch.randn(11, columns, generator=g).to(dtype), Norm(torch.rand(columns, generator=g) + 0.5, 1e-5)
-    combine = matmul_kernel.combine_kernel
-    squares: list[torch.Tensor] = []
-
-    class Kept:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-            def launch(*args: Any, **options: Any) -> object:
-                squares.append(args[1].clone())
-                return combine[grid](*args, **options)
-
-            return launch
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        return decode(rows, weight, None, None, None, norm, F32 if dtype == BF16 else BF16, config)
-
-    with patch.object(matmul_kernel, "combine_kernel", Kept()):
-        together, alone = product(x)[[0, 10]], torch.cat([product(x[:1]), product(x[10:])])
-    if squares:
-        together = torch.cat([together, squares[0][[0, 10]]], 1)
-        alone = torch.cat([alone, torch.cat(squares[1:])], 1)
-    return equal(together, alone)
+    together = run(0, rows)
+    for row in (0, rows - 1):
+        for one, many in zip(run(row, row + 1), together, strict=True):
+            if not torch.equal(one[0], many[row]):
+                return equal(one[0], many[row])
+    y, scaled, squares, z = together
+    factored = expected * norm.weight.double()
+    sums, slack = sums_of_squares(expected, error)
+    last, off = exact(scaled, second, None, Lengths(squares, norm.eps))
+    wanted = ((expected, error), (factored, error * norm.weight.double()), (sums, slack), (last, off))
+    return worst(
+        [
+            within(got, pair[0], with_rounding(got.dtype, *pair))
+            for got, pair in zip((y, scaled, squares, z), wanted, strict=True)
+        ]
+    )
 
 
 # -- dequant_gemm ------------------------------------------------------------------------------------------------------

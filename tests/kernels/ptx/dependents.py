@@ -19,7 +19,8 @@ from tests.kernels.ptx.parse import Instruction
 from tests.kernels.ptx.values import Array, Mask
 
 # by kernel: the parameters whose tensors it may read before its wait, since nothing writes weights after loading
-READ_EARLY = {"decode_kernel": frozenset({"codes", "high", "scales", "offsets", "supers"})}  # the planes of a weight
+# the planes of a weight, and the weight of a norm
+READ_EARLY = {"decode_kernel": frozenset({"codes", "high", "scales", "offsets", "supers", "next_weight"})}
 
 
 class Weights(NamedTuple):
