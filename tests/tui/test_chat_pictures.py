@@ -15,7 +15,7 @@ from edgelm.chats.statistics import Statistics, summarize
 from edgelm.chats.store import Store
 from edgelm.tui.app import ChatApp
 from edgelm.tui.stats_screen import StatsScreen
-from tests.tui.test_snapshots import MARCH_2025, OTHERS, app, front, keys, no_guide, settle
+from tests.tui.test_snapshots import FILL_MS, MARCH_2025, OTHERS, app, front, keys, no_guide, settle
 
 __all__ = ["app", "front", "no_guide"]  # fixtures
 
@@ -29,7 +29,7 @@ def fill(path: Path) -> None:
         {"pinned": True, "tags": ("home", "recipes")}, {}, {"tags": ("code",)}, {"archived": True},
         {"archived": True, "tags": ("work",)}, {"deleted": MARCH_2025 * 2}, {"title": "Leaves in autumn"},
     )  # fmt: skip
-    store = Store(path)
+    store = Store(path, busy_ms=FILL_MS)
     for i, values in enumerate(fields):
         title, question, _ = OTHERS[i % len(OTHERS)]
         moment = MARCH_2025 - i * 9 * 86_400

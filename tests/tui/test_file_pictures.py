@@ -13,7 +13,7 @@ from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import Store
 from edgelm.tui.app import ChatApp
 from edgelm.tui.screen import ChatScreen
-from tests.tui.test_snapshots import MARCH_2025, app, front, keys, no_guide, settle, until_text
+from tests.tui.test_snapshots import FILL_MS, MARCH_2025, app, front, keys, no_guide, settle, until_text
 
 __all__ = ["app", "front", "no_guide"]  # fixtures
 SMALL = (60, 20)
@@ -67,7 +67,7 @@ def test_attached(app: ChatApp, theme: str, size: tuple[int, int], snap_compare:
 
 def fill(path: Path, file: Path) -> None:
     """Write a chat with attached files, one of which has changed since."""
-    store = Store(path)
+    store = Store(path, busy_ms=FILL_MS)
     chat = Chat(title="Adding", created=MARCH_2025, changed=MARCH_2025)
     store.put_chat(chat)
     code = Attachment(kind="text", name="src/adder.py", path=str(file), text=CODE, digest="0", size=9, tokens=31)

@@ -38,6 +38,7 @@ from edgelm.tui.workspace import ChatDefaults
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
 MARCH_2025 = 1_741_000_000.0
+FILL_MS = 30_000  # the thread of the app makes the same file, and may be slow
 STATS = AnswerStats(
     prompt_tokens=38, completion_tokens=212, first_token_ms=214.0, tokens_per_second=41.3, drafted=96, accepted=71,
     context_used=250, context_size=4096, engine="llama", device="cpu",
@@ -77,7 +78,7 @@ def front(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    store = Store(path)
+    store = Store(path, busy_ms=FILL_MS)
     for i, (title, question, answer) in enumerate((*OTHERS, ("Quicksort in Python", "Explain quicksort", ANSWER))):
         moment = MARCH_2025 + i * 86_400
         chat = Chat(title=title, created=moment, changed=moment)
@@ -159,7 +160,7 @@ def test_a_chat_in_16_colours(app: ChatApp, front: Path, snap_compare: Any) -> N
 
 def fill_thoughts(path: Path) -> None:
     """Write a chat with a thought before each answer, the second one stopped inside it."""
-    store = Store(path)
+    store = Store(path, busy_ms=FILL_MS)
     chat = Chat(title="Marbles", created=MARCH_2025, changed=MARCH_2025)
     store.put_chat(chat)
     parent = None
@@ -192,7 +193,7 @@ def test_thoughts(app: ChatApp, front: Path, pressed: tuple[str, ...], snap_comp
 
 def fill_readings(path: Path) -> None:
     """Write a chat with what was read for its questions; nothing was read for the last one."""
-    store = Store(path)
+    store = Store(path, busy_ms=FILL_MS)
     chat = Chat(title="The GPU", created=MARCH_2025, changed=MARCH_2025, knowledge=("/srv/notes",))
     store.put_chat(chat)
     parent = None
@@ -346,7 +347,7 @@ def test_what_was_drafted(app: ChatApp, theme: str, snap_compare: Any) -> None:
 
 def fill_context(path: Path) -> None:
     """Write a chat whose last answer ended because its context was full."""
-    store = Store(path)
+    store = Store(path, busy_ms=FILL_MS)
     chat = Chat(title="A long talk", created=MARCH_2025, changed=MARCH_2025)
     store.put_chat(chat)
     parent = None
