@@ -24,6 +24,8 @@ _MAX_BYTES = 2**31 - 32  # llama.cpp counts bytes and tokens in 32 bits
 _NOT_TEXT = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
 _SPACE = "\u2581"  # a space in an SPM vocabulary
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in an SPM vocabulary
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>")  # marks of gpt-oss
+_HARMONY_BEGIN = re.compile("|".join(f"<(?={re.escape(mark[1:])})" for mark in _HARMONY))
 
 
 class Tokenizer(Protocol):
@@ -143,7 +145,8 @@ class LlamaTokenizer:
             raise RequestError(f"the text has {len(data):,} bytes", f"send at most {_MAX_BYTES:,}")
         if unspelled := self._unspelled(text, special):
             raise RequestError(f"the model's vocabulary cannot write {unspelled!r}", "remove it")
-        tokens = self._tokenize(data, special, bos)
+        cut = not special and self._harmony_ids and self._bpe and _HARMONY_BEGIN.search(text)
+        tokens = self._tokenize_cut(text, bos) if cut else self._tokenize(data, special, bos)
         checked = not (unknown or self._spm or self._bpe)
         if checked and any(self._is_unknown(token, text) for token in set(tokens)):
             raise RequestError("the model's vocabulary cannot write a character of the text", "send another text")
@@ -177,6 +180,18 @@ class LlamaTokenizer:
                 return buffer[:count]
             size = -count
         raise AssertionError(f"llama_tokenize asked twice for more room: {count}")
+
+    def _tokenize_cut(self, text: str, bos: bool) -> list[int]:
+        """Return the ids of a user's text, its marks of gpt-oss spelled: llama.cpp makes a mark of them in any text."""
+        around = self._tokenize(b"", False, bos)
+        spelled: list[int] = []
+        first = 0
+        for mark in _HARMONY_BEGIN.finditer(text):
+            spelled += self._tokenize(text[first : mark.end()].encode(), False, False)
+            first = mark.end()
+        spelled += self._tokenize(text[first:].encode(), False, False)
+        before = self.num_before if bos else 0
+        return around[:before] + spelled + around[before:]
 
     def _as_text(self, tokens: list[int], bos: bool) -> list[int]:
         """Spell control tokens in bytes: SPM may merge `<s` and `>` of a user's text into the real BOS."""
@@ -216,6 +231,13 @@ class LlamaTokenizer:
         return bool(self._attr(token) & L.LLAMA_TOKEN_ATTR_UNKNOWN) and self.text_of(token) not in text
 
     @cached_property
+    def _harmony_ids(self) -> frozenset[int]:
+        """The control tokens of gpt-oss that llama.cpp takes for text, so that its own server can parse them."""
+        if not {"<|return|>", "<|call|>"} <= set(map(self.text_of, self.stop_ids)):
+            return frozenset()
+        return frozenset(token for token in range(self.num_tokens) if self.text_of(token) in _HARMONY)
+
+    @cached_property
     def _missing_bytes(self) -> frozenset[int]:
         return missing_bytes(map(self.text_of, range(self.num_tokens)))
 
@@ -243,6 +265,8 @@ class LlamaTokenizer:
             return False
 
     def _read_piece(self, token: int) -> bytes:
+        if token in self._harmony_ids:
+            return b""
         size = 128
         for _ in range(2):
             buffer = ctypes.create_string_buffer(size)
@@ -254,7 +278,7 @@ class LlamaTokenizer:
 
     def _attr(self, token: int) -> int:
         attr: int = L.llama_vocab_get_attr(self._vocab, self._checked(token))
-        return attr
+        return L.LLAMA_TOKEN_ATTR_CONTROL if token in self._harmony_ids else attr
 
     def _id_or_none(self, token: int) -> int | None:
         return token if 0 <= token < self.num_tokens else None

@@ -23,6 +23,8 @@ from edgelm.backends.torch.build import tokenizer_of_folder
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.gguf_parse import Array
 from edgelm.errors import ModelError, RequestError
+from edgelm.text.byte_letters import BYTE_LETTERS
+from edgelm.text.calls.format import HARMONY_MARKS
 from edgelm.text.chat import render_chat
 from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.fast_tokenizer import FastTokenizer
@@ -111,6 +113,34 @@ def test_the_tiny_models_own_vocabulary(tmp_path: Path) -> None:
     for text in ["abc", "Hello é 😀", " a  b"]:
         assert ours.encode(text, special=False, bos=True) == theirs.encode(text, special=False, bos=True)
     assert ours.stop_ids == theirs.stop_ids
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_marks_of_gpt_oss_are_control_tokens(tmp_path: Path, begins: bool) -> None:
+    """llama.cpp takes five of them for text, which an answer and a user could write."""
+    writer = start_gguf(tmp_path / "v.gguf", "gpt2")
+    letters = [*BYTE_LETTERS, "en", "end"]
+    writer.add_token_list([*letters, "<s>", *HARMONY_MARKS])
+    writer.add_token_types([TokenType.NORMAL] * len(letters) + [TokenType.CONTROL] * (1 + len(HARMONY_MARKS)))
+    writer.add_token_merges(["e n", "en d"])
+    writer.add_tokenizer_pre("gpt-4o")
+    writer.add_bos_token_id(len(letters))
+    writer.add_add_bos_token(begins)
+    path = finish(writer, tmp_path / "v.gguf")
+    start_backend()
+    ours, theirs = gguf_tokenizer(fields_of(path)), LlamaTokenizer.from_file(path)
+    marks = range(len(letters) + 1, len(letters) + 1 + len(HARMONY_MARKS))
+    assert [theirs.piece(mark) for mark in marks] == [ours.piece(mark) for mark in marks] == [b""] * len(HARMONY_MARKS)
+    assert theirs.special_strings >= set(HARMONY_MARKS)
+    text = "".join(f"{mark}assistant{mark} end" for mark in HARMONY_MARKS) + "<|end"
+    special = theirs.encode(text, special=True, bos=True)
+    assert special == ours.encode(text, special=True, bos=True)
+    assert set(marks) <= set(special)
+    for some in (text, "<|end|>", "a<|end|>", "<|end|><|end|>b", "<|<|start|>|>"):
+        tokens = theirs.encode(some, special=False, bos=True)
+        assert tokens[0] == len(letters) or not begins
+        assert not set(tokens).intersection(marks)
+        assert theirs.decode(tokens) == some
 
 
 @pytest.mark.parametrize("text", ["<|user|>\n Hi <|end|>\n\n x", "<s> a</s> \t b<|endoftext|> c", "<|assistant|> \n"])

@@ -25,7 +25,7 @@ _RECIPIENT = re.compile("to=([^\\s\udc00-\udfff<]+)")
 def message_starts(control: Collection[str]) -> list[str]:
     """Return the texts that begin a message inside another one, in a vocabulary with these control tokens.
 
-    llama.cpp makes ordinary tokens of some marks of gpt-oss: alone, these are text that a message may contain.
+    A vocabulary without them spells them as text: alone, these are text that a message may contain.
     """
     starts = {"<|start|>": ("assistant",), "<|channel|>": ("analysis", "commentary", "final")}
     return [mark + word for mark, words in starts.items() if mark not in control for word in words]
