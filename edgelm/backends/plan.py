@@ -28,6 +28,7 @@ MIN_PROPOSED = 256  # the shortest context that an error line proposes
 SHOWN_CONTEXTS = tuple(2**n for n in range(11, 18))  # of the table of options
 DRAFT_KV = "f16"  # of a draft model's cache: it is small
 SNAPSHOT_SHARE = 0.1  # of the free memory, for idle prefixes, if that much is left
+FAST_SHARE = 0.5  # of the context that fits with a slow KV mode: a fast one is taken where it has at least so much
 COMFORTABLE = 0.8  # of the usable memory: a plan below it does not depend on the last megabytes
 
 
@@ -240,7 +241,8 @@ def plan(
     fitting = (option for option in sizer.options(modes, contexts) if option.fits)
     chosen = largest = next(fitting, None)
     if settings.kv == "auto" and largest and largest.slow:
-        chosen = next((option for option in fitting if not option.slow), largest)
+        least = FAST_SHARE * largest.context
+        chosen = next((option for option in fitting if not option.slow and option.context >= least), largest)
     shown: list[int] = []
     if with_options:
         shown = sorted({*(context for context in SHOWN_CONTEXTS if context < trained), contexts[0], trained})
@@ -256,7 +258,7 @@ def plan(
         load_peak_bytes=_load_peak(chosen, engine, draft) if chosen else 0,
         draft=draft.name if draft else "",
         reason=_reason(chosen, largest, settings, trained, modes, contexts),
-        warning=_warning(chosen, settings),
+        warning=_warning(chosen, largest, settings),
         refusal=None if chosen else _refusal(summary, sizer, modes, contexts, limited=machine.is_limited),
         options=tuple(sizer.options(sizer.modes, shown)),
         threads=settings.threads or machine.cores,
@@ -327,7 +329,7 @@ def _reason(
     if settings.ctx is not None:
         context = "the context is --ctx"
     elif chosen.context < largest.context:
-        context = f"{largest.context:,} tokens of context fit only with --kv {largest.kv}, and {largest.slow}"
+        context = f"{largest.context:,} tokens of context fit with --kv {largest.kv}, but {largest.slow}"
     elif chosen.context < contexts[0]:
         context = f"{contexts[0]:,} tokens of context do not fit"
     elif chosen.context == trained:
@@ -341,11 +343,20 @@ def _reason(
     return f"{context}; the KV cache is the most exact one that fits"
 
 
-def _warning(chosen: Option | None, settings: Settings) -> str:
-    """Return what the user should know of a choice; empty: nothing."""
-    if chosen is None or not chosen.slow:
+def _warning(chosen: Option | None, largest: Option | None, settings: Settings) -> str:
+    """Return what the user should know of a choice; empty: nothing. `largest`: as for the reason."""
+    if chosen is None or largest is None:
         return ""
-    instead = "no other mode fits" if settings.kv == "auto" else "--kv auto takes a faster mode where one fits"
+    if not chosen.slow:
+        if settings.ctx is not None or chosen.context == largest.context:
+            return ""
+        return (
+            f"the context is {chosen.context:,} tokens; {largest.context:,} fit with --kv {largest.kv}, "
+            f"but {largest.slow}"
+        )
+    instead = "--kv auto takes a faster mode where one fits"
+    if settings.kv == "auto":
+        instead = "no other mode fits" if settings.ctx is not None else "others leave less than half of the context"
     return f"--kv {chosen.kv} is slow: {chosen.slow}; {instead}"
 
 

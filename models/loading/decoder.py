@@ -48,14 +48,17 @@ def load(
 
     To the device "meta", all is checked and no numbers are read. `context` is the number of positions to be served, on
     which some kinds of RoPE depend; default: the trained context. With `only_layers` the decoder has these layers only,
-    which is enough to try the ops of a model.
+    which is enough to try the ops of a model; a layer that is named more than once is loaded once.
     """
     loader = _Loader(config, source, torch.device(device), dtype, context or config.context)
     chosen = range(len(config.layers)) if only_layers is None else only_layers
-    layers = [loader.layer(i) for i in chosen]
+    loaded = {i: loader.layer(i) for i in dict.fromkeys(chosen)}
     embedding, output = loader.ends()
     weights = Weights(
-        embedding=embedding, layers=tuple(layers), norm=loader.norm(config.names.final_norm), output=output
+        embedding=embedding,
+        layers=tuple(loaded[i] for i in chosen),
+        norm=loader.norm(config.names.final_norm),
+        output=output,
     )
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)  # from here on, kernels may read weights before earlier kernels end

@@ -363,6 +363,20 @@ MUTATIONS = [
         f"{OF_MATMUL}::test_the_norm_of_a_row_depends_on_no_other",
     ),
     Mutation(
+        FINISH,
+        "rows of more than 4,096 columns are added up from their first ones",
+        "PARTS + start + at, mask",
+        "PARTS + at, mask",
+        f"{OF_MATMUL}::test_lengths_of_rows_of_more_columns_than_a_program_adds_at_once",
+    ),
+    Mutation(
+        FINISH,
+        "only the first 4,096 columns of a row are added up",
+        "tl.static_range(0, PARTS, BLOCK)",
+        "tl.static_range(0, BLOCK, BLOCK)",
+        f"{OF_MATMUL}::test_lengths_of_rows_of_more_columns_than_a_program_adds_at_once",
+    ),
+    Mutation(
         MATMUL,
         "all tiles have the residual of the first",
         "y += added[tt * MT + mt]",

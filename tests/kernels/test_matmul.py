@@ -200,6 +200,19 @@ def test_lengths_bias_gate_and_residual(at: int, splits: int, seed: int):
     assert_within(result, expected, error)
 
 
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_lengths_of_rows_of_more_columns_than_a_program_adds_at_once(splits: int, seed: int):
+    """256 sums of 16 squares."""
+    g = generator(seed)
+    weight = weight_named("dense_bfloat16", 16, 4200, g)
+    x = torch.randn(9, 4200, generator=g).bfloat16()
+    lengths = Lengths(torch.rand(9, 263, generator=g) * torch.linspace(0, 300, 263), 0.3)
+    y, error = exact(x, weight, None, lengths)
+    result = decode(x, weight, None, None, None, lengths, torch.float32, Config(4, 1, 2, splits))
+    assert_within(result, y, error)
+
+
 def _gated64(gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
     if kind.kind == "silu":
         return gate / (1 + torch.exp(-gate)) * up

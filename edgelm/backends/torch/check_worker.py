@@ -91,7 +91,8 @@ def _models_of_all_formats(folder: Path, width: int) -> Iterator[Path]:
     known = [quant for quant in ALL_QUANTS if quant.name in BLOCK_TYPES or quant.name in PLAIN_TYPES]
     shapes = {
         "all": _Shape(2, known, 2 * width),
-        "one": _Shape(1, [Quant.Q4_K], 2 * width, family="gemma2"),
+        "one": _Shape(1, [Quant.Q4_K], 2 * width),
+        "norms after blocks": _Shape(1, [Quant.Q4_K], 2 * width, family="gemma2"),
         "experts": _Shape(MAX_LAYERS, known, max(width // 4, 256), experts=8),
         "experts of one": _Shape(1, [Quant.MXFP4], max(width // 4, 256), experts=8),
     }

@@ -1,6 +1,6 @@
 """The self-check: each op of a model, by its kernel and by plain torch on the same device, at the model's own shapes.
 
-A decoder of some of the model's layers, one of each kind, runs steps of all kinds. Whenever it calls an op, the kernel
+A decoder of some of the model's layers, two of each kind, runs steps of all kinds. Whenever it calls an op, the kernel
 and the reference compute the same arguments, and the results are compared; the reference's goes on, so that a wrong
 kernel spoils no other verdict. Memory that nobody has written is NaN. At last a CUDA graph is compared with its step.
 
@@ -326,26 +326,32 @@ def _check_graph(decoder: Decoder, mode: str, plain: TorchExecutor, comparison: 
 def _some_layers(
     model: OpenedModel, device: torch.device, dtype: torch.dtype, quantize: Literal["int4"] | None
 ) -> Decoder:
-    """Load one layer of each kind, and the ends of the model."""
+    """Load layers of each kind, and the ends of the model."""
     source: GGUFSource | FolderSource
     if model.gguf:
         config, source = read_config(model.gguf.metadata), GGUFSource(model.gguf, quantize=quantize)
-        layers = kinds_of_layers(config, model.gguf)
+        layers = layers_to_try(config, model.gguf)
     else:
         assert model.folder is not None
         assert model.config is not None
         config, source = read_config(model.config), FolderSource(model.folder, model.config, quantize=quantize)
-        layers = kinds_of_layers(config, None)
+        layers = layers_to_try(config, None)
     return load(config, source, device, dtype, "triton", context=CONTEXT, only_layers=layers)
 
 
-def kinds_of_layers(config: ModelConfig, gguf: GGUF | None) -> list[int]:
-    """Return the first layer of each kind, by its configuration and the formats of its matrices: at most MAX_LAYERS."""
+def layers_to_try(config: ModelConfig, gguf: GGUF | None) -> list[int]:
+    """Return layers of at most MAX_LAYERS kinds, each by its configuration and the formats of its matrices.
+
+    The first layer of each kind comes twice in a row: a matmul before another layer also prepares its norm, and one
+    behind another layer finishes that. At the end of the model no norm is prepared, so the kind of its last layer is
+    last.
+    """
     formats: dict[int, list[str]] = {}
     for tensor in gguf.tensors.values() if gguf else ():
         if match := LAYER.match(tensor.name):
             formats.setdefault(int(match[1]), []).append(f"{LAYER.sub('', tensor.name)} {tensor.type.name}")
-    seen: dict[object, int] = {}
-    for i, layer in enumerate(config.layers):
-        seen.setdefault((repr(layer), tuple(sorted(formats.get(i, ())))), i)
-    return list(seen.values())[:MAX_LAYERS]
+    kinds = [(repr(layer), tuple(sorted(formats.get(i, ())))) for i, layer in enumerate(config.layers)]
+    first = {kind: kinds.index(kind) for kind in kinds}
+    tried = [layer for layer in list(first.values())[:MAX_LAYERS] for _ in range(2)]
+    last = first[kinds[-1]]
+    return [*tried, last] if last in tried and last != tried[-1] else tried

@@ -153,8 +153,20 @@ def test_auto_takes_a_shorter_context_before_a_slow_mode() -> None:
     room = room_for("k8v4", 8192)
     fast, slow = planned(card(room)), planned(card(room, "k8v4"))
     assert (fast.require().kv, fast.require().context, fast.warning) == ("k8v4", 8192, "")
-    assert (slow.require().kv, slow.require().context, slow.warning) == ("int8", 4096, "")
-    assert slow.reason.startswith("8,192 tokens of context fit only with --kv k8v4, and MTL0 cannot compute its att")
+    assert (slow.require().kv, slow.require().context) == ("int8", 4096)
+    told = "8,192 tokens of context fit with --kv k8v4, but MTL0 cannot compute its attention, so the processor does"
+    assert slow.reason.startswith(told)
+    assert slow.warning == "the context is 4,096 tokens; " + told.replace(" tokens of context", "")
+
+
+def test_auto_takes_a_slow_mode_before_less_than_half_of_the_context() -> None:
+    room = room_for("k8v4", 8192)
+    result = planned(card(room, "int8", "k8v4"))
+    assert (result.require().kv, result.require().context) == ("k8v4", 8192)
+    assert result.warning == (
+        "--kv k8v4 is slow: MTL0 cannot compute its attention, so the processor does; "
+        "others leave less than half of the context"
+    )
 
 
 def test_the_modes_before_it_are_chosen_as_ever() -> None:

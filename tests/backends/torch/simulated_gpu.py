@@ -55,8 +55,8 @@ def spoil(what: str, op: str) -> None:
         if what == "hang":
             time.sleep(3600)
         result = run(*args, **named)
-        target = args[-1] if result is None else result
-        target.mul_(1.5)
+        for target in args[-1:] if result is None else result if isinstance(result, tuple) else (result,):
+            target.mul_(1.5)
         return result
 
     for module in [module for name, module in sys.modules.items() if name.startswith("edgelm.kernels")]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from edgelm.backends.torch.check_bounds import bounds_of
 from edgelm.backends.torch.self_check import LIMIT, difference_of
@@ -142,6 +143,49 @@ def test_a_product_with_one_wrong_column_row_or_element_is_found(at: int, seed: 
             spot = divmod(int(want.abs().argmax()), want.shape[1])
             wrong[spot] *= 0 if at % 3 else 1.5
         assert not is_right("matmul", chosen, wrong, want), change
+
+
+def scaled_as_a_kernel(
+    x: Tensor, weight: layout.Weight, residual: Tensor, factors: Tensor, g: torch.Generator
+) -> list[Tensor]:
+    """Multiply numbers that are rounded to 16 bits, for the norm of the rows."""
+    y = as_a_kernel(x, weight, None, torch.bfloat16, torch.float32, g) + residual
+    tiles = pad(y, (0, -y.shape[1] % 16)).view(len(y), -1, 16)[..., torch.randperm(16, generator=g)]
+    return [y, (y * factors).bfloat16(), tiles.square().sum(-1)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("at", range(len(NAMES)), ids=NAMES)
+def test_a_product_for_a_norm_with_one_wrong_column_row_or_sum_is_found(at: int, seed: int) -> None:
+    g = generator(seed + at)
+    weight = weight_named(NAMES[at], 150, (96, 330, 700)[at % 3], g)
+    x = torch.randn(5, weight.columns, generator=g).bfloat16()
+    size = (x.float() @ layout.dequantize(weight).float().T).square().mean().sqrt()
+    residual = size * (1, 30)[(seed + at) % 2] * torch.randn(5, 150, generator=g)
+    factors = torch.rand(150, generator=g) + 0.5
+    chosen = (x, weight, None, residual, factors, torch.bfloat16)
+    want = list(reference.matmul_scaled(*chosen))
+    got = scaled_as_a_kernel(x, weight, residual, factors, g)
+    bounds = bounds_of("matmul_scaled", chosen, (), want)
+    assert bounds is not None
+    for one, other, bound in zip(got, want, bounds, strict=True):
+        assert difference_of(one, other, bound).within
+        column = int((other - other.roll(1, -1)).float().square().sum(0).argmax())  # least like the one before it
+        largest = divmod(int(other.abs().argmax()), other.shape[1])
+        for change in ("column", "row", "element"):
+            wrong = one.clone()
+            if change == "column":
+                wrong[:, column] = one[:, column - 1]
+            elif change == "row":
+                wrong[2] = one[3]
+            else:
+                wrong[largest] *= 1.5
+            assert not difference_of(wrong, other, bound).within, change
+    y, _, squares = got
+    row, place = divmod(int(y.abs().argmax()), 150)
+    without = squares.clone()
+    without[row, place // 16] -= y[row, place] ** 2
+    assert not difference_of(without, want[2], bounds[2]).within
 
 
 def test_a_small_fault_in_one_of_thousands_of_columns_is_found() -> None:

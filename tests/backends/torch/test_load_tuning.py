@@ -20,7 +20,7 @@ from edgelm.backends.torch import load_tuning
 from edgelm.backends.torch.check_bounds import bounds_of
 from edgelm.backends.torch.load_tuning import agrees, tune_model
 from edgelm.kernels.layout import DenseWeight
-from edgelm.kernels.matmul import kernel, matmul, reference
+from edgelm.kernels.matmul import Norm, kernel, matmul, matmul_and_norm, reference
 from edgelm.kernels.tuning import TABLE, Table
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -172,6 +172,31 @@ def test_one_with_a_wrong_number_is_not(table: Table, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernel, "decode", spoiled)
     tune()
     assert all_default()
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2], ids=["right", "y", "scaled", "squares"])
+def test_all_results_of_a_product_for_a_norm_are_compared(
+    table: Table, monkeypatch: pytest.MonkeyPatch, wrong: int | None
+) -> None:
+    """They are kept under the op of the product alone, which has the same kernel."""
+    real = kernel.matmul_scaled
+
+    def spoiled(*args: Any) -> tuple[torch.Tensor, ...]:
+        results = real(*args)
+        if wrong is not None and not all_default():
+            results[wrong][0, -1] *= 1.5
+        return results
+
+    monkeypatch.setattr(kernel, "matmul_scaled", spoiled)
+    x, weight = operands(9)
+    norm = Norm(torch.rand(32, generator=torch.Generator().manual_seed(2)) + 0.5, 1e-5)
+
+    def step(rows: int) -> object:
+        return matmul_and_norm(x[:rows], weight, norm, dtype=torch.bfloat16, implementation="triton")
+
+    tune_model(TABLE, step, 9, CPU, LOGGED)
+    assert list(TABLE.stored["matmul"]) == ["bfloat16 32x64"]
+    assert all_default() == (wrong is not None)
 
 
 def test_a_result_may_differ_by_rounding_only() -> None:

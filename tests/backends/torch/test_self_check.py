@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +26,13 @@ from edgelm.backends.model import open_model
 from edgelm.backends.torch import check_worker, kept_checks, self_check
 from edgelm.backends.torch.check_bounds import Bound
 from edgelm.backends.torch.kept_checks import check_key, kept_problem, kept_reasons, verdict_for
-from edgelm.backends.torch.self_check import Comparison, described, difference_of, kinds_of_layers
+from edgelm.backends.torch.self_check import Comparison, described, difference_of, layers_to_try
 from edgelm.commands import doctor_gpu
 from edgelm.config import Settings
 from edgelm.errors import DeviceError
 from edgelm.kernels.choice import PLAIN_OPS, Implementation, preferred
 from edgelm.kernels.dequant_gemm import SCRATCH_ROWS, by_slices
-from edgelm.kernels.matmul import ROWS
+from edgelm.kernels.matmul import ROWS, Lengths
 from edgelm.machine.gpu import CudaState
 from edgelm.models.config import read_config
 from edgelm.models.loading.stored import BLOCK_TYPES, PLAIN_TYPES
@@ -104,9 +105,12 @@ def test_real_failures_of_the_compiler_are_named(case: str, said: str) -> None:
 def test_without_a_model_every_op_is_tried_and_the_experts_in_every_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain torch computes all of it: the interpreter would take minutes."""
     tried: dict[str, set[str]] = {}
+    finished: set[str] = set()  # products that finish the norm before them
 
     def observe(_: Comparison, op: str, __: Implementation, plain: Implementation, args: Sequence[Any]) -> Any:
         tried.setdefault(op, set()).add(described(args))
+        if any(isinstance(arg, Lengths) for arg in args):
+            finished.add(described(args))
         return plain
 
     monkeypatch.setattr(Comparison, "observe", observe)
@@ -123,6 +127,7 @@ def test_without_a_model_every_op_is_tried_and_the_experts_in_every_format(monke
     assert ROWS < self_check.PROMPTS[0] < SCRATCH_ROWS
     rows = {int(detail.split()[-2]) for detail in tried["matmul"]}
     assert rows >= {1, self_check.PROMPTS[0], self_check.LONG_PROMPT}
+    assert {"gated" in detail for detail in finished} == {True, False}
     formats = {detail.split()[0] for detail in tried["grouped_matmul"]}
     known = [quant.name for quant in ALL_QUANTS if quant.name in BLOCK_TYPES or quant.name in PLAIN_TYPES]
     assert len(formats) >= len(known) - 1, "two plain types may be one format"
@@ -217,10 +222,44 @@ def test_a_difference_counts_what_is_not_a_number() -> None:
     assert not difference_of(torch.tensor([1.0, -3.9, math.inf]), want, Bound(torch.full((3,), 0.05))).within
 
 
-def test_one_layer_of_each_kind_is_tried(tmp_path: Path) -> None:
+def test_layers_of_each_kind_are_tried(tmp_path: Path) -> None:
     with open_model(write_tiny(tmp_path / "m.gguf", quant="q8_0", layers=3)) as model:
         assert model.gguf is not None
-        assert kinds_of_layers(read_config(model.gguf.metadata), model.gguf) == [0]
+        config = read_config(model.gguf.metadata)
+        assert layers_to_try(config, model.gguf) == [0, 0]
+        (layer,) = set(config.layers)
+        far, near = replace(layer, window=0), replace(layer, window=64)
+        for kinds, tried in (("fnf", [0, 0, 1, 1, 0]), ("fnn", [0, 0, 1, 1]), ("f", [0, 0])):
+            layers = tuple({"f": far, "n": near}[kind] for kind in kinds)
+            assert layers_to_try(replace(config, layers=layers), None) == tried
+
+
+def test_all_products_of_a_step_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that only layers in the middle of a model have: they finish a norm and prepare the next one."""
+    path = write_tiny(
+        tmp_path / "m.gguf", quant="q8_0", width=32, ffn=96, heads=2, kv_heads=1, head_dim=32, layers=3, vocab_size=288
+    )
+    tried: set[tuple[str, str, bool]] = set()
+
+    def observe(self: Comparison, op: str, _: Implementation, plain: Implementation, args: Sequence[Any]) -> Any:
+        key = op, described(args)
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        if count <= self_check.MAX_COMPARED:
+            tried.add((*key, any(isinstance(arg, Lengths) for arg in args)))
+        return plain
+
+    def of_a_check() -> set[tuple[str, str, bool]]:
+        tried.clear()
+        with open_model(path) as model:
+            self_check.check_model(model, torch.device("cpu"), torch.bfloat16, ["f16"])
+        return set(tried)
+
+    monkeypatch.setattr(Comparison, "observe", observe)
+    compared = of_a_check()
+    assert {op for op, _, finishes in compared if finishes} == {"matmul"}
+    monkeypatch.setattr(self_check, "layers_to_try", lambda *_: range(3))
+    monkeypatch.setattr(self_check, "MAX_COMPARED", 100)
+    assert of_a_check() == compared
 
 
 # -- what is kept, and what follows ------------------------------------------------------------------------------------

@@ -18,14 +18,14 @@ from tests.kernels.emulated.walks import ModelCase, Trace, walk
 
 # of the greedy and of the other sequence: the first seeds whose answers are clear
 SEEDS = {
-    "llama k6v4": (11, 11), "llama k8v4": (23, 1), "llama fp8": (1, 2), "llama int8": (2, 2), "llama f16": (2, 2),
-    "gemma k6v4": (383, 383), "gemma k8v4": (107, 107), "gemma fp8": (448, 448), "gemma int8": (8, 8),
-    "gemma f16": (8, 8), "mixture k6v4": (229, 229), "mixture k8v4": (20, 14), "mixture fp8": (88, 586),
-    "mixture int8": (14, 14), "mixture f16": (5, 5),
+    "llama k6v4": (1, 5), "llama k8v4": (10, 18), "llama fp8": (1, 4), "llama int8": (1, 2), "llama f16": (2, 2),
+    "gemma k6v4": (0, 223), "gemma k8v4": (0, 200), "gemma fp8": (0, 15), "gemma int8": (0, 62), "gemma f16": (0, 15),
+    "mixture k6v4": (189, 174), "mixture k8v4": (67, 794), "mixture fp8": (14, 586), "mixture int8": (8, 14),
+    "mixture f16": (8, 5),
 }  # fmt: skip
 MOST_SEEDS = 1500
 VARIETY = 6  # different tokens, at least, in both answers
-TRIALS = 4
+TRIALS = 32  # 4 let pass two logits whose distance is that of their rounding errors
 NOISE = 1.5  # random errors that change no token, in those that the reference makes by computing in bfloat16
 
 

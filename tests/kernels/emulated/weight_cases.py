@@ -58,6 +58,7 @@ FUSED = (
     ("q8_0", 640, 144, Config(2, 1, 2, 2)),
     ("dense_bfloat16", 330, 37, Config(2, 4, 0, 1)),
 )
+WIDE = "q8_0", 64, 4224, Config(4, 2, 0, 1)  # more sums of squares than a program adds at once
 MAIN_FORMATS = ("q4_k", "q6_k", "q8_0", "mxfp4")
 MAIN_OF_FORMAT = {name: (CAPABILITIES[at],) for at, name in enumerate(MAIN_FORMATS)}
 
@@ -95,12 +96,13 @@ def _matmul_cases() -> Iterator[EmulatedCase]:
             yield EmulatedCase(
                 "matmul", "q4_1", rows, f"lengths bias {gate.kind} residual splits={splits}", run, main=main
             )
-    for name, columns, width, config in FUSED:
-        for rows in (3, 19, 61):
-            run = partial(_fused, name, rows, columns, width, config)
-            main = CAPABILITIES if (name, rows) == ("q6_k", 19) else (90,) if name == "q8_0" and rows == 3 else ()
-            detail = f"and norm N={width} K={columns} {tuple(config)}"
-            yield EmulatedCase("matmul", name, rows, detail, run, main=main)
+    for (name, columns, width, config), rows in [*((case, rows) for case in FUSED for rows in (3, 19, 61)), (WIDE, 3)]:
+        run = partial(_fused, name, rows, columns, width, config)
+        main = (
+            CAPABILITIES if (name, rows) == ("q6_k", 19) else (90,) if (name, width, rows) == ("q8_0", 144, 3) else ()
+        )
+        detail = f"and norm N={width} K={columns} {tuple(config)}"
+        yield EmulatedCase("matmul", name, rows, detail, run, main=main)
 
 
 def _short(dtype: torch.dtype) -> str:
