@@ -32,6 +32,7 @@ class CompileCase(NamedTuple):
     loop_weights: int = 0  # elements that one thread handles in one iteration of the main loop; 0: not counted
     budget: float | None = None  # maximum instructions of a thread per element in the main loop, on sm_90
     spills: int = 0  # most instructions that may spill registers
+    spills_on: Mapping[int, int] = MappingProxyType({})  # the same where it depends on the compute capability
     loop_spills: int | None = None  # of these, in the main loop; None: all
     wide_loads: bool = True  # the main loop reads its weights, or its keys and values, 16 bytes at a time
     main: bool = True  # may be one of the few cases that every test run compiles; False: with --soak only

@@ -174,7 +174,7 @@ def figures(case: Any, target: int, folder: Path) -> Figures:
         num_warps=case.num_warps,
         budget=case.budget,
         wide_loads=case.wide_loads,
-        most_spills=case.spills,
+        most_spills=case.spills_on.get(target, case.spills),
         loop_spills=_count(loop, "STL|LDL"),
         most_loop_spills=case.loop_spills,
     )

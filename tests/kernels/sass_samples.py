@@ -49,11 +49,14 @@ def compile_cases() -> list[CompileCase]:
         loop_weights=8,
         budget=4.0,
     )
+    spills = wide._replace(name="spills", constants={"block": 16384}, options={"maxnreg": 32}, loop_weights=128)
     return [
         wide,
         wide._replace(name="narrow", divisible=("x", "out")),
         wide._replace(name="over budget", budget=0.5),
-        wide._replace(name="spills", constants={"block": 16384}, options={"maxnreg": 32}, loop_weights=128),
+        spills,
+        spills._replace(name="spills allowed here", spills_on={90: 100_000}),
+        spills._replace(name="spills allowed elsewhere", spills_on={80: 100_000}),
         wide._replace(
             name="loop spills",
             constants={"block": 16384},

@@ -86,6 +86,7 @@ def test_a_good_kernel_has_no_faults(samples):
         ("narrow", "only 0% of the bytes come in loads of 16 bytes"),
         ("over budget", "instructions an element, over 0.50"),
         ("spills", "instructions spill registers (32 registers"),
+        ("spills allowed elsewhere", "instructions spill registers (32 registers"),
         ("loop spills", "instructions of the main loop spill registers"),
         ("no loop", "no main loop"),
         ("no value", "no value for ['block']"),
@@ -93,6 +94,12 @@ def test_a_good_kernel_has_no_faults(samples):
 )
 def test_a_bad_kernel_is_seen(samples, case, fault):
     assert any(fault in text for text in samples[case].faults()), table([samples[case]])
+
+
+def test_spills_are_allowed_on_one_target(samples):
+    figures = samples["spills allowed here"]
+    assert 0 < figures.spills <= figures.most_spills
+    assert not any("spill" in fault for fault in figures.faults())
 
 
 def test_dots_barriers_and_shared_memory_are_counted(samples):

@@ -15,6 +15,22 @@ INTEGERS = dict.fromkeys(("window", "num_tokens", "num_seqs", "block_table_len",
 CODE_SCALE = {"int8": 1 / 64, "fp8": 1 / 128, "int6": 1 / 16, "int4": 1 / 4}
 FP8_NAN = 0x7F
 
+# Instructions that spill registers, by case and compute capability, with Triton 3.9. What removes attend_chunks'
+# on one GPU adds some on another, and smaller tiles of prompts are slower: docs/experiments.md, "Spills of attention".
+SPILLS: dict[str, dict[int, int]] = {
+    "f16 d=256": {90: 14},
+    "int8 d=256": {80: 10, 86: 8, 89: 8, 90: 6, 120: 10},
+    "fp8 d=256": {80: 4},
+    "k8v4 d=256": {80: 8, 90: 6, 120: 8},
+    "f16 d=256 window cap sinks": {80: 2, 86: 2, 89: 2, 90: 12},
+    "f16 d=64 prompt": {80: 43, 86: 31, 89: 31, 120: 34},
+    "int8 d=64 prompt": {80: 8, 120: 9},
+    "fp8 d=64 prompt": {80: 8, 120: 10},
+    "k8v4 d=64 prompt": {80: 10, 120: 6},
+    "k6v4 d=64 prompt": {80: 2, 86: 6, 89: 6, 120: 6},
+}
+LOOP_SPILLS = {"f16 d=64 prompt": 9}  # of these, in the main loop; all others have none there
+
 
 class Case(NamedTuple):
     """A call of `attention`: sequence s has query_lens[s] rows and seq_lens[s] positions."""
@@ -190,6 +206,7 @@ def compile_cases() -> list[CompileCase]:
     shapes += [("f16", 256, True, ""), ("k6v4", 256, True, ""), ("f16", 256, True, "prompt")]
     shapes += [("int8", 128, False, "split prompt"), ("k6v4", 256, True, "split prompt")]
     cases = [_compile_case(*shape, main=shape in main) for shape in dict.fromkeys(main + shapes)]
+    assert {f"attention {title}" for title in SPILLS} <= {case.name for case in cases}
     combines = ((128, True, False), (80, False, False), (256, False, False), (128, False, True))
     return cases + [_combine_case(*shape, main=shape[1]) for shape in combines]
 
@@ -233,8 +250,9 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
         fn = attend_chunks
         fixed |= {"PARTS": launch.parts_of(cache), "KW": kwidth()}
     signature = pointers | scalars | dict.fromkeys(fixed, "constexpr")
+    title = f"{name} d={head_dim}{' window cap sinks' if special else ''}{' ' if way else ''}{way}"
     return CompileCase(
-        name=f"attention {name} d={head_dim}{' window cap sinks' if special else ''}{' ' if way else ''}{way}",
+        name=f"attention {title}",
         fn=fn,
         signature={argument: signature[argument] for argument in fn.arg_names if argument in signature},
         constants=fixed,
@@ -247,6 +265,8 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
         },
         loop_weights=0 if way else cache.width + cache.width // launch.parts_of(cache),
         budget=7.3 if name == "int8" and not way else None,
+        spills_on=SPILLS.get(title, {}),
+        loop_spills=LOOP_SPILLS.get(title, 0),
         # with fewer bits per value, a lane takes 8 bytes at a time, and a warp 256 consecutive bytes
         wide_loads=name == "f16",
         main=main,
