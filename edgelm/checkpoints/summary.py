@@ -28,6 +28,7 @@ MAX_STATE = 2**24
 F16_BYTES = 2
 F32_BYTES = 4
 POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's numbers
+GEMMA2_SOFTCAP = {"gemma2": 50.0}  # of attention, where a file does not state it
 # llama.cpp keeps no keys and values of these: every token attends to all others
 ENCODERS = frozenset(
     "bert nomic-bert nomic-bert-moe jina-bert-v2 jina-bert-v3 neo-bert modern-bert eurobert gemma-embedding t5encoder"
@@ -55,6 +56,8 @@ class ModelSummary:
     vocab_size: int
     kind: ModelKind = "text"
     pooling: Pooling = "mean"  # of its vectors
+    attention_softcap: float = 0.0  # of attention's scores; 0: none
+    attention_sinks: bool = False  # a learned score for each head that no position has
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -126,6 +129,8 @@ def model_summary(gguf: GGUF) -> ModelSummary:
         vocab_size=num_tokens,
         kind=kind,
         pooling=pooling,
+        attention_softcap=values.number("attn_logit_softcapping", default=GEMMA2_SOFTCAP.get(gguf.architecture, 0.0)),
+        attention_sinks=any(name.endswith(".attn_sinks.weight") for name in gguf.tensors),
     )
 
 

@@ -49,6 +49,16 @@ def test_a_model_with_all_its_keys(tmp_path: Path) -> None:
     assert result.kv_bytes_per_token == 2 * 2 * (8 + 8) * 2  # layers, heads, key and value, two bytes
 
 
+def test_what_attention_does_besides(tmp_path: Path) -> None:
+    plain = summary(tmp_path, model("llama", [LLAMA] * 2))
+    assert (plain.attention_softcap, plain.attention_sinks) == (0.0, False)
+    capped = summary(tmp_path, model("llama", [LLAMA] * 2, attn_logit_softcapping=30.0))
+    assert capped.attention_softcap == 30.0
+    assert summary(tmp_path, model("gemma2", [LLAMA] * 2)).attention_softcap == 50.0
+    sinks = model("gpt-oss", [LLAMA, LLAMA | {"attn_sinks": (4,)}])
+    assert summary(tmp_path, sinks).attention_sinks
+
+
 def test_missing_keys_have_defaults(tmp_path: Path) -> None:
     raw = model("llama", [LLAMA] * 2, context_length=None, attention__head_count_kv=None)
     result = summary(tmp_path, raw)

@@ -5,6 +5,7 @@ No backend for a GPU is here. `Rules` answers for one, and reads the op that it 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,26 @@ def test_every_kind_of_layer_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> 
         (32, 4, 256),
         (24, 12, 128),
     }
+
+
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(50.0, False), (0.0, True), (0.0, False)])
+def test_the_op_has_the_soft_cap_and_the_sinks_of_the_model(
+    softcap: float, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backends have kernels with and without them apart."""
+    seen: list[tuple[float, tuple[int, ...]]] = []
+
+    def asked(device: int, op: int) -> bool:
+        node = Node.from_address(op)
+        _, _, cap = struct.unpack("3f", bytes(node.op_params)[:12])
+        seen.append((cap, tuple(node.source(4).sizes) if node.sources[4] else ()))
+        return softcap == 0
+
+    graph_reader()  # it checks the layout of `Node`
+    monkeypatch.setattr(attention, "supports_op", asked)
+    summary = replace(MODEL.summary, attention_softcap=softcap, attention_sinks=has_sinks)
+    assert slow_modes(1, summary) == (("int8", "k8v4") if softcap else ())
+    assert set(seen) == {(softcap, (32, 1, 1, 1) if has_sinks else ())}
 
 
 def test_heads_that_no_quantized_cache_can_have_are_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
