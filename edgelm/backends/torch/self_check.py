@@ -275,8 +275,8 @@ def _run_steps(executor: TorchExecutor) -> Tensor:
 class _Walk:
     """A sequence of tokens that a model never saw, over blocks of its own."""
 
-    def __init__(self, number: int, num_vocab: int) -> None:
-        self._seq = TokenSequence(-1 - number, [0], 1, SamplingParams())
+    def __init__(self, number: int, num_vocab: int, params: SamplingParams | None = None) -> None:
+        self._seq = TokenSequence(-1 - number, [0], 1, params or SamplingParams())
         blocks = CONTEXT // kv_cache.BLOCK_LEN
         self._blocks = tuple(range(number * blocks, (number + 1) * blocks))
         self._generator = torch.Generator().manual_seed(number)
@@ -307,20 +307,28 @@ def _sample(logits: Tensor) -> None:
 
 
 def _check_graph(decoder: Decoder, mode: str, plain: TorchExecutor, comparison: Comparison) -> None:
-    """Compare a step that a CUDA graph replays with the same step without one."""
+    """Compare steps that a CUDA graph replays with the same steps without one."""
     key = GRAPHS, mode
     comparison.begins(*key)
-    step = Step((_Walk(0, plain.info.num_vocab).chunk(1, 1),))
     try:
         replayed = TorchExecutor(decoder, _options(mode, graphs=True))
-        results = []
-        for executor in (replayed, plain):
-            executor.forward(step)
-            results.append(torch.from_numpy(executor.logits(step)))
-        comparison.note(key, difference_of(results[0], results[1]))
+        comparison.note(key, difference_of(_run_ahead(replayed), _run_ahead(plain)))
         replayed.close()
     except EngineError as error:
         comparison.note(key, None, error.message)
+
+
+def _run_ahead(executor: TorchExecutor) -> Tensor:
+    """Run a step of a known token, and one of the token that it samples, unread by the host; return both logits."""
+    sampled = executor.info.num_vocab - 1
+    walk = _Walk(0, executor.info.num_vocab, SamplingParams(temperature=0, logit_bias=((sampled, 1e9),)))
+    known, ahead = Step((walk.chunk(1, 1),)), Step((replace(walk.chunk(1, 1), tokens=[LAST]),))
+    executor.forward(known)
+    logits = torch.from_numpy(executor.logits(known)).clone()
+    samples = executor.sample(known, None)
+    executor.forward(ahead)
+    samples.read()
+    return torch.cat((logits, torch.from_numpy(executor.logits(ahead))))
 
 
 def _some_layers(

@@ -25,12 +25,14 @@ from edgelm.backends.llama.random_gguf import ALL_QUANTS
 from edgelm.backends.model import open_model
 from edgelm.backends.torch import check_worker, kept_checks, self_check
 from edgelm.backends.torch.check_bounds import Bound
+from edgelm.backends.torch.executor import TorchExecutor
 from edgelm.backends.torch.kept_checks import check_key, kept_problem, kept_reasons, verdict_for
 from edgelm.backends.torch.self_check import Comparison, described, difference_of, layers_to_try
 from edgelm.commands import doctor_gpu
 from edgelm.config import Settings
+from edgelm.core import Masks, PendingSamples, Step
 from edgelm.errors import DeviceError
-from edgelm.kernels.choice import PLAIN_OPS, Implementation, preferred
+from edgelm.kernels.choice import PLAIN_OPS, Implementation, observed_by, preferred
 from edgelm.kernels.dequant_gemm import SCRATCH_ROWS, by_slices
 from edgelm.kernels.matmul import ROWS, Lengths
 from edgelm.machine.gpu import CudaState
@@ -260,6 +262,32 @@ def test_all_products_of_a_step_are_compared(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(self_check, "layers_to_try", lambda *_: range(3))
     monkeypatch.setattr(self_check, "MAX_COMPARED", 100)
     assert of_a_check() == compared
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_graphs_are_compared_with_a_token_that_only_the_device_knows(
+    model: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    class Replayed(TorchExecutor):
+        """Its next step reads the sampled token, or what was there before."""
+
+        def sample(self, step: Step, masks: Masks | None) -> PendingSamples:
+            before = self._host_tokens.clone()
+            samples = super().sample(step, masks)
+            if is_late:
+                self._host_tokens.copy_(before.clamp(min=0))
+            return samples
+
+    monkeypatch.setattr(self_check, "TorchExecutor", Replayed)
+    comparison = Comparison(lambda *_: None)
+    with open_model(model) as opened, observed_by(lambda op, kernel, plain, args: plain), torch.inference_mode():
+        decoder = self_check._some_layers(opened, torch.device("cpu"), torch.float32, None)
+        plain = TorchExecutor(decoder, self_check._options("f16"))
+        self_check._check_graph(decoder, "f16", plain, comparison)
+    (verdict,) = comparison.verdicts.values()
+    assert (verdict.op, verdict.detail, verdict.error) == (self_check.GRAPHS, "f16", "")
+    assert verdict.right != is_late
+    assert (verdict.off > 0.01) == is_late
 
 
 # -- what is kept, and what follows ------------------------------------------------------------------------------------
