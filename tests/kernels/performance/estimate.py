@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tests.kernels.performance.code import Code, code_of
 from tests.kernels.performance.gpus import Gpu
-from tests.kernels.performance.launch import Launch, Placement, place
+from tests.kernels.performance.launch import Launch, Placement, l1_bytes, place
 from tests.kernels.performance.memory import Memory
 from tests.kernels.performance.path import Path, paths_of
 from tests.kernels.performance.pipeline import Multiprocessor, Result
@@ -81,7 +81,7 @@ def simulate(prepared: Prepared, gpu: Gpu, *, flushed: bool = False) -> Estimate
     launch, code, traffic, paths = prepared
     placement = place(launch, code.registers, gpu)
     share = _share_of_work(paths, placement, launch.num_ctas)
-    memory = Memory(gpu, gpu.l2_rate * share, gpu.dram_rate * share)
+    memory = Memory(gpu, gpu.l2_rate * share, gpu.dram_rate * share, l1_bytes(launch, placement, gpu))
     to_dram = flushed or _written_bytes(traffic) > WRITE_BACK * gpu.l2_mb * 1e6
     processor = Multiprocessor(gpu, code, paths, memory, to_dram)
     resident = min(placement.resident, placement.most)

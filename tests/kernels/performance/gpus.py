@@ -38,6 +38,7 @@ class Gpu(NamedTuple):
     dram_latency: int
     shared_latency: int  # [hopper]
     shared_kb: int  # of a multiprocessor [guide]
+    cache_kb: int  # L1 cache and shared memory of a multiprocessor together [guide]
     max_warps: int  # of a multiprocessor [guide]
     max_ctas: int  # [guide]
     alu_lanes: int  # of a scheduler: integers, logic, comparisons [guide]
@@ -73,6 +74,7 @@ REGISTERS = 65536  # of a multiprocessor [guide]
 L1_RATE = 128  # bytes a cycle and multiprocessor, of the L1 cache and of shared memory [nv]
 PORT_RATE = 64  # bytes a cycle from the L2 cache to a multiprocessor [nv]: A100 whitepaper
 CTA_RESERVED = 1024  # bytes of shared memory that the system takes of each CTA [guide], sm_80 and later
+CARVEOUTS_KB = (0, 8, 16, 32, 64, 100, 132, 164, 196, 228)  # that shared memory may have [guide]; the rest is L1 cache
 REGISTER_UNIT = 256  # registers that a warp's are rounded up to [guide]
 
 # Calibrated on three published points: one CTA of 32 threads after another, which reads 8 bytes a thread (gpu-stream,
@@ -80,27 +82,27 @@ REGISTER_UNIT = 256  # registers that a warp's are rounded up to [guide]
 CTA_TURN = 280  # cycles from the end of a CTA to the first instruction of the next one in its place
 
 A100 = Gpu(
-    "A100", 80, 108, 1.41, 2039, 1865, 40, 5400, 36, 317, 570, 29, 164, 64, 32,
+    "A100", 80, 108, 1.41, 2039, 1865, 40, 5400, 36, 317, 570, 29, 164, 192, 64, 32,
     alu_lanes=16, fp32_lanes=16, half2_lanes=32, fp64_lanes=8, tensor_macs=256, tensor_macs_group=256,
     tensor_macs_int8=512, stream_gap_us=1.5, graph_gap_us=1.0, pdl_gap_us=1.0,
 )  # fmt: skip
 RTX_3090 = Gpu(
-    "RTX 3090", 86, 82, 1.695, 936, 856, 6, 2000, 36, 250, 560, 29, 100, 48, 16,
+    "RTX 3090", 86, 82, 1.695, 936, 856, 6, 2000, 36, 250, 560, 29, 100, 128, 48, 16,
     alu_lanes=16, fp32_lanes=32, half2_lanes=32, fp64_lanes=0.5, tensor_macs=64, tensor_macs_group=64,
     tensor_macs_int8=256, stream_gap_us=1.5, graph_gap_us=0.8, pdl_gap_us=0.8,
 )  # fmt: skip
 RTX_4090 = Gpu(
-    "RTX 4090", 89, 128, 2.52, 1008, 921, 72, 5200, 36, 277, 632, 30, 100, 48, 24,
+    "RTX 4090", 89, 128, 2.52, 1008, 921, 72, 5200, 36, 277, 632, 30, 100, 128, 48, 24,
     alu_lanes=16, fp32_lanes=32, half2_lanes=32, fp64_lanes=0.5, tensor_macs=64, tensor_macs_group=64,
     tensor_macs_int8=256, stream_gap_us=1.5, graph_gap_us=0.7, pdl_gap_us=0.7,
 )  # fmt: skip
 RTX_5090 = Gpu(
-    "RTX 5090", 120, 170, 2.407, 1792, 1640, 96, 6500, 36, 300, 650, 30, 100, 48, 24,
+    "RTX 5090", 120, 170, 2.407, 1792, 1640, 96, 6500, 36, 300, 650, 30, 100, 128, 48, 24,
     alu_lanes=32, fp32_lanes=32, half2_lanes=32, fp64_lanes=0.5, tensor_macs=64, tensor_macs_group=64,
     tensor_macs_int8=256, stream_gap_us=1.5, graph_gap_us=0.7, pdl_gap_us=0.5,
 )  # fmt: skip
 H100 = Gpu(
-    "H100", 90, 132, 1.83, 3352, 3044, 50, 8000, 34, 370, 650, 29, 228, 64, 32,
+    "H100", 90, 132, 1.83, 3352, 3044, 50, 8000, 34, 370, 650, 29, 228, 256, 64, 32,
     alu_lanes=16, fp32_lanes=32, half2_lanes=32, fp64_lanes=16, tensor_macs=322, tensor_macs_group=512,
     tensor_macs_int8=644, stream_gap_us=1.8, graph_gap_us=1.9, pdl_gap_us=0.8,
 )  # fmt: skip

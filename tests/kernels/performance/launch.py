@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from tests.kernels.performance.gpus import CTA_RESERVED, REGISTER_UNIT, REGISTERS, Gpu
+from tests.kernels.performance.gpus import CARVEOUTS_KB, CTA_RESERVED, REGISTER_UNIT, REGISTERS, Gpu
 
 
 class Launch(NamedTuple):
@@ -67,3 +67,10 @@ def place(launch: Launch, registers: int, gpu: Gpu) -> Placement:
         total / (resident * gpu.num_sms),
         min(resident, total / gpu.num_sms) * num_warps,
     )
+
+
+def l1_bytes(launch: Launch, placement: Placement, gpu: Gpu) -> int:
+    """Return the size of a multiprocessor's L1 cache: what the shared memory of its CTAs leaves of both."""
+    shared = placement.resident * (launch.compiled.metadata.shared + CTA_RESERVED)
+    carveout = next((size for size in CARVEOUTS_KB if size * 1024 >= shared), gpu.shared_kb)
+    return (gpu.cache_kb - carveout) * 1024

@@ -31,7 +31,7 @@ class Warp:
     cta: int
     steps: list[int]
     requests: dict[int, Request]
-    later: bool  # it begins when others have run on this multiprocessor
+    of_cta: int  # its number in the CTA
     at: int = 0
     released: list[float] = field(default_factory=lambda: [0.0] * NUM_BARRIERS)
     copies: float = 0.0  # when the last copy of the open group arrives
@@ -62,6 +62,7 @@ class Multiprocessor:
         self.memory = memory
         self.stores_to_dram = stores_to_dram
         self._code = [(timing(instruction, gpu), instruction.control, instruction) for instruction in code.instructions]
+        self._bypasses = [".BYPASS" in instruction.opcode for instruction in code.instructions]
         self._free = [[0.0] * (max(Unit) + 1) for _ in range(SCHEDULERS)]  # by unit: when it is free
         self._busy = [[0.0] * (max(Unit) + 1) for _ in range(SCHEDULERS)]  # by unit: cycles
         self._slots = [0] * SCHEDULERS
@@ -116,8 +117,8 @@ class Multiprocessor:
     def _start(self, cta: int, kind: int, now: float, num_warps: int) -> None:
         self._alive[cta] = num_warps
         self._arrived[cta] = []
-        for _ in range(num_warps):
-            warp = Warp(self._next_warp, cta, self.paths[kind].steps, self.paths[kind].requests, now > 0.0)
+        for number in range(num_warps):
+            warp = Warp(self._next_warp, cta, self.paths[kind].steps, self.paths[kind].requests, number)
             self._next_warp += 1
             self._queue(warp, now)
 
@@ -165,7 +166,9 @@ class Multiprocessor:
         if unit is Unit.STORE:
             read = max(now + QUEUED, memory.store(now, request, self.stores_to_dram))
             return read + self.gpu.l2_latency, read
-        done = memory.load(now, index, request, later=warp.later)
+        # Warps of equal number that are at the same step of a path read what is common to their CTAs.
+        place = (id(warp.steps), warp.at, warp.of_cta)
+        done = memory.load(now, index, request, place, bypass=self._bypasses[index])
         if unit is Unit.COPY:
             warp.copies = max(warp.copies, done)
         return done, now + QUEUED

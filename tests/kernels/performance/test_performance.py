@@ -21,7 +21,7 @@ from tests.kernels.performance.budget import Budget, Row, begin_early
 from tests.kernels.performance.code import Code, Instruction, Line, Loop, parse
 from tests.kernels.performance.control import Control, decode
 from tests.kernels.performance.gpus import CTA_TURN, GPUS, H100, Gpu
-from tests.kernels.performance.launch import Launch, place
+from tests.kernels.performance.launch import Launch, l1_bytes, place
 from tests.kernels.performance.memory import Memory
 from tests.kernels.performance.path import Path as WarpPath
 from tests.kernels.performance.path import Request, _loop_times, _walk
@@ -94,9 +94,9 @@ def code_of(*parts: tuple[str, Control]) -> Code:
 
 
 def simulated(code: Code, steps: list[int], gpu: Gpu, warps: int = 4, ctas: int = 1, resident: int = 1,
-              requests: dict[int, Request] | None = None) -> Result:  # fmt: skip
+              requests: dict[int, Request] | None = None, l1_bytes: float = 1 << 17) -> Result:  # fmt: skip
     """Run CTAs on one multiprocessor that has its even share of the GPU's bandwidth."""
-    memory = Memory(gpu, gpu.l2_rate / gpu.num_sms, gpu.dram_rate / gpu.num_sms)
+    memory = Memory(gpu, gpu.l2_rate / gpu.num_sms, gpu.dram_rate / gpu.num_sms, l1_bytes)
     path = WarpPath(steps, requests or {}, 1.0)
     return Multiprocessor(gpu, code, [path], memory, False).run(iter([0] * ctas), resident, warps)
 
@@ -147,6 +147,48 @@ def test_littles_law_holds_where_few_bytes_are_in_flight() -> None:
     share = H100.dram_rate / H100.num_sms
     assert rate == pytest.approx(8 * 512 / (H100.dram_latency + 512 / share), rel=0.05)
     assert rate < 0.5 * share
+
+
+OWN = FAR._replace(dram=0.0)
+COMMON = OWN._replace(common=1.0)
+
+
+@pytest.mark.parametrize("resident", [1, 2, 4])
+def test_what_all_ctas_read_comes_from_l2_once(resident: int) -> None:
+    """CTAs side by side or one after another, of 4 warps with 10 loads of 512 bytes each."""
+    code = code_of(("LDG.E.128", LOAD), ("FADD", USE), ("EXIT", PLAIN))
+    result = simulated(code, [0, 1] * 10 + [2], H100, ctas=4, resident=resident, requests={0: COMMON})
+    assert result.l2_bytes == 4 * 10 * 512
+    own = simulated(code, [0, 1] * 10 + [2], H100, ctas=4, resident=resident, requests={0: OWN})
+    assert own.l2_bytes == 4 * 4 * 10 * 512
+    assert result.cycles < own.cycles
+
+
+def test_data_on_their_way_are_waited_for_by_every_cta_that_reads_them() -> None:
+    code = code_of(("LDG.E.128", LOAD), ("FADD", USE), ("EXIT", PLAIN))
+    result = simulated(code, [0, 1, 2], H100, warps=1, ctas=8, resident=8, requests={0: COMMON})
+    assert min(result.ends) > H100.l2_latency
+
+
+def test_what_came_in_between_drives_common_data_out_of_the_l1_cache() -> None:
+    """A CTA reads 5 KB that all read and 5 KB of its own; the next one finds the first where 10 KB fit."""
+    code = code_of(("LDG.E.128", LOAD), ("LDG.E.128", LOAD), ("FADD", USE), ("EXIT", PLAIN))
+    steps = [*[0, 2] * 10, *[1, 2] * 10, 3]
+
+    def l2_bytes(l1_bytes: int, opcode: str = "LDG.E.128") -> float:
+        code.instructions[1] = instruction(1, opcode, LOAD)
+        requests = {0: COMMON, 1: FAR}
+        return simulated(code, steps, H100, warps=1, ctas=2, requests=requests, l1_bytes=l1_bytes).l2_bytes
+
+    assert l2_bytes(10 * 1024) == 3 * 10 * 512
+    assert l2_bytes(8 * 1024) == 4 * 10 * 512
+    assert l2_bytes(8 * 1024, "LDGSTS.E.BYPASS.128") == 3 * 10 * 512
+
+
+def test_the_l1_cache_is_what_shared_memory_leaves() -> None:
+    for gpu, shared, kb in ((H100, 0, 256 - 32), (H100, 100 * 1024, 28), (GPUS["RTX 4090"], 16 * 1024, 28)):
+        launch = launch_of(10_000, 2, shared)
+        assert l1_bytes(launch, place(launch, 32, gpu), gpu) == kb * 1024, (gpu.name, shared)
 
 
 def test_a_barrier_holds_all_warps_of_a_cta() -> None:
