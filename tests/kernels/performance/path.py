@@ -67,8 +67,11 @@ def paths_of(code: Code, traffic: Traffic, num_warps: int, warm: frozenset[str],
         sizes = [len(a) + len(b) for a, b in pairwise(groups)]
         near = int(np.argmin(sizes))
         groups[near : near + 2] = [groups[near] + groups[near + 1]]
-    walks = [_steps(code, traffic, group, num_warps) for group in groups]
-    shares = [len(group) / len(traffic.ctas) for group in groups]
+    of_walk: dict[tuple[int, ...], int] = defaultdict(int)  # groups with one way are one kind
+    for group in groups:
+        of_walk[tuple(_steps(code, traffic, group, num_warps))] += len(group)
+    walks = [list(walk) for walk in of_walk]
+    shares = [number / len(traffic.ctas) for number in of_walk.values()]
     executed = sum(
         share * np.bincount(steps, minlength=len(code.instructions)) for share, steps in zip(shares, walks, strict=True)
     )
@@ -238,6 +241,8 @@ def _lives(
     keys = [key for instruction in body if (key := key_of(instruction))]
     if keys:
         return any(wanted.get(key, 0.0) > 0 for key in keys)
+    if inside:  # only the way into loops that do not run
+        return False
     known = [lines[instruction.line] for instruction in body if instruction.line in lines]
     return not known or sum(count > 0 for count in known) * 2 >= len(known)
 

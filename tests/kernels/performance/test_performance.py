@@ -24,9 +24,11 @@ from tests.kernels.performance.gpus import CTA_TURN, GPUS, H100, Gpu
 from tests.kernels.performance.launch import Launch, l1_bytes, place
 from tests.kernels.performance.memory import Memory
 from tests.kernels.performance.path import Path as WarpPath
-from tests.kernels.performance.path import Request, _loop_times, _walk
+from tests.kernels.performance.path import Request, _loop_times, _walk, paths_of
 from tests.kernels.performance.pipeline import Multiprocessor, Result
+from tests.kernels.performance.traffic import Traffic
 from tests.kernels.performance.validate import Compared, bias, error, table
+from tests.kernels.ptx.parse import parse as parse_ptx
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = Control(1, False, None, None, ())
@@ -256,6 +258,28 @@ def test_the_way_around_a_loop_is_taken_only_where_the_loop_does_not_run(times: 
     ]
     loop = Loop(3, 4)
     assert _walk(Code("made", parts, 32, [loop]), {loop: float(times)}, {}, {Line("k.py", 1): 1.0}) == steps
+
+
+@pytest.mark.parametrize(("times", "steps"), [(2, [0, 1, 2, 3, 2, 3, 4, 5]), (0, [0, 5])])
+def test_a_branch_around_a_loop_that_does_not_run_is_taken(times: int, steps: list[int]) -> None:
+    """The lines before and in the loop run elsewhere: in a copy of the loop for other positions."""
+    line = Line("k.py", 1)
+    parts = [instruction(0, "BRA", PLAIN, target=5)]
+    parts += [Instruction(at, "", name, "", PLAIN, line) for at, name in ((1, "FFMA"), (2, "LDG.E"))]
+    parts += [instruction(3, "BRA", PLAIN, target=2), Instruction(4, "", "FFMA", "", PLAIN, line)]
+    parts += [instruction(5, "EXIT", PLAIN)]
+    loop = Loop(2, 3)
+    wanted = {("k.py", 1, "global read"): 7.0}
+    assert _walk(Code("made", parts, 32, [loop]), {loop: float(times)}, wanted, {line: 7.0}) == steps
+
+
+def test_ctas_that_go_one_way_are_of_one_kind() -> None:
+    """Executed counts that differ, but not by a turn of a loop of the machine code."""
+    code = code_of(("FFMA", PLAIN), ("EXIT", PLAIN))
+    program = parse_ptx(".visible .entry made()\n{\n\tmov.u32 \t%r1, 1;\n\tret;\n}\n")
+    executed = np.array([[1, 1]] * 3 + [[9, 9]] * 1 + [[40, 40]] * 4)
+    paths = paths_of(code, Traffic(program, 800, list(range(8)), executed), 1, frozenset())
+    assert [(path.steps, path.share) for path in paths] == [([0, 1], 1.0)]
 
 
 def test_errors_are_factors_whichever_way_a_prediction_is_off() -> None:
