@@ -126,7 +126,7 @@ SUBJECTS = (
     Subject("attention bfloat16 kv=int8 rows=2 int8 d=64 2x1 2@600", 120, "combine_chunks", (SHUFFLE, *GLOBAL)),
     Subject("matmul q4_k rows=3 float16", 80, "decode_kernel", (*SHARED, SHUFFLE, SCALE, *GLOBAL)),
     Subject("matmul q6_k rows=3 float16", 86, "decode_kernel", (BARRIER, SHUFFLE, LOAD, LIMIT)),
-    Subject("matmul q4_1 rows=5 norm bias silu", 90, "combine_kernel", GLOBAL),
+    Subject("matmul q4_1 rows=5 lengths bias silu residual splits=2", 90, "combine_kernel", GLOBAL),
     Subject("write_kv float16 kv=k6v4 rows=5", 80, "write_kv_kernel", (SHUFFLE, *GLOBAL)),
     Subject("write_kv float16 kv=fp8 rows=5 fp8 d=64", 89, "write_kv_kernel", (SHUFFLE, *GLOBAL)),
     Subject("grouped mxfp4 rows=3", 89, "few_pairs_kernel", (*SHARED, SHUFFLE, *GLOBAL)),

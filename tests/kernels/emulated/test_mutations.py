@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.counts import Count
-from tests.kernels.emulated.case import OUTSIDE_OF_STEPS
+from tests.kernels.emulated.case import OUTSIDE_OF_STEPS, all_cases
 from tests.kernels.emulated.children import ROOT, TEST_LIMIT_S, lines_of
 from tests.kernels.emulated.mutations import DEPENDENCE, EQUIVALENT, SUBJECTS, Kind
 from tests.kernels.emulated.test_cases import launched_kernels
@@ -40,6 +40,12 @@ def test_every_kernel_is_mutated() -> None:
     assert not kernels - {subject.kernel for subject in SUBJECTS}
     dependent = {subject.kernel for subject in SUBJECTS if subject.kinds == DEPENDENCE}
     assert kernels - OUTSIDE_OF_STEPS == dependent
+
+
+def test_the_cases_of_every_mutation_exist() -> None:
+    names = [case.name for case in all_cases()]
+    wanted = {name for subject in SUBJECTS for name in (subject.case, subject.other) if name}
+    assert not [name for name in wanted if not any(case.startswith(name) for case in names)]
 
 
 @pytest.mark.parametrize(
