@@ -26,7 +26,11 @@ from tests.kernels.performance.memory import Memory
 from tests.kernels.performance.path import Path as WarpPath
 from tests.kernels.performance.path import Request, _loop_times, _walk
 from tests.kernels.performance.pipeline import Multiprocessor, Result
+from tests.kernels.performance.traffic import Recorder, loads_used
 from tests.kernels.performance.validate import Compared, bias, error, table
+from tests.kernels.ptx.memory import GlobalMemory, SharedMemory
+from tests.kernels.ptx.parse import parse as parse_ptx
+from tests.kernels.ptx.races import Kind
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = Control(1, False, None, None, ())
@@ -214,6 +218,46 @@ def test_the_way_around_a_loop_is_taken_only_where_the_loop_does_not_run(times: 
     ]
     loop = Loop(3, 4)
     assert _walk(Code("made", parts, 32, [loop]), {loop: float(times)}, {}, {Line("k.py", 1): 1.0}) == steps
+
+
+def recorder_of(ptx: str) -> Recorder:
+    return Recorder(parse_ptx(ptx), 1, 1, SharedMemory(1, 1024), {0: "x"})
+
+
+LOADS = """.visible .entry k(.param .u64 k_param_0) { .reg .b32 %r<9>; .reg .b64 %rd<9>;
+ld.global.b32 {%r1}, [%rd1 + 0];
+mov.b32 %r2, %r1;
+ld.global.b32 {%r3}, [%rd1 + 0];
+add.s32 %r4, %r2, 1;
+ld.global.b32 {%r5}, [%rd1 + 0];
+cp.async.cg.shared.global [%r6 + 0], [%rd1 + 0], 16;
+ret; }"""
+
+
+def test_data_are_on_their_way_until_something_uses_them() -> None:
+    recorder = recorder_of(LOADS)
+    load, _, again, add, last, *_ = recorder.program.instructions
+    assert loads_used(recorder.program) == {add.index: [load.index]}
+    zero = np.zeros(1, np.int64)
+    for one in (load, again):
+        recorder.clock += 1
+        recorder.access(Kind.READ, GlobalMemory([]), zero, zero, zero, 4, one)
+    recorder.used[load.index] = recorder.clock = 4
+    recorder.access(Kind.READ, GlobalMemory([]), zero, zero, zero, 4, last)
+    pending = [recorder.accesses[one.index].pending for one in (load, again, last)]
+    assert pending == [0, 1, 0]
+
+
+def test_the_source_of_a_copy_is_counted_once() -> None:
+    """The emulator reads it at the start and at the end."""
+    recorder = recorder_of(LOADS)
+    copy, zero = recorder.program.instructions[5], np.zeros(1, np.int64)
+    recorder.access(Kind.COPY, recorder.shared, zero, zero, zero, 16, copy)
+    recorder.access(Kind.READ, GlobalMemory([]), zero, zero, zero, 16, copy)
+    recorder.finish_write(recorder.shared, zero, zero, zero, 16)
+    recorder.access(Kind.READ, GlobalMemory([]), zero, zero, zero, 16, copy)
+    found = recorder.accesses[copy.index]
+    assert (found.requests, found.sectors, found.misses, found.pending) == (1, 1, 1, 0)
 
 
 def test_errors_are_factors_whichever_way_a_prediction_is_off() -> None:
