@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ class Loop(NamedTuple):
         return self.start <= index <= self.end
 
 
-@dataclass(slots=True)
+@dataclass
 class Code:
     """A kernel's machine code. `loops` are the smallest first."""
 
@@ -72,6 +72,11 @@ class Code:
     instructions: list[Instruction]
     registers: int
     loops: list[Loop] = field(default_factory=list)
+
+    @cached_property
+    def targets(self) -> frozenset[int]:
+        """The instructions that branches go to."""
+        return frozenset(one.target for one in self.instructions if one.target is not None)
 
     def innermost(self, index: int) -> Loop | None:
         """Return the smallest loop around an instruction."""

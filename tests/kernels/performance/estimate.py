@@ -140,9 +140,22 @@ def _kinds(paths: list[Path], number: int) -> list[int]:
 
 
 def _share_of_work(paths: list[Path], placement: Placement, num_ctas: int) -> float:
-    """Return the part of the launch's instructions that the busiest multiprocessor has: its part of all bandwidth."""
-    own = sum(len(paths[kind].steps) for kind in _kinds(paths, placement.most))
-    return min(1.0, own / (num_ctas * sum(path.share * len(path.steps) for path in paths)))
+    """Return the part of the launch's traffic that the busiest multiprocessor has: its part of all bandwidth.
+
+    CTAs without work take none of it. Where the busiest multiprocessor moves nothing, its part is that of instructions.
+    """
+    kinds = _kinds(paths, placement.most)
+    amounts = [_sectors(path) for path in paths]
+    if not any(amounts[kind] for kind in kinds):
+        amounts = [float(len(path.steps)) for path in paths]
+    own = sum(amounts[kind] for kind in kinds)
+    return min(1.0, own / (num_ctas * sum(path.share * amount for path, amount in zip(paths, amounts, strict=True))))
+
+
+def _sectors(path: Path) -> float:
+    """Return the sectors that a warp moves between the L1 cache and the rest of the memory."""
+    found = [path.requests[at] for at in path.steps if at in path.requests]
+    return sum(request.sectors if request.writes else request.misses for request in found)
 
 
 def _use(result: Result, memory: Memory) -> dict[str, float]:

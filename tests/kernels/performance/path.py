@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -41,6 +42,7 @@ class Request(NamedTuple):
     common: float  # of the misses, the part that every CTA touches: the first ones of a multiprocessor bring it
     wavefronts: float  # passes through shared memory
     tensor: str
+    writes: bool = False
 
 
 @dataclass(slots=True)
@@ -54,18 +56,19 @@ class Path:
 
 
 def paths_of(code: Code, traffic: Traffic, num_warps: int, warm: frozenset[str], most: int = 3) -> list[Path]:
-    """Return the kinds of CTAs, `most` at most, by how much they execute."""
+    """Return the kinds of CTAs, `most` at most, by what they execute and how much."""
     total = traffic.executed.sum(1)
-    order = np.argsort(total, kind="stable")
+    blocks = [row.tobytes() for row in traffic.executed > 0]
     groups: list[list[int]] = []
-    for at in order.tolist():
-        if groups and total[at] <= 1.15 * total[groups[-1][0]] + 8:
+    for at in sorted(range(len(total)), key=lambda at: (total[at], blocks[at])):
+        last = groups[-1][0] if groups else -1
+        if groups and blocks[at] == blocks[last] and total[at] <= 1.15 * total[last] + 8:
             groups[-1].append(at)
         else:
             groups.append([at])
     while len(groups) > most:
-        sizes = [len(a) + len(b) for a, b in pairwise(groups)]
-        near = int(np.argmin(sizes))
+        pairs = list(pairwise(groups))
+        near = min(range(len(pairs)), key=lambda n: _apart(pairs[n], blocks))
         groups[near : near + 2] = [groups[near] + groups[near + 1]]
     of_walk: dict[tuple[int, ...], int] = defaultdict(int)  # groups with one way are one kind
     for group in groups:
@@ -77,6 +80,12 @@ def paths_of(code: Code, traffic: Traffic, num_warps: int, warm: frozenset[str],
     )
     requests, unmatched = _requests(code, traffic, np.asarray(executed), num_warps, warm)
     return [Path(steps, requests, share, unmatched) for steps, share in zip(walks, shares, strict=True)]
+
+
+def _apart(pair: tuple[list[int], list[int]], blocks: Sequence[bytes]) -> tuple[bool, int]:
+    """Return how much is lost where two groups of CTAs become one: those that execute the same go first, then small."""
+    first, second = pair
+    return blocks[first[0]] != blocks[second[0]], len(first) + len(second)
 
 
 def _steps(code: Code, traffic: Traffic, ctas: list[int], num_warps: int) -> list[int]:
@@ -190,6 +199,7 @@ def _walk(code: Code, times: dict[Loop, float], wanted: dict[Key, float], lines:
     entered: dict[Loop, float] = dict.fromkeys(code.loops, 0.0)
     parents = {loop: next((o for o in code.loops if o != loop and o.start <= loop.start and loop.end <= o.end), None)
                for loop in code.loops}  # fmt: skip
+    places = _places(code)
     steps: list[int] = []
     at, came_from = 0, -1
     while at < len(code.instructions) and len(steps) < LIMIT:
@@ -202,7 +212,7 @@ def _walk(code: Code, times: dict[Loop, float], wanted: dict[Key, float], lines:
         steps.append(at)
         came_from = at
         if instruction.name == "EXIT":
-            if not instruction.guard or not _lives(code, at + 1, len(code.instructions), wanted, lines, times):
+            if not instruction.guard or not _lives(code, at + 1, len(code.instructions), wanted, lines, times, places):
                 break
         elif instruction.target is not None and ".DIV" not in instruction.opcode:
             target = instruction.target
@@ -213,7 +223,7 @@ def _walk(code: Code, times: dict[Loop, float], wanted: dict[Key, float], lines:
                 if done[back] + 0.5 < times[back] * entered[back] / entries:
                     at = target
                     continue
-            elif not _guarded(instruction) or not _lives(code, at + 1, target, wanted, lines, times):
+            elif not _guarded(instruction) or not _lives(code, at + 1, target, wanted, lines, times, places):
                 at = target
                 continue
         at += 1
@@ -226,17 +236,27 @@ def _guarded(instruction: Instruction) -> bool:
 
 
 def _lives(
-    code: Code, first: int, end: int, wanted: dict[Key, float], lines: dict[Line, float], times: dict[Loop, float]
-) -> bool:
+    code: Code, first: int, end: int, wanted: dict[Key, float], lines: dict[Line, float], times: dict[Loop, float],
+    places: dict[Key | Line, tuple[int, int]],
+) -> bool:  # fmt: skip
     """Return whether a stretch of code is executed: the PTX of its lines is, and it is not the way around a loop."""
     last = code.instructions[end - 1]
+    instead = None  # where the other way ends, of which one is taken
     if first < end and last.name == "BRA" and not _guarded(last) and last.target is not None:
-        around = [loop for loop in code.loops if end <= loop.start and loop.end < last.target]
+        instead = last.target
+        around = [loop for loop in code.loops if end <= loop.start and loop.end < instead]
         if any(times[loop] >= 0.5 for loop in around):
             return False
     inside = [loop for loop in code.loops if first <= loop.start and loop.end < end]
     if any(times[loop] >= 0.5 for loop in inside):
         return True
+    if 2 * len({at for loop in inside for at in range(loop.start, loop.end + 1)}) > end - first:
+        return False
+    runs = _runs(code, first, end, wanted, lines, places)
+    if runs is None and instead is not None and _runs(code, end, instead, wanted, lines, places):
+        return False
+    if runs is not None:
+        return runs
     body = [code.instructions[at] for at in range(first, end) if not any(loop.holds(at) for loop in inside)]
     keys = [key for instruction in body if (key := key_of(instruction))]
     if keys:
@@ -245,6 +265,44 @@ def _lives(
         return False
     known = [lines[instruction.line] for instruction in body if instruction.line in lines]
     return not known or sum(count > 0 for count in known) * 2 >= len(known)
+
+
+def _runs(
+    code: Code, first: int, end: int, wanted: dict[Key, float], lines: dict[Line, float],
+    places: dict[Key | Line, tuple[int, int]],
+) -> bool | None:  # fmt: skip
+    """Return whether the first block of a stretch runs, by accesses, or else lines, that are nowhere else.
+
+    All of a block runs, or nothing; but a few of its instructions may have the line of another. None: unknown.
+    """
+
+    def here(name: Key | Line) -> bool:
+        return first <= places[name][0] and places[name][1] < end
+
+    block = [code.instructions[at] for at in _block(code, first, end)]
+    keys = [key for one in block if (key := key_of(one))]
+    counts = [wanted[key] for key in keys if key in wanted and here(key)]
+    counts = counts or [lines[one.line] for one in block if one.line in lines and here(one.line)]
+    return sum(count > 0 for count in counts) * 2 >= len(counts) if counts else None
+
+
+def _places(code: Code) -> dict[Key | Line, tuple[int, int]]:
+    """Return the first and the last instruction of each line and of each access's key."""
+    places: dict[Key | Line, tuple[int, int]] = {}
+    for instruction in code.instructions:
+        for name in (instruction.line, key_of(instruction)):
+            if name is not None:
+                places[name] = (places.get(name, (instruction.index, 0))[0], instruction.index)
+    return places
+
+
+def _block(code: Code, first: int, end: int) -> range:
+    """Return the instructions from `first` on that run one after the other, before any branch and any label."""
+    for at in range(first, end):
+        instruction = code.instructions[at]
+        if (at > first and at in code.targets) or instruction.target is not None or instruction.name == "EXIT":
+            return range(first, at)
+    return range(first, end)
 
 
 def _requests(
@@ -276,6 +334,7 @@ def _requests(
             _common(accesses, len(traffic.ctas)),
             sum(access.wavefronts for access in accesses) / warps / runs,
             accesses[0].tensor,
+            accesses[0].writes,
         )
         for at in copies[key]:
             requests[at] = request

@@ -20,15 +20,18 @@ import pytest
 from tests.kernels.performance.budget import Budget, Row, begin_early
 from tests.kernels.performance.code import Code, Instruction, Line, Loop, parse
 from tests.kernels.performance.control import Control, decode
+from tests.kernels.performance.estimate import _share_of_work
 from tests.kernels.performance.gpus import CTA_TURN, GPUS, H100, Gpu
 from tests.kernels.performance.launch import Launch, l1_bytes, place
 from tests.kernels.performance.memory import Memory
 from tests.kernels.performance.path import Path as WarpPath
 from tests.kernels.performance.path import Request, _loop_times, _walk, paths_of
 from tests.kernels.performance.pipeline import Multiprocessor, Result
-from tests.kernels.performance.traffic import Traffic
+from tests.kernels.performance.traffic import Recorder, Traffic, loads_used
 from tests.kernels.performance.validate import Compared, bias, error, table
+from tests.kernels.ptx.memory import GlobalMemory, SharedMemory
 from tests.kernels.ptx.parse import parse as parse_ptx
+from tests.kernels.ptx.races import Kind
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = Control(1, False, None, None, ())
@@ -260,14 +263,14 @@ def test_the_way_around_a_loop_is_taken_only_where_the_loop_does_not_run(times: 
     assert _walk(Code("made", parts, 32, [loop]), {loop: float(times)}, {}, {Line("k.py", 1): 1.0}) == steps
 
 
-@pytest.mark.parametrize(("times", "steps"), [(2, [0, 1, 2, 3, 2, 3, 4, 5]), (0, [0, 5])])
+@pytest.mark.parametrize(("times", "steps"), [(2, [0, 1, 2, 3, 2, 3, 4, 5, 6]), (0, [0, 5, 6])])
 def test_a_branch_around_a_loop_that_does_not_run_is_taken(times: int, steps: list[int]) -> None:
     """The lines before and in the loop run elsewhere: in a copy of the loop for other positions."""
     line = Line("k.py", 1)
     parts = [instruction(0, "BRA", PLAIN, target=5)]
     parts += [Instruction(at, "", name, "", PLAIN, line) for at, name in ((1, "FFMA"), (2, "LDG.E"))]
     parts += [instruction(3, "BRA", PLAIN, target=2), Instruction(4, "", "FFMA", "", PLAIN, line)]
-    parts += [instruction(5, "EXIT", PLAIN)]
+    parts += [Instruction(5, "", "LDG.E", "", PLAIN, line), instruction(6, "EXIT", PLAIN)]
     loop = Loop(2, 3)
     wanted = {("k.py", 1, "global read"): 7.0}
     assert _walk(Code("made", parts, 32, [loop]), {loop: float(times)}, wanted, {line: 7.0}) == steps
@@ -280,6 +283,134 @@ def test_ctas_that_go_one_way_are_of_one_kind() -> None:
     executed = np.array([[1, 1]] * 3 + [[9, 9]] * 1 + [[40, 40]] * 4)
     paths = paths_of(code, Traffic(program, 800, list(range(8)), executed), 1, frozenset())
     assert [(path.steps, path.share) for path in paths] == [([0, 1], 1.0)]
+
+
+def on_line(line: int, one: Instruction) -> Instruction:
+    return replace(one, line=Line("k.py", line))
+
+
+def two_ways() -> Code:
+    """Code of `if p: store 2 with a load of line 1; else: store 3 with the same load`, each with its own exit."""
+    parts = [
+        on_line(0, instruction(0, "BRA", PLAIN, target=4)),
+        on_line(1, instruction(1, "LDG.E", LOAD)),
+        on_line(2, instruction(2, "STG.E", PLAIN)),
+        instruction(3, "EXIT", PLAIN),
+        on_line(1, instruction(4, "LDG.E", LOAD)),
+        on_line(3, instruction(5, "STG.E", PLAIN)),
+        instruction(6, "EXIT", PLAIN),
+    ]
+    return Code("made", parts, 32)
+
+
+@pytest.mark.parametrize(("store", "steps"), [(2, [0, 1, 2, 3]), (3, [0, 4, 5, 6])])
+def test_of_two_ways_with_lines_in_common_the_one_is_taken_whose_own_accesses_are_executed(
+    store: int, steps: list[int]
+) -> None:
+    wanted = {
+        ("k.py", 1, "global read"): 1.0,
+        ("k.py", store, "global write"): 1.0,
+        ("k.py", 5 - store, "global write"): 0.0,
+    }
+    assert _walk(two_ways(), {}, wanted, {}) == steps
+
+
+@pytest.mark.parametrize(("line", "steps"), [(1, [0, 1, 2, 4]), (3, [0, 3, 4])])
+def test_the_second_of_two_ways_is_taken_where_only_its_own_lines_run(line: int, steps: list[int]) -> None:
+    """Where the first way has no line of its own, the other one decides."""
+    parts = [
+        on_line(0, instruction(0, "BRA", PLAIN, target=3)),
+        on_line(0, instruction(1, "FFMA", PLAIN)),
+        replace(on_line(0, instruction(2, "BRA", PLAIN, target=4)), guard=""),
+        on_line(3, instruction(3, "FFMA", PLAIN)),
+        on_line(0, instruction(4, "EXIT", PLAIN)),
+    ]
+    lines = {Line("k.py", 0): 1.0, Line("k.py", 3): float(line == 3)}
+    assert _walk(Code("made", parts, 32), {}, {}, lines) == steps
+
+
+def test_a_loop_that_does_not_run_is_not_entered() -> None:
+    parts = [
+        instruction(0, "BRA", PLAIN, target=3),
+        instruction(1, "LDG.E", LOAD),
+        instruction(2, "BRA", PLAIN, target=1),
+        instruction(3, "EXIT", PLAIN),
+    ]
+    loop = Loop(1, 2)
+    lines = {Line("k.py", number): 1.0 for number in range(4)}
+    assert _walk(Code("made", parts, 32, [loop]), {loop: 0.0}, {}, lines) == [0, 3]
+
+
+WAYS = """.visible .entry k(.param .u64 k_param_0) { .reg .pred %p<3>; .reg .b32 %r<9>; .reg .b64 %rd<9>;
+.loc 1 1 1 // k.py:1:1
+@%p1 bra $ELSE;
+ld.global.b32 {%r1}, [%rd1 + 0];
+.loc 1 2 1 // k.py:2:1
+st.global.b32 [%rd1 + 0], {%r1};
+bra.uni $END;
+$ELSE:
+.loc 1 1 2 // k.py:1:2
+ld.global.b32 {%r1}, [%rd1 + 0];
+.loc 1 3 1 // k.py:3:1
+st.global.b32 [%rd1 + 0], {%r1};
+$END:
+ret; }"""
+
+
+def test_ctas_that_execute_as_much_but_something_else_are_of_another_kind() -> None:
+    program = parse_ptx(WAYS)
+    executed = np.array([[1, 1, 1, 1, 0, 0, 1], [1, 0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0, 1]])
+    executed[1, 0] += 1  # as many in all
+    traffic = Traffic(program, 3, [0, 1, 2], executed)
+    paths = paths_of(two_ways(), traffic, 1, frozenset())
+    assert sorted((path.steps, round(path.share, 2)) for path in paths) == [([0, 1, 2, 3], 0.67), ([0, 4, 5, 6], 0.33)]
+
+
+def test_ctas_without_work_have_no_share_of_the_bandwidth() -> None:
+    """132 CTAs, a quarter of them with loads: the multiprocessor of one has a 33rd of the rate."""
+    worker, idle = WarpPath([0] * 10 + [1], {0: FAR}, 0.25), WarpPath([1] * 5, {0: FAR}, 0.75)
+    placement = place(launch_of(132, 4), 32, H100)
+    assert _share_of_work([worker, idle], placement, 132) == pytest.approx(1 / 33)
+
+
+def recorder_of(ptx: str) -> Recorder:
+    return Recorder(parse_ptx(ptx), 1, 1, SharedMemory(1, 1024), {0: "x"})
+
+
+LOADS = """.visible .entry k(.param .u64 k_param_0) { .reg .b32 %r<9>; .reg .b64 %rd<9>;
+ld.global.b32 {%r1}, [%rd1 + 0];
+mov.b32 %r2, %r1;
+ld.global.b32 {%r3}, [%rd1 + 0];
+add.s32 %r4, %r2, 1;
+ld.global.b32 {%r5}, [%rd1 + 0];
+cp.async.cg.shared.global [%r6 + 0], [%rd1 + 0], 16;
+ret; }"""
+
+
+def test_data_are_on_their_way_until_something_uses_them() -> None:
+    recorder = recorder_of(LOADS)
+    load, _, again, add, last, *_ = recorder.program.instructions
+    assert loads_used(recorder.program) == {add.index: [load.index]}
+    zero = np.zeros(1, np.int64)
+    for one in (load, again):
+        recorder.clock += 1
+        recorder.access(Kind.READ, GlobalMemory([]), zero, zero, zero, 4, one)
+    recorder.used[load.index] = recorder.clock = 4
+    recorder.access(Kind.READ, GlobalMemory([]), zero, zero, zero, 4, last)
+    pending = [recorder.accesses[one.index].pending for one in (load, again, last)]
+    assert pending == [0, 1, 0]
+
+
+def test_the_source_of_a_copy_is_counted_once() -> None:
+    """The emulator reads it at the start and at the end."""
+    recorder = recorder_of(LOADS)
+    copy, zero = recorder.program.instructions[5], np.zeros(1, np.int64)
+    recorder.access(Kind.COPY, recorder.shared, zero, zero, zero, 16, copy)
+    recorder.access(Kind.READ, GlobalMemory([]), zero, zero, zero, 16, copy)
+    recorder.finish_write(recorder.shared, zero, zero, zero, 16)
+    recorder.access(Kind.READ, GlobalMemory([]), zero, zero, zero, 16, copy)
+    found = recorder.accesses[copy.index]
+    assert (found.requests, found.sectors, found.misses, found.pending) == (1, 1, 1, 0)
 
 
 def test_errors_are_factors_whichever_way_a_prediction_is_off() -> None:

@@ -7,6 +7,8 @@ Knows nothing of machine code and of time. Products (mma, wgmma) are not compute
 from __future__ import annotations
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +33,8 @@ from tests.kernels.ptx.values import Step
 SECTOR = 32  # bytes
 SAMPLE = 16  # CTAs
 VARIED = 128  # CTAs, where they do not all execute the same
-RECENT = 128  # instructions of the PTX: about the latency of a load
+RECENT = 128  # instructions of the PTX: about the latency of a load, while nothing has used its result
+REGISTER = re.compile(r"%\w+")
 SEED = 30
 CTA_BITS = 14  # of a sector's key: the number of a CTA, or of a warp
 Integers = NDArray[np.int64]
@@ -93,8 +96,10 @@ class Recorder(Races):
         self.starts = starts  # address of each tensor's memory
         self.accesses: dict[int, Accesses] = {}
         self.clock = 0  # instructions that were executed
-        self._seen: dict[int, int] = {}  # sectors by CTA, and when they were touched
+        self.used: dict[int, int] = {}  # by load: when an instruction last used its result
+        self._seen: dict[int, tuple[int, int]] = {}  # sectors by CTA: when they were touched, and by which instruction
         self._of_all: set[int] = set()  # sectors that any CTA has touched
+        self._copy_ends = False
 
     def new_ctas(self, numbers: Sequence[int]) -> None:
         self._seen.clear()
@@ -113,7 +118,10 @@ class Recorder(Races):
         shared = isinstance(memory, SharedMemory)
         found = self.accesses.get(instruction.index)
         if kind is Kind.COPY:
+            self._copy_ends = False
             return  # its source is counted when it is read
+        if self._copy_ends and instruction.parts[0] == "cp":
+            return  # the emulator reads the source again at the end, for races
         if found is None:
             writes = kind in (Kind.WRITE, Kind.ATOMIC)
             found = self.accesses[instruction.index] = Accesses(instruction, shared, writes)
@@ -130,17 +138,20 @@ class Recorder(Races):
         found.sectors += len(unique(sectors << CTA_BITS | np.repeat(warps, each)))
         seen, of_all, now = self._seen, self._of_all, self.clock
         for key in unique(sectors << CTA_BITS | np.repeat(ctas, each)).tolist():
-            touched = seen.get(key)
-            if touched is not None:
-                found.pending += now - touched < RECENT
+            if key in seen:
+                found.pending += self._on_its_way(*seen[key])
                 continue
-            seen[key] = now
+            seen[key] = now, instruction.index
             found.misses += 1
             sector = key >> CTA_BITS
             if sector in of_all:
                 found.repeats += 1
             else:
                 of_all.add(sector)
+
+    def _on_its_way(self, touched: int, by: int) -> bool:
+        """Return whether a sector has not arrived yet: it was touched a short time ago, and nothing has used it."""
+        return self.clock - touched < RECENT and self.used.get(by, -1) < touched
 
     def _tensor(self, address: int) -> str:
         return self.starts[max(start for start in self.starts if start <= address)]
@@ -151,12 +162,49 @@ class Recorder(Races):
 
     def proxy_fence(self, ctas: Integers, warps: Integers) -> None: ...
 
-    def finish_write(self, *_: Any) -> None: ...
+    def finish_write(self, *_: Any) -> None:
+        self._copy_ends = True
 
     def start_product(self, group: Group, lane: int, tiles: Any, instruction: Instruction) -> Any:
         return np.zeros(0, np.int64)
 
     def finish_product(self, units: Any) -> None: ...
+
+
+def loads_used(program: Program) -> dict[int, list[int]]:
+    """Return the loads from global memory whose results each instruction uses; a move only passes them on."""
+    loads: dict[str, set[int]] = defaultdict(set)  # by register
+    for instruction in program.instructions:
+        if _is_load(instruction):
+            for name in REGISTER.findall(instruction.operands[0]):
+                loads[name].add(instruction.index)
+    moves = [one for one in program.instructions if one.parts[0] == "mov"]
+    changed = bool(loads)
+    while changed:
+        changed = False
+        for move in moves:
+            passed = set().union(*(loads[name] for name in _names(move.operands[1:]) if name in loads))
+            for name in REGISTER.findall(move.operands[0]):
+                if passed - loads[name]:
+                    loads[name] |= passed
+                    changed = True
+    used: dict[int, list[int]] = {}
+    for instruction in program.instructions:
+        if instruction.parts[0] == "mov":
+            continue
+        results = 0 if instruction.operands and instruction.operands[0].startswith("[") else 1
+        names = {*_names(instruction.operands[results:]), instruction.guard}
+        if found := set().union(*(loads[name] for name in names if name in loads)):
+            used[instruction.index] = sorted(found)
+    return used
+
+
+def _names(operands: Sequence[str]) -> list[str]:
+    return [name for operand in operands for name in REGISTER.findall(operand)]
+
+
+def _is_load(instruction: Instruction) -> bool:
+    return instruction.parts[0] == "ld" and not re.search(r"\.(?:param|shared)\b", instruction.opcode)
 
 
 def unique(values: Integers) -> Integers:
@@ -186,6 +234,7 @@ class TracingMachine(Machine):
     ) -> None:
         self._starts = starts
         self.executed = np.zeros((len(program.instructions), num_ctas), np.int64)
+        self._loads_used = loads_used(program)
         super().__init__(program, num_warps, num_ctas, shared_bytes, "least", True)
 
     def watch(self) -> Recorder:
@@ -206,11 +255,14 @@ class TracingMachine(Machine):
     def _counted(self, index: int, step: Any, ctas: Integers) -> Any:
         row = self.executed[index]
 
+        loads = self._loads_used.get(index, ())
         recorder = self.races
         assert isinstance(recorder, Recorder)
 
         def counted(mask: Any) -> None:
             recorder.clock += 1
+            for load in loads:
+                recorder.used[load] = recorder.clock
             if mask is None:
                 np.add.at(row, ctas, 1)
             else:
