@@ -21,7 +21,7 @@ from tests.kernels.performance.code import Code, Instruction, Line, Loop
 from tests.kernels.performance.traffic import Accesses, Traffic
 from tests.kernels.ptx.parse import Program
 
-LIMIT = 400_000  # instructions of one warp
+LIMIT = 4_000_000  # instructions of one warp: a walk that is longer is cut off
 KINDS = {
     "LDG": "global read", "LD": "global read", "LDGSTS": "global read", "STG": "global write", "ST": "global write",
     "RED": "global write", "REDG": "global write", "ATOMG": "global write", "ATOM": "global write",

@@ -341,6 +341,13 @@ def test_a_loop_that_does_not_run_is_not_entered() -> None:
     assert _walk(Code("made", parts, 32, [loop]), {loop: 0.0}, {}, lines) == [0, 3]
 
 
+def test_the_way_through_a_long_loop_has_its_end() -> None:
+    parts = [instruction(0, "FFMA", PLAIN), instruction(1, "BRA", PLAIN, target=0), instruction(2, "EXIT", PLAIN)]
+    loop = Loop(0, 1)
+    steps = _walk(Code("made", parts, 32, [loop]), {loop: 250_000.0}, {}, {})
+    assert (len(steps), steps[-1]) == (500_001, 2)
+
+
 WAYS = """.visible .entry k(.param .u64 k_param_0) { .reg .pred %p<3>; .reg .b32 %r<9>; .reg .b64 %rd<9>;
 .loc 1 1 1 // k.py:1:1
 @%p1 bra $ELSE;
