@@ -8,7 +8,8 @@ of files. A weight is a matrix [rows, columns] (N, K), multiplied as `x @ weight
 
 Codes are stored in chunks of 16 rows by 64 columns, chunk after chunk along a row of chunks ("tile" = 16 rows). One
 warp multiplies a chunk: of the rows l4 and l4 + 8 (rb = 0, 1), lane 4 * l4 + lm (l4 = 0..7, lm = 0..3) holds the
-columns 32 * g + 8 * lm + 4 * p + 2 * jb + h   (g, p, jb, h = 0, 1), so it reads 8 neighbours of x at once.
+columns 32 * g + 8 * lm + 4 * p + 2 * jb + h   (g, p, jb, h = 0, 1), so it reads 8 neighbours of x at once. With groups
+of 16 they are 32 * g + 16 * p + 4 * lm + 2 * jb + h, so one instruction of the tensor cores has one group.
 
     4 bits   [tile, chunk, lane, jb, rb]      a word: slot s = 2 * g + p, h = 0 at bit 4 * s, h = 1 at bit 16 + 4 * s
     +1 bit   [tile, chunk, lane]              `high`: h = 0 at bit 4 * (2 * jb + rb) + s, h = 1 is 16 bits higher
@@ -163,16 +164,19 @@ def planes(weight: PackedWeight) -> dict[str, Tensor]:
     return {name: plane for name in PLANES if (plane := getattr(weight, name)) is not None}
 
 
-def pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
+def pack_codes(codes: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor | None]:
     """Return the planes `codes` and `high` for codes, uint8 or int8 [..., rows, columns], padded to whole chunks."""
     *stack, rows, columns = codes.shape
     assert rows % TILE == 0
     assert columns % CHUNK == 0
     wide = codes.view(torch.uint8).to(torch.int32)
-    parts = wide.reshape(*stack, rows // TILE, 2, 8, columns // CHUNK, 2, 4, 2, 2, 2)
-    # [.., tile, rb, l4, chunk, g, lm, p, jb, h] -> [.., tile, chunk, l4, lm, jb, rb, h, g, p]
     n = len(stack)
     lead = tuple(range(n))
+    if group == 16:
+        parts = wide.reshape(*stack, rows // TILE, 2, 8, columns // CHUNK, 2, 2, 4, 2, 2).transpose(n + 5, n + 6)
+    else:
+        parts = wide.reshape(*stack, rows // TILE, 2, 8, columns // CHUNK, 2, 4, 2, 2, 2)
+    # [.., tile, rb, l4, chunk, g, lm, p, jb, h] -> [.., tile, chunk, l4, lm, jb, rb, h, g, p]
     parts = parts.permute(*lead, *(n + d for d in (0, 3, 2, 5, 7, 1, 8, 4, 6)))
     if bits == 8:
         # -> [.., tile, chunk, g, l4, lm, jb, rb, p, h], a word for each (p, h)
@@ -195,7 +199,7 @@ def pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     return low, high.reshape(*stack, rows // TILE, columns // CHUNK, 64)
 
 
-def unpack_codes(codes: Tensor, high: Tensor | None, bits: int) -> Tensor:
+def unpack_codes(codes: Tensor, high: Tensor | None, bits: int, group: int) -> Tensor:
     """Return the codes of planes, uint8 [..., rows, columns] with the padding: the inverse of `pack_codes`."""
     *stack, tiles, chunks, _ = codes.shape
     n = len(stack)
@@ -205,7 +209,7 @@ def unpack_codes(codes: Tensor, high: Tensor | None, bits: int) -> Tensor:
         parts = _split(words, torch.arange(0, 32, 8), 255).reshape(*words.shape, 2, 2)
         # [.., tile, chunk, g, l4, lm, jb, rb, p, h] -> [.., tile, rb, l4, chunk, g, lm, p, jb, h]
         parts = parts.permute(*lead, *(n + d for d in (0, 6, 3, 1, 2, 4, 7, 5, 8)))
-        return parts.reshape(*stack, tiles * TILE, chunks * CHUNK).to(torch.uint8)
+        return _in_column_order(parts, n, group)
     words = codes.reshape(*stack, tiles, chunks, 8, 4, 2, 2)
     parts = _split(words, torch.arange(0, 32, 4), 15).reshape(*words.shape, 2, 2, 2)
     if bits == 5:
@@ -220,6 +224,14 @@ def unpack_codes(codes: Tensor, high: Tensor | None, bits: int) -> Tensor:
         parts = parts | top.permute(*lead, *(n + d for d in (0, 1, 2, 3, 4, 6, 5, 7, 8))) << 4
     # [.., tile, chunk, l4, lm, jb, rb, h, g, p] -> [.., tile, rb, l4, chunk, g, lm, p, jb, h]
     parts = parts.permute(*lead, *(n + d for d in (0, 5, 2, 1, 7, 3, 8, 4, 6)))
+    return _in_column_order(parts, n, group)
+
+
+def _in_column_order(parts: Tensor, n: int, group: int) -> Tensor:
+    """Return codes [.., tile, rb, l4, chunk, g, lm, p, jb, h], behind n dimensions, as uint8 [.., rows, columns]."""
+    if group == 16:
+        parts = parts.transpose(n + 5, n + 6)
+    *stack, tiles, _, _, chunks = parts.shape[: n + 4]
     return parts.reshape(*stack, tiles * TILE, chunks * CHUNK).to(torch.uint8)
 
 
@@ -258,7 +270,7 @@ def dequantize(weight: Weight) -> Tensor:
     if isinstance(weight, DenseWeight):
         return weight.data.float()
     layout = weight.layout
-    raw = unpack_codes(weight.codes, weight.high, layout.bits)
+    raw = unpack_codes(weight.codes, weight.high, layout.bits, layout.group)
     scale = _scale_values(weight).repeat_interleave(layout.group, -1)[..., : raw.shape[-1]]
     if layout.code == "signed":
         code = raw.view(torch.int8).float()

@@ -337,6 +337,26 @@ def fragment(p0h0, p0h1, p1h0, p1h1, W: tl.constexpr, KW: tl.constexpr = 2):
 
 
 @triton.jit
+def group_fragment(h0, h1, W: tl.constexpr, KW: tl.constexpr):
+    """Join the two values of a slot, all [W, 16, 8 columns c], into the left operand [W, 16 rows, 16 columns].
+
+    Its columns are in the order (jb, lm, h), with KW = 4 in the order (lm, jb, h).
+    """
+    pair = tl.join(h0, h1)
+    if KW == 4:
+        pair = tl.permute(tl.reshape(pair, [W, 16, 2, 4, 2]), [0, 1, 3, 2, 4])
+    return tl.reshape(pair, [W, 16, 16])
+
+
+@triton.jit
+def group_x_fragment(x, W: tl.constexpr, KW: tl.constexpr):
+    """Turn 8 rows of x for each of W chunks, [W * 8, 16] as in memory, into the right operand of a `group_fragment`."""
+    x = tl.reshape(x, [W, 8, 4, 2, 2])  # row, lm, jb, h
+    x = tl.permute(x, [0, 3, 2, 4, 1] if KW == 2 else [0, 2, 3, 4, 1])
+    return tl.reshape(x, [W, 16, 8])
+
+
+@triton.jit
 def x_fragment(x, W: tl.constexpr, KW: tl.constexpr):
     """Turn 8 rows of x for each of W chunks, [W * 8, 32] as in memory, into the right operand [W, 32, 8].
 

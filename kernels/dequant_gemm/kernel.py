@@ -74,7 +74,7 @@ def launch(
     """Multiply rows, or the pairs of `groups`, into `out` [rows, width]."""
     if isinstance(weight, PackedWeight):
         *_, tiles, chunks, _ = weight.codes.shape
-        x = in_fragment_order(x, chunks, kwidth())
+        x = in_fragment_order(x, chunks, weight.layout.group, kwidth())
         parts = planes(weight)
     else:
         tiles, chunks = triton.cdiv(weight.rows, TILE), triton.cdiv(weight.columns, CHUNK)
@@ -134,9 +134,14 @@ def launch(
         )  # fmt: skip
 
 
-def in_fragment_order(x: Tensor, chunks: int, kw: int) -> Tensor:
-    """Return x padded to whole chunks, with each 32 columns (lm, p, jb, h) in the order of `fragment`."""
-    parts = _padded(x, chunks).reshape(len(x), chunks * 2, 4, 2, 2, 2)
+def in_fragment_order(x: Tensor, chunks: int, group: int, kw: int) -> Tensor:
+    """Return x padded to whole chunks, with the columns of each half chunk in the order of `fragment`."""
+    parts = _padded(x, chunks)
+    if group == 16:
+        parts = parts.reshape(len(x), chunks * 2, 2, 4, 2, 2).transpose(2, 3)
+    else:
+        parts = parts.reshape(len(x), chunks * 2, 4, 2, 2, 2)
+    # from lm, p, jb, h
     parts = parts.permute(0, 1, 3, 4, 2, 5) if kw == 2 else parts.permute(0, 1, 3, 2, 4, 5)
     return parts.reshape(len(x), chunks * CHUNK).contiguous()
 
@@ -299,11 +304,11 @@ def _add_products(
         else:
             raw = unpack_chunk(codes, high, tile * chunks + chunk, mask, T, KW, BITS, CODE, ZERO, BOOK, DTYPE, FAST)
             low = _half_fragment(
-                raw, 0, scales, offsets, supers, tile, chunk, mask, columns, chunks, T, KW, GROUP, SCALE, OFFSET,
+                raw, 0, scales, offsets, supers, tile, chunk, mask, columns, chunks, T, GROUP, SCALE, OFFSET,
                 DTYPE, FAST,
             )  # fmt: skip
             top = _half_fragment(
-                raw, 1, scales, offsets, supers, tile, chunk, mask, columns, chunks, T, KW, GROUP, SCALE, OFFSET,
+                raw, 1, scales, offsets, supers, tile, chunk, mask, columns, chunks, T, GROUP, SCALE, OFFSET,
                 DTYPE, FAST,
             )  # fmt: skip
             left = tl.permute(tl.reshape(tl.join(low, top), [T * 16, 32, 2]), [0, 2, 1])
@@ -328,7 +333,6 @@ def _half_fragment(
     columns: tl.constexpr,
     chunks: tl.constexpr,
     T: tl.constexpr,
-    KW: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -337,6 +341,6 @@ def _half_fragment(
 ):
     """Return half g of a chunk of T tiles, rounded to DTYPE, as the left operand [T, 16, 32]."""
     p0h0, p0h1, p1h0, p1h1 = half_values(
-        raw, g, scales, offsets, supers, tile, chunk, mask, columns, chunks, KW, GROUP, SCALE, OFFSET, DTYPE, FAST
+        raw, g, scales, offsets, supers, tile, chunk, mask, columns, chunks, GROUP, SCALE, OFFSET, DTYPE, FAST
     )
     return fragment(p0h0, p0h1, p1h0, p1h1, T)

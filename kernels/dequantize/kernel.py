@@ -128,11 +128,12 @@ def _half_in_column_order(
 ):
     """Return half g of W chunks (32 columns) as DTYPE in column order, [W * 16, 32]."""
     p0h0, p0h1, p1h0, p1h1 = half_values(
-        raw, g, scales, offsets, supers, tile, chunk, mask, columns, chunks, 4, GROUP, SCALE, OFFSET, tl.float32, ASM
+        raw, g, scales, offsets, supers, tile, chunk, mask, columns, chunks, GROUP, SCALE, OFFSET, tl.float32, ASM
     )
     parts = tl.join(tl.join(p0h0, p1h0), tl.join(p0h1, p1h1))  # [W, 16, (lm, jb), p, h]
     parts = tl.reshape(parts, [W * 16, 4, 2, 2, 2])
-    values = tl.reshape(tl.permute(parts, [0, 1, 3, 2, 4]), [W * 16, 32])
+    parts = tl.permute(parts, [0, 3, 1, 2, 4] if GROUP == 16 else [0, 1, 3, 2, 4])
+    values = tl.reshape(parts, [W * 16, 32])
     return rounded(values, DTYPE, ASM).to(DTYPE)
 
 
@@ -210,7 +211,6 @@ def half_values(
     mask,  # [W]
     columns: tl.constexpr,
     chunks: tl.constexpr,
-    KW: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -218,25 +218,19 @@ def half_values(
     ASM: tl.constexpr,
 ):
     """Return the values of half g of W chunks (32 columns), `rounded` to DTYPE: 4 tensors [W, 16 rows, 8]."""
-    if GROUP == 16:
-        scale, offset = _group_scales(
-            scales, offsets, supers, tile, chunk, 2 * g, mask, columns, chunks, GROUP, SCALE, OFFSET
-        )
+    scale, offset = _group_scales(
+        scales, offsets, supers, tile, chunk, 2 * g if GROUP == 16 else g, mask, columns, chunks, GROUP, SCALE, OFFSET
+    )
+    scale_top, offset_top = scale, offset
+    if GROUP == 16:  # p = 1 is the second group of the half
         scale_top, offset_top = _group_scales(
             scales, offsets, supers, tile, chunk, 2 * g + 1, mask, columns, chunks, GROUP, SCALE, OFFSET
-        )
-        number = tl.arange(0, 8)
-        top = ((number % 4 if KW == 2 else number // 2) >= 2)[None, None, :]  # lm
-        scale, offset = tl.where(top, scale_top, scale), tl.where(top, offset_top, offset)  # [W, 16, 8]
-    else:
-        scale, offset = _group_scales(
-            scales, offsets, supers, tile, chunk, g, mask, columns, chunks, GROUP, SCALE, OFFSET
         )
     return (
         rounded(_dequantized(raw[4 * g], scale, offset, OFFSET), DTYPE, ASM),
         rounded(_dequantized(raw[4 * g + 1], scale, offset, OFFSET), DTYPE, ASM),
-        rounded(_dequantized(raw[4 * g + 2], scale, offset, OFFSET), DTYPE, ASM),
-        rounded(_dequantized(raw[4 * g + 3], scale, offset, OFFSET), DTYPE, ASM),
+        rounded(_dequantized(raw[4 * g + 2], scale_top, offset_top, OFFSET), DTYPE, ASM),
+        rounded(_dequantized(raw[4 * g + 3], scale_top, offset_top, OFFSET), DTYPE, ASM),
     )
 
 

@@ -136,7 +136,7 @@ def packed_kernel(
     row = id_of(ids, last, num_last, last_stride, token)
     mask = column < tl.where((row >= 0) & (row < rows), columns, 0)
 
-    code = _code(codes, high, row, column, mask, chunks, BITS)
+    code = _code(codes, high, row, column, mask, chunks, BITS, GROUP)
     if CODE == "signed":
         value = ((code << 24) >> 24).to(tl.float32)
     elif CODE == "fp8":
@@ -174,12 +174,12 @@ def packed_kernel(
 
 
 @triton.jit
-def _code(codes, high, row, column, mask, chunks: tl.constexpr, BITS: tl.constexpr):
+def _code(codes, high, row, column, mask, chunks: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Return the codes of one row in the given columns as int32: the inverse of `layout.pack_codes`."""
-    lane = row % 8 * 4 + column // 8 % 4
+    lane = row % 8 * 4 + (column // 4 % 4 if GROUP == 16 else column // 8 % 4)
     rb = row // 8 % 2
     g = column // 32 % 2
-    p = column // 4 % 2
+    p = column // 16 % 2 if GROUP == 16 else column // 4 % 2
     jb = column // 2 % 2
     h = column % 2
     chunk = row // 16 * chunks + column // 64

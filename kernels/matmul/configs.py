@@ -61,7 +61,7 @@ def float32_config(config: Config, gated: bool) -> Config:
 def most_blocks(weight: Weight, dtype: torch.dtype, warps: int) -> int:
     """Return how many blocks of 8 rows a program has registers for, which multiplies in this type.
 
-    Groups of 16 have twice the operands, and float32 ones go through shared memory.
+    Groups of 16 have twice the sums of x, and float32 operands go through shared memory.
     """
     large = dtype == torch.float32 or warps > MANY_WARPS
     if isinstance(weight, PackedWeight):
@@ -96,13 +96,18 @@ def row_blocks(rows: int, most: int) -> tuple[int, int]:
     return -(-blocks // shares), shares
 
 
-def tiles_of_program(config: Config, blocks: int, weight: Weight, gated: bool) -> int:
+def tiles_of_program(config: Config, blocks: int, weight: Weight, gated: bool, num_sms: int) -> int:
     """Return the tiles of a program that takes so many blocks of rows. They change no bit of a result.
 
     Each program reads all of its rows of x, which are more than its weights where there are many: two tiles halve that.
+    They also share the sums of x, half of the tensor cores' work in a program of one tile, which on a GPU without HBM
+    takes longer than reading the weights. Below 1.5 such programs a multiprocessor, more and smaller ones are faster.
     """
-    if blocks <= 2:
+    if blocks < 2:
         return config.tiles
+    programs = -(-weight.rows // (2 * TILE)) * config.splits  # of two tiles
+    if blocks == 2:
+        return max(config.tiles, 2) if not has_hbm() and 2 * programs > 3 * num_sms else config.tiles
     return 2 if gated or -(-weight.rows // TILE) * config.splits >= PROGRAMS else 1
 
 

@@ -22,7 +22,7 @@ from edgelm.kernels.activation.kernel import gate_constants, gated_values
 from edgelm.kernels.choice import interpreting
 from edgelm.kernels.dequant_gemm import dequant_gemm
 from edgelm.kernels.dequant_gemm import launch_kind as prompt_kind
-from edgelm.kernels.gpu_target import kwidth
+from edgelm.kernels.gpu_target import kwidth, num_sms
 from edgelm.kernels.layout import TILE, PackedWeight, Weight
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.matmul.configs import (
@@ -344,7 +344,7 @@ def decode(
     assert gate is None or (config.tiles % 2 == 0 and ahead.factors is None)
     rows = x.shape[0]
     blocks, shares = row_blocks(rows, most_blocks(weight, x.dtype, config.warps))
-    tiles_each = tiles_of_program(config, blocks, weight, gate is not None)
+    tiles_each = tiles_of_program(config, blocks, weight, gate is not None, num_sms(x.device))
     if isinstance(weight, PackedWeight) and weight.order is not None:
         x = x.index_select(1, weight.order)
     if x.stride(1) != 1:

@@ -14,6 +14,8 @@ from edgelm.kernels.matmul.scales import entry_scales, load_entries, scale_numbe
 from edgelm.kernels.unpack import (
     arrange_words,
     fragment,
+    group_fragment,
+    group_x_fragment,
     high_words,
     joined_x_fragment,
     row_fragment,
@@ -190,6 +192,7 @@ def tile_fragments(
     words,
     mt: tl.constexpr,
     BITS: tl.constexpr,
+    GROUP: tl.constexpr,
     CODE: tl.constexpr,
     ZERO: tl.constexpr,
     BOOK: tl.constexpr,
@@ -198,23 +201,29 @@ def tile_fragments(
     KW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Unpack both halves of a tile's chunks into left operands [NW, 16, 32] of DTYPE."""
+    """Unpack a tile's chunks into left operands of DTYPE: both halves [NW, 16, 32], or four groups [NW, 16, 16]."""
     if BITS >= 16:
         low = row_fragment(words[4 * mt].to(DTYPE), words[4 * mt + 1].to(DTYPE), NW, KW)
         top = row_fragment(words[4 * mt + 2].to(DTYPE), words[4 * mt + 3].to(DTYPE), NW, KW)
         return low, top
-    elif BITS == 8:
-        u = unpack_bytes(arrange_words(words[2 * mt], NW, 2), CODE, ZERO, DTYPE, ASM)
-        v = unpack_bytes(arrange_words(words[2 * mt + 1], NW, 2), CODE, ZERO, DTYPE, ASM)
-        return fragment(u[0], u[1], u[2], u[3], NW, KW), fragment(v[0], v[1], v[2], v[3], NW, KW)
     else:
-        if BITS == 4:
+        if BITS == 8:
+            u = unpack_bytes(arrange_words(words[2 * mt], NW, 2), CODE, ZERO, DTYPE, ASM)
+            u += unpack_bytes(arrange_words(words[2 * mt + 1], NW, 2), CODE, ZERO, DTYPE, ASM)
+        elif BITS == 4:
             low = arrange_words(words[mt], NW, 2)
             u = unpack_nibbles(low, low, BITS, ZERO, BOOK, DTYPE, ASM)
         else:
             low = arrange_words(words[2 * mt], NW, 2)
             u = unpack_nibbles(low, high_words(words[2 * mt + 1], BITS, NW, 2), BITS, ZERO, BOOK, DTYPE, ASM)
-        return fragment(u[0], u[1], u[2], u[3], NW, KW), fragment(u[4], u[5], u[6], u[7], NW, KW)
+        out: tl.tuple = ()
+        if GROUP == 16:
+            for i in tl.static_range(4):
+                out += (group_fragment(u[2 * i], u[2 * i + 1], NW, KW),)
+        else:
+            for i in tl.static_range(2):
+                out += (fragment(u[4 * i], u[4 * i + 1], u[4 * i + 2], u[4 * i + 3], NW, KW),)
+        return out
 
 
 @triton.jit
@@ -231,14 +240,13 @@ def load_x(
     KW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return x as right operands [NW, 32, 8], for each block of 8 rows the halves of a chunk.
-
-    With groups of 16 there are four operands instead of two: in each the columns of the other group are 0.
-    """
+    """Return x as right operands, for each block of 8 rows both halves [NW, 32, 8] or four groups [NW, 16, 8]."""
     PARTS: tl.constexpr = 4 if GROUP == 16 else 2
-    PIECES: tl.constexpr = 2 if x.dtype.element_ty == tl.float32 else 1  # a thread's 8 columns, 16 bytes at a time
+    WIDTH: tl.constexpr = 64 // PARTS
+    # a thread's 4 or 8 columns, 16 bytes at a time
+    PIECES: tl.constexpr = 2 if x.dtype.element_ty == tl.float32 and WIDTH == 32 else 1
     i = tl.arange(0, NW * 8)[:, None]
-    column = tl.arange(0, 32 // PIECES)[None, :]
+    column = tl.arange(0, WIDTH // PIECES)[None, :]
     start = step * (NW * 64)
     out: tl.tuple = ()
     for tt in tl.static_range(TT):
@@ -248,18 +256,15 @@ def load_x(
             values: tl.tuple = ()
             for piece in tl.static_range(PIECES):
                 j = column if PIECES == 1 else column // 4 * 8 + piece * 4 + column % 4
-                at = i // 8 * 64 + part * 2 // PARTS * 32 + j
-                if GROUP == 16:
-                    mask = (j < 16) if part % 2 == 0 else (j >= 16)
-                    if MASKED:
-                        mask = mask & (at + start < K)
-                    value = tl.load(x + row * x_stride + at + start, mask=mask, other=0.0)
-                elif MASKED:
+                at = i // 8 * 64 + part * WIDTH + j
+                if MASKED:
                     value = tl.load(x + row * x_stride + at + start, mask=at + start < K, other=0.0)
                 else:
                     value = tl.load(x + row * x_stride + at + start)
                 values += (value.to(DTYPE),)
-            if PIECES == 1:
+            if GROUP == 16:
+                out += (group_x_fragment(values[0], NW, KW),)
+            elif PIECES == 1:
                 out += (x_fragment(values[0], NW, KW),)
             else:
                 out += (joined_x_fragment(values[0], values[1], NW, KW),)
@@ -296,7 +301,7 @@ def multiply(
     if OFFSET != "none":
         # joined like a tile's operand: Triton 3.6 chooses the layout of x by how the left operand was joined
         one = tl.full([NW, 16, 8], 1.0, DTYPE)
-        ones = fragment(one, one, one, one, NW, KW)
+        ones = group_fragment(one, one, NW, KW) if GROUP == 16 else fragment(one, one, one, one, NW, KW)
         for tt in tl.static_range(TT):
             for i in tl.static_range(GROUPS):
                 total = tl.dot(ones, b[tt * PARTS + i], input_precision="ieee")
@@ -305,7 +310,7 @@ def multiply(
                 sums += (total,)
     out: tl.tuple = ()
     for mt in tl.static_range(MT):
-        a = tile_fragments(weights, mt, BITS, CODE, ZERO, BOOK, DTYPE, NW, KW, ASM)
+        a = tile_fragments(weights, mt, BITS, GROUP, CODE, ZERO, BOOK, DTYPE, NW, KW, ASM)
         if BITS < 16:
             scale, offset = tile_scales(weights, mt, chunk, K, BITS, GROUP, SCALE, OFFSET, MT, MASKED)
         for tt in tl.static_range(TT):
@@ -315,7 +320,7 @@ def multiply(
                 y = tl.dot(a[1], b[tt * 2 + 1], y, input_precision="ieee")
             else:
                 for i in tl.static_range(GROUPS):
-                    t = tl.dot(a[i * 2 // GROUPS], b[tt * PARTS + i], input_precision="ieee")
+                    t = tl.dot(a[i], b[tt * PARTS + i], input_precision="ieee")
                     if GROUPS == 1:
                         t = tl.dot(a[1], b[tt * PARTS + 1], t, input_precision="ieee")
                     s = tl.broadcast_to(scale[i][:, :, None], [NW, 16, 8])

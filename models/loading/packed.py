@@ -183,7 +183,7 @@ class PlaneFiller:
         assert rows % TILE == 0 or first_row + rows == self.rows
         short, narrow = -rows % TILE, -columns % self._step
         tiles = slice(first_row // TILE, (first_row + rows + short) // TILE)
-        codes, high = pack_codes(pad(parts.codes, (0, narrow, 0, short)), self.layout.bits)
+        codes, high = pack_codes(pad(parts.codes, (0, narrow, 0, short)), self.layout.bits, self.layout.group)
         groups = (columns + narrow) // self.layout.group
 
         def scales(plane: Tensor) -> Tensor:

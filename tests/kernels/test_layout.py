@@ -37,14 +37,18 @@ def _word(plane: torch.Tensor, *at: int) -> int:
     return int(plane.numpy()[at]) & 0xFFFFFFFF
 
 
-def _stored(codes: torch.Tensor, high: torch.Tensor | None, bits: int, row: int, column: int) -> int:
+def _stored(codes: torch.Tensor, high: torch.Tensor | None, bits: int, group: int, row: int, column: int) -> int:
     """Read a code from the planes as the module's docstring describes it."""
     tile, row = divmod(row, TILE)
     chunk, column = divmod(column, CHUNK)
     rb, l4 = divmod(row, 8)
     g, column = divmod(column, 32)
-    lm, column = divmod(column, 8)
-    p, column = divmod(column, 4)
+    if group == 16:
+        p, column = divmod(column, 16)
+        lm, column = divmod(column, 4)
+    else:
+        lm, column = divmod(column, 8)
+        p, column = divmod(column, 4)
     jb, h = divmod(column, 2)
     lane, s = 4 * l4 + lm, 2 * g + p
     if bits == 8:
@@ -61,26 +65,28 @@ def _stored(codes: torch.Tensor, high: torch.Tensor | None, bits: int, row: int,
 
 
 @pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
-def test_each_code_stands_where_the_documentation_says(bits: int, seed: int):
+def test_each_code_stands_where_the_documentation_says(bits: int, group: int, seed: int):
     codes = torch.randint(0, 1 << bits, (2 * TILE, 2 * CHUNK), generator=generator(seed)).to(torch.uint8)
-    low, high = pack_codes(codes, bits)
+    low, high = pack_codes(codes, bits, group)
     expected = codes.tolist()
     assert low.dtype == torch.int32
     assert low.shape == (2, 2, 256 if bits == 8 else 128)
     assert (None if high is None else high.shape) == {5: (2, 2, 32), 6: (2, 2, 64)}.get(bits)
     for row in range(2 * TILE):
         for column in range(2 * CHUNK):
-            assert _stored(low, high, bits, row, column) == expected[row][column]
+            assert _stored(low, high, bits, group, row, column) == expected[row][column]
 
 
 @pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
-def test_codes_and_scales_come_back_from_a_stack(bits: int, seed: int):
+def test_codes_and_scales_come_back_from_a_stack(bits: int, group: int, seed: int):
     codes = torch.randint(0, 1 << bits, (3, 2 * TILE, 3 * CHUNK), generator=generator(seed)).to(torch.uint8)
-    low, high = pack_codes(codes, bits)
-    assert torch.equal(unpack_codes(low, high, bits), codes)
-    assert torch.equal(pack_codes(codes[1], bits)[0], low[1])
+    low, high = pack_codes(codes, bits, group)
+    assert torch.equal(unpack_codes(low, high, bits, group), codes)
+    assert torch.equal(pack_codes(codes[1], bits, group)[0], low[1])
     scales = torch.randn((3, 2 * TILE, 12), generator=generator(seed))
     for per_entry in (1, 2, 4):
         packed = pack_scales(scales, per_entry)
@@ -91,8 +97,8 @@ def test_codes_and_scales_come_back_from_a_stack(bits: int, seed: int):
 
 def test_signed_codes_are_stored_by_their_bits():
     codes = torch.arange(-128, 128).to(torch.int8).reshape(TILE, 16).repeat(1, 4)
-    low, _ = pack_codes(codes, 8)
-    assert torch.equal(unpack_codes(low, None, 8).view(torch.int8), codes)
+    low, _ = pack_codes(codes, 8, 32)
+    assert torch.equal(unpack_codes(low, None, 8, 32).view(torch.int8), codes)
 
 
 def _value(weight: PackedWeight, row: int, column: int) -> float:
@@ -100,7 +106,7 @@ def _value(weight: PackedWeight, row: int, column: int) -> float:
     layout = weight.layout
     tile, entry = row // TILE, column // max(layout.group, CHUNK)
     at = (tile, entry, row % TILE, column % CHUNK // layout.group if layout.group < CHUNK else 0)
-    code: float = _stored(weight.codes, weight.high, layout.bits, row, column)
+    code: float = _stored(weight.codes, weight.high, layout.bits, layout.group, row, column)
     if layout.code == "signed":
         code = code - 256 if code > 127 else code
     elif layout.code == "codebook":

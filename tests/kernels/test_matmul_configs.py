@@ -40,7 +40,7 @@ def test_configs_fit_their_weight(rows: int, gated: bool, hbm: bool, monkeypatch
     assert tried[0] == default_config(weight, gated)
     assert len(set(tried)) == len(tried)
     for config in tried:
-        assert all(tiles_of_program(config, blocks, weight, gated) % 2 == 0 for blocks in (1, 2, 3, 4)) or not gated
+        assert all(tiles_of_program(config, blocks, weight, gated, 82) % 2 == 0 for blocks in (1, 2, 3, 4)) or not gated
         assert config.warps in (4, 8, 16)
         assert 4096 // 64 // config.warps >= config.splits  # none is without work
 
@@ -53,3 +53,18 @@ def test_gpus_with_hbm_take_smaller_programs(rows: int, without: int, with_hbm: 
         warps = 4 if (without, tiles) == (2, 1) else 8
         assert default_config(weight, gated=False) == Config(warps, tiles, 2, splits=1)
         assert default_config(weight, gated=True).tiles == 2
+
+
+@pytest.mark.parametrize(("hbm", "num_sms", "rows", "tiles"), [
+    (False, 82, 4096, 2),  # an RTX 3090
+    (False, 82, 1024, 1),
+    (False, 128, 4096, 1),  # an RTX 4090
+    (True, 82, 4096, 1),
+])  # fmt: skip
+def test_two_blocks_of_rows_take_two_tiles_where_programs_remain_enough(
+    hbm: bool, num_sms: int, rows: int, tiles: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(configs, "has_hbm", lambda: hbm)
+    weight = DenseWeight(torch.empty(rows, 4096, device="meta"))
+    config = default_config(weight, gated=False)._replace(splits=1)
+    assert [tiles_of_program(config, blocks, weight, False, num_sms) for blocks in (1, 2)] == [1, tiles]

@@ -129,6 +129,36 @@ def test_a_codebook_of_short_numbers_needs_no_sum():
 
 
 @triton.jit
+def dot_of_groups(words, high, x, out, bits: tl.constexpr, kw: tl.constexpr):
+    """Multiply one chunk of 16 rows by 8 rows of 64 columns, which are four groups."""
+    w = unpack.arrange_words(tl.load(words + tl.arange(0, 128)[None, :]), 1, 2)
+    more = w
+    if bits == 6:
+        more = unpack.high_words(tl.load(high + tl.arange(0, 64)[None, :]), bits, 1, 2)
+    u = unpack.unpack_nibbles(w, more, bits, 0, 0, tl.float32, False)
+    line, lane = tl.arange(0, 16)[:, None], tl.arange(0, 8)[None, :]
+    for group in tl.static_range(4):
+        columns = tl.load(x + tl.arange(0, 8)[:, None] * 64 + group * 16 + tl.arange(0, 16)[None, :])
+        left = unpack.group_fragment(u[2 * group], u[2 * group + 1], 1, kw)
+        y = tl.dot(left, unpack.group_x_fragment(columns, 1, kw), input_precision="ieee")
+        tl.store(out + group * 128 + line * 8 + lane, tl.reshape(y, [16, 8]))
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("kw", [2, 4])
+@pytest.mark.parametrize("bits", [4, 6])
+def test_a_slot_of_a_word_is_a_group_of_16_columns(bits: int, kw: int, seed: int):
+    raw = torch.randint(0, 1 << bits, (16, 64), generator=generator(seed)).to(torch.uint8)
+    words, high = pack_codes(raw, bits, 16)
+    x = torch.randint(-50, 50, (8, 64), generator=generator(seed)).float()
+    out = torch.full((4, 16, 8), float("nan"))
+    dot_of_groups[(1,)](words, words if high is None else high, x, out, bits, kw)
+    for group, columns in enumerate(range(0, 64, 16)):
+        part = slice(columns, columns + 16)
+        assert torch.equal(out[group], raw[:, part].float() @ x[:, part].T)  # integers: exact
+
+
+@triton.jit
 def dot_of_chunk(words, high, x, out, bits: tl.constexpr, kw: tl.constexpr, apart: tl.constexpr):
     """Multiply one chunk of 16 rows by 8 rows of 64 columns."""
     i, j = tl.arange(0, 8)[:, None], tl.arange(0, 32)[None, :]
@@ -167,7 +197,7 @@ def dot_of_chunk(words, high, x, out, bits: tl.constexpr, kw: tl.constexpr, apar
 @pytest.mark.parametrize(("bits", "apart"), [(4, True), (4, False), (5, False), (6, False), (8, False), (16, False)])
 def test_both_operands_have_one_order_of_columns(bits: int, apart: bool, kw: int, seed: int):
     raw = torch.randint(0, 1 << min(bits, 8), (16, 64), generator=generator(seed)).to(torch.uint8)
-    words, high = (raw.float(), None) if bits == 16 else pack_codes(raw, bits)  # 16: rows of numbers
+    words, high = (raw.float(), None) if bits == 16 else pack_codes(raw, bits, 32)  # 16: rows of numbers
     x = torch.randint(-50, 50, (8, 64), generator=generator(seed)).float()
     out = torch.full((16, 8), float("nan"))
     dot_of_chunk[(1,)](words, words if high is None else high, x, out, bits, kw, apart)

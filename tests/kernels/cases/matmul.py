@@ -73,7 +73,7 @@ def random_weight(
     if not garbage:
         raw[rows:] = 0
         raw[:, columns:] = 0
-    codes, high = pack_codes(raw, layout.bits)
+    codes, high = pack_codes(raw, layout.bits, layout.group)
     used = -(-columns // layout.group)
     shape = (padded_rows, padded_columns // layout.group)
 
@@ -164,6 +164,9 @@ def compile_cases() -> list[CompileCase]:
         for name in ("q4_0", "q4_k", "q6_k", "q8_0", None)
         for rows in (8, 16, 32)
     ]
+    cases += [  # two blocks of rows on a GPU without HBM
+        compile_case(name, "bf16", 16, Config(8, 2, 2, 1), norm=True) for name in ("q4_k", "q6_k")
+    ]
     cases += [  # a weight of few tiles, such as V and the `down` of small models
         compile_case(name, "bf16", rows, Config(16, 1, 2, 1))
         for name in ("q4_k", "q6_k", "q8_0", None)
@@ -251,7 +254,7 @@ def compile_case(
         else 0,  # the loop of dense rows is unrolled for sm_80
         budget=budget,
         spills=20 if registers == FEW_REGISTERS else 0,
-        wide_loads=name not in ("int4_g16", "int6_g16"),  # their scales are half of the bytes read
+        wide_loads=layout is None or layout.group != 16,  # four lanes read a sector of x together, 8 bytes each
         main=dtype == "fp16" and (name, rows) in (("q4_0", 16), ("q4_k", 8), ("q6_k", 8), (None, 8)),
     )
 

@@ -75,6 +75,10 @@ def _tanh(a: Array) -> Array:
     return np.tanh(a)
 
 
+def _copysign(sign: Array, a: Array) -> Array:
+    return np.copysign(a, sign)
+
+
 def _popc(a: Array) -> Array:
     return np.bitwise_count(a).astype(np.uint32)
 
@@ -101,6 +105,7 @@ ARITHMETIC: dict[str, Function] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": _fma, "neg": np.negative, "abs": np.abs,
     "max": _largest, "min": _least, "div": _divide, "rem": _remainder, "sqrt": np.sqrt, "rsqrt": _rsqrt,
     "rcp": _reciprocal, "ex2": np.exp2, "lg2": np.log2, "sin": np.sin, "cos": np.cos, "tanh": _tanh,
+    "copysign": _copysign,
 }  # fmt: skip
 OF_BITS: dict[str, Function] = {"popc": _popc, "clz": _clz, "brev": _reversed_bits}
 

@@ -31,6 +31,7 @@ from triton.runtime.jit import JITFunction
 
 import edgelm.kernels
 from edgelm.kernels import choice, gpu_target
+from edgelm.kernels.tuning import TABLE
 from tests.kernels.ptx.dependents import READ_EARLY, Weights
 from tests.kernels.ptx.errors import BoundsError, DeadlockError, EmulatorError, RaceError
 from tests.kernels.ptx.machine import LANES_TOGETHER, Machine, Order
@@ -128,6 +129,8 @@ class Emulated:
         for module in pkgutil.walk_packages(edgelm.kernels.__path__, "edgelm.kernels."):
             import_module(module.name)  # a module that was first imported below would keep what is patched
         self._stack.enter_context(patch.object(choice, "interpreting", lambda: True))  # CPU tensors may pass
+        # A configuration is chosen once in a process, and depends on the GPU.
+        self._stack.enter_context(patch.object(TABLE, "_chosen", {}))
         self._replace("num_sms", gpu_target.num_sms, lambda _: self.num_sms)
         return self
 

@@ -212,6 +212,7 @@ NUMBERS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # type: 
     "max.f32": lambda a, b: np.where(np.isnan(a), b, np.where(np.isnan(b), a, np.maximum(a, b))),
     "min.f32": lambda a, b: np.where(np.isnan(a), b, np.where(np.isnan(b), a, np.minimum(a, b))),
     "max.NaN.f32": np.maximum,
+    "copysign.f32": lambda a, b: np.copysign(b, a),  # the sign is the first operand's
     "min.NaN.f32": np.minimum,
 }
 
