@@ -51,8 +51,17 @@ def dequantize(weight: PackedWeight, out: Tensor) -> Tensor:
         enable_fp_fusion=False,  # round after the multiplication and after the addition, as ggml does
         num_warps=TILES,
         launch_pdl=uses_pdl(),
+        maxnreg=max_registers(weight),
     )
     return out
+
+
+def max_registers(weight: PackedWeight) -> int | None:
+    """Return the limit of a thread's registers; None: the compiler's.
+
+    Without one, the assembler spills registers of groups of 16 on sm_120, to have 64 of them.
+    """
+    return 255 if weight.layout.group == 16 else None
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])  # of a slice, which depend on the length of a prompt

@@ -92,9 +92,10 @@ def compile_cases() -> list[CompileCase]:
 
 def compile_case(name: str, dtype: str) -> CompileCase:
     """Describe the kernel in a layout, as it is launched on a GPU."""
-    from edgelm.kernels.dequantize.kernel import TILES, TURNS, constants, dequantize_kernel
+    from edgelm.kernels.dequantize.kernel import TILES, TURNS, constants, dequantize_kernel, max_registers
 
     weight = matmul_cases.random_weight(LAYOUTS[name], 16, 16, Generator().manual_seed(0))
+    registers = max_registers(weight)
     pointers = plane_types(name) | {"out": f"*{dtype}"}
     fixed: dict[str, object] = dict.fromkeys(("high", "scales", "offsets", "supers"))
     fixed |= constants(weight) | {"chunks": 64 // 3 * 3 if name == "int8" else 64, "columns": 4096}
@@ -107,7 +108,7 @@ def compile_case(name: str, dtype: str) -> CompileCase:
         {key: value for key, value in fixed.items() if key not in pointers},
         (*pointers, "rows", "tiles"),
         TILES,
-        {"enable_fp_fusion": False},
+        {"enable_fp_fusion": False} | ({"maxnreg": registers} if registers else {}),
         loop_weights=32,
         # Other formats have words of 4 or 8 bytes for the upper bits, or half as many bytes of scales as of codes.
         wide_loads=weight.layout.bits in (4, 8) and weight.layout.group > 16,
