@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from edgelm.kernels.gpu_target import has_hbm
-from edgelm.kernels.layout import CHUNK, TILE, PackedWeight, Weight
+from edgelm.kernels.layout import CHUNK, TILE, Layout, PackedWeight, Weight
 
 BLOCKS, LARGE_BLOCKS = 4, 2  # of 8 rows, of a program; the second where operands or many warps leave less room
 MANY_WARPS = 8  # more have at most 128 registers a thread: all that a multiprocessor has, 65,536
@@ -71,12 +71,16 @@ def most_blocks(weight: Weight, dtype: torch.dtype, warps: int) -> int:
     return LARGE_BLOCKS if large else BLOCKS
 
 
-def steps_ahead(config: Config, blocks: int, tiles: int) -> int:
+def steps_ahead(config: Config, blocks: int, tiles: int, layout: Layout | None, *, hbm: bool) -> int:
     """Return how many steps a program of so many blocks and tiles loads ahead. They change no bit of a result.
 
-    Two tiles and two blocks of rows have no registers for two steps, nor has any program of more blocks.
+    A program of more than two blocks of rows has no registers for two steps. One of two blocks and two tiles has them
+    where codes are unpacked in few registers, but for some constants, which go to the stack: that pays with HBM, where
+    latency bounds the kernel. `layout` is None for a dense weight.
     """
-    return min(config.prefetch, 1) if blocks > 2 or (blocks == 2 and tiles > 1) else config.prefetch
+    light = layout is not None and layout.bits in (4, 8) and layout.code != "codebook" and layout.group >= 32
+    two_fit = blocks < 2 or (blocks == 2 and (tiles == 1 or (hbm and light)))
+    return config.prefetch if two_fit else min(config.prefetch, 1)
 
 
 def max_registers(blocks: int, dtype: torch.dtype, *, packed: bool) -> int | None:

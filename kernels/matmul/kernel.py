@@ -22,7 +22,7 @@ from edgelm.kernels.activation.kernel import gate_constants, gated_values
 from edgelm.kernels.choice import interpreting
 from edgelm.kernels.dequant_gemm import dequant_gemm
 from edgelm.kernels.dequant_gemm import launch_kind as prompt_kind
-from edgelm.kernels.gpu_target import kwidth, num_sms
+from edgelm.kernels.gpu_target import has_hbm, kwidth, num_sms
 from edgelm.kernels.layout import TILE, PackedWeight, Weight
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.matmul.configs import (
@@ -345,6 +345,8 @@ def decode(
     rows = x.shape[0]
     blocks, shares = row_blocks(rows, most_blocks(weight, x.dtype, config.warps))
     tiles_each = tiles_of_program(config, blocks, weight, gate is not None, num_sms(x.device))
+    layout = weight.layout if isinstance(weight, PackedWeight) else None
+    steps = steps_ahead(config, blocks, tiles_each, layout, hbm=has_hbm())
     if isinstance(weight, PackedWeight) and weight.order is not None:
         x = x.index_select(1, weight.order)
     if x.stride(1) != 1:
@@ -364,7 +366,7 @@ def decode(
     decode_kernel[(shares, -(-tiles // tiles_each), config.splits)](
         x, *planes, bias, residual, squares, ahead.factors, out, ahead.scaled, ahead.squares, partial, x.stride(0),
         residual_stride, rows, eps, N=weight.rows, K=weight.columns, **constants, **epilogue, NW=config.warps,
-        MT=tiles_each, TT=blocks, SPLITS=config.splits, PF=steps_ahead(config, blocks, tiles_each), KW=kwidth(),
+        MT=tiles_each, TT=blocks, SPLITS=config.splits, PF=steps, KW=kwidth(),
         num_warps=config.warps, num_stages=1, enable_fp_fusion=True, launch_pdl=uses_pdl(),
         maxnreg=max_registers(blocks, x.dtype, packed=isinstance(weight, PackedWeight)),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from edgelm.kernels.matmul.configs import (
     default_config,
     max_registers,
     most_blocks,
+    steps_ahead,
     tiles_of_program,
 )
 from tests.kernels.cases.matmul import LAYOUTS, random_weight
@@ -68,3 +69,22 @@ def test_two_blocks_of_rows_take_two_tiles_where_programs_remain_enough(
     weight = DenseWeight(torch.empty(rows, 4096, device="meta"))
     config = default_config(weight, gated=False)._replace(splits=1)
     assert [tiles_of_program(config, blocks, weight, False, num_sms) for blocks in (1, 2)] == [1, tiles]
+
+
+@pytest.mark.parametrize(("name", "blocks", "tiles", "hbm", "steps"), [
+    ("q4_k", 1, 2, False, 2),
+    ("q4_k", 2, 1, False, 2),
+    ("q4_k", 2, 2, False, 1),
+    ("q4_k", 2, 2, True, 2),
+    ("q6_k", 2, 2, True, 1),
+    ("mxfp4", 2, 2, True, 1),
+    ("int4_g16", 2, 2, True, 1),
+    (None, 2, 2, True, 1),
+    ("q4_k", 3, 1, True, 1),
+])  # fmt: skip
+def test_two_steps_are_under_way_where_registers_are_enough(
+    name: str | None, blocks: int, tiles: int, hbm: bool, steps: int
+):
+    layout = LAYOUTS[name] if name else None
+    assert steps_ahead(Config(4, tiles, 2, 1), blocks, tiles, layout, hbm=hbm) == steps
+    assert steps_ahead(Config(4, tiles, 0, 1), blocks, tiles, layout, hbm=hbm) == 0

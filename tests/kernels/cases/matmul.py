@@ -167,6 +167,10 @@ def compile_cases() -> list[CompileCase]:
     cases += [  # two blocks of rows on a GPU without HBM
         compile_case(name, "bf16", 16, Config(8, 2, 2, 1), norm=True) for name in ("q4_k", "q6_k")
     ]
+    cases += [  # two blocks of rows on a GPU with HBM
+        compile_case(name, "bf16", 16, Config(4, 2, 2, 1), lengths=True, gate="silu", hbm=True)
+        for name in ("q4_0", "q4_1", "q4_k", "q8_0", "awq")
+    ]
     cases += [  # a weight of few tiles, such as V and the `down` of small models
         compile_case(name, "bf16", rows, Config(16, 1, 2, 1))
         for name in ("q4_k", "q6_k", "q8_0", None)
@@ -195,10 +199,11 @@ def compile_case(
     gate: str | None = None,
     budget: float | None = None,
     dense: str | None = None,
+    hbm: bool = False,
 ) -> CompileCase:
     """Describe `decode` for 4096 x 4096 in a layout (None: dense, of x's type or another), as launched on a GPU.
 
-    `lengths`: by which its rows are divided; `norm`: the one behind it, with a residual.
+    `hbm`: as on one with HBM. `lengths`: by which its rows are divided; `norm`: the one behind it, with a residual.
     """
     import triton.language as tl
 
@@ -216,7 +221,7 @@ def compile_case(
 
     layout = LAYOUTS[name] if name else None
     blocks, _ = row_blocks(rows, LARGE_BLOCKS if config.warps > MANY_WARPS else BLOCKS)
-    ahead = steps_ahead(config, blocks, config.tiles)
+    ahead = steps_ahead(config, blocks, config.tiles, layout, hbm=hbm)
     kind = f"*{dtype}"
     common = dtype if dense is None else "fp32"
     registers = max_registers(blocks, TYPES[common], packed=name is not None)
@@ -240,7 +245,9 @@ def compile_case(
         "TT": blocks, "SPLITS": config.splits, "PF": ahead, "KW": kwidth(),
     }  # fmt: skip
     signature = dict.fromkeys(decode_kernel.arg_names, "constexpr") | pointers | integers | {"eps": "fp32"}
-    after = f"{' lengths' if lengths else ''}{' norm' if norm else ''}{f' {gate}' if gate else ''}"
+    after = (
+        f"{' lengths' if lengths else ''}{' norm' if norm else ''}{f' {gate}' if gate else ''}{' HBM' if hbm else ''}"
+    )
     return CompileCase(
         f"matmul {name or f'dense {dense}'.removesuffix(' None')} {dtype} rows={rows} {tuple(config)}{after}",
         decode_kernel,
