@@ -169,6 +169,7 @@ SAME_VALUES = "other threads hold the same values, and store them instead"
 LOW_BITS = "the lower half of a float64 that is the sum of two squares of float16 numbers: 0 in all lanes"
 LOW_WORD = "it is of the lower word of a composite, the token's id; only the value in the upper word is used"
 WHOLE_ROW = "the row's list stays empty, so that draw_kernel reads the whole row, which has the same result"
+BEYOND_COLUMNS = "no thread executes that load: its columns of x are behind the last one"
 LOWER_BOUND = "a bisection begins at rubbish below the least composite, and finds the same threshold"
 # by the title of a mutation: why it changes no result
 EQUIVALENT = {
@@ -204,9 +205,9 @@ EQUIVALENT = {
     f"sm_90 draw_kernel store to shared memory off by 16 bytes 0 ({SAMPLED})": LOWER_BOUND,
     f"sm_90 draw_kernel mask of a store inverted 0 ({SAMPLED})": SAME_VALUES,
     f"sm_90 draw_kernel mask of a store inverted 4 ({SAMPLED})": SAME_VALUES,
-    "sm_90 decode_kernel wait for earlier kernels behind a read 0 (matmul q6_k rows=3 float16)": (
-        "that read is of the next weights, which no kernel writes"
-    ),
+    "sm_80 decode_kernel scale of the next row 67 (matmul q4_k rows=3 float16)": BEYOND_COLUMNS,
+    "sm_80 decode_kernel load off by 16 bytes 82 (matmul q4_k rows=3 float16)": BEYOND_COLUMNS,
+    "sm_86 decode_kernel load off by 16 bytes 77 (matmul q6_k rows=3 float16)": BEYOND_COLUMNS,
     "sm_90 read_kernel mask of a store inverted 0 (bandwidth int32)": SAME_VALUES,
     "sm_90 read_kernel shuffle of another lane 5 (bandwidth int32)": (
         "it is of the upper half of a sum of int32, which wraps: only the lower half counts"
