@@ -37,8 +37,8 @@ def factor_at(next_weight, n, N: tl.constexpr):
 
 
 @triton.jit
-def inverse_lengths(squares, row, rows, eps, K: tl.constexpr):
-    """Return 1 / sqrt(mean of squares + eps) of the rows `row`, a vector, from the sums of 16 squares each."""
+def sums_of_squares(squares, row, rows, K: tl.constexpr):
+    """Return sums of the squares of the rows `row`, a vector, in BLOCK parts each, from the sums of 16 squares."""
     PARTS: tl.constexpr = (K + 15) // 16
     BLOCK: tl.constexpr = 256
     at = tl.arange(0, BLOCK)[None, :]
@@ -46,7 +46,13 @@ def inverse_lengths(squares, row, rows, eps, K: tl.constexpr):
     for start in tl.static_range(0, PARTS, BLOCK):
         inside = (row < rows)[:, None] & (start + at < PARTS)
         total += tl.load(squares + row[:, None] * PARTS + start + at, mask=inside, other=0.0)
-    return tl.rsqrt(tl.sum(total, 1) / K + eps)
+    return total
+
+
+@triton.jit
+def inverse_lengths(sums, eps, K: tl.constexpr):
+    """Return 1 / sqrt(mean of squares + eps) of rows, from the parts of `sums_of_squares`."""
+    return tl.rsqrt(tl.sum(sums, 1) / K + eps)
 
 
 @triton.jit
@@ -81,6 +87,7 @@ def surroundings(
     [1, 8]; nothing for a part of K. The residual of a gate has other columns, and is read at the end.
     """
     lengths: tl.tuple = ()
+    sums: tl.tuple = ()
     added: tl.tuple = ()
     for tt in tl.static_range(TT):
         row = first_row + tt * 8 + tl.arange(0, 8)
@@ -91,5 +98,8 @@ def surroundings(
                     inside = (row < rows)[None, :] & (n < N)
                     added += (residual_at(residual, residual_stride, row[None, :], n, inside),)
             if squares is not None:
-                lengths += (inverse_lengths(squares, row, rows, eps, K)[None, :],)
+                sums += (sums_of_squares(squares, row, rows, K),)
+    if SPLITS == 1 and squares is not None:
+        for tt in tl.static_range(TT):  # behind all loads: each waits for the L2 cache
+            lengths += (inverse_lengths(sums[tt], eps, K)[None, :],)
     return added, lengths

@@ -41,6 +41,7 @@ from edgelm.kernels.matmul.finish_kernel import (
     factors_of,
     inverse_lengths,
     residual_at,
+    sums_of_squares,
     surroundings,
     with_bias,
 )
@@ -260,7 +261,8 @@ def combine_kernel(
         if GATE is not None:
             up += tl.load(part + 16, mask=mask, other=0.0)
     if squares is not None:
-        factor = tl.max(inverse_lengths(squares, row + tl.zeros([1], tl.int32), row + 1, eps, K))
+        sums = sums_of_squares(squares, row + tl.zeros([1], tl.int32), row + 1, K)
+        factor = tl.max(inverse_lengths(sums, eps, K))
         y *= factor
         up *= factor
     y = with_bias(y, bias, at, N)
