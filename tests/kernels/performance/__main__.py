@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.kernels.performance.step import Scene
 
 HERE = "here"  # the GPU at hand
-POINTS = Path(__file__).resolve().parents[3] / "docs/results/performance-model-2026-11-23.jsonl"
+POINTS = Path(__file__).resolve().parents[3] / "docs/results/performance-model-2026-11-24.jsonl"
 
 
 def budget(scenes: Sequence[Scene], gpus: Sequence[str], kept: Path | None, *, as_kept: bool) -> None:
