@@ -6,7 +6,7 @@ Owns these facts. Knows nothing of any op.
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,7 +90,7 @@ def has_wgmma() -> bool:
 
 
 def has_hbm() -> bool:
-    """Return whether memory is so fast that instructions bound a decode step: A100, H100 and their like."""
+    """Return whether memory is so fast that it seldom bounds a decode step: A100, H100 and their like."""
     return _capability() in HBM
 
 
@@ -100,7 +100,15 @@ def _capability() -> int:
         return 0
     from triton.runtime import driver
 
-    return int(driver.active.get_current_target().arch)
+    return capability_of(driver.active, driver.active.get_current_device())
+
+
+@lru_cache(maxsize=32)
+def capability_of(active: Any, _device: int) -> int:
+    """Return the compute capability of a driver's current device, which would take time at each launch."""
+    capability = active.get_current_target().arch
+    assert isinstance(capability, int), capability
+    return capability
 
 
 @cache

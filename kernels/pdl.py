@@ -29,13 +29,11 @@ The wait must not stand in a loop: Triton 3.7 moves pipelined loads of the loop 
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import triton
 import triton.language as tl
 
 from edgelm.kernels.choice import PDL, PLAIN_OPS, interpreting
+from edgelm.kernels.gpu_target import capability_of
 
 FIRST_CAPABILITY = 90
 
@@ -47,15 +45,7 @@ def uses_pdl() -> bool:
     from triton.runtime import driver
 
     active = driver.active
-    return _capability(active, active.get_current_device()) >= FIRST_CAPABILITY
-
-
-@lru_cache(maxsize=32)
-def _capability(active: Any, _device: int) -> int:
-    """Return the compute capability of a driver's current device, which would take time at each launch."""
-    capability = active.get_current_target().arch
-    assert isinstance(capability, int), capability
-    return capability
+    return capability_of(active, active.get_current_device()) >= FIRST_CAPABILITY
 
 
 @triton.jit

@@ -27,7 +27,7 @@ class Config(Protocol):
 C = TypeVar("C", bound=Config)
 Stored = dict[str, dict[str, dict[str, int]]]  # op -> key -> configuration
 Launched = dict[tuple[str, str], Sequence[Config]]  # (op, key) -> candidates
-FORMAT = 2  # of the files: configurations of another format are measured again
+FORMAT = 3  # of the files: configurations of another format are measured again
 TUNED = "kernels"  # the folder of the files, within the cache folder
 UNFINISHED = "unfinished"  # in place of an op: how often a measurement of an op's key has ended its process
 

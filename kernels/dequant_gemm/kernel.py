@@ -141,7 +141,7 @@ def in_fragment_order(x: Tensor, chunks: int, group: int, kw: int) -> Tensor:
         parts = parts.reshape(len(x), chunks * 2, 2, 4, 2, 2).transpose(2, 3)
     else:
         parts = parts.reshape(len(x), chunks * 2, 4, 2, 2, 2)
-    # from lm, p, jb, h
+    # [.., lm, p, jb, h]
     parts = parts.permute(0, 1, 3, 4, 2, 5) if kw == 2 else parts.permute(0, 1, 3, 2, 4, 5)
     return parts.reshape(len(x), chunks * CHUNK).contiguous()
 

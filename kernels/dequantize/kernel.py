@@ -59,7 +59,7 @@ def dequantize(weight: PackedWeight, out: Tensor) -> Tensor:
 def max_registers(weight: PackedWeight) -> int | None:
     """Return the limit of a thread's registers; None: the compiler's.
 
-    Without one, the assembler spills registers of groups of 16 on sm_120, to have 64 of them.
+    Without one, ptxas spills on sm_120 to stay within 64 registers, with groups of 16.
     """
     return 255 if weight.layout.group == 16 else None
 

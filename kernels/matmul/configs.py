@@ -74,12 +74,12 @@ def most_blocks(weight: Weight, dtype: torch.dtype, warps: int) -> int:
 def steps_ahead(config: Config, blocks: int, tiles: int, layout: Layout | None, *, hbm: bool) -> int:
     """Return how many steps a program of so many blocks and tiles loads ahead. They change no bit of a result.
 
-    A program of more than two blocks of rows has no registers for two steps. One of two blocks and two tiles has them
-    where codes are unpacked in few registers, but for some constants, which go to the stack: that pays with HBM, where
-    latency bounds the kernel. `layout` is None for a dense weight.
+    More than two blocks of rows leave no registers for two steps. Two blocks and two tiles leave them only to codes of
+    4 and 8 bits; a few constants are spilled, which pays where latency bounds the kernel, as it does with HBM.
+    `layout` is None for a dense weight.
     """
     light = layout is not None and layout.bits in (4, 8) and layout.code != "codebook" and layout.group >= 32
-    two_fit = blocks < 2 or (blocks == 2 and (tiles == 1 or (hbm and light)))
+    two_fit = blocks < 2 or (blocks == 2 and (tiles == 1 or (tiles == 2 and hbm and light)))
     return config.prefetch if two_fit else min(config.prefetch, 1)
 
 
@@ -104,15 +104,17 @@ def tiles_of_program(config: Config, blocks: int, weight: Weight, gated: bool, n
     """Return the tiles of a program that takes so many blocks of rows. They change no bit of a result.
 
     Each program reads all of its rows of x, which are more than its weights where there are many: two tiles halve that.
-    They also share the sums of x, half of the tensor cores' work in a program of one tile, which on a GPU without HBM
-    takes longer than reading the weights. Below 1.5 such programs a multiprocessor, more and smaller ones are faster.
+    Two blocks and codes of up to 5 bits are faster so on a GPU without HBM: its tensor cores are slower than its
+    memory, and the tiles of a program share the sums of x. Below 1.5 such programs a multiprocessor, more and smaller
+    ones win.
     """
-    if blocks < 2:
-        return config.tiles
-    programs = -(-weight.rows // (2 * TILE)) * config.splits  # of two tiles
-    if blocks == 2:
-        return max(config.tiles, 2) if not has_hbm() and 2 * programs > 3 * num_sms else config.tiles
-    return 2 if gated or -(-weight.rows // TILE) * config.splits >= PROGRAMS else 1
+    if blocks > 2:
+        return 2 if gated or -(-weight.rows // TILE) * config.splits >= PROGRAMS else 1
+    few_bits = isinstance(weight, PackedWeight) and weight.layout.bits <= 5
+    if blocks == 2 and few_bits and not has_hbm():
+        programs = -(-weight.rows // (2 * TILE)) * config.splits  # of two tiles
+        return max(config.tiles, 2) if 2 * programs > 3 * num_sms else config.tiles
+    return config.tiles
 
 
 def candidates(weight: Weight, gated: bool) -> list[Config]:

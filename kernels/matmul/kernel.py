@@ -346,7 +346,9 @@ def decode(
     assert gate is None or (config.tiles % 2 == 0 and ahead.factors is None)
     rows = x.shape[0]
     blocks, shares = row_blocks(rows, most_blocks(weight, x.dtype, config.warps))
-    tiles_each = tiles_of_program(config, blocks, weight, gate is not None, num_sms(x.device))
+    tiles_each = config.tiles  # in float32 more tiles spill: see `float32_config`
+    if constants["DTYPE"] is not tl.float32 or interpreting():
+        tiles_each = tiles_of_program(config, blocks, weight, gate is not None, num_sms(x.device))
     layout = weight.layout if isinstance(weight, PackedWeight) else None
     steps = steps_ahead(config, blocks, tiles_each, layout, hbm=has_hbm())
     if isinstance(weight, PackedWeight) and weight.order is not None:

@@ -243,7 +243,7 @@ def load_x(
     """Return x as right operands, for each block of 8 rows both halves [NW, 32, 8] or four groups [NW, 16, 8]."""
     PARTS: tl.constexpr = 4 if GROUP == 16 else 2
     WIDTH: tl.constexpr = 64 // PARTS
-    # a thread's 4 or 8 columns, 16 bytes at a time
+    # a thread's 4 or 8 columns, at most 16 bytes at a time
     PIECES: tl.constexpr = 2 if x.dtype.element_ty == tl.float32 and WIDTH == 32 else 1
     i = tl.arange(0, NW * 8)[:, None]
     column = tl.arange(0, WIDTH // PIECES)[None, :]

@@ -9,6 +9,21 @@ import pytest
 from edgelm.kernels import gpu_target
 
 
+class FakeDriver:
+    """A driver with one GPU, which counts how often it is asked for it."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.asked = 0
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> SimpleNamespace:
+        self.asked += 1
+        return SimpleNamespace(arch=self.capability)
+
+
 @pytest.mark.parametrize(
     ("version", "faults"),
     [("3.6.0", True), ("3.7.1+git1e2", True), ("3.8.0", True), ("3.9.0", False), ("3.10.0", False), ("4.0", False)],
@@ -26,7 +41,7 @@ def test_products_of_sm_90_are_not_pipelined_by_a_triton_with_faults(
 ) -> None:
     from triton.runtime import driver
 
-    active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=capability))
+    active = FakeDriver(capability)
     monkeypatch.setattr(driver, "_active", active)
     monkeypatch.setattr(gpu_target, "interpreting", lambda: False)
     monkeypatch.setattr(gpu_target, "triton_has_faults", lambda: faults)
@@ -37,10 +52,12 @@ def test_products_of_sm_90_are_not_pipelined_by_a_triton_with_faults(
 def test_which_gpus_have_hbm(monkeypatch: pytest.MonkeyPatch, capability: int, hbm: bool) -> None:
     from triton.runtime import driver
 
-    active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=capability))
+    active = FakeDriver(capability)
     monkeypatch.setattr(driver, "_active", active)
     monkeypatch.setattr(gpu_target, "interpreting", lambda: False)
     assert gpu_target.has_hbm() == hbm
+    assert gpu_target.has_hbm() == hbm
+    assert active.asked == 1, "it is asked at each launch"
 
 
 def test_interpreted_kernels_have_no_hbm() -> None:

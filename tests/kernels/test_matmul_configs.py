@@ -56,18 +56,21 @@ def test_gpus_with_hbm_take_smaller_programs(rows: int, without: int, with_hbm: 
         assert default_config(weight, gated=True).tiles == 2
 
 
-@pytest.mark.parametrize(("hbm", "num_sms", "rows", "tiles"), [
-    (False, 82, 4096, 2),  # an RTX 3090
-    (False, 82, 1024, 1),
-    (False, 128, 4096, 1),  # an RTX 4090
-    (True, 82, 4096, 1),
+@pytest.mark.parametrize(("name", "hbm", "num_sms", "rows", "tiles"), [
+    ("q4_k", False, 82, 4096, 2),  # an RTX 3090
+    ("q4_k", False, 82, 1024, 1),
+    ("q4_k", False, 128, 4096, 1),  # an RTX 4090
+    ("q4_k", True, 82, 4096, 1),
+    ("q6_k", False, 82, 4096, 1),
+    (None, False, 82, 4096, 1),
 ])  # fmt: skip
 def test_two_blocks_of_rows_take_two_tiles_where_programs_remain_enough(
-    hbm: bool, num_sms: int, rows: int, tiles: int, monkeypatch: pytest.MonkeyPatch
+    name: str | None, hbm: bool, num_sms: int, rows: int, tiles: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(configs, "has_hbm", lambda: hbm)
-    weight = DenseWeight(torch.empty(rows, 4096, device="meta"))
-    config = default_config(weight, gated=False)._replace(splits=1)
+    dense = DenseWeight(torch.empty(rows, 256, device="meta"))
+    weight = random_weight(LAYOUTS[name], rows, 256, generator(SEED)) if name else dense
+    config = Config(8, 1, 2, 1)
     assert [tiles_of_program(config, blocks, weight, False, num_sms) for blocks in (1, 2)] == [1, tiles]
 
 
@@ -76,6 +79,7 @@ def test_two_blocks_of_rows_take_two_tiles_where_programs_remain_enough(
     ("q4_k", 2, 1, False, 2),
     ("q4_k", 2, 2, False, 1),
     ("q4_k", 2, 2, True, 2),
+    ("q4_k", 2, 4, True, 1),
     ("q6_k", 2, 2, True, 1),
     ("mxfp4", 2, 2, True, 1),
     ("int4_g16", 2, 2, True, 1),

@@ -143,7 +143,7 @@ def test_another_gpu_and_another_triton_have_their_own_file(tmp_path):
         table = Table()
         table.open(tmp_path, other)
         assert table.best("matmul", op.key, lambda: CANDIDATES) == CANDIDATES[0]
-    assert file_name(TARGET) == "nvidia-h100-80gb-hbm3-132sm-triton3.9.0-2.json"
+    assert file_name(TARGET) == "nvidia-h100-80gb-hbm3-132sm-triton3.9.0-3.json"
 
 
 def test_a_configuration_that_is_no_candidate_any_more_is_measured_anew(tmp_path):

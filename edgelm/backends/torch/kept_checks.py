@@ -22,7 +22,7 @@ from edgelm.config import Settings
 from edgelm.kv_modes import TORCH_KV
 from edgelm.machine.gpu import nvidia_gpus
 
-FORMAT = 4  # of the file, and of the checks
+FORMAT = 5  # of the file, and of the checks
 PACKAGES = ("torch", "triton")
 
 

@@ -261,6 +261,7 @@ def compile_case(
         else 0,  # the loop of dense rows is unrolled for sm_80
         budget=budget,
         spills=20 if registers == FEW_REGISTERS else 0,
+        spills_on={90: 40} if (name, dtype, rows) == ("int6_g16", "bf16", 8) else {},
         wide_loads=layout is None or layout.group != 16,  # four lanes read a sector of x together, 8 bytes each
         main=dtype == "fp16" and (name, rows) in (("q4_0", 16), ("q4_k", 8), ("q6_k", 8), (None, 8)),
     )
