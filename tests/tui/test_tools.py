@@ -185,7 +185,7 @@ async def test_a_changed_tool_and_a_changed_server_are_asked_for_again(
         endpoint.calls = [[call("echo")]]
         await chat.ask_only("Three")
         await asked(chat)
-        await chat.sees("has changed since you allowed it", "server.py greets")
+        await chat.sees("has changed since you allowed it", "greets")  # a long path before it may end the line
 
 
 async def test_typing_ahead_does_not_answer(
