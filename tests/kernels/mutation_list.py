@@ -358,8 +358,8 @@ MUTATIONS = [
     Mutation(
         FINISH,
         "all blocks of rows have the lengths of the first",
-        "(inverse_lengths(squares, row, rows",
-        "(inverse_lengths(squares, first_row + tl.arange(0, 8), rows",
+        "(inverse_lengths(sums[tt]",
+        "(inverse_lengths(sums[0]",
         f"{OF_MATMUL}::test_the_norm_of_a_row_depends_on_no_other",
     ),
     Mutation(
