@@ -138,5 +138,7 @@ def few_case(name: str | None, dtype: str, gate: GateKind | None = None) -> Comp
         loop_weights=64 if gate else 32,
         spills_on={} if gate else SPILLS.get(layout, {}),
         budget=budgets.get(layout) if isinstance(weight, PackedWeight) and gate else None,
+        # of groups of 16, four lanes read a sector of x together, 8 bytes each
+        wide_loads=not (isinstance(weight, PackedWeight) and weight.layout.group == 16),
         main=gate is not None or name == "q6_k",
     )
