@@ -95,9 +95,9 @@ async def test_a_request_that_never_ran_has_no_times() -> None:
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 async def test_the_used_share_of_the_cache_is_that_of_running_sequences(runs_ahead: bool) -> None:
-    with running_engine(runs_ahead=runs_ahead, context=1000, capacity=2000) as (engine, _):
+    with running_engine(runs_ahead=runs_ahead, context=40_000, capacity=80_000) as (engine, _):
         assert engine.kv_usage == 0
-        stream = engine.submit([1] * 500, ENDLESS)
+        stream = engine.submit([1] * 20_000, ENDLESS)  # too long for the engine to fill the context meanwhile
         await anext(stream)
         assert 0.25 <= engine.kv_usage <= 0.6
         stream.close()
