@@ -7,15 +7,12 @@ BIN := .venv/bin
 # The environment is made again when what it is made from changes, whatever the files' dates say.
 INPUTS := pyproject.toml edgelm/__init__.py packaging/llama/pyproject.toml packaging/llama_wheel.py packaging/environment.sh
 READY := .venv/ready-$(shell cat $(INPUTS) | cksum | tr ' ' '-')
-# Threads of OpenMP that wait do not spin: tests run beside each other, and beside other work.
-export OMP_WAIT_POLICY ?= passive
 # Tests run on all cores, a file on each. Those that start processes or wait for sockets and screens run beside each other:
 # they wait more than they compute, so there is a process more than cores. Beside tests that only compute they would be late. They run first: the lines that
 # libraries print at exit would follow the summary.
 TIMED := tests/commands tests/server tests/tui
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ? 4 : $$1 }')
 TIMED_JOBS ?= $(shell expr $(JOBS) + 1)
-export OMP_NUM_THREADS ?= 1
 # The clients of `make clients`: from PyPI and npm, in the versions of tests/clients/.
 CLIENTS := build/clients
 CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/aider.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
@@ -32,6 +29,10 @@ OUT ?= dist
 VULKAN ?=
 # The time of the last commit: two builds of one commit have the same bytes.
 EPOCH = $(shell git log -1 --format=%ct 2>/dev/null || echo 1767225600)
+
+# Tests run beside each other, so their threads of OpenMP do not spin, and are few. A chat decides by itself.
+test soak clients: export OMP_WAIT_POLICY ?= passive
+test soak clients: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help venv chat test coverage clients soak lint format smoke bench wheel dist clean
 
