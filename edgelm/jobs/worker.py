@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,29 @@ from edgelm.workers.messages import EngineJob, EvalJob, Note, Result, RunJob, St
 def work_with_engine(
     work: Callable[[LoadedModel, Any, Child], Coroutine[Any, Any, None]], job: EngineJob, child: Child
 ) -> None:
-    """Load the model of a job, await the work with its engine, and close it. Raises EdgeLMError."""
-    loaded = build(
+    """Load the model of a job, await the work with its engine, and close it. Raises EdgeLMError.
+
+    Loading measures steps, so it has a thread of its own, which ends: threads of OpenMP that wait for another thread's
+    next step take cores from those of the engine (libgomp lets none of them spin then).
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as loading:
+        loaded = loading.submit(_build, job, child).result()
+    loaded.engine.when_lost = child.fail
+
+    def save() -> None:
+        loaded.prompt_tokens.save()
+        loaded.engine.stop(child.saving)
+
+    child.at_end(save)
+    try:
+        asyncio.run(work(loaded, job, child))
+    finally:
+        save()
+        loaded.engine.close()
+
+
+def _build(job: EngineJob, child: Child) -> LoadedModel:
+    return build(
         job.model,
         job.settings,
         least_context=job.least_context,
@@ -42,18 +64,6 @@ def work_with_engine(
         warn=lambda text: child.send(Note(text)),
         when_lost=child.fail,
     )
-    loaded.engine.when_lost = child.fail
-
-    def save() -> None:
-        loaded.prompt_tokens.save()
-        loaded.engine.stop(child.saving)
-
-    child.at_end(save)
-    try:
-        asyncio.run(work(loaded, job, child))
-    finally:
-        save()
-        loaded.engine.close()
 
 
 def _run(job: RunJob, child: Child) -> None:
