@@ -6,6 +6,7 @@ Owns the path of a request to the engine and back. The front has checked access 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import resource
@@ -176,34 +177,47 @@ async def _all(deltas: AsyncIterator[AnswerDelta]) -> list[AnswerDelta]:
 
 
 class _Coming:
-    """The deltas of an answer. A wait for the next one that ends early ends no work."""
+    """The deltas of an answer, as they come. A wait that ends early ends no work."""
 
     def __init__(self, deltas: AsyncGenerator[AnswerDelta, None]) -> None:
         self._deltas = deltas
-        self._next: asyncio.Future[AnswerDelta | None] | None = None
+        self._ready: list[AnswerDelta] = []
+        self._news = asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
 
     async def arrived(self, limit_s: float) -> bool:
-        """Return whether the next delta, the end or a failure comes within so many seconds."""
-        if self._next is None:
-            self._next = asyncio.ensure_future(anext(self._deltas, None))
-        await asyncio.wait({self._next}, timeout=limit_s)
-        return self._next.done()
+        """Return whether deltas, the end or a failure come within so many seconds."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._read())
+            self._reading.add_done_callback(lambda _: self._news.set())
+        if not (self._ready or self._reading.done()):
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self._news.wait()
+        return bool(self._ready) or self._reading.done()
 
-    def take(self) -> AnswerDelta | None:
-        """Return the delta that arrived; None: the end. Raises the answer's failure."""
-        assert self._next is not None
-        arrived, self._next = self._next, None
-        return arrived.result()
+    def take(self) -> list[AnswerDelta]:
+        """Return the deltas that arrived; none: the end. Raises the answer's failure, behind its last delta."""
+        taken, self._ready = self._ready, []
+        if not taken:
+            self.check()
+        return taken
 
     def check(self) -> None:
-        """Raise the answer's failure, if it arrived."""
-        if self._next is not None and self._next.done():
-            self._next.result()
+        """Raise the answer's failure, if that arrived and no delta before it."""
+        if self._reading is not None and self._reading.done() and not self._ready:
+            self._reading.result()
 
     async def cancel(self) -> None:
         """End the wait for the next delta."""
-        if self._next is not None:
-            await cancel(self._next)
+        if self._reading is not None:
+            await cancel(self._reading)
+
+    async def _read(self) -> None:
+        async for delta in self._deltas:
+            self._ready.append(delta)
+            self._news.set()
 
 
 async def _events(reply: Reply, coming: _Coming) -> AsyncIterator[bytes]:
@@ -215,10 +229,10 @@ async def _events(reply: Reply, coming: _Coming) -> AsyncIterator[bytes]:
         while True:
             events = b""
             if await coming.arrived(written + PING_S - time.monotonic()):
-                delta = coming.take()
-                if delta is None:
+                deltas = coming.take()
+                if not deltas:
                     break
-                events = reply.delta(delta)
+                events = b"".join(map(reply.delta, deltas))
             if not events and time.monotonic() >= written + PING_S:
                 events = reply.ping()
             if events:

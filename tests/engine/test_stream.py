@@ -1,0 +1,63 @@
+"""A stream's reader is woken for the first and last event at once, and not for each token of a fast model."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+
+from edgelm.core import Event, FinishReason
+from edgelm.engine.stream import MIN_GAP_S, Mailbox, Stream
+
+TURNS = 5  # of the loop, until everything that is due has run
+
+
+class StillLoop(asyncio.SelectorEventLoop):
+    """A loop whose time is set by the test."""
+
+    now = 100.0
+
+    def time(self) -> float:
+        return self.now
+
+
+def wake_ups(*posts: tuple[float, FinishReason | None]) -> list[list[int]]:
+    """Post an event at each time, in seconds; return which events the reader had when it was woken."""
+    taken: list[list[int]] = []
+
+    async def read(mailbox: Mailbox) -> None:
+        async for event in Stream(mailbox, lambda _: None):
+            taken[-1].append(event.seq_id)
+
+    async def run_turns() -> None:
+        taken.append([])
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+
+    async def run(loop: StillLoop) -> None:
+        mailbox = Mailbox(loop)
+        reading = asyncio.ensure_future(read(mailbox))
+        for number, (at, reason) in enumerate(posts):
+            loop.now = 100 + at
+            await run_turns()  # timers that are due
+            mailbox.post(Event(number, finish_reason=reason))
+            await run_turns()
+        await reading
+
+    with closing(StillLoop()) as loop:
+        loop.run_until_complete(run(loop))
+    return [events for events in taken if events]
+
+
+def test_a_slow_model_wakes_its_reader_for_each_token() -> None:
+    gap = MIN_GAP_S * 1.01
+    assert wake_ups((0, None), (gap, None), (2 * gap, "stop")) == [[0], [1], [2]]
+
+
+def test_a_fast_model_wakes_its_reader_for_several_tokens() -> None:
+    gap = MIN_GAP_S / 4
+    posts = [(number * gap, None) for number in range(9)]
+    assert wake_ups(*posts, (8.5 * gap, "stop")) == [[0], [1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_what_waits_is_delivered_without_another_token() -> None:
+    assert wake_ups((0, None), (MIN_GAP_S / 2, None), (10, "stop")) == [[0], [1], [2]]
