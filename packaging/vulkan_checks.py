@@ -91,7 +91,7 @@ class Runner:
 
 
 def options(kv: str) -> LlamaOptions:
-    return LlamaOptions(context=CONTEXT, kv=kv, max_sequences=SEQUENCES, threads=2, batch_threads=2)
+    return LlamaOptions(context=CONTEXT, kv=kv, max_sequences=SEQUENCES, threads=2)
 
 
 def facts_of(path: Path) -> ModelFacts:

@@ -34,7 +34,7 @@ def loaded_model(path: Path, drafter: Drafter | None = None, *, context: int = 4
     """Run a model with arithmetic that is equal with drafts and without: flash attention and int8 KV."""
     model = LlamaModel(path)
     tokenizer = LlamaTokenizer.of_model(model.native, model)
-    executor = LlamaExecutor(model, LlamaOptions(context=context, kv="int8", threads=1, batch_threads=1))
+    executor = LlamaExecutor(model, LlamaOptions(context=context, kv="int8", threads=1))
     clock = StepClock(
         StepCosts([Measured(rows, 0, 1 + rows / 64) for rows in (1, 2, 4, 8, 16, 32)])
     )  # rows cost little

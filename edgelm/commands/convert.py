@@ -66,13 +66,7 @@ def run_conversion(job: ConvertJob, config: Config, *, verbose: bool = False) ->
     with ExitStack() as resources:
         bar = resources.enter_context(_Bar(sys.stderr.isatty()))
         worker = resources.enter_context(
-            Worker(
-                WORKER,
-                *(["-v"] if verbose else []),
-                replies=REPLIES,
-                environment=machine.child_environment(config.places) if job.check else None,
-                echo="" if verbose else None,
-            )
+            Worker(WORKER, *(["-v"] if verbose else []), replies=REPLIES, echo="" if verbose else None)
         )
         worker.send(job)
         try:

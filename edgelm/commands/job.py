@@ -52,19 +52,10 @@ def run_job(job: EngineJob, places: Places, verbose: bool) -> Iterator[Iterator[
     files = ModelFiles(job.model, *([draft.path] if draft else []))
     echo = "" if verbose else None
     flags = ["-v"] if verbose else []
-    environment = machine.child_environment(places)
 
     def start() -> Worker:
         on_saving = _Saving(status).show
-        return Worker(
-            WORKER,
-            *flags,
-            replies=REPLIES,
-            errors=(GpuLoadError,),
-            environment=environment,
-            echo=echo,
-            on_saving=on_saving,
-        )
+        return Worker(WORKER, *flags, replies=REPLIES, errors=(GpuLoadError,), echo=echo, on_saving=on_saving)
 
     job = replace(job, settings=job.settings.without_keys, repack=facts.repack)
     with ExitStack() as workers:

@@ -190,9 +190,7 @@ class _Llama:
             reason = error.message.partition("cannot be loaded: ")[2] or error.message
             raise ModelError(f"llama.cpp does not load the converted file: {reason}", HINT) from None
         self.tokenizer = LlamaTokenizer.of_model(self._model.native, self._model)
-        options = LlamaOptions(
-            context=CONTEXT, max_sequences=1, max_rows=NUM_TOKENS, threads=threads, batch_threads=threads
-        )
+        options = LlamaOptions(context=CONTEXT, max_sequences=1, max_rows=NUM_TOKENS, threads=threads)
         self._executor = LlamaExecutor(self._model, options)
 
     def __enter__(self) -> Self:

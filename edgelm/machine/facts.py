@@ -10,7 +10,6 @@ import hashlib
 import platform
 import signal
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,8 +18,7 @@ from typing import Literal, NamedTuple
 from edgelm.atomic import atomic_json, read_json
 from edgelm.errors import EdgeLMError, EngineError
 from edgelm.llama_build import find_build
-from edgelm.machine.cpu import Cores, OtherLoad, read_text, usable_cores
-from edgelm.places import Places
+from edgelm.machine.cpu import Cores, read_text, usable_cores
 from edgelm.workers.parent import Worker, WorkerDiedError, ask
 
 Canary = Literal["ok", "no_repack", "failed"]
@@ -29,8 +27,6 @@ CANARY = "edgelm.backends.llama.canary"
 TIME_LIMIT_S = 60
 FORMAT = 2  # of the file, and of the canary's checks: part of the key
 MAX_FILE_BYTES = 65_536
-LOAD_S = 0.1  # in which the load by other processes is measured
-BUSY_CORES = 0.4  # that others use, beyond those that our threads leave free
 SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
 REINSTALL = (
@@ -71,22 +67,6 @@ class MachineFacts:
         """Raise EngineError if llama.cpp does not work at all."""
         if self.canary == "failed":
             raise EngineError(f"llama.cpp {self.reason}", REINSTALL)
-
-
-def child_environment(places: Places, load: OtherLoad | None = None) -> dict[str, str | None]:
-    """Return the environment variables of a process that will load llama.cpp. Takes a tenth of a second.
-
-    The threads of edgelm-llama wait as the moment asks for (backends/llama/pace.py). Those of a llama-cpp-python that
-    was compiled here are libgomp's, which reads its policy once, while it loads: they sleep if other processes use the
-    cores just now. The user's own policy wins. Raises EngineError if there is no llama.cpp.
-    """
-    if find_build().ready_made or places.wait_policy or usable_cores().physical == 1:
-        return {}
-    load = load or OtherLoad()
-    time.sleep(LOAD_S)
-    others = load.cores()
-    spare = load.num_cores - usable_cores().physical
-    return dict(SLEEP) if others is not None and others - spare > BUSY_CORES else {}
 
 
 def facts(cache_dir: Path, *, notify: Callable[[str], None], command: tuple[str, ...] = ()) -> MachineFacts:

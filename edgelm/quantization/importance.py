@@ -137,14 +137,7 @@ class _Runner:
         self.window = min(WINDOW, model.train_context or WINDOW)
         self._collector = _Collector(graph_reader(), matrices, statistics)
         self._callback = _CALLBACK(self._collector.visit)
-        options = LlamaOptions(
-            context=self.window,
-            max_sequences=1,
-            max_tokens=BATCH,
-            max_rows=BATCH,
-            threads=threads,
-            batch_threads=threads,
-        )
+        options = LlamaOptions(context=self.window, max_sequences=1, max_tokens=BATCH, max_rows=BATCH, threads=threads)
         params = fill_struct(
             context_params(options, model.num_heads),
             type_k=F32,

@@ -116,10 +116,9 @@ class Launcher:
             socket=socket,
             cuda_problem=cuda_problem,
         )
-        environment = await asyncio.to_thread(machine.child_environment, self._places)
         flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
         replies = (Loading, Note, Ready, Status)
-        worker = Worker(WORKER, *flags, replies=replies, errors=ERRORS, environment=environment, echo=echo)
+        worker = Worker(WORKER, *flags, replies=replies, errors=ERRORS, echo=echo)
         return EngineProcess(
             worker,
             job,

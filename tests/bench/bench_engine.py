@@ -117,7 +117,7 @@ def main() -> None:
     threads = usable_cores().physical
     model = LlamaModel(args.model)
     context = max(args.idle + 1024, args.batch * (PROMPT_LEN + args.tokens + 2))
-    options = LlamaOptions(context=context, kv=args.kv, threads=threads, batch_threads=threads)
+    options = LlamaOptions(context=context, kv=args.kv, threads=threads)
     executor = LlamaExecutor(model, options)
     clock = StepClock()
     engine = Engine(executor, Scheduler(executor.info, SlotKV(executor.info, 2**31), clock), clock).start()

@@ -84,7 +84,7 @@ def main() -> None:
     threads = usable_cores().physical
     model = LlamaModel(args.model)
     context = args.prompt + 8192
-    executor = LlamaExecutor(model, LlamaOptions(context=context, kv=args.kv, threads=threads, batch_threads=threads))
+    executor = LlamaExecutor(model, LlamaOptions(context=context, kv=args.kv, threads=threads))
     clock = StepClock()
     engine = Engine(executor, Scheduler(executor.info, SlotKV(executor.info, 0), clock), clock).start()
     alone, beside, seconds = asyncio.run(measure(engine, model.num_vocab, args.prompt, args.limit))

@@ -94,7 +94,7 @@ async def time_vocabulary(path: Path) -> None:
 def start(path: Path, threads: int, speculation: bool) -> tuple[Engine, LlamaTokenizer]:
     model = LlamaModel(path)
     tokenizer = LlamaTokenizer.of_model(model.native, model)
-    executor = LlamaExecutor(model, LlamaOptions(context=2048, threads=threads, batch_threads=threads))
+    executor = LlamaExecutor(model, LlamaOptions(context=2048, threads=threads))
     clock = StepClock()
     drafter = Silent() if speculation else None
     return Engine(

@@ -57,7 +57,7 @@ class Side:
         threads = usable_cores().physical
         model = LlamaModel(args.model)
         self.num_vocab = model.num_vocab
-        options = LlamaOptions(context=args.context, kv=args.kv, threads=threads, batch_threads=threads)
+        options = LlamaOptions(context=args.context, kv=args.kv, threads=threads)
         files = snapshot_folder(folder, model, [args.model], options, Bounds(4 * GIB, 1e6)) if folder else None
         store = SnapshotStore(2 * GIB, files)
         executor = LlamaExecutor(model, options, store)

@@ -126,7 +126,7 @@ def read_requests(path: Path, args: argparse.Namespace) -> list[Request]:
 
 def make_side(model: LlamaModel, args: argparse.Namespace, surface: list[Measured], part: Part | None) -> Side:
     options = LlamaOptions(
-        context=args.context, kv=args.kv, threads=args.threads, batch_threads=args.threads, max_sequences=2
+        context=args.context, kv=args.kv, threads=args.threads, max_sequences=2
     )
     executor = Forced(LlamaExecutor(model, options))
     clock = StepClock(StepCosts(surface) if part else None)
@@ -137,7 +137,7 @@ def make_side(model: LlamaModel, args: argparse.Namespace, surface: list[Measure
 
 def measured_surface(model: LlamaModel, args: argparse.Namespace) -> list[Measured]:
     options = LlamaOptions(
-        context=args.context, kv=args.kv, threads=args.threads, batch_threads=args.threads, max_sequences=2
+        context=args.context, kv=args.kv, threads=args.threads, max_sequences=2
     )
     executor = LlamaExecutor(model, options)
     deep = min(DEPTH, args.context // 2)

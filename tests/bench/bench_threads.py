@@ -129,7 +129,7 @@ def decode_ms(model: Path, threads: int) -> float:
     from edgelm.backends.llama.model import LlamaModel
     from edgelm.core import Chunk, SamplingParams, Sequence, Step, Trim
 
-    options = LlamaOptions(context=256, max_sequences=1, threads=threads, batch_threads=threads)
+    options = LlamaOptions(context=256, max_sequences=1, threads=threads)
     executor = LlamaExecutor(LlamaModel(model), options)
     sequence = Sequence(0, [1], 1, SamplingParams(temperature=0))
     start, measured, count, position = time.perf_counter(), 0.0, 0, 0

@@ -17,8 +17,7 @@ from edgelm.errors import EngineError
 from edgelm.llama_build import InstalledLlama
 from edgelm.machine import facts as machine
 from edgelm.machine.cpu import Cores
-from edgelm.machine.facts import MachineFacts, child_environment, facts, machine_key
-from edgelm.places import Places
+from edgelm.machine.facts import MachineFacts, facts, machine_key
 
 FAKE_CHILD = """
 import json, os, signal, sys, time
@@ -265,42 +264,6 @@ def test_the_key_changes_with_build_processor_and_cores(tmp_path: Path, monkeypa
     assert machine_key(Cores(1, 2), tmp_path) != keys[-1]
     build = replace(build, version="2")
     assert changed()
-
-
-class Load:
-    """Two cores, of which others use some."""
-
-    num_cores = 2
-
-    def __init__(self, others: float | None) -> None:
-        self.others = others
-
-    def cores(self) -> float | None:
-        return self.others
-
-
-@pytest.mark.parametrize(
-    ("package", "others", "user", "expected"),
-    [
-        ("llama-cpp-python", 0.1, {}, {}),
-        ("llama-cpp-python", 1.5, {}, machine.SLEEP),
-        ("llama-cpp-python", None, {}, {}),
-        ("llama-cpp-python", 1.5, {"GOMP_SPINCOUNT": "7"}, {}),
-        ("edgelm-llama", 1.5, {}, {}),  # its threads are told while they run
-    ],
-)
-def test_threads_of_libgomp_sleep_from_the_start_on_a_busy_machine(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    package: str,
-    others: float | None,
-    user: dict[str, str],
-    expected: dict[str, str],
-) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: Cores(2, 2))
-    monkeypatch.setattr(machine, "LOAD_S", 0)
-    monkeypatch.setattr(machine, "find_build", lambda: InstalledLlama(package, "1", tmp_path))
-    assert child_environment(Places(user), Load(others)) == expected  # type: ignore[arg-type]
 
 
 def test_nothing_native_is_imported_by_the_parent() -> None:

@@ -93,11 +93,7 @@ def build_llama(
     if planned.warning:
         warn(planned.warning)
     options = LlamaOptions(
-        context=option.context,
-        kv=option.kv,
-        max_sequences=settings.parallel,
-        threads=planned.threads,
-        batch_threads=planned.threads,
+        context=option.context, kv=option.kv, max_sequences=settings.parallel, threads=planned.threads
     )
     load_weights = partial(LlamaModel, path, files=files, repack=repack, adapters=adapters, progress=progress)
     if facts.summary.kind != "text":

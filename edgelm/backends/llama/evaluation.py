@@ -105,7 +105,6 @@ def load_llama_evaluation(
                 max_sequences=1,
                 max_rows=max_rows(native.num_vocab, window),
                 threads=threads,
-                batch_threads=threads,
             )
             executor = LlamaExecutor(native, options)
             native.share()  # the executor closes it too

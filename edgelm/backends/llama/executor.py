@@ -46,7 +46,6 @@ class LlamaOptions:
     max_tokens: int = 512
     max_rows: int = MAX_ROWS
     threads: int = 1
-    batch_threads: int = 1
 
     @property
     def flash_attention(self) -> bool:
@@ -96,7 +95,8 @@ class LlamaExecutor:
             keeps_all=L.llama_model_n_swa(model.native) == 0,
         )
         self._batch = Batch(max_tokens)
-        self._pace = Pace(NativeThreads(self._context), options.threads, options.batch_threads)
+        self._threads = NativeThreads(self._context)
+        self._pace = Pace(self._threads, options.threads)
         self._logits = np.empty((0, model.num_vocab), np.float32)
         self._snapshots = snapshots or SnapshotStore(UNBOUNDED)
         self._snapshots.divisible = self._info.can_trim and self._info.keeps_all
@@ -142,6 +142,7 @@ class LlamaExecutor:
         context, self._context = self._context, None
         if context:
             self._snapshots.close()
+            self._threads.close()
             L.llama_free(context)
             self._model.close()
 
@@ -202,7 +203,7 @@ def context_params(options: LlamaOptions, num_heads: int) -> Any:
         n_seq_max=options.max_sequences,
         n_outputs_max=options.max_rows,
         n_threads=options.threads,
-        n_threads_batch=options.batch_threads,
+        n_threads_batch=options.threads,
         flash_attn_type=L.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else L.LLAMA_FLASH_ATTN_TYPE_DISABLED,
         type_k=key_type.id,
         type_v=value_type.id,

@@ -58,7 +58,7 @@ def running(
     path: Path, *, drafter: object = None, bookkeeper: type[SlotKV] = SlotKV, **options: object
 ) -> Iterator[tuple[LlamaModel, Engine]]:
     model = LlamaModel(path)
-    executor = LlamaExecutor(model, LlamaOptions(**{"context": 1024, "threads": 2, "batch_threads": 2} | options))
+    executor = LlamaExecutor(model, LlamaOptions(**{"context": 1024, "threads": 2} | options))
     clock = StepClock()
     scheduler = Scheduler(executor.info, bookkeeper(executor.info, 2**28), clock, drafter)
     engine = Engine(executor, scheduler, clock).start()

@@ -79,7 +79,7 @@ def running(path: Path, drafter: Drafter | None) -> Iterator[tuple[Engine, Llama
     """Run an engine whose arithmetic is equal with drafts and without: flash attention and int8 KV."""
     model = LlamaModel(path)
     tokenizer = LlamaTokenizer.of_model(model.native, model)
-    executor = LlamaExecutor(model, LlamaOptions(context=1024, kv="int8", threads=1, batch_threads=1))
+    executor = LlamaExecutor(model, LlamaOptions(context=1024, kv="int8", threads=1))
     clock = StepClock()
     engine = Engine(executor, Scheduler(executor.info, SlotKV(executor.info, 2**26), clock, drafter), clock).start()
     try:

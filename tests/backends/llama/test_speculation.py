@@ -63,7 +63,7 @@ def running(path: Path, drafter: Drafter | None) -> Iterator[tuple[Engine, Llama
     """Run an engine with flash attention and int8 KV, which is equal in every batch shape (design, section 6)."""
     model = LlamaModel(path)
     tokenizer = LlamaTokenizer.of_model(model.native, model)
-    executor = LlamaExecutor(model, LlamaOptions(context=1024, kv="int8", threads=1, batch_threads=1))
+    executor = LlamaExecutor(model, LlamaOptions(context=1024, kv="int8", threads=1))
     clock = StepClock()
     engine = Engine(executor, Scheduler(executor.info, SlotKV(executor.info, 2**26), clock, drafter), clock).start()
     try:
