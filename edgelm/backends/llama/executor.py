@@ -96,7 +96,7 @@ class LlamaExecutor:
         )
         self._batch = Batch(max_tokens)
         self._threads = NativeThreads(self._context)
-        self._pace = Pace(self._threads, options.threads)
+        self._pace = Pace(self._threads, options.threads, model.other_load)
         self._logits = np.empty((0, model.num_vocab), np.float32)
         self._snapshots = snapshots or SnapshotStore(UNBOUNDED)
         self._snapshots.divisible = self._info.can_trim and self._info.keeps_all

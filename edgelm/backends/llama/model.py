@@ -18,6 +18,7 @@ from edgelm.backends.llama.devices import NativePlacement
 from edgelm.backends.llama.placement import ON_CPU, Placement
 from edgelm.errors import ModelError
 from edgelm.llama_binding import L
+from edgelm.machine.cpu import OtherLoad
 
 _MADV_DONTNEED = 4
 
@@ -45,6 +46,7 @@ class LlamaModel:
         adapters: Sequence[LlamaAdapter] = (),
         progress: Callable[[float], bool] | None = None,
     ) -> None:
+        self.other_load = OtherLoad()  # while the model is loaded, for the first step
         start_backend()
         native_log.clear()
         self.path = path

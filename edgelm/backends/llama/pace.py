@@ -9,6 +9,7 @@ minute, so nothing is measured in advance, and nothing is kept.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import statistics
 import sys
@@ -125,16 +126,19 @@ class _IdleTeam:
 
 
 class Pace:
-    """Adapts the threads of a context between steps. `load` returns the cores that others use, None if unknown."""
+    """Adapts the threads of a context between steps.
+
+    `load` returns the cores that others use, None if unknown: for the first step, since it was made.
+    """
 
     def __init__(
-        self, threads: Threads, count: int, load: OtherLoad | None = None, now: Callable[[], float] = time.perf_counter
+        self, threads: Threads, count: int, load: OtherLoad, now: Callable[[], float] = time.perf_counter
     ) -> None:
         self._threads = threads
         self._count = count
-        self._load = load or OtherLoad()
+        self._load = load
         self._now = now
-        self._checked = now()
+        self._checked = -math.inf
         self._busy = False
         self._beyond = 0.0
         policy = own_places().wait_policy

@@ -114,6 +114,12 @@ def test_a_busy_machine_has_the_fastest_setting_that_leaves_others_their_cores(
     assert machine.usual(pace, 60) == fastest
 
 
+def test_the_first_step_knows_the_load_while_the_model_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.others = 1.9
+    assert machine.run(machine.pace(), 0.04, num_tokens=64) == [(2, SLEEPING)]
+
+
 def test_a_setting_that_becomes_slow_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short bursts of others are no load that counts, and yet threads that spin suffer from them."""
     machine = Machine(monkeypatch)
