@@ -52,7 +52,7 @@ def run_job(job: EngineJob, places: Places, verbose: bool) -> Iterator[Iterator[
     files = ModelFiles(job.model, *([draft.path] if draft else []))
     echo = "" if verbose else None
     flags = ["-v"] if verbose else []
-    environment = machine.child_environment(places)
+    environment = machine.child_environment(places) | facts.environment
 
     def start() -> Worker:
         on_saving = _Saving(status).show

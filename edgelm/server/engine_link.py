@@ -116,7 +116,7 @@ class Launcher:
             socket=socket,
             cuda_problem=cuda_problem,
         )
-        environment = await asyncio.to_thread(machine.child_environment, self._places)
+        environment = await asyncio.to_thread(machine.child_environment, self._places) | facts.environment
         flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
         replies = (Loading, Note, Ready, Status)
         worker = Worker(WORKER, *flags, replies=replies, errors=ERRORS, environment=environment, echo=echo)
