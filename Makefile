@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	&& { echo $$python; break; }; done)
 BIN := .venv/bin
 # The environment is made again when what it is made from changes, whatever the files' dates say.
-INPUTS := pyproject.toml edgelm/__init__.py packaging/llama/pyproject.toml packaging/llama_wheel.py packaging/environment.sh
+INPUTS := pyproject.toml edgelm/__init__.py packaging/llama/pyproject.toml packaging/llama_wheel.py packaging/llama_source.py packaging/environment.sh
 READY := .venv/ready-$(shell cat $(INPUTS) | cksum | tr ' ' '-')
 # Tests run on all cores, a file on each. Those that start processes or wait for sockets and screens run beside each other:
 # they wait more than they compute, so there is a process more than cores. Beside tests that only compute they would be late. They run first: the lines that
@@ -67,7 +67,7 @@ lint: $(READY) ## Check style, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p edgelm
-	MYPYPATH=packaging/llama $(BIN)/mypy --strict packaging/llama_wheel.py packaging/llama_libraries.py packaging/vulkan_library.py packaging/dist.py packaging/dist_check.py packaging/smoke.py
+	MYPYPATH=packaging/llama $(BIN)/mypy --strict packaging/llama_source.py packaging/llama_wheel.py packaging/llama_libraries.py packaging/vulkan_library.py packaging/dist.py packaging/dist_check.py packaging/smoke.py
 	$(BIN)/lint-imports
 
 format: $(READY) ## Format the code

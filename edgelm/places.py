@@ -84,6 +84,11 @@ class Places:
         return "sleep" if any(value and value.strip().lower() in ("0", "passive") for value in given) else "spin"
 
     @property
+    def no_amx(self) -> bool:
+        """Whether AMX is switched off in the builds of llama.cpp that packaging/llama_source.py has corrected."""
+        return "EDGELM_NO_AMX" in self.environment
+
+    @property
     def hub_endpoint(self) -> str:
         return (self.environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 

@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_wheel import BuildError, cache_folder, is_whole, pinned_requirement, say
+from llama_source import SourceError, correct
+from llama_wheel import SOURCE, BuildError, cache_folder, is_whole, pinned_requirement, say
 
 PROJECT = Path(__file__).resolve().parent / "llama"
 sys.path.insert(0, str(PROJECT))
@@ -62,7 +63,7 @@ class Build:
     @property
     def key(self) -> str:
         digest = hashlib.sha256(self.sdist.read_bytes())
-        for path in (*(PROJECT / name for name in BUILD_FILES), Path(__file__)):
+        for path in (*(PROJECT / name for name in BUILD_FILES), SOURCE, Path(__file__)):
             digest.update(path.read_bytes())
         settings = [sysconfig.get_platform(), self.variants, self.compiler]
         settings += [os.environ.get(name, "") for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS")]
@@ -119,6 +120,10 @@ def compile_wheel(build: Build, scratch: Path) -> Path:
     with tarfile.open(build.sdist) as archive:
         archive.extractall(scratch, filter="data")
     (source,) = scratch.glob("llama_cpp_python-*/")
+    try:
+        correct(source)
+    except SourceError as error:
+        raise BuildError(str(error)) from error
     commit = llama_commit(source)
     fields = scratch / "fields"
     fields.mkdir()

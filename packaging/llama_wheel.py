@@ -25,11 +25,11 @@ from pathlib import Path
 
 NAME = "llama-cpp-python"
 PYPROJECT = Path(__file__).resolve().parent / "llama" / "pyproject.toml"
-# GCC 12 drops the tile configuration that llama.cpp's AMX code reads: the first matrix product is a SIGSEGV.
-NO_AMX = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
+SOURCE = Path(__file__).resolve().parent / "llama_source.py"
 # llama.cpp's own programs and its reader of pictures take two thirds of the compiler's time, and edgelm calls neither.
 # A normal variable of CMake hides the cache entry of the same name, which llama-cpp-python's CMakeLists.txt forces.
 LEFT_OUT = "set(LLAMA_BUILD_COMMON OFF)\nset(LLAVA_BUILD OFF)\n"
+CORRECT = 'execute_process(COMMAND "{python}" "{script}" "${{CMAKE_CURRENT_SOURCE_DIR}}" COMMAND_ERROR_IS_FATAL ANY)\n'
 BUILD_VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS")
 
 
@@ -42,12 +42,13 @@ class Build:
     """One way to build the wheel: everything that its contents depend on."""
 
     requirement: str
-    environment: Mapping[str, str]  # BUILD_VARIABLES with our flags
+    environment: Mapping[str, str]  # BUILD_VARIABLES
     target: str  # what the compiler says about itself and about this processor
 
     @property
     def key(self) -> str:
-        parts = [self.requirement, LEFT_OUT, sysconfig.get_platform(), platform.machine(), self.target]
+        parts = [self.requirement, LEFT_OUT, SOURCE.read_text(encoding="utf-8"), sysconfig.get_platform()]
+        parts += [platform.machine(), self.target]
         parts += [f"{name}={value}" for name, value in sorted(self.environment.items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -69,10 +70,7 @@ def plan_build(environment: Mapping[str, str]) -> Build:
     """Return how this machine builds the wheel. Raises BuildError without a working C compiler."""
     compiler = shlex.split(environment.get("CC") or "cc")
     target = native_target(compiler)
-    flags = NO_AMX if platform.machine() in ("x86_64", "AMD64") and accepts(compiler, NO_AMX) else ()
     variables = {name: environment[name] for name in BUILD_VARIABLES if environment.get(name)}
-    for name in ("CFLAGS", "CXXFLAGS") if flags else ():
-        variables[name] = " ".join([variables.get(name, ""), *flags]).strip()
     return Build(pinned_requirement(), variables, target)
 
 
@@ -90,12 +88,6 @@ def native_target(compiler: list[str]) -> str:
         if result.returncode == 0:
             return "\n".join(sorted(result.stdout.splitlines()))
     raise BuildError(f"the C compiler {compiler[0]} does not work: {result.stderr.strip()}")
-
-
-def accepts(compiler: list[str], flags: tuple[str, ...]) -> bool:
-    """Tell whether the compiler knows these flags."""
-    command = [*compiler, "-Werror", *flags, "-fsyntax-only", "-x", "c", "-"]
-    return subprocess.run(command, input="int x;\n", capture_output=True, text=True, check=False).returncode == 0
 
 
 def is_whole(wheel: Path) -> bool:
@@ -135,10 +127,11 @@ def build_wheel(build: Build, scratch: Path) -> Path:
     # Without pip's cache, which knows a built wheel by its source alone and would ignore our flags and this processor.
     command = [sys.executable, "-m", "pip", "wheel", "--no-cache-dir", "--no-deps", "--no-binary", NAME]
     command += ["--wheel-dir", str(scratch), build.requirement]
-    left_out = scratch / "left_out.cmake"
-    left_out.write_text(LEFT_OUT, encoding="utf-8")
+    before = scratch / "before.cmake"
+    script = CORRECT.format(python=Path(sys.executable).as_posix(), script=SOURCE.as_posix())
+    before.write_text(LEFT_OUT + script, encoding="utf-8")
     environment = os.environ | build.environment
-    included = shlex.quote(f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={left_out}")
+    included = shlex.quote(f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={before}")
     environment["CMAKE_ARGS"] = f"{environment.get('CMAKE_ARGS', '')} {included}".strip()
     log = scratch / "log"
     with log.open("wb") as output:

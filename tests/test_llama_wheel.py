@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -109,23 +110,9 @@ def test_the_cache_lies_where_the_environment_says(tmp_path: Path) -> None:
     assert llama_wheel.cache_folder({}) == Path.home() / ".cache" / "edgelm-wheels"
 
 
-def test_amx_is_left_out_where_the_compiler_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_wheel.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(llama_wheel, "native_target", lambda compiler: "")
-    monkeypatch.setattr(llama_wheel, "accepts", lambda compiler, flags: True)
-    plan = llama_wheel.plan_build({"CXXFLAGS": "-O1", "HOME": "/x"})
-    assert plan.environment == {
-        "CFLAGS": "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16",
-        "CXXFLAGS": "-O1 -mno-amx-tile -mno-amx-int8 -mno-amx-bf16",
-    }
-    monkeypatch.setattr(llama_wheel, "accepts", lambda compiler, flags: False)
-    assert llama_wheel.plan_build({"CXXFLAGS": "-O1"}).environment == {"CXXFLAGS": "-O1"}
-    monkeypatch.setattr(llama_wheel, "accepts", lambda compiler, flags: True)
-    monkeypatch.setattr(llama_wheel.platform, "machine", lambda: "arm64")
-    assert llama_wheel.plan_build({}).environment == {}
-
-
-def test_cmake_reads_what_is_left_out(build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cmake_leaves_parts_out_and_corrects_the_source(
+    build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     files: list[str] = []
 
     def compile_it(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -142,10 +129,51 @@ def test_cmake_reads_what_is_left_out(build: Any, monkeypatch: pytest.MonkeyPatc
     folder = tmp_path / "a folder"
     folder.mkdir()
     llama_wheel.ensure_wheel(replace(build, environment={"CMAKE_ARGS": "-DGGML_NATIVE=OFF"}), folder)
-    assert files == [llama_wheel.LEFT_OUT]
-    key = build.key
+    (text,) = files
+    assert text.startswith(llama_wheel.LEFT_OUT)
+    assert str(llama_wheel.SOURCE) in text
+    keys = [build.key]
     monkeypatch.setattr(llama_wheel, "LEFT_OUT", "")
-    assert build.key != key
+    keys.append(build.key)
+    changed = tmp_path / "llama_source.py"
+    changed.write_text("another correction")
+    monkeypatch.setattr(llama_wheel, "SOURCE", changed)
+    keys.append(build.key)
+    assert len(set(keys)) == 3
+
+
+@pytest.mark.skipif(not shutil.which("cmake"), reason="without cmake")
+def test_a_source_that_cannot_be_corrected_is_not_compiled(
+    build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the real CMake, in a folder with a space."""
+    results: list[subprocess.CompletedProcess[str]] = []
+    run = subprocess.run
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "CMakeLists.txt").write_text("cmake_minimum_required(VERSION 3.21)\nproject(llama_cpp NONE)\n")
+
+    def configure(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        (included,) = shlex.split(env["CMAKE_ARGS"])
+        results.append(
+            run(["cmake", "-S", source, "-B", tmp_path / "b", included], capture_output=True, text=True, check=False)
+        )
+        return subprocess.CompletedProcess(command, 1)
+
+    script = tmp_path / "a folder" / "llama_source.py"
+    script.parent.mkdir()
+    monkeypatch.setattr(llama_wheel, "SOURCE", script)
+    monkeypatch.setattr(llama_wheel.subprocess, "run", configure)
+    for text in ("import sys; print('at', sys.argv[1])", "import sys; sys.exit('another source')"):
+        script.write_text(text)
+        scratch = tmp_path / f"scratch {len(results)}"
+        scratch.mkdir()
+        with pytest.raises(llama_wheel.BuildError):
+            llama_wheel.build_wheel(replace(build, environment={}), scratch)
+    assert results[0].returncode == 0
+    assert f"at {source}" in results[0].stdout
+    assert results[1].returncode != 0
+    assert "another source" in results[1].stderr
 
 
 def test_without_a_compiler_it_says_so_in_one_line(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def _predict(request: Predict, child: Child) -> None:
 
 
 def _describe_llama(_: DescribeLlama, child: Child) -> None:
-    from edgelm.backends.llama.devices import llama_devices
+    from edgelm.backends.llama.devices import llama_devices, weight_buffers
     from edgelm.llama_binding import BUILD, L, cpu_library, gpu_problem
 
     devices = llama_devices()
@@ -68,7 +68,7 @@ def _describe_llama(_: DescribeLlama, child: Child) -> None:
     features = tuple(name for part in parts if (name := part.removesuffix(" = 1")) != part)
     package = f"{BUILD.package} {BUILD.version}"
     version = L.llama_version().decode()
-    child.send(LlamaBuild(version, features, devices, package, str(cpu_library), gpu_problem))
+    child.send(LlamaBuild(version, features, devices, package, str(cpu_library), weight_buffers(), gpu_problem))
 
 
 def _lay_out(request: LayOutContext, child: Child) -> None:

@@ -59,14 +59,22 @@ def convert_model(
 
 def run_conversion(job: ConvertJob, config: Config, *, verbose: bool = False) -> dict[str, Any]:
     """Convert in a worker, with a line of progress; return what `--json` prints. Raises EdgeLMError."""
+    environment = None
     if job.check:
         facts = machine.facts(config.places.cache, notify=lambda text: print(f"note: {text}", file=sys.stderr))
         facts.require_working()
+        environment = facts.environment
     files = ModelFiles(job.folder)
     with ExitStack() as resources:
         bar = resources.enter_context(_Bar(sys.stderr.isatty()))
         worker = resources.enter_context(
-            Worker(WORKER, *(["-v"] if verbose else []), replies=REPLIES, echo="" if verbose else None)
+            Worker(
+                WORKER,
+                *(["-v"] if verbose else []),
+                replies=REPLIES,
+                environment=environment,
+                echo="" if verbose else None,
+            )
         )
         worker.send(job)
         try:

@@ -239,6 +239,8 @@ def _native(places: Places) -> Iterator[Finding]:
         "llama.cpp", "ok", f"{build.version} of {build.package}, uses {build.library} ({' '.join(build.features)})"
     )
     yield llama_gpus(build.devices, build.gpu_problem)
+    if machine.has_amx():
+        yield amx(facts, build.features, build.weight_buffers, switched_off=places.no_amx)
     if facts.repack:
         yield Finding("canary", "ok", "fast kernels are safe here")
     else:
@@ -248,6 +250,23 @@ def _native(places: Places) -> Iterator[Finding]:
             f"with its fast kernels llama.cpp {facts.reason}; edgelm uses the plain ones",
             machine.REINSTALL,
         )
+
+
+def amx(
+    facts: machine.MachineFacts, features: Sequence[str], weight_buffers: Sequence[str], *, switched_off: bool
+) -> Finding:
+    """Say whether llama.cpp uses AMX on a processor that has it, and why not."""
+    if facts.canary == "no_amx":
+        return Finding("AMX", "problem", f"with it llama.cpp {facts.reason}; edgelm does without", machine.REINSTALL)
+    if not facts.repack:
+        return Finding("AMX", "note", "not used: see canary")
+    if "AMX" in weight_buffers:
+        return Finding("AMX", "ok", "used for prompts")
+    if switched_off:
+        return Finding("AMX", "note", "not used: EDGELM_NO_AMX is set")
+    if "AMX_INT8" not in features:
+        return Finding("AMX", "note", "not used: this llama.cpp was compiled without it")
+    return Finding("AMX", "note", "not used: the system does not allow it (Linux 5.16 and later can)")
 
 
 def llama_gpus(devices: Sequence[Device], problem: str = "") -> Finding:

@@ -55,7 +55,15 @@ def run_job(job: EngineJob, places: Places, verbose: bool) -> Iterator[Iterator[
 
     def start() -> Worker:
         on_saving = _Saving(status).show
-        return Worker(WORKER, *flags, replies=REPLIES, errors=(GpuLoadError,), echo=echo, on_saving=on_saving)
+        return Worker(
+            WORKER,
+            *flags,
+            replies=REPLIES,
+            errors=(GpuLoadError,),
+            environment=facts.environment,
+            echo=echo,
+            on_saving=on_saving,
+        )
 
     job = replace(job, settings=job.settings.without_keys, repack=facts.repack)
     with ExitStack() as workers:

@@ -261,6 +261,7 @@ def _worker(job: QuantizeJob, places: Places, *, verbose: bool) -> Iterator[Iter
         *(["-v"] if verbose else []),
         replies=(Status, Result),
         errors=(UsageError, RequestError, ModelError, BusyError, EngineError),
+        environment=facts.environment,
         echo="" if verbose else None,
     ) as worker:
         worker.send(replace(job, repack=facts.repack))

@@ -45,6 +45,15 @@ def linux_cores(allowed: Collection[int], root: Path = Path("/")) -> Cores:
     return Cores(physical=min(len(siblings), limit), logical=min(len(allowed), limit))
 
 
+def processor_flags(root: Path = Path("/")) -> frozenset[str]:
+    """Return the instruction sets of an x86 processor by the kernel's names; empty: they are unknown."""
+    for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()
+
+
 def mac_cores(sysctl: Callable[[str], int | None]) -> Cores:
     """Return macOS's cores; only the performance cores are physical ones if macOS lists them."""
     logical = sysctl("hw.logicalcpu") or os.cpu_count() or 1

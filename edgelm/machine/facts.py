@@ -18,16 +18,18 @@ from typing import Literal, NamedTuple
 from edgelm.atomic import atomic_json, read_json
 from edgelm.errors import EdgeLMError, EngineError
 from edgelm.llama_build import find_build
-from edgelm.machine.cpu import Cores, read_text, usable_cores
+from edgelm.machine.cpu import Cores, processor_flags, read_text, usable_cores
+from edgelm.places import own_places
 from edgelm.workers.parent import Worker, WorkerDiedError, ask
 
-Canary = Literal["ok", "no_repack", "failed"]
+Canary = Literal["ok", "no_amx", "no_repack", "failed"]
 
 CANARY = "edgelm.backends.llama.canary"
 TIME_LIMIT_S = 60
 FORMAT = 2  # of the file, and of the canary's checks: part of the key
 MAX_FILE_BYTES = 65_536
 SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
+NO_AMX = {"EDGELM_NO_AMX": "1"}  # packaging/llama_source.py; another build of llama.cpp ignores it
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
 REINSTALL = (
     "install llama-cpp-python so that it is compiled here: "
@@ -61,7 +63,12 @@ class MachineFacts:
     @property
     def repack(self) -> bool:
         """Whether llama.cpp may rearrange the weights for this processor (`use_extra_bufts`)."""
-        return self.canary == "ok"
+        return self.canary in ("ok", "no_amx")
+
+    @property
+    def environment(self) -> dict[str, str | None]:
+        """The environment variables that keep a process from the kernels that are wrong here."""
+        return dict(NO_AMX) if self.canary == "no_amx" else {}
 
     def require_working(self) -> None:
         """Raise EngineError if llama.cpp does not work at all."""
@@ -97,11 +104,19 @@ def measure(canary: CanaryRunner, notify: Callable[[str], None]) -> tuple[Machin
     fast = canary.check(repack=True)
     if fast is None:
         return MachineFacts(canary="ok"), True
+    if has_amx() and canary.check(repack=True, amx=False) is None:
+        notify(f"with AMX llama.cpp {fast.reason}: it is switched off, and long prompts take longer")
+        return MachineFacts(canary="no_amx", reason=fast.reason), fast.lasting
     plain = canary.check(repack=False)
     if plain is not None:  # not kept, so that a repair takes effect at once
         return MachineFacts(canary="failed", reason=plain.reason), False
     notify(f"with its fastest kernels llama.cpp {fast.reason}: the plain ones are used, at about 0.6 times the speed")
     return MachineFacts(canary="no_repack", reason=fast.reason), fast.lasting
+
+
+def has_amx() -> bool:
+    """Tell whether the processor has the instructions for which llama.cpp has AMX kernels."""
+    return {"amx_tile", "amx_int8"} <= processor_flags()
 
 
 def machine_key(cores: Cores, root: Path = Path("/")) -> str:
@@ -112,7 +127,10 @@ def machine_key(cores: Cores, root: Path = Path("/")) -> str:
     build = find_build()
     libraries = sorted(build.lib_dir.glob("*"))
     stats = [(library.name, library.stat().st_size, library.stat().st_mtime_ns) for library in libraries]
+    identity: tuple[object, ...]
     identity = (FORMAT, build.package, build.version, str(build.lib_dir), stats, _processor(root), tuple(cores))
+    if own_places().no_amx:
+        identity = (*identity, *NO_AMX)
     return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
@@ -131,19 +149,19 @@ class CanaryRunner:
     threads: int
     command: tuple[str, ...] = ()  # in place of the canary's own
 
-    def check(self, *, repack: bool) -> Failure | None:
+    def check(self, *, repack: bool, amx: bool = True) -> Failure | None:
         """Return why llama.cpp must not be used in this way; None: it works. Raises EngineError."""
-        reply = self._ask(CheckKernels(self.folder, self.threads, repack))
+        reply = self._ask(CheckKernels(self.folder, self.threads, repack), SLEEP if amx else SLEEP | NO_AMX)
         if isinstance(reply, Failure):
             return reply
         if reply.reason:
             return Failure(f"computes wrongly on this machine ({reply.reason})", lasting=True)
         return None
 
-    def _ask(self, request: object) -> Checked | Failure:
+    def _ask(self, request: object, environment: dict[str, str]) -> Checked | Failure:
         """Return the canary's reply. Raises EngineError for an end that says nothing about llama.cpp's kernels."""
         try:
-            worker = Worker(CANARY, replies=(Checked,), environment=SLEEP, command=self.command)
+            worker = Worker(CANARY, replies=(Checked,), environment=environment, command=self.command)
             reply: Checked = ask(worker, request, TIME_LIMIT_S)
             return reply
         except TimeoutError:
@@ -176,4 +194,4 @@ def _read(path: Path) -> MachineFacts | None:
         kept = MachineFacts(**document)
     except TypeError:
         return None
-    return kept if kept.canary in ("ok", "no_repack") and isinstance(kept.reason, str) else None
+    return kept if kept.canary in ("ok", "no_amx", "no_repack") and isinstance(kept.reason, str) else None

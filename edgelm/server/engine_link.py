@@ -118,7 +118,7 @@ class Launcher:
         )
         flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
         replies = (Loading, Note, Ready, Status)
-        worker = Worker(WORKER, *flags, replies=replies, errors=ERRORS, echo=echo)
+        worker = Worker(WORKER, *flags, replies=replies, errors=ERRORS, environment=facts.environment, echo=echo)
         return EngineProcess(
             worker,
             job,

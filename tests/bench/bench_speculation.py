@@ -125,9 +125,7 @@ def read_requests(path: Path, args: argparse.Namespace) -> list[Request]:
 
 
 def make_side(model: LlamaModel, args: argparse.Namespace, surface: list[Measured], part: Part | None) -> Side:
-    options = LlamaOptions(
-        context=args.context, kv=args.kv, threads=args.threads, max_sequences=2
-    )
+    options = LlamaOptions(context=args.context, kv=args.kv, threads=args.threads, max_sequences=2)
     executor = Forced(LlamaExecutor(model, options))
     clock = StepClock(StepCosts(surface) if part else None)
     drafter = make_drafter(part, clock) if part else None
@@ -136,9 +134,7 @@ def make_side(model: LlamaModel, args: argparse.Namespace, surface: list[Measure
 
 
 def measured_surface(model: LlamaModel, args: argparse.Namespace) -> list[Measured]:
-    options = LlamaOptions(
-        context=args.context, kv=args.kv, threads=args.threads, max_sequences=2
-    )
+    options = LlamaOptions(context=args.context, kv=args.kv, threads=args.threads, max_sequences=2)
     executor = LlamaExecutor(model, options)
     deep = min(DEPTH, args.context // 2)
     wanted = [(rows, SHALLOW_LEN) for rows in ROWS] + [(rows, deep) for rows in DEEP_ROWS]

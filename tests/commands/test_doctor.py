@@ -9,6 +9,7 @@ import pytest
 
 from edgelm.backends import tuned
 from edgelm.backends.llama.placement import Device
+from edgelm.backends.questions import LlamaBuild
 from edgelm.commands import doctor
 from edgelm.errors import EngineError
 from edgelm.machine.facts import MachineFacts
@@ -98,6 +99,41 @@ def test_unsafe_kernels_are_a_problem_with_a_remedy(
     _, findings = report(capsys)
     assert findings["canary"].state == "problem"
     assert "reinstall" in findings["canary"].hint
+
+
+@pytest.mark.parametrize(
+    ("facts", "features", "buffers", "switched_off", "state", "text"),
+    [
+        (MachineFacts(canary="ok"), ["AMX_INT8"], ["AMX", "CPU_REPACK"], False, "ok", "used for prompts"),
+        (MachineFacts(canary="ok"), ["AMX_INT8"], ["CPU_REPACK"], True, "note", "EDGELM_NO_AMX"),
+        (MachineFacts(canary="ok"), ["AMX_INT8"], ["CPU_REPACK"], False, "note", "the system does not allow it"),
+        (MachineFacts(canary="ok"), ["AVX512"], ["CPU_REPACK"], False, "note", "compiled without it"),
+        (MachineFacts(canary="no_amx", reason="crashes"), ["AMX_INT8"], ["AMX"], False, "problem", "llama.cpp crashes"),
+        (MachineFacts(canary="no_repack", reason="x"), ["AMX_INT8"], ["AMX"], False, "note", "see canary"),
+    ],
+)
+def test_amx_is_reported_where_the_processor_has_it(
+    places: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    facts: MachineFacts,
+    features: list[str],
+    buffers: list[str],
+    switched_off: bool,
+    state: str,
+    text: str,
+) -> None:
+    build = LlamaBuild("0.5", tuple(features), (), "edgelm-llama 1", "libggml-cpu.so", tuple(buffers))
+    monkeypatch.setattr(doctor, "ask_llama_build", lambda: build)
+    monkeypatch.setattr(doctor.machine, "facts", lambda *_, **__: facts)
+    if switched_off:
+        monkeypatch.setenv("EDGELM_NO_AMX", "1")
+    monkeypatch.setattr(doctor.machine, "has_amx", lambda: True)
+    found = report(capsys)[1]["AMX"]
+    assert (found.state, text in found.text) == (state, True)
+    assert bool(found.hint) == (state == "problem")
+    monkeypatch.setattr(doctor.machine, "has_amx", lambda: False)
+    assert "AMX" not in report(capsys)[1]
 
 
 def test_the_report_for_people_has_one_line_each(places: Path, capsys: pytest.CaptureFixture[str]) -> None:

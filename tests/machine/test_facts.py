@@ -94,6 +94,29 @@ def test_a_crash_of_the_fast_kernels_chooses_the_plain_ones(fixture: Fixture, na
     assert len(fixture.calls) == 2
 
 
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_only_amx_is_switched_off_where_it_alone_is_wrong(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch, has_amx: bool
+) -> None:
+    monkeypatch.setattr(machine, "has_amx", lambda: has_amx)
+    body = "if not no_repack and 'EDGELM_NO_AMX' not in os.environ: die('SIGSEGV')"
+    found = fixture.facts(body)
+    assert found.canary == ("no_amx" if has_amx else "no_repack")
+    assert found.repack == has_amx
+    assert found.environment == (machine.NO_AMX if has_amx else {})
+    assert "SIGSEGV" in fixture.notes[1]
+    assert ("with AMX" in fixture.notes[1]) == has_amx
+    assert fixture.facts(body) == found
+    assert [call[2] for call in fixture.calls] == ["fast", "fast" if has_amx else "plain"]
+
+
+def test_kernels_that_are_wrong_without_amx_too_are_not_used(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_amx", lambda: True)
+    found = fixture.facts("if not no_repack: die('SIGILL')")
+    assert (found.canary, found.environment) == ("no_repack", {})
+    assert [call[2] for call in fixture.calls] == ["fast", "fast", "plain"]
+
+
 def test_wrong_numbers_choose_the_plain_kernels(fixture: Fixture) -> None:
     body = "if not no_repack: print(json.dumps({'event': 'checked', 'reason': 'logits are not numbers'})); sys.exit()"
     found = fixture.facts(body)
@@ -262,6 +285,8 @@ def test_the_key_changes_with_build_processor_and_cores(tmp_path: Path, monkeypa
     library.with_name("libggml-metal.so").touch()
     assert changed()
     assert machine_key(Cores(1, 2), tmp_path) != keys[-1]
+    monkeypatch.setenv("EDGELM_NO_AMX", "1")
+    assert changed()
     build = replace(build, version="2")
     assert changed()
 

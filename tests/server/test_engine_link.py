@@ -13,6 +13,7 @@ from edgelm.config import Settings, load_config
 from edgelm.errors import EdgeLMError, EngineError
 from edgelm.library.scan import LocalModel
 from edgelm.machine import facts as machine
+from edgelm.server import engine_link
 from edgelm.server.engine_link import EngineProcess, Launcher
 from edgelm.workers import parent
 from edgelm.workers.messages import Loading, Note, Ready, ServeJob, Status
@@ -119,6 +120,24 @@ async def test_a_machine_where_llama_does_not_work(tmp_path: Path, monkeypatch: 
             with pytest.raises(EngineError, match="crashes on this machine"):
                 await launch(model, None)
     assert asked == [tmp_path, tmp_path], "what failed is tried again, what was found is kept"
+
+
+async def test_an_engine_starts_without_the_kernels_that_are_wrong_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments: list[dict[str, str | None]] = []
+
+    class NoWorker:
+        def __init__(self, *_: object, environment: dict[str, str | None], **__: object) -> None:
+            environments.append(environment)
+
+    found = machine.MachineFacts(canary="no_amx", reason="crashes")
+    monkeypatch.setattr(machine, "facts", lambda *_, **__: found)
+    monkeypatch.setattr(engine_link, "Worker", NoWorker)
+    monkeypatch.setattr(engine_link, "EngineProcess", lambda *_, **__: None)
+    launch = Launcher(load_config({}, {"EDGELM_CACHE_DIR": str(tmp_path), "EDGELM_CONFIG_DIR": str(tmp_path)}), None)
+    await launch(LocalModel("x", tmp_path / "x.gguf"), None)
+    assert environments[0].items() >= machine.NO_AMX.items()
 
 
 async def test_one_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 from edgelm.backends.llama.api import fill_struct, native_function, start_backend
@@ -16,7 +17,7 @@ from edgelm.backends.llama.placement import CPU, Device, Placement
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.llama_binding import L
 
-_GPU, _INTEGRATED_GPU = 1, 2  # of enum ggml_backend_dev_type
+_CPU, _GPU, _INTEGRATED_GPU = 0, 1, 2  # of enum ggml_backend_dev_type
 
 
 class _Properties(ctypes.Structure):
@@ -43,7 +44,19 @@ _device_count = native_function("ggml_backend_dev_count", ctypes.c_size_t)
 _device_at = native_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
 _get_properties = native_function("ggml_backend_dev_get_props", None, ctypes.c_void_p, ctypes.POINTER(_Properties))
 _device_buffer_type = native_function("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
+_device_backend = native_function("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)
+_function_of = native_function("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+_buffer_type_name = native_function("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
 _cpu_buffer_type = native_function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)
+
+
+def weight_buffers() -> tuple[str, ...]:
+    """Return the names of the buffers in which ggml rearranges weights for this processor, the preferred one first."""
+    start_backend()
+    device = next(handle for handle, properties in _all_devices() if properties.type == _CPU)
+    function = _function_of(_device_backend(device), b"ggml_backend_dev_get_extra_bufts")
+    types = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(function)(device)
+    return tuple(_buffer_type_name(kind).decode() for kind in takewhile(bool, types))
 
 
 def llama_devices(model: ModelFacts | None = None) -> tuple[Device, ...]:

@@ -20,7 +20,8 @@ from edgelm.backends.plan import DeviceMemory
 from edgelm.checkpoints.gguf_parse import TENSOR_TYPES, TensorType
 from edgelm.checkpoints.summary import ModelFacts, TensorFacts, WeightBytes
 from edgelm.kv_modes import LLAMA_KV
-from edgelm.machine.cpu import read_text
+from edgelm.machine.cpu import processor_flags
+from edgelm.places import own_places
 
 MIB = 2**20
 GGML_TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
@@ -37,6 +38,27 @@ LOOKED_UP_BYTES = 96 * MIB  # resident pages of a lookup table after a long conv
 LAYER_SECONDS = 60e-6  # a layer's work that does not grow with the weights: threads wait for each other
 VOCAB_SECONDS = 12e-9  # sampling, for each token of the vocabulary
 STEP_SECONDS = 0.3e-3  # the engine's own work, for each step
+AMX = "AMX"  # among the repacked types: the types of AMX_TYPES, where AMX's kernels take a tensor
+AMX_ROWS = 32
+
+
+class AmxType(NamedTuple):
+    """How AMX's buffer holds a tensor type (ggml-cpu/amx)."""
+
+    columns: int  # a tensor's are a multiple of these
+    added: float = 0  # to the bytes of a tensor, as a share of them: sums for which its instructions have no place
+
+
+AMX_TYPES = {
+    "Q4_0": AmxType(32),
+    "Q4_1": AmxType(32),
+    "Q8_0": AmxType(32, 4 / 34),
+    "Q4_K": AmxType(256, 4 / 144),
+    "Q5_K": AmxType(256, 4 / 176),
+    "Q6_K": AmxType(256),
+    "IQ4_XS": AmxType(256, 2 / 136),
+    "F16": AmxType(16),
+}
 
 
 class Buffers(NamedTuple):
@@ -206,11 +228,18 @@ class LlamaMemory:
     @cached_property
     def _copied(self) -> dict[str, int]:
         """The bytes of each tensor that llama.cpp copies and repacks."""
-        return {tensor.name: tensor.nbytes for tensor in self._model.tensors if self._is_copied(tensor)}
+        sizes = {tensor.name: self._copied_bytes(tensor) for tensor in self._model.tensors}
+        return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
-    def _is_copied(self, tensor: TensorFacts) -> bool:
+    def _copied_bytes(self, tensor: TensorFacts) -> int:
+        """Return the bytes of a tensor's copy; 0: there is none."""
         is_matrix = len(tensor.shape) in (2, 3) and tensor.shape[1] % 8 == 0 and tensor.name.endswith(".weight")
-        return is_matrix and self._is_multiplied(tensor) and tensor.type in self._copied_types
+        if not is_matrix or not self._is_multiplied(tensor):
+            return 0
+        amx = AMX_TYPES.get(tensor.type) if AMX in self._copied_types and "_exps." not in tensor.name else None
+        if amx and tensor.shape[0] % amx.columns == 0 == tensor.shape[1] % AMX_ROWS:
+            return round(tensor.nbytes * (1 + amx.added))
+        return tensor.nbytes if tensor.type in self._copied_types else 0
 
     def _is_multiplied(self, tensor: TensorFacts) -> bool:
         """Return whether every token reads all of a tensor; of the embedding, only if it is the output matrix too."""
@@ -274,20 +303,20 @@ def micro_batch(context: int, num_heads: int, flash: bool) -> int:
 
 
 def repacked_types(machine: str = "", flags: frozenset[str] | None = None, root: Path = Path("/")) -> frozenset[str]:
-    """Return the tensor types that llama.cpp 0.3.36 repacks on this processor (ggml-cpu/repack.cpp)."""
+    """Return the tensor types that llama.cpp 0.3.36 repacks on this processor (ggml-cpu/repack.cpp), and AMX.
+
+    A llama.cpp that was compiled without AMX copies less than these.
+    """
     machine = machine or platform.machine()
     if machine in ("x86_64", "AMD64"):
-        flags = _processor_flags(root) if flags is None else flags
+        if flags is None:
+            flags = processor_flags(root) or frozenset({"avx2"})  # nearly all processors in use have it
         types = {"Q4_0", "Q4_K", "IQ4_NL", "MXFP4"} if "avx2" in flags else set()
-        return frozenset(types | {"Q2_K"} if "avx512f" in flags else types)
+        if "avx512f" in flags:
+            types |= {"Q2_K"}
+        if {"amx_int8", "avx512_vnni"} <= flags and not own_places().no_amx:
+            types |= {AMX}
+        return frozenset(types)
     if machine in ("arm64", "aarch64"):
         return frozenset({"Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4"})
     return frozenset()
-
-
-def _processor_flags(root: Path) -> frozenset[str]:
-    for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "flags":
-            return frozenset(value.split())
-    return frozenset({"avx2"})  # unknown: nearly all processors in use have it

@@ -7,7 +7,7 @@ import pytest
 from gguf import GGUFReader
 
 from edgelm.backends.llama import canary
-from edgelm.backends.llama.canary import MODES, Mode
+from edgelm.backends.llama.canary import BATCHES, MODES, Mode
 from edgelm.backends.llama.random_gguf import ALL_QUANTS, NUM_TOKENS
 from edgelm.errors import EngineError
 from edgelm.machine import facts as machine
@@ -25,16 +25,31 @@ def test_first_use_end_to_end(tmp_path: Path) -> None:
     notes: list[str] = []
     found = machine.facts(tmp_path, notify=notes.append)
     found.require_working()
-    assert found.canary in ("ok", "no_repack")
+    assert found.canary in ("ok", "no_amx", "no_repack")
     assert machine.facts(tmp_path, notify=notes.append) == found
     assert notes[0] == "checking llama.cpp on this machine, once"
-    assert len(notes) == (1 if found.repack else 2)
+    assert len(notes) == (1 if found.canary == "ok" else 2)
 
 
 def test_a_refused_model_is_an_error_with_llama_cpps_reason(tmp_path: Path) -> None:
     (tmp_path / "check.gguf").write_bytes(b"not a model")
     with pytest.raises(EngineError, match=r"could not be tried: llama\.cpp refuses the canary's model"):
         CanaryRunner(tmp_path, 1).check(repack=True)
+
+
+def test_every_row_of_every_batch_is_compared(tmp_path: Path) -> None:
+    assert canary.check(tmp_path, threads=1, repack=False) == ""  # writes the model
+    logits = canary._all_logits(tmp_path / "check.gguf", 1, True, MODES[0])
+    assert logits.shape == (sum(BATCHES), NUM_TOKENS)
+    assert len(np.unique(logits[:, 0])) == len(logits)  # each row has logits of its own
+
+
+def test_one_wrong_row_among_many_is_found() -> None:
+    right = np.random.default_rng(0).normal(size=(66, NUM_TOKENS)).astype(np.float32)
+    wrong = right.copy()
+    wrong[0] = wrong[0, ::-1]
+    assert canary._correlation(right, right) > 0.999
+    assert canary._correlation(wrong, right) < canary.LEAST_CORRELATION
 
 
 class FakeDecoder:

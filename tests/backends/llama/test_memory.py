@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from gguf import GGMLQuantizationType as Quant
 
 from edgelm.backends.llama.api import native_log
 from edgelm.backends.llama.buffers import LlamaBuffers
-from edgelm.backends.llama.memory import LlamaMemory, repacked_types
+from edgelm.backends.llama.memory import AMX, LlamaMemory, repacked_types
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.random_gguf import ALL_QUANTS, write_random_gguf
 from edgelm.backends.questions import BufferProbe
@@ -56,7 +57,7 @@ def test_llama_cpp_copies_the_tensors_that_we_think_it_copies(quant: Quant, tmp_
     write_random_gguf(path, layers=2, width=512, ffn=1024, kv_heads=4, quants=[quant])
     weights = LlamaMemory(facts_of(path), sequences=1, copied_types=repacked_types()).weights
     model = LlamaModel(path)
-    lines = [line for line in native_log.lines if "CPU_REPACK model buffer size" in line]
+    lines = [line for line in native_log.lines if re.search("(CPU_REPACK|AMX) model buffer size", line)]
     model.close()
     copied = sum(float(line.split("=")[1].split()[0]) for line in lines)
     assert weights.copied / MIB == pytest.approx(copied, abs=0.02)
@@ -76,6 +77,28 @@ def test_processors_copy_what_they_have_kernels_for() -> None:
     assert new == {"Q4_0", "Q4_K", "IQ4_NL", "MXFP4", "Q2_K"}
     assert "Q8_0" in repacked_types("aarch64")
     assert repacked_types("riscv64") == frozenset()
+
+
+def test_amx_copies_more_types_and_more_bytes_but_no_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = frozenset({"avx2", "avx512f", "avx512_vnni", "amx_int8"})
+    types = repacked_types("x86_64", flags)
+    assert AMX in types
+
+    def copied(quant: Quant, experts: int = 0) -> int:
+        path = tmp_path / f"{quant.name}{experts}.gguf"
+        write_random_gguf(path, layers=1, width=512, ffn=1024, kv_heads=4, quants=[quant], experts=experts)
+        facts = facts_of(path)
+        plain = LlamaMemory(facts, sequences=1, copied_types=types - {AMX}).weights.copied
+        return LlamaMemory(facts, sequences=1, copied_types=types).weights.copied - plain
+
+    matrices = 2 * 512 * 512 + 2 * 256 * 512 + 3 * 512 * 1024 + 320 * 512
+    assert copied(Quant.Q4_0) == 0  # repacked without AMX, too
+    assert copied(Quant.F16) == 2 * matrices
+    assert copied(Quant.Q8_0) == matrices / 32 * (34 + 4)
+    assert copied(Quant.Q5_1) == 0
+    assert copied(Quant.F16, experts=4) == (matrices - 3 * 512 * 1024) / 32 * (34 + 4)  # all but experts are Q8_0
+    monkeypatch.setenv("EDGELM_NO_AMX", "1")
+    assert AMX not in repacked_types("x86_64", flags)
 
 
 def test_a_probe_answers_as_llama_cpp_does_and_leaves_no_process(tmp_path: Path) -> None:
