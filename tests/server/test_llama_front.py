@@ -81,6 +81,14 @@ def test_the_prompt_of_a_chat_has_the_users_marks_as_text(front: Front) -> None:
     assert f"hello {FIM[0]}" in prompt
 
 
+def test_tools_are_described_behind_a_system_message_in_parts(front: Front) -> None:
+    system = {"role": "system", "content": [{"type": "text", "text": text} for text in ("be ", "kind")]}
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+    user = {"role": "user", "content": "hello"}
+    prompt = post(front, "/apply-template", messages=[system, user], tools=tools)["prompt"]
+    assert "be kind\n\nYou can call tools" in prompt
+
+
 def test_filling_in(front: Front) -> None:
     asked = {"input_prefix": "the day ", "input_suffix": " and so", "prompt": "was", "n_predict": 3}
     whole = post(front, "/infill", **asked, temperature=0)
