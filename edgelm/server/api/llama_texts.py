@@ -34,6 +34,8 @@ Prepare = Callable[[AnswerRequest], Awaitable["Prepared"]]
 class TextRequest(Protocol):
     """A request that the tokenizer or the chat template answers."""
 
+    model: str  # as the client named it
+
     async def text_answer(self, texts: TextEncoder, prepare: Prepare) -> bytes:
         """Return the answer in JSON. Raises ApiError and RequestError."""
 
