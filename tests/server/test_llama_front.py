@@ -70,7 +70,7 @@ def test_texts_and_tokens_with_vllms_fields(front: Front) -> None:
 def test_tokenizer_info_names_the_special_tokens(front: Front) -> None:
     info = front.http.get("/tokenizer_info").json()
     assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<s>", "</s>", None)
-    assert info["chat_template"] is None
+    assert (info["unk_token"], info["chat_template"]) == ("<unk>", None)
     assert "assistant" in front.http.get("/tokenizer_info", params={"model": "starter"}).json()["chat_template"]
     assert front.http.get("/tokenizer_info", params={"model": "none"}).status_code == 404
     assert post(front, "/tokenize", prompt=info["eos_token"], add_special_tokens=False)["tokens"] == [EOS]
