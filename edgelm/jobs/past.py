@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from edgelm.errors import RequestError
+from edgelm.text.history import text_of
 from edgelm.text.template import Message
 from edgelm.text.tokenizer import Tokenizer
 
@@ -25,7 +26,7 @@ class PastTokens:
         """Return the tokens of the texts of these messages, as plain text."""
         if not past:
             return []
-        texts = _newest([message["content"] for message in past if isinstance(message["content"], str)])
+        texts = _newest([text_of(message["content"]) for message in past])
         if texts not in self._kept:
             self._kept[texts] = await asyncio.to_thread(self._encode, texts)
         self._kept.move_to_end(texts)

@@ -15,6 +15,7 @@ from edgelm.jobs.request import AnswerRequest, ContextError
 from edgelm.text.calls.generic import with_plain_calls, with_tools_text
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.fim import fim_tokens, infill_tokens
+from edgelm.text.history import text_of
 from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.template_worker import TemplateRunner
 
@@ -61,7 +62,8 @@ class Prompts:
         if support is not None and not support.writes_calls:
             messages = with_plain_calls(messages, support.form)
         if support is not None and tools and not support.describes_tools:
-            messages, tools = with_tools_text(messages, support.form, tools), []
+            plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
+            messages, tools = with_tools_text(plain, support.form, tools), []
         context = self._loaded.engine.info.context
         return await self._templates.render_prompt(
             messages,

@@ -29,7 +29,6 @@ from edgelm.backends.model import LoadedModel
 from edgelm.engine.usage import Usage
 from edgelm.errors import EdgeLMError
 from edgelm.jobs.answer import Answerer, Prepared, merged
-from edgelm.jobs.embed import Embeddings
 from edgelm.jobs.request import AnswerDelta, ContextError
 from edgelm.server.api.dialect import AnswerContext, ApiRequest, Reply
 from edgelm.server.api.dialects import COUNTS, DIALECTS, dialect_of, parse_request
@@ -38,13 +37,13 @@ from edgelm.server.api.handlers import EXCEPTION_HANDLERS, error_response
 from edgelm.server.api.json_body import read_json
 from edgelm.server.bodies import Bodies
 from edgelm.server.engine_events import event_routes
+from edgelm.server.engine_kind import require_kind
 from edgelm.server.engine_pooled import pooled_routes
 from edgelm.server.engine_texts import text_routes
 from edgelm.server.keys import CLIENT, NAMESPACE, USAGE
 from edgelm.server.open_answers import OpenAnswers, counted
 from edgelm.server.request_id import REQUEST_ID, set_request_id
 from edgelm.server.sse import EventStream, cancel, unless_client_leaves
-from edgelm.text.encoding import TextEncoder
 from edgelm.text.template import TooLongError
 
 PATIENCE_S = 5.0  # for the first token; then the stream is opened without it
@@ -111,8 +110,8 @@ def engine_app(parts: EngineParts, key: str) -> Starlette:
         routes=[
             *(Route(path, answer, methods=["POST"]) for path in DIALECTS),
             *(Route(path, count_tokens, methods=["POST"]) for path in COUNTS),
-            *text_routes(parts.answerer, TextEncoder(parts.loaded.tokenizer), parts.open_answers, read),
-            *pooled_routes(Embeddings(parts.loaded), bodies, usage_of),
+            *text_routes(parts.loaded, parts.answerer, parts.open_answers, read),
+            *pooled_routes(parts.loaded, bodies, usage_of),
             *event_routes(parts.loaded),
             Route("/stats", stats),
             Route("/usage/{name}", usage),
@@ -147,6 +146,7 @@ async def _answer(parts: EngineParts, request: Request, api_request: ApiRequest,
 
 async def _prepare(parts: EngineParts, request: Request, api_request: ApiRequest) -> list[Prepared]:
     """Return the request, ready to run, for each of its prompts. Raises ApiError if one is too long."""
+    require_kind(parts.loaded, "text", api_request.model)
     namespace, client = (request.headers.get(name, "") for name in (NAMESPACE, CLIENT))
     try:
         return [

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from edgelm.backends.model import LoadedModel
 from edgelm.engine.usage import Usage
 from edgelm.errors import RequestError
 from edgelm.jobs.embed import Embeddings
@@ -23,18 +24,21 @@ from edgelm.server.api.dialects import POOLED, dialect_of, parse_pooled
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.json_body import read_json
 from edgelm.server.bodies import Bodies
+from edgelm.server.engine_kind import require_kind
 from edgelm.server.keys import CLIENT
 from edgelm.server.sse import unless_client_leaves
 
 
-def pooled_routes(embeddings: Embeddings, bodies: Bodies, usage_of: Callable[[Request], Usage]) -> list[Route]:
+def pooled_routes(loaded: LoadedModel, bodies: Bodies, usage_of: Callable[[Request], Usage]) -> list[Route]:
     """Return the routes. A request whose client leaves is cancelled."""
+    embeddings = Embeddings(loaded)
 
     async def answer(request: Request) -> Response:
         usage, path = usage_of(request), request.url.path
         async with bodies.read(request) as body:
             parsed = await bodies.parse(body, lambda body: parse_pooled(path, read_json(body)))
         asked, client = parsed.pooled_request(), request.headers.get(CLIENT, "")
+        require_kind(loaded, "embedding" if isinstance(asked, EmbedRequest) else "rerank", parsed.model)
         result: Embedded | Ranked
         try:
             if isinstance(asked, EmbedRequest):

@@ -12,11 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from edgelm.backends.model import LoadedModel
 from edgelm.jobs.answer import Answerer, Prepared
 from edgelm.jobs.request import AnswerRequest, ContextError
 from edgelm.server.api.dialects import TEXTS, dialect_of
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.llama_texts import TextRequest
+from edgelm.server.engine_kind import require_kind
 from edgelm.server.keys import CLIENT, NAMESPACE
 from edgelm.server.open_answers import OpenAnswers
 from edgelm.server.sse import unless_client_leaves
@@ -25,15 +27,17 @@ from edgelm.text.template import TooLongError
 
 
 def text_routes(
-    answerer: Answerer, texts: TextEncoder, open_answers: OpenAnswers, read: Callable[[Request], Awaitable[Any]]
+    loaded: LoadedModel, answerer: Answerer, open_answers: OpenAnswers, read: Callable[[Request], Awaitable[Any]]
 ) -> list[Route]:
     """Return the routes; `read` returns the checked body of a request."""
+    texts = TextEncoder(loaded.tokenizer)
 
     async def text_answer(request: Request) -> Response:
         text_request: TextRequest = await read(request)
         namespace, client = (request.headers.get(name, "") for name in (NAMESPACE, CLIENT))
 
         async def prepare(answer_request: AnswerRequest) -> Prepared:
+            require_kind(loaded, "text", text_request.model)
             try:
                 return await answerer.prepare(answer_request, namespace, client)
             except (ContextError, TooLongError) as error:

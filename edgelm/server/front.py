@@ -39,6 +39,11 @@ from edgelm.server.supervisor import EngineTable
 
 RETRY_S = (1, 30)  # least and greatest Retry-After
 UNKNOWN_S = 3  # Retry-After without known progress, as during the first check of this machine
+# That are the same in all requests of a program.
+LIBRARY_HEADERS = frozenset(
+    {"accept", "accept-charset", "accept-encoding", "accept-language", "cache-control", "connection", "content-type"}
+    | {"http-referer", "origin", "referer", "te", "x-title"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +127,16 @@ def front_app(front: Front, rules: Rules) -> ASGIApp:
 def client_of(request: Request) -> str:
     """Return who sent a request, for the order of the queue: its key, or else its address and program.
 
-    Not its connection: a program with 100 requests at a time opens 100 of them.
+    Not its connection: a program with 100 requests at a time opens 100 of them. A program that sends no User-Agent is
+    known by the headers that its library writes, and in which order.
     """
     if namespace := namespace_of(request):
         return namespace
     host = request.client.host if request.client else ""
-    return hashlib.sha256(f"{host} {request.headers.get('user-agent', '')}".encode()).hexdigest()[:32]
+    agent = request.headers.get("user-agent")
+    written = [f"{name}: {value}" for name, value in request.headers.items() if name in LIBRARY_HEADERS]
+    program = "\n".join(written) if agent is None else agent
+    return hashlib.sha256(f"{host} {program}".encode()).hexdigest()[:32]
 
 
 async def _on_still_loading(request: Request, error: Exception) -> Response:

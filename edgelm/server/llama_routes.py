@@ -1,4 +1,6 @@
-"""The routes of llama-server that the front answers itself, /props and /slots; and which model is meant without a name.
+"""The routes of other servers that the front answers itself: llama-server's /props and /slots, vLLM's /tokenizer_info.
+
+And which model is meant without a name.
 
 Owns their answers. A request to look loads no model, and moves no idle clock.
 """
@@ -35,11 +37,23 @@ ALIASES = {  # llama-server's other names of its routes
 def llama_routes(table: EngineTable, models: ModelNames, num_slots: int) -> list[Route]:
     """Return the routes that need no engine."""
 
-    async def props(request: Request) -> Response:
+    async def described(request: Request) -> tuple[LocalModel, dict[str, Any]]:
+        """Return the model of a request and its card. Raises ApiError."""
         model = await find_or_default(table, models, request.query_params.get("model", ""))
         card = await models.card(model)
         if "error" in card:
             raise ApiError(400, "model_failed", card["error"], param="model")
+        return model, card
+
+    async def tokenizer_info(request: Request) -> Response:
+        _, card = await described(request)
+        names = {"bos": "bos", "eos": "eos", "unknown": "unk", "unk": "unk", "padding": "pad", "pad": "pad"}
+        special = {f"{names[name]}_token": text for name, text in card["special"].items() if name in names}
+        missing = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"))
+        return JSONResponse({**missing, **special, "chat_template": card["template"]})
+
+    async def props(request: Request) -> Response:
+        model, card = await described(request)
         slot = table.slots.get(model.path)
         info = slot.link.info if slot is not None and slot.link is not None else None
         has_tools = "tools" in card["capabilities"]
@@ -72,7 +86,7 @@ def llama_routes(table: EngineTable, models: ModelNames, num_slots: int) -> list
                 found += (await slot.link.client.get("/slots", headers=headers, timeout=ASK_LIMIT_S)).json()
         return JSONResponse([slot | {"id": index} for index, slot in enumerate(found)])
 
-    return [Route("/props", props), Route("/slots", slots)]
+    return [Route("/props", props), Route("/slots", slots), Route("/tokenizer_info", tokenizer_info)]
 
 
 class Aliases:

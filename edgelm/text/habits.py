@@ -12,7 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from edgelm.errors import EdgeLMError, RequestError
-from edgelm.text.message_forms import CallForm, Message, typed
+from edgelm.text.message_forms import CallForm, Message, content_of, typed
 
 if TYPE_CHECKING:
     from edgelm.text.template import ChatTemplate
@@ -56,6 +56,7 @@ class Habits:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+        self._separators: dict[str, str] = {}  # by role
 
     @cached_property
     def wants_parts(self) -> bool:
@@ -64,6 +65,12 @@ class Habits:
         in_parts = self._render([typed(message) for message in plain])
         printed = "'text'" in in_parts  # as an object of Python
         return _TEXT not in self._render(plain) and _TEXT in in_parts and not printed
+
+    def separator(self, role: str) -> str:
+        """Return what the template writes between two parts of a message's text; nothing if it reads no parts."""
+        if role not in self._separators:
+            self._separators[role] = self._separator(role)
+        return self._separators[role]
 
     @cached_property
     def shows_developer(self) -> bool:
@@ -81,6 +88,13 @@ class Habits:
     @cached_property
     def shows_later_instructions(self) -> bool:
         return self._shows_instructions(["system", "user", "assistant", "system", "user"])
+
+    @cached_property
+    def moves_instructions_to_front(self) -> bool:
+        """Whether a system message behind other turns is shown before them, as by the template of DeepSeek R1."""
+        text = self._instructions(["user", "assistant", "system", "user"])
+        places = [text.find(f"{_TEXT}{number}") for number in range(4)]
+        return min(places) == places[2] >= 0
 
     def shape_calls(self, messages: list[Message]) -> list[Message]:
         form = self._call_form
@@ -132,10 +146,27 @@ class Habits:
                 break
         return forms[scores.index(max(scores))]
 
+    def _separator(self, role: str) -> str:
+        texts = (f"{_TEXT}0", f"{_TEXT}1")
+        parts = {"role": role, "content": content_of(texts)}
+        user = {"role": "user", "content": "Hi"}
+        if role == "tool":
+            *before, result = _probe()
+            chat = [*before, {**result, **parts}]
+        else:
+            chat = [parts] if role == "user" else [user, parts, user] if role == "assistant" else [parts, user]
+        _, first, rest = self._render(chat).partition(texts[0])
+        between, second, _ = rest.partition(texts[1])
+        shown = first and second and not between.strip()  # otherwise it printed an object of Python
+        return between if shown else ""
+
     def _shows_instructions(self, roles: Sequence[str]) -> bool:
-        chat = [{"role": role, "content": f"{_TEXT}{number}"} for number, role in enumerate(roles)]
-        text = self._render(chat)
-        return all(message["content"] in text for message in chat)
+        text = self._instructions(roles)
+        return all(f"{_TEXT}{number}" in text for number in range(len(roles)))
+
+    def _instructions(self, roles: Sequence[str]) -> str:
+        """Return the text of a chat with these roles, whose messages are numbered."""
+        return self._render([{"role": role, "content": f"{_TEXT}{number}"} for number, role in enumerate(roles)])
 
     def _render(self, messages: list[Message]) -> str:
         """Return the text of a probe; empty: the template fails."""

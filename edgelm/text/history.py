@@ -62,7 +62,7 @@ def turn_key(message: Message) -> str:
         for function in functions
         if isinstance(function, dict)
     ]
-    value = [_text_of(message.get("content")).strip(), reasoning_of(message).strip(), calls]
+    value = [text_of(message.get("content")).strip(), reasoning_of(message).strip(), calls]
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -73,9 +73,10 @@ def _normalized(message: Message, template: ChatTemplate) -> Message:
     if not isinstance(message.get("role"), str):
         raise RequestError("a message has no role", "give each message a role and content")
     read = {name: value for name, value in message.items() if value is not None}
-    read["content"] = _text_of(message.get("content"))
     if read["role"] == "developer" and not habits_of(template).shows_developer:
         read["role"] = "system"
+    texts = _texts_of(message.get("content"))
+    read["content"] = _with_separators(texts, habits_of(template).separator(read["role"])) if texts[1:] else texts[0]
     reasoning = next((read[name] for name in REASONING if name in read), None)
     if reasoning is not None:
         read = {"thinking": reasoning, **read, "reasoning_content": reasoning}
@@ -84,11 +85,23 @@ def _normalized(message: Message, template: ChatTemplate) -> Message:
     return read
 
 
-def _text_of(content: object) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+def text_of(content: object) -> str:
+    """Return the content of a message as a text. Raises RequestError for parts that are no text."""
+    return "".join(_texts_of(content))
+
+
+def _with_separators(texts: list[str], separator: str) -> str:
+    """Return the parts of a text as a template joins them: it separates a part from a text before it."""
+    joined = ""
+    for text in texts:
+        joined += separator + text if joined else text
+    return joined
+
+
+def _texts_of(content: object) -> list[str]:
+    """Return the texts of a content: at least one."""
+    if content is None or isinstance(content, str):
+        return [content or ""]
     if not isinstance(content, list):
         raise RequestError("the content of a message is neither text nor a list of parts", "send it as text")
     texts = []
@@ -99,7 +112,7 @@ def _text_of(content: object) -> str:
                 f"a message holds a part of type {str(kind)[:40]!r}", "send text: the model reads no other"
             )
         texts.append(part["text"])
-    return "".join(texts)
+    return texts or [""]
 
 
 def _normalized_call(call: Any) -> Any:
@@ -152,7 +165,13 @@ def _with_merged_instructions(messages: list[Message], habits: Habits) -> list[M
         places == [0] or (habits.shows_leading_instructions if leading else habits.shows_later_instructions)
     ):
         return messages
-    front, others = _moved_instructions(messages)
+    if habits.moves_instructions_to_front:
+        if len(places) == 1:
+            return messages
+        front = [messages[index]["content"] for index in places]
+        others = [message for message in messages if message["role"] not in _INSTRUCTIONS]
+    else:
+        front, others = _moved_instructions(messages)
     if not front:
         return others
     if habits.shows_system:
@@ -165,10 +184,10 @@ def _with_merged_instructions(messages: list[Message], habits: Habits) -> list[M
 
 
 def _moved_instructions(messages: list[Message]) -> tuple[list[str], list[Message]]:
-    """Return the system texts for the front, and the other messages.
+    """Return the system texts for the front, and the other messages, where the template shows no later system message.
 
-    A later system message goes into the user's message behind it: with its text at the front, the conversation before
-    it would have to be computed again.
+    A later one goes into the user's message behind it: with its text at the front, the conversation before it would
+    have to be computed again.
     """
     front: list[str] = []
     pending: list[str] = []

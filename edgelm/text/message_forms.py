@@ -18,6 +18,11 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # the names of it th
 _ID_LEN = 9  # of the ids that Mistral's templates accept
 
 
+def content_of(texts: Sequence[str]) -> str | list[dict[str, str]]:
+    """Return texts as the content of a message: several remain parts, which the model's template joins."""
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+
+
 def typed(message: Message) -> Message:
     """Return a message whose content is a list of parts."""
     return {**message, "content": [{"type": "text", "text": message.get("content") or ""}]}

@@ -71,6 +71,7 @@ CLIENTS = (
     Client("llama-index", "llama_index_checks.py", "ollama"),
     Client("instructor", "instructor_checks.py", "ollama"),
     Client("open-webui", "open_webui.py", "ollama"),
+    Client("lm-eval", "lm_eval_checks.py", "lm_eval"),
     *(Client(name, kind="pointed") for name in POINTED),
     *(Client(agent.name, kind="launched") for agent in AGENTS if agent.name != "llm"),
 )

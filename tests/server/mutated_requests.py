@@ -36,7 +36,18 @@ LIMITS = {  # fields that keep an answer short
 }
 BODY_PATHS = tuple(LIMITS)
 OTHER_PATHS = ("/v1/models", "/v1/models/{}", "/v1/responses/{}", "/v1/responses/{}/input_items", "/v1/{}", "/{}")
-LOOKS = ("/health", "/edgelm/ps", "/", "/api/version", "/api/tags", "/api/ps", "/props", "/slots", "/props?model={}")
+LOOKS = (
+    "/health",
+    "/edgelm/ps",
+    "/",
+    "/api/version",
+    "/api/tags",
+    "/api/ps",
+    "/props",
+    "/slots",
+    "/props?model={}",
+    "/tokenizer_info",
+)
 ODD_TYPES = [
     "",
     "text/plain",

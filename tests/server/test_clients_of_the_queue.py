@@ -11,8 +11,9 @@ from edgelm.server.front import client_of
 from edgelm.server.keys import Key
 
 
-def client(key: Key | None, host: str = "127.0.0.1", port: int = 1, agent: str = "") -> str:
+def client(key: Key | None, host: str = "127.0.0.1", port: int = 1, agent: str = "", **more: str) -> str:
     headers = [(b"user-agent", agent.encode())] if agent else []
+    headers += [(name.encode(), value.encode()) for name, value in more.items()]
     scope: dict[str, Any] = {"type": "http", "client": (host, port), "headers": headers, "state": {"key": key}}
     return client_of(Request(scope))
 
@@ -27,6 +28,23 @@ def test_without_keys_programs_are_told_apart_and_connections_are_not() -> None:
     assert client(None, port=1, agent="editor") == client(None, port=2, agent="editor")
     assert client(None, agent="editor") != client(None, agent="chat")
     assert client(None, agent="editor") != client(None, host="10.0.0.1", agent="editor")
+
+
+def test_programs_without_a_name_are_told_apart_by_the_headers_of_their_library() -> None:
+    """As those of .NET, Rust's reqwest and Node's http: without this, all of them were one client."""
+    sent = [
+        {"accept": "*/*"},
+        {"content-type": "application/json"},
+        {"accept-encoding": "identity", "content-type": "application/json"},
+        {"content-type": "application/json", "accept-encoding": "identity"},
+        {"content-type": "application/json", "origin": "http://localhost:3000"},
+    ]
+    assert len({client(None, **headers) for headers in sent}) == len(sent)
+    once = client(None, port=1, **sent[1] | {"content-length": "10", "x-request-id": "1"})
+    again = client(None, port=2, **sent[1] | {"content-length": "12", "x-request-id": "2"})
+    assert once == again == client(None, **sent[1])
+    assert client(None, host="10.0.0.1", **sent[1]) != once
+    assert client(None, agent="editor", **sent[0]) == client(None, agent="editor", **sent[1])
 
 
 @pytest.mark.parametrize("agent", ["", "ä\r\nx: y"])

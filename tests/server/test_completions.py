@@ -26,7 +26,7 @@ from edgelm.text.fim import fim_tokens
 from tests.bare import BareLoop
 from tests.engine.fake import SimpleDrafter
 from tests.served import Served, loaded_model, served
-from tests.tiny import BOS, write_tiny
+from tests.tiny import BOS, EOS, FIRST_PIECE, write_tiny
 
 PROMPT = "once upon a time"
 
@@ -95,12 +95,50 @@ async def test_echo_has_the_models_own_log_probabilities(edgelm: Served, path: P
     for index in range(1, len(ids)):
         row = rows[index - 1]
         assert logprobs.token_logprobs[index] == pytest.approx(row[ids[index]], abs=1e-3)
-        best = sorted(logprobs.top_logprobs[index].values(), reverse=True)
-        assert best == pytest.approx(np.sort(row)[::-1][:3].tolist(), abs=1e-3)
+        top = logprobs.top_logprobs[index]
+        assert top[logprobs.tokens[index]] == logprobs.token_logprobs[index], "the token itself is always there"
+        best = sorted(top.values(), reverse=True)
+        assert len(best) <= 4
+        assert best[:3] == pytest.approx(np.sort(row)[::-1][:3].tolist(), abs=1e-3)
     # The first token is the BOS, which is no text; the first word of the vocabulary begins with a space.
     assert "".join(logprobs.tokens[1 : len(ids)]).removeprefix(" ") == PROMPT
     for token, offset in list(zip(logprobs.tokens, logprobs.text_offset, strict=True))[2 : len(ids)]:
         assert choice.text[offset : offset + len(token)] == token
+
+
+async def test_twenty_log_probabilities_of_each_token(edgelm: Served) -> None:
+    answer = await create(edgelm, echo=True, logprobs=20, temperature=2.0, seed=4, prompt=["once upon", "日本 é"])
+    for choice in answer.choices:
+        logprobs = choice.logprobs
+        for token, value, top in list(
+            zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+        )[1:]:
+            assert len(top) <= 21
+            assert top[token] >= value, "it is greater for a byte whose letter is a token, too"
+            assert top[token] == value or len(token) == 1
+    assert sum(len(top) == 21 for choice in answer.choices for top in choice.logprobs.top_logprobs[1:]) > 0
+
+
+async def test_the_ends_of_turns_are_tokens_like_others(tmp_path: Path) -> None:
+    """Programs count the tokens: those that end an answer stand in a prompt too, and end the answer of one token."""
+    path = write_tiny(tmp_path / "ends.gguf", context=512, script=(FIRST_PIECE + 30, FIRST_PIECE + 31, EOS))
+    with loaded_model(path, Quiet(), context=512) as loaded:
+        async with served(loaded) as edgelm:
+            ids = [BOS, EOS, FIRST_PIECE + 40, EOS, FIRST_PIECE + 31]
+            answer = await create(edgelm, prompt=[ids, ids[:3]], echo=True, logprobs=1, max_tokens=1)
+            ended, other = answer.choices
+            assert ended.finish_reason == "stop"
+            assert ended.logprobs.tokens[1:5:2] == ["</s>"] * 2
+            assert len(ended.logprobs.token_logprobs) == len(ids) + 1, "the harness drops the last one unseen"
+            assert ended.logprobs.tokens[-1] == "</s>"
+            assert ended.logprobs.text_offset[-1] == len(ended.text)
+            assert len(other.logprobs.token_logprobs) == 4
+            parts = [
+                chunk.choices[0].logprobs.tokens
+                async for chunk in await create(edgelm, prompt=ids, echo=True, logprobs=1, max_tokens=1, stream=True)
+                if chunk.choices and chunk.choices[0].logprobs
+            ]
+            assert [token for tokens in parts for token in tokens] == ended.logprobs.tokens
 
 
 async def test_echo_of_ids_and_of_several_choices(edgelm: Served) -> None:
@@ -197,7 +235,8 @@ async def test_suffix_without_marks_and_other_refusals(edgelm: Served) -> None:
         ({"prompt": [1, "x"]}, "prompt.1"),
         ({"prompt": [True]}, "prompt.0"),
         ({"prompt": {}}, "prompt"),
-        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"use_beam_search": True}, "use_beam_search"),
     ],
@@ -253,19 +292,49 @@ def test_the_marks_of_each_family(marks: tuple[str, ...], expected: list[int]) -
         tokens("a", *marks[:1])
 
 
+class Pieces:
+    """A vocabulary of a few pieces; one without bytes is a control token."""
+
+    stop_ids = frozenset({0})
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces = pieces
+
+    def piece(self, token: int) -> bytes:
+        return self.pieces[token]
+
+    def text_of(self, token: int) -> str:
+        return f"<{token}>"
+
+
 def test_offsets_count_characters_and_not_tokens() -> None:
-    class Pieces:
-        def piece(self, token: int) -> bytes:
-            return [b"", b"a", b"\xe6", b"\x97\xa5", b"b"][token]
+    tokenizer: Any = Pieces(b"", b"a", b"\xe6", b"\x97\xa5", b"b")
+    offsets = TextOffsets(tokenizer)
+    sampled = [Sampled(1), *(Sampled(token, -1.0) for token in (2, 3, 4, 0))]
+    logprobs = completion_logprobs(tokenizer, sampled, [offsets.next(sample.id) for sample in sampled])
+    assert logprobs["tokens"] == ["a", "bytes:\\xe6", "bytes:\\x97\\xa5", "b", "<0>"]
+    assert logprobs["text_offset"] == [0, 1, 1, 2, 3]
+    assert logprobs["token_logprobs"] == [None, -1.0, -1.0, -1.0, -1.0]
 
-        def text_of(self, token: int) -> str:
-            return f"<{token}>"
 
-    tokenizer: Any = Pieces()
-    offsets = TextOffsets()
-    first = completion_logprobs(tokenizer, [Sampled(0), Sampled(1, -1.0), Sampled(2, -1.0)], offsets)
-    assert first["tokens"] == ["<0>", "a", "bytes:\\xe6"]
-    assert first["text_offset"] == [0, 0, 1]
-    assert first["token_logprobs"] == [None, -1.0, -1.0]
-    second = completion_logprobs(tokenizer, [Sampled(3, -1.0), Sampled(4, -1.0)], offsets)
-    assert second["text_offset"] == [1, 2]
+@pytest.mark.parametrize(
+    ("text", "ids", "starts", "behind"),
+    [
+        ("a日b", [0, 1, 2, 3, 4], [0, 0, 1, 1, 2], 3),  # a token before the text that it does not show
+        ("<0>a<5>b", [0, 1, 5, 4], [0, 3, 4, 7], 8),  # control tokens that the text spells
+        ("a<0> a", [6, 0, 6, 6], [0, 1, 4, 6], 6),  # spaces that the vocabulary adds; one that it does not
+        ("a\ufffd", [1, 2], [0, 1], 2),  # half a character, which the answer does not complete
+        ("", [0], [0], 0),
+    ],
+)
+def test_offsets_of_a_prompt_are_those_in_its_text(text: str, ids: list[int], starts: list[int], behind: int) -> None:
+    tokenizer: Any = Pieces(b"", b"a", b"\xe6", b"\x97\xa5", b"b", b"", b" a")
+    offsets = TextOffsets(tokenizer)
+    assert offsets.of_prompt(text, ids) == starts
+    assert [offsets.next(3), offsets.next(4)] == [behind, behind + 2]
+
+
+def test_of_two_tokens_with_the_same_text_the_likelier_is_shown() -> None:
+    tokenizer: Any = Pieces(b"a", b"b", b"a")
+    sample = Sampled(2, -3.0, ((0, -1.0), (1, -2.0)))
+    assert completion_logprobs(tokenizer, [sample], [0])["top_logprobs"] == [{"a": -1.0, "b": -2.0}]

@@ -79,6 +79,33 @@ def test_what_a_model_does_not_do_is_said_in_a_line(front: Front, client: openai
     assert "take a reranker" in answer.json()["error"]["message"]
 
 
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "model"),
+    [
+        ("/v1/chat/completions", CHAT, "bert"),
+        ("/v1/completions", {"prompt": "hello"}, "bert"),
+        ("/v1/responses", {"input": "hello"}, "bert"),
+        ("/v1/messages", CHAT, "bert"),
+        ("/v1/messages/count_tokens", CHAT, "bert"),
+        ("/api/chat", CHAT, "bert"),
+        ("/api/generate", {"prompt": "hello"}, "bert"),
+        ("/completion", {"prompt": "hello"}, "bert"),
+        ("/apply-template", CHAT, "bert"),
+        ("/v1/rerank", {"query": "q", "documents": ["a"]}, "bert"),
+        ("/v1/embeddings", {"input": "a"}, "ranker"),
+        ("/api/embed", {"input": "a"}, "ranker"),
+    ],
+)
+def test_errors_name_the_model_that_was_asked_for(front: Front, path: str, fields: dict[str, Any], model: str) -> None:
+    """Not the title in its file."""
+    answer = front.http.post(path, json={"model": f"{model}:latest", **fields})
+    assert answer.status_code == 400
+    assert f"{model}:latest " in answer.text
+
+
 def test_errors_name_the_input(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.embeddings.create(model="bert", input=["cat", "cat " * 900])

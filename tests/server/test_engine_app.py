@@ -7,13 +7,13 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
 from starlette.types import Message
 
+from edgelm.backends.model import LoadedModel
 from edgelm.config import Settings
 from edgelm.core import Event, FinishReason, Sampled, SamplingParams, Stats
 from edgelm.engine.counters import Counters
@@ -174,8 +174,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def app(templates: Any, engine: Any) -> Any:
-    loaded: Any = SimpleNamespace(engine=engine, tokenizer=FakeTokenizer(), name="fake", require=lambda _: None)
-    grammars: Any = None
+    tokenizer, grammars, prompt_tokens = [cast(Any, part) for part in (FakeTokenizer(), None, None)]
+    loaded = LoadedModel("fake", engine, tokenizer, prompt_tokens)
     return engine_app(EngineParts(loaded, Answerer(loaded, templates, grammars, Settings())), "key")
 
 

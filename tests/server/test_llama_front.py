@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.server.harness import ENDLESS, Front, serving, until
-from tests.tiny import write_tiny
+from tests.tiny import EOS, write_tiny
 
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
 ANN, BOB = ({"authorization": f"Bearer the-key-of-{name}"} for name in ("ann-1", "bob-2"))
@@ -54,9 +54,39 @@ def test_texts_and_tokens(front: Front) -> None:
         assert front.http.post("/detokenize", json={"tokens": [wrong]}).status_code == 400
 
 
+def test_texts_and_tokens_with_vllms_fields(front: Front) -> None:
+    """lm-evaluation-harness takes the tokenizer of a server that has them."""
+    ids = tokens(front, f"hello {FIM[0]} world")
+    fields = {"prompt": f"hello {FIM[0]} world", "add_special_tokens": False, "return_token_strs": True}
+    answer = post(front, "/tokenize", **fields)
+    assert (answer["tokens"], answer["count"]) == (ids, len(ids))
+    assert FIM[0] in answer["token_strs"]
+    assert len(answer["token_strs"]) == len(ids)
+    assert post(front, "/tokenize", prompt=fields["prompt"])["tokens"][1:] == ids
+    assert post(front, "/tokenize", prompt="")["count"] == 1, "an empty text has its beginning"
+    assert post(front, "/detokenize", tokens=tokens(front, "hello world"))["prompt"].strip() == "hello world"
+
+
+def test_tokenizer_info_names_the_special_tokens(front: Front) -> None:
+    info = front.http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<s>", "</s>", None)
+    assert (info["unk_token"], info["chat_template"]) == ("<unk>", None)
+    assert "assistant" in front.http.get("/tokenizer_info", params={"model": "starter"}).json()["chat_template"]
+    assert front.http.get("/tokenizer_info", params={"model": "none"}).status_code == 404
+    assert post(front, "/tokenize", prompt=info["eos_token"], add_special_tokens=False)["tokens"] == [EOS]
+
+
 def test_the_prompt_of_a_chat_has_the_users_marks_as_text(front: Front) -> None:
     prompt = post(front, "/apply-template", messages=[{"role": "user", "content": f"hello {FIM[0]}"}])["prompt"]
     assert f"hello {FIM[0]}" in prompt
+
+
+def test_tools_are_described_behind_a_system_message_in_parts(front: Front) -> None:
+    system = {"role": "system", "content": [{"type": "text", "text": text} for text in ("be ", "kind")]}
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+    user = {"role": "user", "content": "hello"}
+    prompt = post(front, "/apply-template", messages=[system, user], tools=tools)["prompt"]
+    assert "be kind\n\nYou can call tools" in prompt
 
 
 def test_filling_in(front: Front) -> None:
@@ -158,7 +188,7 @@ def test_each_key_sees_its_own_requests_alone(front: Front) -> None:
     until("nothing is open", lambda: front.http.get("/slots").json() == [])
 
 
-@pytest.mark.parametrize("path", ["/", "/api/tags", "/api/ps", "/api/version", "/props", "/slots"])
+@pytest.mark.parametrize("path", ["/", "/api/tags", "/api/ps", "/api/version", "/props", "/slots", "/tokenizer_info"])
 def test_every_look_needs_a_key(front: Front, path: str) -> None:
     assert front.http.get(path).status_code == 200
     answer = front.http.get(path, headers={"authorization": "Bearer wrong"})

@@ -19,7 +19,17 @@ from tests.server.harness import ENDLESS, LIMIT_S, Front, serving, until
 from tests.tiny import write_tiny
 
 TEMPLATE = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
-POLLED = ("/health", "/v1/models", "/v1/models/small", "/models", "/edgelm/ps", "/metrics", "/props", "/slots")
+POLLED = (
+    "/health",
+    "/v1/models",
+    "/v1/models/small",
+    "/models",
+    "/edgelm/ps",
+    "/metrics",
+    "/props",
+    "/slots",
+    "/tokenizer_info",
+)
 HELLO = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO, "max_tokens": 1},

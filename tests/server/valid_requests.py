@@ -165,7 +165,10 @@ VALID["/infill"] = [
         "t_max_predict_ms": 250,
     }
 ]
-VALID["/tokenize"] = [{"content": "Hello <|end|>", "add_special": True, "parse_special": True, "with_pieces": True}]
+VALID["/tokenize"] = [
+    {"content": "Hello <|end|>", "add_special": True, "parse_special": True, "with_pieces": True},
+    {"prompt": "Hello <|end|>", "add_special_tokens": True, "return_token_strs": True},
+]
 VALID["/detokenize"] = [{"tokens": [1, 2, 300]}]
 VALID["/apply-template"] = VALID["/v1/chat/completions"]
 VALID["/v1/messages/count_tokens"] = VALID["/v1/messages"]

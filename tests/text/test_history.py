@@ -18,6 +18,12 @@ from tests.text.test_template import TOOLS
 QUESTION = {"role": "user", "content": "How is the weather?"}
 GPT_OSS = "openai-gpt-oss-120b"
 LLAMA = "llama-3-format"
+DEEPSEEK = "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"
+LAST_FIRST = (
+    "{% set ns = namespace(system='') %}"
+    "{% for m in messages if m.role == 'system' %}{% set ns.system = m.content %}{% endfor %}{{ ns.system }}"
+    "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
 MISTRAL = "mistralai-Mistral-Nemo-Instruct-2407"
 QWEN3 = "Qwen-Qwen3-0.6B"
 REFUSES_TOOLS = {"google-gemma-2-2b-it", "gemma-2-format"}
@@ -151,6 +157,19 @@ def test_a_template_that_reads_parts_only_gets_parts() -> None:
     assert rendered(EVERY_CALL, QUESTION) == f"<user>{QUESTION['content']}"
 
 
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_parts_of_a_text_are_joined_as_the_template_joins_them(role: str) -> None:
+    parts = {"role": role, "content": [{"type": "text", "text": text} for text in ("One.", "Two.")]}
+    joined = "{{ m.content if m.content is string else m.content|map(attribute='text')|join('\\n') }}"
+    source = f"{{% for m in messages %}}<{{{{ m.role }}}}>{joined}{{% endfor %}}"
+    assert rendered(source, QUESTION, parts).endswith(f"<{role}>One.\nTwo.")
+    own = source.replace("m.content is string", f"m.content is string or m.role == '{role}'")
+    assert rendered(own, QUESTION, parts).endswith(f"<{role}>One.Two."), "it would print the list"
+    single = {**parts, "content": [{"type": "text", "text": "One."}, {"type": "text", "text": ""}]}
+    assert rendered(source, QUESTION, single).endswith(f"<{role}>One.\n")
+    assert rendered(source, QUESTION, {**parts, "content": []}).endswith(f"<{role}>")
+
+
 def test_a_template_that_wants_calls_without_content_gets_none() -> None:
     """The template of DeepSeek R1 omits the calls of a message with content, even an empty one."""
     source = EVERY_CALL.replace("{{ m.content }}", "{{ m.content or '' }}").replace(
@@ -202,6 +221,18 @@ def test_a_later_system_message_goes_into_the_users_message_behind_it() -> None:
         assert rendered(source, *begin[1:], *later, QUESTION).startswith(
             "<user>How is the weather?<assistant>Fine.<user>Two."
         )
+
+
+def test_a_later_system_message_goes_to_the_front_where_the_template_moves_it() -> None:
+    """DeepSeek R1's template shows the last system message, before all turns."""
+    answer, later = {"role": "assistant", "content": "Fine."}, {"role": "system", "content": "Two."}
+    for source in (template(DEEPSEEK), LAST_FIRST):
+        text = rendered(source, QUESTION, answer, later, QUESTION, tools=None)
+        assert text == rendered(source, later, QUESTION, answer, QUESTION, tools=None)
+        begin = {"role": "system", "content": "One."}
+        text = rendered(source, begin, QUESTION, answer, later, QUESTION, tools=None)
+        both = {"role": "system", "content": "One.\n\nTwo."}
+        assert text == rendered(source, both, QUESTION, answer, QUESTION, tools=None)
 
 
 def test_the_last_message_is_continued() -> None:

@@ -28,6 +28,7 @@ from edgelm.server.api.fields import (
     TextOrParts,
 )
 from edgelm.text.calls.format import ToolChoice
+from edgelm.text.message_forms import content_of
 
 
 class Message(Body):
@@ -46,7 +47,7 @@ class Message(Body):
         """Return the message in the form that chat templates expect. Raises ApiError."""
         content = self.content
         if isinstance(content, list):
-            content = "".join(_text(part, f"{where}.content.{index}") for index, part in enumerate(content))
+            content = content_of([_text(part, f"{where}.content.{index}") for index, part in enumerate(content)])
         message: dict[str, Any] = {"role": self.role, "content": content}
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:

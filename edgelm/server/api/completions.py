@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag
 
 from edgelm import __version__
-from edgelm.core import Sampled
+from edgelm.core import MAX_LOGPROBS
 from edgelm.jobs.request import AnswerDelta, AnswerRequest
 from edgelm.server.api.chat_reply import event, figures, openai_reason, usage
 from edgelm.server.api.dialect import COMMENT, DONE, AnswerContext
@@ -31,7 +31,6 @@ from edgelm.server.api.logprobs import TextOffsets, completion_logprobs
 DEFAULT_TOKENS = 16  # OpenAI's default
 MAX_PROMPTS = 64
 MAX_ANSWERS = 64  # of one request, to all its prompts
-MAX_LOGPROBS = 5
 
 
 def _form(value: object) -> str:
@@ -145,11 +144,11 @@ class CompletionsReply:
         return error.event()
 
     def delta(self, delta: AnswerDelta) -> bytes:
-        if not (delta.text or delta.reason or self._visible(delta.sampled)):
+        if not (delta.text or delta.reason or (delta.sampled and self._request.logprobs is not None)):
             return b""
         if delta.reason:
             self._last[delta.choice] = delta
-        return event(self._envelope([self._choice(delta.choice, delta.text, delta.sampled, delta)]))
+        return event(self._envelope([self._choice(delta.choice, [delta])]))
 
     def closing(self) -> bytes:
         options = self._request.stream_options
@@ -164,9 +163,7 @@ class CompletionsReply:
         choices = []
         for index, choice in enumerate(self._best(answers)):
             answer = answers[choice]
-            text = "".join(delta.text for delta in answer)
-            sampled = [sample for delta in answer for sample in delta.sampled]
-            choices.append(self._choice(choice, text, sampled, answer[-1]) | {"index": index})
+            choices.append(self._choice(choice, answer) | {"index": index})
         return self._envelope(choices) | {"usage": self._usage()}
 
     def _best(self, answers: dict[int, list[AnswerDelta]]) -> list[int]:
@@ -182,26 +179,32 @@ class CompletionsReply:
             best += sorted(group, key=lambda choice: -_mean_logprob(answers[choice][first_delta:]))[:shown]
         return best
 
-    def _choice(self, index: int, text: str, sampled: Sequence[Sampled], delta: AnswerDelta) -> dict[str, Any]:
-        logprobs = None
-        if self._request.logprobs is not None:
-            tokenizer, visible = self._context.tokenizer, self._visible(sampled)
-            if index not in self._offsets:
-                # Some vocabularies put a space before a text, which an echoed prompt does not have.
-                pieces = (piece for sample in visible if (piece := tokenizer.piece(sample.id)))
-                adds_space = self._request.echo and next(pieces, b"").startswith(b" ") and not text.startswith(" ")
-                self._offsets[index] = TextOffsets(-1 if adds_space else 0)
-            logprobs = completion_logprobs(tokenizer, visible, self._offsets[index])
-        reason = openai_reason(delta.reason) if delta.reason else None
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        if delta.reason and delta.stats:
-            choice["edgelm"] = figures(delta, self._context.executor)
+    def _choice(self, index: int, deltas: Sequence[AnswerDelta]) -> dict[str, Any]:
+        """Return a choice, or the next part of one."""
+        last = deltas[-1]
+        choice = {
+            "index": index,
+            "text": "".join(delta.text for delta in deltas),
+            "logprobs": None if self._request.logprobs is None else self._logprobs(index, deltas),
+            "finish_reason": openai_reason(last.reason) if last.reason else None,
+        }
+        if last.reason and last.stats:
+            choice["edgelm"] = figures(last, self._context.executor)
         return choice
 
-    def _visible(self, sampled: Sequence[Sampled]) -> list[Sampled]:
-        if self._request.logprobs is None:
-            return []
-        return [sample for sample in sampled if sample.id not in self._context.tokenizer.stop_ids]
+    def _logprobs(self, index: int, deltas: Sequence[AnswerDelta]) -> dict[str, Any]:
+        """Return the log-probabilities of the tokens, with the token that ends an answer, as vLLM does."""
+        starts: list[int] = []
+        for delta in deltas:
+            ids = [sample.id for sample in delta.sampled]
+            if index not in self._offsets:
+                self._offsets[index] = offsets = TextOffsets(self._context.tokenizer)
+                if self._request.echo:
+                    starts += offsets.of_prompt(delta.text, ids)
+                    continue
+            starts += map(self._offsets[index].next, ids)
+        sampled = [sample for delta in deltas for sample in delta.sampled]
+        return completion_logprobs(self._context.tokenizer, sampled, starts)
 
     def _usage(self) -> dict[str, Any]:
         return usage(self._last, self._request.num_candidates)

@@ -76,6 +76,8 @@ _SAMPLERS = {
     "lora": Refused("adapters are not supported", ([],)),
 }
 
+_PROMPT_PROBABILITIES = {"prompt_logprobs": Refused("POST /v1/completions has logprobs with echo")}
+
 CHAT = Table(
     "POST /v1/chat/completions",
     {
@@ -88,9 +90,10 @@ CHAT = Table(
         "audio": Refused("the model writes text only"),
         "modalities": Refused("the model writes text only", (["text"],)),
         **_SAMPLERS,
+        **_PROMPT_PROBABILITIES,
     },
 )
-COMPLETIONS = Table("POST /v1/completions", _OPENAI, _SAMPLERS)
+COMPLETIONS = Table("POST /v1/completions", _OPENAI, {**_SAMPLERS, **_PROMPT_PROBABILITIES})
 _RETURNED = "the response returns it"
 RESPONSES = Table(
     "POST /v1/responses",
@@ -219,6 +222,7 @@ Generated from `edgelm/server/api/field_table.py`; a test compares.
   `POST /api/pull` pulls a model of the catalogue or of the hub; it needs the same right as loading and unloading.
 - `GET /props`, `GET /slots`: llama-server's descriptions of a model (`?model=NAME`) and of the asking key's own open
   requests. `POST /apply-template`: the prompt of a chat, whose fields are those of `/v1/chat/completions`.
+- `GET /tokenizer_info`: vLLM's description of a tokenizer (`?model=NAME`): its special tokens and the chat template.
 - `GET /edgelm/ps`: the loaded models, as `edgelm ps` shows them.
 - `GET /metrics`: the numbers of the server and its models for Prometheus, under vLLM's names with `edgelm:` in place of
   `vllm:`; `GET /edgelm/top`: those that `edgelm top` shows. Neither loads a model or keeps one loaded.

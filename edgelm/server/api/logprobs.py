@@ -29,21 +29,43 @@ def chat_logprobs(tokenizer: Tokenizer, sampled: Iterable[Sampled]) -> list[dict
 
 
 class TextOffsets:
-    """Counts the characters of a text while its tokens come; a character belongs to the token that completes it."""
+    """Finds where the tokens of a text begin while they come; a character belongs to the token that completes it."""
 
-    def __init__(self, first: int = 0) -> None:
-        self._at = first
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._at = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def next(self, piece: bytes) -> int:
-        """Return where the text of the next token begins."""
-        start = max(self._at, 0)
-        self._at += len(self._decoder.decode(piece))
+    def of_prompt(self, text: str, ids: Sequence[int]) -> list[int]:
+        """Return where each token of an echoed prompt begins in it; the answer begins behind it.
+
+        A prompt may spell control tokens, which have no text of their own, and vocabularies may put a space before a
+        text or behind a control token.
+        """
+        starts, at = [], 0
+        for token in ids:
+            starts.append(at)
+            piece = self._tokenizer.piece(token)
+            if not piece:
+                mark = self._tokenizer.text_of(token)
+                at += len(mark) if text.startswith(mark, at) else 0
+                continue
+            added = self._decoder.decode(piece)
+            at += len(added) - (added.startswith(" ") and not text.startswith(" ", at))
+        self._at = len(text)
+        self._decoder.reset()
+        return [min(start, self._at) for start in starts]
+
+    def next(self, token: int) -> int:
+        """Return where the text of the next token of the answer begins."""
+        start = self._at
+        if token not in self._tokenizer.stop_ids:
+            self._at += len(self._decoder.decode(self._tokenizer.piece(token)))
         return start
 
 
-def completion_logprobs(tokenizer: Tokenizer, sampled: Sequence[Sampled], offsets: TextOffsets) -> dict[str, Any]:
-    """Return the log-probabilities of the next tokens of a text; its first one may have none."""
+def completion_logprobs(tokenizer: Tokenizer, sampled: Sequence[Sampled], offsets: Sequence[int]) -> dict[str, Any]:
+    """Return the log-probabilities of tokens that begin at these offsets; the first one of a prompt has none."""
 
     def name(token: int) -> str:
         try:
@@ -51,15 +73,19 @@ def completion_logprobs(tokenizer: Tokenizer, sampled: Sequence[Sampled], offset
         except UnicodeDecodeError:  # OpenAI's spelling of a part of a character
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.piece(token))
 
+    def likeliest(sample: Sampled) -> dict[str, float]:
+        """Return the likeliest tokens and the token itself; of two with the same text, the likelier one."""
+        values: dict[str, float] = {}
+        for token, value in (*sample.top, (sample.id, sample.logprob)):
+            values.setdefault(name(token), finite(value))
+        return values
+
     known = [sample.logprob is not None for sample in sampled]
     return {
         "tokens": [name(sample.id) for sample in sampled],
         "token_logprobs": [finite(s.logprob) if has else None for s, has in zip(sampled, known, strict=True)],
-        "top_logprobs": [
-            {name(token): finite(value) for token, value in sample.top} if has else None
-            for sample, has in zip(sampled, known, strict=True)
-        ],
-        "text_offset": [offsets.next(tokenizer.piece(sample.id)) for sample in sampled],
+        "top_logprobs": [likeliest(s) if has else None for s, has in zip(sampled, known, strict=True)],
+        "text_offset": list(offsets),
     }
 
 

@@ -30,6 +30,7 @@ from edgelm.server.api.fields import (
     schema_spec,
 )
 from edgelm.text.calls.format import ToolChoice
+from edgelm.text.message_forms import content_of
 from edgelm.workers.grammars import GrammarSpec
 
 REASONING_PREFIX = "edgelm:"  # of our `encrypted_content`, which is plain base64: the text never leaves the machine
@@ -324,13 +325,13 @@ def _decoded(content: object) -> str:
     return text.removeprefix(REASONING_PREFIX) if text.startswith(REASONING_PREFIX) else ""
 
 
-def _text(content: object, where: str) -> str:
-    """Return content as text. Raises ApiError for parts that a model of text cannot read."""
+def _text(content: object, where: str) -> str | list[dict[str, str]]:
+    """Return content as text or parts of text. Raises ApiError for parts that a model of text cannot read."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ApiError(400, "invalid_type", f"{where} is neither a text nor a list of parts", param=where)
-    return "".join(_part(part, f"{where}.{index}") for index, part in enumerate(content))
+    return content_of([_part(part, f"{where}.{index}") for index, part in enumerate(content)])
 
 
 def _part(part: object, where: str) -> str:

@@ -294,9 +294,10 @@ def test_messages_reach_the_template() -> None:
         ]
     ).messages
     custom_function = {"name": "g", "arguments": '{"input": "say \\"x\\""}'}
+    parts = [{"type": "text", "text": text} for text in "ab"]  # the template joins them
     assert messages == [
         {"role": "developer", "content": "rules"},
-        {"role": "user", "content": "ab", "name": "me"},
+        {"role": "user", "content": parts, "name": "me"},
         {
             "role": "assistant",
             "content": None,

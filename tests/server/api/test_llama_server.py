@@ -57,6 +57,8 @@ def test_completion_takes_a_text_or_tokens(prompt: Any) -> None:
         ("/infill", {"input_extra": "x"}),
         ("/infill", {"n_predict": -5}),
         ("/tokenize", {"content": ["a"]}),
+        ("/tokenize", {}),
+        ("/tokenize", {"content": "a", "prompt": "a"}),
         ("/detokenize", {"tokens": ["a"]}),
         ("/apply-template", {}),
     ],
@@ -67,12 +69,13 @@ def test_errors(path: str, fields: dict[str, Any]) -> None:
     assert caught.value.status == 400
 
 
-def test_a_text_to_tokenize_has_an_end() -> None:
+@pytest.mark.parametrize("name", ["content", "prompt"])
+def test_a_text_to_tokenize_has_an_end(name: str) -> None:
     text = "é" * (MAX_TEXT_BYTES // 2)
-    parse_request("/tokenize", {"content": text})
+    parse_request("/tokenize", {name: text})
     with pytest.raises(ApiError) as caught:
-        parse_request("/tokenize", {"content": text + "a"})
-    assert (caught.value.status, caught.value.body["error"]["param"]) == (413, "content")
+        parse_request("/tokenize", {name: text + "a"})
+    assert (caught.value.status, caught.value.body["error"]["param"]) == (413, name)
 
 
 DELTAS = [delta(Content("he")), delta(Content("llo")), end("stop", stop="END")]

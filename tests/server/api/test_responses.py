@@ -99,6 +99,12 @@ def test_forms_of_a_message(item: dict[str, Any]) -> None:
     assert messages(item) == [user("a")]
 
 
+def test_parts_of_a_text_are_left_to_the_template() -> None:
+    item = {"role": "user", "content": [{"type": "input_text", "text": text} for text in "ab"]}
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    assert messages(item) == [{"role": "user", "content": parts}]
+
+
 def test_items_of_a_turn_become_one_message() -> None:
     found = messages(
         user("q"),
