@@ -164,15 +164,20 @@ def bench(
     decode: Annotated[list[int] | None, typer.Option("-n", help="Tokens to decode; 0: none. May be repeated.")] = None,
     parallel: Annotated[list[int] | None, typer.Option("-b", help="Parallel sequences. May be repeated.")] = None,
     repetitions: Annotated[int, typer.Option("-r", min=1, max=100, help="Repetitions of each test.")] = 3,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Measure the engine alone, without a server before it.")
+    ] = False,
     as_json: Json = False,
     verbose: Verbose = False,
     *,
     flags: Flags,
 ) -> None:
-    """Measure prompt speed (pp512 by default) and decode speed (tg128), in tokens per second."""
+    """Measure prompt speed (pp512 by default) and decode speed (tg128) through the endpoint, in tokens per second."""
     from edgelm.commands.bench import bench_model
 
-    bench_model(model, flags, prompt, decode, parallel, repetitions, as_json, verbose)
+    bench_model(
+        model, flags, prompt, decode, parallel, repetitions, in_process=in_process, as_json=as_json, verbose=verbose
+    )
 
 
 @app.command()

@@ -12,6 +12,7 @@ LONG_FILES = (
     "tests/commands/test_torch_engine.py",
     "tests/commands/test_run_answers.py",
     "tests/commands/test_run.py",
+    "tests/commands/test_bench.py",
     "tests/commands/test_eval.py",
     "tests/tui/test_plain.py",
     "tests/tui/test_own_front.py",

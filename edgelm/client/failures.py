@@ -61,7 +61,7 @@ def no_protocol(address: str) -> EngineError:
 def _explain_status(error: Any, address: str) -> EdgeLMError:
     status: int = error.status_code
     body = error.body
-    detail = _detail(body) or f"HTTP {status}"
+    detail = detail_of(body) or f"HTTP {status}"
     code = body.get("code") if isinstance(body, Mapping) else None
     if status == 503 and code == "model_loading":
         return StillLoadingError(detail, retry_after_s=_retry_after(error.response.headers.get("retry-after")))
@@ -88,7 +88,7 @@ def _explain_body(message: str, body: object, address: str) -> EdgeLMError:
     return EngineError(f"{address} failed: {message}", "try again")
 
 
-def _detail(body: object) -> str:
+def detail_of(body: object) -> str:
     """Return the message of an error body, in OpenAI's or a similar shape."""
     if isinstance(body, Mapping):
         for name in ("message", "detail", "error"):
@@ -96,7 +96,7 @@ def _detail(body: object) -> str:
             if isinstance(value, str) and value:
                 return " ".join(value.split())[:500]
             if isinstance(value, Mapping):
-                return _detail(value)
+                return detail_of(value)
     return " ".join(body.split())[:200] if isinstance(body, str) and "<" not in body else ""
 
 

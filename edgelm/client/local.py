@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,17 @@ STOP_S = 5.0
 
 
 class OwnFront:
-    """A front that ends when its standard input closes, so it ends even if this process is killed."""
+    """A front that ends when its standard input closes, so it ends even if this process is killed.
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+    `environment` sets variables of the front.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], log: Path, environment: Mapping[str, str | None] | None = None
+    ) -> None:
         self._arguments = ("serve", "--port", "0", "--until-stdin-closes", *arguments)
         self._log = log
+        self._environment = environment
         self._worker: Worker | None = None
 
     @property
@@ -40,7 +46,13 @@ class OwnFront:
         self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with os.fdopen(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as log:
             self._worker = Worker(
-                "edgelm", *self._arguments, replies=(Serving,), keys=API_KEYS, log=log, grace_s=STOP_S
+                "edgelm",
+                *self._arguments,
+                replies=(Serving,),
+                environment=self._environment,
+                keys=API_KEYS,
+                log=log,
+                grace_s=STOP_S,
             )
         try:
             async with asyncio.timeout(START_S):

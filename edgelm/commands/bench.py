@@ -1,8 +1,16 @@
-"""`edgelm bench`: print prompt and decode speed, as a table or as JSON."""
+"""`edgelm bench`: print prompt and decode speed, as a table or as JSON.
+
+Owns the two sides of a measurement: the engine alone in a worker, and then the process that serves, through a server of
+its own. Neither drafts.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
+import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,12 +19,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from edgelm.commands.job import reader_may_leave, run_job
-from edgelm.config import load_config
+from edgelm.client.local import OwnFront
+from edgelm.client.speed import Served
+from edgelm.commands.flags import as_flags
+from edgelm.commands.job import StatusLine, reader_may_leave, run_job
+from edgelm.config import Config, load_config
 from edgelm.errors import RequestError
 from edgelm.jobs.speed import BenchJob, SpeedTest
 from edgelm.library.local import model_config, runnable_model
 from edgelm.workers.messages import Result
+
+ALIKE = 0.03  # a difference of the two sides that is not shown
 
 
 def bench_model(
@@ -26,6 +39,8 @@ def bench_model(
     decodes: list[int] | None,
     parallels: list[int] | None,
     repetitions: int,
+    *,
+    in_process: bool,
     as_json: bool,
     verbose: bool,
 ) -> None:
@@ -50,20 +65,80 @@ def bench_model(
         repetitions=repetitions,
     )
     with reader_may_leave(), run_job(job, config.places, verbose) as replies:
-        for reply in replies:
-            if isinstance(reply, Result):
-                _print(reply.document, as_json)
+        result: dict[str, Any] = next(reply for reply in replies if isinstance(reply, Result)).document
+    if not in_process:
+        result["results"] = asyncio.run(_beside_endpoint(job, config, flags, result))
+    shown = {name: result[name] for name in ("model", "engine", "device", "context", "results")}
+    with reader_may_leave():
+        _print(shown | {"through": "engine" if in_process else "endpoint", "drafts": False}, as_json)
+
+
+async def _beside_endpoint(
+    job: BenchJob, config: Config, flags: Mapping[str, object], alone: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the rows of the endpoint, each with that of the engine alone. Raises EdgeLMError."""
+    status = StatusLine(sys.stderr.isatty())
+    context = alone["context"]
+    tests = [test.shortened(context) for test in job.tests] if job.shorten else job.tests
+    rows = []
+    # A runtime folder of its own: no command of the user finds this server.
+    with tempfile.TemporaryDirectory(prefix="edgelm-bench-") as runtime:
+        arguments = _serve_arguments(job, config, flags, context)
+        front = OwnFront(arguments, config.places.cache / "bench.log", {"EDGELM_RUNTIME_DIR": runtime})
+        try:
+            status.show("starting the endpoint")
+            served = Served(await front.start(), str(job.model), alone["num_vocab"], alone["stop_ids"])
+            status.show(f"loading {job.model.name}")
+            await served.load()
+            for test, engine in zip(tests, alone["results"], strict=True):
+                status.show(f"measuring {test.name} through the endpoint")
+                runs = await served.measure(test, job.repetitions)
+                speed = sorted(runs)[len(runs) // 2]
+                rows.append({"test": test.name, "tokens_per_second": speed, "runs": runs, "engine": engine})
+        finally:
+            status.clear()
+            await front.stop()
+    return rows
+
+
+def _serve_arguments(job: BenchJob, config: Config, flags: Mapping[str, object], context: int) -> list[str]:
+    """Return the arguments of a server that keeps nothing of what it is asked."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    own: dict[str, object] = {"ctx": context, "memory": False, "prefix_cache_disk": 0, "host": "127.0.0.1"}
+    own["parallel"] = max(config.settings.parallel, job.settings.parallel)
+    if config.settings.ollama_port is not None:
+        own["ollama_port"] = _free_port()
+    return [*(flag for name, value in (given | own).items() for flag in as_flags(name, value)), str(job.model)]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def _print(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
         return
-    table = Table(title=escape(f"{result['model']}, {result['engine']} on {result['device']}"))
-    table.add_column("test")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("least to most", justify="right")
+    place = "through the endpoint" if result["through"] == "endpoint" else "the engine alone"
+    title = f"{result['model']}, {result['engine']} on {result['device']}, {place}, without drafts"
+    table = Table(title=escape(title))
+    for name in ("test", "tokens/s", "least to most"):
+        table.add_column(name, justify="left" if name == "test" else "right")
+    differs = any(_differs(row) for row in result["results"])
+    if differs:
+        table.add_column("engine alone", justify="right")
+        table.add_column("of it", justify="right")
     for row in result["results"]:
-        runs = row["runs"]
-        table.add_row(row["test"], f"{row['tokens_per_second']:.1f}", f"{min(runs):.1f} to {max(runs):.1f}")
+        runs, speed = row["runs"], row["tokens_per_second"]
+        engine = row["engine"]["tokens_per_second"] if differs else 1.0
+        beside = [f"{engine:.1f}", f"{speed / engine:.0%}"] if differs else []
+        table.add_row(row["test"], f"{speed:.1f}", f"{min(runs):.1f} to {max(runs):.1f}", *beside)
     Console().print(table)
+
+
+def _differs(row: dict[str, Any]) -> bool:
+    """Return whether the endpoint is not as fast as the engine alone, or faster."""
+    return "engine" in row and abs(row["tokens_per_second"] / row["engine"]["tokens_per_second"] - 1) > ALIKE

@@ -12,6 +12,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgelm.commands.flags import as_flags
 from edgelm.commands.presets import read_looks, read_presets, start_preset
 from edgelm.config import SETTINGS, Config, load_config
 from edgelm.errors import EdgeLMError, ModelError
@@ -93,7 +94,7 @@ def open_chat(
     settings, sources, places = config.settings, config.sources, config.places
     by_path = endpoint is None and Path(model or "").is_absolute()
     # Flags need a server of our own: a running server has its own settings.
-    own = [flag for name, value in flags.items() if value is not None for flag in _as_flags(name, value)]
+    own = [flag for name, value in flags.items() if value is not None for flag in as_flags(name, value)]
     arguments = [*own, *([model] if model and by_path else [])]
     link = Link(
         endpoint=normalize_address(endpoint) if endpoint else None,
@@ -187,15 +188,6 @@ def _endpoint_name(model: str, config: Config) -> str:
     local = runnable_model(model, config)
     # A running server may have another working directory.
     return str(local.path) if local.place == "given" else local.name
-
-
-def _as_flags(name: str, value: object) -> list[str]:
-    """Return a flag as the user gave it, perhaps more than once."""
-    spelled = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{spelled}" if value else f"--no-{spelled}"]
-    values = value if isinstance(value, list | tuple) else [value]
-    return [f"--{spelled}={one}" for one in values]
 
 
 def _choose_key(endpoint: str | None, config: Config) -> str | None:

@@ -20,6 +20,15 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Flags = dict[str, object]  # by setting; None: not given
 
 
+def as_flags(name: str, value: object) -> list[str]:
+    """Return a flag as the user gave it, perhaps more than once."""
+    spelled = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{spelled}" if value else f"--no-{spelled}"]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [f"--{spelled}={one}" for one in values]
+
+
 def with_settings(command: Command) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a function one flag for each setting of the command. It gets the values as `flags`; None: not given."""
 

@@ -44,7 +44,7 @@ def run_job(job: EngineJob, places: Places, verbose: bool) -> Iterator[Iterator[
     died, that a model's file changed in the meantime, that there is no such draft model, or that llama.cpp cannot run
     on this machine.
     """
-    status = _Status(sys.stderr.isatty())
+    status = StatusLine(sys.stderr.isatty())
     facts = machine.facts(places.cache, notify=status.show)
     facts.require_working()
     status.show(f"loading {job.model.name}")
@@ -83,7 +83,7 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def _from_workers(
-    start: Callable[[], Worker], workers: ExitStack, job: EngineJob, files: ModelFiles, status: _Status
+    start: Callable[[], Worker], workers: ExitStack, job: EngineJob, files: ModelFiles, status: StatusLine
 ) -> Iterator[Any]:
     """Yield the replies of a worker; where CUDA cannot load the model, those of another, which goes on without it."""
     while True:
@@ -114,7 +114,7 @@ def _replies(worker: Worker, files: ModelFiles) -> Iterator[Any]:
     raise exit_reason(worker.exit(), files)
 
 
-def _watch(replies: Iterator[Any], status: _Status, name: str, on_loaded: Callable[[], None]) -> Iterator[Any]:
+def _watch(replies: Iterator[Any], status: StatusLine, name: str, on_loaded: Callable[[], None]) -> Iterator[Any]:
     """Show progress and notes, and yield all other replies. The first of those means that the model is loaded."""
     loaded = False
     try:
@@ -138,7 +138,7 @@ def _watch(replies: Iterator[Any], status: _Status, name: str, on_loaded: Callab
         status.clear()
 
 
-class _Status:
+class StatusLine:
     """A line on standard error that overwrites itself; only on a terminal."""
 
     def __init__(self, terminal: bool) -> None:
@@ -161,7 +161,7 @@ class _Status:
 class _Saving:
     """The line for conversations that the worker saves at its end, once that takes long."""
 
-    def __init__(self, status: _Status) -> None:
+    def __init__(self, status: StatusLine) -> None:
         self._status = status
         self._tell_at: float | None = None
 

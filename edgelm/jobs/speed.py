@@ -1,6 +1,7 @@
-"""The job of `edgelm bench`: measure prompt and decode speed of an engine.
+"""The job of `edgelm bench --in-process`: measure prompt and decode speed of an engine.
 
-Owns the timed requests. Prompts are random tokens, never used twice, so that the prefix cache does not help.
+Owns the timed requests, and how a speed follows from the times of tokens. Prompts are random tokens, never used twice,
+so that the prefix cache does not help.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -80,12 +82,20 @@ async def _run(engine: Engine, test: SpeedTest) -> float:
             times += [time.perf_counter()] * len(event.sampled)
         return times
 
-    sequences = await asyncio.gather(*(run_sequence() for _ in range(test.parallel)))
+    return tokens_per_second(test, await asyncio.gather(*(run_sequence() for _ in range(test.parallel))))
+
+
+def tokens_per_second(test: SpeedTest, sequences: Sequence[Sequence[float]]) -> float:
+    """Return the speed of sequences that ran together: the time when each was submitted, then those of its tokens.
+
+    Raises RequestError for tokens that all came at once.
+    """
     started_at = min(times[0] for times in sequences)
-    prefilled_at = max(
-        times[1] for times in sequences
-    )  # all sequences have their first token: decoding is timed from here
+    # All sequences have their first token: decoding is timed from here.
+    prefilled_at = max(times[1] for times in sequences)
     if not test.decode:
         return test.parallel * test.prompt / (prefilled_at - started_at)
     decoded_at = [time for times in sequences for time in times[2:] if time > prefilled_at]
+    if not decoded_at:
+        raise RequestError(f"{test.name} is too short to be timed", "give a larger -n")
     return len(decoded_at) / (max(decoded_at) - prefilled_at)

@@ -89,7 +89,10 @@ async def _bench(loaded: LoadedModel, job: BenchJob, child: Child) -> None:
         child.send(Status(f"measuring {test.name}"))
         runs = await measure(loaded.engine, test, job.repetitions)
         results.append({"test": test.name, "tokens_per_second": sorted(runs)[len(runs) // 2], "runs": runs})
-    child.send(Result({"model": loaded.name, "engine": info.engine, "device": info.device, "results": results}))
+    about = {"model": loaded.name, "engine": info.engine, "device": info.device, "context": info.context}
+    # How the same requests are sent to an endpoint.
+    vocabulary = {"num_vocab": info.num_vocab, "stop_ids": sorted(loaded.tokenizer.stop_ids)}
+    child.send(Result(about | vocabulary | {"results": results}))
 
 
 if __name__ == "__main__":

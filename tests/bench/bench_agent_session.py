@@ -33,7 +33,7 @@ from gguf import GGMLQuantizationType as Quant
 from gguf import GGUFReader
 
 from edgelm.machine.cpu import usable_cores
-from tests.bench.random_models import SHAPES, write_model
+from tests.bench.random_models import SHAPES, tokenizer_of, write_model
 from tests.ending import end_server
 
 STARTER = Path(__file__).resolve().parents[2] / "models" / "starter" / "starter.gguf"  # its tokenizer is used
@@ -252,9 +252,7 @@ def print_table(names: list[str], rows: dict[str, list[Row]]) -> None:
 
 def write_agent_model(path: Path, shape: str) -> None:
     """Write a model of random weights with the starter's tokenizer, filled up to the shape's vocabulary."""
-    reader = GGUFReader(STARTER)
-    prefix = "tokenizer.ggml."
-    tokenizer = {key.removeprefix(prefix): field.contents() for key, field in reader.fields.items() if prefix in key}
+    tokenizer = tokenizer_of(GGUFReader(STARTER))
     write_model(path, SHAPES[shape]._replace(context=CONTEXT), Quant.Q8_0, tokenizer, TEMPLATE)
 
 

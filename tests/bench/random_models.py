@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from gguf import GGMLQuantizationType as Quant
-from gguf import GGUFWriter, TokenType
+from gguf import GGUFReader, GGUFWriter, TokenType
 
 from edgelm.backends.llama.random_gguf import add_vocabulary, random_matrix
 
@@ -101,6 +101,12 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def tokenizer_of(reader: GGUFReader) -> dict[str, Any]:
+    """Return the tokenizer of a GGUF, for `write_model`."""
+    prefix = "tokenizer.ggml."
+    return {key.removeprefix(prefix): field.contents() for key, field in reader.fields.items() if prefix in key}
 
 
 def _add_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], count: int) -> None:

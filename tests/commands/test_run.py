@@ -1,4 +1,4 @@
-"""`edgelm run` and `edgelm bench` as a user sees them: exit codes, and one line for each error."""
+"""`edgelm run` as a user sees it: exit codes, and one line for each error."""
 
 from __future__ import annotations
 
@@ -163,36 +163,6 @@ def test_a_full_context_is_reported(edgelm: Edgelm, model: Path) -> None:
     assert done.returncode == 0
 
 
-def test_bench_prints_a_table_and_json(edgelm: Edgelm, model: Path) -> None:
-    arguments = ("bench", model, "-p", "32", "-n", "8", "-b", "1", "-b", "4", "-r", "2")
-    result = json.loads(edgelm(*arguments, "--json").stdout)
-    assert [row["test"] for row in result["results"]] == ["pp32", "tg8", "pp32x4", "tg8x4"]
-    for row in result["results"]:
-        assert len(row["runs"]) == 2
-        assert min(row["runs"]) <= row["tokens_per_second"] <= max(row["runs"])
-        assert min(row["runs"]) > 0
-    assert result["engine"] == "llama"
-    assert b"tg8x4" in edgelm(*arguments).stdout
-
-
-def test_bench_of_a_short_context_shortens_its_own_tests_and_refuses_others_at_once(
-    edgelm: Edgelm, model: Path
-) -> None:
-    result = json.loads(edgelm("bench", model, "-r", "1", "--json").stdout)
-    assert [row["test"] for row in result["results"]] == ["pp510", "tg128"]  # of 512
-    assert "pp600 needs" in error_of(edgelm("bench", model, "-p", "8", "-p", "600"))
-
-
-def test_a_models_name_is_shown_as_it_is(edgelm: Edgelm, tmp_path: Path) -> None:
-    path = write_tiny(tmp_path / "m.gguf")
-    name = b"tiny llama f32"
-    assert name in path.read_bytes()
-    path.write_bytes(path.read_bytes().replace(name, b"[/b]tiny[red]!"))
-    done = edgelm("bench", path, "-p", "8", "-n", "0", "-r", "1")
-    assert done.returncode == 0, done.stderr
-    assert b"[/b]tiny[red]!" in done.stdout
-
-
 def test_nothing_of_the_current_folder_is_run(
     edgelm: Edgelm, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,12 +263,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(edgelm: E
 
 
 def test_an_impossible_request_is_one_line(edgelm: Edgelm, model: Path) -> None:
-    for arguments, expected in {
-        ("run", model, ""): "empty",
-        ("run", model, "hi", "--ctx", "4096"): "512",
-        ("bench", model, "-p", "4000"): "context",
-        ("bench", model, "-p", "0", "-n", "0"): "nothing to measure",
-    }.items():
+    for arguments, expected in {("run", model, ""): "empty", ("run", model, "hi", "--ctx", "4096"): "512"}.items():
         assert expected in error_of(edgelm(*arguments)), arguments
     assert "0xff at 2" in error_of(edgelm("run", model, stdin=b"ab\xffcd"))
 
