@@ -1,3 +1,3 @@
 """edgelm: run a language model on your own machine."""
 
-__version__ = "0.5.0"
+__version__ = "0.6.0.dev0"
