@@ -30,6 +30,9 @@ def missing_bytes(tokens: Iterable[str]) -> frozenset[int]:
 
 def unwritable(text: str, missing: Collection[int]) -> str:
     """Return the characters of a text that need missing bytes."""
+    data = text.encode()
+    if len(data.translate(None, bytes(missing))) == len(data):
+        return ""
     return "".join(char for char in sorted(set(text)) if not set(char.encode()).isdisjoint(missing))
 
 

@@ -172,6 +172,8 @@ class FastTokenizer:
     def _unspelled(self, text: str, encoding: Encoding, special: bool) -> str:
         """Return the characters that the library wrote as the unknown token, or left out."""
         if self._missing_bytes:
+            if not unwritable(text, self._missing_bytes):  # nearly every text
+                return ""
             control = self._facts.control_ids
             own = [string for token, string in self._added.items() if special or token not in control]
             return unwritable(without(text, own), self._missing_bytes)

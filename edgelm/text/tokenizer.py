@@ -214,18 +214,20 @@ class LlamaTokenizer:
 
     def _unspelled(self, text: str, special: bool) -> str:
         """Return the characters without a token and without byte tokens: llama.cpp aborts on them, or omits them."""
+        unspelled = self._unspelled_chars(text)
+        if not unspelled:  # nearly every text: the vocabulary's own tokens can only take characters away
+            return ""
+        # llama.cpp cuts these strings out of a text before it spells the rest.
+        own_tokens = self.special_strings if special else self._user_defined
+        return self._unspelled_chars(without(text, own_tokens))
+
+    def _unspelled_chars(self, text: str) -> str:
         if self._bpe and self._missing_bytes:
-            return unwritable(without(text, self._own_tokens(special)), self._missing_bytes)
+            return unwritable(text, self._missing_bytes)
         if not self._spm or not text or len(self._byte_ids) == 256:
             return ""
-        spelled = without(text, self._own_tokens(special)).replace(" ", _SPACE)
-        chars = sorted({_SPACE, *spelled} - self._letters)
+        chars = sorted({_SPACE, *text.replace(" ", _SPACE)} - self._letters)
         return "".join(char for char in chars if not self._byte_ids.keys() >= set(char.encode()))
-
-    def _own_tokens(self, special: bool) -> list[str]:
-        """Return the strings that llama.cpp cuts out of a text before it spells the rest."""
-        attr = L.LLAMA_TOKEN_ATTR_USER_DEFINED | (_NOT_TEXT if special else 0)
-        return [self.text_of(token) for token in range(self.num_tokens) if self._attr(token) & attr]
 
     def _is_unknown(self, token: int, text: str) -> bool:
         return bool(self._attr(token) & L.LLAMA_TOKEN_ATTR_UNKNOWN) and self.text_of(token) not in text
@@ -236,6 +238,12 @@ class LlamaTokenizer:
         if not {"<|return|>", "<|call|>"} <= set(map(self.text_of, self.stop_ids)):
             return frozenset()
         return frozenset(token for token in range(self.num_tokens) if self.text_of(token) in _HARMONY)
+
+    @cached_property
+    def _user_defined(self) -> frozenset[str]:
+        """The strings that become a token in any text."""
+        ids = range(self.num_tokens)
+        return frozenset(self.text_of(token) for token in ids if self._attr(token) & L.LLAMA_TOKEN_ATTR_USER_DEFINED)
 
     @cached_property
     def _missing_bytes(self) -> frozenset[int]:
