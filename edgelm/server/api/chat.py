@@ -120,7 +120,7 @@ class ChatRequest(GrammarFields, SamplingFields, KeepAliveFields):
             messages=[message.for_template(f"messages.{at}") for at, message in enumerate(self.messages)],
             tools=tools,
             tool_choice=_tool_choice(choice, [tool["function"]["name"] for tool in tools]),
-            parallel_tool_calls=self.parallel_tool_calls is not False and not self.functions,
+            parallel_tool_calls=False if self.functions else self.parallel_tool_calls,
             grammar=self.grammar_spec(),
             template_kwargs=kwargs,
             thinking_budget=self.reasoning_budget,

@@ -216,7 +216,7 @@ def test_fields_that_request_nothing_are_taken() -> None:
         "typical_p": 1.0,
         "stop_token_ids": [],
         "grammar": "",
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": None,
     }
     assert parse(**nothing) == parse()
     message = {"role": "assistant", "content": "hi", "tool_calls": None, "refusal": None, "annotations": []}
@@ -338,13 +338,25 @@ def test_tools_of_all_forms_are_functions() -> None:
     ]
     older = parse(functions=[FUNCTION])
     assert older.tools == [{"type": "function", "function": FUNCTION}]
-    assert not older.parallel_tool_calls
+    assert not older.has_several_calls
     (bare,) = parse(tools=[{"type": "function", "function": {"name": "f"}}]).tools
     assert bare["function"]["parameters"] == {"type": "object", "properties": {}}
     (custom,) = parse(tools=[{"type": "custom", "custom": {"name": "g", "description": "d"}}]).tools
     assert custom["function"]["name"] == "g"
     assert custom["function"]["parameters"]["required"] == ["input"]
-    assert not parse(parallel_tool_calls=False).parallel_tool_calls
+
+
+def test_a_forced_call_is_the_only_one_unless_the_client_asks_for_more() -> None:
+    def several(choice: Any, parallel: bool | None) -> bool:
+        tools = [{"type": "function", "function": {**FUNCTION, "name": name}} for name in "fg"]
+        return parse(tools=tools, tool_choice=choice, parallel_tool_calls=parallel).has_several_calls
+
+    both = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": both}}
+    assert [several("auto", parallel) for parallel in (None, False, True)] == [True, False, True]
+    assert [several("required", parallel) for parallel in (None, False, True)] == [False, False, True]
+    assert [several(allowed, parallel) for parallel in (None, False, True)] == [False, False, True]
+    assert [several(both[0], parallel) for parallel in (None, False, True)] == [False] * 3
 
 
 @pytest.mark.parametrize(
