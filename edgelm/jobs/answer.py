@@ -92,6 +92,7 @@ class Answerer:
         if len(ids) >= (context := self._loaded.engine.info.context):
             raise too_long(f"the prompt has {len(ids):,} tokens", context)
         grammar, notes = await self._constraints.grammar(request, style, tail)
+        notes = (*request.notes, *notes)
         if request.thinking_budget is not None and style.reasoning is None and not style.is_harmony:
             notes = (*notes, "the thinking budget has no effect: the model does not think")
         stops = request.stop if chat is None else (*request.stop, *(await self._templates.template()).stop_strings)

@@ -45,6 +45,7 @@ class AnswerRequest:
     interactive: bool = False  # somebody waits in an editor; a request with a suffix is interactive anyway
     time_limit_ms: int | None = None  # for the answer, from its first token on
     past: Sequence[Message] = ()  # the conversation before `messages`, used for drafting only
+    notes: tuple[str, ...] = ()  # what was changed in it before
     prediction: str = ""  # a text that the answer probably repeats, used for drafting only
 
     @property

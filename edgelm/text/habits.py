@@ -82,6 +82,11 @@ class Habits:
     def shows_later_instructions(self) -> bool:
         return self._shows_instructions(["system", "user", "assistant", "system", "user"])
 
+    @cached_property
+    def shows_same_role(self) -> bool:
+        """Whether two messages of one role may follow each other. Many templates demand that roles alternate."""
+        return self._shows_instructions(["user", "user", "assistant", "assistant", "user"])
+
     def shape_calls(self, messages: list[Message]) -> list[Message]:
         form = self._call_form
         result = form.apply(messages)

@@ -176,7 +176,7 @@ class ChatRequest(GrammarFields, SamplingFields, KeepAliveFields):
 
     def _check_together(self) -> None:
         """Refuse fields that contradict each other."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "invalid_value", "top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt are both true: omit one"

@@ -123,18 +123,13 @@ def test_llama_servers_name_of_a_penalty() -> None:
         ({"stream": 1}, "invalid_type", "stream"),
         ({"seed": 2**64}, "invalid_value", "seed"),
         ({"temperature": -0.1}, "invalid_value", "temperature"),
-        ({"top_p": 0}, "invalid_value", "top_p"),
-        ({"top_k": -1}, "invalid_value", "top_k"),
         ({"min_p": 1}, "invalid_value", "min_p"),
         ({"repetition_penalty": 0}, "invalid_value", "repetition_penalty"),
-        ({"max_tokens": 0}, "invalid_value", "max_tokens"),
-        ({"max_completion_tokens": 0}, "invalid_value", "max_completion_tokens"),
         ({"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
         ({"top_logprobs": 3}, "invalid_value", "top_logprobs"),
         ({"logit_bias": {"-1": 1}}, "invalid_value", "logit_bias"),
         ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias"),
         ({"logit_bias": {"5": "1"}}, "invalid_type", "logit_bias.5"),
-        ({"stop": ["a", ""]}, "invalid_value", "stop.1"),
         ({"stop": 1}, "invalid_type", "stop"),
         ({"messages": []}, "invalid_value", "messages"),
         ({"messages": "hello"}, "invalid_type", "messages"),
@@ -182,7 +177,6 @@ def test_llama_servers_name_of_a_penalty() -> None:
         ({"guided_regex": "a", "grammar": 'root ::= "a"'}, "invalid_value", "grammar"),
         ({"response_format": {"type": "json_object"}, "json_schema": {}}, "invalid_value", "json_schema"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "invalid_value", "structured_outputs.choice"),
-        ({"reasoning_budget": -1}, "invalid_value", "reasoning_budget"),
     ],
 )
 def test_refused_fields_are_named(fields: dict[str, Any], code: str, param: str) -> None:
@@ -251,7 +245,6 @@ def test_no_error_names_our_classes() -> None:
         assert refused(**fields)["message"].endswith(": input should be an object")
     assert refused(response_format=1)["message"] == "response_format: input should be an object"
     assert refused(messages=[])["message"] == "messages is empty"
-    assert refused(stop="")["message"] == "stop is empty"
 
 
 @pytest.mark.parametrize(
