@@ -18,7 +18,7 @@ TIMED_JOBS ?= $(shell expr $(JOBS) + 1)
 export OMP_NUM_THREADS ?= 1
 # The clients of `make clients`: from PyPI and npm, in the versions of tests/clients/.
 CLIENTS := build/clients
-CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/aider.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
+CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/frameworks.txt tests/clients/aider.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
 # In the order of tests/order.py: xdist's own puts files with few tests last, and some of those are long.
 SPREAD := --dist loadfile --no-loadscope-reorder
 # A test that fails is run once more, and both runs are shown: one process, socket or screen of thousands may be late on a
@@ -99,6 +99,8 @@ $(CLIENTS_READY):
 	$(CLIENTS)/venv/bin/pip install --quiet --requirement tests/clients/requirements.txt
 	$(BIN)/python -m venv $(CLIENTS)/ollama
 	$(CLIENTS)/ollama/bin/pip install --quiet --requirement tests/clients/ollama.txt
+	$(BIN)/python -m venv $(CLIENTS)/frameworks
+	$(CLIENTS)/frameworks/bin/pip install --quiet --requirement tests/clients/frameworks.txt
 	-$(BIN)/python -m venv $(CLIENTS)/aider && $(CLIENTS)/aider/bin/pip install --quiet --requirement tests/clients/aider.txt
 	cp tests/clients/package.json tests/clients/package-lock.json $(CLIENTS)/node
 	cd $(CLIENTS)/node && npm install --no-audit --no-fund

@@ -313,15 +313,15 @@ of the answer, and refused in `/v1/chat/completions`.
 
 ## Calls and schemas
 
-A named tool is called exactly once. Where the model must call something (`required`, Anthropic's `any`), it calls once,
-unless the request says `"parallel_tool_calls": true` (`"disable_parallel_tool_use": false`). An answer ends before a call
-that repeats an earlier one with the same arguments, with a note in `edgelm.notes`. A tool without parameters gets `{}`,
-and an object that names `properties` in a tool's schema has no others, unless `additionalProperties` or
-`unevaluatedProperties` is given; a `response_format` is taken by the letter.
+A named tool is called exactly once. Where the model must call something (`required`, Anthropic's `any`), it calls
+once, unless the request says `"parallel_tool_calls": true` (`"disable_parallel_tool_use": false`). An answer ends
+before a call that repeats an earlier one with the same arguments, with a note in `edgelm.notes`. A tool without
+parameters gets `{}`, and an object that names `properties` in a tool's schema has no others, unless
+`additionalProperties` or `unevaluatedProperties` is given; a `response_format` is taken by the letter.
 
-`oneOf`, `not`, `contains`, `propertyNames`, `if`, dependencies and the `unevaluated` keywords are enforced by a stronger
-schema where there is one: a list that contains something begins with it. Items of `uniqueItems` differ. A keyword that
-cannot be enforced is refused; with `"strict": false`, `edgelm.notes` names it.
+`oneOf`, `not`, `contains`, `propertyNames`, `if`, dependencies and the `unevaluated` keywords are enforced by a
+stronger schema where there is one: a list that contains something begins with it. Items of `uniqueItems` differ. A
+keyword that cannot be enforced is refused; with `"strict": false`, `edgelm.notes` names it.
 
 ## Values that mean off
 
