@@ -311,10 +311,14 @@ class _Reader:
         return top.values is None or any(_canonical(value) not in top.seen for value in top.values)
 
 
+def _number(text: str) -> float:
+    return float(text) + 0.0  # -0 is 0
+
+
 def _canonical(item: bytes | bytearray) -> bytes:
-    """Return the same bytes for all JSON of a value: 1.0 is 1."""
+    """Return the same bytes for all JSON of a value: 1.0 is 1, and -0 is 0."""
     try:
-        value = json.loads(item, parse_int=float)
+        value = json.loads(item, parse_int=_number, parse_float=_number)
     except (ValueError, RecursionError):
         return bytes(item)
     return json.dumps(value, sort_keys=True).encode()

@@ -91,6 +91,8 @@ def walk(matcher: Matcher, rng: random.Random, stuck: list[bytes] | None) -> str
         if matcher.done:
             return text.decode()
         forced = matcher.forced(4)
+        if stuck is None:
+            assert all(row[token] for row, token in zip(masks(matcher, forced), forced, strict=False))
         draft = [*forced, rng.randrange(len(PIECES))][: rng.randrange(4)]
         draft = draft[: matcher.allowed(draft)]
         rows = masks(matcher, draft)
@@ -110,7 +112,8 @@ def walk(matcher: Matcher, rng: random.Random, stuck: list[bytes] | None) -> str
                 token = rng.choice(ends if ends and rng.random() < 0.7 else allowed)
             if token == STOP:
                 return text.decode()
-            assert row[token], "a draft token that was allowed"
+            if not row[token]:
+                break  # `allowed` does not look as far ahead as a mask
             matcher.accept(token)
             tokens.append(token)
             text += PIECES[token]
