@@ -15,7 +15,7 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ?
 TIMED_JOBS ?= $(shell expr $(JOBS) + 1)
 # The clients of `make clients`: from PyPI and npm, in the versions of tests/clients/.
 CLIENTS := build/clients
-CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/aider.txt tests/clients/lm_eval.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
+CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/frameworks.txt tests/clients/aider.txt tests/clients/lm_eval.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
 # In the order of tests/order.py: xdist's own puts files with few tests last, and some of those are long.
 SPREAD := --dist loadfile --no-loadscope-reorder
 # A test that fails is run once more, and both runs are shown: one process, socket or screen of thousands may be late on a
@@ -102,6 +102,8 @@ $(CLIENTS_READY):
 	$(CLIENTS)/ollama/bin/pip install --quiet --requirement tests/clients/ollama.txt
 	$(BIN)/python -m venv $(CLIENTS)/lm_eval
 	$(CLIENTS)/lm_eval/bin/pip install --quiet --requirement tests/clients/lm_eval.txt
+	$(BIN)/python -m venv $(CLIENTS)/frameworks
+	$(CLIENTS)/frameworks/bin/pip install --quiet --requirement tests/clients/frameworks.txt
 	-$(BIN)/python -m venv $(CLIENTS)/aider && $(CLIENTS)/aider/bin/pip install --quiet --requirement tests/clients/aider.txt
 	cp tests/clients/package.json tests/clients/package-lock.json $(CLIENTS)/node
 	cd $(CLIENTS)/node && npm install --no-audit --no-fund

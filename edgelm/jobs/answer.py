@@ -23,6 +23,7 @@ from edgelm.jobs.past import PastTokens
 from edgelm.jobs.prompts import Prompts, too_long
 from edgelm.jobs.request import AnswerDelta, AnswerReason, AnswerRequest
 from edgelm.sampling.script import ScriptMatcher
+from edgelm.text.calls.repeats import RepeatedCalls
 from edgelm.text.indent import IndentLimit
 from edgelm.text.parse import AnswerParser, Args, CallBegin, CallEnd, Content, Part, Reasoning
 from edgelm.text.prompt_token_cache import Prompt
@@ -31,6 +32,7 @@ from edgelm.text.template_worker import TemplateRunner
 if TYPE_CHECKING:
     from edgelm.sampling.grammar import Grammar, GrammarCompiler
 
+REPEATED = "the answer ends before a call that repeats an earlier one with the same arguments"
 TAIL = 512  # characters of the prompt that tell where an answer begins
 
 
@@ -90,6 +92,7 @@ class Answerer:
         if len(ids) >= (context := self._loaded.engine.info.context):
             raise too_long(f"the prompt has {len(ids):,} tokens", context)
         grammar, notes = await self._constraints.grammar(request, style, tail)
+        notes = (*request.notes, *notes)
         if request.thinking_budget is not None and style.reasoning is None and not style.is_harmony:
             notes = (*notes, "the thinking budget has no effect: the model does not think")
         stops = request.stop if chat is None else (*request.stop, *(await self._templates.template()).stop_strings)
@@ -164,9 +167,9 @@ class Answerer:
             limit_s=None if prepared.request.time_limit_ms is None else prepared.request.time_limit_ms / 1000,
             usage=prepared.usage,
         )
-        limit = IndentLimit(prepared.request.least_indent)
+        limit, notes = IndentLimit(prepared.request.least_indent), prepared.notes
         ids: list[int] = []
-        message = _MessageBuilder()
+        message, repeats = _MessageBuilder(), RepeatedCalls()
         is_complete = False
         try:
             async with aclosing(stream):
@@ -175,21 +178,24 @@ class Answerer:
                     taken = 0
                     for index, sample in enumerate(event.sampled):
                         piece = b"" if sample.id in params.stop_ids else tokenizer.piece(sample.id)
-                        parts += _within(limit, parser.push(sample.id, piece, drafted=index < event.accepted))
+                        pushed = parser.push(sample.id, piece, drafted=index < event.accepted)
+                        parts += repeats.take(_within(limit, pushed))
                         taken += 1
-                        if parser.stopped or limit.reached:
+                        if parser.stopped or limit.reached or repeats.found:
                             break
                     sampled = event.sampled[:taken]
                     ids += [sample.id for sample in sampled]
                     reason: AnswerReason | None = event.finish_reason
                     stats = event.stats
-                    if parser.stopped or limit.reached:
+                    if parser.stopped or limit.reached or repeats.found:
                         stats = replace(event.stats or await stream.stop(), completion_tokens=len(ids))
-                        reason = "stop"
+                        reason = "tool_calls" if repeats.found else "stop"
                     elif event.finish_reason:
-                        parts += _within(limit, parser.flush(event.finish_reason))
+                        parts += repeats.take(_within(limit, parser.flush(event.finish_reason)))
                         is_complete = event.finish_reason == "stop"
                         reason = cast(AnswerReason, parser.finish_reason(event.finish_reason))
+                    if repeats.found:
+                        notes, reason, is_complete = (*notes, REPEATED), "tool_calls", False
                     message.add(parts)
                     yield AnswerDelta(
                         tuple(parts),
@@ -199,14 +205,15 @@ class Answerer:
                         parser.stop if reason == "stop" else None,
                         stats,
                         parser.reasoning_tokens,
-                        prepared.notes if reason else (),
+                        notes if reason else (),
                     )
                     if reason:
                         return
         finally:
             if is_complete and ids[-1] not in params.stop_ids:  # the grammar ended it: a stop token would follow
                 ids += sorted(params.stop_ids)[:1]
-            if ids and prepared.chat is not None and choice == 0:
+            # The message of a repeated call does not have all the tokens.
+            if ids and prepared.chat is not None and choice == 0 and not repeats.found:
                 await self._templates.cache_answer(prepared.chat, ids, message.message())
 
     async def _choices(self, prepared: Prepared) -> AsyncGenerator[AnswerDelta, None]:

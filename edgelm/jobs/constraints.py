@@ -17,6 +17,7 @@ from edgelm.errors import RequestError
 from edgelm.jobs.request import AnswerRequest
 from edgelm.jobs.tool_schemas import ToolSchemas
 from edgelm.sampling.budget import BudgetMatcher
+from edgelm.sampling.unique import merged
 from edgelm.text.calls.derive import ToolSupport, find_support
 from edgelm.text.calls.known import known_formats
 from edgelm.text.constraint import AnswerFormat, answer_grammar, callable_functions
@@ -164,7 +165,7 @@ class Constraints:
         key = json.dumps(
             [
                 list(request.tools) if has_tools else [],
-                [choice.mode, names, request.parallel_tool_calls],
+                [choice.mode, names, request.has_several_calls],
                 spec and [spec.kind, spec.source, spec.strict],
                 tail[-64:],
             ],
@@ -197,7 +198,7 @@ class Constraints:
             prefill=tail,
             marks=style.marks,
             choice=request.tool_choice,
-            parallel=request.parallel_tool_calls,
+            parallel=request.has_several_calls,
             answer=answer,
             stop_ids=self._tokenizer.stop_ids,
             schemas=schemas,
@@ -205,7 +206,9 @@ class Constraints:
         if constraint is None:
             return None, ()
         notes = tuple(f"the schema of {name} is enforced in part: {reason}" for name, reason in constraint.relaxed)
-        return GrammarSpec("lark", constraint.source, rules=rules), notes
+        tables = [json.loads(schema.unique) for schema in schemas.values() if schema.unique]
+        unique = json.dumps(merged(tables)) if tables else ""
+        return GrammarSpec("lark", constraint.source, rules=rules, unique=unique), notes
 
 
 def _answer_format(spec: GrammarSpec) -> tuple[AnswerFormat, tuple[SchemaRule, ...]]:

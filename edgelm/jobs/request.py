@@ -34,7 +34,7 @@ class AnswerRequest:
     echo: bool = False  # the answer begins with the prompt, and with its log-probabilities if they are requested
     tools: Sequence[dict[str, Any]] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None  # whether the client wants several calls at once; None: it does not say
     grammar: GrammarSpec | None = None  # of the content
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # enable_thinking, reasoning_effort, …
     thinking_budget: int | None = None  # tokens of reasoning
@@ -45,7 +45,20 @@ class AnswerRequest:
     interactive: bool = False  # somebody waits in an editor; a request with a suffix is interactive anyway
     time_limit_ms: int | None = None  # for the answer, from its first token on
     past: Sequence[Message] = ()  # the conversation before `messages`, used for drafting only
+    notes: tuple[str, ...] = ()  # what was changed in it before
     prediction: str = ""  # a text that the answer probably repeats, used for drafting only
+
+    @property
+    def has_several_calls(self) -> bool:
+        """Whether the answer may have more than one call.
+
+        A named tool is called once. A model that must call something does not know when to stop, so that it calls once
+        too, unless the client asks for more.
+        """
+        choice = self.tool_choice
+        if choice.mode != "required":
+            return self.parallel_tool_calls is not False
+        return self.parallel_tool_calls is True and (choice.names is None or len(choice.names) > 1)
 
 
 @dataclass(frozen=True, slots=True)

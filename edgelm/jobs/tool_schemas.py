@@ -72,10 +72,10 @@ class ToolSchemas:
         schema = {"type": "object", **json.loads(checked.grammar)["grammars"][0]["json_schema"]}
         options = schema.pop("x-guidance")
         if not checked.relaxed:
-            return ToolSchema(schema), checked.cpu_s
+            return ToolSchema(schema, unique=checked.unique), checked.cpu_s
         relaxed = {**schema, "x-guidance": {"lenient": options["lenient"]}}
         keywords = ", ".join(word if " " in word else f'"{word}"' for word in checked.relaxed)
-        return ToolSchema(relaxed, f"calls are not held to {keywords}"), checked.cpu_s
+        return ToolSchema(relaxed, f"calls are not held to {keywords}", checked.unique), checked.cpu_s
 
     def _keep(self, spec: GrammarSpec, result: ToolSchema | RequestError) -> None:
         if spec not in self._kept:  # another request may have been faster

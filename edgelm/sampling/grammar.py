@@ -6,6 +6,7 @@ Owns the masks of rows and the tokens that a grammar forces. Knows nothing of ch
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import OrderedDict
@@ -14,10 +15,11 @@ from typing import Protocol
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
-from edgelm.core import Masks
+from edgelm.core import Masks, Matcher
 from edgelm.errors import ModelError, RequestError
 from edgelm.sampling.grammar_checker import MAX_WORKERS, GrammarChecker
 from edgelm.sampling.grammar_limits import first_line, parser_limits
+from edgelm.sampling.unique import Lists, Pieces, UniqueMatcher
 from edgelm.workers.grammars import CheckedGrammar, GrammarSpec
 from edgelm.workers.parent import in_daemon_thread
 
@@ -104,15 +106,25 @@ def _tokenizer(tokens: _Tokens) -> LLTokenizer:
 
 
 class Grammar:
-    """A compiled grammar. `relaxed` are the keywords of its schemas that it does not enforce."""
+    """A compiled grammar. `relaxed` are the keywords of its schemas that it does not enforce.
 
-    def __init__(self, build: Callable[[], LLMatcher], executor: LLExecutor, relaxed: tuple[str, ...]) -> None:
+    `unique` has the lists whose items must differ, if there are any.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], LLMatcher],
+        executor: LLExecutor,
+        relaxed: tuple[str, ...],
+        unique: tuple[Lists, Pieces] | None = None,
+    ) -> None:
         """Compile. Raises RequestError."""
         began = time.thread_time()
         self._build = build
         self._initial = build()  # nothing advances it
         self.executor = executor
         self.relaxed = relaxed
+        self._unique = unique
         self.spoiled = False  # the lexer, which all copies share, has reached a limit
         probe = self._initial.deep_copy()
         probe.compute_bitmask()  # of large grammars, the first mask is the slowest
@@ -121,9 +133,9 @@ class Grammar:
             raise RequestError(f"the grammar cannot be used: {first_line(probe.get_error())}", "simplify it")
         self._cheap = time.thread_time() - began < MAX_REBUILD_S
 
-    def matcher(self) -> GrammarMatcher:
+    def matcher(self) -> Matcher:
         """Return the state of a new answer."""
-        return GrammarMatcher(self)
+        return UniqueMatcher(GrammarMatcher(self), *self._unique) if self._unique else GrammarMatcher(self)
 
     def copy(self) -> LLMatcher:
         return self._initial.deep_copy()
@@ -143,6 +155,8 @@ class GrammarCompiler:
 
     def __init__(self, vocabulary: Vocabulary, num_vocab: int, checker: GrammarChecker | None = None) -> None:
         tokens = _Tokens(vocabulary, num_vocab)
+        self._vocabulary = vocabulary
+        self._pieces: Pieces | None = None
         self._tokenizer = _tokenizer(tokens)
         tokens.greedy = self._tokenizer
         tokens("a")  # some tokenizers read the whole vocabulary at the first text
@@ -194,7 +208,11 @@ class GrammarCompiler:
         def build() -> LLMatcher:
             return LLMatcher(self._tokenizer, checked.grammar, log_level=0, limits=parser_limits())
 
-        return Grammar(build, self._executor, checked.relaxed)
+        if not checked.unique:
+            return Grammar(build, self._executor, checked.relaxed)
+        if self._pieces is None:
+            self._pieces = Pieces(self._vocabulary.num_tokens, self._vocabulary.piece)
+        return Grammar(build, self._executor, checked.relaxed, (json.loads(checked.unique), self._pieces))
 
     def _keep(self, spec: GrammarSpec, done: asyncio.Task[Grammar]) -> None:
         del self._pending[spec]

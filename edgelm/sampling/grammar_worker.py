@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -23,6 +23,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from edgelm.errors import RequestError
 from edgelm.sampling.grammar_limits import first_line, parser_limits
 from edgelm.sampling.schema import for_llguidance, parse_schema, without_patterns
+from edgelm.sampling.stronger import stronger
+from edgelm.sampling.unique import Lists, merged, unique_lists
 from edgelm.workers.child import Child, answer_requests
 from edgelm.workers.grammars import CheckedGrammar, GrammarSpec
 
@@ -57,28 +59,41 @@ def check_grammar(spec: GrammarSpec) -> CheckedGrammar:
 
 
 def _checked_schema(schema: dict[str, Any], spec: GrammarSpec) -> CheckedGrammar:
-    options, relaxed = _enforceable(schema, strict=spec.strict)
-    return CheckedGrammar(LLMatcher.grammar_from_json_schema(json.dumps(options)), tuple(relaxed))
+    options, relaxed, unique = _enforceable(schema, strict=spec.strict)
+    return CheckedGrammar(
+        LLMatcher.grammar_from_json_schema(json.dumps(options)), tuple(relaxed), unique=_as_text(unique)
+    )
 
 
-def _enforceable(schema: dict[str, Any], *, strict: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return a schema that compiles, with options, and the keywords that it does not enforce.
+def _enforceable(schema: dict[str, Any], *, strict: bool) -> tuple[dict[str, Any], list[str], Lists]:
+    """Return a schema that compiles, with options, the keywords that are not enforced, and the lists of `uniqueItems`.
 
-    A schema that is not strict is relaxed as far as necessary, in the end to any JSON.
+    Where a keyword is unknown to llguidance, that is a stronger schema. One that is not strict is relaxed as far as
+    necessary, in the end to any JSON.
     """
-    exact = for_llguidance(schema, lenient=False)
-    reason, _ = _trial(LLMatcher.grammar_from_json_schema(json.dumps(exact)))
-    if reason is None:
-        return exact, []
+    unique = unique_lists(schema)
+    reason = ""
+    for form in (dict, stronger, partial(stronger, merge_patterns=True)):
+        exact = for_llguidance(form(schema), lenient=False)
+        failure, _ = _trial(LLMatcher.grammar_from_json_schema(json.dumps(exact)))
+        if failure is None:
+            return exact, [], unique
+        reason = failure if not reason or _keywords(failure) else reason
     if strict:
         raise _unsupported(reason)
-    for weaker, dropped in ((schema, []), (without_patterns(schema), ["pattern"])):
+    strong = stronger(schema)
+    for weaker, dropped in ((strong, []), (schema, []), (without_patterns(schema), ["pattern"])):
         lenient = for_llguidance(weaker, lenient=True)
         weaker_reason, warnings = _trial(LLMatcher.grammar_from_json_schema(json.dumps(lenient)))
         if weaker_reason is None:
-            return lenient, dropped + [keyword for warning in warnings for keyword in _keywords(warning)]
+            keywords = [keyword for warning in warnings for keyword in _keywords(warning)]
+            return lenient, [*dropped, *(keyword for keyword in keywords if keyword != "uniqueItems")], unique
     anything = {"type": "object"} if schema.get("type", "object") == "object" else {}
-    return for_llguidance(anything, lenient=False), [f"the whole schema: {reason}"]
+    return for_llguidance(anything, lenient=False), [f"the whole schema: {reason}"], {}
+
+
+def _as_text(lists: Lists) -> str:
+    return json.dumps(lists) if lists else ""
 
 
 def _unsupported(reason: str) -> RequestError:
@@ -100,16 +115,18 @@ def _keywords(message: str) -> list[str]:
 
 def _checked_lark(spec: GrammarSpec) -> CheckedGrammar:
     lark, relaxed = spec.source, []
+    tables: list[Lists] = [json.loads(spec.unique)] if spec.unique else []
     for rule in spec.rules:
         assert _NAME.fullmatch(rule.name), rule.name
         schema = parse_schema(rule.schema)
-        options, keywords = _enforceable(schema, strict=rule.strict)
+        options, keywords, unique = _enforceable(schema, strict=rule.strict)
+        tables.append(unique)
         lark += f"\n{rule.name}: %json {json.dumps(options)}\n"
         relaxed += keywords
     reason, _ = _trial(LLMatcher.grammar_from_lark(_TOKEN.sub(f"<[{_EOS}]>", lark)))
     if reason is not None:
         raise RequestError(f"the Lark grammar is not valid: {reason}", "correct it")
-    return CheckedGrammar(LLMatcher.grammar_from_lark(lark), tuple(relaxed))
+    return CheckedGrammar(LLMatcher.grammar_from_lark(lark), tuple(relaxed), unique=_as_text(merged(tables)))
 
 
 def _choice_regex(source: str) -> str:

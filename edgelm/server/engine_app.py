@@ -150,7 +150,7 @@ async def _prepare(parts: EngineParts, request: Request, api_request: ApiRequest
     namespace, client = (request.headers.get(name, "") for name in (NAMESPACE, CLIENT))
     try:
         return [
-            await parts.answerer.prepare(answer_request, namespace, client)
+            await parts.answerer.prepare(replace(answer_request, notes=api_request.notes), namespace, client)
             for answer_request in api_request.answer_requests()
         ]
     except (ContextError, TooLongError) as error:

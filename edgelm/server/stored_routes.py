@@ -106,7 +106,7 @@ def namespace_of(request: Request) -> str:
 
 async def read_turn(store: ResponseStore, namespace: str, path: str, body: bytes, bodies: Bodies) -> Turn:
     """Return a checked request of a route, with stored items in place of references. Raises ApiError."""
-    data = await bodies.parse(body, read_json)
+    data: dict[str, Any] = await bodies.parse(body, read_json)
     own: Any = data.get("input")
     references = [item["id"] for item in own if _is_reference(item)] if isinstance(own, list) else []
     if len(references) > MAX_REFERENCES:

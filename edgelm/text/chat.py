@@ -53,6 +53,7 @@ class Rendered:
 def render_chat(
     template: ChatTemplate,
     messages: Sequence[Message],
+    /,
     *,
     tools: Sequence[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,

@@ -29,6 +29,7 @@ from edgelm.text.calls.lark import Lark, escaped
 from edgelm.text.calls.schema import ToolSchema
 from edgelm.text.reasoning import ReasoningFormat, is_thinking
 
+_JSON_BODIES = ("json", "name_json", "harmony")
 _START_KEYS = '"(name|function|tool_name)"'
 
 
@@ -82,7 +83,10 @@ def answer_grammar(
         obeyed[name], reason = schemas[name].schema, schemas[name].relaxed
         assert form is not None
         for one in (form, *form.also):
-            left_out = ", ".join(map(json.dumps, unenforced(one, obeyed[name])))
+            keywords = unenforced(one, obeyed[name])
+            if schemas[name].unique and one.body not in _JSON_BODIES:
+                keywords.append("uniqueItems")
+            left_out = ", ".join(map(json.dumps, keywords))
             if left_out and function.get("strict") and one is form:
                 raise RequestError(
                     f"the schema of the strict tool {name} cannot be enforced: this model's calls are not JSON, and "

@@ -96,6 +96,11 @@ class Habits:
         places = [text.find(f"{_TEXT}{number}") for number in range(4)]
         return min(places) == places[2] >= 0
 
+    @cached_property
+    def shows_same_role(self) -> bool:
+        """Whether two messages of one role may follow each other. Many templates demand that roles alternate."""
+        return self._shows_instructions(["user", "user", "assistant", "assistant", "user"])
+
     def shape_calls(self, messages: list[Message]) -> list[Message]:
         form = self._call_form
         result = form.apply(messages)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from edgelm.errors import RequestError
@@ -42,7 +43,27 @@ def shaped(messages: Sequence[Message], template: ChatTemplate) -> list[Message]
     shaped = _with_merged_instructions(list(messages), habits)
     if any(message.get("tool_calls") for message in shaped):
         shaped = habits.shape_calls(shaped)
+    if any(_folds(*pair) for pair in pairwise(shaped)) and not habits.shows_same_role:
+        shaped = _folded(shaped)
     return [typed(message) for message in shaped] if habits.wants_parts else shaped
+
+
+def _folds(first: Message, second: Message) -> bool:
+    """Whether two messages can be one: texts of one side."""
+    plain = not any("tool_calls" in message or reasoning_of(message) for message in (first, second))
+    return plain and first["role"] == second["role"] and first["role"] in ("user", "assistant")
+
+
+def _folded(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with those of one side that follow each other as one."""
+    result: list[Message] = []
+    for message in messages:
+        if result and _folds(result[-1], message):
+            texts = [result[-1]["content"], message["content"]]
+            result[-1] = {**result[-1], "content": "\n\n".join(filter(None, texts))}
+        else:
+            result.append(message)
+    return result
 
 
 def reasoning_of(message: Message) -> str:

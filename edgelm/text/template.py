@@ -167,6 +167,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,  # a variable of the template may be named self
         messages: Sequence[Message],
         *,
         tools: Sequence[dict[str, Any]] | None = None,

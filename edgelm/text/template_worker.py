@@ -112,6 +112,7 @@ class TemplateRunner:
     async def render_tokens(
         self,
         messages: Sequence[Message],
+        /,
         *,
         max_bytes: int,
         tools: Sequence[dict[str, Any]] | None = None,
@@ -175,6 +176,7 @@ class TemplateRunner:
     async def render(
         self,
         messages: Sequence[Message],
+        /,  # other arguments have names of the client
         *,
         max_bytes: int,
         tools: Sequence[dict[str, Any]] | None = None,

@@ -28,6 +28,7 @@ class GrammarSpec:
     source: str = ""  # a JSON schema, a regex, a JSON list of strings, Lark or GBNF; a JSON object needs none
     strict: bool = True  # a schema that cannot be enforced in full is refused; False: it is relaxed and reported
     rules: tuple[SchemaRule, ...] = ()  # added to a Lark grammar
+    unique: str = ""  # JSON: the lists in a Lark grammar whose items must differ (sampling/unique.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +38,4 @@ class CheckedGrammar:
     grammar: str  # in llguidance's own form
     relaxed: tuple[str, ...] = ()  # keywords that are not enforced
     cpu_s: float = 0.0  # that the check took
+    unique: str = ""  # JSON: the lists whose items must differ, which the grammar does not ensure

@@ -70,6 +70,8 @@ CLIENTS = (
     Client("langchain-ollama", "langchain_with_ollama.py", "ollama"),
     Client("llama-index", "llama_index_checks.py", "ollama"),
     Client("instructor", "instructor_checks.py", "ollama"),
+    Client("frameworks", "frameworks_checks.py", "frameworks"),
+    Client("langchain-node", "langchain.mjs"),
     Client("open-webui", "open_webui.py", "ollama"),
     Client("lm-eval", "lm_eval_checks.py", "lm_eval"),
     *(Client(name, kind="pointed") for name in POINTED),

@@ -169,7 +169,7 @@ def random_case(rng: random.Random, number: int, schema: dict[str, Any], answere
             "top_p": rng.choice([1.0, 0.95]),
             "logit_bias": answerers.bias(number, thinks=thinks),
         },
-        "parallel_tool_calls": rng.random() < 0.5,
+        "parallel_tool_calls": rng.choice([None, False, True]),
         "thinking_budget": rng.randint(0, 12) if thinks else None,
     }
     if kind == "json" and rng.random() < 0.7:
@@ -431,8 +431,10 @@ def judged(case: Case, result: Result | RequestError, report: Report) -> None:
     if choice.mode == "required":
         assert answer.calls, result
         assert not answer.content.strip(), result
-    if not case.request.parallel_tool_calls:
+    if not case.request.has_several_calls:
         assert len(answer.calls) <= 1, result
+    same = [(name, arguments) for name, arguments, _ in answer.calls]
+    assert len(set(same)) == len(same), result
     if "" in case.schemas and (answer.content.strip() or not answer.calls):
         json.loads(answer.content)
         if "" not in relaxed:

@@ -152,12 +152,8 @@ async def test_rules_of_a_lark_grammar_may_be_schemas(compiler: GrammarCompiler)
 HARD = "((a{1,100}){1,100}){1,100}"  # the lexer reaches a limit within it
 UNSUPPORTED = {
     "not": {"not": {}},
-    "uniqueItems": {"type": "array", "uniqueItems": True},
-    "dependencies": {"dependencies": {"a": ["b"]}},
-    "if": {"if": {}, "then": {"required": ["a"]}},
-    "propertyNames": {"type": "object", "propertyNames": {"pattern": "a"}},
-    "oneOf": {"oneOf": [{"type": "string", "minLength": 2}, {"type": "string"}]},
-    "contains": {"type": "object", "properties": {"a": {"contains": {}}}},
+    "propertyNames": {"patternProperties": {"b": {}}, "propertyNames": {"pattern": "a"}},
+    "oneOf": {"oneOf": [{"type": "integer", "multipleOf": 2}, {"type": "integer", "multipleOf": 3}]},
 }
 
 
@@ -167,6 +163,63 @@ async def test_a_keyword_that_cannot_be_enforced_is_named(compiler: GrammarCompi
         await compiler.compile(schema(UNSUPPORTED[keyword]))
     relaxed = (await compiler.compile(schema(UNSUPPORTED[keyword], strict=False))).relaxed
     assert relaxed[0] == keyword
+
+
+STRONGER: dict[str, tuple[Any, str, str]] = {  # a schema, what is written, and what is not
+    "const": ({"not": {"const": 3}, "type": "integer"}, "4", "3"),
+    "words": ({"not": {"enum": ["a", "bc"]}, "type": "string"}, '"b"', '"bc"'),
+    "pattern": ({"not": {"pattern": "^(a|b)"}, "type": "string"}, '"ca"', '"ac"'),
+    "not required": ({"not": {"required": ["a"]}, "properties": {"a": {}, "b": {}}}, '{"b": 1}', '{"a": 1}'),
+    "dependencies": ({"dependencies": {"a": ["b"]}, "properties": {"a": {}, "b": {}}}, '{"a": 1, "b": 1}', '{"a": 1}'),
+    "if": (
+        {"if": {"properties": {"a": {"const": 1}}, "required": ["a"]}, "then": {"required": ["b"]}, "type": "object",
+         "properties": {"a": {"type": "integer"}, "b": {}}},
+        '{"a": 2}',
+        '{"a": 1}',
+    ),
+    "names": ({"type": "object", "propertyNames": {"pattern": "^a"}}, '{"ab": 1}', '{"b": 1}'),
+    "listed names": ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, '{"b": 1}', '{"c": 1}'),
+    "oneOf": ({"oneOf": [{"type": "string", "minLength": 2}, {"type": "string"}]}, '"a"', '"ab"'),
+    "one key": (
+        {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object", "properties": {"a": {}, "b": {}}},
+        '{"b": 1}',
+        '{"a": 1, "b": 1}',
+    ),
+    "contains": ({"items": {"type": "integer"}, "contains": {"minimum": 5}, "type": "array"}, "[7, 1]", "[1]"),
+    "most": ({"contains": {"const": 1}, "maxContains": 1, "type": "array"}, "[1, 2]", "[1, 1]"),
+    "floats": ({"type": "string", "maxLength": 2.0}, '"ab"', '"abc"'),
+    "unevaluated": (
+        {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False, "type": "object"},
+        '{"a": 1}',
+        '{"b": 1}',
+    ),
+    "unique": ({"items": {"type": "integer"}, "uniqueItems": True, "type": "array"}, "[1, 12]", "[1, 1]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRONGER)
+async def test_keywords_of_no_grammar_are_enforced_by_a_stronger_schema(compiler: GrammarCompiler, name: str) -> None:
+    given, written, refused = STRONGER[name]
+    grammar = await compiler.compile(schema(given))
+    assert not grammar.relaxed
+
+    def ends(text: str) -> bool:
+        matcher, tokens = grammar.matcher(), list(text.encode())
+        if matcher.allowed(tokens) < len(tokens):
+            return False
+        for token in tokens:
+            matcher.accept(token)
+        return matcher.done or bool(set(masks_of(matcher, [])[0]) & Words.stop_ids)
+
+    assert ends(written)
+    assert not ends(refused)
+
+
+async def test_only_what_no_value_conforms_to_is_refused_for_its_items(compiler: GrammarCompiler) -> None:
+    items = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+    await compiler.compile(schema({**items, "minItems": 2}))
+    with pytest.raises(RequestError, match="cannot be enforced"):
+        await compiler.compile(schema({**items, "minItems": 3}))
 
 
 async def test_a_schema_that_is_not_strict_never_fails(compiler: GrammarCompiler) -> None:

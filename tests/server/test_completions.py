@@ -227,7 +227,6 @@ async def test_suffix_without_marks_and_other_refusals(edgelm: Served) -> None:
     [
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"echo": True, "suffix": "x"}, "suffix"),
         ({"prompt": ["x"] * (MAX_PROMPTS + 1)}, "prompt"),
         ({"prompt": ["x"] * MAX_PROMPTS, "n": 2}, "n"),

@@ -221,7 +221,8 @@ def test_a_schema_that_cannot_be_enforced_is_relaxed_or_refused() -> None:
         "type": "object",
         "properties": {"a": {"type": "string"}},
         "required": ["a"],
-        "propertyNames": {"maxLength": 3},
+        "patternProperties": {"b": {}},
+        "propertyNames": {"pattern": "a"},
     }
     odd = {"type": "function", "function": {"name": "odd", "parameters": schema}}
     constraint = grammar(GENERIC, [odd])

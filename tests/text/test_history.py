@@ -270,3 +270,35 @@ def test_the_key_of_a_message_is_its_meaning() -> None:
     ]
     assert len({turn_key(message) for message in [one, *different]}) == 5
     assert turn_key({"content": None}) == turn_key({"content": "", "tool_calls": []})
+
+
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def test_messages_of_one_side_are_folded_where_the_template_demands_that_roles_alternate() -> None:
+    chat = [
+        {"role": "user", "content": "one"}, {"role": "user", "content": "two"}, {"role": "assistant", "content": "yes"},
+        {"role": "assistant", "content": "no"}, {"role": "user", "content": "three"},
+    ]  # fmt: skip
+    strict = ChatTemplate(ALTERNATES)
+    assert render_chat(strict, chat).text == "<user>one\n\ntwo<assistant>yes\n\nno<user>three"
+    free = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    assert render_chat(free, chat).text == "<user>one<user>two<assistant>yes<assistant>no<user>three"
+
+
+def test_two_messages_of_the_user_are_shown_by_every_template() -> None:
+    chat = [{"role": "user", "content": "first-of-two"}, {"role": "user", "content": "second-of-two"}]
+    for path in data_files("templates", ".jinja"):
+        text = render_chat(ChatTemplate(path.read_text()), chat).restored
+        assert "first-of-two" in text, path.name
+        assert "second-of-two" in text, path.name
+
+
+def test_a_variable_of_the_template_may_have_any_name() -> None:
+    """Names of the client never become arguments of our functions."""
+    names = dict.fromkeys(("self", "messages_", "worker", "kwargs", "template_kwargs", "request"), 1)
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ worker }}"
+    assert render_chat(ChatTemplate(source), [QUESTION], **names).text == "How is the weather?1"

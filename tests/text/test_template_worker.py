@@ -408,4 +408,11 @@ async def test_a_call_that_a_client_spells_anew_keeps_its_tokens(tmp_path: Path,
 async def test_a_refused_history_has_the_templates_words(start: Any) -> None:
     runner = start("{% if messages|length > 1 %}{{ raise_exception('One message only!') }}{% endif %}")
     with pytest.raises(RefusedError, match="One message only!"):
-        await runner.render_prompt([*HI, *HI], max_bytes=MANY)
+        await runner.render_prompt([*HI, {"role": "assistant", "content": "a"}], max_bytes=MANY)
+
+
+async def test_a_variable_of_the_template_may_be_named_self(start: Any) -> None:
+    """A client's `chat_template_kwargs` never become arguments of our functions."""
+    runner = start("{{ messages[0].content }}{{ worker }}")
+    prompt = await runner.render_prompt(HI, max_bytes=MANY, template_kwargs={"self": 1, "worker": "w", "request": 2})
+    assert prompt.rendered.text.endswith("w")

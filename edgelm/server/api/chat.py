@@ -121,7 +121,7 @@ class ChatRequest(GrammarFields, SamplingFields, KeepAliveFields):
             messages=[message.for_template(f"messages.{at}") for at, message in enumerate(self.messages)],
             tools=tools,
             tool_choice=_tool_choice(choice, [tool["function"]["name"] for tool in tools]),
-            parallel_tool_calls=self.parallel_tool_calls is not False and not self.functions,
+            parallel_tool_calls=False if self.functions else self.parallel_tool_calls,
             grammar=self.grammar_spec(),
             template_kwargs=kwargs,
             thinking_budget=self.reasoning_budget,
@@ -177,7 +177,7 @@ class ChatRequest(GrammarFields, SamplingFields, KeepAliveFields):
 
     def _check_together(self) -> None:
         """Refuse fields that contradict each other."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "invalid_value", "top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt are both true: omit one"

@@ -27,6 +27,7 @@ from edgelm.server.api.fields import (
     StreamOptions,
 )
 from edgelm.server.api.logprobs import TextOffsets, completion_logprobs
+from edgelm.server.api.sentinels import OFF_OF_TEXTS
 
 DEFAULT_TOKENS = 16  # OpenAI's default
 MAX_PROMPTS = 64
@@ -54,13 +55,14 @@ Prompt = Annotated[
 class CompletionsRequest(GrammarFields, SamplingFields, KeepAliveFields):
     """The body of POST /v1/completions."""
 
+    sentinels = OFF_OF_TEXTS
     model: ModelName
     prompt: Prompt | None = None
     suffix: str | None = None
     echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=-1)  # below 0: until the model ends
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -82,8 +84,6 @@ class CompletionsRequest(GrammarFields, SamplingFields, KeepAliveFields):
         if self.num_candidates < self.num_choices or (self.streamed and self.num_candidates > self.num_choices):
             message = "best_of is smaller than n" if not self.streamed else "best_of cannot be streamed"
             raise ApiError(400, "invalid_value", message, param="best_of")
-        if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "invalid_value", "max_tokens: 0 needs echo to be true", param="max_tokens")
         if self.echo and self.suffix:
             raise ApiError(400, "invalid_value", "echo and suffix are both given: omit one", param="suffix")
         prompts = self._prompts()
@@ -109,7 +109,8 @@ class CompletionsRequest(GrammarFields, SamplingFields, KeepAliveFields):
         return texts
 
     def _answer_request(self, prompt: str | list[int]) -> AnswerRequest:
-        sampling = self.sampling() | {"max_tokens": DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens}
+        limit = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+        sampling = self.sampling() | ({"max_tokens": limit} if limit >= 0 else {})
         if self.logprobs is not None or self.num_candidates > self.num_choices:  # the best is chosen by them
             sampling["num_logprobs"] = self.logprobs or 0
         return AnswerRequest(

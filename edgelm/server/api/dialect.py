@@ -81,6 +81,10 @@ class PooledRequest(Routed, Protocol):
 class ApiRequest(Routed, Protocol):
     """A parsed and checked body."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was changed in the body, for the answer to say."""
+
     def answer_requests(self) -> list[AnswerRequest]:
         """Return the request in our words, one for each prompt. Raises ApiError."""
 

@@ -315,10 +315,28 @@ The model calls tools that the client runs: functions, and custom tools, whose i
 would run itself, such as a web search, are ignored in `/v1/responses` and `/v1/messages`, with a note in `edgelm.notes`
 of the answer, and refused in `/v1/chat/completions`.
 
+## Calls and schemas
+
+A named tool is called exactly once. Where the model must call something (`required`, Anthropic's `any`), it calls
+once, unless the request says `"parallel_tool_calls": true` (`"disable_parallel_tool_use": false`). An answer ends
+before a call that repeats an earlier one with the same arguments, with a note in `edgelm.notes`. A tool without
+parameters gets `{}`, and an object that names `properties` in a tool's schema has no others, unless
+`additionalProperties` or `unevaluatedProperties` is given; a `response_format` is taken by the letter.
+
+`oneOf`, `not`, `contains`, `propertyNames`, `if`, dependencies and the `unevaluated` keywords are enforced by a
+stronger schema where there is one: a list that contains something begins with it. Items of `uniqueItems` differ. A
+keyword that cannot be enforced is refused; with `"strict": false`, `edgelm.notes` names it.
+
+## Values that mean off
+
+`max_tokens` of -1 or 0 in a conversation, and -1 for a text, is no limit; `top_k` of -1 is off; `top_p` of 0 leaves the
+most probable token; empty stop strings are none. Half a character in a body (a lone surrogate) becomes U+FFFD, with a
+note. Messages of one side that follow each other are one, where the chat template demands that roles alternate.
+
 ## Small models
 
-Small models write without end where a schema allows it: close the objects of tools and schemas
-(`"additionalProperties": false`) and limit texts and lists (`maxLength`, `maxItems`).
+Small models write without end where a schema allows it: close the objects of schemas (`"additionalProperties": false`)
+and limit texts and lists (`maxLength`, `maxItems`).
 
 # Fields
 

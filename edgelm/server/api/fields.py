@@ -6,7 +6,7 @@ Owns their names, types and ranges (those of core.SamplingParams), and their tra
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     StringConstraints,
     Tag,
     ValidationError,
@@ -23,6 +24,8 @@ from pydantic_core import PydanticCustomError
 from edgelm.core import MAX_SEED
 from edgelm.durations import parse_keep_alive
 from edgelm.server.api.errors import ApiError
+from edgelm.server.api.json_body import JsonBody
+from edgelm.server.api.sentinels import OFF, Sentinels, without_sentinels
 from edgelm.workers.grammars import GrammarKind, GrammarSpec
 
 MAX_ENTRIES = 4096  # of a list or an object in a body
@@ -45,6 +48,18 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
     token_lists: ClassVar[tuple[str, ...]] = ("prompt", "tokens")  # fields that may have more than MAX_ENTRIES
+    sentinels: ClassVar[Sentinels] = OFF
+    _notes: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was changed in the body, for the answer to say."""
+        return self._notes
+
+    def noted(self, notes: tuple[str, ...]) -> Self:
+        """Return the body with those notes."""
+        self._notes = notes
+        return self
 
 
 def _form(value: object) -> str:
@@ -79,7 +94,8 @@ def validated(model: type[T], data: dict[str, Any]) -> T:
             message = f"{name} has {len(value):,} entries: at most {MAX_ENTRIES:,} are allowed"
             raise ApiError(400, "invalid_value", message, param=name)
     try:
-        return model.model_validate(data)
+        body = model.model_validate(without_sentinels(data, model.sentinels))
+        return body.noted(data.notes) if isinstance(data, JsonBody) else body
     except ValidationError as error:
         raise _as_api_error(error) from None
 

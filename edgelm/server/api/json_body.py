@@ -16,23 +16,52 @@ from edgelm.server.api.errors import ApiError
 
 MAX_VALUES = 50_000  # in one body: text, numbers, lists and objects together
 MARKS = (b",", b"[", b"{")  # one of them precedes every value but the outermost
+REPLACED = "half a character (a lone surrogate) was replaced by U+FFFD"
+HALF = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
 LARGE_NUMBER = re.compile(rb"\d[eE]\+?\d{3}|\d{200}")  # perhaps no finite float
 
 
-def read_json(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body in UTF-8. Raises ApiError."""
+class JsonBody(dict[str, Any]):
+    """A body, and what was changed in it."""
+
+    notes: tuple[str, ...] = ()
+
+
+def read_json(body: bytes) -> JsonBody:
+    """Return the JSON object of a body in UTF-8. Raises ApiError.
+
+    Half a character (a lone surrogate) becomes U+FFFD: a client cut a text within an emoji, and sends it again with
+    each turn of the conversation.
+    """
     if _has_more_values(body, MAX_VALUES):
         raise ApiError(413, "request_too_large", f"the body holds more than {MAX_VALUES:,} values")
     try:
         # It takes a fifth of the memory of json.loads.
-        data = from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
+        body, is_changed = body.removeprefix(codecs.BOM_UTF8), False
+        try:
+            data = from_json(body, allow_inf_nan=False)
+        except ValueError:
+            whole = _without_halves(body)
+            if whole == body:
+                raise
+            data, is_changed = from_json(whole, allow_inf_nan=False), True
         if LARGE_NUMBER.search(body):
             json.dumps(data, allow_nan=False)  # from_json reads 1e999 as infinity
     except ValueError as error:
         raise ApiError(400, "invalid_json", f"the body is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ApiError(400, "invalid_json", "the body is not a JSON object")
-    return data
+    result = JsonBody(data)
+    result.notes = (REPLACED,) if is_changed else ()
+    return result
+
+
+def _without_halves(body: bytes) -> bytes:
+    """Return a body without escapes of half a character. No escape begins within a pair of backslashes."""
+    return rb"\\".join(HALF.sub(rb"\\ufffd", piece) for piece in body.split(rb"\\"))
 
 
 def _has_more_values(body: bytes, limit: int) -> bool:

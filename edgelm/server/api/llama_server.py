@@ -18,6 +18,7 @@ from edgelm.server.api.completions import Prompt
 from edgelm.server.api.dialect import COMMENT, AnswerContext
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.fields import Body, GrammarFields, KeepAliveFields, SamplingFields
+from edgelm.server.api.sentinels import OFF_OF_TEXTS
 
 MAX_INDENT = 4096
 STOP_TYPES = {"stop": "eos", "length": "limit", "context": "limit"}
@@ -37,6 +38,7 @@ class OptionalModel(KeepAliveFields):
 class LlamaServerRequest(GrammarFields, SamplingFields, OptionalModel):
     """The fields that both routes have."""
 
+    sentinels = OFF_OF_TEXTS
     stream: bool | None = None
     n_predict: int | None = Field(default=None, ge=-2)  # below 0: until the model ends or the context is full
     max_tokens: int | None = Field(default=None, ge=-1)

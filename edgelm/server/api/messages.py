@@ -112,11 +112,12 @@ class MessagesRequest(KeepAliveFields):
         if self.messages[-1].role == "assistant" and "tool_calls" in messages[-1]:
             message = "messages: the last turn has a tool_use without its tool_result"
             raise ApiError(400, "invalid_value", message, param="messages")
+        disabled = self.tool_choice and self.tool_choice.disable_parallel_tool_use
         request = AnswerRequest(
             messages=[*self._system(), *messages],
             tools=tools,
             tool_choice=self._choice({tool["function"]["name"] for tool in tools}),
-            parallel_tool_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
+            parallel_tool_calls=None if disabled is None else not disabled,
             grammar=schema_spec(form.schema_) if form else None,
             template_kwargs=thinking_kwargs(config.effort, enabled),
             thinking_budget=thinking.budget_tokens if thinking.type == "enabled" else None,

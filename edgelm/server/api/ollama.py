@@ -19,6 +19,7 @@ from edgelm.server.api.dialect import AnswerContext, Reply
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.field_table import OLLAMA_OPTIONS
 from edgelm.server.api.fields import Body, KeepAliveFields, ModelName, SamplingFields, schema_spec
+from edgelm.server.api.sentinels import without_sentinels
 from edgelm.workers.grammars import GrammarSpec
 
 PING = b" "  # before a line of JSON, it is part of that line
@@ -38,7 +39,7 @@ class Options(SamplingFields):
         if not isinstance(data, dict):
             return data
         OLLAMA_OPTIONS.check(data)
-        given = dict(data)
+        given = dict(without_sentinels(data))
         for name in _WHOLE:
             value = given.get(name)
             if isinstance(value, float) and value.is_integer():

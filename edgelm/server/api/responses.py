@@ -122,7 +122,7 @@ class ResponsesRequest(GrammarFields, SamplingFields, KeepAliveFields):
             messages=[*system, *messages],
             tools=[tool.definition for tool in tools],
             tool_choice=_tool_choice(self.tool_choice, tools),
-            parallel_tool_calls=self.parallel_tool_calls is not False,
+            parallel_tool_calls=self.parallel_tool_calls,
             grammar=self._grammar(),
             template_kwargs=kwargs | (self.chat_template_kwargs or {}),
             sampling=self.sampling() | {name: value for name, value in limits.items() if value is not None},

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgelm.errors import RequestError
+from edgelm.text.calls.closing import closed
 
 MAX_BYTES = 2**18
 MAX_DEPTH = 64
@@ -18,17 +19,21 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """The schema that the grammar of a tool's arguments obeys, and why it is relaxed ("" if it is not)."""
+    """The schema that the grammar of a tool's arguments obeys, and why it is relaxed ("" if it is not).
+
+    `unique` are the lists of JSON whose items are held apart beside the grammar, as in `GrammarSpec`.
+    """
 
     schema: dict[str, Any]
     relaxed: str = ""
+    unique: str = ""
 
 
 def parameters_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments as it was sent. Raises RequestError for one that is too large."""
+    """Return the schema of a tool's arguments, closed. Raises RequestError for one that is too large."""
     name, schema = function.get("name"), function.get("parameters")
-    if not schema:  # OpenAI: no parameters
-        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if not schema:
+        return closed({"type": "object"})
     if not isinstance(schema, Mapping):
         raise RequestError(f"the parameters of the tool {name} are no JSON schema", "give an object")
     if _depth(schema) > MAX_DEPTH or len(json.dumps(schema)) > MAX_BYTES:
@@ -36,7 +41,7 @@ def parameters_of(function: Mapping[str, Any]) -> dict[str, Any]:
             f"the schema of the tool {name} is too large",
             f"give at most {MAX_BYTES // 1024} KiB and {MAX_DEPTH} levels",
         )
-    return {"type": "object", **schema}
+    return closed({"type": "object", **schema})
 
 
 def _depth(value: object) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgelm.server.api import json_body
 from edgelm.server.api.errors import ApiError
-from edgelm.server.api.json_body import MAX_VALUES, read_json
+from edgelm.server.api.json_body import MAX_VALUES, REPLACED, read_json
 
 TEXTS = st.text(st.sampled_from('a"\\,[{é\N{GRINNING FACE}\n'), max_size=8)
 LEAF = st.none() | st.booleans() | st.integers() | TEXTS
@@ -92,3 +92,27 @@ def test_a_long_text_is_one_value() -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"1", b"[" * 1000, b'{"a": \xff}', '{"a": 1}'.encode("utf-16")])
 def test_what_is_no_json_object(body: bytes) -> None:
     assert status(body) == 400
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (r"a\ud83d b", "a\ufffd b"),
+        (r"a\ude00", "a\ufffd"),
+        (r"\ud83d\ud83d\ude00\ude00", "\ufffd\N{GRINNING FACE}\ufffd"),
+        (r"\\ud83d \uD83D", r"\ud83d" + " \ufffd"),  # the first one is a backslash and letters
+        (r"\\\ud83d\n", "\\\ufffd\n"),
+        (r"\ud83d\\ude00", "\ufffd\\ude00"),
+    ],
+)
+def test_half_a_character_is_replaced_and_noted(written: str, text: str) -> None:
+    body = read_json(f'{{"{written}": ["{written}"]}}'.encode())
+    assert body == {text: [text]}
+    assert body.notes == (REPLACED,)
+
+
+def test_whole_characters_are_not_noted() -> None:
+    body = read_json(rb'{"a": "\ud83d\ude00 \\ud83d"}')
+    assert body == {"a": "\N{GRINNING FACE} \\ud83d"}
+    assert body.notes == ()
+    assert status(rb'{"a": "\ud83d", }') == 400

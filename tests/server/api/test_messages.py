@@ -49,8 +49,6 @@ def test_sampling_reaches_the_request() -> None:
     assert request.sampling == {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 3}
     assert request.stop == ("a", "b")
     assert answer_request().sampling == {"max_tokens": 9}
-    assert refused(stop_sequences=[""]).body["error"]["param"] == "stop_sequences.0"
-    refused(max_tokens=0)
 
 
 def test_max_tokens_is_required_for_an_answer_alone() -> None:
@@ -201,9 +199,20 @@ def test_tools_are_functions_and_those_of_servers_are_dropped() -> None:
 )
 def test_tool_choice(choice: dict[str, Any], expected: ToolChoice) -> None:
     assert answer_request(tools=[WEATHER], tool_choice=choice).tool_choice == expected
-    assert answer_request(tools=[WEATHER], tool_choice=choice).parallel_tool_calls
-    one = answer_request(tools=[WEATHER], tool_choice=choice | {"disable_parallel_tool_use": True})
-    assert not one.parallel_tool_calls
+    assert answer_request(tools=[WEATHER], tool_choice=choice).parallel_tool_calls is None
+    for disabled in (True, False):
+        request = answer_request(tools=[WEATHER], tool_choice=choice | {"disable_parallel_tool_use": disabled})
+        assert request.parallel_tool_calls is not disabled
+
+
+@pytest.mark.parametrize("kind", ["auto", "any", "tool"])
+@pytest.mark.parametrize("disabled", [None, False, True])
+def test_a_forced_call_is_the_only_one_unless_the_client_asks_for_more(kind: str, disabled: bool | None) -> None:
+    choice: dict[str, Any] = {"type": kind, "disable_parallel_tool_use": disabled}
+    if kind == "tool":
+        choice["name"] = "weather"
+    several = {"auto": disabled is not True, "any": disabled is False, "tool": False}[kind]
+    assert answer_request(tools=[WEATHER], tool_choice=choice).has_several_calls is several
 
 
 def test_tool_choice_that_is_wrong() -> None:

@@ -279,8 +279,14 @@ def test_tool_choice_that_is_wrong() -> None:
 
 
 def test_parallel_calls() -> None:
-    assert answer_request().parallel_tool_calls
-    assert not answer_request(parallel_tool_calls=False).parallel_tool_calls
+    assert answer_request().has_several_calls
+    assert not answer_request(parallel_tool_calls=False).has_several_calls
+    required: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required"}
+    assert not answer_request(**required).has_several_calls
+    assert not answer_request(**required, parallel_tool_calls=False).has_several_calls
+    assert answer_request(**required, parallel_tool_calls=True).has_several_calls
+    required["tool_choice"] = {"type": "function", "name": "weather"}
+    assert not answer_request(**required, parallel_tool_calls=True).has_several_calls
 
 
 # -- text and reasoning --------------------------------------------------------------------------------------------
