@@ -23,7 +23,7 @@ from edgelm.sampling.unique import Lists, Pieces, UniqueMatcher
 from edgelm.workers.grammars import CheckedGrammar, GrammarSpec
 from edgelm.workers.parent import in_daemon_thread
 
-MAX_GRAMMARS = 32  # compiled or refused ones that are kept, least recently used out first
+MAX_GRAMMARS = 64  # compiled or refused ones that are kept, least recently used out first; each takes 0.2 MB or more
 MAX_TOKEN_BYTES = 1000  # llguidance panics at a token of 1,024
 MAX_REBUILD_S = 0.05  # of processor time, in the engine's thread
 MAX_FILL_S = 0.02  # of all masks of a step for one answer: a draft that would take longer is cut

@@ -7,6 +7,7 @@ front without a model can refuse a grammar too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 
 from edgelm.errors import EdgeLMError, EngineError, RequestError
@@ -22,7 +23,10 @@ LIMIT_S = (
 
 
 class GrammarChecker:
-    """Checks a few grammars at a time. The processes start at the first grammar. For one event loop; close it."""
+    """Checks a few grammars at a time, in processes that stay. For one event loop; close it.
+
+    The first process starts at once: it takes 0.1 s, for which the first grammar would have to wait.
+    """
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
@@ -30,6 +34,8 @@ class GrammarChecker:
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
         self._closed = False
+        with contextlib.suppress(EngineError):  # then a check reports it
+            self._idle.append(self._new_worker())
 
     async def check(self, spec: GrammarSpec) -> CheckedGrammar:
         """Translate a grammar for llguidance and compile it on trial.
@@ -46,10 +52,7 @@ class GrammarChecker:
                 await self._end(worker)
                 worker = None
             if worker is None:
-                worker = await in_daemon_thread(
-                    lambda: Worker(WORKER, replies=(CheckedGrammar,), errors=(RequestError,), echo="")
-                )
-            self._workers.add(worker)
+                worker = await in_daemon_thread(self._new_worker)
             answered = False
             try:
                 async with asyncio.timeout(self._limit_s):
@@ -76,6 +79,11 @@ class GrammarChecker:
         self._idle.clear()
         for worker in list(self._workers):
             await self._end(worker)
+
+    def _new_worker(self) -> Worker:
+        worker = Worker(WORKER, replies=(CheckedGrammar,), errors=(RequestError,), echo="")
+        self._workers.add(worker)
+        return worker
 
     async def _end(self, worker: Worker) -> None:
         self._workers.discard(worker)

@@ -24,6 +24,12 @@ async def checker() -> AsyncIterator[GrammarChecker]:
     await checker.close()
 
 
+async def test_the_first_grammar_finds_a_process(checker: GrammarChecker) -> None:
+    started = set(checker._workers)
+    assert isinstance(await checker.check(GOOD), CheckedGrammar)
+    assert checker._workers == started
+
+
 async def test_many_at_once_are_all_answered(checker: GrammarChecker) -> None:
     specs = [GOOD, GrammarSpec("regex", "("), GrammarSpec("json_object")] * 5
     results = await asyncio.gather(*map(checker.check, specs), return_exceptions=True)
