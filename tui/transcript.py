@@ -37,8 +37,8 @@ WELCOME = """Write a message below.
 {search} searches all chats, {model} chooses or pulls a model.
 Esc stops an answer; everything is saved as it is written."""
 WELCOME_KEYS = {"help": "F1", "search": "Ctrl+F", "model": "Ctrl+O"}
-FRAME_S = 1 / 30
-MAX_SHARE = 0.25  # of the time, for drawing while text streams
+FRAME_S = 1 / 20  # a reader sees no difference, and the model on the same cores decodes meanwhile
+MAX_SHARE = 0.1  # of the time, for drawing while text streams
 MEASURE_SLICE_S = 0.004
 MEASURE_DELAY_S = 0.05
 MEASURED_FRAME_S = 1.0  # between two frames that show only what was measured: they cost more than measuring

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from edgelm.core import Event, FinishReason, Stats
 
-MIN_GAP_S = 0.02  # between two times at which the reader of a stream is woken
+MIN_GAP_S = 1 / 30  # between two times at which the reader of a stream is woken
 
 
 class Mailbox:

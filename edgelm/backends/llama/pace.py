@@ -36,7 +36,7 @@ HOPELESS = 1.3  # times the best: such a setting is out after its first step
 FRESH_STEPS = 32  # whose mean is the present time of the setting in use
 CLEARLY = 1.05  # times as fast as the setting in use: only then is another one better
 TRY_AGAIN = 40  # times the duration of a trial, after which there is another one
-TRY_AGAIN_S = 3.0  # at least
+TRY_AGAIN_S = 5.0  # at least
 
 
 class Setting(NamedTuple):
