@@ -102,20 +102,23 @@ class Session:
 class Server:
     """A server of one model that answers /v1/chat/completions."""
 
-    def __init__(self, name: str, command: list[str], folder: Path) -> None:
+    def __init__(self, name: str, command: list[str], folder: Path, model: str = "agent") -> None:
         self.name = name
+        self.model = model
         self._command = command
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         limits = httpx2.Limits(max_keepalive_connections=0)  # llama-server closes connections at any time
         self._client = httpx2.Client(timeout=1200, trust_env=False, limits=limits)
-        self._address = ""
+        self.address = ""
 
     def start(self) -> float:
         """Start the process; return the seconds until the model is loaded."""
         began = time.perf_counter()
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("EDGELM_", "HF_"))}
         places = {f"EDGELM_{kind}_DIR": str(self._folder / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
+        if self.name == "llama-server":
+            places["LD_LIBRARY_PATH"] = str(Path(self._command[0]).resolve().parent)  # where it was unpacked
         places |= {"EDGELM_CACHE_DIR": str(self._folder / "cache"), "HF_HOME": str(self._folder / "hf")}
         with (self._folder / f"{self.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -124,19 +127,24 @@ class Server:
         assert self._process.stdout
         if self.name == "edgelm":
             ready, _, _ = select.select([self._process.stdout], [], [], START_LIMIT_S)
-            self._address = json.loads(self._process.stdout.readline())["address"] if ready else ""
+            self.address = json.loads(self._process.stdout.readline())["address"] if ready else ""
         else:
-            self._address = f"http://127.0.0.1:{PORT}"
+            self.address = f"http://127.0.0.1:{PORT}"
             threading.Thread(target=self._process.stdout.read, daemon=True).start()
         self._wait()
         return time.perf_counter() - began
+
+    @property
+    def pid(self) -> int:
+        assert self._process
+        return self._process.pid
 
     def _wait(self) -> None:
         """Wait until the model answers."""
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline and self._process and self._process.poll() is None:
             try:
-                if self._client.get(f"{self._address}/health").status_code == 200:
+                if self._client.get(f"{self.address}/health").status_code == 200:
                     body = {"messages": [{"role": "user", "content": "hi"}]}
                     self.ask(body)
                     return
@@ -147,12 +155,12 @@ class Server:
 
     def ask(self, body: dict[str, Any]) -> Cost:
         """Send a request; return its cost."""
-        more = {"model": "agent", "stream": True, "stream_options": {"include_usage": True}}
+        more = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         more |= {"max_tokens": 8, "temperature": 0, "seed": 1}
         began, first = time.perf_counter(), 0.0
         usage: dict[str, Any] = {}
         timings: dict[str, Any] = {}
-        with self._client.stream("POST", f"{self._address}/v1/chat/completions", json=body | more) as reply:
+        with self._client.stream("POST", f"{self.address}/v1/chat/completions", json=body | more) as reply:
             if reply.status_code != 200:
                 raise SystemExit(f"{self.name}: {reply.read().decode()[:500]}")
             for line in reply.iter_lines():
