@@ -79,7 +79,7 @@ def error_of(done: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
 
 
 def test_version_and_help(edgelm: Edgelm) -> None:
-    assert re.fullmatch(rb"edgelm \d+\.\d+\.\d+\n", edgelm("--version").stdout)
+    assert re.fullmatch(rb"edgelm \d+\.\d+\.\d+(\.dev\d+)?\n", edgelm("--version").stdout)
     assert b"run" in edgelm("--help").stdout
     assert b"--temperature" in edgelm("run", "--help").stdout
 

@@ -139,7 +139,7 @@ def test_a_bad_grammar_is_one_line_that_names_the_cause(
 ) -> None:
     cases: list[tuple[tuple[str | Path, ...], str]] = [
         (("--schema", tmp_path / "missing.json"), "missing.json cannot be read: No such file"),
-        (("--schema", file("odd.json", '{"unevaluatedProperties": false}')), '"unevaluatedProperties"'),
+        (("--schema", file("odd.json", '{"$ref": "other.json"}')), "other.json"),
         (("--grammar", file("name.gbnf", "root ::= nothing")), "Rule 'nothing' not found"),
         (("--grammar", file("name.lark", "start: nothing")), 'unknown name: "nothing"'),
         (("--regex", "[0-9"), "unclosed character class"),
