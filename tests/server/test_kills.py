@@ -21,7 +21,7 @@ from tests.server.harness import ENDLESS, LIMIT_S, Front, body, processes, proce
 
 KILLS = Count(test=4, soak=20)
 CLIENTS = 6
-KINDS = ("edgelm serve", "engine_process", "template_worker")  # in their command lines
+KINDS = ("edgelm serve", "engine_process", "template_worker", "grammar_worker")  # in their command lines
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 

@@ -31,7 +31,7 @@ CELLS = 256  # llama.cpp rounds a context up to a multiple of this
 MAX_ROWS = 64  # sampled rows of a step
 
 # Measured by tests/bench/bench_plan.py.
-PROCESS_BYTES = 66 * MIB  # Python, its packages, llama.cpp's and their code
+PROCESS_BYTES = 79 * MIB  # Python, its packages, llama.cpp's and their code, and the process that checks grammars
 TOKEN_BYTES = 450  # for each token of the vocabulary: text, ranks and merges in llama.cpp, arrays of the sampler
 AROUND_BYTES = MIB // 2  # pages that the system maps around a small tensor between copied ones
 LOOKED_UP_BYTES = 96 * MIB  # resident pages of a lookup table after a long conversation's 1,500 tokens
