@@ -64,7 +64,7 @@ def test_what_was_chosen_is_kept_or_refused(wide: Path, monkeypatch: pytest.Monk
     assert choice(wide, monkeypatch, 800, kv="f16") == (4096, "f16")
     assert choice(wide, monkeypatch, 800, ctx=16_384) == (16_384, "int8")
     with pytest.raises(
-        ModelError, match=r"needs 0\.80 GiB of memory with --ctx 8192 --kv f16, 0\.74 GiB are free"
+        ModelError, match=r"needs 0\.81 GiB of memory with --ctx 8192 --kv f16, 0\.74 GiB are free"
     ) as no:
         built(wide, monkeypatch, 800, ctx=8192, kv="f16")
     assert no.value.hint == "--ctx 8192 --kv k8v16 would fit"
