@@ -326,7 +326,7 @@ def _left_of(schema: dict[str, Any], wrong: Any) -> list[Any] | None:
     values = schema.get("enum", [schema.get("const")])
     if not isinstance(wrong, dict) or not isinstance(values, list):
         return None
-    if wrong.keys() <= {"enum"} or wrong.keys() <= {"const"}:
+    if wrong.keys() in ({"enum"}, {"const"}):
         refused = wrong.get("enum", [wrong.get("const")])
         return [value for value in values if not any(equal(value, one) for one in refused)]
     return None

@@ -93,3 +93,8 @@ def test_what_conforms_to_the_stronger_schema_conforms_to_the_given_one() -> Non
                     assert given.is_valid(value), f"seed {seed}, {number}: {value} of {strong}\nfor {schema}"
     assert changed > NUM_SCHEMAS // 4
     assert conforming > NUM_SCHEMAS
+
+
+def test_a_not_that_refuses_everything_leaves_no_value_of_an_enum() -> None:
+    strong = stronger({"not": {}, "enum": [1, None]}, merge_patterns=False)
+    assert not any(Draft(strong).is_valid(value) for value in (1, None))
