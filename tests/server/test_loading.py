@@ -69,9 +69,13 @@ def printed(environment: dict[str, str], *arguments: str) -> str:
 
 
 def unload_all(front: Front) -> None:
-    for model in front.ps()["models"]:
-        front.http.post("/models/unload", json={"model": model["model"]})
-    until("nothing is loaded", lambda: not front.ps()["models"])
+    def unload() -> bool:
+        models = front.ps()["models"]
+        for model in models:  # refused as long as the front has not noticed that its client left
+            front.http.post("/models/unload", json={"model": model["model"]})
+        return not models
+
+    until("nothing is loaded", unload)
 
 
 def test_polling_wakes_no_model_and_prolongs_no_life(front: Front) -> None:
