@@ -124,9 +124,9 @@ class Settings:
     )
     graphs: bool = _setting(True, _SWITCH_CHECK, "CUDA graphs: no gaps between the kernels of a step (torch)", _LOADING)
     tune: bool = _setting(
-        True,
+        False,
         _SWITCH_CHECK,
-        "choose the fastest variant of each kernel when a model first runs on a GPU, once (torch)",
+        "measure variants of each kernel when a model first runs on a GPU, keep the fastest and use them (torch)",
         f"{_LOADING} embed",
     )
     quantize: str = _setting(

@@ -303,7 +303,11 @@ def _gpu(places: Places) -> Finding:
 def tuning(places: Places, gpu: str) -> str:
     """Say whether kernels are tuned for a GPU."""
     count = num_tuned(places.cache, gpu)
-    return f"{count} kernels are tuned for it" if count else "kernels are tuned for it when a model is first loaded"
+    return (
+        f"{count} kernels are tuned for it"
+        if count
+        else "no kernels are tuned for it: --tune does that while a model is loaded"
+    )
 
 
 def _hub(places: Places) -> Finding:

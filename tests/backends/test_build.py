@@ -109,11 +109,11 @@ def test_what_the_kernels_cannot_take_is_llama_cpps(tmp_path: Path, monkeypatch:
     plain = write_tiny(tmp_path / "plain.gguf", quant="q8_0")
     unchecked = "its kernels are not checked on this GPU yet: that is done before its first use"
     untuned = "no kernel is tuned for this GPU yet: that is done while the model is loaded"
-    assert chosen(plain) == EngineChoice("torch", "cuda", (unchecked, untuned))
-    assert chosen(plain, tune=False).reasons == (unchecked,)
+    assert chosen(plain) == EngineChoice("torch", "cuda", (unchecked,))
+    assert chosen(plain, tune=True).reasons == (unchecked, untuned)
     with monkeypatch.context() as tuned:
         tuned.setattr(build_package, "num_tuned", lambda _folder, gpu: 5 if gpu == "GPU X" else 0)
-        assert chosen(plain).reasons == (unchecked,)
+        assert chosen(plain, tune=True).reasons == (unchecked,)
     odd = write_tiny(tmp_path / "odd.gguf", head_dim=48)
     assert chosen(odd).engine == "llama"
     assert "its heads have 48 numbers" in chosen(odd).reasons[0]

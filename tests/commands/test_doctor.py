@@ -65,7 +65,7 @@ def test_a_gpu_says_whether_kernels_are_tuned_for_it(places: Path, monkeypatch: 
     monkeypatch.setattr(doctor, "ask_cuda", lambda: CudaState("", "", "NVIDIA H100", 80 * 2**30, 80 * 2**30))
     monkeypatch.setattr(tuned, "version", lambda _: "3.9.0")
     here = Places({"EDGELM_CACHE_DIR": str(places / "cache")})
-    assert doctor._gpu(here).text.endswith("kernels are tuned for it when a model is first loaded")
+    assert doctor._gpu(here).text.endswith("no kernels are tuned for it: --tune does that while a model is loaded")
     file = here.cache / "kernels" / "nvidia-h100-132sm-triton3.9.0-3.json"
     file.parent.mkdir(parents=True)
     file.write_text('{"matmul": {"a": {"warps": 4}, "b": {"warps": 8}}, "unfinished": {"matmul c": {"times": 1}}}')
