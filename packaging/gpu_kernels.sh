@@ -1,15 +1,12 @@
 #!/usr/bin/env bash
-# Run every check that the kernels need a GPU for: tests, assembly against its plain twins, machine code, benchmark, and
-# the steps of a model, measured beside simulated and beside llama.cpp.
+# Run every check that the kernels need a GPU for: tests, assembly against its plain twins, machine code and benchmark.
 #
 #     packaging/gpu_kernels.sh FOLDER [--tiny] [STEP...]
 #
-# Steps: twins tiny bench tune simulated suite sass (default: all). Each writes FOLDER/STEP.txt; the benchmark also writes
-# bench.jsonl, and simulated what it simulates to simulated.jsonl, with which the next run goes on. --tiny: only small
-# cases, a dry run without a GPU. PYTHON names the interpreter (.venv/bin/python), LIMIT_S the time limit of a step (540),
-# JOBS the number of compilers at once, SHAPES the shapes to tune, LLAMA_BENCH llama.cpp's llama-bench (the one on PATH)
-# and LLAMA_MODEL a GGUF of Llama-3.1-8B as Q4_K_M for it (one with random weights, made in FOLDER by the gguf package).
-# All need torch, triton and numpy; suite also needs pytest and hypothesis, a dry run of simulated edgelm's own packages.
+# Steps: twins tiny bench tune suite sass (default: all). Each writes FOLDER/STEP.txt; the benchmark also writes
+# bench.jsonl. --tiny: only small cases, a dry run without a GPU. PYTHON names the interpreter (.venv/bin/python), LIMIT_S
+# the time limit of a step (540), JOBS the number of compilers at once, SHAPES the shapes to tune.
+# All need torch, triton and numpy; suite also needs pytest and hypothesis.
 # A failed step does not stop the others; the exit code is 1 if any step failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -18,7 +15,7 @@ folder=${1:?usage: packaging/gpu_kernels.sh FOLDER [--tiny] [STEP...]}
 shift
 tiny=
 if [ "${1:-}" = --tiny ]; then tiny=--tiny; shift; fi
-steps=${*:-twins tiny bench tune simulated suite sass}
+steps=${*:-twins tiny bench tune suite sass}
 python=${PYTHON:-.venv/bin/python}
 limit=${LIMIT_S:-540}
 jobs=${JOBS:-$(getconf _NPROCESSORS_ONLN)}
@@ -58,18 +55,6 @@ tune() {
 }
 first_tiny_shape='import tests.kernels.benchmark as b; print(b.bench_cases(["matmul"], True)[0].shape)'
 
-# Each scene is simulated by a process of its own for the GPU at hand; then one process measures, as long as is left.
-simulated() {
-    local kept="$folder/simulated.jsonl" begun=$SECONDS
-    if [ -z "$tiny" ]; then
-        "$python" -c "$numbers_of_scenes" | timeout $((limit * 2 / 5)) xargs -P "$jobs" -I{} \
-            "$python" -m tests.kernels.performance budget --gpus here --scenes {} --kept "$kept" > "$folder/budget.txt"
-    fi
-    LIMIT_S=$((limit - SECONDS + begun)) bounded -m tests.kernels.performance measure $tiny --folder "$folder" --kept "$kept" \
-        ${LLAMA_MODEL:+--llama-model "$LLAMA_MODEL"}
-}
-numbers_of_scenes='import tests.kernels.performance.step as s; print(*range(len(s.SCENES)), sep="\n")'
-
 bounded() {
     timeout "${LIMIT_S:-$limit}" "$python" "$@"
 }
@@ -92,7 +77,6 @@ for step in $steps; do
         tiny) bounded -m tests.kernels.bench --tiny --out "$folder/tiny.jsonl" ;;
         bench) bounded -m tests.kernels.bench $tiny --out "$folder/bench.jsonl" ;;
         tune) tune ;;
-        simulated) simulated ;;
         *) echo "no such step: $step"; false ;;
     esac 2>&1 | tee "$folder/$step.txt"
     code=$?
