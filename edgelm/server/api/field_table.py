@@ -73,7 +73,7 @@ _SAMPLERS = {
     "ignore_eos": Refused("the model decides when it ends", (False,)),
     "min_tokens": Refused("the model decides when it ends", (0,)),
     "stop_token_ids": Refused("use stop", ([],)),
-    "lora": Refused("adapters are not supported", ([],)),
+    "lora": Refused("adapters belong to a model: --lora, or lora in its settings", ([],)),
 }
 
 _PROMPT_PROBABILITIES = {"prompt_logprobs": Refused("POST /v1/completions has logprobs with echo")}
