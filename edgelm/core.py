@@ -298,11 +298,18 @@ class ExecutorInfo:
     # Draft tokens of a sequence that the executor verifies as it decodes; 0: no limit of its own. Not in the repr:
     # that names the files with measured times.
     max_draft: int = field(default=0, repr=False)
+    # Tokens at the end of a chunk, but not its first, that can be cut off again, once, where `can_trim` is False.
+    rollback_len: int = field(default=0, repr=False)
     can_trim: bool = True  # the KV of a sequence can be cut after any position
     can_copy: bool = True  # another sequence can share a prefix
     block_len: int = 0  # positions of a block, if a chunk's `kv` is a block table; 0: it is a slot
     keeps_all: bool = True  # the KV of a sequence loses no position while it grows; False: a prefix is reused whole
     runs_ahead: bool = False  # a step may be launched before the previous one is read; its tokens are then LAST
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether a rejected draft can be cut off."""
+        return self.can_trim or self.rollback_len > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,10 +13,11 @@ from gguf import GGUFWriter
 
 from tests.tiny import Tiny, _write_tokenizer, vocabulary
 
-Odd = Literal["gemma3", "mamba", "lfm2"]
+Odd = Literal["gemma3", "mamba", "lfm2", "qwen35"]
 WIDTH, HEADS, KV_HEADS, HEAD, FFN, VOCAB, WINDOW = 64, 2, 1, 32, 128, 512, 32
 INNER, STATE, RANK, KERNEL = 128, 16, 4, 4  # of mamba
 SHORT = 3  # positions that lfm2's convolutions see
+DELTA_HEADS, DELTA_GROUPS, DELTA_HEAD = 4, 2, 32  # of qwen35: gated delta nets, and every fourth layer attends
 
 
 def write_odd(path: Path, arch: Odd, seed: int = 0) -> Path:
@@ -28,7 +29,7 @@ def write_odd(path: Path, arch: Odd, seed: int = 0) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
     _write_tokenizer(writer, Tiny(vocab_size=VOCAB), vocabulary(VOCAB))
-    tensors = {"gemma3": _gemma3, "mamba": _mamba, "lfm2": _lfm2}[arch](writer)
+    tensors = {"gemma3": _gemma3, "mamba": _mamba, "lfm2": _lfm2, "qwen35": _qwen35}[arch](writer)
     tensors |= {"token_embd.weight": (VOCAB, WIDTH), "output.weight": (VOCAB, WIDTH)}
     if arch != "lfm2":
         tensors["output_norm.weight"] = (WIDTH,)
@@ -136,4 +137,40 @@ def _lfm2(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
                 f"{block}.shortconv.in_proj.weight": (3 * WIDTH, WIDTH),
                 f"{block}.shortconv.out_proj.weight": (WIDTH, WIDTH),
             }
+    return tensors
+
+
+def _qwen35(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
+    layers, inner = 4, DELTA_HEADS * DELTA_HEAD
+    writer.add_block_count(layers)
+    writer.add_ssm_conv_kernel(KERNEL)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(DELTA_HEAD)
+    writer.add_ssm_time_step_rank(DELTA_HEADS)
+    writer.add_ssm_group_count(DELTA_GROUPS)
+    writer.add_uint32("qwen35.full_attention_interval", layers)
+    writer.add_rope_dimension_sections([8, 4, 4, 0])
+    _attention(writer, KV_HEADS)
+    conv = 2 * DELTA_GROUPS * DELTA_HEAD + inner
+    tensors: dict[str, tuple[int, ...]] = {}
+    for layer in range(layers):
+        block = f"blk.{layer}"
+        tensors |= {
+            name: shape for name, shape in _feed_forward(block).items() if not name.endswith("ffn_norm.weight")
+        }
+        tensors[f"{block}.post_attention_norm.weight"] = (WIDTH,)
+        if layer == layers - 1:
+            tensors |= _attention_tensors(block) | {f"{block}.attn_q.weight": (2 * HEADS * HEAD, WIDTH)}
+            continue
+        tensors |= {
+            f"{block}.attn_qkv.weight": (conv, WIDTH),
+            f"{block}.attn_gate.weight": (inner, WIDTH),
+            f"{block}.ssm_conv1d.weight": (conv, KERNEL),
+            f"{block}.ssm_dt.bias": (DELTA_HEADS,),
+            f"{block}.ssm_a": (DELTA_HEADS,),
+            f"{block}.ssm_beta.weight": (DELTA_HEADS, WIDTH),
+            f"{block}.ssm_alpha.weight": (DELTA_HEADS, WIDTH),
+            f"{block}.ssm_norm.weight": (DELTA_HEAD,),
+            f"{block}.ssm_out.weight": (WIDTH, inner),
+        }
     return tensors

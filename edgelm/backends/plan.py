@@ -180,6 +180,7 @@ class Plan:
     tokens_per_second: tuple[float, float] | None  # estimated, in an empty and a full context; None: not measured
     comfortable: bool  # the choice would be the same if the sizes were some percent off
     preferred: bool  # with more memory, the choice would be the same
+    rollback: int = 0  # tokens that the states of recurrent layers can go back, among the bytes of the cache
 
     def require(self) -> Option:
         """Return the choice. Raises ModelError where nothing fits."""

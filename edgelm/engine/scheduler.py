@@ -56,10 +56,10 @@ class Scheduler:
         assert info.max_sequences <= min(info.max_tokens, info.max_rows)
         assert info.context <= info.capacity
         self._info = info
-        self._max_draft = info.max_draft or info.max_rows
+        self._max_draft = min(info.max_draft or info.max_rows, info.max_rows if info.can_trim else info.rollback_len)
         self._kv = kv
         self._clock = clock
-        self._drafter = drafter if info.can_trim else None  # a rejected draft must be cut off
+        self._drafter = drafter if info.can_draft else None
         self.waiting = AdmissionQueue()
         self.running: list[Sequence] = []  # the first one was admitted before the others
         self.num_preemptions = 0

@@ -152,6 +152,7 @@ class _Slots:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self._can_trim = executor.info.can_trim
         self._seq = Sequence(-1, [0], 1, SamplingParams(temperature=0))
         self._seq_len = 0  # positions of slot 0; it may have more cells
         self._token = executor.info.num_vocab // 2
@@ -159,6 +160,9 @@ class _Slots:
 
     def fill(self, depth: int) -> None:
         """Fill slot 0 with about `depth` cells."""
+        if not self._can_trim:  # the sequence grows by the rows that are measured
+            self._restart()
+            return
         if self.depth and (depth > SHALLOW_LEN) == (self.depth > SHALLOW_LEN):
             return
         self.clear()
@@ -172,9 +176,19 @@ class _Slots:
             self.depth += copies * length
 
     def step(self, rows: int) -> None:
+        if not self._can_trim and self._seq_len + rows > self._executor.info.context:
+            self._restart()
         step = self._run(rows, rows)
         self._executor.sample(step, None).read()
-        self._executor.forward(Step((), (Trim(0, self._seq_len),)))
+        if self._can_trim:
+            self._executor.forward(Step((), (Trim(0, self._seq_len),)))
+        else:
+            self._seq_len += rows
+
+    def _restart(self) -> None:
+        self.clear()
+        self._run(SHALLOW_LEN, rows=0)
+        self._seq_len = self.depth = SHALLOW_LEN
 
     def clear(self) -> None:
         if self.depth:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from edgelm.backends.drafting import require_same_vocabulary, throttled
 from edgelm.backends.llama import build as build_module
 from edgelm.backends.model import LoadedModel
 from edgelm.backends.plan import Plan
+from edgelm.checkpoints.gguf import open_gguf
+from edgelm.checkpoints.summary import model_facts
 from edgelm.config import Settings
 from edgelm.core import SamplingParams, Sequence, Stats
 from edgelm.engine.clock import DecodeStep, Measured, StepClock, StepCosts
 from edgelm.errors import ModelError
 from edgelm.places import Places
 from tests.engine.fake import SimpleDrafter
+from tests.odd_models import write_odd
 from tests.tiny import write_tiny
 
 PROMPT = [7, 300, 41, 260, 33, 9, 120]
@@ -193,6 +197,46 @@ def test_a_draft_model_that_does_not_fit_beside_the_model_is_refused(
     with pytest.raises(ModelError, match=r"tiny .* with the draft model tiny .* needs .* GiB") as caught:
         built(model, places, draft=str(large))
     assert "omit --draft" in caught.value.hint
+
+
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_recurrent_layers_drafts_too(tmp_path: Path, places: Places) -> None:
+    hybrid = write_odd(tmp_path / "lfm2.gguf", "lfm2")
+    first, _ = ask_new(hybrid, places)
+    second, stats = ask_new(hybrid, places)
+    assert second[: len(first) // 4] == first[: len(first) // 4]
+    assert stats.accepted > 0
+
+
+def test_one_line_says_that_a_model_cannot_draft(
+    tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mamba = write_odd(tmp_path / "mamba.gguf", "mamba")
+    _, stats = ask_new(mamba, places)
+    assert "nothing is drafted: llama.cpp cannot take tokens back in a model of mamba" in caplog.text
+    assert not stats.drafted
+    caplog.clear()
+    ask_new(mamba, places, spec="off")
+    assert "drafted" not in caplog.text
+    hybrid = write_odd(tmp_path / "lfm2.gguf", "lfm2")
+    plan = build_module.plan
+    monkeypatch.setattr(build_module, "plan", lambda *args, **more: replace(plan(*args, **more), preferred=False))
+    ask_new(hybrid, places)
+    assert "nothing is drafted: there is no memory for the states" in caplog.text
+
+
+def test_the_states_that_drafts_go_back_to_are_planned(tmp_path: Path) -> None:
+    path = write_odd(tmp_path / "lfm2.gguf", "lfm2")
+    with open_gguf(path) as gguf:
+        facts = model_facts(gguf)
+    with_drafts, without = (
+        build_module.plan_context(path, facts, Settings(spec=spec, ctx=512)) for spec in ("auto", "off")
+    )
+    assert (with_drafts.rollback, without.rollback) == (build_module.ROLLBACK_LEN, 0)
+    more = with_drafts.require().kv_bytes - without.require().kv_bytes
+    assert more == facts.state_bytes * build_module.ROLLBACK_LEN * Settings().parallel > 0
 
 
 class Words:

@@ -316,6 +316,7 @@ class SlotMemory(FakeSnapshots):
         self.slots: list[list[_Cell]] = [[] for _ in range(info.max_sequences)]
         self.num_used = 0
         self._starts = [0] * info.max_sequences  # where the last chunk of each slot began
+        self._cut = set[int]()  # slots whose state went back since their last chunk
 
     def apply(self, op: Op, lenient: bool) -> None:
         match op:
@@ -331,7 +332,12 @@ class SlotMemory(FakeSnapshots):
                 self._starts[dst] = length
             case Trim(slot, length):
                 assert 0 <= length <= len(self.slots[slot])
-                assert self._info.can_trim or length in (0, len(self.slots[slot]))
+                cut = len(self.slots[slot]) - length
+                if not self._info.can_trim and length and cut:
+                    assert cut <= self._info.rollback_len
+                    assert length > self._starts[slot], "a state before the last chunk is lost"
+                    assert slot not in self._cut, "a state goes back once"
+                    self._cut.add(slot)
                 assert self._info.keeps_all or length == 0 or length >= self._starts[slot], "older positions are lost"
                 while len(self.slots[slot]) > length:
                     cell = self.slots[slot].pop()
@@ -366,6 +372,7 @@ class SlotMemory(FakeSnapshots):
         slot = self.slots[chunk.kv]
         assert len(slot) == position
         self._starts[chunk.kv] = chunk.start
+        self._cut.discard(chunk.kv)
         self._append(chunk.kv, entry_of(slot[-1].entry if slot else ROOT, token, position))
 
     def read(self, chunk: Chunk) -> list[int]:

@@ -500,7 +500,7 @@ MUTATIONS = [
     ),
     Mutation("scheduler", "a draft is longer than its room", ")[:max_len]", ")"),
     Mutation("scheduler", "drafts keep others out", " - admissible - 1", " - 1"),
-    Mutation("scheduler", "drafts where nothing can be trimmed", "drafter if info.can_trim else None", "drafter"),
+    Mutation("scheduler", "drafts where nothing can be trimmed", "drafter if info.can_draft else None", "drafter"),
     Mutation(
         "scheduler",
         "a draft preempts",

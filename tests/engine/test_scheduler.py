@@ -344,6 +344,15 @@ def test_a_cache_that_cannot_be_trimmed_takes_no_drafts() -> None:
     assert not drafts.costs
 
 
+def test_a_state_that_goes_back_a_few_tokens_takes_drafts_of_so_many() -> None:
+    loop = Loop(drafter=(drafts := Drafts()), can_trim=False, rollback_len=2)
+    answer, _ = complete_alone([1, 2, 3], SamplingParams(temperature=0, max_tokens=30), loop.info)
+    seq = loop.ask([1, 2, 3], max_tokens=30)
+    assert seq.tokens[3:] == answer
+    assert max(len(costs) for costs in drafts.costs) == 2
+    assert seq.accepted
+
+
 @both
 def test_a_stop_token_inside_a_draft_ends_the_answer(kind: str) -> None:
     loop = Loop(kind, drafter=Drafts())

@@ -89,6 +89,7 @@ def make_workload(seed: int) -> Workload:
 def _facts(rng: random.Random) -> ExecutorInfo:
     context = rng.randint(40, 160)
     max_sequences = rng.choice([1, 2, 3, 4, 8])
+    can_trim = rng.random() < 0.8
     return info(
         num_vocab=rng.choice([5, 13, 40]),
         context=context,
@@ -96,7 +97,8 @@ def _facts(rng: random.Random) -> ExecutorInfo:
         max_tokens=max_sequences + rng.choice([0, 1, 5, 30, 200]),
         max_rows=max_sequences + rng.choice([0, 1, 3, 10]),
         max_sequences=max_sequences,
-        can_trim=rng.random() < 0.8,
+        can_trim=can_trim,
+        rollback_len=0 if can_trim else rng.choice([0, 1, 3]),
         can_copy=rng.random() < 0.8,
     )
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 from edgelm.backends.llama.api import fill_struct, native_log, start_backend
 from edgelm.backends.llama.devices import NativePlacement
 from edgelm.backends.llama.executor import LlamaOptions, context_params
-from edgelm.backends.llama.memory import MIB, Buffers
+from edgelm.backends.llama.memory import CELLS, MIB, Buffers
 from edgelm.backends.llama.placement import ON_CPU
 from edgelm.checkpoints.summary import ModelSummary
 from edgelm.errors import ModelError
@@ -30,9 +30,11 @@ _SIZES = {
 class LlamaBuffers:
     """A model without weights and vocabulary: a `BufferSource`. Raises ModelError for a file that llama.cpp refuses."""
 
-    def __init__(self, path: Path, model: ModelSummary, *, sequences: int, repack: bool = True) -> None:
+    def __init__(
+        self, path: Path, model: ModelSummary, *, sequences: int, repack: bool = True, rollback: int = 0
+    ) -> None:
         start_backend()
-        self._sequences = sequences
+        self._sequences, self._rollback = sequences, rollback
         overrides = (L.llama_model_kv_override * 3)()  # an empty one ends the list
         no_vocabulary: Any = overrides[0]
         no_vocabulary.key, no_vocabulary.tag = b"tokenizer.ggml.model", L.LLAMA_KV_OVERRIDE_TYPE_STR
@@ -53,17 +55,27 @@ class LlamaBuffers:
         self._num_heads: int = L.llama_model_n_head(self._model)
 
     def __call__(self, kv: str, context: int) -> Buffers:
-        native_log.clear()
-        options = LlamaOptions(context=context, kv=kv, max_sequences=self._sequences)
-        native = L.llama_init_from_model(self._model, context_params(options, self._num_heads))
-        if not native:
-            raise ModelError(f"llama.cpp could not lay out a context of {context:,} tokens: {native_log.first_error()}")
-        L.llama_free(native)
+        L.llama_free(self._lay_out(kv, context))
         sizes = {
             name: sum(float(match[1]) for line in native_log.lines if (match := pattern.search(line)))
             for name, pattern in _SIZES.items()
         }
         return Buffers(**{name: int(size * MIB) for name, size in sizes.items()})
+
+    def rollback(self, kv: str) -> int:
+        """Return how many of the wished tokens llama.cpp can take back in recurrent states of this architecture."""
+        native = self._lay_out(kv, CELLS)
+        length: int = L.llama_n_rs_seq(native)
+        L.llama_free(native)
+        return length
+
+    def _lay_out(self, kv: str, context: int) -> Any:
+        native_log.clear()
+        options = LlamaOptions(context=context, kv=kv, max_sequences=self._sequences, rollback=self._rollback)
+        native = L.llama_init_from_model(self._model, context_params(options, self._num_heads))
+        if not native:
+            raise ModelError(f"llama.cpp could not lay out a context of {context:,} tokens: {native_log.first_error()}")
+        return native
 
     def close(self) -> None:
         model, self._model = self._model, None

@@ -44,6 +44,7 @@ from edgelm.speculation.model_drafter import ModelDrafter
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
 
+ROLLBACK_LEN = 3  # tokens of a draft that recurrent states can go back: each costs another copy of the states
 RETRIES = 8  # to halve and halve again what was on the devices
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,11 @@ def build_llama(
     if planned.warning:
         warn(planned.warning)
     options = LlamaOptions(
-        context=option.context, kv=option.kv, max_sequences=settings.parallel, threads=planned.threads
+        context=option.context,
+        kv=option.kv,
+        max_sequences=settings.parallel,
+        threads=planned.threads,
+        rollback=planned.rollback,
     )
     load_weights = partial(LlamaModel, path, files=files, repack=repack, adapters=adapters, progress=progress)
     if facts.summary.kind != "text":
@@ -121,7 +126,9 @@ def build_llama(
     placements = memory.from_placement(option.kv, option.context)
     model, tokenizer, folder, store, executor = _first_that_loads(load, placements)
     clock, drafter = StepClock(), None
-    if drafting and executor.info.can_trim:
+    if drafting and not executor.info.can_draft:
+        warn(f"nothing is drafted: {_why_no_drafts(path, facts)}")
+    elif drafting:
         try:
             identity = _identity(model, files, options)
             clock = measured_clock(executor, settings, drafting, identity)
@@ -165,19 +172,36 @@ def plan_context(
     """
     machine = machine or machine_memory()
     types = repacked_types() if repack else frozenset()
-    memory = LlamaMemory(facts, sequences=settings.parallel, copied_types=types)
     draft = None
     if draft_facts:
         beside = LlamaMemory(draft_facts, sequences=settings.parallel, copied_types=types)
         draft = DraftModel.of(draft_facts, beside)
-    if wish and wish.devices:
-        offloaded = OffloadedMemory(facts, wish, sequences=settings.parallel)
-        return plan(facts, settings, machine, offloaded, draft=draft, least_context=least_context)
-    estimated = plan(facts, settings, machine, memory, draft=draft, least_context=least_context)
-    if estimated.comfortable or facts.summary.kind != "text":  # an embedder allocates by its inputs
-        return estimated
-    with LlamaBuffers(path, facts.summary, sequences=settings.parallel, repack=repack) as buffers:
-        return plan(facts, settings, machine, memory.measured_by(buffers), draft=draft, least_context=least_context)
+
+    def planned(facts: ModelFacts, rollback: int) -> Plan:
+        memory = LlamaMemory(facts, sequences=settings.parallel, copied_types=types)
+        if wish and wish.devices:
+            offloaded = OffloadedMemory(facts, wish, sequences=settings.parallel)
+            return plan(facts, settings, machine, offloaded, draft=draft, least_context=least_context)
+        estimated = plan(facts, settings, machine, memory, draft=draft, least_context=least_context)
+        if estimated.comfortable or facts.summary.kind != "text":  # an embedder allocates by its inputs
+            return estimated
+        with LlamaBuffers(
+            path, facts.summary, sequences=settings.parallel, repack=repack, rollback=rollback
+        ) as buffers:
+            return plan(facts, settings, machine, memory.measured_by(buffers), draft=draft, least_context=least_context)
+
+    if facts.state_bytes and facts.summary.kind == "text" and settings.spec != "off":
+        length = rollback_len(path, facts)
+        states = replace(facts, state_bytes=facts.state_bytes * (1 + length))
+        if length and (with_states := planned(states, length)).preferred:
+            return replace(with_states, rollback=length)
+    return planned(facts, 0)
+
+
+def rollback_len(path: Path, facts: ModelFacts) -> int:
+    """Return how many drafted tokens llama.cpp can take back in a model with recurrent layers: it alone knows."""
+    with LlamaBuffers(path, facts.summary, sequences=1, rollback=ROLLBACK_LEN) as buffers:
+        return buffers.rollback("f16")
 
 
 def snapshot_folder(
@@ -198,6 +222,12 @@ def _identity(model: LlamaModel, files: Sequence[Path], options: LlamaOptions) -
         return state_identity(model, files, options)
     except OSError as error:
         raise ModelError(f"{files[0].name} cannot be read any more: {error.strerror}", "try again") from None
+
+
+def _why_no_drafts(path: Path, facts: ModelFacts) -> str:
+    if rollback_len(path, facts):
+        return "there is no memory for the states that a rejected draft goes back to; a smaller --parallel needs less"
+    return f"llama.cpp cannot take tokens back in a model of {facts.summary.architecture}"
 
 
 class _Loaded(NamedTuple):

@@ -46,6 +46,7 @@ class LlamaOptions:
     max_tokens: int = 512
     max_rows: int = MAX_ROWS
     threads: int = 1
+    rollback: int = 0  # tokens that a recurrent state can go back, where llama.cpp can for the architecture
 
     @property
     def flash_attention(self) -> bool:
@@ -90,6 +91,7 @@ class LlamaExecutor:
             max_rows=options.max_rows,
             max_sequences=options.max_sequences,
             kv_bytes_per_token=int(model.num_layers * layer_bytes),
+            rollback_len=L.llama_n_rs_seq(self._context),
             can_trim=not (model.recurrent or model.hybrid),
             can_copy=not model.hybrid,
             keeps_all=L.llama_model_n_swa(model.native) == 0,
@@ -202,6 +204,7 @@ def context_params(options: LlamaOptions, num_heads: int) -> Any:
         n_ubatch=micro_batch(options.context, num_heads, flash),
         n_seq_max=options.max_sequences,
         n_outputs_max=options.max_rows,
+        n_rs_seq=options.rollback,
         n_threads=options.threads,
         n_threads_batch=options.threads,
         flash_attn_type=L.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else L.LLAMA_FLASH_ATTN_TYPE_DISABLED,

@@ -28,7 +28,7 @@ from edgelm.text.tokenizer import LlamaTokenizer
 from tests.completion import complete
 from tests.counts import Count
 from tests.engine.fake import SimpleDrafter
-from tests.odd_models import write_odd
+from tests.odd_models import Odd, write_odd
 from tests.sampling.slow import exact
 from tests.tiny import write_tiny
 
@@ -63,7 +63,7 @@ def running(path: Path, drafter: Drafter | None) -> Iterator[tuple[Engine, Llama
     """Run an engine with flash attention and int8 KV, which is equal in every batch shape (design, section 6)."""
     model = LlamaModel(path)
     tokenizer = LlamaTokenizer.of_model(model.native, model)
-    executor = LlamaExecutor(model, LlamaOptions(context=1024, kv="int8", threads=1))
+    executor = LlamaExecutor(model, LlamaOptions(context=1024, kv="int8", threads=1, rollback=3))
     clock = StepClock()
     engine = Engine(executor, Scheduler(executor.info, SlotKV(executor.info, 2**26), clock, drafter), clock).start()
     try:
@@ -102,22 +102,22 @@ async def answer(engine: Engine, tokenizer: LlamaTokenizer, request: Any) -> tup
     return text, sampled, reason
 
 
-def quantized_gemma3(folder: Path, seed: int) -> Path:
-    """Return a model with a sliding window of 32 positions and Q8_0 weights: those of F32 are equal in no setting."""
-    source, path = write_odd(folder / "gemma3.gguf", "gemma3", seed), folder / "gemma3-q8_0.gguf"
+def quantized(folder: Path, arch: Odd, seed: int) -> Path:
+    """Return a model with Q8_0 weights: those of F32 are equal in no setting."""
+    source, path = write_odd(folder / f"{arch}.gguf", arch, seed), folder / f"{arch}-q8_0.gguf"
     params = L.llama_model_quantize_default_params()
     params.ftype, params.nthread = 7, 1
     assert L.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(params)) == 0
     return path
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "sliding window"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "gemma3", "lfm2", "qwen35"])
 def test_answers_are_the_same_with_drafts_and_without(tmp_path: Path, kind: str) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
-    if kind == "sliding window":
-        path = quantized_gemma3(tmp_path, seed % 1000)
+    if kind in ("gemma3", "lfm2", "qwen35"):  # a sliding window of 32 positions, and recurrent layers
+        path = quantized(tmp_path, kind, seed % 1000)  # type: ignore[arg-type]
     else:
         path = write_tiny(tmp_path / "m.gguf", quant=kind, width=128, ffn=256, seed=seed % 1000)
     requests = [random_request(rng, number) for number in range(REQUESTS)]
@@ -137,6 +137,43 @@ def test_answers_are_the_same_with_drafts_and_without(tmp_path: Path, kind: str)
     assert drafted == plain  # texts, tokens, log-probabilities, reasons
     assert drafter.accepted > 10 * REQUESTS
     assert drafter.accepted < drafter.drafted
+
+
+@pytest.mark.parametrize("arch", ["lfm2", "qwen35"])
+def test_a_recurrent_state_goes_back_beside_a_sequence_that_does_not(tmp_path: Path, arch: Odd) -> None:
+    """One step has a token of one sequence and a draft of another; llama.cpp splits it into several batches."""
+    model = LlamaModel(quantized(tmp_path, arch, 1))
+    executor = LlamaExecutor(model, LlamaOptions(context=256, kv="int8", threads=1, rollback=3, max_sequences=2))
+    rng = random.Random()
+    prompts = [[rng.randrange(3, 500) for _ in range(rng.randint(2, 30))] for _ in range(2)]
+    drafts = [[], [rng.randrange(3, 500) for _ in range(3)]]
+
+    def run(*chunks: tuple[int, int, list[int]], cut: int | None = None) -> list[Any]:
+        ops = () if cut is None else (Trim(1, cut),)
+        step = Step(
+            tuple(
+                Chunk(Sequence(slot, [0], 1, SamplingParams()), start, tokens, 1, slot)
+                for slot, start, tokens in chunks
+            ),
+            ops,
+        )
+        executor.forward(step)
+        return [row.copy() for row in executor.logits(step)]
+
+    try:
+        assert executor.info.rollback_len == 3
+        for kept in (1, 2, 3):
+            ends = [len(prompt) for prompt in prompts]
+            run(*((slot, 0, prompt) for slot, prompt in enumerate(prompts)))
+            run((0, ends[0], [7]), (1, ends[1], [8, *drafts[1]]))
+            after = run((0, ends[0] + 1, [9]), (1, ends[1] + kept, [10]), cut=ends[1] + kept)
+            executor.forward(Step((), (Trim(0, 0), Trim(1, 0))))
+            fresh = run((0, 0, [*prompts[0], 7, 9]), (1, 0, [*prompts[1], *[8, *drafts[1]][:kept], 10]))
+            executor.forward(Step((), (Trim(0, 0), Trim(1, 0))))
+            for one, other in zip(after, fresh, strict=True):
+                assert np.abs(one - other).max() < 1e-3, f"{kept} kept: {prompts} {drafts}"
+    finally:
+        executor.close()
 
 
 class Gambler(SimpleDrafter):
