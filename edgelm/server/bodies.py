@@ -6,8 +6,9 @@ The event loop parses small ones. A thread parses large ones, one at a time, so 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -25,11 +26,18 @@ T = TypeVar("T")
 
 
 class Bodies:
-    """The bodies that one process reads."""
+    """The bodies that one process reads. Those of one owner, as `owner` names it, take three quarters of the room."""
 
-    def __init__(self, max_bytes: int = MAX_BODY_BYTES, room_bytes: int = ROOM_BYTES) -> None:
+    def __init__(
+        self,
+        max_bytes: int = MAX_BODY_BYTES,
+        room_bytes: int = ROOM_BYTES,
+        *,
+        owner: Callable[[Request], str] = lambda _: "",
+    ) -> None:
         self._max_bytes = max_bytes
-        self._room = _Room(max(room_bytes, max_bytes))
+        self._room = _Room(max(room_bytes, max_bytes), max(room_bytes * 3 // 4, max_bytes))
+        self._owner = owner
         self._parsing = asyncio.Lock()
 
     @asynccontextmanager
@@ -38,16 +46,33 @@ class Bodies:
 
         Raises ApiError, BusyError.
         """
-        async with AsyncExitStack() as stack:
+        share: _Share | None = None
+        body = bytearray()
+        try:
             try:
                 async with asyncio.timeout(BODY_LIMIT_S):
-                    body = await self._read(request, stack)
+                    async for piece in request.stream():
+                        body += piece
+                        if len(body) > self._max_bytes:
+                            raise too_large(self._max_bytes)
+                        if len(body) > SMALL_BYTES:
+                            if share is None:
+                                most = _declared_bytes(request, self._max_bytes)
+                                share = self._room.enter(self._owner(request), most)
+                            await self._grow(share, len(body))
             except TimeoutError:
                 message = f"the body did not arrive within {BODY_LIMIT_S:.0f} seconds"
                 raise ApiError(408, "request_timeout", message) from None
             except ClientDisconnect:
                 raise ApiError(400, "client_left", "the client left before the body was complete") from None
-            yield body
+            whole = bytes(body)
+            body.clear()
+            if share is not None:
+                self._room.complete(share)
+            yield whole
+        finally:
+            if share is not None:
+                self._room.leave(share)
 
     async def parse(self, body: bytes, parse: Callable[[bytes], T]) -> T:
         """Return the result of `parse`, which may raise."""
@@ -56,66 +81,78 @@ class Bodies:
         async with self._parsing:
             return await asyncio.to_thread(parse, body)
 
-    async def _read(self, request: Request, stack: AsyncExitStack) -> bytes:
-        body = bytearray()
-        room: _Share | None = None
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self._max_bytes:
-                raise too_large(self._max_bytes)
-            if len(body) > SMALL_BYTES and room is None:  # meanwhile the server stops reading from the connection
-                room = await self._take_room(_declared_bytes(request, self._max_bytes), stack)
-        if room is not None:
-            room.keep(len(body))
-        return bytes(body)
-
-    async def _take_room(self, nbytes: int, stack: AsyncExitStack) -> _Share:
+    async def _grow(self, share: _Share, nbytes: int) -> None:
+        """Wait until a body can have so many bytes; meanwhile the server stops reading from its connection."""
         try:
             async with asyncio.timeout(ROOM_LIMIT_S):
-                return await stack.enter_async_context(self._room.take(nbytes))
+                await self._room.grow(share, nbytes)
         except TimeoutError:
             raise BusyError("other large requests fill the server's memory for them", "send it again later") from None
 
 
-class _Room:
-    """A number of bytes that requests share."""
+@dataclass(eq=False, slots=True)
+class _Share:
+    """The bytes of a room that a body has, and the most that it may become."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._free_bytes = nbytes
-        self._turn = asyncio.Lock()
+    owner: str
+    most: int
+    held: int = 0
+
+
+class _Room:
+    """A number of bytes that bodies share while they arrive; those of one owner have only a part of it.
+
+    A body gets bytes only where all bodies can still become complete, one after the other, as in Dijkstra's banker's
+    algorithm: so none waits for another that waits too, and one that only declared its length keeps no room.
+    """
+
+    def __init__(self, nbytes: int, owner_bytes: int) -> None:
+        self._nbytes = nbytes
+        self._owner_bytes = owner_bytes
+        self._shares: list[_Share] = []  # in the order of their arrival
         self._freed = asyncio.Event()
 
-    @asynccontextmanager
-    async def take(self, nbytes: int) -> AsyncIterator[_Share]:
-        """Wait, in the order of arrival, until so many bytes are free, and take them while the block runs."""
-        async with self._turn:
-            while self._free_bytes < nbytes:
-                self._freed.clear()
-                await self._freed.wait()
-            self._free_bytes -= nbytes
-        share = _Share(self, nbytes)
-        try:
-            yield share
-        finally:
-            share.keep(0)
+    def enter(self, owner: str, most: int) -> _Share:
+        """Return the share of a body that becomes so long at most."""
+        share = _Share(owner, most)
+        self._shares.append(share)
+        return share
 
-    def give_back(self, nbytes: int) -> None:
-        self._free_bytes += nbytes
-        self._freed.set()
+    async def grow(self, share: _Share, nbytes: int) -> None:
+        """Wait until a body can have so many bytes."""
+        while not self._grown(share, nbytes):
+            await self._freed.wait()
+
+    def complete(self, share: _Share) -> None:
+        """Expect no more bytes of a body."""
+        share.most = share.held
+        self._wake()
+
+    def leave(self, share: _Share) -> None:
+        self._shares.remove(share)
+        self._wake()
+
+    def _grown(self, share: _Share, nbytes: int) -> bool:
+        before, share.held = share.held, nbytes
+        of_owner = [other for other in self._shares if other.owner == share.owner]
+        if _all_end(self._nbytes, self._shares) and _all_end(self._owner_bytes, of_owner):
+            return True
+        share.held = before
+        return False
+
+    def _wake(self) -> None:
+        freed, self._freed = self._freed, asyncio.Event()
+        freed.set()
 
 
-class _Share:
-    """The bytes of a room that one request has."""
-
-    def __init__(self, room: _Room, nbytes: int) -> None:
-        self._room = room
-        self._nbytes = nbytes
-
-    def keep(self, nbytes: int) -> None:
-        """Give back all but so many bytes."""
-        kept = min(nbytes, self._nbytes)
-        self._room.give_back(self._nbytes - kept)
-        self._nbytes = kept
+def _all_end(nbytes: int, shares: Sequence[_Share]) -> bool:
+    """Return whether these bodies can become complete within so many bytes, the one that needs the least first."""
+    free = nbytes - sum(share.held for share in shares)
+    for share in sorted(shares, key=lambda share: share.most - share.held):
+        if share.most - share.held > free:
+            return False
+        free += share.held
+    return True
 
 
 def _declared_bytes(request: Request, max_bytes: int) -> int:
