@@ -32,7 +32,7 @@ HEADERS = re.compile(
 )
 EXPOSED_HEADERS = "request-id, retry-after, x-request-id, x-should-retry"
 PREFLIGHT_AGE_S = "600"
-CURL_TYPES = ("", "application/x-www-form-urlencoded")  # of `curl -d`, as Ollama's documentation writes it
+CURL_TYPES = ("", "application/x-www-form-urlencoded")  # of `curl -d`, as people type it
 FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"})
 
 
@@ -103,8 +103,8 @@ def check(rules: Rules, method: str, path: str, headers: Headers, client: str) -
     if method in ("POST", "PUT", "PATCH"):
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         # Browsers let web pages send other types without a preflight.
-        by_hand = kind in CURL_TYPES and path.startswith("/api/") and _by_hand(headers, client)
-        if kind != "application/json" and not by_hand:
+        is_typed = kind in CURL_TYPES and (key is not None or _by_hand(headers, client))
+        if kind != "application/json" and not is_typed:
             raise ApiError(415, "unsupported_media_type", "send Content-Type: application/json")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > rules.max_body_bytes:

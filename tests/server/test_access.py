@@ -258,15 +258,64 @@ def test_no_other_page_counts_as_local(origin: str) -> None:
         ("application/json", 200),
         ("application/json; charset=utf-8", 200),
         ("Application/JSON", 200),
+        ("application/x-www-form-urlencoded", 200),  # of `curl -d`
+        ("", 200),
         ("text/plain", 415),
-        ("application/x-www-form-urlencoded", 415),
         ("text/plain;application/json", 415),
-        ("", 415),
+        ("multipart/form-data; boundary=x", 415),
     ],
 )
 async def test_json_only(kind: str, status: int) -> None:
     answer = await ask(LOCAL, content=b"{}", headers={"content-type": kind})
     assert answer.status_code == status
+    with_key = {"content-type": kind, "host": "10.0.0.1", "x-api-key": "a secret", "x-forwarded-for": "10.0.0.9"}
+    assert (await ask(OPEN, content=b"{}", client="10.0.0.9", headers=with_key)).status_code == status
+
+
+def sent_by_browsers() -> list[dict[str, str]]:
+    """Return the headers of requests that no preflight precedes.
+
+    Chromium 147 sends these combinations, and no others, from a page, a sandboxed frame, a data: URL and a file: fetch
+    (no-cors and cors) and XMLHttpRequest of a text, parameters, a form, a buffer and a blob, with and without a
+    referrer; sendBeacon of the same; forms of all three types in a frame and in a window.
+    """
+    url, text = "application/x-www-form-urlencoded", "text/plain"
+    parts = "multipart/form-data; boundary=----WebKitFormBoundaryNOmIGY0xJtuA80Bh"
+    forms = [(kind, "navigate", dest) for kind in (url, text, parts) for dest in ("iframe", "document")]
+    fetches = [(kind, "no-cors", "empty") for kind in ("", f"{url};charset=UTF-8", f"{text};charset=UTF-8", parts)]
+    return [
+        {"origin": origin, "sec-fetch-site": "cross-site", "sec-fetch-mode": mode, "sec-fetch-dest": dest}
+        | ({"content-type": kind} if kind else {})
+        for origin in ("http://evil.example:19101", "null")
+        for kind, mode, dest in (*forms, *fetches, ("", "cors", "empty"))
+    ]
+
+
+@pytest.mark.parametrize("headers", sent_by_browsers(), ids=lambda headers: " ".join(headers.values()))
+async def test_no_page_can_send_what_curl_sends(headers: dict[str, str]) -> None:
+    """Also where an old browser, or a proxy, leaves out one of the marks of a page, or the page is our own."""
+    without_origin = {name: value for name, value in headers.items() if name != "origin"}
+    of_old_browsers = {name: value for name, value in headers.items() if not name.startswith("sec-")}
+    own = headers | {"origin": f"http://{HOST}"}
+    for sent in (headers, without_origin, of_old_browsers, own):
+        answer = await ask(LOCAL, content=b"{}", headers=sent)
+        assert answer.status_code in (403, 415), sent
+        answer = await ask(LOCAL_PAGES, content=b"{}", headers=sent | {"origin": "http://localhost:3000"})
+        assert answer.status_code == 415, "a page that is allowed must send JSON, too"
+
+
+@pytest.mark.parametrize(
+    ("client", "headers"),
+    [
+        ("10.0.0.9", {}),
+        ("127.0.0.1", {"host": "box.lan"}),
+        *(("127.0.0.1", {name: "10.0.0.9"}) for name in ("forwarded", "via", "x-forwarded-for", "x-real-ip")),
+    ],
+)
+async def test_without_a_key_only_this_machine_leaves_out_the_type(client: str, headers: dict[str, str]) -> None:
+    rules = replace(LOCAL, allowed_hosts=frozenset({"box.lan"}))
+    answer = await ask(rules, content=b"{}", client=client, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
 async def pieces(count: int) -> AsyncIterator[bytes]:

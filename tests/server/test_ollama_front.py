@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 
+from edgelm.server.api.dialects import COUNTS, DIALECTS, POOLED, TEXTS
 from tests.library.test_ollama_store import store_model
 from tests.ports import free_port
 from tests.server.harness import ENDLESS, Front, serving, until
@@ -76,7 +77,13 @@ def test_without_a_content_type_a_program_is_heard_and_a_page_is_not(front: Fron
         {"content-type": "text/plain"},
     ):
         assert front.http.post("/api/chat", content=asked, headers=form | more).status_code == 415, more
-    assert front.http.post("/v1/chat/completions", content=asked, headers=form).status_code == 415
+    for route in (*DIALECTS, *COUNTS, *TEXTS, *POOLED, "/models/load", "/models/unload", "/api/show"):
+        assert front.http.post(route, content=b"{}", headers=form).status_code == 400, f"{route} has read it"
+        assert front.http.post(route, content=b"{}").status_code == 400, route
+        assert front.http.post(route, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415, route
+    chat = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    for route in ("/v1/chat/completions", "/v1/messages"):
+        assert front.http.post(route, content=json.dumps(chat), headers=form).status_code == 200
     refused = front.http.post("/api/chat", content=asked, headers=form | {"host": "evil.example"})
     assert (refused.status_code, list(refused.json())) == (403, ["error"])
 
