@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,9 +29,9 @@ from edgelm.backends.model import LoadedModel
 from edgelm.engine.usage import Usage
 from edgelm.errors import EdgeLMError
 from edgelm.jobs.answer import Answerer, Prepared, merged
-from edgelm.jobs.request import AnswerDelta, ContextError
+from edgelm.jobs.request import AnswerDelta, AnswerRequest, ContextError
 from edgelm.server.api.dialect import AnswerContext, ApiRequest, Reply
-from edgelm.server.api.dialects import COUNTS, DIALECTS, dialect_of, parse_request
+from edgelm.server.api.dialects import COUNTS, DIALECTS, dialect_of, parse_answers, parse_request
 from edgelm.server.api.errors import ApiError, as_api_error
 from edgelm.server.api.handlers import EXCEPTION_HANDLERS, error_response
 from edgelm.server.api.json_body import read_json
@@ -61,13 +61,18 @@ class EngineParts:
 
 def engine_app(parts: EngineParts, key: str) -> Starlette:
     """Return the ASGI application of an engine process; requests need the key."""
-    bodies = Bodies()
+    bodies = Bodies(owner=lambda request: request.headers.get(CLIENT, ""))
     usages: dict[str, Usage] = {}  # of requests for whose usage the front will ask
 
     async def read(request: Request) -> ApiRequest:
         path = request.url.path
         async with bodies.read(request) as body:
             return await bodies.parse(body, lambda body: parse_request(path, read_json(body)))
+
+    async def read_answers(request: Request) -> tuple[ApiRequest, list[AnswerRequest]]:
+        path = request.url.path
+        async with bodies.read(request) as body:
+            return await bodies.parse(body, lambda body: parse_answers(path, read_json(body)))
 
     def usage_of(request: Request) -> Usage:
         """Return the usage of a request that arrives now."""
@@ -78,11 +83,10 @@ def engine_app(parts: EngineParts, key: str) -> Starlette:
 
     async def answer(request: Request) -> Response:
         asked = usage_of(request)
-        return await _answer(parts, request, await read(request), asked)
+        return await _answer(parts, request, *await read_answers(request), asked)
 
     async def count_tokens(request: Request) -> Response:
-        api_request = await read(request)
-        (prepared,) = await unless_client_leaves(request, _prepare(parts, request, api_request))
+        (prepared,) = await unless_client_leaves(request, _prepare(parts, request, *await read_answers(request)))
         kind = {} if request.url.path.startswith("/v1/messages") else {"object": "response.input_tokens"}
         return JSONResponse(kind | {"input_tokens": len(prepared.ids)})
 
@@ -121,10 +125,11 @@ def engine_app(parts: EngineParts, key: str) -> Starlette:
     )
 
 
-async def _answer(parts: EngineParts, request: Request, api_request: ApiRequest, usage: Usage) -> Response:
-    prepared = [
-        replace(one, usage=usage) for one in await unless_client_leaves(request, _prepare(parts, request, api_request))
-    ]
+async def _answer(
+    parts: EngineParts, request: Request, api_request: ApiRequest, answers: Sequence[AnswerRequest], usage: Usage
+) -> Response:
+    preparing = _prepare(parts, request, api_request, answers)
+    prepared = [replace(one, usage=usage) for one in await unless_client_leaves(request, preparing)]
     loaded = parts.loaded
     name = api_request.model or loaded.name
     reply = api_request.reply(AnswerContext(name, loaded.tokenizer, loaded.engine.info, prepared[0].ids))
@@ -144,14 +149,16 @@ async def _answer(parts: EngineParts, request: Request, api_request: ApiRequest,
         return EventStream(_events(reply, coming), stack.pop_all(), media_type=media_type)
 
 
-async def _prepare(parts: EngineParts, request: Request, api_request: ApiRequest) -> list[Prepared]:
-    """Return the request, ready to run, for each of its prompts. Raises ApiError if one is too long."""
+async def _prepare(
+    parts: EngineParts, request: Request, api_request: ApiRequest, answers: Sequence[AnswerRequest]
+) -> list[Prepared]:
+    """Return the answers of a request, ready to run. Raises ApiError if a prompt is too long."""
     require_kind(parts.loaded, "text", api_request.model)
     namespace, client = (request.headers.get(name, "") for name in (NAMESPACE, CLIENT))
     try:
         return [
             await parts.answerer.prepare(replace(answer_request, notes=api_request.notes), namespace, client)
-            for answer_request in api_request.answer_requests()
+            for answer_request in answers
         ]
     except (ContextError, TooLongError) as error:
         raise ApiError(

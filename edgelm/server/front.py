@@ -60,7 +60,7 @@ class Front:
 
 def front_app(front: Front, rules: Rules) -> ASGIApp:
     """Return the ASGI application of a front."""
-    bodies = Bodies(rules.max_body_bytes)
+    bodies = Bodies(rules.max_body_bytes, owner=client_of)
     metrics = Metrics(front.address, front.table)
 
     async def health(_: Request) -> Response:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from edgelm.errors import RequestError
 
-MAX_STOPS = 64
+MAX_STOPS = 80  # 64 of a request, and those of a chat template
 
 
 class TextStream:
@@ -18,7 +18,7 @@ class TextStream:
 
     The first complete stop string wins; among those that end at the same character, the longest. So the text does not
     depend on how it is cut into pieces. Invalid bytes become U+FFFD. Raises RequestError for an empty stop string and
-    for more than 64.
+    for more than MAX_STOPS.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
@@ -77,13 +77,15 @@ class _PartialMatch:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.length = 0
-        self._borders = [0]  # for stop[:1], stop[:2]..: the length of its longest proper prefix that is also its suffix
-        for char in stop[1:]:
-            self._borders.append(self._extend(self._borders[-1], char))
+        # For stop[:1], stop[:2]..: the length of its longest proper prefix that is also its suffix. Only for as much as
+        # a text has matched: a long stop string that no text begins costs nothing.
+        self._borders = [0]
 
     def advance(self, char: str) -> bool:
         """Take the next character of the text; return whether `stop` is complete, which ends the text."""
         self.length = self._extend(self.length, char)
+        if self.length > len(self._borders):
+            self._borders.append(self._extend(self._borders[-1], char))
         return self.length == len(self.stop)
 
     def _extend(self, length: int, char: str) -> int:

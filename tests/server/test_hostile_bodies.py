@@ -44,6 +44,11 @@ def text(piece: str) -> bytes:
     return HEAD + USER + b'"' + encoded * (TEXT_BYTES // len(encoded)) + b'"}]}'
 
 
+def unknown(piece: bytes) -> bytes:
+    """Return a body without a message, with a long text in another field."""
+    return HEAD + b'],"unknown":"' + piece * (15 * MIB // len(piece)) + b'"}'
+
+
 def names(count: int) -> bytes:
     return b"{" + b",".join(b'"%d":1' % number for number in range(count)) + b"}"
 
@@ -66,6 +71,13 @@ REFUSED: dict[str, Callable[[], bytes]] = {
     "a deep nest": lambda: b'{"a":' * (VALUES // 3),
     "escapes": lambda: text("\\n"),
     "quotes": lambda: text('\\"'),
+    "digits": lambda: unknown(b"9" * 199 + b" "),
+    "exponents": lambda: unknown(b"1e99 "),
+    "halves": lambda: unknown(rb"\ud800"),
+    "half a character at the end": lambda: unknown(rb"\n")[:-2] + rb'\ud800"}',
+    "no JSON": lambda: b"x" * (15 * MIB),
+    "long stops": lambda: field(b"stop", json.dumps(["ab" * 100_000] * 64).encode()),
+    "values in a text": lambda: field(b"guided_json", b'"[' + b"[]," * (15 * MIB // 3) + b'1]"'),
     "wide characters": lambda: text("[,\N{GRINNING FACE}"),
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from edgelm.jobs.request import AnswerRequest
 from edgelm.server.api import field_table, messages, ollama, responses_reply
 from edgelm.server.api.chat import ChatRequest
 from edgelm.server.api.completions import CompletionsRequest
@@ -113,9 +114,15 @@ def dialect_of(path: str) -> Dialect:
 
 def parse_request(path: str, data: dict[str, Any], *, logs_ignored: bool = False) -> ApiRequest:
     """Return the checked request of a body; the front logs its ignored fields. Raises ApiError."""
+    return parse_answers(path, data, logs_ignored=logs_ignored)[0]
+
+
+def parse_answers(
+    path: str, data: dict[str, Any], *, logs_ignored: bool = False
+) -> tuple[ApiRequest, list[AnswerRequest]]:
+    """Return the checked request of a body, also in our words. Raises ApiError."""
     request: ApiRequest = _parsed(path, data, logs_ignored)
-    request.answer_requests()  # it checks what types cannot say
-    return request
+    return request, request.answer_requests()  # they check what types cannot say
 
 
 def parse_pooled(path: str, data: dict[str, Any], *, logs_ignored: bool = False) -> PooledRequest:

@@ -259,6 +259,16 @@ reused) and `shared` (one that several conversations begin with); in memory `sna
 `file`. It has `tokens`, `bytes`, and `sequence` if it is a running request's. `regions` are those of the reader's key;
 `others` are sums of all other keys, by kind.
 
+## Bodies
+
+- The content type is `application/json`. A program on the server's own machine, and one with a key in a header, may
+  leave it out or send that of a form, as `curl -d` does; a web page may not.
+- A body has at most 16 MiB and 50,000 values, a list or an object in it 4,096 entries, unless it is one of token ids.
+- There are at most 64 stop strings of 1,024 characters. A grammar has at most 262,144 characters, and any other field
+  that is neither a conversation nor a text to read has 1,048,576.
+- Bodies of more than 64 KiB share 32 MiB of the server's memory, a key's 24 MiB at most; then others wait, and after 30
+  seconds they are refused with 429.
+
 ## Request ids
 
 Every answer has the header `x-request-id`: the one of the request, if it has at most 128 letters, digits and
@@ -282,7 +292,6 @@ for five minutes at most, then the answer is the same 503. A model that can neve
 - `edgelm serve --ollama-port 11434` listens at Ollama's port too.
 - A name may end with `:latest`. A model in Ollama's store is called `ollama:NAME:TAG`, or `NAME:TAG` where no other
   model is called so.
-- A program on the server's own machine may leave out the content type in Ollama's routes, as `curl -d` does.
 - `/api/chat` and `/api/generate` without a message or a prompt load the model; with `keep_alive: 0` they unload it.
 - `options.num_ctx` never loads a model again. Where it is more than the context, a note in `edgelm.notes` of the answer
   says so, and a conversation that is too long gets an error.

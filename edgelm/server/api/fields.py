@@ -29,7 +29,13 @@ from edgelm.server.api.sentinels import OFF, Sentinels, without_sentinels
 from edgelm.workers.grammars import GrammarKind, GrammarSpec
 
 MAX_ENTRIES = 4096  # of a list or an object in a body
+MAX_CHARS = 2**20  # of all texts of a field that is not in LONG
+LONG = frozenset(  # conversations, prompts, and what is embedded: the context limits them
+    {"messages", "system", "prediction", "edgelm", "input", "instructions", "prompt", "suffix", "content", "tokens"}
+    | {"input_prefix", "input_suffix", "input_extra", "query", "documents", "texts"}
+)
 MAX_STOPS = 64
+MAX_STOP_LEN = 1024
 MAX_BIAS = 100
 MAX_CHOICES = 16
 _PLAIN = {  # pydantic's messages have the names of our classes and of Python's types
@@ -69,10 +75,9 @@ def _form(value: object) -> str:
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 TextOrParts = Annotated[Annotated[str, Tag("str")] | Annotated[list[dict[str, Any]], Tag("list")], Discriminator(_form)]
-Stop = Annotated[
-    Annotated[Text, Tag("str")] | Annotated[list[Text], Tag("list"), Field(max_length=MAX_STOPS, fail_fast=True)],
-    Discriminator(_form),
-]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LEN)]
+Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
+Stop = Annotated[Annotated[StopText, Tag("str")] | Annotated[Stops, Tag("list")], Discriminator(_form)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
@@ -92,6 +97,10 @@ def validated(model: type[T], data: dict[str, Any]) -> T:
     for name, value in data.items():
         if isinstance(value, list | dict) and len(value) > MAX_ENTRIES and name not in model.token_lists:
             message = f"{name} has {len(value):,} entries: at most {MAX_ENTRIES:,} are allowed"
+            raise ApiError(400, "invalid_value", message, param=name)
+    for name, size in (data.sizes if isinstance(data, JsonBody) else {}).items():
+        if size > MAX_CHARS and name in model.model_fields and name not in LONG:
+            message = f"{name} has {size:,} characters: at most {MAX_CHARS:,} are allowed"
             raise ApiError(400, "invalid_value", message, param=name)
     try:
         body = model.model_validate(without_sentinels(data, model.sentinels))

@@ -123,7 +123,7 @@ class ApplyTemplateRequest(ChatRequest):
     model: str = Field(default="", max_length=4096)
 
     async def text_answer(self, texts: TextEncoder, prepare: Prepare) -> bytes:
-        (request,) = self.answer_requests()
+        (request,) = await asyncio.to_thread(self.answer_requests)
         prepared = await prepare(request)
         assert prepared.chat
         return json.dumps({"prompt": prepared.chat.rendered.restored}).encode()

@@ -15,7 +15,7 @@ from pydantic import Field
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.server.api.dialect import AnswerContext, Reply
 from edgelm.server.api.errors import NO_RETRY, ApiError
-from edgelm.server.api.fields import MAX_STOPS, Body, KeepAliveFields, ModelName, Text, TextOrParts, schema_spec
+from edgelm.server.api.fields import Body, KeepAliveFields, ModelName, Stops, TextOrParts, schema_spec
 from edgelm.server.request_id import current_request_id, new_request_id
 from edgelm.text.calls.format import ToolChoice
 
@@ -80,7 +80,7 @@ class MessagesRequest(KeepAliveFields):
     messages: list[InputMessage] = Field(min_length=1, fail_fast=True)
     system: TextOrParts | None = None
     stream: bool | None = None
-    stop_sequences: list[Text] | None = Field(default=None, max_length=MAX_STOPS, fail_fast=True)
+    stop_sequences: Stops | None = None
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)

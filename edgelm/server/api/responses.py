@@ -213,7 +213,8 @@ def _tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[FunctionTo
 
 
 def _shown_names(names: Sequence[str], tools: Sequence[FunctionTool]) -> frozenset[str]:
-    shown = frozenset(tool.shown_name for tool in tools if tool.name in names)
+    chosen = set(names)
+    shown = frozenset(tool.shown_name for tool in tools if tool.name in chosen)
     if not shown:
         message = f"tool_choice names no function of tools: {', '.join(names)[:100]}"
         raise ApiError(400, "invalid_value", message, param="tool_choice")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgelm.server.api import json_body
 from edgelm.server.api.errors import ApiError
-from edgelm.server.api.json_body import MAX_VALUES, REPLACED, read_json
+from edgelm.server.api.json_body import MAX_HALVES, MAX_VALUES, REPLACED, read_json
 
 TEXTS = st.text(st.sampled_from('a"\\,[{é\N{GRINNING FACE}\n'), max_size=8)
 LEAF = st.none() | st.booleans() | st.integers() | TEXTS
@@ -87,6 +87,16 @@ def test_a_long_text_is_one_value() -> None:
     many = {"a": [0] * (MAX_VALUES - 10)}
     assert read_json(json.dumps(many).encode()) == many
     assert read_json(b"\xef\xbb\xbf" + b'{"a": 1}') == {"a": 1}, "as editors of Windows save it"
+
+
+def test_the_characters_of_each_field() -> None:
+    body = {"a": "\N{GRINNING FACE}\n", "b": [{"cd": ["e", 1, None]}, 1.5, "f"], "g": {}, "h": True}
+    assert read_json(json.dumps(body).encode()).sizes == {"a": 2, "b": 4, "g": 0, "h": 0}
+
+
+def test_only_a_few_halves_of_characters_are_replaced() -> None:
+    assert read_json(rb'{"a":"' + rb"\ud800" * 10 + rb"\ud800x" * (MAX_HALVES - 10) + b'"}')["a"].endswith("\ufffdx")
+    assert status(rb'{"a":"' + rb"\ud800x" * (MAX_HALVES + 11) + b'"}') == 400
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"1", b"[" * 1000, b'{"a": \xff}', '{"a": 1}'.encode("utf-16")])
