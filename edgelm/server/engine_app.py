@@ -43,11 +43,12 @@ from edgelm.server.engine_texts import text_routes
 from edgelm.server.keys import CLIENT, NAMESPACE, USAGE
 from edgelm.server.open_answers import OpenAnswers, counted
 from edgelm.server.request_id import REQUEST_ID, set_request_id
-from edgelm.server.sse import EventStream, cancel, unless_client_leaves
+from edgelm.server.sse import EventStream, cancel, json_pieces, unless_client_leaves
 from edgelm.text.template import TooLongError
 
 PATIENCE_S = 5.0  # for the first token; then the stream is opened without it
 PING_S = 10.0  # without any event, before a ping
+FEW_TOKENS = 256  # whose log-probabilities the event loop encodes; those of 50,000 take seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,10 @@ async def _answer(
         stack.push_async_callback(deltas.aclose)
         if not api_request.streamed:
             all_deltas = await unless_client_leaves(request, _all(deltas))
-            return JSONResponse(reply.whole(all_deltas))
+            if sum(len(delta.sampled) for delta in all_deltas) <= FEW_TOKENS:
+                return JSONResponse(reply.whole(all_deltas))
+            content = await asyncio.to_thread(lambda: b"".join(json_pieces(reply.whole(all_deltas))))
+            return Response(content, media_type="application/json")
         # Wait for the first token: a failure until then is an HTTP status and not an event.
         coming = _Coming(deltas)
         stack.push_async_callback(coming.cancel)

@@ -6,9 +6,7 @@ Owns the path of such a request to the engine and back.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,7 +24,7 @@ from edgelm.server.api.json_body import read_json
 from edgelm.server.bodies import Bodies
 from edgelm.server.engine_kind import require_kind
 from edgelm.server.keys import CLIENT
-from edgelm.server.sse import unless_client_leaves
+from edgelm.server.sse import json_pieces, unless_client_leaves
 
 
 def pooled_routes(loaded: LoadedModel, bodies: Bodies, usage_of: Callable[[Request], Usage]) -> list[Route]:
@@ -60,25 +58,3 @@ def pooled_routes(loaded: LoadedModel, bodies: Bodies, usage_of: Callable[[Reque
         return Response(await asyncio.to_thread(content), media_type="application/json")
 
     return [Route(path, answer, methods=["POST"]) for path in POOLED]
-
-
-def json_pieces(value: Any) -> Iterator[bytes]:
-    """Yield a document as JSON, a vector at a time: `json.dumps` of all would stop every other thread for seconds."""
-    if isinstance(value, dict):
-        entries = [(_json(name) + b":", entry) for name, entry in value.items()]
-        begin, end = b"{", b"}"
-    elif isinstance(value, list) and value and isinstance(value[0], dict | list):
-        entries = [(b"", entry) for entry in value]
-        begin, end = b"[", b"]"
-    else:
-        yield _json(value)
-        return
-    yield begin
-    for index, (name, entry) in enumerate(entries):
-        yield b"," * (index > 0) + name
-        yield from json_pieces(entry)
-    yield end
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

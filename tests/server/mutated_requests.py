@@ -48,13 +48,52 @@ LOOKS = (
     "/props?model={}",
     "/tokenizer_info",
 )
-ODD_TYPES = [
-    "",
-    "text/plain",
-    "application/xml",
-    "application/json; charset=utf-16",
-    "APPLICATION/JSON",
-    "multipart/form-data; boundary=x",
+ODD_HEADERS = [
+    {"content-type": ""},
+    {"content-type": "text/plain"},
+    {"content-type": "application/xml"},
+    {"content-type": "application/json; charset=utf-16"},
+    {"content-type": "APPLICATION/JSON"},
+    {"content-type": "multipart/form-data; boundary=x"},
+    {"content-encoding": "gzip"},
+    {"prefer": "wait=x"},
+    {"anthropic-version": "1999-01-01"},
+    {"authorization": "Bearer \xff"},
+    {"accept": "image/png"},
+]
+RIGHT = 0.65  # of the requests: they reach the engine, the others test refusals
+FITTING: dict[str, list[Any]] = {
+    "temperature": [0, 0.3, 1, 1.7, 1e-9, 50],
+    "top_p": [0, 0.1, 0.9, 1],
+    "top_k": [-1, 0, 1, 40, 10**6],
+    "min_p": [0, 0.05, 0.999],
+    "seed": [0, 3, 2**31, -1],
+    "frequency_penalty": [0, 1.5, -2],
+    "presence_penalty": [0, 1.5, -2],
+    "repetition_penalty": [1, 1.3, 0.01],
+    "logit_bias": [{}, {"5": 1.5}, {"5": -100, "6": 100, "7": 0}, {str(token): -100 for token in range(300)}],
+    "speculation": [True, False, None],
+    "keep_alive": ["5m", -1, 600, "1h30m"],
+    "unknown": [None, {"a": [1]}, "x" * 3000],
+}
+STOPS: list[Any] = [[], ["x"], ["\n", " "], ["\N{GRINNING FACE}"], ["a", "e", "i", "o", "u"], ["x" * 1024] * 64]
+TEXT_NAMES = frozenset(
+    {"content", "text", "prompt", "input", "system", "instructions", "suffix", "input_prefix", "input_suffix"}
+    | {"thinking", "description", "filename", "output", "arguments"}
+)
+FITTING_TEXTS = [
+    "a",
+    " ",
+    "\x00",
+    "Hi\r\n\t there",
+    "\N{GRINNING FACE} e\u0301 \u202e",
+    "\ud800 half",
+    "<|im_end|></think><tool_call>",
+    '{"a": 1}',
+    "data: [DONE]\n\n",
+    "{{ 7 * 7 }} %s%n",
+    "word " * 200,
+    "x" * 500,
 ]
 
 
@@ -74,31 +113,54 @@ class FuzzedRequest:
 
 def fuzzed(rng: random.Random, response_ids: Sequence[str]) -> FuzzedRequest:
     """Return a request; some of those of /v1/responses continue or read one of these responses."""
-    if rng.random() < 0.08:
+    if rng.random() < 0.04:
         return _without_body(rng, response_ids)
     path = rng.choice(BODY_PATHS)
     data = copy.deepcopy(rng.choice(VALID[path])) | {"model": "starter", "stream": rng.random() < 0.4}
-    if path.startswith("/v1/") and path != "/v1/completions" and rng.random() < 0.05:
-        data = copy.deepcopy(rng.choice(VALID[rng.choice(BODY_PATHS)])) | {"model": "starter"}  # of another API
-    if data.get("previous_response_id") and rng.random() < 0.9:
+    if data.get("previous_response_id"):
         data["previous_response_id"] = rng.choice(response_ids)
-    for _ in range(rng.choice((0, 1, 1, 1, 2, 3, 6))):
-        _mutate(rng, data)
+    if is_right := rng.random() < RIGHT:
+        for _ in range(rng.randrange(6)):
+            _fit(rng, path, data)
+    else:
+        if path.startswith("/v1/") and path != "/v1/completions" and rng.random() < 0.1:
+            data = copy.deepcopy(rng.choice(VALID[rng.choice(BODY_PATHS)])) | {"model": "starter"}  # of another API
+        for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
+            _mutate(rng, data)
     _limit(path, data)
     headers = {"content-type": "application/json"}
-    if rng.random() < 0.02:
-        headers["content-type"] = rng.choice(ODD_TYPES)
-    if rng.random() < 0.02:
-        headers |= rng.choice(
-            [
-                {"content-encoding": "gzip"},
-                {"prefer": "wait=x"},
-                {"anthropic-version": "1999-01-01"},
-                {"authorization": "Bearer \xff"},
-                {"accept": "image/png"},
-            ]
-        )
-    return FuzzedRequest("POST", path, _encoded(rng, data), headers)
+    if not is_right and rng.random() < 0.1:
+        headers |= rng.choice(ODD_HEADERS)
+    content = json.dumps(data, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+    return FuzzedRequest("POST", path, content if is_right else _broken(rng, content, data), headers)
+
+
+def _fit(rng: random.Random, path: str, data: dict[str, Any]) -> None:
+    """Change one place of a body so that it stays right."""
+    match rng.randrange(6):
+        case 0 | 1:
+            options = data.setdefault("options", {}) if path in ("/api/chat", "/api/generate") else data
+            stop = "stop_sequences" if path.startswith("/v1/messages") else "stop"
+            name, values = rng.choice([*FITTING.items(), (stop, STOPS)])
+            options[name] = rng.choice(values)
+        case 2:
+            texts = [(at, key) for at, key in _places(data) if key in TEXT_NAMES and isinstance(at[key], str)]
+            if texts:
+                container, key = rng.choice(texts)
+                container[key] = rng.choice(FITTING_TEXTS)
+        case 3:
+            turns = data.get("messages") or data.get("input")
+            if isinstance(turns, list):
+                users = [
+                    index for index, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == "user"
+                ]
+                if users:
+                    at = rng.choice(users)
+                    turns[at:at] = [copy.deepcopy(turns[at]) for _ in range(rng.choice([1, 1, 2, 20]))]
+        case 4:
+            data[f"x_{rng.randrange(5)}"] = junk(rng)
+        case _:
+            data["stream"] = rng.random() < 0.5
 
 
 def _without_body(rng: random.Random, response_ids: Sequence[str]) -> FuzzedRequest:
@@ -205,9 +267,8 @@ def _limit(path: str, data: dict[str, Any]) -> None:
             data["options"] = {**(options or {}), "num_predict": MAX_TOKENS}
 
 
-def _encoded(rng: random.Random, data: dict[str, Any]) -> bytes:
+def _broken(rng: random.Random, content: bytes, data: dict[str, Any]) -> bytes:
     """Return a body as bytes, which in some are not quite JSON."""
-    content = json.dumps(data, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
     if rng.random() < 0.5:
         content = content.replace(b"Infinity", b"1e999").replace(b": NaN", b": 9e309")
     match rng.randrange(60):

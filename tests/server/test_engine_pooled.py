@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edgelm.server.engine_pooled import json_pieces
+from edgelm.server.sse import json_pieces
 
 VECTOR = [0.25, -1e-9, 3.0]
 

@@ -126,12 +126,16 @@ def test_fuzzed_requests(front: Front) -> None:
         send(front, seed, ids, range(WARM, REQUESTS), outcomes)
     took_s = time.monotonic() - began
     until("no request is open", lambda: front.ps("starter")["requests"] == 0)
-    print(f"{REQUESTS} requests in {took_s:.0f} s: {dict(sorted(outcomes.statuses.items()))}")
+    deep = sum(count for status, count in outcomes.statuses.items() if status.startswith("2"))
+    print(
+        f"{REQUESTS} requests in {took_s:.0f} s: {dict(sorted(outcomes.statuses.items()))}: {deep / REQUESTS:.0%} deep"
+    )
     print(f"slowest: {outcomes.slowest}; /health: at most {watch.slowest_s * 1e3:.0f} ms")
     log = front.log.read_text()
     print(log[-3000:])
     assert not outcomes.failures, f"{len(outcomes.failures)} failures:\n" + "\n".join(outcomes.failures[:SHOWN])
     assert "Traceback" not in log
+    assert deep > REQUESTS / 2, "most requests are to reach the engine"
     assert front.ps("starter")["pid"] == engine
     watch.check(MAX_HEALTH_S)
     after = figures(front, "starter")
