@@ -131,7 +131,9 @@ def fuzzed(rng: random.Random, response_ids: Sequence[str]) -> FuzzedRequest:
     headers = {"content-type": "application/json"}
     if not is_right and rng.random() < 0.1:
         headers |= rng.choice(ODD_HEADERS)
-    content = json.dumps(data, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+    content = json.dumps(data, ensure_ascii=rng.random() < 0.5).encode(
+        "utf-8", "replace" if is_right else "surrogatepass"
+    )
     return FuzzedRequest("POST", path, content if is_right else _broken(rng, content, data), headers)
 
 
