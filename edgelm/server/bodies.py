@@ -46,33 +46,20 @@ class Bodies:
 
         Raises ApiError, BusyError.
         """
-        share: _Share | None = None
-        body = bytearray()
+        share = self._room.enter(self._owner(request), _declared_bytes(request, self._max_bytes))
         try:
             try:
                 async with asyncio.timeout(BODY_LIMIT_S):
-                    async for piece in request.stream():
-                        body += piece
-                        if len(body) > self._max_bytes:
-                            raise too_large(self._max_bytes)
-                        if len(body) > SMALL_BYTES:
-                            if share is None:
-                                most = _declared_bytes(request, self._max_bytes)
-                                share = self._room.enter(self._owner(request), most)
-                            await self._grow(share, len(body))
+                    body = await self._read(request, share)
             except TimeoutError:
                 message = f"the body did not arrive within {BODY_LIMIT_S:.0f} seconds"
                 raise ApiError(408, "request_timeout", message) from None
             except ClientDisconnect:
                 raise ApiError(400, "client_left", "the client left before the body was complete") from None
-            whole = bytes(body)
-            body.clear()
-            if share is not None:
-                self._room.complete(share)
-            yield whole
+            self._room.complete(share)
+            yield body
         finally:
-            if share is not None:
-                self._room.leave(share)
+            self._room.leave(share)
 
     async def parse(self, body: bytes, parse: Callable[[bytes], T]) -> T:
         """Return the result of `parse`, which may raise."""
@@ -80,6 +67,16 @@ class Bodies:
             return parse(body)
         async with self._parsing:
             return await asyncio.to_thread(parse, body)
+
+    async def _read(self, request: Request, share: _Share) -> bytes:
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._max_bytes:
+                raise too_large(self._max_bytes)
+            if len(body) > SMALL_BYTES:
+                await self._grow(share, len(body))
+        return bytes(body)
 
     async def _grow(self, share: _Share, nbytes: int) -> None:
         """Wait until a body can have so many bytes; meanwhile the server stops reading from its connection."""

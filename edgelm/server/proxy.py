@@ -30,6 +30,7 @@ from edgelm.server.sse import EVENT_ENDS, MEDIA_TYPE, EventStream, cancel, unles
 HEADERS = {"content-type": "application/json"}
 ENDING_S = 0.25  # a killed process accepts connections until its last thread is gone
 PATIENCE_S = 5.0  # for an engine that is being started; then a stream is opened without it
+PIECE_BYTES = 2**18  # of a body that is sent
 PING_S = 15.0  # between comments in such a stream
 PASSED_HEADERS = ("content-type", RETRY_AFTER, "x-should-retry")
 GONE = frozenset({errno.ECONNREFUSED, errno.ENOENT})  # of a connection: nobody listens there any more
@@ -44,7 +45,8 @@ class _SentBody(httpx2.AsyncByteStream):
         self._body = body
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        yield self._body
+        for at in range(0, len(self._body), PIECE_BYTES):  # the event loop goes on between two pieces
+            yield self._body[at : at + PIECE_BYTES]
 
     def forget(self) -> None:
         self._body = b""

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from threading import current_thread
 from typing import Any, cast
 
 import httpx2
@@ -290,7 +291,14 @@ async def test_of_a_long_past_the_newest_is_read(app: Any, engine: FakeEngine) -
     assert engine.options["past"] == [2, 5]
 
 
-async def test_log_probabilities_that_json_cannot_hold(app: Any, engine: FakeEngine) -> None:
+@pytest.mark.parametrize("few", [0, module.FEW_TOKENS])
+async def test_log_probabilities_that_json_cannot_hold(
+    app: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    threads = []
+    pieces = module.json_pieces
+    monkeypatch.setattr(module, "FEW_TOKENS", few)
+    monkeypatch.setattr(module, "json_pieces", lambda value: threads.append(current_thread()) or pieces(value))
     first = Event(0, (Sampled(1, -math.inf, ((9, -0.5), (3, -math.inf))),))
     answer = (await post(app, engine, first, END, logprobs=True, top_logprobs=2)).json()
     content = answer["choices"][0]["logprobs"]["content"]
@@ -304,6 +312,8 @@ async def test_log_probabilities_that_json_cannot_hold(app: Any, engine: FakeEng
         ],
     }
     assert [entry["token"] for entry in content] == ["one", " two"], "the stop token is no part of the answer"
+    assert len(threads) == (few == 0)
+    assert current_thread() not in threads, "the event loop does not encode many tokens"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -354,7 +354,7 @@ async def test_a_stream_does_not_keep_the_body_of_its_request(
 ) -> None:
     connection = KeepingTransport()
 
-    async def read(_: Any, request: Any, stack: Any) -> Tracked:
+    async def read(_: Any, request: Any, share: Any) -> Tracked:
         return Tracked(b"".join([piece async for piece in request.stream()]))
 
     monkeypatch.setattr(bodies.Bodies, "_read", read)
