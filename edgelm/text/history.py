@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from edgelm.text.template import ChatTemplate
 
 RAW_ARGUMENTS = "__raw"  # the key of arguments that are no JSON object
+MAX_VALUES = 200_000  # in the arguments of a call: `json.loads` of millions would stop every other thread for long
 
 _INSTRUCTIONS = ("system", "developer")
 
@@ -151,7 +152,7 @@ def _arguments(arguments: object) -> dict[str, Any]:
         return {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
-        value = json.loads(text)
+        value = json.loads(text) if sum(map(text.count, ",[{")) <= MAX_VALUES else text
     except (ValueError, RecursionError):
         value = text
     return value if isinstance(value, dict) else {RAW_ARGUMENTS: text}

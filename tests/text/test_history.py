@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -270,6 +271,18 @@ def test_the_key_of_a_message_is_its_meaning() -> None:
     ]
     assert len({turn_key(message) for message in [one, *different]}) == 5
     assert turn_key({"content": None}) == turn_key({"content": "", "tool_calls": []})
+
+
+def test_arguments_of_a_million_values_stay_a_text() -> None:
+    """Reading them would stop every other thread, and take a hundred times their memory."""
+    arguments = '{"a": [' + "[]," * 500_000 + "1]}"
+    message: Any = calling("Bern")
+    message["tool_calls"][0]["function"]["arguments"] = arguments
+    tracemalloc.start()
+    turn_key(message)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 8 * len(arguments)
 
 
 ALTERNATES = (
