@@ -66,6 +66,8 @@ class Bodies:
         """Return the result of `parse`, which may raise."""
         if len(body) <= QUICK_BYTES:
             return parse(body)
+        if len(body) <= SMALL_BYTES:
+            return await asyncio.to_thread(parse, body)
         async with self._parsing:
             return await asyncio.to_thread(parse, body)
 
