@@ -92,6 +92,9 @@ BODIES: dict[str, Make] = {
     "stop of Ollama": asked("/api/chat", messages=[user("hi")], options={"stop": STOPS, "num_predict": 1}),
     "stop of llama-server": text("/completion", stop=STOPS),
     "logit_bias, n=16": chat(logit_bias={str(index % 500 + index * 512): 1 for index in range(4096)}, n=16),
+    "log-probabilities, n=16": asked(
+        CHAT, messages=[user("hi")], max_tokens=400, n=16, logprobs=True, top_logprobs=20, **ENDLESS
+    ),
     "JSON in a text": chat(guided_json="[" + "1," * (BIG // 2) + "1]"),
     "lists in a text": chat(guided_json="[" + "[]," * (BIG // 3) + "1]"),
     "schema": chat(json_schema={"type": "string", "description": "x" * BIG}),
