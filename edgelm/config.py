@@ -144,6 +144,12 @@ class Settings:
         "speculative decoding: auto, off, or the most tokens that a step may draft",
         _DRAFTING,
     )
+    repeatable: bool = _setting(
+        False,
+        _SWITCH_CHECK,
+        "equal requests with equal seeds get equal answers, to the letter; slower in long contexts",
+        f"{_LOADING} plan",
+    )
     draft: str | None = _setting(
         None, Check(parse_name, "MODEL"), "a smaller model of the same vocabulary that drafts too", f"{_DRAFTING} plan"
     )
@@ -195,7 +201,7 @@ class Settings:
     seed: int | None = _setting(
         None,
         number(int, 0, 2**63 - 1, "0 to 2**63 - 1"),
-        "for answers that can be repeated: to the letter with --spec off",
+        "for answers that can be repeated: to the letter with --repeatable",
         "run",
         sampling=True,
     )

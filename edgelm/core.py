@@ -46,7 +46,7 @@ class SamplingParams:
     choice: int = 0  # index among several answers to one prompt; each has its own random stream
     num_logprobs: int | None = None  # None: no log-probabilities; N: the token's own and the N most likely
     stop_ids: frozenset[int] = frozenset()  # end the sequence; the stop token is its last
-    drafts: bool = True  # False: no speculation, for exact repetition
+    drafts: bool = True  # False: no speculation
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -304,6 +304,10 @@ class ExecutorInfo:
     can_copy: bool = True  # another sequence can share a prefix
     block_len: int = 0  # positions of a block, if a chunk's `kv` is a block table; 0: it is a slot
     keeps_all: bool = True  # the KV of a sequence loses no position while it grows; False: a prefix is reused whole
+    # Equal requests with equal seeds get equal answers, to the last bit; `max_chunk` limits the tokens of a sequence in
+    # a step for that, 0: it does not. Neither is in the repr.
+    repeatable: bool = field(default=False, repr=False)
+    max_chunk: int = field(default=0, repr=False)
     runs_ahead: bool = False  # a step may be launched before the previous one is read; its tokens are then LAST
 
     @property

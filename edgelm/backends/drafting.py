@@ -14,7 +14,7 @@ from edgelm.engine.clock import Measured, StepClock, StepCosts
 from edgelm.errors import ModelError
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.facts import machine_key
-from edgelm.machine.step_times import StepTimes
+from edgelm.machine.step_times import DEPTH, StepTimes
 from edgelm.places import Places
 from edgelm.speculation.acceptance import Acceptance
 from edgelm.speculation.ngram_drafter import NgramDrafter
@@ -28,17 +28,23 @@ SAMPLE_LEN = 1000  # tokens
 MAX_PADDING = 256  # ids that a vocabulary may have beyond those of another: padding, without text
 
 
-def measured_clock(executor: Executor, settings: Settings, places: Places, identity: bytes) -> StepClock:
+def measured_clock(
+    executor: Executor, settings: Settings, places: Places, identity: bytes, deep_row_s: float = 0.0
+) -> StepClock:
     """Return a clock that knows the cost of rows from a short benchmark, whose results are kept.
 
-    `identity` stands for the weights, the build and the KV mode. The executor must be idle meanwhile.
+    `identity` stands for the weights, the build and the KV mode. The executor must be idle meanwhile. `deep_row_s` is
+    what DEPTH positions add to the time of a row, where the benchmark cannot measure it: it fills a cache by copies.
     """
     cores = usable_cores()
     machine = machine_key(cores), settings.threads or cores.physical  # machines may share a home folder
     limit = [f"drafts of {executor.info.max_draft}"] if executor.info.max_draft else []
     times = StepTimes(places.cache / "step-times", [identity.hex(), executor.info, machine, *limit])
     times.measure(executor, MEASURE_S, REPEAT_S)
-    return StepClock(StepCosts(Measured(*point) for point in times.surface()))
+    points = [Measured(*point) for point in times.surface()]
+    if not executor.info.can_copy and deep_row_s:
+        points += [Measured(rows, DEPTH, seconds + rows * deep_row_s) for rows, _, seconds in points]
+    return StepClock(StepCosts(points))
 
 
 def throttled(drafters: Sequence[Drafter], clock: StepClock, settings: Settings) -> Drafter:

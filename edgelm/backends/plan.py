@@ -108,7 +108,7 @@ class EngineMemory(Protocol):
     def devices(self, kv: str, context: int) -> Sequence[DeviceMemory]:
         """Return the parts that lie elsewhere, as on a GPU of llama.cpp; the other sizes leave them out."""
 
-    def token_seconds(self, read_bytes_per_s: float, kv: str, context: int) -> float:
+    def token_seconds(self, machine: MachineMemory, kv: str, context: int) -> float:
         """Estimate the time of one token of one sequence after `context` tokens."""
 
 
@@ -236,7 +236,10 @@ def plan(
     if not writes_text:
         del sizer.modes[1:]  # an embedder has one kind of cache, or none
     if settings.kv != "auto" and (reason := engine.refusal(settings.kv)):
-        raise ModelError(f"--kv {settings.kv} {reason}", "use --kv f16")
+        raise ModelError(f"--kv {settings.kv} {reason}", f"use --kv {sizer.modes[0]}" if sizer.modes else "")
+    if not sizer.modes:
+        kv = engine.kv_modes[0]
+        raise ModelError(f"--repeatable needs another KV cache: --kv {kv} {engine.refusal(kv)}", "omit --repeatable")
     modes = sizer.modes if settings.kv == "auto" else [settings.kv]
     contexts = list(_contexts(settings.ctx, trained, least_context))
     fitting = (option for option in sizer.options(modes, contexts) if option.fits)
@@ -391,7 +394,7 @@ def _speed(machine: MachineMemory, engine: EngineMemory, chosen: Option | None) 
     """Estimate tokens per second in an empty and in a full context."""
     if chosen is None or not machine.read_bytes_per_s or chosen.devices:  # a device's bandwidth is not measured
         return None
-    empty, full = (engine.token_seconds(machine.read_bytes_per_s, chosen.kv, depth) for depth in (0, chosen.context))
+    empty, full = (engine.token_seconds(machine, chosen.kv, depth) for depth in (0, chosen.context))
     return 1 / empty, 1 / full
 
 

@@ -133,11 +133,14 @@ def _plan_for_llama(
     The sizes of a draft model are always estimated, and with a GPU all are.
     """
     settings = config.settings
+    repeatable = settings.repeatable and facts.summary.kind == "text"
     repack = _may_repack(config.places)
     types = repacked_types() if repack else frozenset()
 
     def layout(model: ModelFacts) -> LlamaMemory:
-        return LlamaMemory(model, sequences=settings.parallel, copied_types=types)
+        return LlamaMemory(
+            model, sequences=settings.parallel, copied_types=types, repeatable=repeatable and model is facts
+        )
 
     draft = DraftModel.of(draft_facts, layout(draft_facts)) if draft_facts else None
     wish = Wish.of(settings, devices)
@@ -147,6 +150,8 @@ def _plan_for_llama(
         chosen = result.chosen
         return result, False, offloaded.placement(chosen.kv, chosen.context) if chosen else ON_CPU
     own = layout(facts)
+    if repeatable:
+        return plan(facts, settings, memory, own, draft=draft, with_options=True), False, ON_CPU
     with BufferProbe(path, own.estimated_buffers, sequences=settings.parallel, repack=repack) as probe:
         result = plan(facts, settings, memory, own.measured_by(probe), draft=draft, with_options=True)
         return result, probe.exact, ON_CPU

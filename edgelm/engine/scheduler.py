@@ -298,7 +298,8 @@ class Scheduler:
     def _schedule(self, seq: Sequence, chunks: list[Chunk], room: _Room) -> bool:
         """Plan a chunk of one sequence; False: memory was short, and the youngest sequences were preempted."""
         missing = _missing(seq)
-        length = 1 if missing == 1 else min(missing, max(room.prefill, 1), room.tokens - room.reserved)
+        longest = self._info.max_chunk or missing
+        length = 1 if missing == 1 else min(missing, max(room.prefill, 1), room.tokens - room.reserved, longest)
         assert length > 0
         length = self._kv.chunk_end(seq, seq.computed + length) - seq.computed
         if missing == 1 and self._drafter and seq.params.drafts:

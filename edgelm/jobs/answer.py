@@ -134,6 +134,13 @@ class Answerer:
             "seed": secrets.randbits(32) if settings.seed is None else settings.seed,
         }
         values = defaults | request.sampling
+        if values.pop("repeatable", False):
+            if not self._loaded.engine.info.repeatable:
+                raise RequestError(
+                    "repeatable: the model was not loaded for it",
+                    "start `edgelm serve --repeatable`, or set `repeatable = true` for the model in config.toml",
+                )
+            values["seed"] = request.sampling.get("seed", settings.seed or 0)
         if values["max_tokens"] == 0:
             values["max_tokens"] = 1  # its token is dropped
         return SamplingParams(**values, stop_ids=self._loaded.tokenizer.stop_ids)
@@ -212,8 +219,10 @@ class Answerer:
         finally:
             if is_complete and ids[-1] not in params.stop_ids:  # the grammar ended it: a stop token would follow
                 ids += sorted(params.stop_ids)[:1]
-            # The message of a repeated call does not have all the tokens.
-            if ids and prepared.chat is not None and choice == 0 and not repeats.found:
+            # The message of a repeated call does not have all the tokens. Repeatable answers depend on texts alone:
+            # another process may encode them to other tokens than the model generated.
+            is_kept = choice == 0 and not (repeats.found or engine.info.repeatable)
+            if ids and is_kept and prepared.chat is not None:
                 await self._templates.cache_answer(prepared.chat, ids, message.message())
 
     async def _choices(self, prepared: Prepared) -> AsyncGenerator[AnswerDelta, None]:

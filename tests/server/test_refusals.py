@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from edgelm.errors import BusyError, ModelError
 from edgelm.server.api.errors import as_api_error
 from edgelm.server.api.handlers import error_response
 from tests.server.fake_engines import Launches
-from tests.server.test_engine_app import FakeEngine, app, client, engine, templates
+from tests.server.test_engine_app import END, FakeEngine, app, client, engine, templates
 from tests.server.test_front import fronted
 
 __all__ = ["app", "engine", "templates"]  # fixtures
@@ -75,3 +76,23 @@ def test_a_model_that_never_loads_is_not_asked_for_again(path: str) -> None:
     assert "retry-after" not in answer.headers
     if path.startswith("/v1/messages"):
         assert json.loads(bytes(answer.body))["error"]["type"] == "api_error"
+
+
+@each_path
+async def test_an_answer_that_cannot_repeat(app: Any, engine: FakeEngine, path: str) -> None:
+    """A model that was not loaded with --repeatable refuses `repeatable`, in every API, and false demands nothing."""
+
+    def body(value: bool) -> dict[str, Any]:
+        field = {"repeatable": value}
+        return {"model": "m"} | BODIES[path] | ({"options": field} if path.startswith("/api/") else field)
+
+    engine.scripts = [(END,)]
+    async with client(app) as http:
+        refused = await http.post(path, json=body(value=True))
+        assert refused.status_code == 400
+        assert "`edgelm serve --repeatable`" in refused.text
+        assert (await http.post(path, json=body(value=False))).status_code == 200
+        assert len(engine.prompts) == 1
+        engine.info = replace(engine.info, repeatable=True)
+        assert (await http.post(path, json=body(value=True))).status_code == 200
+        assert engine.params[-1].seed == 0, "it is the same in another process"

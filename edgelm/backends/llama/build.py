@@ -23,6 +23,7 @@ from edgelm.backends.llama.memory import LlamaMemory, repacked_types
 from edgelm.backends.llama.model import DeviceMemoryError, LlamaModel
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import Placement, Wish
+from edgelm.backends.llama.repeatable import MOST_ROWS, rule_for
 from edgelm.backends.model import LoadedModel
 from edgelm.backends.plan import DRAFT_KV, DraftModel, MachineMemory, Plan, plan
 from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
@@ -39,7 +40,8 @@ from edgelm.engine.scheduler import Scheduler
 from edgelm.errors import EdgeLMError, ModelError
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.memory import available_memory_bytes
-from edgelm.places import Places
+from edgelm.machine.step_times import DEPTH
+from edgelm.places import Places, own_places
 from edgelm.speculation.model_drafter import ModelDrafter
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
@@ -100,6 +102,8 @@ def build_llama(
         threads=planned.threads,
         rollback=planned.rollback,
     )
+    if settings.repeatable and facts.summary.kind == "text":
+        repack, options = _made_repeatable(path, files, options, adapters, places or own_places(), repack, gpu, warn)
     load_weights = partial(LlamaModel, path, files=files, repack=repack, adapters=adapters, progress=progress)
     if facts.summary.kind != "text":
         placement = OffloadedMemory(facts, wish, sequences=1).placement(option.kv, option.context)
@@ -131,7 +135,8 @@ def build_llama(
     elif drafting:
         try:
             identity = _identity(model, files, options)
-            clock = measured_clock(executor, settings, drafting, identity)
+            deep_row_s = LlamaMemory(facts, sequences=1).flash_seconds(DEPTH) / planned.threads
+            clock = measured_clock(executor, settings, drafting, identity, deep_row_s)
             drafters: list[Drafter] = [ngram_drafter(tokenizer, settings, drafting, identity)]
             if draft:
                 drafters.append(_load_draft_model(draft, options, repack, tokenizer, clock))
@@ -172,18 +177,19 @@ def plan_context(
     """
     machine = machine or machine_memory()
     types = repacked_types() if repack else frozenset()
+    repeatable = settings.repeatable and facts.summary.kind == "text"
     draft = None
     if draft_facts:
         beside = LlamaMemory(draft_facts, sequences=settings.parallel, copied_types=types)
         draft = DraftModel.of(draft_facts, beside)
 
     def planned(facts: ModelFacts, rollback: int) -> Plan:
-        memory = LlamaMemory(facts, sequences=settings.parallel, copied_types=types)
+        memory = LlamaMemory(facts, sequences=settings.parallel, copied_types=types, repeatable=repeatable)
         if wish and wish.devices:
             offloaded = OffloadedMemory(facts, wish, sequences=settings.parallel)
             return plan(facts, settings, machine, offloaded, draft=draft, least_context=least_context)
         estimated = plan(facts, settings, machine, memory, draft=draft, least_context=least_context)
-        if estimated.comfortable or facts.summary.kind != "text":  # an embedder allocates by its inputs
+        if estimated.comfortable or repeatable or facts.summary.kind != "text":  # an embedder allocates by its inputs
             return estimated
         with LlamaBuffers(
             path, facts.summary, sequences=settings.parallel, repack=repack, rollback=rollback
@@ -215,6 +221,32 @@ def snapshot_folder(
     except OSError as error:
         log.warning("conversations are not kept on disk: %s", error)
         return None
+
+
+def _made_repeatable(
+    path: Path,
+    files: Sequence[Path],
+    options: LlamaOptions,
+    adapters: Sequence[LlamaAdapter],
+    places: Places,
+    repack: bool,
+    gpu: bool,
+    warn: Callable[[str], None],
+) -> tuple[bool, LlamaOptions]:
+    """Return whether to repack the weights, and the options, so that answers repeat. Raises ModelError, EdgeLMError."""
+    if gpu:
+        raise EdgeLMError("llama.cpp is not repeatable on a GPU", "add --device cpu, or omit --repeatable")
+
+    def load(repacked: bool) -> LlamaModel:
+        return LlamaModel(path, files=files, repack=repacked, adapters=adapters)
+
+    try:
+        rule = rule_for(load, options, files, adapters, places.cache / "repeatable", repack=repack)
+    except OSError as error:
+        raise ModelError(f"{files[0].name} cannot be read any more: {error.strerror}", "try again") from None
+    if rule.rows < MOST_ROWS:
+        warn(f"--repeatable: this model's prompts are read {rule.rows} tokens at a time, which is slow")
+    return rule.repack, replace(options, repeatable_rows=rule.rows)
 
 
 def _identity(model: LlamaModel, files: Sequence[Path], options: LlamaOptions) -> bytes:
@@ -276,7 +308,8 @@ def _load_draft_model(
     try:
         require_same_vocabulary(tokenizer, LlamaTokenizer.of_model(model.native, model), path.name)
         context = min(options.context, model.train_context or options.context)
-        executor = LlamaExecutor(model, replace(options, context=context, kv=DRAFT_KV, max_rows=options.max_sequences))
+        own = replace(options, context=context, kv=DRAFT_KV, max_rows=options.max_sequences, repeatable_rows=0)
+        executor = LlamaExecutor(model, own)
     except EdgeLMError:
         model.close()
         raise

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.backends.llama.api import Batch, fill_struct, logits_view, metadata, native_log
-from edgelm.backends.llama.memory import MAX_ROWS, head_refusal, kv_head_bytes, kv_types, micro_batch
+from edgelm.backends.llama.memory import CELLS, MAX_ROWS, head_refusal, kv_head_bytes, kv_types, micro_batch, padded
 from edgelm.backends.llama.model import LlamaModel, memory_error
 from edgelm.backends.llama.pace import NativeThreads, Pace
 from edgelm.backends.snapshots import SnapshotStore
@@ -42,6 +42,7 @@ class LlamaOptions:
     context: int
     kv: str = "f16"
     flash: bool | None = None  # None: as the KV mode needs it
+    repeatable_rows: int = 0  # rows of a micro-batch that have equal bits (repeatable.py); 0: bits may differ
     max_sequences: int = 8
     max_tokens: int = 512
     max_rows: int = MAX_ROWS
@@ -50,7 +51,8 @@ class LlamaOptions:
 
     @property
     def flash_attention(self) -> bool:
-        return LLAMA_KV[self.kv].flash if self.flash is None else self.flash
+        needed = LLAMA_KV[self.kv].flash or self.repeatable_rows > 0
+        return needed if self.flash is None else self.flash
 
 
 class LlamaExecutor:
@@ -93,8 +95,9 @@ class LlamaExecutor:
             kv_bytes_per_token=int(model.num_layers * layer_bytes),
             rollback_len=L.llama_n_rs_seq(self._context),
             can_trim=not (model.recurrent or model.hybrid),
-            can_copy=not model.hybrid,
+            can_copy=not model.hybrid and not options.repeatable_rows,
             keeps_all=L.llama_model_n_swa(model.native) == 0,
+            repeatable=options.repeatable_rows > 0,
         )
         self._batch = Batch(max_tokens)
         self._threads = NativeThreads(self._context)
@@ -196,12 +199,13 @@ class LlamaExecutor:
 def context_params(options: LlamaOptions, num_heads: int) -> Any:
     """Return llama.cpp's parameters of a context for a model with `num_heads` attention heads."""
     key_type, value_type = kv_types(options.kv)
-    flash = options.flash_attention
+    flash, rows = options.flash_attention, options.repeatable_rows
+    context = max(options.context, CELLS)  # llama.cpp rounds it up to that; a smaller one would cut n_batch
     return fill_struct(
         L.llama_context_default_params(),
-        n_ctx=max(options.context, 256),  # llama.cpp rounds it up to that; a smaller one would cut n_batch
+        n_ctx=padded(context) * options.max_sequences if rows else context,
         n_batch=max(options.max_tokens, options.max_rows),
-        n_ubatch=micro_batch(options.context, num_heads, flash),
+        n_ubatch=rows or micro_batch(options.context, num_heads, flash),
         n_seq_max=options.max_sequences,
         n_outputs_max=options.max_rows,
         n_rs_seq=options.rollback,
@@ -210,7 +214,7 @@ def context_params(options: LlamaOptions, num_heads: int) -> Any:
         flash_attn_type=L.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else L.LLAMA_FLASH_ATTN_TYPE_DISABLED,
         type_k=key_type.id,
         type_v=value_type.id,
-        kv_unified=True,  # so that sequences can share prefixes
+        kv_unified=not rows,  # so that sequences can share prefixes; sums go by cells, and those of others come between
         swa_full=True,  # so that sliding windows can be cut
         no_perf=True,
     )
@@ -243,6 +247,8 @@ def state_identity(model: LlamaModel, files: Sequence[Path], options: LlamaOptio
     library = Path(L._lib._name).stat()  # noqa: SLF001 - the version alone does not identify a build
     facts: list[object] = [L.llama_version(), library.st_size, library.st_mtime_ns]
     facts += [key_type.id, value_type.id, options.flash_attention]
+    if options.repeatable_rows:
+        facts.append("repeatable")
     if model.placement.devices:  # its numbers are rounded otherwise
         facts.append(model.placement)
     if model.adapters:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from edgelm.backends.plan import DeviceMemory
+from edgelm.backends.plan import DeviceMemory, MachineMemory
 from edgelm.checkpoints.gguf_parse import TENSOR_TYPES, TensorType
 from edgelm.checkpoints.summary import ModelFacts, TensorFacts, WeightBytes
 from edgelm.kv_modes import LLAMA_KV
@@ -29,6 +29,7 @@ MAX_COMPUTE_BYTES = 256 * MIB  # bound on the attention scores, by which the mic
 MAX_MICRO_BATCH = 512
 CELLS = 256  # llama.cpp rounds a context up to a multiple of this
 MAX_ROWS = 64  # sampled rows of a step
+REPEATABLE_KV = tuple(name for name, mode in LLAMA_KV.items() if mode.key_type != "F16")  # repeatable.py tells why
 
 # Measured by tests/bench/bench_plan.py.
 PROCESS_BYTES = 79 * MIB  # Python, its packages, llama.cpp's and their code, and the process that checks grammars
@@ -37,6 +38,7 @@ AROUND_BYTES = MIB // 2  # pages that the system maps around a small tensor betw
 LOOKED_UP_BYTES = 96 * MIB  # resident pages of a lookup table after a long conversation's 1,500 tokens
 LAYER_SECONDS = 60e-6  # a layer's work that does not grow with the weights: threads wait for each other
 VOCAB_SECONDS = 12e-9  # sampling, for each token of the vocabulary
+FLASH_SECONDS = 0.35e-9  # flash attention, for each number of a head's keys and values, on one core
 STEP_SECONDS = 0.3e-3  # the engine's own work, for each step
 AMX = "AMX"  # among the repacked types: the types of AMX_TYPES, where AMX's kernels take a tensor
 AMX_ROWS = 32
@@ -85,10 +87,12 @@ class LlamaMemory:
         sequences: int,
         copied_types: Iterable[str] = (),
         buffers: BufferSource | None = None,
+        repeatable: bool = False,
     ) -> None:
         self._model = model
         self._sequences = sequences
         self._copied_types = frozenset(copied_types)
+        self._repeatable = repeatable
         self._source = buffers or self.estimated_buffers
         self._cached: dict[tuple[str, int], Buffers] = {}
 
@@ -102,12 +106,14 @@ class LlamaMemory:
 
     @property
     def kv_modes(self) -> tuple[str, ...]:
-        return tuple(LLAMA_KV)
+        return REPEATABLE_KV if self._repeatable else tuple(LLAMA_KV)
 
     def refusal(self, kv: str) -> str:
         """Return why the model cannot have a KV mode; empty: it can."""
         if kv not in LLAMA_KV:
             return f"is not among the KV caches of llama.cpp ({', '.join(LLAMA_KV)})"
+        if kv not in self.kv_modes:
+            return f"is not repeatable in llama.cpp ({', '.join(self.kv_modes)} are)"
         summary = self._model.summary
         layers = zip(summary.kv_heads, summary.key_lens, summary.value_lens, strict=True)
         head_lens = {(key_len, value_len) for heads, key_len, value_len in layers if heads}
@@ -154,23 +160,32 @@ class LlamaMemory:
         logits = 4 * MAX_ROWS * self._model.summary.vocab_size
         return self._base_bytes + self._buffers(kv, context).compute + logits + self._scratch_bytes(kv, context)
 
-    def token_seconds(self, read_bytes_per_s: float, kv: str, context: int) -> float:
+    def token_seconds(self, machine: MachineMemory, kv: str, context: int) -> float:
         summary = self._model.summary
-        read = self.weights.read_per_token + (self.kv_bytes(kv, context) if context else 0)
+        own = self._sequences if self._repeatable else 1
+        read = self.weights.read_per_token + (self.kv_bytes(kv, context) / own if context else 0)
+        attention = self.flash_seconds(context) / machine.cores if self._flash(kv) else 0.0
         fixed = STEP_SECONDS + LAYER_SECONDS * summary.layers + VOCAB_SECONDS * summary.vocab_size
-        return read / read_bytes_per_s + fixed
+        return read / machine.read_bytes_per_s + attention + fixed
+
+    def flash_seconds(self, context: int) -> float:
+        """Estimate one core's time for the flash attention of one token after `context` tokens."""
+        summary = self._model.summary
+        layers = zip(summary.kv_heads, summary.key_lens, summary.value_lens, strict=True)
+        return FLASH_SECONDS * context * summary.heads * sum(key + value for heads, key, value in layers if heads)
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def estimated_buffers(self, kv: str, context: int) -> Buffers:
         """Return the buffers that llama.cpp allocates for a context, by formula."""
-        summary, flash, cells = self._model.summary, LLAMA_KV[kv].flash, padded(context)
+        summary, flash, cells = self._model.summary, self._flash(kv), padded(context)
         scores = 0 if flash else summary.heads * cells
         live = max(scores + self._attention_live(), self._feed_forward_live())  # floats per token at the peak
         mask = cells * (2 if flash else 4) * (2 if summary.sliding_window else 1)
         logits = 4 * MAX_ROWS * (summary.vocab_size + summary.width)  # with the last hidden states, inside the graph
+        own = self._sequences if self._repeatable else 1  # each sequence has cells of its own
         return Buffers(
-            kv=int(self.kv_bytes_per_token(kv) * cells) + self._model.state_bytes * self._sequences,
+            kv=int(self.kv_bytes_per_token(kv) * cells * own) + self._model.state_bytes * self._sequences,
             compute=max(self._batch(kv, context) * (mask + 4 * live), logits),
         )
 
@@ -186,18 +201,21 @@ class LlamaMemory:
         kv = int(self.kv_bytes_per_token("f16") * cells) * (1 if flash else 2) if cached else 0  # f16 or F32
         return kv + 4 * batch * (cells + live + rows) + self._model.state_bytes
 
+    def _flash(self, kv: str) -> bool:
+        return self._repeatable or LLAMA_KV[kv].flash
+
     def _buffers(self, kv: str, context: int) -> Buffers:
         if (kv, context) not in self._cached:
             self._cached[kv, context] = self._source(kv, context)
         return self._cached[kv, context]
 
     def _batch(self, kv: str, context: int) -> int:
-        return min(micro_batch(context, self._model.summary.heads, LLAMA_KV[kv].flash), max(context, CELLS))
+        return min(micro_batch(context, self._model.summary.heads, self._flash(kv)), max(context, CELLS))
 
     def _scratch_bytes(self, kv: str, context: int) -> int:
         """Return the CPU backend's work buffer: attention weights in f16, or a layer's input in 8 bits."""
         summary = self._model.summary
-        scores = 0 if LLAMA_KV[kv].flash else 2 * summary.heads * padded(context)
+        scores = 0 if self._flash(kv) else 2 * summary.heads * padded(context)
         return self._batch(kv, context) * max(scores, self._feed_forward_live() // 2)
 
     @cached_property

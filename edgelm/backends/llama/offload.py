@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from edgelm.backends.llama.memory import LlamaMemory
 from edgelm.backends.llama.placement import BLOCK, CPU, Placement, Wish, part_of
-from edgelm.backends.plan import DeviceMemory
+from edgelm.backends.plan import DeviceMemory, MachineMemory
 from edgelm.checkpoints.summary import ModelFacts, WeightBytes
 
 
@@ -78,8 +78,8 @@ class OffloadedMemory:
     def kv_bytes_per_token(self, kv: str) -> float:
         return self._whole.kv_bytes_per_token(kv)
 
-    def token_seconds(self, read_bytes_per_s: float, kv: str, context: int) -> float:
-        return self._whole.token_seconds(read_bytes_per_s, kv, context)
+    def token_seconds(self, machine: MachineMemory, kv: str, context: int) -> float:
+        return self._whole.token_seconds(machine, kv, context)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 

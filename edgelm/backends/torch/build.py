@@ -45,6 +45,7 @@ from edgelm.engine.scheduler import Scheduler
 from edgelm.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError
 from edgelm.kernels.cache import BLOCK_LEN
 from edgelm.kernels.choice import PDL, PLAIN_OPS
+from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.tuning import TUNED
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.gpu import INSTALL
@@ -84,6 +85,8 @@ def build_torch(
     Raises ModelError for a model that is damaged, not supported or too large, DoesNotFitError if only loading shows it;
     EdgeLMError for a context that the model cannot have; EngineError where the device fails.
     """
+    if settings.repeatable and device == "cpu":
+        raise EdgeLMError("the torch engine is repeatable with CUDA only", "take a GGUF, or omit --repeatable")
     torch.set_num_threads(settings.threads or usable_cores().physical)
     tokenizer = tokenizer_of(model)
     with open_model(draft) if draft else nullcontext() as small:
@@ -222,8 +225,9 @@ def _try_executor(
         capacity=capacity(context, settings.parallel),
         kv=kv,
         max_sequences=settings.parallel,
-        max_tokens=STEP_TOKENS[decoder.device.type],
+        max_tokens=ROWS if settings.repeatable else STEP_TOKENS[decoder.device.type],
         max_rows=max(MAX_ROWS, settings.parallel),
+        repeatable=settings.repeatable,
         graphs=settings.graphs and not PLAIN_OPS - {PDL},  # the plain version of an op may wait for the device
         tuned=tuned,
     )
@@ -267,6 +271,8 @@ def _snapshot_folder(
     if not bounds.max_bytes:
         return None
     facts: list[object] = [STATE_FORMAT, device_name(decoder.device), option.kv, BLOCK_LEN, settings.quantize]
+    if settings.repeatable:
+        facts.append("repeatable")
     if any(layer.rope and layer.rope.kind not in CONTEXT_FREE_ROPES for layer in decoder.config.layers):
         facts.append(option.context)
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)

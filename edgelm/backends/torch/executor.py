@@ -68,6 +68,7 @@ class TorchOptions:
     max_tokens: int = 512
     max_rows: int = MAX_ROWS
     graphs: bool = True
+    repeatable: bool = False  # prompts are computed by the kernels that decode; with at most ROWS tokens in a step
     runs_ahead: bool | None = None  # None: on a GPU, where dropping a step costs less than waiting
     tuned: Path | None = None  # folder where the fastest configurations of kernels are kept; None: the defaults
 
@@ -100,6 +101,8 @@ class TorchExecutor:
             max_rows=options.max_rows,
             max_sequences=options.max_sequences,
             max_draft=VERIFY_LEN - 1,
+            max_chunk=VERIFY_LEN if options.repeatable else 0,
+            repeatable=options.repeatable,
             block_len=BLOCK_LEN,
             runs_ahead=device.type == "cuda" if options.runs_ahead is None else options.runs_ahead,
             kv_bytes_per_token=num_layers * cache_format.bytes_per_token(config.num_kv_heads, config.head_dim),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import cached_property
 from math import prod
 
-from edgelm.backends.plan import DeviceMemory
+from edgelm.backends.plan import DeviceMemory, MachineMemory
 from edgelm.backends.torch.graph_sizes import VERIFY_LEN, GraphSize, graph_sizes
 from edgelm.checkpoints.summary import ModelFacts, TensorFacts, WeightBytes
 from edgelm.kv_modes import TORCH_KV
@@ -128,10 +128,10 @@ class TorchMemory:
         scratch = sampler_bytes(tokens, max(self._model.summary.vocab_size, 1))  # it has a copy of the logits
         return tokens * self._token_bytes + scratch + self._chunk_sum_bytes(tokens, context)
 
-    def token_seconds(self, read_bytes_per_s: float, kv: str, context: int) -> float:
+    def token_seconds(self, machine: MachineMemory, kv: str, context: int) -> float:
         """Estimate the seconds of decoding one token of one sequence, after `context` tokens."""
         read = self.weights.read_per_token + context * self.kv_bytes_per_token(kv)
-        return read / read_bytes_per_s + LAYER_SECONDS[self._device] * self._model.summary.layers + STEP_SECONDS
+        return read / machine.read_bytes_per_s + LAYER_SECONDS[self._device] * self._model.summary.layers + STEP_SECONDS
 
     @property
     def _token_bytes(self) -> int:

@@ -311,6 +311,8 @@ Such work has a fifth of the time while the same model writes answers.
 ## Own fields
 
 - `speculation`: `false` turns drafts off.
+- `repeatable`: `true` demands the same answer every time, to the letter: the seed is 0 if none is given. A model that
+  was loaded without `--repeatable` refuses it.
 - `prediction`: `{"type": "content", "content": TEXT}`, as OpenAI's: a text that the answer probably repeats, to draft
   from.
 - `edgelm`: `{"past": [MESSAGE, …]}`, messages to draft from; the model does not see them. Answers have a field of this

@@ -147,7 +147,8 @@ class SamplingFields(Body):
     logit_bias: dict[str, float] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Stop | None = None
-    speculation: bool | None = None  # False: no drafts, for exact repetition
+    speculation: bool | None = None  # False: no drafts
+    repeatable: bool | None = None  # True: the same answer every time, to the letter
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -162,6 +163,8 @@ class SamplingFields(Body):
         )
         if self.speculation is False:
             values["drafts"] = False
+        if self.repeatable:
+            values["repeatable"] = True
         if self.seed is not None:
             values["seed"] = self.seed & MAX_SEED  # OpenAI's seeds may be negative
         if self.logit_bias:

@@ -84,6 +84,7 @@ class MessagesRequest(KeepAliveFields):
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
+    repeatable: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
@@ -106,7 +107,7 @@ class MessagesRequest(KeepAliveFields):
         thinking = self.thinking or Thinking(type="adaptive")
         enabled = {"enabled": True, "disabled": False}.get(thinking.type)
         sampling = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        sampling |= {"top_p": self.top_p, "top_k": self.top_k}
+        sampling |= {"top_p": self.top_p, "top_k": self.top_k, "repeatable": self.repeatable or None}
         tools = [_tool(tool, index) for index, tool in enumerate(self.tools or ()) if _is_ours(tool)]
         messages = list(_messages(self.messages))
         if self.messages[-1].role == "assistant" and "tool_calls" in messages[-1]:
