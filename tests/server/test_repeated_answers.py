@@ -14,7 +14,7 @@ from tests.real_models import RealModelError, real_model
 from tests.server.harness import Front, serving
 from tests.tiny import write_tiny
 
-PROMPTS = Count(test=4, soak=200)
+PROMPTS = Count(test=3, soak=200)
 TOPICS = ("rain", "a red house", "how bread is made", "the moon", "old letters", "a fox in a garden", "ships", "time")
 Answer = tuple[str, tuple[float, ...]]  # its text, and the log-probabilities of its tokens
 
@@ -50,6 +50,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.timeout(Count(test=300, soak=3600))
 def test_repeatable_answers_are_equal_to_the_bit(model: Path, own: dict[str, str], tmp_path: Path) -> None:
     """Cold and cached, alone and together, with drafts and without, and behind a restart that has the snapshots."""
     environment = own | {"EDGELM_REPEATABLE": "true", "EDGELM_CTX": "1024", "EDGELM_THREADS": "1"}
