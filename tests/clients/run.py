@@ -25,7 +25,7 @@ from tests.clients.launched import checked
 from tests.clients.pointed import POINTED
 from tests.clients.pointed import checked as checked_pointed
 from tests.clients.programs import run_program
-from tests.clients.serve import MODEL, serving
+from tests.clients.serve import ENCODER, MODEL, REAL, serving
 
 HERE = Path(__file__).resolve().parent
 NO_WIT = "the model knows nothing: its answer has the form that was asked for, and not the content"
@@ -55,23 +55,31 @@ class Client:
     script: str = ""
     venv: str = "venv"  # of the build folder: some packages do not go together
     kind: str = ""  # "launched", "pointed": the module that runs it, with a model and a server of its own
+    model: str = MODEL
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, SmolLM2" if self.model == REAL else self.name
 
 
 CLIENTS = (
     Client("openai-python", "openai_sdk.py"),
     Client("anthropic-python", "anthropic_sdk.py"),
     Client("langchain", "langchain_standard.py"),
+    Client("langchain", "langchain_standard.py", model=REAL),
     Client("embeddings", "embeddings_checks.py"),
     Client("openai-node", "openai_sdk.mjs"),
     Client("anthropic-node", "anthropic_sdk.mjs"),
     Client("ai-sdk", "ai_sdk.mjs"),
     Client("llm"),
     Client("ollama-python", "ollama_sdk.py", "ollama"),
-    Client("langchain-ollama", "langchain_with_ollama.py", "ollama"),
+    Client("langchain-ollama", "langchain_with_ollama.py"),
     Client("llama-index", "llama_index_checks.py", "ollama"),
+    Client("llama-index", "llama_index_checks.py", "ollama", model=REAL),
     Client("instructor", "instructor_checks.py", "ollama"),
-    Client("frameworks", "frameworks_checks.py", "frameworks"),
-    Client("langchain-node", "langchain.mjs"),
+    Client("instructor", "instructor_checks.py", "ollama", model=REAL),
+    Client("frameworks", "frameworks_checks.py", "frameworks", model=REAL),
+    Client("langchain-node", "langchain.mjs", model=REAL),
     Client("open-webui", "open_webui.py", "ollama"),
     Client("lm-eval", "lm_eval_checks.py", "lm_eval"),
     *(Client(name, kind="pointed") for name in POINTED),
@@ -119,7 +127,8 @@ def run(client: Client, build: Path, folder: Path, address: str) -> Report:
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "LANG": "C.UTF-8"}
     environment |= {
         "EDGELM_ADDRESS": address,
-        "EDGELM_MODEL": MODEL,
+        "EDGELM_MODEL": client.model,
+        "EDGELM_ENCODER": ENCODER,
         "OPENAI_API_KEY": "any",
         "ANTHROPIC_API_KEY": "any",
     }
@@ -144,8 +153,8 @@ def run(client: Client, build: Path, folder: Path, address: str) -> Report:
             if report.count("failed"):
                 print(place.log.read_text()[-4000:])
     except (OSError, RuntimeError) as error:  # no server, a request without an end: the next client still runs
-        report = Report(client.name, "?", [Outcome("all", "failed", f"{type(error).__name__}: {error}"[:400])])
-    known = KNOWN.get(client.name, {})
+        report = Report(client.title, "?", [Outcome("all", "failed", f"{type(error).__name__}: {error}"[:400])])
+    known = KNOWN.get(client.title, {})
     report.outcomes = [judged(one, known) for one in report.outcomes]
     return report
 
@@ -166,7 +175,7 @@ def run_script(client: Client, command: list[str | Path], cwd: Path, environment
         print(done.stderr[-4000:])
     if done.returncode or not outcomes:
         outcomes.append(Outcome("all", "failed", f"exit code {done.returncode}"))
-    return Report(client.name, found, outcomes)
+    return Report(client.title, found, outcomes)
 
 
 def run_pytest(client: Client, python: Path, folder: Path, environment: dict[str, str]) -> Report:
@@ -180,11 +189,11 @@ def run_pytest(client: Client, python: Path, folder: Path, environment: dict[str
     done = run_program([*command, f"{scripts}/{client.script}"], folder, environment)
     if not found.exists():
         print(done.stdout[-4000:], done.stderr[-4000:])
-        return Report(client.name, "?", [Outcome("all", "failed", f"pytest ended with {done.returncode}")])
+        return Report(client.title, "?", [Outcome("all", "failed", f"pytest ended with {done.returncode}")])
     package = "langchain-openai"
     query = [str(python), "-c", f"from importlib.metadata import version; print(version({package!r}))"]
     number = subprocess.run(query, text=True, capture_output=True, check=True).stdout.strip()
-    return Report(client.name, number, list(_cases(found)))
+    return Report(client.title, number, list(_cases(found)))
 
 
 def _cases(junit: Path) -> Iterator[Outcome]:

@@ -1,4 +1,7 @@
-"""Starts `edgelm serve` with the clients' model, in places of its own. Needs a network namespace with loopback."""
+"""Starts `edgelm serve` with the clients' models, in places of its own. Needs a network namespace with loopback.
+
+They are one that knows nothing and always calls a tool, SmolLM2, and an encoder for embeddings.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,37 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.clients.model import CONTEXT, write_model
 from tests.ending import end_server
+from tests.real_models import real_model
+from tests.tiny_bert import tiny_bert, write_bert
 
 START_LIMIT_S = 300.0
 MODEL = "clients"
+REAL = "SmolLM2-135M-Instruct.Q4_1"
+ENCODER = "encoder"
 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """Run a front with the clients' model while the block runs; yield its address."""
-    with serving_model(folder, write_model(folder / f"{MODEL}.gguf"), {"EDGELM_CTX": str(CONTEXT)}) as address:
+    """Run a front with the clients' models while the block runs; yield its address."""
+    (folder / "config").mkdir(parents=True)
+    (folder / "config" / "config.toml").write_text(f"[models.{MODEL}]\nctx = {CONTEXT}\n")
+    others = [real_model("smollm2"), write_bert(tiny_bert(), folder / f"{ENCODER}.gguf")]
+    assert others[0].stem == REAL
+    with serving_model(folder, write_model(folder / f"{MODEL}.gguf"), {}, others) as address:
         yield address
 
 
 @contextmanager
-def serving_model(folder: Path, model: Path, settings: dict[str, str]) -> Iterator[str]:
-    """Run a front with a model while the block runs; yield its address. Its log is `folder/serve.log`."""
+def serving_model(
+    folder: Path, model: Path, settings: dict[str, str], others: Sequence[Path] = ()
+) -> Iterator[str]:
+    """Run a front with models while the block runs; yield its address. Its log is `folder/serve.log`."""
     folder.mkdir(parents=True, exist_ok=True)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("EDGELM_", "HF_"))}
     places = {f"EDGELM_{kind}_DIR": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME", "CACHE")}
@@ -35,7 +48,7 @@ def serving_model(folder: Path, model: Path, settings: dict[str, str]) -> Iterat
     command = [sys.executable, "-m", "edgelm", "serve", "--port", "0", "--json", "--parallel", "4"]
     with (folder / "serve.log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
+            [*command, str(model), *map(str, others)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
         )
         try:
             assert process.stdout

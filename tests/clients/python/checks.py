@@ -12,6 +12,7 @@ from typing import TypeVar
 
 ADDRESS = os.environ.get("EDGELM_ADDRESS", "")
 MODEL = os.environ.get("EDGELM_MODEL", "")
+ENCODER = os.environ.get("EDGELM_ENCODER", "")
 PATIENCE_S = 600.0  # for one answer: the machine may be busy, and no check is about speed
 E = TypeVar("E", bound=Exception)
 _checks: list[Callable[[], None]] = []

@@ -1,14 +1,16 @@
-"""LangChain's standard tests of a chat model, for ChatOpenAI (chat completions, responses) and ChatAnthropic."""
+"""LangChain's standard tests, for ChatOpenAI (chat completions, responses), ChatAnthropic, ChatOllama and embeddings."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from checks import ADDRESS, MODEL, PATIENCE_S
+from checks import ADDRESS, ENCODER, MODEL, PATIENCE_S
 from langchain_anthropic import ChatAnthropic
+from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import BaseChatModel
-from langchain_openai import ChatOpenAI
-from langchain_tests.integration_tests import ChatModelIntegrationTests
+from langchain_ollama import ChatOllama, OllamaEmbeddings
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
 
 
 class _Standard(ChatModelIntegrationTests):
@@ -71,3 +73,46 @@ class TestMessages(_Standard):
             "timeout": PATIENCE_S,
             "max_tokens": 500,
         }
+
+
+class TestOllama(_Standard):
+    """ChatOllama by /api/chat, which has no choice of a tool."""
+
+    has_tool_choice = False
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatOllama
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": MODEL, "base_url": ADDRESS, "client_kwargs": {"timeout": PATIENCE_S}}
+
+
+class TestOpenAIEmbeddings(EmbeddingsIntegrationTests):
+    """OpenAIEmbeddings by /v1/embeddings."""
+
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return OpenAIEmbeddings
+
+    @property
+    def embedding_model_params(self) -> dict[str, Any]:
+        return {
+            "model": ENCODER,
+            "base_url": f"{ADDRESS}/v1",
+            "api_key": "any",
+            "check_embedding_ctx_length": False,  # or else it sends token ids of OpenAI's models
+        }
+
+
+class TestOllamaEmbeddings(EmbeddingsIntegrationTests):
+    """OllamaEmbeddings by /api/embed."""
+
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return OllamaEmbeddings
+
+    @property
+    def embedding_model_params(self) -> dict[str, Any]:
+        return {"model": ENCODER, "base_url": ADDRESS}
