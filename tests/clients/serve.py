@@ -37,9 +37,7 @@ def serving(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def serving_model(
-    folder: Path, model: Path, settings: dict[str, str], others: Sequence[Path] = ()
-) -> Iterator[str]:
+def serving_model(folder: Path, model: Path, settings: dict[str, str], others: Sequence[Path] = ()) -> Iterator[str]:
     """Run a front with models while the block runs; yield its address. Its log is `folder/serve.log`."""
     folder.mkdir(parents=True, exist_ok=True)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("EDGELM_", "HF_"))}
@@ -48,7 +46,11 @@ def serving_model(
     command = [sys.executable, "-m", "edgelm", "serve", "--port", "0", "--json", "--parallel", "4"]
     with (folder / "serve.log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, str(model), *map(str, others)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
+            [*command, str(model), *map(str, others)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
         )
         try:
             assert process.stdout

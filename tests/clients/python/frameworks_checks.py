@@ -1,15 +1,17 @@
 """Frameworks that force tools: each gets exactly one call, with the arguments that its function has.
 
-`make clients` runs them with a model that knows nothing; EDGELM_ADDRESS and EDGELM_MODEL name any other.
+`make clients` runs them with SmolLM2; EDGELM_ADDRESS and EDGELM_MODEL name any other.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
 os.environ["OPENAI_API_KEY"] = "any"
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or else it tries for ten seconds to fetch one
 
 import agents
 import litellm
@@ -39,18 +41,31 @@ class Weather(BaseModel):
     degrees: int
 
 
-@check
-def litellm_calls_once_by_each_provider() -> None:
-    for provider in PROVIDERS:
+def check_provider(provider: str) -> None:
+    """Register a check: a forced tool is called once by a provider of LiteLLM, also in a stream."""
+
+    def called() -> None:
         base = ADDRESS if provider in ("anthropic", "ollama", "ollama_chat") else f"{ADDRESS}/v1"
         forced: dict[str, Any] = {} if provider.startswith("ollama") else {"tool_choice": "required"}
-        messages = [{"role": "user", "content": QUESTION}]
-        answer = litellm.completion(
-            f"{provider}/{MODEL}", messages, api_base=base, api_key="any", tools=[FUNCTION], max_tokens=300,
-            timeout=PATIENCE_S, **forced,
-        )  # fmt: skip
-        calls = answer.choices[0].message.tool_calls or []
-        assert len(calls) == 1 or not forced, (provider, calls)
+        asked: dict[str, Any] = {
+            "model": f"{provider}/{MODEL}", "messages": [{"role": "user", "content": QUESTION}], "api_base": base,
+            "api_key": "any", "tools": [FUNCTION], "max_tokens": 300, "timeout": PATIENCE_S, "temperature": 0,
+        } | forced  # fmt: skip
+        answer = litellm.completion(**asked)
+        streamed = litellm.stream_chunk_builder(list(litellm.completion(**asked, stream=True)))
+        for choice in (answer.choices[0], streamed.choices[0]):
+            calls = choice.message.tool_calls or []
+            assert len(calls) == 1 or not forced, (provider, choice)
+            assert not calls or choice.finish_reason == "tool_calls", choice
+            assert all(json.loads(call.function.arguments).keys() == {"city"} for call in calls if forced), calls
+        assert answer.usage.completion_tokens > 0
+
+    called.__name__ = f"litellm_{provider}"
+    check(called)
+
+
+for name in PROVIDERS:
+    check_provider(name)
 
 
 @check

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import instructor
 from checks import ADDRESS, MODEL, PATIENCE_S, check, error_of, main
-from instructor.core import InstructorRetryException
+from instructor.core import IncompleteOutputException, InstructorRetryException
 from openai import OpenAI
 from pydantic import BaseModel, field_validator
 
@@ -53,12 +53,15 @@ def check_mode(mode: instructor.Mode) -> None:
     """Register a check: one typed answer, or one of many in the mode that takes any number of them."""
 
     def made() -> None:
-        if mode == instructor.Mode.PARALLEL_TOOLS:
-            answers = list(client(mode).create(Iterable[Weather], USER, model=MODEL, **LIMITED))  # type: ignore[type-abstract]
-            assert len(answers) == 1, answers
+        try:
+            if mode == instructor.Mode.PARALLEL_TOOLS:
+                answers = list(client(mode).create(Iterable[Weather], USER, model=MODEL, **LIMITED))  # type: ignore[type-abstract]
+                assert len(answers) == 1, answers
+            else:
+                answers = [client(mode).create(Weather, USER, model=MODEL, **LIMITED)]
             assert isinstance(answers[0], Weather), answers
-        else:
-            assert isinstance(client(mode).create(Weather, USER, model=MODEL, **LIMITED), Weather)
+        except IncompleteOutputException as error:
+            raise AssertionError(f"{error} {error.last_completion.choices[0].message.content[:300]}") from error
 
     made.__name__ = f"mode_{mode.name.lower()}"
     check(made)

@@ -1,4 +1,4 @@
-"""LangChain's standard tests, for ChatOpenAI (chat completions, responses), ChatAnthropic, ChatOllama and embeddings."""
+"""LangChain's standard tests: ChatOpenAI (chat completions, responses), ChatAnthropic, ChatOllama, and embeddings."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from langchain_core.language_models import BaseChatModel
 from langchain_ollama import ChatOllama, OllamaEmbeddings
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
+
+LIMIT = 300  # tokens of an answer: a small model may write one string until its context is full
 
 
 class _Standard(ChatModelIntegrationTests):
@@ -42,6 +44,8 @@ class TestChatCompletions(_Standard):
             "max_retries": 0,
             "timeout": PATIENCE_S,
             "stream_usage": True,
+            "temperature": 0,
+            "max_tokens": LIMIT,
         }
 
 
@@ -71,7 +75,8 @@ class TestMessages(_Standard):
             "api_key": "any",
             "max_retries": 0,
             "timeout": PATIENCE_S,
-            "max_tokens": 500,
+            "temperature": 0,
+            "max_tokens": LIMIT,
         }
 
 
@@ -86,7 +91,13 @@ class TestOllama(_Standard):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": MODEL, "base_url": ADDRESS, "client_kwargs": {"timeout": PATIENCE_S}}
+        return {
+            "model": MODEL,
+            "base_url": ADDRESS,
+            "client_kwargs": {"timeout": PATIENCE_S},
+            "temperature": 0,
+            "num_predict": LIMIT,
+        }
 
 
 class TestOpenAIEmbeddings(EmbeddingsIntegrationTests):
