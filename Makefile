@@ -57,6 +57,7 @@ coverage: ## Run the tests, and show the lines that none of them runs; takes twi
 	@$(MAKE) test COVER=yes ARGS=
 
 clients: $(READY) $(CLIENTS_READY) ## Run outside programs against the server, without the internet; ARGS="codex llm" for some
+	$(BIN)/python -c 'from tests.real_models import real_model; real_model("smollm2")'
 	unshare -rnpf --mount-proc --kill-child sh -c \
 		'ip link set lo up && exec $(BIN)/python -m tests.clients.run --build $(CLIENTS) $(ARGS)'
 

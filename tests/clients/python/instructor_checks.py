@@ -60,8 +60,10 @@ def check_mode(mode: instructor.Mode) -> None:
             else:
                 answers = [client(mode).create(Weather, USER, model=MODEL, **LIMITED)]
             assert isinstance(answers[0], Weather), answers
-        except IncompleteOutputException as error:
-            raise AssertionError(f"{error} {error.last_completion.choices[0].message.content[:300]}") from error
+        except (IncompleteOutputException, InstructorRetryException) as error:
+            answer = error.last_completion
+            text = answer.choices[0].message.content if hasattr(answer, "choices") else str(answer)
+            raise AssertionError(f"{type(error).__name__} for: {text}") from error
 
     made.__name__ = f"mode_{mode.name.lower()}"
     check(made)

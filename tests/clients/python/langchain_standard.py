@@ -12,7 +12,8 @@ from langchain_ollama import ChatOllama, OllamaEmbeddings
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
 
-LIMIT = 300  # tokens of an answer: a small model may write one string until its context is full
+LIMIT = 300  # tokens of an answer
+PENALTY = 1.1  # Ollama's default: without it, a small model may write one string over and over
 
 
 class _Standard(ChatModelIntegrationTests):
@@ -46,6 +47,7 @@ class TestChatCompletions(_Standard):
             "stream_usage": True,
             "temperature": 0,
             "max_tokens": LIMIT,
+            "extra_body": {"repetition_penalty": PENALTY},
         }
 
 
@@ -97,6 +99,7 @@ class TestOllama(_Standard):
             "client_kwargs": {"timeout": PATIENCE_S},
             "temperature": 0,
             "num_predict": LIMIT,
+            "repeat_penalty": PENALTY,
         }
 
 
