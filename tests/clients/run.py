@@ -29,14 +29,31 @@ from tests.clients.serve import ENCODER, MODEL, REAL, serving
 
 HERE = Path(__file__).resolve().parent
 NO_WIT = "the model knows nothing: its answer has the form that was asked for, and not the content"
+NO_CALL = "SmolLM2 writes text where it is free to call a tool"
+NO_JSON = "nothing but the prompt says what the JSON holds, and SmolLM2 repeats the schema"
 # client: check: reason. One that passes is reported too, so that the list stays true.
 KNOWN = {
     "langchain": {
         f"{group}::{test}": NO_WIT
         for test in ("test_json_mode", "test_unicode_tool_call_integration")
-        for group in ("TestChatCompletions", "TestResponses", "TestMessages")
+        for group in ("TestChatCompletions", "TestResponses", "TestMessages", "TestOllama")
         if (group, test) != ("TestMessages", "test_json_mode")  # skipped there
-    }
+    },
+    "langchain, SmolLM2": {
+        "TestChatCompletions::test_agent_loop[model0]": NO_CALL,
+        "TestChatCompletions::test_agent_loop[model1]": NO_CALL,
+        "TestChatCompletions::test_unicode_tool_call_integration": "SmolLM2 writes Japanese without an end",
+        "TestOllama::test_tool_calling[model0]": NO_CALL,
+        "TestOllama::test_tool_calling[model1]": NO_CALL,
+        "TestOllama::test_tool_calling_async": NO_CALL,
+        "TestOllama::test_bind_runnables_as_tools": NO_CALL,
+        "TestOllama::test_tool_calling_with_no_arguments": NO_CALL,
+        "TestOllama::test_agent_loop[model0]": NO_CALL,
+        "TestOllama::test_agent_loop[model1]": NO_CALL,
+        "TestOllama::test_unicode_tool_call_integration": NO_CALL,
+    },
+    "llama-index, SmolLM2": {"ollama_tools": NO_CALL, "openai_like_chat": NO_CALL},
+    "instructor, SmolLM2": {"mode_parallel_tools": NO_CALL, "mode_json": NO_JSON, "mode_md_json": NO_JSON},
 }
 RAW_CHARACTERS = 300  # of a wrong answer, in the table
 NOT_RUN = {

@@ -13,9 +13,23 @@ from llama_index.llms.ollama import Ollama
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 
-llm = Ollama(model=MODEL, base_url=ADDRESS, request_timeout=PATIENCE_S, context_window=8192, keep_alive="5m")
+given: dict[str, Any] = {
+    "model": MODEL,
+    "base_url": ADDRESS,
+    "request_timeout": PATIENCE_S,
+    "context_window": 8192,
+    "temperature": 0,
+    "additional_kwargs": {"num_predict": 300, "repeat_penalty": 1.1},
+}
+llm = Ollama(**given, keep_alive="5m")
 USER = [ChatMessage(role="system", content="Be brief"), ChatMessage(role="user", content="what is the weather?")]
-openai: dict[str, Any] = {"model": MODEL, "api_base": f"{ADDRESS}/v1", "api_key": "any", "context_window": 8192}
+openai: dict[str, Any] = {
+    "model": MODEL,
+    "api_base": f"{ADDRESS}/v1",
+    "api_key": "any",
+    "context_window": 8192,
+    "temperature": 0,
+}
 
 
 class Weather(BaseModel):
@@ -65,7 +79,7 @@ def ollama_structured() -> None:
 
 @check
 def ollama_thinking() -> None:
-    thinking = Ollama(model=MODEL, base_url=ADDRESS, request_timeout=PATIENCE_S, thinking=True, context_window=8192)
+    thinking = Ollama(**given, thinking=True)
     assert thinking.chat(USER).message.blocks
 
 
@@ -77,7 +91,7 @@ def ollama_embeddings() -> None:
 
 @check
 def openai_like_chat() -> None:
-    like = OpenAILike(**openai, is_chat_model=True, is_function_calling_model=True)
+    like = OpenAILike(**openai, max_tokens=300, is_chat_model=True, is_function_calling_model=True)
     assert like.chat(USER).message.content
     calls = like.get_tool_calls_from_response(like.chat_with_tools([tool], user_msg="what is the weather?"))
     assert [call.tool_name for call in calls] == ["weather"]
