@@ -53,6 +53,7 @@ KNOWN = {
         "TestOllama::test_unicode_tool_call_integration": NO_CALL,
     },
     "llama-index, SmolLM2": {"ollama_tools": NO_CALL, "openai_like_chat": NO_CALL},
+    "instructor": {"mode_json": NO_WIT, "mode_md_json": NO_WIT},
     "instructor, SmolLM2": {"mode_parallel_tools": NO_CALL, "mode_json": NO_JSON, "mode_md_json": NO_JSON},
 }
 RAW_CHARACTERS = 300  # of a wrong answer, in the table

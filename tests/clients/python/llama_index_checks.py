@@ -66,8 +66,8 @@ def ollama_complete() -> None:
 @check
 def ollama_tools() -> None:
     answer = llm.chat_with_tools([tool], user_msg="what is the weather?")
-    calls = llm.get_tool_calls_from_response(answer)
-    assert [call.tool_name for call in calls] == ["weather"]
+    calls = llm.get_tool_calls_from_response(answer, error_on_no_tool_call=False)
+    assert [call.tool_name for call in calls] == ["weather"], answer.message.content
     assert {"city", "days"} <= set(calls[0].tool_kwargs)
 
 
@@ -93,8 +93,9 @@ def ollama_embeddings() -> None:
 def openai_like_chat() -> None:
     like = OpenAILike(**openai, max_tokens=300, is_chat_model=True, is_function_calling_model=True)
     assert like.chat(USER).message.content
-    calls = like.get_tool_calls_from_response(like.chat_with_tools([tool], user_msg="what is the weather?"))
-    assert [call.tool_name for call in calls] == ["weather"]
+    answer = like.chat_with_tools([tool], user_msg="what is the weather?")
+    calls = like.get_tool_calls_from_response(answer, error_on_no_tool_call=False)
+    assert [call.tool_name for call in calls] == ["weather"], answer.message.content
 
 
 @check
