@@ -75,7 +75,7 @@ for mode in MODES:
 
 @check
 def create_with_completion() -> None:
-    made, completion = client(instructor.Mode.TOOLS).create_with_completion(USER, Weather, model=MODEL)
+    made, completion = client(instructor.Mode.TOOLS).create_with_completion(USER, Weather, model=MODEL, **LIMITED)
     assert isinstance(made, Weather)
     assert completion.usage.completion_tokens > 0
     assert completion.choices[0].message.tool_calls
@@ -84,7 +84,7 @@ def create_with_completion() -> None:
 @check
 def create_partial() -> None:
     for mode in FORCED:
-        parts = list(client(mode).create_partial(Weather, USER, model=MODEL))
+        parts = list(client(mode).create_partial(Weather, USER, model=MODEL, **LIMITED))
         assert len(parts) > 1, mode
         assert Weather.model_validate(parts[-1].model_dump()), mode
 
@@ -94,7 +94,7 @@ def a_wrong_answer_is_asked_for_again() -> None:
     """The second request has the call, and the tool's result says what was wrong."""
     error = error_of(
         InstructorRetryException,
-        lambda: client(instructor.Mode.TOOLS).create(Refused, USER, model=MODEL, max_retries=1),
+        lambda: client(instructor.Mode.TOOLS).create(Refused, USER, model=MODEL, max_retries=1, **LIMITED),
     )
     assert error.n_attempts == 2, error.n_attempts
     assert "is unknown" in str(error)
