@@ -30,7 +30,7 @@ from tests.clients.serve import ENCODER, MODEL, REAL, serving
 HERE = Path(__file__).resolve().parent
 NO_WIT = "the model knows nothing: its answer has the form that was asked for, and not the content"
 NO_CALL = "SmolLM2 writes text where it is free to call a tool"
-NO_JSON = "nothing but the prompt says what the JSON holds, and SmolLM2 repeats the schema"
+NO_JSON = "nothing but the prompt says what the JSON holds, and SmolLM2 does not heed it"
 # client: check: reason. One that passes is reported too, so that the list stays true.
 KNOWN = {
     "langchain": {

@@ -12,14 +12,14 @@ from openai import OpenAI
 from pydantic import BaseModel, field_validator
 
 USER: list[Any] = [{"role": "user", "content": "Hello there, what is the weather?"}]
-LIMITED: dict[str, Any] = {"temperature": 0, "max_tokens": 300}  # a small model may never end
+# Without them, a small model may write one string over and over.
+LIMITED: dict[str, Any] = {"temperature": 0, "max_tokens": 300, "extra_body": {"repetition_penalty": 1.1}}
 FORCED = (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA)  # what the grammar ensures
 MODES = (
     *FORCED,
     instructor.Mode.FUNCTIONS,
     instructor.Mode.PARALLEL_TOOLS,
     instructor.Mode.JSON,
-    instructor.Mode.JSON_O1,
     instructor.Mode.MD_JSON,
     instructor.Mode.RESPONSES_TOOLS,
     instructor.Mode.RESPONSES_TOOLS_WITH_INBUILT_TOOLS,
