@@ -216,7 +216,7 @@ def run_pytest(client: Client, python: Path, folder: Path, environment: dict[str
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", scripts]
     command += ["--confcutdir", scripts, *scopes, "--timeout", "600", "--tb=short", f"--junitxml={found}"]
     if client.model == REAL:  # the tests of the other two take ten minutes, and differ in nothing but the API
-        command += ["-k", "not Responses and not Messages"]
+        command += ["-k", "not TestResponses and not TestMessages"]
     done = run_program([*command, f"{scripts}/{client.script}"], folder, environment)
     if not found.exists():
         print(done.stdout[-4000:], done.stderr[-4000:])
