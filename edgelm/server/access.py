@@ -33,7 +33,7 @@ HEADERS = re.compile(
 EXPOSED_HEADERS = "request-id, retry-after, x-request-id, x-should-retry"
 PREFLIGHT_AGE_S = "600"
 CURL_TYPES = ("", "application/x-www-form-urlencoded")  # of `curl -d`, as people type it
-FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"})
+FORWARDED = frozenset({"cf-connecting-ip", "forwarded", "true-client-ip", "via", "x-client-ip", "x-real-ip"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,17 @@ def may_administer(request: Request) -> bool:
         return key.admin
     headers = request.headers
     local = request.client is not None and is_loopback(request.client.host) and is_loopback(_name(headers["host"]))
-    return local and "origin" not in headers and FORWARDED.isdisjoint(headers.keys())
+    # nginx sends HTTP/1.0 and no header of its own, unless it is told otherwise.
+    return local and "origin" not in headers and not _is_forwarded(headers) and request.scope["http_version"] != "1.0"
+
+
+def may_name_paths(request: Request) -> bool:
+    """Return whether a request may name a model file of this machine by its path: administrators, and nobody else.
+
+    A key without a mark does not, on this machine either: a proxy that hides itself makes its clients look local.
+    """
+    key: Key | None = request.state.key
+    return may_administer(request) and (key is None or key.admin is True)
 
 
 def permitted_keep_alive(request: Request, keep_alive_s: float | None) -> float | None:
@@ -140,7 +150,12 @@ def _by_hand(headers: Headers, client: str) -> bool:
         return False
     names = headers.keys()
     of_page = any(name == "origin" or name.startswith("sec-fetch-") for name in names)
-    return not of_page and FORWARDED.isdisjoint(names)
+    return not of_page and not _is_forwarded(headers)
+
+
+def _is_forwarded(headers: Headers) -> bool:
+    """Return whether a proxy shows itself in a header."""
+    return any(name in FORWARDED or name.startswith("x-forwarded-") for name in headers)
 
 
 def too_large(limit: int) -> ApiError:

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from edgelm import __version__
 from edgelm.durations import parse_keep_alive
 from edgelm.library.scan import LocalModel, printable
-from edgelm.server.access import may_administer
+from edgelm.server.access import may_administer, may_name_paths
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.json_body import read_json
 from edgelm.server.bodies import Bodies
@@ -48,7 +48,7 @@ def admin_routes(address: str, table: EngineTable, models: ModelNames, bodies: B
         return JSONResponse({"object": "list", "data": [_model(table, model) for model in listed]})
 
     async def one_model(request: Request) -> Response:
-        model = await models.describe(request.path_params["name"])
+        model = await models.describe(request.path_params["name"], paths=may_name_paths(request))
         anthropic = "anthropic-version" in request.headers
         return JSONResponse(_anthropic_model(model) if anthropic else _model(table, model))
 
@@ -91,7 +91,7 @@ def _loading_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> l
             keep_alive_s = None if keep_alive is None else parse_keep_alive(keep_alive)
         except ValueError as error:
             raise ApiError(400, "invalid_value", f"keep_alive: give {error}", param="keep_alive") from None
-        return await models.find(name), keep_alive_s
+        return await models.find(name, paths=may_name_paths(request)), keep_alive_s
 
     async def load(request: Request) -> Response:
         wait_s = wait_limit_s(request)

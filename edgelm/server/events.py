@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from edgelm.server.access import may_name_paths
 from edgelm.server.engine_link import EngineLink
 from edgelm.server.keys import NAMESPACE
 from edgelm.server.models import ModelNames
@@ -33,7 +34,7 @@ def watch_routes(table: EngineTable, models: ModelNames) -> list[Route]:
 
     async def events(request: Request) -> Response:
         name = request.query_params.get("model")
-        model = await models.find(name) if name else None
+        model = await models.find(name, paths=may_name_paths(request)) if name else None
         return EventStream(_events(table, model.path if model else None, namespace_of(request)), AsyncExitStack())
 
     return [Route("/edgelm/events", events)]

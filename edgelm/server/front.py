@@ -88,7 +88,7 @@ def front_app(front: Front, rules: Rules) -> ASGIApp:
     ) -> Response:
         wait_s = wait_limit_s(request)
         dialect = dialect_of(request.url.path)
-        model = await find_or_default(front.table, front.models, asked.model)
+        model = await find_or_default(request, front.table, front.models, asked.model)
         keep_alive_s = permitted_keep_alive(request, asked.keep_alive)
         slot = await stack.enter_async_context(front.table.lease(model, keep_alive_s))
         return await forward(

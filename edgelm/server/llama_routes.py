@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgelm import __version__
 from edgelm.library.scan import LocalModel, printable
+from edgelm.server.access import may_name_paths
 from edgelm.server.api.errors import ApiError
 from edgelm.server.keys import NAMESPACE
 from edgelm.server.models import ModelNames
@@ -39,7 +40,7 @@ def llama_routes(table: EngineTable, models: ModelNames, num_slots: int) -> list
 
     async def described(request: Request) -> tuple[LocalModel, dict[str, Any]]:
         """Return the model of a request and its card. Raises ApiError."""
-        model = await find_or_default(table, models, request.query_params.get("model", ""))
+        model = await find_or_default(request, table, models, request.query_params.get("model", ""))
         card = await models.card(model)
         if "error" in card:
             raise ApiError(400, "model_failed", card["error"], param="model")
@@ -76,7 +77,9 @@ def llama_routes(table: EngineTable, models: ModelNames, num_slots: int) -> list
     async def slots(request: Request) -> Response:
         """Return the open requests of the asking key, those of all models or of one."""
         name = request.query_params.get("model", "")
-        chosen = [table.slots.get((await models.find(name)).path)] if name else [*table.slots.values()]
+        if name:
+            model = await models.find(name, paths=may_name_paths(request))
+        chosen = [table.slots.get(model.path)] if name else [*table.slots.values()]
         found: list[dict[str, Any]] = []
         for slot in chosen:
             if slot is None or slot.state != "ready" or slot.link is None:
@@ -101,13 +104,13 @@ class Aliases:
         await self._app(scope, receive, send)
 
 
-async def find_or_default(table: EngineTable, models: ModelNames, name: str) -> LocalModel:
+async def find_or_default(request: Request, table: EngineTable, models: ModelNames, name: str) -> LocalModel:
     """Return the model of a name; without one, the first that `edgelm serve` was given, or else the one used last.
 
     Raises ApiError.
     """
     if name:
-        return await models.find(name)
+        return await models.find(name, paths=may_name_paths(request))
     model = await models.first_given()
     if model is None:
         loaded = [slot for slot in table.slots.values() if slot.state in ("starting", "ready")]

@@ -45,31 +45,28 @@ class ModelNames:
     """The installed models, and the files named on the command line."""
 
     def __init__(
-        self,
-        hub: Path | None,
-        given: list[Path],
-        *,
-        any_path: bool,
-        folders: Sequence[Path] = (),
-        tables: Sequence[ModelTable] = (),
+        self, hub: Path | None, given: list[Path], *, folders: Sequence[Path] = (), tables: Sequence[ModelTable] = ()
     ) -> None:
         self._hub = hub
         self._given = given
         self._folders = folders
         self._tables = tables  # of config.toml, with aliases
-        self._any_path = any_path  # clients may name any .gguf file or folder; only those on this machine
+        self._by_path: dict[tuple[int, int], LocalModel] = {}  # (device, inode): the model that was named by a path
         self._known: dict[Stamp, dict[str, Any]] = {}
         self._cards: dict[Stamp, dict[str, Any]] = {}
         self._describing = asyncio.Lock()
 
-    async def find(self, name: str) -> LocalModel:
-        """Return the model of that name. Raises ApiError if there is none."""
-        return await asyncio.to_thread(self._find, name)
+    async def find(self, name: str, *, paths: bool = False) -> LocalModel:
+        """Return the model of that name. Raises ApiError if there is none.
 
-    async def has(self, name: str) -> bool:
+        With `paths` it may be the path of any .gguf file or folder; without, no file outside the library is looked at.
+        """
+        return await asyncio.to_thread(self._find, name, paths)
+
+    async def has(self, name: str, *, paths: bool = False) -> bool:
         """Return whether there is a model of that name."""
         try:
-            await self.find(name)
+            await self.find(name, paths=paths)
         except ApiError:
             return False
         return True
@@ -101,9 +98,9 @@ class ModelNames:
         entries = {model.name: model for model in listed}
         return [*(entries | {alias.name: alias for model in listed for alias in self._aliases(model)}).values()]
 
-    async def describe(self, name: str) -> Listed:
+    async def describe(self, name: str, *, paths: bool = False) -> Listed:
         """Return the entry of the model with that name, as `find` understands it. Raises ApiError if there is none."""
-        model = await self.find(name)
+        model = await self.find(name, paths=paths)
         for listed in await self.described([model]):
             return listed
         raise _gone(model)
@@ -123,7 +120,7 @@ class ModelNames:
             if (stamp := stamps.get(model.path)) is not None
         ]
 
-    def _find(self, alias_or_name: str) -> LocalModel:
+    def _find(self, alias_or_name: str, paths: bool) -> LocalModel:
         models, plain = self._runnable(), alias_or_name.removesuffix(LATEST)
         owners = (owner_of(self._tables, name) for name in (alias_or_name, plain))
         name = next(filter(None, owners), alias_or_name)
@@ -135,13 +132,25 @@ class ModelNames:
                 if model.is_called(called):
                     return _existing(model)
         name = name.removesuffix(LATEST)
-        by_path = self._any_path and (name.endswith(".gguf") or _is_folder(name))
+        by_path = paths and (name.endswith(".gguf") or _is_folder(name))
         try:
-            return require_runnable(find_local(name, self._hub, self._folders, paths=by_path))
+            model = require_runnable(find_local(name, self._hub, self._folders, paths=by_path))
+            return self._known_at(model, models) if by_path else model
         except ModelError as error:
             reason = str(error)
             join = " " if reason.endswith("?") else "; "
             raise _not_found(f"{reason}{join}GET /v1/models lists the models that are here") from None
+
+    def _known_at(self, model: LocalModel, models: Sequence[LocalModel]) -> LocalModel:
+        """Return the model as it was found first: all spellings of a path, and all links, lead to one engine."""
+        identity = _inode(model.path)
+        if identity is None:
+            return model
+        for known in (*models, *filter(None, [self._by_path.get(identity)])):
+            if _inode(known.path) == identity:
+                return known
+        self._by_path[identity] = model
+        return model
 
     def _aliases(self, model: Listed) -> Iterator[Listed]:
         """Yield the entries of a model's aliases."""
@@ -158,6 +167,14 @@ def _is_folder(name: str) -> bool:
         return name.startswith("/") and Path(name).is_dir()
     except (OSError, ValueError):  # a name that no folder can have
         return False
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _describe_all(paths: list[Path]) -> list[dict[str, Any]]:
@@ -181,7 +198,7 @@ def _existing(model: LocalModel) -> LocalModel:
 
 
 def _gone(model: LocalModel) -> ApiError:
-    return _not_found(f"the file of {model.name} is gone: {model.path}")
+    return _not_found(f"the file of {model.name} is gone")
 
 
 def _not_found(message: str) -> ApiError:

@@ -20,7 +20,7 @@ from edgelm import __version__
 from edgelm.errors import EdgeLMError, ModelError
 from edgelm.library.progress import EVENTS, Checking, Event, Listed, Progress, Pulled, PullJob, Retrying, Waiting
 from edgelm.places import HUB_TOKENS
-from edgelm.server.access import may_administer, permitted_keep_alive
+from edgelm.server.access import may_administer, may_name_paths, permitted_keep_alive
 from edgelm.server.admin import wait_limit_s
 from edgelm.server.api.errors import ApiError, as_api_error
 from edgelm.server.api.json_body import read_json
@@ -65,7 +65,9 @@ def ollama_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> lis
 
     async def show(request: Request) -> Response:
         name, _ = await named(request)
-        return JSONResponse(_shown(await models.describe(name), await models.card(await models.find(name))))
+        paths = may_name_paths(request)
+        listed = await models.describe(name, paths=paths)
+        return JSONResponse(_shown(listed, await models.card(await models.find(name, paths=paths))))
 
     async def ps(_: Request) -> Response:
         ready = {path: slot for path, slot in table.slots.items() if slot.state == "ready"}
@@ -78,7 +80,7 @@ def ollama_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> lis
             raise ApiError(403, "not_admin", message)
         name, data = await named(request)
         stack = AsyncExitStack()
-        lines = _pull(models, _plain(name))
+        lines = _pull(models, _plain(name), paths=may_name_paths(request))
         stack.push_async_callback(lines.aclose)
         if data.get("stream") is not False:
             return EventStream(_as_lines(lines), stack, media_type=NDJSON)
@@ -111,7 +113,7 @@ def _running(model: ListedModel, slot: EngineSlot) -> dict[str, Any]:
 
 async def load_or_unload(request: Request, asked: OllamaRequest, table: EngineTable, models: ModelNames) -> Response:
     """Answer a request without a prompt: it loads its model, or with `keep_alive: 0` unloads it. Raises ApiError."""
-    model = await models.find(asked.model)
+    model = await models.find(asked.model, paths=may_name_paths(request))
     if asked.keep_alive != 0:
         async with table.lease(model, permitted_keep_alive(request, asked.keep_alive)) as slot:
             await unless_client_leaves(request, slot.ready(wait_limit_s(request)))
@@ -200,10 +202,10 @@ async def _last(objects: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
     return last
 
 
-async def _pull(models: ModelNames, name: str) -> AsyncGenerator[dict[str, Any], None]:
+async def _pull(models: ModelNames, name: str, *, paths: bool = False) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the progress of a pull in Ollama's words. Leaving the iterator ends it. Raises EdgeLMError."""
     yield {"status": "pulling manifest"}
-    if await models.has(name):
+    if await models.has(name, paths=paths):
         yield {"status": "success"}
         return
     worker = Worker(

@@ -98,11 +98,7 @@ def serve(
         stack.enter_context(announced(places.runtime, record))
         launcher = Launcher(config, sockets, verbose=options.verbose)
         rules = _rules(settings, Keys([*keys, of_user]) if keys else Keys(), tls)
-        # Behind a proxy, a request from this machine may be another machine's.
-        any_path = local and not settings.allowed_host
-        names = ModelNames(
-            places.hub, options.models, any_path=any_path, folders=config.model_folders, tables=config.models
-        )
+        names = ModelNames(places.hub, options.models, folders=config.model_folders, tables=config.models)
         responses = stack.enter_context(closing(ResponseStore(places.data / RESPONSES_FILE)))
         front = partial(
             Front,

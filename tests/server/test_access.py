@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from edgelm.server.access import Guard, Rules, is_allowed_origin, is_loopback, may_administer
+from edgelm.server.access import Guard, Rules, is_allowed_origin, is_loopback, may_administer, may_name_paths
 from edgelm.server.api.handlers import EXCEPTION_HANDLERS
 from edgelm.server.bodies import Bodies
 from edgelm.server.keys import Key, Keys
@@ -154,6 +154,8 @@ async def test_routes_know_the_key(headers: dict[str, str], name: str | None) ->
         (LOCAL, "127.0.0.1", {"origin": f"http://{HOST}"}, False),
         (LOCAL, "127.0.0.1", {"x-forwarded-for": "10.0.0.7"}, False),
         (LOCAL, "127.0.0.1", {"forwarded": "for=10.0.0.7"}, False),
+        (LOCAL, "127.0.0.1", {"x-forwarded-proto": "https"}, False),
+        (LOCAL, "127.0.0.1", {"cf-connecting-ip": "10.0.0.7"}, False),
         (replace(LOCAL, allowed_hosts=frozenset({"box.lan"})), "127.0.0.1", {"host": "box.lan"}, False),
         (LOCAL, "127.0.0.1", {"x-api-key": "of no use here"}, True),
         (OPEN, "127.0.0.1", {"x-api-key": "a secret"}, False),
@@ -168,6 +170,15 @@ async def test_routes_know_the_key(headers: dict[str, str], name: str | None) ->
 async def test_who_may_change_the_server(rules: Rules, client: str, headers: dict[str, str], admin: bool) -> None:
     answer = await ask(rules, "GET", "/who", client=client, headers=headers)
     assert answer.json()["admin"] is admin
+
+
+@pytest.mark.parametrize(("version", "local"), [("1.0", False), ("1.1", True)])
+def test_a_proxy_that_adds_no_header_is_not_this_machine(version: str, local: bool) -> None:
+    """nginx speaks HTTP/1.0 unless it is told otherwise."""
+    scope = {"type": "http", "http_version": version, "client": ("127.0.0.1", 1), "state": {"key": None}}
+    request = Request(scope | {"headers": [(b"host", HOST.encode())]})
+    assert may_administer(request) is local
+    assert may_name_paths(request) is local
 
 
 @pytest.mark.parametrize(("path", "form"), [("/v1/messages", "anthropic"), ("/echo", "openai")])

@@ -23,6 +23,7 @@ from edgelm.server.access import Rules
 from edgelm.server.admin import START_LIMIT_S, wait_limit_s
 from edgelm.server.engine_link import Launcher
 from edgelm.server.front import Front, front_app
+from edgelm.server.keys import Key, Keys
 from edgelm.server.models import ModelNames
 from edgelm.server.stored import ResponseStore
 from edgelm.server.supervisor import EngineTable
@@ -30,6 +31,7 @@ from edgelm.workers.messages import Footprint, Ready
 from tests.server.fake_engines import FakeHost, FakeLink, Launches
 
 LIMIT_S = 30
+NOW = {"prefer": "wait=0"}
 CHUNKS = (b'data: {"a": 1}\n\ndata: {"b"', b': 2}\n\ndata: {"half": ')
 
 
@@ -93,11 +95,15 @@ def model(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def fronted(launches: Any, model: Path) -> AsyncIterator[httpx2.AsyncClient]:
+async def fronted(
+    launches: Any,
+    model: Path,
+    rules: Rules = Rules(loopback=True),  # noqa: B008 - it is frozen
+) -> AsyncIterator[httpx2.AsyncClient]:
     async with asyncio.timeout(LIMIT_S), EngineTable(launches, FakeHost(), idle_timeout_s=0) as table:
-        names = ModelNames(None, [model], any_path=True)
+        names = ModelNames(None, [model])
         store = ResponseStore(model.parent / "responses.sqlite")
-        app = front_app(Front("http://127.0.0.1:1", table, names, store), Rules(loopback=True))
+        app = front_app(Front("http://127.0.0.1:1", table, names, store), rules)
         transport = httpx2.ASGITransport(app=app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             yield http
@@ -222,7 +228,7 @@ async def test_a_bad_request_starts_no_engine(model: Path) -> None:
         assert (await chat(http, model="other")).status_code == 404
         model.unlink()  # noqa: ASYNC240 - a test may block
         gone = (await chat(http)).json()["error"]
-        assert (gone["code"], str(model) in gone["message"]) == ("model_not_found", True)
+        assert (gone["code"], gone["message"]) == ("model_not_found", "the file of m is gone")
         assert launches.links == []
 
 
@@ -313,3 +319,67 @@ async def test_only_who_may_change_the_server_loads_and_unloads(model: Path, act
         answer = await http.post(f"/models/{action}", **sent)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_admin")
         assert not launches.links
+
+
+USERS = Keys([Key("user", "a key of a user"), Key("boss", "a key of an admin", admin=True)])
+NAMING = {  # the routes that take the name of a model
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/responses/input_tokens": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["a"]},
+    "/completion": {"prompt": "hi"},
+    "/infill": {"input_prefix": "a", "input_suffix": "b"},
+    "/tokenize": {"content": "hi"},
+    "/api/chat": {"messages": [{"role": "user", "content": "hi"}]},
+    "/api/generate": {"prompt": "hi"},
+    "/api/generate ": {},  # only loads
+    "/api/embed": {"input": "hi"},
+    "/api/show": {},
+}
+LOOKING = ("/v1/models/{}", "/props?model={}", "/slots?model={}", "/tokenizer_info?model={}", "/edgelm/events?model={}")
+
+
+@pytest.mark.parametrize(
+    ("rules", "headers"),
+    [
+        (Rules(loopback=True, keys=USERS), {"authorization": "Bearer a key of a user"}),
+        (Rules(loopback=True), {"x-forwarded-proto": "https"}),
+        (Rules(loopback=True, keys=Keys([Key("api-key", "of --api-key", admin=None)])), {"x-api-key": "of --api-key"}),
+    ],
+    ids=["a key without admin", "behind a proxy", "a key without a mark"],
+)
+async def test_only_an_administrator_names_a_file_of_the_machine(
+    model: Path, rules: Rules, headers: dict[str, str]
+) -> None:
+    launches, other = Fakes(), model.with_name("other.gguf")
+    other.touch()
+    async with fronted(launches, model, rules) as http:
+        for path, fields in NAMING.items():
+            answer = await http.post(path.strip(), json={"model": str(other), **fields}, headers=headers)
+            assert (answer.status_code, "there is no model" in answer.text) == (404, True), (path, answer.text)
+        for path in LOOKING:
+            answer = await http.get(path.format(other), headers=headers)
+            assert (answer.status_code, "there is no model" in answer.text) == (404, True), (path, answer.text)
+    assert not launches.links
+
+
+@pytest.mark.parametrize(
+    ("rules", "headers"),
+    [(Rules(loopback=True, keys=USERS), {"x-api-key": "a key of an admin"}), (Rules(loopback=True), {})],
+    ids=["a key with admin", "this machine"],
+)
+async def test_an_administrator_names_a_file_and_gets_one_engine(
+    model: Path, rules: Rules, headers: dict[str, str]
+) -> None:
+    launches, other = Fakes(), model.with_name("other.gguf")
+    other.touch()
+    async with fronted(launches, model, rules) as http:
+        for path in (str(other), f"{other.parent}/../{other.parent.name}/{other.name}"):
+            answer = await http.post("/v1/chat/completions", json=body(model=path), headers=headers | NOW)
+            assert answer.status_code == 503, answer.text
+        await launches.number(1)
+        assert launches.models == ["other"]

@@ -92,36 +92,81 @@ def test_the_starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_what_a_client_may_call_a_model(tmp_path: Path, hub: Path) -> None:
     given, other = touch(tmp_path / "given.gguf"), touch(tmp_path / "other.gguf")
-    names = ModelNames(hub, [given], any_path=True)
+    names = ModelNames(hub, [given])
     for name in ("given", "given.gguf", str(given)):
         assert (await names.find(name)).path == given
     assert (await names.find("two/A--B:plain")).name == "Two/a--b:plain"
-    assert (await names.find(str(other))).name == "other"
+    assert (await names.find(str(other), paths=True)).name == "other"
     folder = touch(touch(tmp_path / "own" / "Tiny2.5-1B" / "config.json").with_name("model.safetensors")).parent
-    for names_it in (names, ModelNames(hub, [folder], any_path=False)):
-        assert (await names_it.find(str(folder))).path == folder
-        assert (await names_it.find(str(folder))).name == "Tiny2.5-1B"
-    strict = ModelNames(hub, [given], any_path=False)
-    assert (await strict.find(str(given))).path == given
-    for each, name in (
-        (strict, str(other)),
-        (strict, str(folder)),
-        (names, "other"),
-        (names, str(tmp_path)),
-        (names, "/etc/passwd"),
-        (names, ""),
+    for names_it, paths in ((names, True), (ModelNames(hub, [folder]), False)):
+        assert (await names_it.find(str(folder), paths=paths)).path == folder
+        assert (await names_it.find(str(folder), paths=paths)).name == "Tiny2.5-1B"
+    for name, paths in (
+        (str(other), False),
+        (str(folder), False),
+        ("other", True),
+        (str(tmp_path), True),
+        ("/etc/passwd", True),
+        ("", True),
     ):
         with pytest.raises(ApiError) as caught:
-            await each.find(name)
+            await names.find(name, paths=paths)
         assert caught.value.status == 404
         assert caught.value.body["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("form", ["..", "link", "folder", "hard", "relative", "root"])
+async def test_every_spelling_of_a_path_is_the_same_model(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, other = touch(tmp_path / "a" / "given.gguf"), touch(tmp_path / "a" / "other.gguf")
+    names = ModelNames(None, [given])
+    of_given, of_other = (spelled(file, form, monkeypatch) for file in (given, other))
+    first = await names.find(str(other), paths=True)
+    assert await names.find(of_other, paths=True) is first
+    assert (await names.find(of_given, paths=True)).path == given, "a path to a listed model"
+
+
+def spelled(file: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return another path of a file."""
+    twin = file.parents[1] / f"{form}-{file.name}"
+    match form:
+        case "..":
+            return f"{file.parent}/../{file.parent.name}/{file.name}"
+        case "link":
+            twin.symlink_to(file)
+        case "hard":
+            twin.hardlink_to(file)
+        case "folder":
+            twin.symlink_to(file.parent)
+            return str(twin / file.name)
+        case "relative":
+            monkeypatch.chdir(file.parent)
+            return file.name
+        case "root":
+            if sys.platform != "linux":
+                pytest.skip("there is no /proc")
+            return f"/proc/self/root{file}"
+    return str(twin)
+
+
+async def test_an_error_tells_nothing_of_the_files_of_the_machine(tmp_path: Path) -> None:
+    """A client that may not name paths learns from no answer which files and folders exist."""
+    names, there = ModelNames(None, []), touch(tmp_path / "there.gguf")
+    folder = touch(touch(tmp_path / "own" / "config.json").with_name("model.safetensors")).parent
+    told = set()
+    for path in (there, folder, tmp_path, tmp_path / "absent.gguf", tmp_path / "absent", Path("/etc/shadow")):
+        with pytest.raises(ApiError) as caught:
+            await names.find(str(path))
+        told.add(str(caught.value).replace(str(path), "PATH"))
+    assert told == {"there is no model PATH; GET /v1/models lists the models that are here"}
 
 
 async def test_a_file_of_the_catalogue_has_its_name_and_answers_to_others(tmp_path: Path) -> None:
     snapshot = put(tmp_path / "hub", "Qwen/Qwen3-4B-GGUF", {"Qwen3-4B-Q4_K_M.gguf": b"x"})
     mine = touch(tmp_path / "mine" / "own.gguf")
     for given in ([], [snapshot / "Qwen3-4B-Q4_K_M.gguf"]):
-        names = ModelNames(tmp_path / "hub", given, any_path=False, folders=[mine.parent])
+        names = ModelNames(tmp_path / "hub", given, folders=[mine.parent])
         listed = [model.name for model in await names.list()]
         assert sorted(listed) == ["own", "qwen3:4b"]
         for name in ("qwen3:4b", "qwen3", "QWEN3:4B:q4_k_m", "Qwen/Qwen3-4B-GGUF", "hf.co/qwen/qwen3-4b-gguf:Q4_K_M"):
@@ -133,12 +178,12 @@ async def test_a_file_of_the_catalogue_has_its_name_and_answers_to_others(tmp_pa
 
 async def test_one_model_is_described_by_every_name_that_finds_it(tmp_path: Path) -> None:
     given, other = write_tiny(tmp_path / "Given.gguf", context=256), write_tiny(tmp_path / "other.gguf", context=128)
-    names = ModelNames(None, [given], any_path=True)
+    names = ModelNames(None, [given])
     async with asyncio.timeout(LIMIT_S):
         for name in ("Given", "GIVEN", "Given.gguf", str(given)):
             found = await names.describe(name)
             assert (found.name, found.path, found.known["context"]) == ("Given", given, 256)
-        assert (await names.describe(str(other))).known["context"] == 128
+        assert (await names.describe(str(other), paths=True)).known["context"] == 128
         with pytest.raises(ApiError) as caught:
             await names.describe("other")
         assert caught.value.status == 404
@@ -158,10 +203,10 @@ async def test_a_name_of_the_catalogue_is_suggested_with_the_command_that_pulls_
         assert isinstance(text, str)
         return text
 
-    nothing = await message(ModelNames(None, [], any_path=False), "qwem3:0.6b")
+    nothing = await message(ModelNames(None, []), "qwem3:0.6b")
     assert "did you mean qwen3:0.6b" in nothing
     assert "not on this machine: edgelm pull qwen3:0.6b" in nothing
-    own = await message(ModelNames(None, [], any_path=False, folders=[mine.parent]), "qwem33")
+    own = await message(ModelNames(None, [], folders=[mine.parent]), "qwem33")
     assert "did you mean qwem3?" in own
     assert "pull" not in own
 
@@ -169,7 +214,7 @@ async def test_a_name_of_the_catalogue_is_suggested_with_the_command_that_pulls_
 async def test_the_list_says_what_each_is_and_asks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = write_tiny(tmp_path / "good.gguf", context=256)
     bad = touch(tmp_path / "bad.gguf")
-    names = ModelNames(None, [good, bad], any_path=False)
+    names = ModelNames(None, [good, bad])
     asked: list[list[Path]] = []
 
     def read(requests: Iterable[Describe]) -> Iterator[dict[str, Any]]:
@@ -198,7 +243,7 @@ async def test_a_file_that_is_cut_while_it_is_described_hides_no_other(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setattr(module, "read_each", partial(read_each, module="tests.cutting_reader"))
     paths = [write_tiny(tmp_path / f"{name}.gguf", context=256) for name in ("first", "cut", "last")]
-    names = ModelNames(None, paths, any_path=False)
+    names = ModelNames(None, paths)
     async with asyncio.timeout(LIMIT_S):
         known = {model.name: model.known for model in await names.list()}
         assert known["first"]["context"] == known["last"]["context"] == 256
@@ -213,7 +258,7 @@ def test_aliases_with_and_without_ollamas_tag(tmp_path: Path) -> None:
         ModelTable("gone:latest", "file", aliases=("gone",)),
     ]
     files = [write_tiny(tmp_path / f"{name}.gguf") for name in ("tiny", "second")]
-    names = ModelNames(None, files, any_path=False, tables=tables)
+    names = ModelNames(None, files, tables=tables)
     for name in ("small", "SMALL:latest", "tiny", "tiny:latest", "second"):
         assert asyncio.run(names.find(name)).name == "tiny", name
     for name in ("gone", "gone:latest"):

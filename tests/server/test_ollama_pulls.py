@@ -31,7 +31,7 @@ sys.exit(run_job({PullJob: pull}))
 
 
 async def pulled(name: str, folder: Path) -> list[dict[str, Any]]:
-    models = ModelNames(folder, [], any_path=False)
+    models = ModelNames(folder, [])
     return [line async for line in module._pull(models, name)]
 
 

@@ -117,10 +117,7 @@ async def test_a_client_that_leaves_while_the_model_loads(model: Path, stream: b
     async with asyncio.timeout(LIMIT_S), EngineTable(launches, FakeHost(), idle_timeout_s=0) as table:
         app = front_app(
             Front(
-                "http://127.0.0.1:1",
-                table,
-                ModelNames(None, [model], any_path=True),
-                ResponseStore(model.parent / "responses.sqlite"),
+                "http://127.0.0.1:1", table, ModelNames(None, [model]), ResponseStore(model.parent / "responses.sqlite")
             ),
             Rules(loopback=True),
         )

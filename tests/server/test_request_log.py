@@ -88,7 +88,7 @@ def model(tmp_path: Path) -> Path:
 async def fronted(engine: Engine, model: Path, *keys: Key, logs: bool = True) -> AsyncIterator[httpx2.AsyncClient]:
     launches = Linked(httpx2.AsyncClient(transport=engine, base_url="http://engine"))
     async with asyncio.timeout(LIMIT_S), EngineTable(launches, FakeHost(), idle_timeout_s=0) as table:
-        names, store = ModelNames(None, [model], any_path=True), ResponseStore(model.parent / "responses.sqlite")
+        names, store = ModelNames(None, [model]), ResponseStore(model.parent / "responses.sqlite")
         front = Front("http://127.0.0.1:1", table, names, store, logs_requests=logs)
         app = front_app(front, Rules(loopback=True, keys=Keys(keys), origins=frozenset({"https://a.example"})))
         transport = httpx2.ASGITransport(app=app)
