@@ -67,35 +67,50 @@ class Turn:
             without_body = replace(self, body=b"")  # the engine has it, and a stream may take long
             response.pass_through(without_body.storing)
         else:
-            await self._put(bytes(response.body), json.loads)
+            response.body = await self._kept(bytes(response.body))
+            response.headers["content-length"] = str(len(response.body))
         return response
 
     async def storing(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the events of the response, and store it before the last one."""
         async for some in events:
-            if any(kind in some for kind in _LAST_EVENTS):
-                await self._put(some, _last_response)
-            yield some
+            kind = next((kind for kind in _LAST_EVENTS if kind in some), None)
+            if kind is None:
+                yield some
+                continue
+            begin = some.index(b"data: ", some.index(kind)) + len(b"data: ")
+            end = some.index(b"\n\n", begin)
+            yield some[:begin] + await self._kept(some[begin:end]) + some[end:]
 
-    async def _put(self, answer: bytes, read: Callable[[bytes], dict[str, Any]]) -> None:
-        """Store what `read` finds in an answer; a failure is logged, and the answer itself is not lost."""
-        if len(answer) > MAX_RESPONSE_BYTES:
-            log.warning("a response is not stored: at most %s bytes are allowed", f"{MAX_RESPONSE_BYTES:,}")
-            return
+    async def _kept(self, document: bytes) -> bytes:
+        """Store a response, or that of an event, and return the document; one that is not stored says so."""
         store = self.store
         assert store
         try:
-            await _in_thread(lambda: store.put(self.namespace, read(answer), self.items))
+            if len(document) > MAX_RESPONSE_BYTES:
+                raise EdgeLMError(f"it is too large: at most {MAX_RESPONSE_BYTES:,} bytes are allowed")
+            await _in_thread(lambda: store.put(self.namespace, _response_in(json.loads(document)), self.items))
         except EdgeLMError as error:
+            reason = error.message
             log.warning("a response is not stored: %s", error)
+            return await _in_thread(lambda: _not_stored(document, reason))
+        return document
 
 
-def _last_response(events: bytes) -> dict[str, Any]:
-    """Return the response of the event that ends a stream."""
-    kind = next(kind for kind in _LAST_EVENTS if kind in events)
-    data = events[events.index(kind) :].partition(b"data: ")[2].partition(b"\n\n")[0]
-    response: dict[str, Any] = json.loads(data)["response"]
+def _response_in(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the response of an event, or the document itself."""
+    response: dict[str, Any] = document.get("response", document)
     return response
+
+
+def _not_stored(document: bytes, reason: str) -> bytes:
+    """Return a response, or its event, which says that it was not stored."""
+    data = json.loads(document)
+    response = _response_in(data)
+    more = response.get("edgelm", {})
+    notes = [*more.get("notes", ()), f"this response is not stored, and its id leads to nothing: {reason}"]
+    response |= {"store": False, "edgelm": more | {"notes": notes}}
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def namespace_of(request: Request) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -141,12 +143,27 @@ def test_items_are_referred_to_by_their_id(client: openai.OpenAI) -> None:
 
 
 def test_a_response_that_is_too_large_is_not_stored(client: openai.OpenAI, front: Front) -> None:
-    item: Any = {"type": "web_search_call", "id": "x", "status": "completed", "action": "x" * (4 * 2**20)}
-    response = create(client, input=[{"role": "user", "content": "Say hello"}, item])
+    response = create(client, input=large_input(4 * 2**20))
     assert response.output_text
+    check_not_stored(response, "at most 4,194,304 are allowed")
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
     assert "a response is not stored" in front.log.read_text()
+
+
+def large_input(nbytes: int) -> Any:
+    """Return input with an item of so many bytes that is no part of the prompt."""
+    item = {"type": "web_search_call", "id": "x", "status": "completed", "action": "x" * nbytes}
+    return [{"role": "user", "content": "Say hello"}, item]
+
+
+def check_not_stored(response: Response, reason: str) -> None:
+    """An answer that could not be stored says so, and why."""
+    assert response.model_extra
+    (note,) = response.model_extra["edgelm"]["notes"]
+    assert note.startswith("this response is not stored")
+    assert reason in note
+    assert response.store is False
 
 
 def test_input_items_come_in_pages(client: openai.OpenAI) -> None:
@@ -276,11 +293,33 @@ def test_a_damaged_store_costs_no_answer(own: dict[str, str], tmp_path: Path) ->
     ):
         response = create(client)
         assert response.output_text
-        with client.responses.stream(model=MODEL, input="hi", max_output_tokens=4) as stream:
-            assert list(stream)[-1].type in ("response.completed", "response.incomplete")
+        check_not_stored(response, "not a database")
+        for event in client.responses.create(model=MODEL, input="hi", max_output_tokens=4, stream=True):
+            last = event
+        assert last.type in ("response.completed", "response.incomplete")
+        check_not_stored(last.response, "not a database")
         with pytest.raises(openai.InternalServerError, match="stored responses cannot be used"):
             client.responses.retrieve(response.id)
     assert "a response is not stored" in log.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no file may grow: RLIMIT_FSIZE by prlimit")
+def test_a_full_disk_is_said_in_the_answer(own: dict[str, str], tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with (
+        serving(own | {"EDGELM_DATA_DIR": str(data)}, log=tmp_path / "log") as front,
+        openai.OpenAI(base_url=f"{front.address}/v1", api_key="any", max_retries=0, timeout=LIMIT_S) as client,
+    ):
+        assert create(client).store is True
+        sizes = [file.stat().st_size for file in data.glob("responses.sqlite*")]
+        # As on a full disk, no write beyond what is there succeeds; the log file of the front is smaller.
+        resource.prlimit(front.process.pid, resource.RLIMIT_FSIZE, (max(sizes), resource.RLIM_INFINITY))
+        for _ in range(2):
+            check_not_stored(create(client, input=large_input(100_000), store=True), "stored responses")
+        resource.prlimit(front.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        stored = create(client)
+        assert stored.store is True
+        assert client.responses.retrieve(stored.id) == stored
 
 
 def test_errors_are_typed(client: openai.OpenAI) -> None:

@@ -217,6 +217,8 @@ Generated from `edgelm/server/api/field_table.py`; a test compares.
 - `GET /v1/models`, `GET /v1/models/NAME`: the models that are offered; in Anthropic's form with the header
   `anthropic-version`.
 - `GET /v1/responses/ID`, `DELETE /v1/responses/ID`, `GET /v1/responses/ID/input_items`: a stored response, its input.
+  A response is stored unless the request says `"store": false`. One that could not be, as on a full disk, has
+  `"store": false` and the reason in `edgelm.notes`, also in the last event of a stream.
 - `POST /v1/responses/input_tokens`, `POST /v1/messages/count_tokens`: the number of tokens of a request.
 - `GET /api/version`, `/api/tags`, `/api/ps` and `POST /api/show`: Ollama's descriptions of models; they load none.
   `POST /api/pull` pulls a model of the catalogue or of the hub; it needs the same right as loading and unloading.
