@@ -229,8 +229,9 @@ class EngineProcess:
     async def _end(self) -> EngineError:
         """Wait for the error that the process ends with, or for its end."""
         try:
-            while await self._worker.areceive() is not None:
-                pass
+            while (reply := await self._worker.areceive()) is not None:
+                if isinstance(reply, Note):
+                    log.error("%s: %s", self._files.name, reply.text)
         except EdgeLMError as error:
             self._note_failure(error)
             return error if isinstance(error, EngineError) else EngineError(error.message, error.hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from functools import partial
@@ -17,9 +18,24 @@ from edgelm.sampling.grammar import GrammarCompiler
 from edgelm.server.engine_app import EngineParts, engine_app
 from edgelm.server.listener import Server, bind_tcp, bind_unix
 from edgelm.server.protocol import raise_file_limit
+from edgelm.server.request_id import current_request_id
 from edgelm.text.template_worker import TemplateRunner
 from edgelm.workers.child import Child, run_job
-from edgelm.workers.messages import Ready, ServeJob
+from edgelm.workers.messages import Note, Ready, ServeJob
+
+
+class _BugsToFront(logging.Handler):
+    """Sends logged exceptions, which are bugs, to the front, whose log is the one that is read."""
+
+    def __init__(self, child: Child) -> None:
+        super().__init__(logging.ERROR)
+        self._child = child
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            request = current_request_id()
+            place = f"request {request}: " if request else ""
+            self._child.send(Note(place + self.format(record)))
 
 
 async def _serve(loaded: LoadedModel, job: ServeJob, child: Child) -> None:
@@ -29,6 +45,8 @@ async def _serve(loaded: LoadedModel, job: ServeJob, child: Child) -> None:
     grammars = None
     if loaded.kind == "text":
         grammars = await asyncio.to_thread(GrammarCompiler, loaded.tokenizer, info.num_vocab)  # nothing is decoded yet
+    logging.basicConfig(format="%(message)s")  # warnings stay in the log of this process
+    logging.getLogger().addHandler(_BugsToFront(child))
     child.send(Ready(loaded.name, info.engine, info.device, info.context, port, loaded.footprint))
     templates = TemplateRunner(loaded.tokenizer, loaded.prompt_tokens)
     if loaded.kind != "text":

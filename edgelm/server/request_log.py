@@ -57,7 +57,7 @@ def record_of(request: Request) -> RequestRecord:
 class RequestLog:
     """ASGI application around a whole front: no answer, however early, is without an id and a record.
 
-    `writes` tells whether each request gets a line in the log.
+    `writes` tells whether each request gets a line in the log; a bug (status 500) always has one.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, client_of: Callable[[Request], str], *, writes: bool) -> None:
@@ -87,12 +87,18 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, with_id)
+        except Exception:
+            record.status = record.status or 500  # uvicorn answers, and logs the exception
+            raise
         finally:
             self._end(scope, record)
 
     def _end(self, scope: Scope, record: RequestRecord) -> None:
         route = getattr(scope.get("route"), "path", None)
         self._metrics.count_request(scope["method"], route, record.status)
+        if record.status == 500:
+            place = f" in the engine of {record.model}" if record.model else ""
+            log.error("%s %s: status 500%s, request %s", scope["method"], scope["path"][:MAX_PATH], place, record.request_id)
         if record.link is not None:
             self._metrics.refresh_soon()
         if self._writes:

@@ -43,7 +43,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     message = f"edgelm failed: {type(error).__name__}"
-    return error_response(request.url.path, ApiError(500, "internal_error", message, headers=NO_RETRY))
+    headers = NO_RETRY | {"connection": "close"}  # Starlette raises the exception again, and uvicorn closes then
+    return error_response(request.url.path, ApiError(500, "internal_error", message, headers=headers))
 
 
 async def _on_client_left(_: Request, __: Exception) -> Response:
