@@ -6,6 +6,7 @@ them from the environment. Does not know the effect of a setting.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -343,6 +344,18 @@ class Config:
     def model_folders(self) -> list[Path]:
         """The user's own folders, and Ollama's store."""
         return [*self.settings.model_folders, *self.places.ollama]
+
+    @property
+    def library(self) -> str:
+        """A hash of the folders of models, settings and data: servers with another one serve other models.
+
+        A flag adds models to one server, as files that it is given do.
+        """
+        own = [] if self.sources["model_dirs"].startswith("--") else self.settings.model_folders
+        folders = (self.places.hub, *own, *self.places.ollama, self.places.config, self.places.data)
+        return hashlib.sha256("\0".join(map(os.path.realpath, folders)).encode(errors="surrogateescape")).hexdigest()[
+            :32
+        ]
 
     def _is_explicit(self, name: str) -> bool:
         return self.sources[name].startswith(("--", "EDGELM_"))

@@ -1,13 +1,15 @@
 """The files by which running servers ("fronts") are found: `front.json` in the runtime folder, and `front-PID.json`.
 
-Owns these files, which only their user can read: `{"pid", "address"}`, and `key`, `certificate` and `of` of a front
-that has them. The first front has `front.json`. A front that was killed does not remove its file; readers ignore it,
-and the next front removes it. `agent-PID` is the file of a program that `edgelm launch` became, with its birth.
+Owns these files, which only their user can read: `{"pid", "address"}`, and `key`, `certificate`, `of` and `library` of
+a front that has them. A file or a folder of another user tells of no front. The first front has `front.json`. A front
+that was killed does not remove its file; readers ignore it, and the next front removes it. `agent-PID` is the file of a
+program that `edgelm launch` became, with its birth.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +38,11 @@ class FrontRecord(NamedTuple):
     key: str = ""  # for this user's own commands; empty: the front needs no key
     certificate: str = ""  # file of the front's certificate; empty: it speaks HTTP
     of: str = ""  # "chat": it ends with that chat; "launch": when no agent is left
+    library: str = ""  # as `Config.library`; empty: of an older version, which does not tell it
+
+    def serves(self, library: str) -> bool:
+        """Return whether it has the models of a library, as far as it tells."""
+        return "" in (library, self.library) or library == self.library
 
     @property
     def headers(self) -> dict[str, str]:
@@ -63,22 +70,39 @@ def trusting(certificate: Path) -> ssl.SSLContext:
     return context
 
 
-def find_front(runtime: Path) -> FrontRecord | None:
+def find_front(runtime: Path, library: str = "") -> FrontRecord | None:
     """Return the first of the fronts that `find_fronts` returns."""
-    return next(iter(find_fronts(runtime)), None)
+    return next(iter(find_fronts(runtime, library)), None)
 
 
-def find_fronts(runtime: Path) -> list[FrontRecord]:
-    """Return the recorded fronts whose processes are alive. The caller finds out whether they answer."""
+def find_fronts(runtime: Path, library: str = "") -> list[FrontRecord]:
+    """Return the recorded fronts whose processes are alive, those of a library first: all homes may share a folder.
+
+    The caller finds out whether they answer.
+    """
+    if not _is_ours(runtime):
+        return []
     found = (_read(file) for file in (runtime / FILE, *sorted(runtime.glob(MORE_FILES))))
-    return [record for record in found if record is not None]
+    return sorted((record for record in found if record is not None), key=lambda record: not record.serves(library))
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether this user owns a file or folder, and nobody else may write to it."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    is_link = stat.S_ISLNK(status.st_mode)
+    return not is_link and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _read(file: Path) -> FrontRecord | None:
-    """Return the front of a file if its process is alive."""
+    """Return the front of a file of this user if its process is alive."""
+    if not _is_ours(file):
+        return None
     try:
         data = read_json(file, MAX_BYTES)
-        own = (str(data.get(name, "")) for name in ("key", "certificate", "of"))
+        own = (str(data.get(name, "")) for name in ("key", "certificate", "of", "library"))
         record = FrontRecord(int(data["pid"]), str(data["address"]), *own)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -23,8 +23,10 @@ from edgelm.client.failures import ContextFullError, UnreachableError
 from edgelm.client.json_values import number, whole
 from edgelm.client.local import OwnFront
 from edgelm.client.turns import Turn
+from edgelm.config import load_config
 from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError
 from edgelm.runtime import FrontRecord, announced, find_front, find_fronts
+from edgelm.tui.link import Link
 from edgelm.workers import parent
 from edgelm.workers.messages import Serving
 from edgelm.workers.parent import Worker
@@ -437,6 +439,72 @@ def test_a_running_front_is_found_and_a_stale_one_is_not(tmp_path: Path) -> None
     for text in ("", "[]", '{"pid": "x"}', "{"):
         file.write_text(text)
         assert find_front(tmp_path) is None
+
+
+@pytest.mark.parametrize("whose", ["folder", "file", "link", "writable folder"])
+def test_a_front_that_another_user_may_have_written_is_not_found(
+    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = tmp_path / "run"
+    runtime.mkdir(mode=0o700)
+    file, record = runtime / "front.json", FrontRecord(os.getpid(), "http://127.0.0.1:1")
+    with announced(runtime, record):
+        assert find_fronts(runtime) == [record]
+        real, other = os.lstat, runtime if whose == "folder" else file
+        if whose == "link":
+            file.rename(tmp_path / "elsewhere.json")
+            file.symlink_to(tmp_path / "elsewhere.json")
+        elif whose == "writable folder":
+            runtime.chmod(0o777)
+        else:
+            monkeypatch.setattr(Path, "lstat", lambda path: not_ours(real(path)) if path == other else real(path))
+        assert find_fronts(runtime) == []
+        assert find_front(runtime) is None
+
+
+def not_ours(status: os.stat_result) -> os.stat_result:
+    return os.stat_result([*status[:4], os.getuid() + 1, *status[5:]])
+
+
+def test_fronts_of_the_same_library_come_first(tmp_path: Path) -> None:
+    """All homes of a user may share a runtime folder."""
+    other = FrontRecord(os.getpid(), "http://127.0.0.1:1", library="of another home")
+    mine = FrontRecord(os.getppid(), "http://127.0.0.1:2", library="mine")
+    with announced(tmp_path, other), announced(tmp_path, mine):
+        assert find_front(tmp_path) == other
+        assert find_fronts(tmp_path, "mine") == [mine, other]
+        assert (other.serves("mine"), mine.serves("mine")) == (False, True)
+
+
+@pytest.mark.parametrize(("library", "attaches"), [("mine", True), ("of another home", False)])
+async def test_a_chat_attaches_to_a_server_of_its_library_only(
+    endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, attaches: bool
+) -> None:
+    started: list[OwnFront] = []
+
+    async def start(own: OwnFront) -> FrontRecord:
+        started.append(own)
+        return FrontRecord(os.getpid(), endpoint.address)
+
+    monkeypatch.setattr(OwnFront, "start", start)
+    with announced(tmp_path, FrontRecord(os.getpid(), endpoint.address, library="mine")):
+        link = Link(endpoint=None, api_key=None, runtime=tmp_path, log=tmp_path / "serve.log", library=library)
+        await link.client()
+        await link.close()
+    assert bool(started) is not attaches
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_HUB_CACHE", "HF_HOME", "EDGELM_MODEL_DIRS", "EDGELM_CONFIG_DIR", "EDGELM_DATA_DIR"]
+)
+def test_folders_of_models_make_another_library(name: str, tmp_path: Path) -> None:
+    home = {"HF_HOME": str(tmp_path / "hf"), "EDGELM_CONFIG_DIR": str(tmp_path / "config")}
+    (tmp_path / "link").symlink_to(tmp_path)
+    mine = load_config({}, home).library
+    assert load_config({}, home | {name: str(tmp_path / "other")}).library != mine
+    same = home | {"HF_HOME": str(tmp_path / "link" / "hf")}
+    assert load_config({}, same).library == mine, "the same folders by another path"
+    assert load_config({"model_dirs": [str(tmp_path)]}, home).library == mine, "a server with more models"
 
 
 def test_a_front_is_found_until_it_ends_while_others_come_and_go(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from edgelm.runtime import FrontRecord, find_front, find_fronts
 
 
 class Link:
-    """Makes connected clients. `share`: use a front that is running. Every method raises EdgeLMError."""
+    """Makes connected clients. `share`: use a running front of this library. Every method raises EdgeLMError."""
 
     def __init__(
         self,
@@ -28,11 +28,13 @@ class Link:
         log: Path,
         arguments: Sequence[str] = (),
         share: bool = True,
+        library: str = "",
     ) -> None:
         self.remote = endpoint  # the address that the user named
         self._api_key = api_key
         self._runtime = runtime
         self._share = share
+        self._library = library
         self._own = OwnFront(arguments, log)
         self._client: Client | None = None
         self._models: list[ModelEntry] | None = None
@@ -85,7 +87,8 @@ class Link:
     async def _connect(self) -> Client:
         if self.remote is not None:
             return await self._try(Client(self.remote, self._api_key))
-        if self._share and (front := find_front(self._runtime)) is not None:
+        front = find_front(self._runtime, self._library) if self._share else None
+        if front is not None and front.serves(self._library):
             try:
                 return await self._try(self._of(front))
             except UnreachableError:

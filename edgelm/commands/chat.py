@@ -103,6 +103,7 @@ def open_chat(
         log=places.cache / "serve.log",
         arguments=arguments,
         share=not own,
+        library=config.library,
     )
     per_model = {name for table in config.models for name in table.settings} if endpoint is None else set()
 

@@ -96,7 +96,7 @@ def launch_agent(
         return
     if mode is None:
         _require_installed(agent)
-    front = running_front(config.places)
+    front = running_front(config.places, config.library)
     local = runnable_model(model, config) if model else _choose_model(config, front, ask=mode is None)
     _check_name(local)
     config = model_config(local, config)
@@ -219,7 +219,7 @@ def _load(agent: Agent, model: LocalModel, facts: Facts, config: Config, ctx: in
         # A front that is started waits for this process, and for the agent that it becomes.
         note_agent(runtime)
         with lone_start(config.places):
-            front = awake_front(config.places, socket_address(config.places.systemd_units))
+            front = awake_front(config.places, config.library, socket_address(config.places.systemd_units))
             is_new = front is None
             front = front or _start(agent, model, facts, config, ctx)
         if not is_new:

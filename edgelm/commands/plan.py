@@ -62,7 +62,7 @@ def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None
     if draft and choice.engine == "llama":
         require_gguf(draft)
     draft_facts = _read_facts(draft.path) if draft else None
-    beside = loaded_beside(config.places.runtime)
+    beside = loaded_beside(config.places.runtime, config.library)
     memory = read_machine(settings, config.places)
     memory = replace(memory, free_bytes=max(0, memory.free_bytes - beside.outstanding_bytes))
     if choice.engine == "torch":

@@ -73,9 +73,9 @@ class Beside:
         return lines
 
 
-def loaded_beside(runtime: Path) -> Beside:
+def loaded_beside(runtime: Path, library: str = "") -> Beside:
     """Return the models that the running server has loaded; none where no server answers."""
-    front = find_front(runtime)
+    front = find_front(runtime, library)
     if front is None:
         return Beside()
     try:

@@ -24,7 +24,7 @@ def show_processes(*, as_json: bool) -> None:
     Raises EdgeLMError if no server runs.
     """
     config = load_config({})
-    fronts = find_fronts(config.places.runtime)
+    fronts = find_fronts(config.places.runtime, config.library)
     if not fronts:
         raise EdgeLMError("no edgelm server is running", "start one with `edgelm serve`")
     front, *others = fronts

@@ -15,7 +15,7 @@ REQUEST_LIMIT_S = 5.0
 
 def require_front(config: Config) -> FrontRecord:
     """Return the running server. Raises EdgeLMError if there is none."""
-    front = find_front(config.places.runtime)
+    front = find_front(config.places.runtime, config.library)
     if front is None:
         raise EdgeLMError("no edgelm server is running", "start one with `edgelm serve`")
     return front

@@ -32,7 +32,7 @@ def chosen_server(endpoint: str | None, api_key: str | None) -> Server:
     config = load_config({})
     if endpoint is not None and api_key is None and config.sources["api_key"].startswith("EDGELM_"):
         api_key = config.settings.api_key  # the key in config.toml is for our own server
-    front = find_front(config.places.runtime)
+    front = find_front(config.places.runtime, config.library)
     headers: dict[str, str] = {}
     verify: ssl.SSLContext | bool = True
     if endpoint is not None:

@@ -45,22 +45,22 @@ class Loaded:
     context: int
 
 
-def running_front(places: Places) -> FrontRecord | None:
-    """Return a front that answers and that does not end with a chat."""
+def running_front(places: Places, library: str) -> FrontRecord | None:
+    """Return a front of a library that answers and that does not end with a chat."""
     for front in find_fronts(places.runtime):
-        if front.of != "chat" and _answers(front):
+        if front.of != "chat" and front.serves(library) and _answers(front):
             return front
     return None
 
 
-def awake_front(places: Places, service: str | None) -> FrontRecord | None:
+def awake_front(places: Places, library: str, service: str | None) -> FrontRecord | None:
     """Return a front as `running_front` does; if there is none, let systemd start the service at that address."""
-    front = running_front(places)
+    front = running_front(places, library)
     if front is not None or service is None:
         return front
     with suppress(httpx2.HTTPError, httpx2.InvalidURL):  # the first connection starts it
         httpx2.get(f"http://{service}/health", timeout=WAKE_S, trust_env=False)
-    return running_front(places)
+    return running_front(places, library)
 
 
 @contextmanager

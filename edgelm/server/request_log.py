@@ -98,7 +98,9 @@ class RequestLog:
         self._metrics.count_request(scope["method"], route, record.status)
         if record.status == 500:
             place = f" in the engine of {record.model}" if record.model else ""
-            log.error("%s %s: status 500%s, request %s", scope["method"], scope["path"][:MAX_PATH], place, record.request_id)
+            log.error(
+                "%s %s: status 500%s, request %s", scope["method"], scope["path"][:MAX_PATH], place, record.request_id
+            )
         if record.link is not None:
             self._metrics.refresh_soon()
         if self._writes:

@@ -94,7 +94,7 @@ def serve(
         of_user = Key("this user", secrets.token_urlsafe(32), admin=True, of_user=True)
         certificate = str(tls.certificate) if tls else ""
         of = "chat" if options.until_stdin_closes else "launch" if options.until_unused else ""
-        record = FrontRecord(os.getpid(), address, of_user.secret if keys else "", certificate, of)
+        record = FrontRecord(os.getpid(), address, of_user.secret if keys else "", certificate, of, config.library)
         stack.enter_context(announced(places.runtime, record))
         launcher = Launcher(config, sockets, verbose=options.verbose)
         rules = _rules(settings, Keys([*keys, of_user]) if keys else Keys(), tls)
