@@ -9,9 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-from edgelm.checkpoints.config_json import decoder_values, folder_experts, folder_shape, sliding_window
+from edgelm.checkpoints.config_json import (
+    decoder_values,
+    folder_experts,
+    folder_shape,
+    read_config_json,
+    sliding_window,
+)
+from edgelm.checkpoints.folder import other_module
 from edgelm.checkpoints.shape import Experts, Shape, gguf_experts, gguf_shape, gguf_windows
 from edgelm.checkpoints.values import Values
 from edgelm.errors import ModelError
@@ -121,6 +129,16 @@ def unsupported_reason(metadata: Mapping[str, Any], implementation: str = "refer
             sizes = ", ".join(map(str, HEAD_DIMS))
             return f"its heads have {config.head_dim} numbers, and the GPU kernels take {sizes}"
     return None
+
+
+def folder_problem(folder: Path) -> str:
+    """Return why no engine runs a folder of safetensors, as far as its configuration tells; empty: nothing is known.
+
+    Raises ModelError for a configuration that cannot be read.
+    """
+    if module := other_module(folder):
+        return f"its vectors pass through the module {module}, which the torch engine does not have"
+    return unsupported_reason(read_config_json(folder)) or ""
 
 
 # -- GGUF --------------------------------------------------------------------------------------------------------------

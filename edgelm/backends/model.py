@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from edgelm.checkpoints.config_json import read_config_json
-from edgelm.checkpoints.folder import folder_facts, other_module
+from edgelm.checkpoints.folder import folder_facts
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelKind, model_facts
 from edgelm.engine.engine import Engine
 from edgelm.errors import RequestError
+from edgelm.models.config import folder_problem, unsupported_reason
 from edgelm.text.pairs import PairEncoder
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
@@ -82,10 +83,10 @@ class OpenedModel:
         """
         if self.facts.summary.kind == "rerank":
             return "the torch engine does not rank documents"
-        if self.folder and (module := other_module(self.folder.folder)):
-            return f"its vectors pass through the module {module}, which the torch engine does not have"
-        from edgelm.models.config import unsupported_reason  # these import torch
-        from edgelm.models.loading.decoder import unreadable_reason
+        from edgelm.models.loading.decoder import unreadable_reason  # it imports torch
+
+        if self.folder and (problem := folder_problem(self.folder.folder)):
+            return problem
 
         weights = self.gguf or self.folder
         assert weights is not None

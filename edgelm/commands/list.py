@@ -42,7 +42,7 @@ def list_models(flags: Mapping[str, object], *, as_json: bool) -> None:
 
 
 def describe_models(models: Iterable[LocalModel], config: Config) -> list[dict[str, Any]]:
-    """Return the rows of `list --json`; `error` says why a model cannot be read."""
+    """Return the rows of `list --json`; `error` says why a model cannot be read, `problem` why not run."""
     models = list(models)
     headers = read_each(Describe(model.path) for model in models)
     return [_row(model, header, config) for model, header in zip(models, headers, strict=True)]
@@ -123,6 +123,7 @@ def _row(model: LocalModel, header: dict[str, Any], config: Config) -> dict[str,
         "repository": model.repository,
         "revision": model.revision,
         "error": header.get("error"),
+        "problem": header.get("problem"),
     }
 
 
@@ -136,8 +137,8 @@ def _print(rows: list[dict[str, Any]]) -> None:
         table.add_row(*_cells(row, with_kind=kinds))
     plain_console().print(table)
     for row in rows:
-        if row["error"]:
-            print(f"{row['name']}: {row['error']}", file=sys.stderr)
+        if reason := row["error"] or row["problem"]:
+            print(f"{row['name']}: {reason}", file=sys.stderr)
     if all(row["place"] == "built-in" for row in rows):
         print("no model has been pulled yet; `edgelm pull` shows the catalogue", file=sys.stderr)
 
@@ -149,7 +150,7 @@ def _cells(row: dict[str, Any], *, with_kind: bool) -> list[str]:
         row["name"],
         size_text(row["bytes"]),
         row["quantization"] or "?",
-        "cannot be read" if row["error"] else parameters_text(row["parameters"]),
+        "cannot be read" if row["error"] else "cannot be run" if row["problem"] else parameters_text(row["parameters"]),
         f"{row['context']:,}" if row["context"] else "?",
         *([KINDS.get(row["kind"], "?")] if with_kind else []),
         age_text(used),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from edgelm.checkpoints.folder import folder_facts, folder_summary
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.identity import content_identity
+from edgelm.checkpoints.llama_checks import require_model
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelSummary, model_facts, model_summary
 from edgelm.config import Settings
@@ -20,6 +21,7 @@ from edgelm.library.readers import Answer, Card, Contents, Describe, Detail
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.gpu import INSTALL, has_torch
 from edgelm.machine.memory import available_memory_bytes
+from edgelm.models.config import folder_problem
 from edgelm.workers.child import answer_requests
 
 if TYPE_CHECKING:
@@ -28,9 +30,12 @@ if TYPE_CHECKING:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return the description of a model for `/v1/models` and `edgelm list`, or the error of opening it."""
+    """Return the description of a model for `/v1/models` and `edgelm list`, or the error of opening it.
+
+    `problem` says why no engine can run it, as far as its headers tell.
+    """
     try:
-        summary = summarize(path)
+        summary, problem = summarize(path)
     except ModelError as error:
         return {"error": str(error)}
     return {
@@ -40,16 +45,25 @@ def describe(path: Path) -> dict[str, Any]:
         "quantization": summary.quantization,
         "parameters": summary.parameters,
         "kind": summary.kind,
+        **({"problem": problem} if problem else {}),
     }
 
 
-def summarize(path: Path) -> ModelSummary:
+def summarize(path: Path) -> tuple[ModelSummary, str]:
     """Read the header of a GGUF, or those of a folder of safetensors. Raises ModelError."""
     if path.is_dir():
         with open_safetensors(path) as model:
-            return folder_summary(model)
+            return folder_summary(model), folder_problem(path)
     with open_gguf(path) as gguf:
-        return model_summary(gguf)
+        return model_summary(gguf), _not_a_model(gguf)
+
+
+def _not_a_model(gguf: GGUF) -> str:
+    try:
+        require_model(gguf)
+    except ModelError as error:
+        return error.message
+    return ""
 
 
 def read_details(path: Path, settings: Settings) -> dict[str, Any]:

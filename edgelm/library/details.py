@@ -22,6 +22,7 @@ from edgelm.checkpoints.safetensors import Safetensors
 from edgelm.checkpoints.summary import ModelSummary, model_summary
 from edgelm.checkpoints.values import is_integer
 from edgelm.errors import ModelError
+from edgelm.models.config import folder_problem
 
 MAX_TEXT = 200
 MAX_TEMPLATE = 1_000_000
@@ -117,6 +118,7 @@ def folder_details(model: Safetensors) -> Details:
         special_tokens=special,
         template=_folder_template(model.folder, config),
         licence=folder_licence(model.folder),
+        problem=folder_problem(model.folder) or None,
         tensor_types=_by_type((info.dtype.name, info.num_elements, info.nbytes) for info in model.tensors.values()),
     )
 

@@ -89,6 +89,7 @@ def front_app(front: Front, rules: Rules) -> ASGIApp:
         wait_s = wait_limit_s(request)
         dialect = dialect_of(request.url.path)
         model = await find_or_default(request, front.table, front.models, asked.model)
+        await front.models.require_engine(model)
         keep_alive_s = permitted_keep_alive(request, asked.keep_alive)
         slot = await stack.enter_async_context(front.table.lease(model, keep_alive_s))
         return await forward(

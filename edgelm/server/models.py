@@ -93,8 +93,9 @@ class ModelNames:
         return self._cards[stamp]
 
     async def list(self) -> Sequence[Listed]:
-        """Return the models that exist now."""
-        listed = await self.described(await asyncio.to_thread(self._runnable))
+        """Return the models that exist now, without those that no engine can run."""
+        described = await self.described(await asyncio.to_thread(self._runnable))
+        listed = [model for model in described if "problem" not in model.known]
         entries = {model.name: model for model in listed}
         return [*(entries | {alias.name: alias for model in listed for alias in self._aliases(model)}).values()]
 
@@ -104,6 +105,18 @@ class ModelNames:
         for listed in await self.described([model]):
             return listed
         raise _gone(model)
+
+    async def require_engine(self, model: LocalModel) -> None:
+        """Raise ApiError for a model that no engine can run, before a process is started for it.
+
+        A GGUF that no list has read yet is not read: nearly all of them can run.
+        """
+        stamp = _stamp(model.path)
+        if model.format == "gguf" and stamp not in self._known:
+            return
+        for listed in await self.described([model]):
+            if problem := listed.known.get("problem"):
+                raise ApiError(400, "model_not_supported", f"{model.name} cannot be run: {problem}", param="model")
 
     async def described(self, models: Sequence[LocalModel]) -> Sequence[Listed]:
         """Return the entries of models, without those whose file is gone."""

@@ -115,6 +115,7 @@ async def load_or_unload(request: Request, asked: OllamaRequest, table: EngineTa
     """Answer a request without a prompt: it loads its model, or with `keep_alive: 0` unloads it. Raises ApiError."""
     model = await models.find(asked.model, paths=may_name_paths(request))
     if asked.keep_alive != 0:
+        await models.require_engine(model)
         async with table.lease(model, permitted_keep_alive(request, asked.keep_alive)) as slot:
             await unless_client_leaves(request, slot.ready(wait_limit_s(request)))
         return JSONResponse(loaded_reply(asked, "load"))

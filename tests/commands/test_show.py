@@ -19,7 +19,7 @@ from edgelm.jobs.reader import read_details
 from edgelm.library.readers import Detail, read_each
 from tests.checkpoints import test_safetensors_fuzz as folders
 from tests.checkpoints.gguf_bytes import RawGGUF
-from tests.checkpoints.safetensors_bytes import folder_files, write_folder
+from tests.checkpoints.safetensors_bytes import CONFIG, folder_files, write_folder
 from tests.checkpoints.small_models import FAMILIES, key
 from tests.checkpoints.test_gguf_fuzz import Base, mutate
 from tests.counts import Count
@@ -119,7 +119,7 @@ def test_a_folder_of_safetensors(home: Path, capsys: pytest.CaptureFixture[str])
         "tokenizer_config.json": json.dumps(config).encode(),
         "README.md": b"---\ntags:\n- x\nlicense: other\nlicense_name: some-terms\n---\nlicense: not this",
     }
-    folder = write_folder(home / "m", folder_files() | more)
+    folder = write_folder(home / "m", folder_files(CONFIG | {"head_dim": 8}) | more)
     document = shown(capsys, folder)
     assert document["format"] == "safetensors"
     assert document["tokenizer"] == {

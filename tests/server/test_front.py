@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from edgelm.config import load_config
 from edgelm.errors import ModelError
+from edgelm.library import local
 from edgelm.library.scan import LocalModel
 from edgelm.server import proxy
 from edgelm.server.access import Rules
@@ -29,6 +30,7 @@ from edgelm.server.stored import ResponseStore
 from edgelm.server.supervisor import EngineTable
 from edgelm.workers.messages import Footprint, Ready
 from tests.server.fake_engines import FakeHost, FakeLink, Launches
+from tests.server.test_models import write_bert_folder
 
 LIMIT_S = 30
 NOW = {"prefer": "wait=0"}
@@ -319,6 +321,23 @@ async def test_only_who_may_change_the_server_loads_and_unloads(model: Path, act
         answer = await http.post(f"/models/{action}", **sent)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_admin")
         assert not launches.links
+
+
+async def test_a_model_that_no_engine_can_run_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "find_spec", lambda _: object())  # as where torch is installed
+    launches = Fakes()
+    async with fronted(launches, write_bert_folder(tmp_path / "bert")) as http:
+        for path, fields in NAMING.items():
+            if path != "/api/show":
+                answer = await http.post(path.strip(), json={"model": "bert", **fields})
+                assert (answer.status_code, "'bert'" in answer.text) == (400, True), (path, answer.text)
+        answer = await http.post("/models/load", json={"model": "bert"})
+        assert (answer.status_code, "'bert'" in answer.text) == (400, True)
+        assert "bert" not in [model["id"] for model in (await http.get("/v1/models")).json()["data"]]
+        assert "bert:latest" not in [model["name"] for model in (await http.get("/api/tags")).json()["models"]]
+    assert not launches.links
 
 
 USERS = Keys([Key("user", "a key of a user"), Key("boss", "a key of an admin", admin=True)])

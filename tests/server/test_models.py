@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from edgelm.errors import ModelError
-from edgelm.library import scan
+from edgelm.library import local, scan
 from edgelm.library.local import find_local
 from edgelm.library.readers import Describe, read_each
 from edgelm.library.scan import installed
@@ -21,6 +23,7 @@ from edgelm.model_tables import ModelTable
 from edgelm.server import models as module
 from edgelm.server.api.errors import ApiError
 from edgelm.server.models import ModelNames
+from tests.checkpoints.safetensors_bytes import CONFIG, folder_files, write_folder
 from tests.library.hub_folders import put
 from tests.tiny import write_tiny
 
@@ -234,6 +237,43 @@ async def test_the_list_says_what_each_is_and_asks_once(tmp_path: Path, monkeypa
         assert asked == [[good, bad], [bad]]
         good.unlink()
         assert [model.name for model in await names.list()] == ["bad"]
+
+
+async def test_what_no_engine_can_run_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "find_spec", lambda _: object())  # as where torch is installed
+    good, bert = (
+        write_folder(tmp_path / "good", folder_files(CONFIG | {"head_dim": 8})),
+        write_bert_folder(tmp_path / "bert"),
+    )
+    vision = write_gguf(tmp_path / "vision.gguf", "clip")
+    names = ModelNames(None, [good, bert, vision])
+    async with asyncio.timeout(LIMIT_S):
+        assert [model.name for model in await names.list()] == ["good"]
+        assert "'bert'" in (await names.describe("bert")).known["problem"], "by its name it tells why"
+        await names.require_engine(await names.find("good"))
+        for name, reason in (("bert", "does not support the architecture 'bert'"), ("vision", "images or sound")):
+            with pytest.raises(ApiError, match=reason) as caught:
+                await names.require_engine(await names.find(name))
+            assert (caught.value.status, caught.value.code) == (400, "model_not_supported")
+
+
+def write_bert_folder(folder: Path) -> Path:
+    config = CONFIG | {"architectures": ["BertModel"], "model_type": "bert"}
+    return write_folder(folder, folder_files(config))
+
+
+def write_gguf(path: Path, architecture: str) -> Path:
+    """Write the beginning of a file with one tensor."""
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(1)
+    writer.add_embedding_length(8)
+    writer.add_head_count(1)
+    writer.add_tensor("v.patch_embd.weight", np.zeros((8, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems may deliver another signal")
