@@ -96,6 +96,7 @@ def _loading_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> l
     async def load(request: Request) -> Response:
         wait_s = wait_limit_s(request)
         model, keep_alive_s = await administered(request)
+        await models.require_engine(model)
         async with table.lease(model, keep_alive_s) as slot:
             await unless_client_leaves(request, slot.ready(wait_s))
         return JSONResponse({"success": True})
@@ -189,5 +190,6 @@ async def _process(slot: EngineSlot, measured: Measured) -> dict[str, Any]:
         "keep_alive_s": -1 if math.isinf(keep_alive_s) else keep_alive_s,
         "expires_in_s": None if math.isinf(expires_in_s) else round(expires_in_s, 3),
         "pinned": slot.pinned,
+        "silent_s": round(slot.silent_s, 1),  # that its process is frozen
         "error": None if slot.error is None else str(slot.error),
     }

@@ -23,6 +23,7 @@ from edgelm.library.adapters import adapter_files
 from edgelm.library.local import find_draft_model, model_config
 from edgelm.library.scan import LocalModel, note_use
 from edgelm.machine import facts as machine
+from edgelm.server.frozen import processor_s
 from edgelm.server.gpu_failures import GpuFailures
 from edgelm.server.listener import private_folder
 from edgelm.workers.exit_reason import ModelFiles, exit_reason
@@ -32,6 +33,7 @@ from edgelm.workers.parent import Worker, in_daemon_thread
 WORKER = "edgelm.server.engine_process"
 ERRORS = DeviceError, GpuLoadError
 CONNECT_LIMIT_S = 10.0
+ANSWER_S = 1.0  # for a sign of life
 KEPT_CONNECTIONS = 32  # without a request, to one engine
 KEPT_S = 5.0  # far below KEEP_ALIVE_S, after which the engine closes them
 
@@ -72,8 +74,14 @@ class EngineLink(Protocol):
     async def close(self) -> None:
         """End it, and wait until it is gone: up to SAVING_S more while it saves conversations."""
 
-    def kill(self) -> None:
-        """End it at once."""
+    def kill(self, reason: EngineError | None = None) -> None:
+        """End it at once, for a reason that its clients are told."""
+
+    def processor_s(self) -> float | None:
+        """Return its processor time, as `frozen.Watched` says."""
+
+    async def answers(self) -> bool:
+        """Return whether it answers at once."""
 
 
 class Launcher:
@@ -193,6 +201,7 @@ class EngineProcess:
         self._files = ModelFiles(job.model, *([draft] if draft else []))
         self._adapters = ModelFiles(*adapters)  # read whole while loading: writing into one breaks no answer
         self.cuda_problem = job.cuda_problem
+        self._killed_for: EngineError | None = None
         self._note_use = note_use
         self._note_failure = note_failure
         self._ending: asyncio.Task[EngineError] | None = None
@@ -235,7 +244,10 @@ class EngineProcess:
         except EdgeLMError as error:
             self._note_failure(error)
             return error if isinstance(error, EngineError) else EngineError(error.message, error.hint)
-        return await asyncio.to_thread(exit_reason, await self._worker.aexit(), self._files)
+        end = await self._worker.aexit()
+        if self._killed_for is not None:
+            return self._killed_for
+        return await asyncio.to_thread(exit_reason, end, self._files)
 
     async def close(self) -> None:
         if self.info is not None:
@@ -248,8 +260,18 @@ class EngineProcess:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._job.socket)  # noqa: PTH108 - the event loop must not wait for pathlib's checks
 
-    def kill(self) -> None:
+    def kill(self, reason: EngineError | None = None) -> None:
+        self._killed_for = reason
         self._worker.kill()
+
+    def processor_s(self) -> float | None:
+        return processor_s(self.pid)
+
+    async def answers(self) -> bool:
+        with contextlib.suppress(httpx2.HTTPError):
+            await self.client.get("/stats", timeout=ANSWER_S)
+            return True
+        return False
 
     async def _start(self) -> None:
         """Follow the loading. Raises EdgeLMError with the worker's own error, or with how it died."""

@@ -17,6 +17,7 @@ from typing import Literal
 from edgelm.errors import EdgeLMError, EngineError, GpuLoadError, StillLoadingError
 from edgelm.library.scan import LocalModel
 from edgelm.server.engine_link import EngineLink
+from edgelm.server.frozen import until_frozen
 from edgelm.workers.messages import Footprint, Ready
 
 State = Literal["waiting", "starting", "ready", "stopping", "failed"]
@@ -76,6 +77,8 @@ class EngineSlot:
         self._num_waiting = 0  # of the leases: in `ready`
         self._unused = asyncio.Event()  # every lease waits: the engine answers nobody
         self._unused.set()
+        self._in_use = asyncio.Event()  # the contrary
+        self.silent_s = 0.0  # that requests use the engine without a sign of life of its process
         self._outdated: EngineLink | None = None  # was ended because its model's file changed
         self._begin()
 
@@ -197,8 +200,10 @@ class EngineSlot:
     def _note_running(self) -> None:
         if self.leases <= self._num_waiting:
             self._unused.set()
+            self._in_use.clear()
         else:
             self._unused.clear()
+            self._in_use.set()
 
     @property
     def _just_died(self) -> bool:
@@ -221,6 +226,7 @@ class EngineSlot:
 
     def _to_starting(self) -> None:
         self.state, self.link, self.footprint, self.blocker = "starting", None, None, ""
+        self.silent_s = 0.0
         self._began = self.now()
         self._settled.clear()
 
@@ -245,7 +251,11 @@ class EngineSlot:
             self._settled.set()
             self._changed()
             link = self.link
-            ended = await link.ended()
+            watching = asyncio.create_task(self._end_if_frozen(link))
+            try:
+                ended = await link.ended()
+            finally:
+                watching.cancel()
             self._to_starting()
             await link.close()
             self._free()
@@ -259,6 +269,14 @@ class EngineSlot:
             self.num_restarts += 1
             log.warning("%s: %s", self.model.name, ended)
             await asyncio.sleep(self._pause_s)
+
+    async def _end_if_frozen(self, link: EngineLink) -> None:
+        await until_frozen(link, self._in_use, self._note_silence)
+        message = f"the engine process was frozen: no processor time and no answer for {self.silent_s:.0f} s"
+        link.kill(EngineError(message, "it is started again; try again"))
+
+    def _note_silence(self, seconds: float) -> None:
+        self.silent_s = seconds
 
     async def _give_up(self, error: GpuLoadError) -> None:
         """End an engine that could not load the model on the GPU, before another is started."""

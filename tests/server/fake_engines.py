@@ -71,6 +71,8 @@ class FakeLink:
         self.num_saving = 0
         self.killed = False
         self.crashed = False  # by the test
+        self.used_s: float | None = None  # processor time
+        self.is_alive = True  # it answers
         self.on_end: Callable[[], None] = lambda: None
         self.change: Change | None = None  # of the model's file
         self.looked = asyncio.Event()  # at the model's file
@@ -100,9 +102,17 @@ class FakeLink:
         self.closed = True
         self.die("closed")
 
-    def kill(self) -> None:
+    def kill(self, reason: EngineError | None = None) -> None:
         self.killed = True
         self.may_close.set()
+        if reason is not None:
+            self.die(str(reason))
+
+    def processor_s(self) -> float | None:
+        return self.used_s
+
+    async def answers(self) -> bool:
+        return self.is_alive
 
     def load(self) -> None:
         self._readiness.set_result(None)

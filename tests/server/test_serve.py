@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.config import load_config
 from edgelm.server.engine_link import KEPT_S
 from tests.server.harness import ENDLESS, LIMIT_S, Front, processes_of, serving, until
 
@@ -42,7 +43,9 @@ def test_a_running_front_has_loaded_nothing_native(front: Front) -> None:
 def test_a_front_is_found_by_its_file(front: Front, environment: dict[str, str]) -> None:
     runtime = Path(environment["EDGELM_RUNTIME_DIR"])
     file = runtime / "front.json"
-    assert json.loads(file.read_text()) == {"pid": front.process.pid, "address": front.address}
+    library = load_config({}, environment).library
+    written = {"pid": front.process.pid, "address": front.address, "library": library}
+    assert json.loads(file.read_text()) == written
     assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
@@ -75,7 +78,7 @@ def test_ps_shows_a_loaded_model(front: Front, environment: dict[str, str]) -> N
     state = json.loads(edgelm(environment, "ps", "--json").stdout)
     assert state["models"][0].keys() == {
         *("model", "path", "state", "progress", "pid", "context", "engine", "device", "requests", "rss_bytes"),
-        *("idle_s", "error", "cuda_problem", "keep_alive_s", "expires_in_s", "pinned", "waits_for"),
+        *("idle_s", "error", "cuda_problem", "keep_alive_s", "expires_in_s", "pinned", "waits_for", "silent_s"),
         *("memory_bytes", "predicted_bytes", "predicted", "promised_bytes"),
     }
     assert state["models"][0]["rss_bytes"] > 2**20

@@ -1,0 +1,10 @@
+"""`edgelm serve` that notices a frozen engine within 2 s: `python -m tests.server.impatient_front serve …`."""
+
+from __future__ import annotations
+
+from edgelm.__main__ import main
+from edgelm.server import frozen
+
+if __name__ == "__main__":
+    frozen.LIMIT_S, frozen.TICK_S = 2.0, 0.2
+    main()
