@@ -283,6 +283,7 @@ class Settings:
         "json: a log in lines of JSON, with one for each request, without its texts",
         "serve",
     )
+    ctx_is_default: bool = False  # no setting: `ctx` is for every model, and at most what fits this one
 
     @property
     def without_keys(self) -> Settings:
@@ -299,7 +300,9 @@ class Settings:
         return None if self.max_memory is None else int(self.max_memory * 2**30)
 
 
-SETTINGS: Mapping[str, Setting] = {entry.name: entry.metadata["setting"] for entry in fields(Settings)}
+SETTINGS: Mapping[str, Setting] = {
+    entry.name: entry.metadata["setting"] for entry in fields(Settings) if entry.metadata
+}
 # The settings that a model can have of its own, in a table [models."NAME"] of config.toml.
 MODEL_SETTINGS: Mapping[str, Setting] = {
     name: setting
@@ -325,11 +328,11 @@ class Config:
     def for_model(self, *names: str | None) -> Config:
         """Return the settings of the model with these names: its own beat those of all models in the file."""
         table = table_of(self.models, filter(None, names))
-        if table is None:
-            return self
-        own = {name: value for name, value in table.settings.items() if not self._is_explicit(name)}
-        sources = {**self.sources, **dict.fromkeys(own, table.source)}
-        return replace(self, settings=replace(self.settings, **own), sources=sources)
+        settings, source = (table.settings, table.source) if table else ({}, "")
+        own = {name: value for name, value in settings.items() if not self._is_explicit(name)}
+        is_default = "ctx" not in own and not self.sources["ctx"].startswith("--")
+        sources = {**self.sources, **dict.fromkeys(own, source)}
+        return replace(self, settings=replace(self.settings, **own, ctx_is_default=is_default), sources=sources)
 
     def keep_alive_of(self, *names: str | None) -> float | None:
         """Return how many seconds the model with these names stays loaded; None: as `idle_timeout` says."""

@@ -29,6 +29,24 @@ def test_flags_beat_variables_beat_the_file_beat_the_defaults(tmp_path: Path) ->
     assert config.sources["top_k"] == "default"
 
 
+@pytest.mark.parametrize(
+    ("text", "variables", "flags", "is_default"),
+    [
+        ("ctx = 4096", {}, {}, True),
+        ("", {"EDGELM_CTX": "4096"}, {}, True),
+        ("", {}, {"ctx": 4096}, False),
+        ("ctx = 512\n[models.m]\nctx = 4096", {}, {}, False),
+        ("[models.other]\nctx = 512", {"EDGELM_CTX": "4096"}, {}, True),
+    ],
+)
+def test_a_context_is_for_every_model_or_for_this_one(
+    tmp_path: Path, text: str, variables: dict[str, str], flags: dict[str, int], is_default: bool
+) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    settings = load_config(flags, {"EDGELM_CONFIG_DIR": str(tmp_path), **variables}).for_model("m").settings
+    assert (settings.ctx, settings.ctx_is_default) == (4096, is_default)
+
+
 def test_without_a_file_all_are_defaults(tmp_path: Path) -> None:
     config = load_config({}, {"EDGELM_CONFIG_DIR": str(tmp_path / "none")})
     assert config.settings == Settings()

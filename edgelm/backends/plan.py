@@ -172,6 +172,7 @@ class Plan:
     load_peak_bytes: int  # while the choice is loaded, with pages of the mapped file; 0: nothing is chosen
     draft: str  # the draft model's name; empty: there is none
     reason: str  # of the choice
+    note: str  # that the context is shorter than the one for every model; empty: it is not
     warning: str  # of the choice; empty: there is none
     refusal: ModelError | None  # where nothing is chosen
     options: tuple[Option, ...]
@@ -204,6 +205,7 @@ class Plan:
             load_peak_bytes=self.load_peak_bytes,
             spare_bytes=spare_bytes,
             is_preferred=self.preferred,
+            note=self.note,
         )
 
 
@@ -226,7 +228,7 @@ def plan(
     """
     summary = model.summary
     trained = summary.context or DEFAULT_CONTEXT
-    if settings.ctx is not None and settings.ctx > trained:
+    if settings.ctx is not None and settings.ctx > trained and not settings.ctx_is_default:
         raise EdgeLMError(
             f"--ctx {settings.ctx:,} is more than the {trained:,} tokens that this model was made for",
             f"give at most {trained}",
@@ -241,7 +243,7 @@ def plan(
         kv = engine.kv_modes[0]
         raise ModelError(f"--repeatable needs another KV cache: --kv {kv} {engine.refusal(kv)}", "omit --repeatable")
     modes = sizer.modes if settings.kv == "auto" else [settings.kv]
-    contexts = list(_contexts(settings.ctx, trained, least_context))
+    contexts = list(_contexts(settings, trained, least_context))
     fitting = (option for option in sizer.options(modes, contexts) if option.fits)
     chosen = largest = next(fitting, None)
     if settings.kv == "auto" and largest and largest.slow:
@@ -262,6 +264,7 @@ def plan(
         load_peak_bytes=_load_peak(chosen, engine, draft) if chosen else 0,
         draft=draft.name if draft else "",
         reason=_reason(chosen, largest, settings, trained, modes, contexts),
+        note=_note(chosen, settings, trained),
         warning=_warning(chosen, largest, settings),
         refusal=None if chosen else _refusal(summary, sizer, modes, contexts, limited=machine.is_limited),
         options=tuple(sizer.options(sizer.modes, shown)),
@@ -301,12 +304,12 @@ class _Sizer:
         return (self.option(kv, context) for context in contexts for kv in modes)
 
 
-def _contexts(requested: int | None, trained: int, least: int) -> Iterator[int]:
+def _contexts(settings: Settings, trained: int, least: int) -> Iterator[int]:
     """Yield the contexts to try, in order."""
-    if requested is not None:
-        yield requested
+    if settings.ctx is not None and not settings.ctx_is_default:
+        yield settings.ctx
         return
-    context = min(trained, max(DEFAULT_CONTEXT, least))
+    context = min(trained, settings.ctx or max(DEFAULT_CONTEXT, least))
     yield context
     while context // 2 >= MIN_CONTEXT:
         context //= 2
@@ -330,7 +333,7 @@ def _reason(
     """Return why this context and this KV mode were chosen; `largest` is the first that fits, which may be slow."""
     if chosen is None or largest is None:
         return ""
-    if settings.ctx is not None:
+    if settings.ctx is not None and chosen.context == settings.ctx:
         context = "the context is --ctx"
     elif chosen.context < largest.context:
         context = f"{largest.context:,} tokens of context fit with --kv {largest.kv}, but {largest.slow}"
@@ -345,6 +348,14 @@ def _reason(
     if chosen.kv == modes[0]:
         return f"{context}; the KV cache is the exact one"
     return f"{context}; the KV cache is the most exact one that fits"
+
+
+def _note(chosen: Option | None, settings: Settings, trained: int) -> str:
+    """Return that a context for every model is more than this one has; empty: it is not."""
+    if chosen is None or settings.ctx is None or chosen.context >= settings.ctx:
+        return ""
+    reason = "the model was made for no more" if chosen.context == trained else "more does not fit"
+    return f"the context is {chosen.context:,} tokens, not the {settings.ctx:,} of ctx: {reason}"
 
 
 def _warning(chosen: Option | None, largest: Option | None, settings: Settings) -> str:

@@ -227,6 +227,7 @@ def _chosen_document(result: Plan, chosen: Option) -> dict[str, Any]:
         "snapshot_bytes": result.snapshot_bytes,
         "estimated_tokens_per_second": speed,
         "reason": result.reason,
+        "note": result.note or None,
         "warning": result.warning or None,
     }
 
@@ -316,6 +317,8 @@ def _choice_lines(result: Plan, chosen: Option, memory: MachineMemory) -> list[s
     ]
     if result.warning:
         lines.insert(1, f"warning: {result.warning}")
+    if result.note:
+        lines.insert(1, f"note: {result.note}")
     if result.draft:
         lines.append(f"        {_gib(chosen.draft_bytes)} of it for {result.draft}, which drafts")
     if result.snapshot_bytes:

@@ -55,6 +55,8 @@ def _show(state: dict[str, Any]) -> None:
             print(f"{model['model']} waits for memory: {model['waits_for']}")
         if model.get("cuda_problem"):  # an older server does not tell it
             print(f"{model['model']}: CUDA is not used: {model['cuda_problem']}")
+        if note := (model.get("predicted") or {}).get("note"):
+            print(f"{model['model']}: {note}")
         if model.get("silent_s"):
             print(f"{model['model']}: its process is frozen for {model['silent_s']:.0f} s; it is ended soon")
         if model["error"] is not None:

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -156,7 +157,9 @@ class Launcher:
         return self._gpu_failures.problem(model) if may_go_without_cuda(settings) else ""
 
     def _settings_of(self, model: LocalModel) -> Settings:
-        return model_config(model, self._config).settings.without_keys
+        config = model_config(model, self._config)
+        by_flag = config.sources["ctx"].startswith("--")  # of `edgelm serve`: for every model
+        return replace(config.settings, ctx_is_default=config.settings.ctx_is_default or by_flag).without_keys
 
     async def _draft_of(self, settings: Settings) -> Path | None:
         """Return the model that drafts beside another; None: there is none. Raises ModelError."""

@@ -175,6 +175,7 @@ class Footprint:
     load_peak_bytes: int  # while it loads, with pages of the mapped file
     spare_bytes: int  # for idle conversations
     is_preferred: bool  # with more memory, context and KV cache would be the same
+    note: str = ""  # that the context is shorter than the one for every model, and why
 
     @property
     def promise_bytes(self) -> int:

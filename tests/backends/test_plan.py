@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgelm.backends.llama.memory import LlamaMemory
-from edgelm.backends.plan import MachineMemory, Plan, plan
+from edgelm.backends.plan import MIN_CONTEXT, MachineMemory, Plan, plan
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.config import Settings
 from edgelm.errors import EdgeLMError, ModelError
@@ -121,6 +121,23 @@ def test_heads_that_are_no_multiple_of_a_block_are_kept_in_f16(head_len: int, mo
             ModelError, match=f"--kv int8 needs key heads of a multiple of 32 numbers, this model's have {head_len}"
         ):
             planned(model, 64 * GIB, kv="int8")
+
+
+def test_a_context_for_every_model_is_at_most_that_of_one() -> None:
+    model = dense_model(context=4096)
+    chosen = planned(model, 16 * GIB, ctx=32_768, ctx_is_default=True)
+    assert chosen.require().context == 4096
+    assert chosen.note == "the context is 4,096 tokens, not the 32,768 of ctx: the model was made for no more"
+    assert chosen.footprint("cpu").note == chosen.note
+    with pytest.raises(EdgeLMError, match="more than the 4,096"):
+        planned(model, 16 * GIB, ctx=32_768)
+    long = dense_model(context=1_000_000)
+    exact = planned(long, 16 * GIB, ctx=8192, ctx_is_default=True)
+    assert (exact.require().context, exact.note) == (8192, "")
+    short = planned(long, 8 * GIB, ctx=1_000_000, ctx_is_default=True)
+    assert MIN_CONTEXT <= short.require().context < 1_000_000
+    assert short.note.endswith("of ctx: more does not fit")
+    assert planned(long, 8 * GIB, ctx=1_000_000).chosen is None
 
 
 def test_what_is_asked_for_is_kept() -> None:

@@ -256,3 +256,23 @@ def test_an_engine_whose_socket_was_removed_is_replaced(own: dict[str, str], mod
         time.sleep(KEPT_S + 1)  # until then a kept connection reaches it
         assert front.chat().status_code == 200
         assert front.ps("tiny")["pid"] != before
+
+
+def test_a_context_for_every_model_is_shortened_for_one_that_has_less(
+    own: dict[str, str], models: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.toml").write_text("[models.strict]\nctx = 4096\n")
+    strict = tmp_path / "strict.gguf"
+    strict.symlink_to(models / "tiny.gguf")
+    environment = own | {"EDGELM_CONFIG_DIR": str(config)}
+    with serving(environment, models / "tiny.gguf", "--ctx", "4096", log=tmp_path / "log") as front:
+        assert front.chat().status_code == 200
+        note = "the context is 512 tokens, not the 4,096 of ctx: the model was made for no more"
+        assert (front.ps("tiny")["context"], front.ps("tiny")["predicted"]["note"]) == (512, note)
+        assert f"tiny: {note}" in edgelm(environment, "ps").stdout
+    assert note in (tmp_path / "log").read_text()
+    with serving(environment, strict, log=tmp_path / "log") as front:
+        refused = front.chat("strict")
+        assert (refused.status_code, "more than the 512 tokens" in refused.text) == (503, True)

@@ -93,8 +93,8 @@ def build_llama(
         machine=machine_memory(memory_bytes),
     )
     option = planned.require()
-    if planned.warning:
-        warn(planned.warning)
+    for text in filter(None, (planned.note, planned.warning)):
+        warn(text)
     options = LlamaOptions(
         context=option.context,
         kv=option.kv,

@@ -92,6 +92,8 @@ def build_torch(
     with open_model(draft) if draft else nullcontext() as small:
         planned = _plan(model, small, settings, device, least_context, memory_bytes)
         option = planned.require()
+        if planned.note:
+            reports.say(planned.note)
         if device == "cuda":
             for checked, mode in ((model, option.kv), (small, DRAFT_KV)):
                 if checked:
@@ -202,7 +204,7 @@ def _executor(
     """Make the executor; if its memory cannot be allocated, retry with half the context."""
     context = option.context
     while (executor := _try_executor(decoder, settings, option.kv, context, tuned, store, reports)) is None:
-        if settings.ctx is not None or context // 2 < MIN_CONTEXT:
+        if (settings.ctx is not None and not settings.ctx_is_default) or context // 2 < MIN_CONTEXT:
             device = device_name(decoder.device)
             message = f"{name} and {context:,} tokens of context do not fit in the memory of {device}"
             raise DoesNotFitError(message, "lower --ctx, choose a smaller --kv, or use --engine llama")
