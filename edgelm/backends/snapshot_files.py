@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import mmap
 import os
 import struct
 import time
@@ -69,6 +70,18 @@ class Bounds:
         return cls(max_bytes, settings.prefix_cache_days * 86400, shared_share)
 
 
+def new_memory(nbytes: int) -> NDArray[np.uint8]:
+    """Return memory for a state, which the system gets back with it. Raises MemoryError.
+
+    From malloc, states of many sizes that come and go take half as much again as they hold: the gaps between them stay.
+    """
+    try:
+        mapped = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        raise MemoryError from None
+    return np.frombuffer(mapped, np.uint8, nbytes)
+
+
 class SnapshotFolder:
     """The files of one model under `root`. `identity` stands for all that a state depends on."""
 
@@ -108,7 +121,7 @@ class SnapshotFolder:
                 head = _Head.read(file.read(_HEAD.size))
                 head.check_size(file.fileno())  # before memory is taken for what a damaged length says
                 file.seek(head.state_at)
-                state = np.empty(head.num_bytes, np.uint8)
+                state = new_memory(head.num_bytes)
                 if file.readinto(state.data) != head.num_bytes or zlib.crc32(state.data) != head.state_crc:
                     raise _DamagedError("its state is damaged")
             os.utime(path)

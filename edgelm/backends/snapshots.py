@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.backends.snapshot_files import SnapshotFolder
+from edgelm.backends.snapshot_files import SnapshotFolder, new_memory
 from edgelm.core import OnSaving, Store, StoredPrefix
 from edgelm.engine.prefixes import common_len
 from edgelm.engine.save_points import dispensable
@@ -67,7 +67,7 @@ class SnapshotStore:
             log.info("there is no room for a snapshot of %d bytes", nbytes)
             return None
         try:
-            return np.empty(nbytes, np.uint8)
+            return new_memory(nbytes)
         except MemoryError:
             log.warning("there is no memory for a snapshot of %d bytes", nbytes)
             return None

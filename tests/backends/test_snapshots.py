@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +45,33 @@ def paths(root: Path) -> list[Path]:
 def set_age(path: Path, seconds: float) -> None:
     then = time.time() - seconds
     os.utime(path, (then, then))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads memory in /proc")
+def test_states_that_come_and_go_leave_no_gaps() -> None:
+    """Memory of the process is what the states hold, however often states of other sizes take their place."""
+    limit = 64 * 2**20
+    rng, store, keys, beside = random.Random(1), SnapshotStore(limit), [], []
+    before, peak = resident_bytes(), 0
+    for key in range(400):
+        size = 23_040 * rng.choice([rng.randrange(10, 60), rng.randrange(10, 60), rng.randrange(50, 400)])
+        while store.num_bytes + size > limit:
+            store.drop(keys.pop(0 if rng.random() < 0.7 else rng.randrange(len(keys))))
+        state = store.new_state(size)
+        assert state is not None
+        state[::4096] = 1
+        store.put(key, state)
+        keys.append(key)
+        beside = [*beside[-300:], bytearray(rng.randrange(100, 20_000))]  # as requests leave in other caches
+        peak = max(peak, resident_bytes() - before)
+    assert peak < 1.2 * limit
+    del state
+    store.close()
+    assert resident_bytes() - before < 0.2 * limit
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -160,7 +188,7 @@ def test_a_length_that_was_damaged_after_the_folder_was_read_takes_no_memory(tmp
     data = bytearray(path.read_bytes())
     data[44] ^= 128  # half a terabyte more
     path.write_bytes(data)
-    with patch("numpy.empty", side_effect=MemoryError):
+    with patch("mmap.mmap", side_effect=MemoryError):
         assert reader.read(file.name) is None
     assert not paths(tmp_path)
 
