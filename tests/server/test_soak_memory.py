@@ -1,4 +1,4 @@
-"""Mixed requests that are all new, for an hour of `make soak`: the memory of an engine stays where it was.
+"""Mixed requests that are all new, thousands of them in `make soak`: the memory of an engine stays where it was.
 
 Schemas, tools, embeddings, stop strings, several choices, counts, and streams that their clients leave. Half of the
 requests fill what has a bound: grammars, tokens of prompts, drafts, idle conversations.
@@ -21,7 +21,7 @@ import pytest
 from tests.counts import Count
 from tests.server.harness import Figures, Front, figures, serving
 
-REQUESTS = Count(test=40, soak=12_000)  # an hour on two cores
+REQUESTS = Count(test=40, soak=12_000)
 CLIENTS = 3
 LIMIT_S = 120.0
 MAX_GROWTH_BYTES = Count(test=128, soak=24) * 2**20  # of the engine, in the second half
