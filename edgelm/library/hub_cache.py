@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgelm.atomic import atomic_write
-from edgelm.errors import EdgeLMError
+from edgelm.errors import EdgeLMError, ModelError
 from edgelm.library.catalog import find_entry, name_of
-from edgelm.library.names import CatalogName, HubReference, Reference
+from edgelm.library.names import CatalogName, HubReference, Reference, shown
 from edgelm.library.selection import quantization_of
 
 if TYPE_CHECKING:
@@ -124,6 +124,21 @@ def link_target(path: Path) -> Path:
     except OSError:
         return path
     return Path(os.path.normpath(path.parent / target))
+
+
+def is_inside(path: Path, hub: Path) -> bool:
+    """Return whether an entry of the cache is really in it, and not in a folder elsewhere that the cache links to."""
+    return Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(hub))
+
+
+def require_inside(path: Path, hub: Path) -> None:
+    """Raise ModelError for an entry that is not in the cache, so that it is never removed."""
+    if not is_inside(path, hub):
+        place = shown(os.path.realpath(path.parent), 200)
+        raise ModelError(
+            f"{shown(path.name)} is in {place}, outside the cache, which only links to it",
+            "edgelm removes nothing outside the cache; delete it there yourself",
+        )
 
 
 def names_in(folder: Path, problems: list[str]) -> list[str]:
@@ -295,6 +310,7 @@ def _free(download: Unfinished, hub: Path) -> bool:
     from filelock import Timeout
 
     part = download.part
+    require_inside(part, hub)
     try:
         with blob_lock(hub, part.parents[1].name, part.name.removesuffix(PART)):
             for path in (*(part.with_name(part.name + suffix) for suffix in PART_NOTES), part):

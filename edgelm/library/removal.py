@@ -6,7 +6,7 @@
                    whole repository after its last revision, with its unfinished downloads except those in progress
 
 Owns that choice. The hub client deletes, and counts references to blobs that repositories share. Never touches
-anything outside the cache.
+anything outside the cache: a folder in it that is a link to another place is the user's own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from edgelm.library.hub_cache import (
     blob_lock,
     file_size,
     free_unfinished,
+    is_inside,
     link_target,
     read_repository,
+    require_inside,
     unfinished_in,
 )
 from edgelm.library.names import shown
@@ -144,6 +146,9 @@ def _plan(repository: Repository, models: list[LocalModel], dated: Container[Pat
     is_empty = all(
         snapshot.path in snapshots or not (snapshot.files or snapshot.broken) for snapshot in repository.snapshots
     )
+    refs = [repository.path / "refs" / ref for ref, commit in repository.refs.items() if commit in commits]
+    for path in (*doomed, *blobs, *refs):
+        require_inside(path, repository.path.parent)
     # A link leads to another disk: only the link itself would go.
     is_whole = is_empty and not _has_partial_files(repository) and not repository.path.is_symlink()
     return Removal(
@@ -152,7 +157,7 @@ def _plan(repository: Repository, models: list[LocalModel], dated: Container[Pat
         frozenset(doomed),
         frozenset(blobs),
         frozenset(snapshots),
-        frozenset(repository.path / "refs" / ref for ref, commit in repository.refs.items() if commit in commits),
+        frozenset(refs),
         is_whole,
         sum(file_size(blob) for blob in blobs) + sum(file_size(link) for link in doomed if not link.is_symlink()),
         tuple(sorted({link.name for link in doomed if blobs_of.get(link) in used - {None}})),
@@ -170,7 +175,10 @@ def _links(repository: Repository, models: list[LocalModel], dated: Container[Pa
             for snapshot in repository.snapshots:
                 link = snapshot.path / inside
                 if snapshot.revision == model.revision or (
-                    model.path not in dated and inside in snapshot.files and _same_bytes(link, file)
+                    model.path not in dated
+                    and inside in snapshot.files
+                    and _same_bytes(link, file)
+                    and is_inside(link, repository.path.parent)
                 ):
                     yield link
 

@@ -199,6 +199,31 @@ def test_a_link_out_of_the_cache_is_removed_and_the_file_kept(hub: Path, tmp_pat
     assert mine.read_bytes() == b"mine"
 
 
+@pytest.mark.parametrize("linked", ["snapshots/" + FIRST, "snapshots", "blobs", "refs", "."])
+def test_nothing_is_removed_through_a_folder_that_the_cache_links_to(hub: Path, tmp_path: Path, linked: str) -> None:
+    put(hub, "own/m", {"m-Q8_0.gguf": b"a", "README.md": b"r"}, links=linked == "blobs")
+    inside, mine = hub / "models--own--m" / linked, tmp_path / "mine"
+    inside.rename(mine)
+    inside.symlink_to(mine, target_is_directory=True)
+    before = {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
+    message = refusal("own/m:Q8_0")
+    assert f"in {mine}" in message
+    assert message.endswith("delete it there yourself")
+    assert {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()} == before
+    assert inside.is_symlink()
+    assert names(hub) == {"own/m:Q8_0"}
+
+
+def test_a_linked_revision_elsewhere_keeps_its_files(hub: Path, tmp_path: Path) -> None:
+    snapshot = put(hub, "own/m", {"m-Q8_0.gguf": b"a"})
+    mine = tmp_path / "mine" / "m-Q8_0.gguf"
+    mine.parent.mkdir()
+    mine.symlink_to((snapshot / "m-Q8_0.gguf").resolve())
+    (snapshot.parent / SECOND).symlink_to(mine.parent, target_is_directory=True)
+    rm("own/m:Q8_0")
+    assert mine.is_symlink()
+
+
 def test_a_path_in_the_cache_names_the_model_there(hub: Path) -> None:
     snapshot = put(hub, "own/m", {"m-Q8_0.gguf": b"a", "m-Q4_0.gguf": b"b"})
     rm(str(snapshot / "m-Q8_0.gguf"))
