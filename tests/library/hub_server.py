@@ -122,6 +122,7 @@ class HubServer:
         self.faults: dict[str, list[Fault]] = {}  # path in the repository: the next faults
         self.api_faults: list[Fault] = []
         self.requests: list[tuple[str, str, str | None]] = []  # method, path, authorization
+        self.agents: list[tuple[str, str]] = []  # path, User-Agent; of both servers
         self.sent: list[Sent] = []
         self.changed = threading.Condition()
         self.stopping = threading.Event()
@@ -196,6 +197,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         pass
+
+    def parse_request(self) -> bool:
+        is_valid = super().parse_request()
+        if is_valid:
+            self.hub.agents.append((urlsplit(self.path).path, self.headers["user-agent"] or ""))
+        return is_valid
 
     def setup(self) -> None:
         super().setup()

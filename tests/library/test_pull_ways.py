@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import re
 import shutil
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,7 @@ from urllib.parse import urlsplit
 
 import huggingface_hub.utils._http
 import pytest
+from gguf.constants import GGUFValueType as V
 
 from edgelm.errors import EdgeLMError
 from edgelm.library.http_range import DIRECT_BYTES
@@ -21,6 +25,7 @@ from edgelm.library.hub import Hub
 from edgelm.library.names import HubReference
 from edgelm.library.progress import Event, Retrying
 from edgelm.library.pull import pull
+from tests.checkpoints.gguf_bytes import RawGGUF
 from tests.library.conftest import QUICK, Puller
 from tests.library.hub_server import Fault, HubServer
 from tests.library.proxies import Proxy
@@ -28,6 +33,7 @@ from tests.library.proxies import Proxy
 NAME = "o/m-GGUF"
 FILE = "m-Q4_K_M.gguf"
 SIZE = 3 * DIRECT_BYTES  # long enough for direct reads before and after the break
+SMALLEST = RawGGUF({"general.architecture": (V.STRING, "llama")}).to_bytes() + bytes(2000)
 BREAK = DIRECT_BYTES + 300_000
 # httpcore2 2.16 leaves a connection to the garbage collector when the SOCKS handshake on it fails.
 UNCLOSED = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
@@ -69,6 +75,26 @@ def check_broken_pull(server: HubServer, cache: Path) -> None:
     assert puller.events_of(Retrying)
     assert 0 < server.sent[-1].start <= BREAK, "it went on where it was"
     assert puller.parts() == []
+
+
+@pytest.mark.parametrize("command", ["pull", "pull --dry-run"])
+def test_no_request_carries_telemetry(server: HubServer, tmp_path: Path, command: str) -> None:
+    """Nothing beyond what the pull needs is asked, and nothing is told about this machine but the versions."""
+    server.add(NAME, {FILE: SMALLEST})
+    ours = {f"EDGELM_{kind}_DIR": str(tmp_path / kind.lower()) for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME")}
+    hub = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "", "HF_HUB_DISABLE_TELEMETRY": "0"}
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "DO_NOT_TRACK", "DISABLE_TELEMETRY"):
+        hub[name] = ""
+    environment = {**os.environ, **ours, **hub, "AI_AGENT": "some-agent", "CLAUDECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "edgelm", *command.split(), NAME], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert server.agents
+    allowed = re.compile(rf"/api/models/{NAME}(/.*)?|/{NAME}/resolve/.*|/cdn/{NAME}/.*")
+    assert [path for path, _ in server.agents if not allowed.fullmatch(path)] == []
+    plain = re.compile(r"edgelm/[\w.]+; hf_hub/[\w.]+; python/[\w.]+")
+    assert [agent for _, agent in server.agents if not plain.fullmatch(agent)] == []
 
 
 @pytest.mark.parametrize("kind", [None, "http", "socks5"])
