@@ -240,6 +240,9 @@ def pull(
     quant: Annotated[str | None, typer.Option(help="Quantization, such as Q4_K_M.", show_default=False)] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit (main).", show_default=False)] = None,
     connections: Annotated[int, typer.Option(min=1, max=16, help="Files downloaded at the same time.")] = 4,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the files that are here, and replace damaged ones.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the files, and whether the model fits.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Use the files on this disk; open no connection.")] = False,
     as_json: Json = False,
@@ -252,6 +255,7 @@ def pull(
         quantization=quant,
         revision=revision,
         connections=connections,
+        verify=verify,
         dry_run=dry_run,
         offline=offline,
         as_json=as_json,
@@ -285,13 +289,16 @@ def show(
 @app.command()
 def rm(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="As `edgelm list` shows it.")],
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Remove only downloads that are not finished.")
+    ] = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Remove models from the hub's cache, with all bytes that nothing else uses. Your own files are never removed."""
     from edgelm.commands.rm import remove_models
 
-    raise typer.Exit(remove_models(models, {}, yes=yes, as_json=as_json))
+    raise typer.Exit(remove_models(models, {}, unfinished_only=unfinished, yes=yes, as_json=as_json))
 
 
 for _command in (serve, launch, load, unload, ps, top, watch):  # the help lists them here

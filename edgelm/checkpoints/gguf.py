@@ -163,7 +163,9 @@ def _all_parts(part: _Part, opened: ExitStack) -> list[_Part]:
         opened.callback(other.close)
         other.parse()
         if (other.number("split.no") + 1, other.number("split.count")) != (number, count):
-            raise ModelError(f"{shown(path.name)} does not belong to {name}", "download both again")
+            raise ModelError(
+                f"{shown(path.name)} does not belong to {name}", "download both again (edgelm pull --verify)"
+            )
         parts.append(other)
     _require_disjoint(parts, name)
     return parts
@@ -179,7 +181,7 @@ def _require_disjoint(parts: list[_Part], name: str) -> None:
     expected = parts[0].number("split.tensors.count")
     if expected and expected != len(seen):
         message = f"the parts of {name} hold {len(seen):,} tensors, but should hold {expected:,}"
-        raise ModelError(message, "download them again")
+        raise ModelError(message, "download them again (edgelm pull --verify)")
 
 
 def _require_gguf(data: memoryview, name: str) -> None:

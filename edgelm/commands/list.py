@@ -15,7 +15,9 @@ from rich.table import Table
 
 from edgelm.commands.job import reader_may_leave
 from edgelm.config import Config, load_config
+from edgelm.errors import ModelError
 from edgelm.library.hub_cache import all_unfinished, file_size
+from edgelm.library.local import find_local
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text
 from edgelm.library.readers import Describe, read_each
@@ -103,8 +105,18 @@ def _print_unfinished(hub: Path) -> None:
     for download in all_unfinished(hub):
         sizes[download.name] = sizes.get(download.name, 0) + download.nbytes
     for name, nbytes in sizes.items():
-        hint = f"`edgelm pull {shown(name)}` resumes it, `edgelm rm {shown(name)}` removes it"
+        rm = "rm --unfinished" if _is_complete(name, hub) else "rm"  # a plain rm removes the complete model
+        hint = f"`edgelm pull {shown(name)}` resumes it, `edgelm {rm} {shown(name)}` removes it"
         print(f"not finished: {shown(name)}, {size_text(nbytes)} so far; {hint}", file=sys.stderr)
+
+
+def _is_complete(name: str, hub: Path) -> bool:
+    """Return whether a name means a model that is here."""
+    try:
+        find_local(name, hub, paths=False)
+    except ModelError:
+        return False
+    return True
 
 
 def _row(model: LocalModel, header: dict[str, Any], config: Config) -> dict[str, Any]:

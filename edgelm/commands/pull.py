@@ -57,6 +57,7 @@ def pull_model(
     quantization: str | None,
     revision: str | None,
     connections: int,
+    verify: bool,
     dry_run: bool,
     offline: bool,
     as_json: bool,
@@ -69,7 +70,9 @@ def pull_model(
         return
     config = load_config({})
     reference = _reference(model, quantization, revision)
-    if offline or (not dry_run and _is_set_offline()):
+    if verify and offline:
+        raise EdgeLMError("--verify asks the hub for the checksums", "omit --offline")
+    if offline or (not dry_run and not verify and _is_set_offline()):
         _print_local(reference, model, config, as_json=as_json)
         return
     hub = Hub(config.places.hub_endpoint, config.places.hub)
@@ -78,7 +81,7 @@ def pull_model(
         return
     with (TerminalDisplay if sys.stderr.isatty() else Display)(sys.stderr) as display:
         try:
-            pulled = pull(reference, hub, display.show, connections=connections)
+            pulled = pull(reference, hub, display.show, connections=connections, verify=verify)
         except KeyboardInterrupt:
             display.close()
             print(f"interrupted: {display.kept_text()}", file=sys.stderr)
@@ -86,10 +89,10 @@ def pull_model(
     if as_json:
         files = [{"path": file.path, "bytes": file.size} for file in display.files]
         document = {"model": str(reference), "path": str(pulled.path), "bytes": pulled.nbytes}
-        more = {"fetched_bytes": pulled.fetched, "seconds": round(pulled.seconds, 3), "files": files}
+        more: dict[str, Any] = {"fetched_bytes": pulled.fetched, "seconds": round(pulled.seconds, 3), "files": files}
         print(json.dumps({**document, **more}, ensure_ascii=False))
         return
-    print(_summary(pulled), file=sys.stderr)
+    print(_summary(pulled, verified=verify), file=sys.stderr)
     print(pulled.path)
 
 
@@ -136,9 +139,9 @@ def _print_local(reference: HubReference, model: str, config: Config, *, as_json
     print(local.path)
 
 
-def _summary(pulled: Pulled) -> str:
+def _summary(pulled: Pulled, *, verified: bool) -> str:
     if not pulled.fetched:
-        return f"already complete: {size_text(pulled.nbytes)}"
+        return f"already complete: {size_text(pulled.nbytes)}{', all checksums are right' if verified else ''}"
     rate = f" ({size_text(pulled.fetched / pulled.seconds)}/s)" if pulled.seconds > 0 else ""
     return f"pulled {size_text(pulled.fetched)} in {time_text(pulled.seconds)}{rate}"
 

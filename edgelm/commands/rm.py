@@ -28,11 +28,13 @@ REQUEST_LIMIT_S = 2.0
 WRONG_USAGE = 2
 
 
-def remove_models(names: Sequence[str], flags: Mapping[str, object], *, yes: bool, as_json: bool) -> int:
+def remove_models(
+    names: Sequence[str], flags: Mapping[str, object], *, unfinished_only: bool = False, yes: bool, as_json: bool
+) -> int:
     """Remove models of the hub's cache after a confirmation; return the exit code. Raises EdgeLMError."""
     config = load_config(flags)
     hub = config.places.hub
-    models, dated, unfinished = _resolve(names, config)
+    models, dated, unfinished = _resolve(names, config, unfinished_only=unfinished_only)
     plans = plan_removal(models, hub, dated=dated)
     _refuse_loaded(models, config)
     if not yes:
@@ -63,7 +65,9 @@ def remove_models(names: Sequence[str], flags: Mapping[str, object], *, yes: boo
     return 0
 
 
-def _resolve(names: Sequence[str], config: Config) -> tuple[list[LocalModel], set[Path], list[Unfinished]]:
+def _resolve(
+    names: Sequence[str], config: Config, *, unfinished_only: bool
+) -> tuple[list[LocalModel], set[Path], list[Unfinished]]:
     """Return the models, the paths of those named by one revision, and the unfinished downloads of other names.
 
     Raises ModelError for a name with neither.
@@ -72,6 +76,12 @@ def _resolve(names: Sequence[str], config: Config) -> tuple[list[LocalModel], se
     dated: set[Path] = set()
     unfinished: dict[Path, Unfinished] = {}
     for name in names:
+        if unfinished_only:
+            parts = unfinished_of(parse_name(name), config.places.hub)
+            if not parts:
+                raise ModelError(f"{shown(name)} has no unfinished download", "`edgelm list` shows them")
+            unfinished |= {part.part: part for part in parts}
+            continue
         try:
             model = _in_library(installed_model(name, config), config)
         except ModelError:

@@ -230,11 +230,16 @@ class _Planner:
     def _packed_experts(self, name: str, their: str, shape: tuple[int, ...], first: int, step: int) -> OutTensor:
         count, rows, columns = shape
         if columns % MXFP4_BLOCK:
-            raise ModelError(f"the rows of {name} are no whole number of MXFP4 blocks", "download the model again")
+            raise ModelError(
+                f"the rows of {name} are no whole number of MXFP4 blocks",
+                "download the model again (edgelm pull --verify)",
+            )
         blocks = self._used(f"{name}_blocks", shape=(count, rows * step, columns // MXFP4_BLOCK, 16))
         scales = self._used(f"{name}_scales", shape=(count, rows * step, columns // MXFP4_BLOCK))
         if any(self.reader.tensor(used).dtype.bits != 8 for used in (blocks, scales)):
-            raise ModelError(f"{name} is not in MXFP4, as its name says", "download the model again")
+            raise ModelError(
+                f"{name} is not in MXFP4, as its name says", "download the model again (edgelm pull --verify)"
+            )
         return OutTensor(their, shape, Kind.MXFP4, MXFP4Rows(blocks, scales, first, step))
 
     # -- one tensor ----------------------------------------------------------------------------------------------------
@@ -316,4 +321,6 @@ class _Planner:
 
 def _wrong_size(name: str, shape: tuple[int, ...], expected: str) -> ModelError:
     sizes = " x ".join(map(str, shape)) or "one number"
-    return ModelError(f"tensor {name} is {sizes}, but must be {expected}", "download the model again")
+    return ModelError(
+        f"tensor {name} is {sizes}, but must be {expected}", "download the model again (edgelm pull --verify)"
+    )

@@ -63,7 +63,10 @@ def read_vocabulary(files: TokenizerFiles, num_rows: int) -> Vocabulary:
     if pieces is not None and not pieces.is_bpe:
         raise ModelError("its tokenizer.model is no BPE model, and llama.cpp would split texts in another way", OTHER)
     if pieces is None and not files.tokenizer:
-        raise ModelError(f"tokenizer.model is of an unknown kind, and there is no {TOKENIZER}", "download it again")
+        raise ModelError(
+            f"tokenizer.model is of an unknown kind, and there is no {TOKENIZER}",
+            "download it again (edgelm pull --verify)",
+        )
     if pieces is None and not letters and not _has_pieces(files):
         kind = files.section("model").get("type")
         raise ModelError(f"llama.cpp has no vocabulary of the kind {str(kind)[:20]!r} for this family", OTHER)

@@ -2,7 +2,7 @@
 
     blobs/<hash>.part        the bytes so far; the next request begins at its length
     blobs/<hash>.part.etag   the server's name for this version, for If-Range
-    blobs/<hash>.part.path   the file's path in the repository, for `edgelm list`
+    blobs/<hash>.part.path   the note: the file's path in the repository, and the name pulled, for `edgelm list`
     blobs/<hash>             the whole file, after its checksum was found right
 
 Owns the `.part` file, and trusts no byte of it before the checksum of the whole file is right. The caller holds the
@@ -42,12 +42,15 @@ SHA1_LEN = 40
 class Download:
     """Downloads one file into the folder `blobs`. Any thread may read `done`."""
 
-    def __init__(self, client: RangeClient, file: HubFile, blobs: Path, report: Callable[[Event], None]) -> None:
+    def __init__(
+        self, client: RangeClient, file: HubFile, blobs: Path, note: str, report: Callable[[Event], None]
+    ) -> None:
         self.done = 0  # bytes in the partial file
         self.fetched = 0  # bytes that came over the network
         self._client = client
         self._file = file
         self._blobs = blobs
+        self._note = note
         self._report = report
         self._backoff = Backoff(client.hub.retry, client.cancelled)
 
@@ -56,7 +59,7 @@ class Download:
 
         Raises EdgeLMError on failure and CancelledTransferError when cancelled; the bytes so far are kept.
         """
-        with PartialFile(self._blobs / f"{self._file.blob}.part", self._file) as part:
+        with PartialFile(self._blobs / f"{self._file.blob}.part", self._file, self._note) as part:
             for _ in range(MAX_CHECKSUM_FAILURES):
                 self.done = part.length
                 self._fetch_all(part)
@@ -127,7 +130,7 @@ class Download:
 class PartialFile:
     """The bytes so far, from the first one on without a gap."""
 
-    def __init__(self, path: Path, file: HubFile) -> None:
+    def __init__(self, path: Path, file: HubFile, note: str = "") -> None:
         self.path = path
         self._file = file
         self._etag_path = path.with_name(f"{path.name}.etag")
@@ -139,7 +142,7 @@ class PartialFile:
             self.length = 0
         self.hasher = FileHasher(self._descriptor, file.blob, file.size, self.length)
         with suppress(OSError):  # on a full disk; only `edgelm list` reads it
-            self._name_path.write_text(file.path, "utf-8")
+            self._name_path.write_text(note or file.path, "utf-8")
 
     def __enter__(self) -> Self:
         return self

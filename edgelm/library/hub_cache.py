@@ -4,6 +4,7 @@
     models--OWNER--NAME/blobs/<hash>            the bytes, each once; <hash>.part* while incomplete (download.py)
                        /snapshots/<commit>/FILE a link to a blob, or the file itself where links do not work
                        /refs/<revision>         the commit of a branch or tag, written when all files are there
+                       /refs/edgelm-unfinished  the commit of a pull that is not complete: `hf cache prune` keeps it
 
 Owns that layout, its locks, and unfinished downloads. Reads the cache in whatever state it is: a folder that cannot be
 read is reported in a line and skipped. Downloads nothing.
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 from edgelm.atomic import atomic_write
 from edgelm.errors import EdgeLMError, ModelError
 from edgelm.library.catalog import find_entry, name_of
-from edgelm.library.names import CatalogName, HubReference, Reference, shown
+from edgelm.library.names import CatalogName, HubReference, Reference, parse_name, shown
 from edgelm.library.selection import quantization_of
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ CACHE_TAG_TEXT = (
 PART = ".part"
 PART_NOTES = (".path", ".etag")  # suffixes of the files beside a part
 MAX_PATH_BYTES = 4096
+UNFINISHED_REF = "edgelm-unfinished"  # without a ref, `hf cache prune` deletes the repository, parts included
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +82,22 @@ class Unfinished:
     part: Path
     file: str | None
     nbytes: int
+    reference: HubReference | None = None  # that was pulled
+
+    @property
+    def revision(self) -> str | None:
+        return self.reference.revision if self.reference else None
 
     @property
     def name(self) -> str:
         """The name by which `edgelm pull` resumes it, as far as it is known."""
         if self.file is None or not self.file.casefold().endswith(".gguf"):
-            return self.repository
+            return str(self.reference or self.repository)
         label = quantization_of(self.file)
         if label is None:
-            return str(HubReference(self.repository, file=self.file))
-        return name_of(self.repository, label) or str(HubReference(self.repository, label))
+            return str(HubReference(self.repository, file=self.file, revision=self.revision))
+        name = None if self.revision else name_of(self.repository, label)
+        return name or str(HubReference(self.repository, label, revision=self.revision))
 
 
 def repositories(hub: Path, problems: list[str] | None = None) -> Iterator[Repository]:
@@ -217,6 +225,7 @@ class CachedRepository:
         """Create the folders, and the tag by which backup programs skip a cache."""
         for folder in (self.blobs, self.snapshot, self._cache / LOCKS / self.folder.name):
             folder.mkdir(parents=True, exist_ok=True)
+        self._write_ref(UNFINISHED_REF)
         tag = self._cache / CACHE_TAG
         if not tag.exists():
             with suppress(OSError):
@@ -233,6 +242,17 @@ class CachedRepository:
     def has_blob(self, file: HubFile) -> bool:
         """Return whether all bytes are here; after a power cut, a file may be shorter than what was written."""
         return file_size(self.blobs / file.blob, -1) == file.size
+
+    def bytes_of(self, file: HubFile) -> Path | None:
+        """Return where all bytes of a file are; None: some are missing."""
+        if self.is_here(file):
+            return self.path(file)
+        return self.blobs / file.blob if self.has_blob(file) else None
+
+    def discard(self, file: HubFile) -> None:
+        """Remove a damaged file. The caller holds the lock."""
+        for path in (self.path(file), self.blobs / file.blob):
+            path.unlink(missing_ok=True)
 
     def partial_len(self, file: HubFile) -> int:
         """Return how many bytes of a file were downloaded so far."""
@@ -264,11 +284,25 @@ class CachedRepository:
             return
         new.replace(path)
 
-    def set_ref(self) -> None:
-        """Point the requested revision at this commit, now that the model is complete."""
-        if self._listing.revision == self._listing.commit:
-            return
-        ref = self.folder / "refs" / self._listing.revision
+    def finish(self) -> None:
+        """Point the requested revision at this commit, now that the model is complete, and remove outdated parts."""
+        if self._listing.revision != self._listing.commit:
+            self._write_ref(self._listing.revision)
+        paths = {file.path: file.blob for file in self._listing.files}
+        parts = unfinished_in(read_repository(self.folder))
+        outdated = [
+            part
+            for part in parts
+            if (part.revision or "main") == self._listing.revision
+            and part.file is not None
+            and paths.get(part.file) != part.part.stem
+            and is_inside(part.part, self._cache)
+        ]
+        if not set(parts) - set(free_unfinished(outdated, self._cache)):
+            (self.folder / "refs" / UNFINISHED_REF).unlink(missing_ok=True)
+
+    def _write_ref(self, name: str) -> None:
+        ref = self.folder / "refs" / name
         with suppress(OSError):
             if ref.read_text() == self._listing.commit:
                 return
@@ -285,7 +319,7 @@ def unfinished_in(repository: Repository) -> tuple[Unfinished, ...]:
     """Return the unfinished downloads of one repository, by file name."""
     blobs = repository.path / "blobs"
     parts = [blobs / name for name in names_in(blobs, []) if name.endswith(PART)]
-    downloads = [Unfinished(repository.name, part, _path_of(part), file_size(part)) for part in parts]
+    downloads = [Unfinished(repository.name, part, *_note_of(part)) for part in parts]
     return tuple(sorted(downloads, key=lambda download: (download.file or "", download.part)))
 
 
@@ -293,8 +327,8 @@ def unfinished_of(reference: Reference, hub: Path) -> list[Unfinished]:
     """Return the unfinished downloads that a name refers to: one quantization, or the whole repository."""
     if isinstance(reference, CatalogName):
         reference = find_entry(reference).reference(reference.quantization)
-    if not isinstance(reference, HubReference) or reference.revision is not None:
-        return []  # the revision of partial bytes is not known
+    if not isinstance(reference, HubReference):
+        return []
     return [download for download in all_unfinished(hub) if _is_of(download, reference)]
 
 
@@ -326,6 +360,8 @@ def _free(download: Unfinished, hub: Path) -> bool:
 def _is_of(download: Unfinished, reference: HubReference) -> bool:
     if download.repository.casefold() != reference.repository.casefold():
         return False
+    if reference.revision is not None and reference.revision != download.revision:
+        return False
     if reference.file is not None:
         return download.file is not None and reference.file in (download.file, download.file.rpartition("/")[2])
     if reference.quantization is None or download.file is None:
@@ -333,8 +369,18 @@ def _is_of(download: Unfinished, reference: HubReference) -> bool:
     return quantization_of(download.file) in (reference.quantization, f"UD-{reference.quantization}")
 
 
-def _path_of(part: Path) -> str | None:
+def note_text(file: HubFile, reference: HubReference) -> str:
+    """Return the note beside a part: the file's path in the repository, and the name that was pulled."""
+    return f"{file.path}\n{reference}\n"
+
+
+def _note_of(part: Path) -> tuple[str | None, int, HubReference | None]:
+    """Return what is known of a part: the file's path in the repository, the bytes so far, and the name pulled."""
+    path, reference = None, None
     with suppress(OSError, ValueError), part.with_name(part.name + ".path").open("rb") as file:
-        text = file.read(MAX_PATH_BYTES).decode()
-        return text if text and text.isprintable() else None
-    return None
+        first, _, second = file.read(MAX_PATH_BYTES).decode().partition("\n")
+        path = first if first and first.isprintable() else None
+        with suppress(ModelError):
+            parsed = parse_name(second.strip()) if path and second else None
+            reference = parsed if isinstance(parsed, HubReference) else None
+    return path, file_size(part), reference

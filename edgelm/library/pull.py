@@ -17,18 +17,31 @@ from pathlib import Path
 
 from edgelm import disk
 from edgelm.errors import EdgeLMError
-from edgelm.library.download import Download
+from edgelm.library.download import Download, new_hash
 from edgelm.library.http_range import CancelledTransferError, RangeClient
 from edgelm.library.hub import Hub, HubFile, Listing
-from edgelm.library.hub_cache import CachedRepository
+from edgelm.library.hub_cache import CachedRepository, note_text
 from edgelm.library.names import HubReference, is_revision, shown
-from edgelm.library.progress import Event, Fetched, Listed, ListedFile, Progress, Pulled, Retrying, Waiting, size_text
+from edgelm.library.progress import (
+    Checking,
+    Event,
+    Fetched,
+    Listed,
+    ListedFile,
+    Progress,
+    Pulled,
+    Retrying,
+    Waiting,
+    Wrong,
+    size_text,
+)
 from edgelm.library.selection import Selection, select_files
 
 CONNECTIONS = 4
 REPORT_INTERVAL_S = 0.2
 RATE_WINDOW_S = 10.0
 SPARE_BYTES = 2**26  # of the disk, left for other programs
+READ_BYTES = 2**20
 POLL_S = 0.25  # for a file that another process downloads
 STOP_S = 1.0  # for threads to stop; a thread that is late loses no byte that it wrote
 
@@ -39,6 +52,7 @@ Report = Callable[[Event], None]
 class PreparedPull:
     """The files of a model, and how much of them is here."""
 
+    reference: HubReference
     listing: Listing
     selection: Selection
     files: tuple[HubFile, ...]
@@ -83,7 +97,7 @@ def prepare(
     selection = select_files(reference, {file.path: file.size for file in listing.files})
     selected = frozenset(selection.files)
     files = tuple(file for file in listing.files if file.path in selected)
-    return PreparedPull(listing, selection, files, CachedRepository(hub.cache, listing))
+    return PreparedPull(reference, listing, selection, files, CachedRepository(hub.cache, listing))
 
 
 def pull(
@@ -93,23 +107,47 @@ def pull(
     *,
     cancelled: threading.Event | None = None,
     connections: int = CONNECTIONS,
+    verify: bool = False,
 ) -> Pulled:
     """Download the missing bytes of a model; `report` is called in this thread.
+
+    `verify` reads the files that are here, and downloads those with a wrong checksum again.
 
     Raises EdgeLMError on failure and CancelledTransferError when cancelled; in both cases the bytes so far are kept.
     """
     started = time.monotonic()
     cancelled = threading.Event() if cancelled is None else cancelled
     prepared = prepare(reference, hub, report, cancelled)
+    if verify:
+        _write(lambda: _discard_damaged(prepared, report, cancelled), prepared)
     report(prepared.listed())
     fetched = 0
     if not all(prepared.repository.is_here(file) for file in prepared.files):
         require_room(prepared)
         fetched = _Downloads(prepared, hub, cancelled, connections).run(report)
-    _write(prepared.repository.set_ref, prepared)
+    _write(prepared.repository.finish, prepared)
     pulled = Pulled(prepared.path, prepared.nbytes, fetched, time.monotonic() - started)
     report(pulled)
     return pulled
+
+
+def _discard_damaged(prepared: PreparedPull, report: Report, cancelled: threading.Event) -> None:
+    """Remove the files whose checksum is wrong from the cache."""
+    for file in prepared.files:
+        if (path := prepared.repository.bytes_of(file)) is None:
+            continue
+        report(Checking(file.path))
+        checksum = new_hash(file.blob, file.size)
+        with path.open("rb") as opened:
+            while piece := opened.read(READ_BYTES):
+                checksum.update(piece)
+                if cancelled.is_set():
+                    raise CancelledTransferError
+        if checksum.hexdigest() != file.blob:
+            report(Wrong(file.path))
+            with prepared.repository.lock(file) as is_ours:
+                if is_ours:  # or else another process replaces it already
+                    prepared.repository.discard(file)
 
 
 def require_room(prepared: PreparedPull) -> None:
@@ -245,7 +283,13 @@ class _Downloads:
                     self._report_waiting(task)
                     return False
                 if not self._repository.has_blob(file) and not self._repository.is_here(file):
-                    task.download = Download(self._client, file, self._repository.blobs, self._events.put)
+                    task.download = Download(
+                        self._client,
+                        file,
+                        self._repository.blobs,
+                        note_text(file, self._prepared.reference),
+                        self._events.put,
+                    )
                     task.download.run()
                 if not self._repository.is_here(file):
                     self._repository.link(file)

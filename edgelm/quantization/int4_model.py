@@ -71,7 +71,9 @@ def _key(job: Int4Job, model: Safetensors, ids: Tensor | None) -> dict[str, Any]
         for part in file_identity([*model.paths, model.folder / CONFIG]):
             digest.update(part)
     except OSError as error:
-        raise EdgeLMError(f"{model.name} cannot be read: {error.strerror}", "download the model again") from None
+        raise EdgeLMError(
+            f"{model.name} cannot be read: {error.strerror}", "download the model again (edgelm pull --verify)"
+        ) from None
     if ids is not None:
         digest.update(repr(ids.shape).encode() + ids.numpy().tobytes())
     return {"version": VERSION, "method": [job.method, job.group, job.symmetric], "inputs": digest.hexdigest()}

@@ -309,5 +309,8 @@ def _failure(source: GGUF) -> EdgeLMError:
             "the disk is full, or a limit of file sizes is reached",
         )
     if "invalid data" in reason or "validation failed" in reason:
-        return ModelError(f"{source.name} has weights that are no numbers: {reason}", "convert or download it again")
+        return ModelError(
+            f"{source.name} has weights that are no numbers: {reason}",
+            "convert it again, or download it again (edgelm pull --verify)",
+        )
     return EngineError(f"{source.name} cannot be quantized: {reason}")

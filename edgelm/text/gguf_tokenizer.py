@@ -74,7 +74,10 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[in
     """Build a BPE vocabulary of SentencePiece, which merges the adjacent pair with the best score first."""
     scores = list(fields.get(FIELD + "scores") or [])
     if len(scores) != len(tokens):
-        raise ModelError("the vocabulary is damaged: it does not have one score for each token", "download it again")
+        raise ModelError(
+            "the vocabulary is damaged: it does not have one score for each token",
+            "download it again (edgelm pull --verify)",
+        )
     ids = {token: index for index, token in enumerate(tokens)}
     merges = []
     for token, index in ids.items():
@@ -101,7 +104,9 @@ def _tokenizer(tokens: list[str], merges: list[tuple[str, str]], **options: Any)
     try:
         return RustTokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges, **options))
     except Exception as error:  # noqa: BLE001 - the library raises no narrower type
-        raise ModelError(f"the vocabulary is damaged: {str(error)[:120]}", "download it again") from None
+        raise ModelError(
+            f"the vocabulary is damaged: {str(error)[:120]}", "download it again (edgelm pull --verify)"
+        ) from None
 
 
 def _facts(fields: Mapping[str, Any], tokens: list[str], types: list[int], *, byte_level: bool) -> VocabularyFacts:
@@ -136,5 +141,7 @@ def _strings(fields: Mapping[str, Any], name: str) -> list[str]:
     value = fields.get(FIELD + name)
     strings = list(value) if isinstance(value, Sequence) else []
     if not all(isinstance(string, str) for string in strings):
-        raise ModelError(f"the vocabulary is damaged: {name} are not strings", "download it again")
+        raise ModelError(
+            f"the vocabulary is damaged: {name} are not strings", "download it again (edgelm pull --verify)"
+        )
     return strings

@@ -87,7 +87,11 @@ def test_no_request_carries_telemetry(server: HubServer, tmp_path: Path, command
         hub[name] = ""
     environment = {**os.environ, **ours, **hub, "AI_AGENT": "some-agent", "CLAUDECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "edgelm", *command.split(), NAME], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "edgelm", *command.split(), NAME],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert server.agents

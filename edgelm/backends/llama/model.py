@@ -69,7 +69,9 @@ class LlamaModel:
             if error := memory_error(placement):
                 raise error
             reason = native_log.first_error() or "llama.cpp gives no reason"
-            raise ModelError(f"{path.name} cannot be loaded: {reason}", "check the file, or pull the model again")
+            raise ModelError(
+                f"{path.name} cannot be loaded: {reason}", "check the file, or replace it: edgelm pull --verify"
+            )
         self._native_adapters = [self._load_adapter(adapter) for adapter in self.adapters]
         self.vocab: Any = L.llama_model_get_vocab(self.native)
         self.num_vocab: int = L.llama_vocab_n_tokens(self.vocab)
