@@ -239,7 +239,7 @@ def pull(
     ] = None,
     quant: Annotated[str | None, typer.Option(help="Quantization, such as Q4_K_M.", show_default=False)] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit (main).", show_default=False)] = None,
-    connections: Annotated[int, typer.Option(min=1, max=16, help="Files downloaded at the same time.")] = 4,
+    connections: Annotated[int, typer.Option(min=1, max=16, help="Connections at the same time, to one file too.")] = 4,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the files that are here, and replace damaged ones.")
     ] = False,

@@ -1,6 +1,7 @@
 """The download of one file to the cache: resumed where the last run stopped, and hashed while it is written.
 
-    blobs/<hash>.part        the bytes so far; the next request begins at its length
+    blobs/<hash>.part        the bytes so far
+    blobs/<hash>.part.map    with gaps between them: how many bytes of each segment are there
     blobs/<hash>.part.etag   the server's name for this version, for If-Range
     blobs/<hash>.part.path   the note: the file's path in the repository, and the name pulled, for `edgelm list`
     blobs/<hash>             the whole file, after its checksum was found right
@@ -13,13 +14,18 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import mmap
 import os
+import struct
 import threading
-from collections.abc import Callable
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from edgelm.atomic import atomic_write
 from edgelm.errors import EdgeLMError
 from edgelm.library.http_range import (
     CancelledTransferError,
@@ -29,6 +35,7 @@ from edgelm.library.http_range import (
     SlownessWatch,
 )
 from edgelm.library.hub import Backoff, HubFile
+from edgelm.library.hub_cache import read_map
 from edgelm.library.progress import Checking, Event, Retrying, Wrong, size_text
 
 KEPT = "the downloaded part is kept: run it again to resume"
@@ -37,22 +44,41 @@ MAX_CHECKSUM_FAILURES = 2
 POLL_S = 0.5
 READ_BYTES = 2**18  # fits a core's cache
 SHA1_LEN = 40
+SEGMENT_BYTES = 2**25  # that one connection fetches at a time: some servers limit each connection
+JOIN_S = 0.05  # between looks at the segments that other threads fetch
+CHECK_BYTES = 2**16  # of a file, by which a model is refused that nothing can run
+
+Check = Callable[[bytes], None]
 
 
 class Download:
-    """Downloads one file into the folder `blobs`. Any thread may read `done`."""
+    """Downloads one file into the folder `blobs`. Any thread may read `done`, and help."""
 
     def __init__(
-        self, client: RangeClient, file: HubFile, blobs: Path, note: str, report: Callable[[Event], None]
+        self,
+        client: RangeClient,
+        file: HubFile,
+        blobs: Path,
+        note: str,
+        report: Callable[[Event], None],
+        check: Check | None = None,
     ) -> None:
         self.done = 0  # bytes in the partial file
-        self.fetched = 0  # bytes that came over the network
         self._client = client
         self._file = file
         self._blobs = blobs
         self._note = note
         self._report = report
+        self._check = check
+        self._part: PartialFile | None = None
         self._backoff = Backoff(client.hub.retry, client.cancelled)
+        self._help_backoff = Backoff(client.hub.retry, client.cancelled)
+        self._fetched: Counter[int] = Counter()  # by thread
+
+    @property
+    def fetched(self) -> int:
+        """The bytes that came over the network."""
+        return sum(list(self._fetched.values()))
 
     def run(self) -> None:
         """Fetch the missing bytes, check the whole file, and publish it.
@@ -60,8 +86,10 @@ class Download:
         Raises EdgeLMError on failure and CancelledTransferError when cancelled; the bytes so far are kept.
         """
         with PartialFile(self._blobs / f"{self._file.blob}.part", self._file, self._note) as part:
+            self._inspect(part)
+            self._part = part
             for _ in range(MAX_CHECKSUM_FAILURES):
-                self.done = part.length
+                self.done = part.num_done
                 self._fetch_all(part)
                 if self._is_right(part):
                     part.publish(self._blobs / self._file.blob)
@@ -72,40 +100,109 @@ class Download:
         message = f"{self._file.path} from {self._client.hub.host} has the wrong checksum"
         raise EdgeLMError(message, "run it again later, or choose another repository")
 
+    def help(self) -> bool:
+        """Fetch one segment over this thread's connection; return False if there is nothing to do.
+
+        A failure here is no failure of the download: a server may allow fewer connections.
+        """
+        part = self._part
+        if part is None or self._check is not None or (segment := part.claim(helper=True)) is None:
+            return False
+        before = segment.num_done
+        try:
+            self._fetch(part, segment)
+        except InterruptedTransferError as error:
+            if segment.num_done > before:
+                self._help_backoff.reset()
+            wait_s = self._help_backoff.next_wait_s(error.retry_after_s)
+            if wait_s is None:
+                part.helpers_end = True
+            elif self._client.cancelled.wait(wait_s):
+                raise CancelledTransferError from None
+        finally:
+            part.release(segment)
+        return True
+
     def _fetch_all(self, part: PartialFile) -> None:
         """Send requests until all bytes are there."""
-        while part.length < self._file.size:
-            before = part.length
+        while not part.is_whole:
+            segment = part.claim()
+            if segment is None:  # other threads fetch the last ones
+                if self._client.cancelled.wait(JOIN_S):
+                    raise CancelledTransferError
+                continue
+            before = segment.num_done
             try:
-                self._fetch(part)
+                self._fetch(part, segment)
             except InterruptedTransferError as error:
-                if part.length - before >= self._client.hub.retry.min_bytes:
+                if segment.num_done - before >= self._client.hub.retry.min_bytes:
                     self._backoff.reset()
                 self._wait(error)
+            finally:
+                part.release(segment)
 
-    def _fetch(self, part: PartialFile) -> None:
-        """Request the missing bytes once, and write those that come."""
+    def _fetch(self, part: PartialFile, segment: Segment) -> None:
+        """Request the missing bytes of a segment once, and write those that come."""
         etag = part.etag()
-        with self._client.open(self._file, part.length, etag) as response:
-            if response.start == part.length or etag is None:
-                self._write(part, response)
+        start = segment.start + segment.num_done
+        with self._client.open(self._file, start, etag, segment.end) as response:
+            if response.start == start and response.end <= segment.end:
+                self._write(part, segment, response)
+                return
+            if etag is None:
+                self._write_whole(part, segment, response)
                 return
         # The server sends the whole file, as another version. The checksum decides which bytes are right, so retry
         # without If-Range.
         part.set_etag(None)
-        with self._client.open(self._file, part.length) as response:
-            self._write(part, response)
+        with self._client.open(self._file, start, end=segment.end) as response:
+            if response.start == start and response.end <= segment.end:
+                self._write(part, segment, response)
+            else:
+                self._write_whole(part, segment, response)
 
-    def _write(self, part: PartialFile, response: RangeResponse) -> None:
-        watch = SlownessWatch(self._client.hub.retry)
+    def _write(self, part: PartialFile, segment: Segment, response: RangeResponse) -> None:
+        part.set_etag(response.etag)
+        for piece in self._counted(response):
+            part.write(segment, piece)
+            self.done = part.num_done
+            self._inspect(part)
+
+    def _write_whole(self, part: PartialFile, segment: Segment, response: RangeResponse) -> None:
+        """Write the answer of a server without ranges, which sends the file from its first byte on."""
+        part.helpers_end = True
+        if segment.is_helper:
+            return
+        while part.num_claims > 1:
+            if self._client.cancelled.wait(JOIN_S):
+                raise CancelledTransferError
+        part.drop_gaps()
         part.set_etag(response.etag)
         at = response.start
-        for piece in response.pieces:
-            self.fetched += len(piece)
-            watch.count(len(piece))
-            part.write(at, piece)
+        for piece in self._counted(response):
+            part.write_over(at, piece)
             at += len(piece)
-            self.done = part.length
+            self.done = part.num_done
+            self._inspect(part)
+
+    def _counted(self, response: RangeResponse) -> Iterator[bytes]:
+        watch = SlownessWatch(self._client.hub.retry)
+        thread = threading.get_ident()
+        for piece in response.pieces:
+            self._fetched[thread] += len(piece)
+            watch.count(len(piece))
+            yield piece
+
+    def _inspect(self, part: PartialFile) -> None:
+        """Show the first bytes to `check`, once. Its error ends the download, of which nothing stays."""
+        if self._check is None or part.length < min(CHECK_BYTES, self._file.size):
+            return
+        try:
+            self._check(part.head(CHECK_BYTES))
+        except EdgeLMError:
+            part.truncate(0)
+            raise
+        self._check = None
 
     def _wait(self, error: InterruptedTransferError) -> None:
         wait_s = self._backoff.next_wait_s(error.retry_after_s)
@@ -127,19 +224,50 @@ class Download:
         return part.hasher.hexdigest() == self._file.blob
 
 
+class Segment:
+    """A piece of a file that one connection fetches, from its first byte on. Claimed from a PartialFile."""
+
+    def __init__(self, index: int, start: int, end: int, num_done: int) -> None:
+        self.index = index
+        self.start = start
+        self.end = end
+        self.num_done = num_done
+        self.is_helper = False
+        self.descriptor = -1  # of its own: the part may be closed before a slow helper notices
+
+
 class PartialFile:
-    """The bytes so far, from the first one on without a gap."""
+    """The bytes so far: segments, each without a gap. Threads may write to the segments that they claimed."""
 
     def __init__(self, path: Path, file: HubFile, note: str = "") -> None:
         self.path = path
+        self.helpers_end = False
+        self.num_claims = 0
         self._file = file
         self._etag_path = path.with_name(f"{path.name}.etag")
         self._name_path = path.with_name(f"{path.name}.path")
+        self._map_path = path.with_name(f"{path.name}.map")
+        self._map: mmap.mmap | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self.length = os.fstat(self._descriptor).st_size
-        if self.length > file.size:  # not of this file
+        size = os.fstat(self._descriptor).st_size
+        if size > file.size:  # not of this file
             os.ftruncate(self._descriptor, 0)
-            self.length = 0
+            size = 0
+        self._segment_bytes, counts = read_map(path)
+        starts = range(0, file.size, self._segment_bytes) if self._segment_bytes else range(0)
+        if (
+            counts
+            and len(starts) == len(counts)
+            and all(not count or start + count <= size for start, count in zip(starts, counts, strict=True))
+        ):
+            self._segments = self._split(counts)
+        else:
+            self._segment_bytes = SEGMENT_BYTES
+            self._segments = self._split_at(size)
+        if self._num_beyond():
+            self._make_map()
         self.hasher = FileHasher(self._descriptor, file.blob, file.size, self.length)
         with suppress(OSError):  # on a full disk; only `edgelm list` reads it
             self._name_path.write_text(note or file.path, "utf-8")
@@ -149,14 +277,83 @@ class PartialFile:
 
     def __exit__(self, *_: object) -> None:
         self.hasher.stop()
-        os.close(self._descriptor)
-        if not self.length:
+        with self._lock:
+            self._is_closed = True
+            self._close_map()
+            os.close(self._descriptor)
+        if not self.num_done:
             self.remove()
 
-    def write(self, at: int, piece: bytes) -> None:
-        """Write bytes of the file. Bytes that exist already are compared; from the first difference on, new ones win.
+    @property
+    def length(self) -> int:
+        """The bytes from the first one on without a gap."""
+        for segment in self._segments:
+            if segment.start + segment.num_done < segment.end:
+                return segment.start + segment.num_done
+        return self._file.size
 
-        Raises EdgeLMError if the disk is full; the bytes that fit are kept.
+    @property
+    def num_done(self) -> int:
+        return sum(segment.num_done for segment in self._segments)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_done == self._file.size
+
+    def head(self, count: int) -> bytes:
+        """Return the first bytes."""
+        return os.pread(self._descriptor, min(count, self.length), 0)
+
+    def claim(self, *, helper: bool = False) -> Segment | None:
+        """Return the first segment with missing bytes that no thread fetches; None: there is none."""
+        with self._lock:
+            if self._is_closed or (helper and self.helpers_end):
+                return None
+            for segment in self._segments:
+                if segment.descriptor < 0 and segment.num_done < segment.end - segment.start:
+                    segment.descriptor, segment.is_helper = os.dup(self._descriptor), helper
+                    self.num_claims += 1
+                    return segment
+        return None
+
+    def release(self, segment: Segment) -> None:
+        """Give a segment back, whole or not."""
+        with self._lock:
+            os.close(segment.descriptor)
+            segment.descriptor = -1
+            self.num_claims -= 1
+
+    def write(self, segment: Segment, piece: bytes) -> None:
+        """Write the next bytes of a claimed segment.
+
+        Raises EdgeLMError if the disk is full; the bytes that fit are kept. Raises CancelledTransferError if the part
+        was closed, and InterruptedTransferError if a helper must end.
+        """
+        if segment.is_helper and self.helpers_end:
+            raise InterruptedTransferError("the server sends no ranges")
+        view = memoryview(piece)
+        while view:
+            with self._lock:
+                if self._is_closed:
+                    raise CancelledTransferError
+                if self._map is None and self.length < segment.start:
+                    self._make_map()
+            # At an offset, not appended: without working locks, two processes write the same bytes twice.
+            try:
+                count = os.pwrite(segment.descriptor, view, segment.start + segment.num_done)
+            except OSError as error:
+                raise self._write_error(error) from None
+            with self._lock:
+                if self._is_closed:
+                    raise CancelledTransferError
+                self._set_done(segment, segment.num_done + count)
+                self.hasher.advance(self.length)
+            view = view[count:]
+
+    def write_over(self, at: int, piece: bytes) -> None:
+        """Write bytes of the file, of which there are no gaps and no other writer.
+
+        Bytes that exist already are compared; from the first difference on, new ones win.
         """
         if at < self.length:
             old = os.pread(self._descriptor, min(len(piece), self.length - at), at)
@@ -164,29 +361,40 @@ class PartialFile:
                 piece = piece[len(old) :]
             else:
                 self.truncate(at)
-        view = memoryview(piece)
-        while view:
+        while piece:
+            segment = self._segments[self.length // self._segment_bytes]
+            room = segment.end - segment.start - segment.num_done
+            is_ours = segment.descriptor < 0
+            if is_ours:
+                segment.descriptor = self._descriptor
             try:
-                # At an offset, not appended: without working locks, two processes write the same bytes twice.
-                count = os.pwrite(self._descriptor, view, self.length)
-            except OSError as error:
-                raise self._write_error(error) from None
-            self.length += count
-            self.hasher.advance(self.length)
-            view = view[count:]
+                self.write(segment, piece[:room])
+            finally:
+                if is_ours:
+                    segment.descriptor = -1
+            piece = piece[room:]
+
+    def drop_gaps(self) -> None:
+        """Keep the bytes before the first gap only."""
+        if self._num_beyond():
+            self.truncate(self.length)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` bytes."""
         self.hasher.stop()
         os.ftruncate(self._descriptor, length)
-        self.length = length
+        with self._lock:
+            for segment in self._segments:
+                segment.num_done = max(0, min(segment.end, length) - segment.start)
+            self._close_map()
+            self._map_path.unlink(missing_ok=True)
         self.hasher = FileHasher(self._descriptor, self._file.blob, self._file.size, length)
         if not length:
             self.set_etag(None)
 
     def etag(self) -> str | None:
         """Return the server's name for the version of these bytes."""
-        if not self.length:
+        if not self.num_done:
             return None
         with suppress(OSError, ValueError):
             text = self._etag_path.read_text("ascii")
@@ -216,11 +424,48 @@ class PartialFile:
         """Delete the files beside the part, before the part itself: a kill in between leaves none of them."""
         self.set_etag(None)
         self._name_path.unlink(missing_ok=True)
+        self._map_path.unlink(missing_ok=True)
+
+    # -- segments ------------------------------------------------------------------------------------------------------
+
+    def _split(self, counts: list[int]) -> list[Segment]:
+        starts = range(0, self._file.size, self._segment_bytes)
+        ends = [min(start + self._segment_bytes, self._file.size) for start in starts]
+        rows = zip(starts, ends, counts, strict=True)
+        return [Segment(i, start, end, min(count, end - start)) for i, (start, end, count) in enumerate(rows)]
+
+    def _split_at(self, length: int) -> list[Segment]:
+        starts = range(0, self._file.size, self._segment_bytes)
+        return self._split([max(0, min(self._segment_bytes, length - start)) for start in starts])
+
+    def _num_beyond(self) -> int:
+        """Return the number of bytes behind the first gap."""
+        return self.num_done - self.length
+
+    def _set_done(self, segment: Segment, count: int) -> None:
+        """Note bytes that are written; in shared memory, so that a killed process loses none of them."""
+        segment.num_done = count
+        if self._map is not None:
+            struct.pack_into("=Q", self._map, 8 * (1 + segment.index), count)
+
+    def _make_map(self) -> None:
+        numbers = array("Q", [self._segment_bytes, *(segment.num_done for segment in self._segments)])
+        try:
+            atomic_write(self._map_path, numbers.tobytes(), mode=0o666)
+            with self._map_path.open("r+b") as opened:
+                self._map = mmap.mmap(opened.fileno(), 0)
+        except OSError as error:
+            raise self._write_error(error) from None
+
+    def _close_map(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
 
     def _write_error(self, error: OSError) -> EdgeLMError:
         if error.errno not in DISK_FULL:
             return EdgeLMError(f"{self.path} cannot be written: {error.strerror}", KEPT)
-        kept = f"{size_text(self.length)} of {size_text(self._file.size)} of {self._file.path} are kept"
+        kept = f"{size_text(self.num_done)} of {size_text(self._file.size)} of {self._file.path} are kept"
         return EdgeLMError(f"the disk of {self.path.parent} is full", f"{kept}: free some space and run it again")
 
 

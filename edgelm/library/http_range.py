@@ -69,6 +69,7 @@ class RangeClient:
         self._plain = {"accept-encoding": "identity", "user-agent": self._login.pop("user-agent", "edgelm")}
         self._hub_origin = _origin(httpx2.URL(hub.endpoint))
         self._timeout = httpx2.Timeout(hub.retry.stall_s, connect=hub.retry.connect_s, pool=None)
+        self._links: dict[str, httpx2.URL] = {}  # of files, behind the hub's redirects
         self._client = get_session()  # the hub client's, with its proxies, certificates and open connections
 
     @contextmanager
@@ -94,17 +95,22 @@ class RangeClient:
                 yield RangeResponse(start, end, strong, self._pieces(response, end - start))
             finally:
                 response.close()
+        except InterruptedTransferError:
+            self._links.pop(file.path, None)
+            raise
         except (httpx2.HTTPError, httpx2.InvalidURL, SOCKSError) as error:
+            self._links.pop(file.path, None)
             is_bad_url = isinstance(error, httpx2.InvalidURL)
             reason = "the server redirects to an invalid address" if is_bad_url else failure_reason(error)
             raise InterruptedTransferError(reason) from None
         # Direct reads of the connection raise these.
         except (httpcore2.TimeoutException, httpcore2.NetworkError, httpcore2.ProtocolError) as error:
+            self._links.pop(file.path, None)
             raise InterruptedTransferError(failure_reason(error)) from None
 
     def _send(self, file: HubFile, headers: Mapping[str, str]) -> httpx2.Response:
         """Send the request and follow redirects; return the response with the bytes, unread."""
-        url = httpx2.URL(self.hub.url(self.listing, file.path))
+        url = self._links.get(file.path) or httpx2.URL(self.hub.url(self.listing, file.path))
         for _ in range(MAX_REDIRECTS):
             is_hub = _origin(url) == self._hub_origin
             all_headers = {**self._plain, **headers, **(self._login if is_hub else {})}
@@ -117,6 +123,8 @@ class RangeClient:
             if not response.has_redirect_location:
                 if response.status_code not in (200, 206):
                     self._refuse(response, is_hub)
+                if not is_hub:  # the next segment needs no redirect
+                    self._links[file.path] = url
                 return response
             url = url.join(response.headers["location"])
             if int(response.headers.get("content-length", MAX_REDIRECT_BYTES)) < MAX_REDIRECT_BYTES:

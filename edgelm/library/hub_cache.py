@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ CACHE_TAG_TEXT = (
     "Signature: 8a477f597d28d172789f06886806bc55\n# Files of the Hugging Face Hub: see bford.info/cachedir\n"
 )
 PART = ".part"
-PART_NOTES = (".path", ".etag")  # suffixes of the files beside a part
+PART_NOTES = (".path", ".etag", ".map")  # suffixes of the files beside a part
 MAX_PATH_BYTES = 4096
 UNFINISHED_REF = "edgelm-unfinished"  # without a ref, `hf cache prune` deletes the repository, parts included
 
@@ -254,9 +255,17 @@ class CachedRepository:
         for path in (self.path(file), self.blobs / file.blob):
             path.unlink(missing_ok=True)
 
+    def leave(self) -> None:
+        """Remove what a pull made that ends without a byte: folders that are empty, and the ref of its commit."""
+        if not any(self.blobs.glob(f"*{PART}")):
+            (self.folder / "refs" / UNFINISHED_REF).unlink(missing_ok=True)
+        for folder in (self.snapshot, self.snapshot.parent, self.folder / "refs", self.blobs, self.folder):
+            with suppress(OSError):  # not empty
+                folder.rmdir()
+
     def partial_len(self, file: HubFile) -> int:
         """Return how many bytes of a file were downloaded so far."""
-        return min(file_size(self.blobs / f"{file.blob}{PART}"), file.size)
+        return min(part_len(self.blobs / f"{file.blob}{PART}"), file.size)
 
     @contextmanager
     def lock(self, file: HubFile) -> Iterator[bool]:
@@ -383,4 +392,20 @@ def _note_of(part: Path) -> tuple[str | None, int, HubReference | None]:
         with suppress(ModelError):
             parsed = parse_name(second.strip()) if path and second else None
             reference = parsed if isinstance(parsed, HubReference) else None
-    return path, file_size(part), reference
+    return path, part_len(part), reference
+
+
+def part_len(part: Path) -> int:
+    """Return how many bytes of an unfinished download are here."""
+    size = file_size(part)
+    _, counts = read_map(part)
+    return min(sum(counts), size) if counts else size
+
+
+def read_map(part: Path) -> tuple[int, list[int]]:
+    """Return the length of a part's segments, and the bytes of each so far; no segments: the bytes have no gap."""
+    with suppress(OSError, ValueError):
+        numbers = array("Q", part.with_name(part.name + ".map").read_bytes())
+        if len(numbers) > 1 and all(count <= numbers[0] for count in numbers[1:]):
+            return numbers[0], numbers[1:].tolist()
+    return 0, []

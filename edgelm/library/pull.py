@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edgelm import disk
 from edgelm.errors import EdgeLMError
-from edgelm.library.download import Download, new_hash
+from edgelm.library.download import SEGMENT_BYTES, Download, new_hash
 from edgelm.library.http_range import CancelledTransferError, RangeClient
 from edgelm.library.hub import Hub, HubFile, Listing
 from edgelm.library.hub_cache import CachedRepository, note_text
@@ -214,7 +214,7 @@ class _Downloads:
         self._client = RangeClient(hub, prepared.listing, cancelled)
         self._threads = [
             threading.Thread(target=self._run, name=f"pull-{number}", daemon=True)
-            for number in range(min(connections, len(self._tasks)))
+            for number in range(min(connections, sum(-(-task.file.size // SEGMENT_BYTES) or 1 for task in self._tasks)))
         ]
         self._rate = _Rate()
 
@@ -262,7 +262,11 @@ class _Downloads:
                 try:
                     task = self._pending.popleft()
                 except IndexError:
-                    return
+                    if all(task.is_finished for task in self._tasks):
+                        return
+                    if not any(task.download is not None and task.download.help() for task in self._tasks):
+                        self._cancelled.wait(POLL_S)
+                    continue
                 if not self._fetch(task):
                     self._pending.append(task)
                     self._cancelled.wait(POLL_S)

@@ -117,6 +117,10 @@ class HubServer:
         self.cdn_etag = cdn_etag
         self.send_buffer = send_buffer
         self.tls = tls
+        self.together = 1  # answers that must have begun before the first of them sends a byte
+        self.at_most = 1000  # answers at a time; others are refused
+        self.open_answers = 0
+        self.begun_answers = 0
         self.token = "hf_right"
         self.repos: dict[str, Repo] = {}
         self.faults: dict[str, list[Fault]] = {}  # path in the repository: the next faults
@@ -170,6 +174,17 @@ class HubServer:
             if fault.times <= 0:
                 waiting.pop(0)
             return fault
+
+    def may_answer(self) -> bool:
+        """Count one more answer; wait until enough have begun, or return False if too many are sent already."""
+        with self.changed:
+            if self.open_answers >= self.at_most:
+                return False
+            self.open_answers += 1
+            self.begun_answers += 1
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.begun_answers >= self.together, 30), "too few requests"
+        return True
 
     def sent_bytes(self, path: str | None = None) -> int:
         return sum(sent.count for sent in self.sent if path is None or sent.path == path)
@@ -228,6 +243,16 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.kind == "status":
             self.refuse(fault.status, **fault.headers)
             return
+        if self.command == "GET" and not self.hub.may_answer():
+            self.refuse(503)
+            return
+        try:
+            self._answer(file, etag, fault, headers)
+        finally:
+            with self.hub.changed:
+                self.hub.open_answers -= self.command == "GET"
+
+    def _answer(self, file: StoredFile, etag: str, fault: Fault, headers: dict[str, str]) -> None:
         start, end, status = self._range(file, etag, fault)
         sent = Sent(
             file.path, start, 0, self.headers["range"], self.headers["if-range"], self.headers["authorization"], status

@@ -16,6 +16,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from edgelm.library.download import SEGMENT_BYTES
 from edgelm.library.http_range import READ_BYTES
 from edgelm.library.progress import PullJob
 from edgelm.workers.wire import encode
@@ -96,6 +97,27 @@ def test_kills_lose_nothing_and_fetch_nothing_twice(slow_server: HubServer, tmp_
     assert not [event for event in events if event["event"] == "wrong"]
     cached = huggingface_hub.hf_hub_download(NAME, FILE, cache_dir=cache, local_files_only=True)
     assert cached == done["path"]
+
+
+def test_kills_with_several_connections_lose_nothing(server: HubServer, tmp_path: Path) -> None:
+    """The bytes of each connection are noted beside the part; what was on its way may come twice."""
+    size = 3 * SEGMENT_BYTES + 1_234_567
+    data = random.Random(4).randbytes(size)
+    server.add(NAME, {FILE: data})
+    server.rate, server.send_buffer, server.together = 2e7, 2**16, 4
+    cache = tmp_path / "hub"
+    for _ in range(2):
+        child = Child(server, cache)
+        server.wait_for_bytes(server.sent_bytes() + random.randrange(2_000_000, 20_000_000))
+        child.kill()
+    server.rate = None
+    events = Child(server, cache).events()
+    assert events[-1]["event"] == "pulled"
+    assert hashlib.sha256(Path(events[-1]["path"]).read_bytes()).digest() == hashlib.sha256(data).digest()
+    again = server.sent_bytes() - size
+    print(f"2 kills of {size / 1e6:.0f} MB over 4 connections: {again:,} bytes fetched twice")
+    assert 0 <= again <= 2 * 4 * CHUNK
+    assert not [event for event in events if event["event"] == "wrong"]
 
 
 def test_it_ends_with_its_parent_and_keeps_the_downloaded_part(slow_server: HubServer, tmp_path: Path) -> None:
