@@ -26,7 +26,7 @@ from edgelm.evaluation.kept import KeptModel, KeptResults
 from edgelm.library.catalog import hub_reference
 from edgelm.library.http_range import fetch_headers
 from edgelm.library.hub import Hub
-from edgelm.library.local import find_local, require_whole
+from edgelm.library.local import ADAPTER, find_local, require_whole
 from edgelm.library.names import HubReference, shown
 from edgelm.library.progress import (
     Checking,
@@ -93,6 +93,8 @@ def pull_model(
         print(json.dumps({**document, **more}, ensure_ascii=False))
         return
     print(_summary(pulled, verified=verify), file=sys.stderr)
+    if any(file.path == ADAPTER for file in display.files):
+        print(f"it is an adapter (LoRA): edgelm run MODEL --lora {pulled.path}", file=sys.stderr)
     print(pulled.path)
 
 
@@ -227,7 +229,8 @@ def listed_text(event: Listed) -> str:
     total, here = sum(file.size for file in event.files), sum(file.here for file in event.files)
     name = event.files[0].path if len(event.files) == 1 else f"{len(event.files)} files"
     partly = f", {size_text(here)} of it here" if 0 < here < total else ""
-    return f"{event.repository}: {name}, {size_text(total)}{partly}"
+    renamed = f" (now {event.new_name})" if event.new_name else ""
+    return f"{event.repository}{renamed}: {name}, {size_text(total)}{partly}"
 
 
 def progress_texts(event: Progress) -> list[str]:

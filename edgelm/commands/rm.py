@@ -16,6 +16,7 @@ import httpx2
 
 from edgelm.config import Config, load_config
 from edgelm.errors import EdgeLMError, ModelError
+from edgelm.library.adapters import pulled_adapter
 from edgelm.library.hub_cache import Unfinished, unfinished_of
 from edgelm.library.local import installed_model
 from edgelm.library.names import HubReference, LocalPath, parse_name, shown
@@ -85,6 +86,9 @@ def _resolve(
         try:
             model = _in_library(installed_model(name, config), config)
         except ModelError:
+            if adapter := _adapter_of(name, config):
+                models[adapter.identity] = adapter
+                continue
             parts = _parts_of(name, config)
             if not parts:
                 raise
@@ -94,6 +98,14 @@ def _resolve(
         if _is_dated(name):
             dated.add(model.path)
     return list(models.values()), dated, list(unfinished.values())
+
+
+def _adapter_of(name: str, config: Config) -> LocalModel | None:
+    try:
+        reference = parse_name(name)
+    except ModelError:
+        return None
+    return pulled_adapter(reference, config.places.hub) if isinstance(reference, HubReference) else None
 
 
 def _parts_of(name: str, config: Config) -> list[Unfinished]:

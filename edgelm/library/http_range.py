@@ -20,11 +20,21 @@ import httpx2
 from socksio import SOCKSError
 
 from edgelm.errors import EdgeLMError, ModelError
-from edgelm.library.hub import RETRIED, Backoff, Hub, HubFile, Listing, RetryPolicy, failure_reason, parse_retry_after
+from edgelm.library.hub import (
+    RETRIED,
+    TICK_S,
+    Backoff,
+    Hub,
+    HubFile,
+    Listing,
+    RetryPolicy,
+    failure_reason,
+    parse_retry_after,
+    within,
+)
 
 READ_BYTES = 2**19
 DIRECT_BYTES = 2**20  # shorter bodies go through the HTTP library to the end, so that the connection is reused
-TICK_S = 0.5  # a cancelled transfer ends within this time
 MAX_RANGE = 32 * 2**30  # the hub's network sends no answer above 50 GB
 MAX_REDIRECTS = 10
 MAX_REDIRECT_BYTES = 2**16
@@ -87,7 +97,9 @@ class RangeClient:
             if etag is not None:
                 headers["if-range"] = etag
         try:
-            response = self._send(file, headers)
+            response = within(
+                self.hub.retry.answer_s, self.cancelled, lambda: self._send(file, headers), httpx2.Response.close
+            )
             try:
                 start, end = _checked(response, file, start, end)
                 tag = response.headers.get("etag")
@@ -280,7 +292,10 @@ def _checked(response: httpx2.Response, file: HubFile, start: int, end: int) -> 
     else:
         start, end = 0, file.size
     announced = headers.get("content-length")
+    is_page = headers.get("content-type", "").startswith("text/html") and not file.path.endswith((".html", ".htm"))
     if announced is not None and announced != str(end - start):
+        if is_page:
+            raise InterruptedTransferError("a web page came in place of the file: perhaps the network asks for a login")
         raise InterruptedTransferError(f"the server sends {announced} bytes instead of {end - start:,}")
     return start, end
 

@@ -6,6 +6,7 @@ endpoint, offline mode and the request itself; http_range.py moves the bytes.
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import re
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import httpx2
@@ -33,8 +34,13 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 MAX_BYTES = 2**50  # of one file; a larger size is an error of the hub
 MAX_MESSAGE_LEN = 300  # of the hub's own message
+TICK_S = 0.5  # a cancelled request ends within this time
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 
+PORTAL = "a web page came in place of an answer of {}"
+PORTAL_HINT = "log in to the network, if it asks for that in a browser (a captive portal), or correct HF_ENDPOINT"
+
+Answer = TypeVar("Answer")
 OnWait = Callable[[str, float], None]  # the reason, and the wait in seconds
 
 
@@ -44,6 +50,7 @@ class RetryPolicy:
 
     connect_s: float = 10.0
     metadata_s: float = 30.0
+    answer_s: float = 120.0  # for a whole answer about a model, or the headers of a file: each may come bit by bit
     stall_s: float = 30.0  # a transfer with less than `min_bytes` in this time is broken off and resumed
     min_bytes: int = 4096
     max_failures: int = 8  # without progress between them
@@ -105,6 +112,7 @@ class Listing:
     commit: str
     files: tuple[HubFile, ...]
     licence: str = ""  # from the model card
+    new_name: str = ""  # of a repository that was renamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +141,11 @@ class Hub:
             retry_after_s = None
             try:
                 limit_s = self.retry.metadata_s
-                info = api.model_info(repository, revision=revision, files_metadata=True, timeout=limit_s)
+                info = within(
+                    self.retry.answer_s,
+                    cancelled,
+                    lambda: api.model_info(repository, revision=revision, files_metadata=True, timeout=limit_s),
+                )
                 return _listing(info, repository, revision or "main")
             except HFValidationError:
                 raise RefusedError(f"{repository} is not a repository name", "give OWNER/NAME") from None
@@ -182,6 +194,9 @@ class Hub:
         message = shown(headers["x-error-message"], MAX_MESSAGE_LEN) if headers.get("x-error-message") else ""
         page = f"{self.endpoint}/{repository}"
         if code == "GatedRepo":
+            if self._has_login():
+                hint = f"accept its licence at {page} as the token's user, and let the token read gated repositories"
+                return RefusedError(f"{repository} is gated, and your token has no access to it", hint)
             return RefusedError(f"{repository} is gated", f"accept its licence at {page}, then {LOG_IN}")
         if code == "RevisionNotFound":
             return RefusedError(
@@ -193,6 +208,11 @@ class Hub:
             return RefusedError(f"the hub has disabled {repository}", "choose another repository")
         if status == 401 and "credentials" in message:
             return RefusedError(f"{self.host} does not accept your token", LOG_IN.replace("log in", "log in again"))
+        if status == 511:
+            return RefusedError(PORTAL.format(self.host), PORTAL_HINT)
+        if status in (401, 403, 404) and self._has_login():
+            message = f"{self.host} does not show {repository} to the user of your token (HTTP {status})"
+            return RefusedError(message, "check the name, and that the token may read it; or accept its licence there")
         if status in (401, 404):
             hint = f"check the name; if it is private or gated, {LOG_IN}"
             return RefusedError(f"{self.host} does not show {repository} (HTTP {status})", hint)
@@ -205,6 +225,9 @@ class Hub:
             return RefusedError(f"{self.host} failed (HTTP {status})", "run it again later")
         return RefusedError(f"{self.host} answers HTTP {status} for {repository}", message or "run it again later")
 
+    def _has_login(self) -> bool:
+        return "authorization" in {name.lower() for name in self.headers()}
+
     def _unusable(self, error: Exception) -> EdgeLMError:
         """Return the error for a request that could not be made, or an answer that a hub would not send."""
         if isinstance(error, OSError):
@@ -212,12 +235,49 @@ class Hub:
             return EdgeLMError(message, "correct its permissions, or set HF_TOKEN")
         if isinstance(error, UnicodeEncodeError):  # in a header: only the token comes from the user
             return EdgeLMError("the token has characters that a hub token cannot have", LOG_IN)
+        if isinstance(error, json.JSONDecodeError) and error.doc.lstrip().startswith("<"):
+            return EdgeLMError(PORTAL.format(self.host), PORTAL_HINT)
         return EdgeLMError(f"{self.host} does not answer like a hub: {error}", "check HF_ENDPOINT")
 
     def unreachable(self, error: httpx2.HTTPError | SOCKSError) -> EdgeLMError:
         """Return the error for a connection that failed."""
         hint = "check the network and the proxy; --offline uses the files on this disk"
         return EdgeLMError(f"{self.host} cannot be reached: {failure_reason(error)}", hint)
+
+
+def within(
+    limit_s: float,
+    cancelled: threading.Event,
+    action: Callable[[], Answer],
+    close: Callable[[Answer], object] | None = None,
+) -> Answer:
+    """Return what `action` returns, on a thread that is given up after a time, or when cancelled.
+
+    The HTTP library limits each read, so that an answer of one byte now and then never ends. A late answer is closed.
+    Raises ReadTimeout.
+    """
+    box: list[Answer | Exception] = []
+    done, given_up = threading.Event(), threading.Event()
+
+    def run() -> None:
+        try:
+            answer = action()
+            box.append(answer)
+            if given_up.is_set() and close is not None:
+                close(answer)
+        except Exception as error:  # noqa: BLE001 - raised again in the caller's thread
+            box.append(error)
+        done.set()
+
+    threading.Thread(target=run, name="request", daemon=True).start()
+    deadline = time.monotonic() + limit_s
+    while not done.wait(TICK_S):
+        if time.monotonic() >= deadline or cancelled.is_set():
+            given_up.set()
+            raise httpx2.ReadTimeout("the answer timed out")
+    if isinstance(box[0], Exception):
+        raise box[0]
+    return box[0]
 
 
 def parse_retry_after(headers: Mapping[str, str]) -> float | None:
@@ -262,7 +322,8 @@ def _listing(info: ModelInfo, repository: str, revision: str) -> Listing:
     licence = card.get("license") if card is not None else None
     # A renamed repository is cached under the requested name, which other tools will ask for too.
     name = info.id if info.id.lower() == repository.lower() else repository
-    return Listing(name, revision, info.sha, files, licence if isinstance(licence, str) else "")
+    new_name = shown(info.id) if name == repository and info.id.lower() != repository.lower() else ""
+    return Listing(name, revision, info.sha, files, licence if isinstance(licence, str) else "", new_name)
 
 
 def _file(sibling: RepoSibling) -> HubFile:

@@ -26,11 +26,10 @@ from edgelm.library.scan import (
     scan,
     starter_model,
 )
-from edgelm.library.selection import CONFIG, group_ggufs, is_safetensors_folder, select_files
+from edgelm.library.selection import CONFIG, PICKLED, group_ggufs, is_safetensors_folder, select_files
 
 MAX_LISTED = 6
 SAFETENSORS = (".safetensors", ".safetensors.index.json")
-PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 ADAPTER = "adapter_config.json"
 WHOLE_FOLDER = "download all files of the model into one folder"
 

@@ -31,6 +31,7 @@ class Listed:
     repository: str
     commit: str
     files: tuple[ListedFile, ...]
+    new_name: str = ""  # of a repository that was renamed
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgelm import disk
-from edgelm.errors import EdgeLMError
+from edgelm.errors import EdgeLMError, ModelError
 from edgelm.library.download import SEGMENT_BYTES, Download, new_hash
 from edgelm.library.http_range import CancelledTransferError, RangeClient
 from edgelm.library.hub import Hub, HubFile, Listing
@@ -79,7 +79,7 @@ class PreparedPull:
 
     def listed(self) -> Listed:
         files = tuple(ListedFile(file.path, file.size, self.here(file)) for file in self.files)
-        return Listed(self.listing.repository, self.listing.commit, files)
+        return Listed(self.listing.repository, self.listing.commit, files, self.listing.new_name)
 
 
 def prepare(
@@ -97,6 +97,9 @@ def prepare(
     selection = select_files(reference, {file.path: file.size for file in listing.files})
     selected = frozenset(selection.files)
     files = tuple(file for file in listing.files if file.path in selected)
+    if empty := [file.path for file in files if not file.size and file.path.endswith((".gguf", ".safetensors"))]:
+        message = f"{empty[0]} of {listing.repository} has no bytes"
+        raise ModelError(message, "its upload failed: choose another file or repository")
     return PreparedPull(reference, listing, selection, files, CachedRepository(hub.cache, listing))
 
 

@@ -38,6 +38,8 @@ BESIDE = re.compile(  # files that transformers and our reader use beside the we
     r"|additional_chat_templates/[\w.-]+\.jinja|README\.md|(?:LICEN[CS]E|NOTICE|USE_POLICY)(?:\.\w+)?",
     re.IGNORECASE,
 )
+ADAPTER = frozenset({"adapter_config.json", "adapter_model.safetensors"})  # LoRA, as PEFT writes it
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 MAX_NAMED = 12
 
 
@@ -102,8 +104,14 @@ def select_files(reference: HubReference, sizes: Mapping[str, int]) -> Selection
         return _by_quantization(reference, groups, sizes)
     if groups:
         return _gguf(reference, _preferred(reference, groups, sizes))
+    if ADAPTER.issubset(sizes) and not (CONFIG in sizes and _weights(sizes)):
+        beside = sorted(path for path in sizes if BESIDE.fullmatch(path) and path != CONFIG)
+        return Selection((*sorted(ADAPTER), *beside), "")
     if _weights(sizes):
         return _folder(reference, sizes)
+    if pickled := [path for path in sizes if path.endswith(PICKLED)]:
+        message = f"{reference.repository} has only pickled weights ({_joined(pickled)}), which can run code"
+        raise ModelError(message, "choose a repository with the model as safetensors or GGUF")
     raise ModelError(f"{reference.repository} has no model that edgelm can read", _contents(sizes))
 
 

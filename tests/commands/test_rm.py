@@ -129,6 +129,13 @@ def test_a_folder_of_safetensors(hub: Path) -> None:
     assert not (hub / "models--own--s").exists()
 
 
+def test_an_adapter(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(hub, "own/lora", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"} | README)
+    rm("own/lora")
+    assert "removed own/lora" in capsys.readouterr().out
+    assert not (hub / "models--own--lora").exists()
+
+
 def test_a_cache_without_links(hub: Path) -> None:
     put(hub, "own/m", {"m-Q8_0.gguf": b"a", "m-Q4_0.gguf": b"b"} | README, links=False)
     rm("own/m:Q8_0")

@@ -25,6 +25,7 @@ from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 PIECE = 2**15
+PAGE = b"<!doctype html><title>Welcome to our network</title>" + bytes(b" " * 2000)
 LARGE = 2**10  # files of this size or more are in large file storage
 
 
@@ -64,7 +65,7 @@ class Fault:
 
     kind: reset, close, stall (after so many bytes of the answer), flip (one byte at that offset of the file), status,
     range (another range than requested), length (a Content-Length that is `by` off), whole (200 in place of 206), gzip,
-    size (another size in Content-Range), drip (a byte now and then).
+    size (another size in Content-Range), drip (a byte now and then), headers (which drip), page (of the network's login).
     """
 
     kind: str
@@ -123,6 +124,7 @@ class HubServer:
         self.begun_answers = 0
         self.token = "hf_right"
         self.repos: dict[str, Repo] = {}
+        self.renamed: dict[str, str] = {}
         self.faults: dict[str, list[Fault]] = {}  # path in the repository: the next faults
         self.api_faults: list[Fault] = []
         self.requests: list[tuple[str, str, str | None]] = []  # method, path, authorization
@@ -237,11 +239,22 @@ class _Handler(BaseHTTPRequestHandler):
         named = {"X-Error-Code": code, "X-Error-Message": message}
         self.reply(status, json.dumps({"error": message}).encode(), **{k: v for k, v in named.items() if v}, **headers)
 
+    def drip_headers(self) -> None:
+        """Send a header that never ends, a byte now and then."""
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nx-slow: ")
+        while not self.hub.stopping.wait(0.05):
+            self.wfile.write(b"a")
+
     def send_file(self, file: StoredFile, etag: str, **headers: str) -> None:
         """Answer with the requested bytes, and with the next ordered fault."""
         fault = self.hub.next_fault(file.path) or Fault("none")
         if fault.kind == "status":
             self.refuse(fault.status, **fault.headers)
+            return
+        if fault.kind == "headers":
+            self.drip_headers()
+        if fault.kind == "page":
+            self.reply(200, PAGE, content_type="text/html")
             return
         if self.command == "GET" and not self.hub.may_answer():
             self.refuse(503)
@@ -331,6 +344,10 @@ class HubHandler(_Handler):
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
         self.hub.requests.append((self.command, path, self.headers["authorization"]))
+        for old, new in self.hub.renamed.items():
+            if f"/{old}" in path:
+                self.reply(307, location=self.path.replace(f"/{old}", f"/{new}", 1))
+                return
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path):
             self._api(match[1], match[2], unquote(match[3] or "main"))
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
@@ -347,6 +364,11 @@ class HubHandler(_Handler):
         if fault is not None:
             if fault.kind == "stall":
                 self.hub.stopping.wait(60)
+            if fault.kind == "headers":
+                self.drip_headers()
+            if fault.kind == "page":
+                self.reply(200, PAGE, content_type="text/html")
+                return
             self.refuse(fault.status, **fault.headers)
             return
         repo = self._repo(name)

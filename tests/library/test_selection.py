@@ -87,9 +87,12 @@ def test_a_missing_safetensors_shard_is_refused() -> None:
         chosen([SHARDS[0], *BESIDE])
 
 
-def test_an_adapter_is_no_model() -> None:
+def test_an_adapter_is_chosen_where_there_is_no_model() -> None:
+    adapter = ["adapter_config.json", "adapter_model.safetensors"]
+    assert chosen([*adapter, "training_args.bin"]).files == tuple(adapter)
+    assert set(chosen([*adapter, "model.safetensors", "config.json"]).files) == {"model.safetensors", "config.json"}
     with pytest.raises(ModelError, match=r"has adapter_model.safetensors, but no config.json"):
-        chosen(["adapter_model.safetensors", "adapter_config.json"])
+        chosen(["adapter_model.safetensors"])
 
 
 def test_any_repository_gives_a_selection_or_one_line() -> None:
