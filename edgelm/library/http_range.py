@@ -40,6 +40,7 @@ MAX_REDIRECTS = 10
 MAX_REDIRECT_BYTES = 2**16
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)")
 FIRST_HEADER_BYTES = 2**20
+MAX_SMALL_BYTES = 2**22
 MAX_HEADER_BYTES = 2**28  # the largest vocabularies take about 30 MB
 
 
@@ -211,6 +212,22 @@ class SlownessWatch:
             raise InterruptedTransferError("the transfer is too slow")
         self._nbytes = 0
         self._until = time.monotonic() + self._policy.stall_s
+
+
+def fetch_small(hub: Hub, listing: Listing, file: HubFile, cancelled: threading.Event) -> bytes:
+    """Return the bytes of a small file. Raises EdgeLMError if the hub does not send them."""
+    client = RangeClient(hub, listing, cancelled)
+    backoff = Backoff(hub.retry, cancelled)
+    while True:
+        try:
+            with client.open(file, 0, end=min(file.size, MAX_SMALL_BYTES)) as response:
+                return b"".join(response.pieces)
+        except InterruptedTransferError as error:
+            if not backoff.wait(error.retry_after_s):
+                if cancelled.is_set():
+                    raise CancelledTransferError from None
+                message = f"{file.path} cannot be fetched from {hub.host}: {error.reason}"
+                raise EdgeLMError(message, "run it again later") from None
 
 
 def fetch_headers(hub: Hub, listing: Listing, shards: Sequence[HubFile], folder: Path) -> Path:

@@ -137,10 +137,10 @@ class Hub:
         _require_session()
         api = HfApi(endpoint=self.endpoint, library_name="edgelm", library_version=__version__)
         backoff = Backoff(self.retry, cancelled, self.retry.max_metadata_failures)
+        limit_s = self.retry.metadata_s
         while True:
             retry_after_s = None
             try:
-                limit_s = self.retry.metadata_s
                 info = within(
                     self.retry.answer_s,
                     cancelled,
@@ -194,10 +194,7 @@ class Hub:
         message = shown(headers["x-error-message"], MAX_MESSAGE_LEN) if headers.get("x-error-message") else ""
         page = f"{self.endpoint}/{repository}"
         if code == "GatedRepo":
-            if self._has_login():
-                hint = f"accept its licence at {page} as the token's user, and let the token read gated repositories"
-                return RefusedError(f"{repository} is gated, and your token has no access to it", hint)
-            return RefusedError(f"{repository} is gated", f"accept its licence at {page}, then {LOG_IN}")
+            return self._gated(repository)
         if code == "RevisionNotFound":
             return RefusedError(
                 f"{repository} has no revision {revision}", f"its branches and tags are at {page}/tree/main"
@@ -208,22 +205,32 @@ class Hub:
             return RefusedError(f"the hub has disabled {repository}", "choose another repository")
         if status == 401 and "credentials" in message:
             return RefusedError(f"{self.host} does not accept your token", LOG_IN.replace("log in", "log in again"))
+        if status in (401, 403, 404):
+            return self._hidden(repository, status)
         if status == 511:
             return RefusedError(PORTAL.format(self.host), PORTAL_HINT)
-        if status in (401, 403, 404) and self._has_login():
-            message = f"{self.host} does not show {repository} to the user of your token (HTTP {status})"
-            return RefusedError(message, "check the name, and that the token may read it; or accept its licence there")
-        if status in (401, 404):
-            hint = f"check the name; if it is private or gated, {LOG_IN}"
-            return RefusedError(f"{self.host} does not show {repository} (HTTP {status})", hint)
-        if status == 403:
-            hint = f"accept its licence at {page} if it has one, and {LOG_IN}"
-            return RefusedError(f"{self.host} forbids access to {repository} (HTTP 403)", hint)
         if status == 429:
             return RefusedError(f"{self.host} limits the request rate (HTTP 429)", "wait some minutes and run it again")
         if status >= 500:
             return RefusedError(f"{self.host} failed (HTTP {status})", "run it again later")
         return RefusedError(f"{self.host} answers HTTP {status} for {repository}", message or "run it again later")
+
+    def _gated(self, repository: str) -> RefusedError:
+        page = f"{self.endpoint}/{repository}"
+        if self._has_login():
+            hint = f"accept its licence at {page} as the token's user, and let the token read gated repositories"
+            return RefusedError(f"{repository} is gated, and your token has no access to it", hint)
+        return RefusedError(f"{repository} is gated", f"accept its licence at {page}, then {LOG_IN}")
+
+    def _hidden(self, repository: str, status: int) -> RefusedError:
+        if self._has_login():
+            message = f"{self.host} does not show {repository} to the user of your token (HTTP {status})"
+            return RefusedError(message, "check the name, and that the token may read it; or accept its licence there")
+        if status == 403:
+            hint = f"accept its licence at {self.endpoint}/{repository} if it has one, and {LOG_IN}"
+            return RefusedError(f"{self.host} forbids access to {repository} (HTTP 403)", hint)
+        hint = f"check the name; if it is private or gated, {LOG_IN}"
+        return RefusedError(f"{self.host} does not show {repository} (HTTP {status})", hint)
 
     def _has_login(self) -> bool:
         return "authorization" in {name.lower() for name in self.headers()}

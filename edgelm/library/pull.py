@@ -18,7 +18,7 @@ from pathlib import Path
 from edgelm import disk
 from edgelm.errors import EdgeLMError, ModelError
 from edgelm.library.download import SEGMENT_BYTES, Download, new_hash
-from edgelm.library.http_range import CancelledTransferError, RangeClient
+from edgelm.library.http_range import CancelledTransferError, RangeClient, fetch_small
 from edgelm.library.hub import Hub, HubFile, Listing
 from edgelm.library.hub_cache import CachedRepository, note_text
 from edgelm.library.names import HubReference, is_revision, shown
@@ -35,7 +35,8 @@ from edgelm.library.progress import (
     Wrong,
     size_text,
 )
-from edgelm.library.selection import Selection, select_files
+from edgelm.library.runnable import require_runnable_config, require_runnable_gguf
+from edgelm.library.selection import CONFIG, Selection, select_files
 
 CONNECTIONS = 4
 REPORT_INTERVAL_S = 0.2
@@ -126,8 +127,12 @@ def pull(
     report(prepared.listed())
     fetched = 0
     if not all(prepared.repository.is_here(file) for file in prepared.files):
+        _require_runnable_folder(prepared, hub, cancelled)
         require_room(prepared)
-        fetched = _Downloads(prepared, hub, cancelled, connections).run(report)
+        try:
+            fetched = _Downloads(prepared, hub, cancelled, connections).run(report)
+        finally:
+            prepared.repository.leave()
     _write(prepared.repository.finish, prepared)
     pulled = Pulled(prepared.path, prepared.nbytes, fetched, time.monotonic() - started)
     report(pulled)
@@ -151,6 +156,18 @@ def _discard_damaged(prepared: PreparedPull, report: Report, cancelled: threadin
             with prepared.repository.lock(file) as is_ours:
                 if is_ours:  # or else another process replaces it already
                     prepared.repository.discard(file)
+
+
+def _require_runnable_folder(prepared: PreparedPull, hub: Hub, cancelled: threading.Event) -> None:
+    """Raise ModelError for a folder of safetensors that nothing here can run, after its config.json alone."""
+    config = next((file for file in prepared.files if file.path == CONFIG), None)
+    if config is None:
+        return
+    if (path := prepared.repository.bytes_of(config)) is not None:
+        text = path.read_bytes()
+    else:
+        text = fetch_small(hub, prepared.listing, config, cancelled)
+    require_runnable_config(prepared.listing.repository, text)
 
 
 def require_room(prepared: PreparedPull) -> None:
@@ -211,8 +228,14 @@ class _Downloads:
         self._repository = prepared.repository
         self._cancelled = cancelled  # set by the caller, or here when one file fails, to stop the others
         self._tasks = [_FileTask(file, prepared.here(file)) for file in prepared.files]
+        # The first GGUF shows whether the model can run: the others wait for its first bytes.
+        main = prepared.selection.main
+        self._header = next((task for task in self._tasks if task.file.path == main and main.endswith(".gguf")), None)
+        self._may_run = threading.Event()
+        if self._header is None:
+            self._may_run.set()
         # The largest file first: the model is here when the last file is.
-        self._pending = deque(sorted(self._tasks, key=lambda task: -task.file.size))
+        self._pending = deque(sorted(self._tasks, key=lambda task: (task is not self._header, -task.file.size)))
         self._events: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self._client = RangeClient(hub, prepared.listing, cancelled)
         self._threads = [
@@ -281,13 +304,20 @@ class _Downloads:
         except Exception as error:  # noqa: BLE001 - a bug of ours: raised again in the caller's thread
             self._events.put(error)
 
+    def _check(self, head: bytes) -> None:
+        require_runnable_gguf(self._prepared.listing.repository, head)
+        self._may_run.set()
+
     def _fetch(self, task: _FileTask) -> bool:
-        """Download one file and link it into the snapshot; return False if another process is downloading it."""
+        """Download one file and link it into the snapshot; return False if it has to wait, for another process too."""
         file = task.file
+        if task is not self._header and not self._may_run.is_set():
+            return False
         if not self._repository.is_here(file):
             with self._repository.lock(file) as is_ours:
                 if not is_ours:
                     self._report_waiting(task)
+                    self._may_run.set()  # the other process has checked it
                     return False
                 if not self._repository.has_blob(file) and not self._repository.is_here(file):
                     task.download = Download(
@@ -296,10 +326,13 @@ class _Downloads:
                         self._repository.blobs,
                         note_text(file, self._prepared.reference),
                         self._events.put,
+                        self._check if task is self._header else None,
                     )
                     task.download.run()
                 if not self._repository.is_here(file):
                     self._repository.link(file)
+        if task is self._header:
+            self._may_run.set()
         task.here = file.size
         task.is_finished = True
         self._events.put(Fetched(file.path))

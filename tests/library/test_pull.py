@@ -29,6 +29,7 @@ from tests.library.hub_server import Fault, HubServer
 SIZE = 3_000_000
 NAME = "o/m-GGUF"
 FILE = "m-Q4_K_M.gguf"
+LLAMA = b'{"model_type": "llama"}'
 
 
 def random_bytes(size: int, seed: int = 1) -> bytes:
@@ -161,7 +162,7 @@ def test_transformers_loads_a_pulled_folder_offline(
 
 
 def test_small_and_empty_files_are_checked_by_gits_hash(server: HubServer, puller: Puller) -> None:
-    server.add("o/m", {"config.json": b"{}", "merges.txt": b"", "model.safetensors": b"x" * 5000})
+    server.add("o/m", {"config.json": LLAMA, "merges.txt": b"", "model.safetensors": b"x" * 5000})
     folder = puller.pull("o/m")
     assert (folder / "merges.txt").read_bytes() == b""
     assert (folder / "config.json").resolve().name == server.repos["o/m"].files["config.json"].blob

@@ -7,9 +7,11 @@ import random
 from dataclasses import replace
 
 import pytest
+from gguf.constants import GGUFValueType as V
 
 from edgelm.errors import EdgeLMError
 from edgelm.library.progress import Listed
+from tests.checkpoints.gguf_bytes import RawGGUF
 from tests.library.conftest import QUICK, Puller
 from tests.library.hub_server import Fault, HubServer
 
@@ -118,3 +120,62 @@ def test_an_adapter_is_pulled(server: HubServer, puller: Puller) -> None:
     server.add("o/lora", {**files, "checkpoint-10/adapter_model.safetensors": b"y" * 5000, "training_args.bin": b"z"})
     folder = puller.pull("o/lora")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+
+
+# -- models that nothing can run ------------------------------------------------------------------------------------
+
+
+def gguf(architecture: str, size: int) -> bytes:
+    keys = {"general.name": (V.STRING, "A"), "general.tags": (V.ARRAY, (V.STRING, ["a", "b"]))}
+    keys |= {"general.architecture": (V.STRING, architecture)}
+    return RawGGUF(keys).to_bytes().ljust(size, b"\0")
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_an_unknown_architecture_is_refused_by_its_first_bytes(
+    server: HubServer, puller: Puller, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 40_000_000
+    names = [f"m-Q4_0-{i:05d}-of-{shards:05d}.gguf" for i in range(1, shards + 1)] if shards > 1 else [FILE]
+    server.add(NAME, {name: gguf("flux", size) for name in names})
+    server.rate = 4e6  # slow enough that most of it would still come
+    message = refusal(puller)
+    assert message.startswith(f"{NAME} has the architecture flux, which llama.cpp here does not know; choose a GGUF")
+    assert server.sent_bytes() < size / 4
+    assert {sent.path for sent in server.sent} == {names[0]}
+    assert not list(puller.cache.glob("models--*")), "nothing is left"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3moe", "bert"])
+def test_a_known_architecture_is_pulled(server: HubServer, puller: Puller, architecture: str) -> None:
+    server.add(NAME, {FILE: gguf(architecture, 100_000)})
+    assert puller.pull(NAME).stat().st_size == 100_000
+    assert server.sent_bytes() == 100_000
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "whisper"}, "is a whisper model, which edgelm cannot run from safetensors"),
+        ({"architectures": ["Nosuch"]}, "does not say what kind of model it is"),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            "its quantization method is bitsandbytes",
+        ),
+        ([], "is not an object"),
+    ],
+    ids=["whisper", "unknown", "bitsandbytes", "list"],
+)
+def test_a_folder_that_nothing_can_run_is_refused_before_its_weights(
+    server: HubServer, puller: Puller, config: object, reason: str
+) -> None:
+    text = json.dumps(config).encode()
+    server.add("o/m", {"config.json": text, "model.safetensors": b"x" * 100_000, "README.md": b"text"})
+    message = refusal(puller, "o/m")
+    assert reason in message
+    assert "o/m" in message
+    assert {sent.path for sent in server.sent} == {"config.json"}
+    assert not puller.cache.exists()
+    text = json.dumps({"model_type": "llama"}).encode()
+    server.add("o/m", {"config.json": text, "model.safetensors": b"x" * 100_000})
+    assert (puller.pull("o/m") / "model.safetensors").exists()
