@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,12 +17,13 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.markup import escape
 
+from edgelm.commands.job import StatusLine
 from edgelm.config import Config, load_config
 from edgelm.conversion.messages import REPLIES, WORKER, Converted, ConvertJob, Note, Stage, Written
 from edgelm.errors import ModelError, UsageError
 from edgelm.library.local import installed_model, require_whole
 from edgelm.library.names import shown
-from edgelm.library.progress import size_text
+from edgelm.library.progress import size_text, time_text
 from edgelm.machine import facts as machine
 from edgelm.machine.cpu import usable_cores
 from edgelm.setting_checks import parse_adapters
@@ -154,10 +156,12 @@ def _replies(worker: Worker) -> Iterator[Any]:
 
 
 class _Bar:
-    """A line of progress on standard error, and the notes; only notes without a terminal."""
+    """A line of progress on standard error, and the notes; without a terminal, a new line now and then."""
 
     def __init__(self, terminal: bool) -> None:
         self._written: Written | None = None
+        self._lines = None if terminal else StatusLine(False)
+        self._first: tuple[float, int] | None = None  # the time and bytes of the first report
         self._bar = rich_progress.Progress(
             rich_progress.BarColumn(bar_width=None),
             rich_progress.TextColumn("{task.percentage:>3.0f} %"),
@@ -181,12 +185,23 @@ class _Bar:
         if isinstance(reply, Written):
             self._written = reply
             text = f"{size_text(reply.done)} of {size_text(reply.total)}"
+            if self._lines is not None:
+                self._lines.show(f"{text}{self._left(reply)}")
             self._bar.update(self._task, completed=reply.done, total=max(reply.total, 1), text=text)
         elif isinstance(reply, Stage):
+            if self._lines is not None:
+                self._lines.show(reply.text)
             self._bar.update(self._task, text=escape(reply.text))
         else:
             self._bar.stop()
             print(f"note: {reply.text}", file=sys.stderr)
+
+    def _left(self, reply: Written) -> str:
+        now = time.monotonic()
+        started_at, already = self._first = self._first or (now, reply.done)
+        if reply.done <= already:
+            return ""
+        return f", {time_text((now - started_at) / (reply.done - already) * (reply.total - reply.done))} left"
 
     def stopped(self) -> None:
         """Tell how to go on after Ctrl-C."""

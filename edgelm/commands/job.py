@@ -32,6 +32,7 @@ from edgelm.workers.messages import (
 from edgelm.workers.parent import Worker
 
 WORKER = "edgelm.jobs.worker"
+LINE_INTERVAL_S = 10.0  # between two lines of progress for a pipe or a file
 SILENT_S = 1.0  # that saving takes before a line tells of it
 REPLIES = (Loading, Status, Note, Read, Text, Thought, EvalState, EvalRestarted, Vector, Result)
 
@@ -139,17 +140,21 @@ def _watch(replies: Iterator[Any], status: StatusLine, name: str, on_loaded: Cal
 
 
 class StatusLine:
-    """A line on standard error that overwrites itself; only on a terminal."""
+    """A line on standard error that overwrites itself; elsewhere than on a terminal, a new one now and then."""
 
     def __init__(self, terminal: bool) -> None:
         self._terminal = terminal
         self._shown = ""
+        self._next_line = time.monotonic() + LINE_INTERVAL_S
 
     def show(self, text: str) -> None:
         if self._terminal and text != self._shown:
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
             self._shown = text
+        elif not self._terminal and time.monotonic() >= self._next_line:
+            print(text, file=sys.stderr, flush=True)
+            self._next_line = time.monotonic() + LINE_INTERVAL_S
 
     def clear(self) -> None:
         if self._shown:

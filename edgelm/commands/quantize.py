@@ -20,6 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from edgelm.commands.convert import run_conversion
+from edgelm.commands.job import StatusLine
 from edgelm.commands.list import plain_console
 from edgelm.commands.quantize_choice import choice_lines, choice_table
 from edgelm.config import Config, load_config
@@ -33,7 +34,7 @@ from edgelm.library.scan import LocalModel
 from edgelm.machine import facts as machine
 from edgelm.places import Places
 from edgelm.quantization.file_size import parse_budget
-from edgelm.quantization.job import NUM_TOKENS, WORKER, QuantizeJob
+from edgelm.quantization.job import IMPORTANCE_LIMIT_S, NUM_TOKENS, WORKER, QuantizeJob
 from edgelm.quantization.recipe import Recipe
 from edgelm.quantization.types import FILE_TYPES, FileType, file_type, tensor_type
 from edgelm.workers.exit_reason import ModelFiles
@@ -234,9 +235,14 @@ def _job(source: Path, target: Path, chosen: FileType, flags: QuantizeFlags, con
         save_imatrix=_file(flags.save_imatrix),
         calibration=_file(flags.calibration),
         calibration_tokens=flags.calibration_tokens or NUM_TOKENS,
+        importance_limit_s=None if _names_calibration(flags) else IMPORTANCE_LIMIT_S,
         cache=config.places.cache / "importance",
         measurements=config.places.cache / "sensitivity",
     )
+
+
+def _names_calibration(flags: QuantizeFlags) -> bool:
+    return bool(flags.calibration or flags.calibration_tokens or flags.save_imatrix)
 
 
 def _wants_importance(chosen: FileType, flags: QuantizeFlags) -> bool:
@@ -295,7 +301,7 @@ def _end(end: Exit, files: ModelFiles) -> EdgeLMError:
 
 def _follow(replies: Iterator[Any], job: QuantizeJob) -> dict[str, Any]:
     """Show the progress; return the result. Whatever ends the work early, no unfinished file stays."""
-    line = _Line()
+    line = StatusLine(sys.stderr.isatty())
     try:
         for reply in replies:
             if isinstance(reply, Result):
@@ -309,21 +315,6 @@ def _follow(replies: Iterator[Any], job: QuantizeJob) -> dict[str, Any]:
     finally:
         line.clear()
     raise AssertionError("a worker ends with a result or an error")
-
-
-class _Line:
-    """A line on standard error that overwrites itself; only on a terminal."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-
-    def show(self, text: str) -> None:
-        if self._terminal:
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        self.show("")
 
 
 def _print(document: dict[str, Any], chosen: FileType) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -38,6 +39,7 @@ from edgelm.text.tokenizer import LlamaTokenizer
 WINDOW = 512  # tokens, as of llama.cpp's tool
 BATCH = 128  # tokens of a step: all have logits, which for 150,000 tokens take 77 MB
 LEAST_TOKENS = 16
+LEAST_WINDOWS = 8  # that a time limit leaves
 BLOCK = "blk."  # begins the names of matrices of a layer
 WORKSPACE_BYTES = 512 * 2**20  # compute buffers, the logits of a batch, vocabulary, Python
 SAVE_EVERY_S = 30.0
@@ -64,14 +66,16 @@ def measure(
     cache: Path | None = None,
     threads: int = 0,
     repack: bool = True,
+    limit_s: float | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> Statistics:
     """Run a model over the first tokens of a text, and return the sums of the squares.
 
     `chats` are rendered by the model's template and take up to a quarter of the tokens. `with_output` adds the output
     matrix, or the embedding in its place: with these data llama.cpp quantizes it worse. With `cache`, a folder, the
-    result is kept there, and an interrupted run goes on. Raises ModelError for a model that llama.cpp cannot run, that
-    writes no text, or that does not fit in memory, and RequestError for a text that is too short.
+    result is kept there, and an interrupted run goes on. `limit_s` ends it early, after some windows at least. Raises
+    ModelError for a model that llama.cpp cannot run, that writes no text, or that does not fit in memory, and
+    RequestError for a text that is too short.
     """
     with open_gguf(model) as gguf:
         _check(gguf)
@@ -94,7 +98,10 @@ def measure(
         windows = _windows(calibration_tokens(tokenizer, text, chats, max_tokens), tokenizer, runner.window)
         saved_at = time.monotonic()
         progress(statistics.num_chunks, len(windows))
+        ends_at = math.inf if limit_s is None else saved_at + limit_s
         for window in windows[statistics.num_chunks :]:
+            if statistics.num_chunks >= LEAST_WINDOWS and time.monotonic() >= ends_at:
+                break
             runner.run(window)
             statistics.num_chunks += 1
             progress(statistics.num_chunks, len(windows))

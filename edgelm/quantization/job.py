@@ -10,6 +10,7 @@ from edgelm.quantization.recipe import Recipe
 
 WORKER = "edgelm.quantization.worker"
 NUM_TOKENS = 30_000  # of the text for calibration
+IMPORTANCE_LIMIT_S = 240.0  # for them, unless the user asks for a number of tokens, a text or the matrix itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class QuantizeJob:
     save_imatrix: Path | None = None
     calibration: Path | None = None  # a text; None: the built-in one
     calibration_tokens: int = NUM_TOKENS
+    importance_limit_s: float | None = None  # for the run of the model; None: it takes all tokens
     cache: Path | None = None  # a folder for importance matrices
     measurements: Path | None = None  # a folder for the divergences of types
 

@@ -117,7 +117,8 @@ def _statistics(job: QuantizeJob, child: Child) -> tuple[Statistics | None, str]
             cache=job.cache,
             threads=job.threads,
             repack=job.repack,
-            progress=_CalibrationProgress(child),
+            limit_s=job.importance_limit_s,
+            progress=_CalibrationProgress(child, job.importance_limit_s),
         )
     except NotMeasurableError as error:
         if not job.may_do_without:
@@ -150,8 +151,9 @@ def _text_name(job: QuantizeJob) -> str:
 class _CalibrationProgress:
     """Reports the windows of the text that are done."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Child, limit_s: float | None) -> None:
         self._child = child
+        self._limit_s = limit_s
         self._first: tuple[float, int] | None = None  # the time and number of the first report
         self._reported_at = 0.0
 
@@ -163,6 +165,8 @@ class _CalibrationProgress:
         self._reported_at = now
         started_at, already = self._first
         left = (now - started_at) / (done - already) * (total - done) if done > already else None
+        if left is not None and self._limit_s is not None:
+            left = min(left, max(0.0, started_at + self._limit_s - now))
         self._child.send(Status(f"importance matrix: {done} of {total} windows of text{_left(left)}"))
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.errors import EdgeLMError, ModelError, RequestError
 from edgelm.quantization.imatrix_file import Statistics, read_statistics, write_statistics
-from edgelm.quantization.importance import measure
+from edgelm.quantization.importance import LEAST_WINDOWS, measure
 from edgelm.quantization.native import quantize
 from edgelm.quantization.recipe import Recipe
 from edgelm.text.tokenizer import LlamaTokenizer
@@ -178,3 +178,15 @@ def test_damaged_files_are_one_error(cut: int, tmp_path: Path) -> None:
             read_statistics(tmp_path / file)
     with pytest.raises(RequestError, match="no importance matrix"):
         read_statistics(write_tiny(tmp_path / "model.gguf"))
+
+
+def test_a_time_limit_leaves_some_windows_and_the_same_call_goes_on(tmp_path: Path) -> None:
+    model, cache = write_tiny(tmp_path / "m.gguf", context=64), tmp_path / "cache"
+    text = TEXT * 4
+    whole = measure(model, text, threads=1).num_chunks
+    limited = measure(model, text, cache=cache, threads=1, limit_s=0.0)
+    assert limited.num_chunks == LEAST_WINDOWS < whole
+    assert limited.means().keys() == measure(model, text, threads=1).means().keys()
+    seen: list[tuple[int, int]] = []
+    measure(model, text, cache=cache, threads=1, progress=lambda *at: seen.append(at))
+    assert seen[0] == (LEAST_WINDOWS, whole)
