@@ -160,7 +160,7 @@ class _Bar:
 
     def __init__(self, terminal: bool) -> None:
         self._written: Written | None = None
-        self._lines = None if terminal else StatusLine(False)
+        self._lines = None if terminal else StatusLine(terminal=False)
         self._first: tuple[float, int] | None = None  # the time and bytes of the first report
         self._bar = rich_progress.Progress(
             rich_progress.BarColumn(bar_width=None),
