@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,8 @@ from edgelm.library.progress import (
     size_text,
     time_text,
 )
-from edgelm.library.pull import PreparedPull, free_bytes, has_room, prepare, pull
+from edgelm.library.pull import PreparedPull, free_bytes, has_room, prepare, pull, require_runnable_folder
+from edgelm.library.runnable import HEAD_BYTES, require_runnable_gguf
 from edgelm.library.selection import group_ggufs
 
 if TYPE_CHECKING:
@@ -77,7 +79,9 @@ def pull_model(
         return
     hub = Hub(config.places.hub_endpoint, config.places.hub)
     if dry_run:
-        _print_preview(prepare(reference, hub), hub, config, as_json=as_json)
+        prepared = prepare(reference, hub)
+        require_runnable_folder(prepared, hub, threading.Event())
+        _print_preview(prepared, hub, config, as_json=as_json)
         return
     with (TerminalDisplay if sys.stderr.isatty() else Display)(sys.stderr) as display:
         try:
@@ -311,11 +315,12 @@ def _plan(prepared: PreparedPull, hub: Hub, config: Config) -> tuple[Plan | None
     try:
         by_path = {file.path: file for file in prepared.files}
         shards = [by_path[path] for path in prepared.selection.files]
-        with (
-            tempfile.TemporaryDirectory(prefix="edgelm-") as folder,
-            open_gguf(fetch_headers(hub, prepared.listing, shards, Path(folder))) as gguf,
-        ):
-            facts = model_facts(gguf)
+        with tempfile.TemporaryDirectory(prefix="edgelm-") as folder:
+            first = fetch_headers(hub, prepared.listing, shards, Path(folder))
+            with first.open("rb") as opened:
+                require_runnable_gguf(prepared.listing.repository, opened.read(HEAD_BYTES))
+            with open_gguf(first) as gguf:
+                facts = model_facts(gguf)
         memory = LlamaMemory(facts, sequences=config.settings.parallel, copied_types=repacked_types())
         return plan(facts, config.settings, read_machine(config.settings, config.places), memory), ""
     except EdgeLMError as error:

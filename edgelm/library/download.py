@@ -37,6 +37,7 @@ from edgelm.library.http_range import (
 from edgelm.library.hub import Backoff, HubFile
 from edgelm.library.hub_cache import read_map
 from edgelm.library.progress import Checking, Event, Retrying, Wrong, size_text
+from edgelm.library.runnable import HEAD_BYTES
 
 KEPT = "the downloaded part is kept: run it again to resume"
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -46,7 +47,6 @@ READ_BYTES = 2**18  # fits a core's cache
 SHA1_LEN = 40
 SEGMENT_BYTES = 2**25  # that one connection fetches at a time: some servers limit each connection
 JOIN_S = 0.05  # between looks at the segments that other threads fetch
-CHECK_BYTES = 2**16  # of a file, by which a model is refused that nothing can run
 
 Check = Callable[[bytes], None]
 
@@ -195,10 +195,10 @@ class Download:
 
     def _inspect(self, part: PartialFile) -> None:
         """Show the first bytes to `check`, once. Its error ends the download, of which nothing stays."""
-        if self._check is None or part.length < min(CHECK_BYTES, self._file.size):
+        if self._check is None or part.length < min(HEAD_BYTES, self._file.size):
             return
         try:
-            self._check(part.head(CHECK_BYTES))
+            self._check(part.head(HEAD_BYTES))
         except EdgeLMError:
             part.truncate(0)
             raise

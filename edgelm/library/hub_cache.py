@@ -257,8 +257,9 @@ class CachedRepository:
 
     def leave(self) -> None:
         """Remove what a pull made that ends without a byte: folders that are empty, and the ref of its commit."""
-        if not any(self.blobs.glob(f"*{PART}")):
-            (self.folder / "refs" / UNFINISHED_REF).unlink(missing_ok=True)
+        if any(self.blobs.glob(f"*{PART}")):
+            return
+        (self.folder / "refs" / UNFINISHED_REF).unlink(missing_ok=True)
         for folder in (self.snapshot, self.snapshot.parent, self.folder / "refs", self.blobs, self.folder):
             with suppress(OSError):  # not empty
                 folder.rmdir()

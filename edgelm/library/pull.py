@@ -127,12 +127,13 @@ def pull(
     report(prepared.listed())
     fetched = 0
     if not all(prepared.repository.is_here(file) for file in prepared.files):
-        _require_runnable_folder(prepared, hub, cancelled)
+        require_runnable_folder(prepared, hub, cancelled)
         require_room(prepared)
         try:
             fetched = _Downloads(prepared, hub, cancelled, connections).run(report)
-        finally:
+        except ModelError:  # nothing can run it
             prepared.repository.leave()
+            raise
     _write(prepared.repository.finish, prepared)
     pulled = Pulled(prepared.path, prepared.nbytes, fetched, time.monotonic() - started)
     report(pulled)
@@ -158,7 +159,7 @@ def _discard_damaged(prepared: PreparedPull, report: Report, cancelled: threadin
                     prepared.repository.discard(file)
 
 
-def _require_runnable_folder(prepared: PreparedPull, hub: Hub, cancelled: threading.Event) -> None:
+def require_runnable_folder(prepared: PreparedPull, hub: Hub, cancelled: threading.Event) -> None:
     """Raise ModelError for a folder of safetensors that nothing here can run, after its config.json alone."""
     config = next((file for file in prepared.files if file.path == CONFIG), None)
     if config is None:

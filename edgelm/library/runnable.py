@@ -17,6 +17,7 @@ from edgelm.library.names import shown
 from edgelm.library.selection import CONFIG
 from edgelm.llama_build import find_build
 
+HEAD_BYTES = 2**16  # of a file, by which it is judged
 MAX_ARCHITECTURE_BYTES = 64
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # by GGUF's numbers of types
 _STRING, _ARRAY = 8, 9

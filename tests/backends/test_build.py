@@ -53,10 +53,10 @@ def test_short_memory_asks_for_a_smaller_cache_and_then_for_less_context(
     wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert choice(wide, monkeypatch, 4000) == (8192, "f16")
-    assert choice(wide, monkeypatch, 800) == (8192, "k8v16")
-    assert choice(wide, monkeypatch, 500) == (8192, "int8")
-    assert choice(wide, monkeypatch, 350) == (8192, "k8v4")
-    assert choice(wide, monkeypatch, 300) == (4096, "int8")
+    assert choice(wide, monkeypatch, 840) == (8192, "k8v16")
+    assert choice(wide, monkeypatch, 540) == (8192, "int8")
+    assert choice(wide, monkeypatch, 390) == (8192, "k8v4")
+    assert choice(wide, monkeypatch, 340) == (4096, "int8")
 
 
 def test_what_was_chosen_is_kept_or_refused(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_what_was_chosen_is_kept_or_refused(wide: Path, monkeypatch: pytest.Monk
     assert choice(wide, monkeypatch, 800, kv="f16") == (4096, "f16")
     assert choice(wide, monkeypatch, 800, ctx=16_384) == (16_384, "int8")
     with pytest.raises(
-        ModelError, match=r"needs 0\.81 GiB of memory with --ctx 8192 --kv f16, 0\.74 GiB are free"
+        ModelError, match=r"needs 0\.85 GiB of memory with --ctx 8192 --kv f16, 0\.74 GiB are free"
     ) as no:
         built(wide, monkeypatch, 800, ctx=8192, kv="f16")
     assert no.value.hint == "--ctx 8192 --kv k8v16 would fit"

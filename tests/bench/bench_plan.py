@@ -7,7 +7,8 @@ own buffer sizes, as `edgelm plan` has it. Both are for a full context. `64` is 
 and 64 decoded tokens, `full` after the whole cache was filled and a last full chunk of a prompt computed in it, `peak`
 the most at any time. The cache is filled by one part that is computed, and copies of it for the other sequences (8, or
 one for each 512 cells), so that the last chunk attends to all cells; it samples as many rows as a step may have. In
-MiB. Linux only.
+MiB. Linux only. This process lacks what an engine that serves has beside: a tokenizer, and workers for templates and
+grammars. Engines that serve are measured by tests/server/test_predicted_memory.py.
 """
 
 from __future__ import annotations

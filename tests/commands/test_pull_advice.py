@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gguf.constants import GGUFValueType as V
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.cli.cache import prune
 
 from edgelm.cli import run_cli
 from edgelm.errors import EdgeLMError
+from tests.checkpoints.gguf_bytes import RawGGUF, RawTensor
 from tests.library.conftest import Puller
 from tests.library.hub_server import Fault, HubServer
 
@@ -148,9 +150,26 @@ def test_hf_cache_prune_keeps_an_unfinished_pull(server: HubServer, puller: Pull
     quantization = "Q4_K_M" if file == FILE else "Q8_0"
     break_off(server, puller, file, quantization)
     before = server.sent_bytes()
+    assert not scan_cache_dir(puller.cache).warnings, "other tools can read the cache meanwhile"
     prune(cache_dir=str(puller.cache), yes=True)
     puller.pull(NAME, quantization)
     total = 500_000 if file == FILE else 1_000_000
     assert server.sent_bytes() == total >= before > 0
     assert [ref.name for ref in puller.cache.glob("*/refs/*")] == ["main"]
     assert not scan_cache_dir(puller.cache).warnings
+
+
+@pytest.mark.parametrize("kind", ["gguf", "folder"])
+def test_a_preview_says_that_nothing_can_run_a_model(
+    server: HubServer, puller: Puller, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    if kind == "gguf":
+        head = RawGGUF({"general.architecture": (V.STRING, "flux")}, [RawTensor("weights", (4, 4), data=bytes(64))]).to_bytes()
+        server.add("o/x", {FILE: head})
+        assert run("pull", "o/x", "--dry-run") == 0
+        assert "memory: not known: o/x has the architecture flux, which llama.cpp here" in capsys.readouterr().out
+    else:
+        server.add("o/x", {"config.json": b'{"model_type": "whisper"}', "model.safetensors": b"x" * 5000})
+        assert run("pull", "o/x", "--dry-run") == 1
+        assert "o/x is a whisper model" in capsys.readouterr().err
+    assert not puller.cache.exists()

@@ -150,7 +150,7 @@ def test_the_events_are_those_of_the_protocol(server: HubServer, tmp_path: Path)
     events = Child(server, tmp_path).events()
     assert events[0] == {
         "event": "listed", "repository": NAME, "commit": "c" * 40,
-        "files": [{"path": FILE, "size": 3_000_000, "here": 0}],
+        "files": [{"path": FILE, "size": 3_000_000, "here": 0}], "new_name": "",
     }  # fmt: skip
     progress = next(event for event in events if event["event"] == "progress")
     assert set(progress) == {"event", "done", "total", "files_done", "files", "rate", "seconds_left"}

@@ -31,9 +31,10 @@ CELLS = 256  # llama.cpp rounds a context up to a multiple of this
 MAX_ROWS = 64  # sampled rows of a step
 REPEATABLE_KV = tuple(name for name, mode in LLAMA_KV.items() if mode.key_type != "F16")  # repeatable.py tells why
 
-# Measured by tests/bench/bench_plan.py.
-PROCESS_BYTES = 79 * MIB  # Python, its packages, llama.cpp's and their code, and the process that checks grammars
-TOKEN_BYTES = 450  # for each token of the vocabulary: text, ranks and merges in llama.cpp, arrays of the sampler
+# Measured by tests/bench/bench_plan.py; the first three on engines that serve, tests/server/test_predicted_memory.py.
+PROCESS_BYTES = 118 * MIB  # Python, its packages, llama.cpp's and their code, the workers for templates and grammars
+TOKEN_BYTES = 880  # for each token of the vocabulary: in llama.cpp, in our tokenizer and sampler, and for grammars
+USUAL_ROWS = 16  # of the logits, whose other rows are allocated and never touched
 AROUND_BYTES = MIB // 2  # pages that the system maps around a small tensor between copied ones
 LOOKED_UP_BYTES = 96 * MIB  # resident pages of a lookup table after a long conversation's 1,500 tokens
 LAYER_SECONDS = 60e-6  # a layer's work that does not grow with the weights: threads wait for each other
@@ -157,7 +158,7 @@ class LlamaMemory:
 
     def workspace_bytes(self, kv: str, context: int) -> int:
         """Return the compute buffer, a step's logits, the CPU backend's scratch, the vocabulary and the process."""
-        logits = 4 * MAX_ROWS * self._model.summary.vocab_size
+        logits = 4 * USUAL_ROWS * self._model.summary.vocab_size
         return self._base_bytes + self._buffers(kv, context).compute + logits + self._scratch_bytes(kv, context)
 
     def token_seconds(self, machine: MachineMemory, kv: str, context: int) -> float:
