@@ -13,6 +13,7 @@ from tests.server.harness import serving
 
 CONTEXT = 512
 TOLERANCE = 0.10
+LIMIT_S = 400.0
 WORDS = "the old house stands on a green hill where small birds sing in summer and rain falls in winter".split()
 
 
@@ -38,10 +39,13 @@ def test_the_predicted_memory_is_what_a_full_context_takes(
     model.symlink_to(real_model(name))
     environment = own | {"EDGELM_KV": kv, "EDGELM_CTX": str(CONTEXT), "EDGELM_PREFIX_CACHE_RAM": "0"}
     environment.pop("OMP_NUM_THREADS", None)
-    prompt = " ".join(WORDS[i % len(WORDS)] for i in range(CONTEXT - 100))
+    prompt = " ".join(WORDS[i % len(WORDS)] for i in range(CONTEXT - 50))
     with serving(environment, model, log=tmp_path / "log") as front:
         reply = front.http.post(
-            "/v1/completions", json={"model": name, "prompt": prompt, "max_tokens": 32}, headers={"prefer": "wait"}
+            "/v1/completions",
+            json={"model": name, "prompt": prompt, "max_tokens": 32},
+            headers={"prefer": "wait"},
+            timeout=LIMIT_S,
         )
         assert reply.is_success, reply.text
         assert reply.json()["usage"]["total_tokens"] > 0.9 * CONTEXT

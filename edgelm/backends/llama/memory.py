@@ -33,7 +33,7 @@ REPEATABLE_KV = tuple(name for name, mode in LLAMA_KV.items() if mode.key_type !
 
 # Measured by tests/bench/bench_plan.py; the first three on engines that serve, tests/server/test_predicted_memory.py.
 PROCESS_BYTES = 118 * MIB  # Python, its packages, llama.cpp's and their code, the workers for templates and grammars
-TOKEN_BYTES = 880  # for each token of the vocabulary: in llama.cpp, in our tokenizer and sampler, and for grammars
+TOKEN_BYTES = 800  # for each token of the vocabulary: in llama.cpp, in our tokenizer and sampler, and for grammars
 USUAL_ROWS = 16  # of the logits, whose other rows are allocated and never touched
 AROUND_BYTES = MIB // 2  # pages that the system maps around a small tensor between copied ones
 LOOKED_UP_BYTES = 96 * MIB  # resident pages of a lookup table after a long conversation's 1,500 tokens
@@ -159,7 +159,7 @@ class LlamaMemory:
     def workspace_bytes(self, kv: str, context: int) -> int:
         """Return the compute buffer, a step's logits, the CPU backend's scratch, the vocabulary and the process."""
         logits = 4 * USUAL_ROWS * self._model.summary.vocab_size
-        return self._base_bytes + self._buffers(kv, context).compute + logits + self._scratch_bytes(kv, context)
+        return self._base_bytes + self._touched_compute(kv, context) + logits + self._scratch_bytes(kv, context)
 
     def token_seconds(self, machine: MachineMemory, kv: str, context: int) -> float:
         summary = self._model.summary
@@ -179,16 +179,28 @@ class LlamaMemory:
 
     def estimated_buffers(self, kv: str, context: int) -> Buffers:
         """Return the buffers that llama.cpp allocates for a context, by formula."""
+        own = self._sequences if self._repeatable else 1  # each sequence has cells of its own
+        return Buffers(
+            kv=int(self.kv_bytes_per_token(kv) * padded(context) * own) + self._model.state_bytes * self._sequences,
+            compute=max(self._layer_bytes(kv, context), self._logit_bytes(MAX_ROWS)),
+        )
+
+    def _layer_bytes(self, kv: str, context: int) -> int:
+        """Return the bytes of the graph that are live at its peak inside a layer."""
         summary, flash, cells = self._model.summary, self._flash(kv), padded(context)
         scores = 0 if flash else summary.heads * cells
         live = max(scores + self._attention_live(), self._feed_forward_live())  # floats per token at the peak
         mask = cells * (2 if flash else 4) * (2 if summary.sliding_window else 1)
-        logits = 4 * MAX_ROWS * (summary.vocab_size + summary.width)  # with the last hidden states, inside the graph
-        own = self._sequences if self._repeatable else 1  # each sequence has cells of its own
-        return Buffers(
-            kv=int(self.kv_bytes_per_token(kv) * cells * own) + self._model.state_bytes * self._sequences,
-            compute=max(self._batch(kv, context) * (mask + 4 * live), logits),
-        )
+        return self._batch(kv, context) * (mask + 4 * live)
+
+    def _logit_bytes(self, rows: int) -> int:
+        """Return the bytes of logits inside the graph, with the last hidden states."""
+        return 4 * rows * (self._model.summary.vocab_size + self._model.summary.width)
+
+    def _touched_compute(self, kv: str, context: int) -> int:
+        """Return the part of the compute buffer that is used: of a large vocabulary, the usual rows."""
+        used = max(self._layer_bytes(kv, context), self._logit_bytes(USUAL_ROWS))
+        return self._buffers(kv, context).compute - max(0, self._logit_bytes(MAX_ROWS) - used)
 
     def embedding_bytes(self, size: int, batch: int, *, flash: bool, cached: bool) -> int:
         """Return the bytes of a context for embeddings of `size` tokens, `batch` at a time; `cached`: with a KV cache.
