@@ -225,7 +225,7 @@ def test_dry_run_and_pull_need_the_same_room(run: Run, monkeypatch: pytest.Monke
 def test_offline_refuses_an_incomplete_model(run: Run, server: HubServer, lost: str) -> None:
     server.add("o/split", {f"x-Q4_K_M-0000{part}-of-00002.gguf": b"x" * 2000 for part in (1, 2)})
     shards = {f"model-0000{part}-of-00002.safetensors": b"y" * 2000 for part in (1, 2)}
-    server.add("o/shards", {"config.json": b"{}", **shards})
+    server.add("o/shards", {"config.json": b'{"model_type": "llama"}', **shards})
     name = "o/split:Q4_K_M" if lost.endswith("gguf") else "o/shards"
     path = Path(run(name)[1].strip())
     assert run(name, "--offline")[0] == 0

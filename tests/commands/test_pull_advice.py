@@ -164,7 +164,8 @@ def test_a_preview_says_that_nothing_can_run_a_model(
     server: HubServer, puller: Puller, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     if kind == "gguf":
-        head = RawGGUF({"general.architecture": (V.STRING, "flux")}, [RawTensor("weights", (4, 4), data=bytes(64))]).to_bytes()
+        tensors = [RawTensor("weights", (4, 4), data=bytes(64))]
+        head = RawGGUF({"general.architecture": (V.STRING, "flux")}, tensors).to_bytes()
         server.add("o/x", {FILE: head})
         assert run("pull", "o/x", "--dry-run") == 0
         assert "memory: not known: o/x has the architecture flux, which llama.cpp here" in capsys.readouterr().out
