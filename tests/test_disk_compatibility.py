@@ -158,7 +158,7 @@ def test_the_machine_is_tried_once_more(places: Places, monkeypatch: pytest.Monk
     assert len(lines) == 1
     path = places.cache / "machine" / f"{expected['key']}-bandwidth.json"
     for threads, speed in expected["bandwidth"].items():
-        assert read_bandwidth(path, int(threads), lambda _: 1.0) == speed
+        assert read_bandwidth(path, int(threads), lambda _: 1.0) == (speed, None)
 
 
 def test_the_machine_has_the_same_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ class MachineMemory:
     free_bytes: int  # available without swapping, within the control group's limit
     cores: int  # physical ones that may be used
     read_bytes_per_s: float = 0.0  # memory bandwidth, with the threads that will decode; 0: not measured
+    others: float | None = None  # cores that other processes kept busy while it was measured; None: not known
     limit_bytes: int | None = None  # that the model may take of it; None: as much as is free
 
     @property

@@ -27,6 +27,7 @@ from edgelm.config import Config, load_config
 from edgelm.errors import RequestError
 from edgelm.jobs.speed import BenchJob, SpeedTest
 from edgelm.library.local import model_config, runnable_model
+from edgelm.machine.conditions import Conditions
 from edgelm.workers.messages import Result
 
 ALIKE = 0.03  # a difference of the two sides that is not shown
@@ -68,7 +69,7 @@ def bench_model(
         result: dict[str, Any] = next(reply for reply in replies if isinstance(reply, Result)).document
     if not in_process:
         result["results"] = asyncio.run(_beside_endpoint(job, config, flags, result))
-    shown = {name: result[name] for name in ("model", "engine", "device", "context", "results")}
+    shown = {name: result[name] for name in ("model", "engine", "device", "context", "results", "measured")}
     with reader_may_leave():
         _print(shown | {"through": "engine" if in_process else "endpoint", "drafts": False}, as_json)
 
@@ -136,7 +137,9 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
         engine = row["engine"]["tokens_per_second"] if differs else 1.0
         beside = [f"{engine:.1f}", f"{speed / engine:.0%}"] if differs else []
         table.add_row(row["test"], f"{speed:.1f}", f"{min(runs):.1f} to {max(runs):.1f}", *beside)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(str(Conditions(**result["measured"])), markup=False, highlight=False, soft_wrap=True)
 
 
 def _differs(row: dict[str, Any]) -> bool:

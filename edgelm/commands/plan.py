@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from edgelm.config import Config, Settings, load_config
 from edgelm.library.local import find_draft_model, model_config, require_gguf, runnable_model
 from edgelm.machine import facts as machine
 from edgelm.machine.bandwidth import read_bandwidth
+from edgelm.machine.conditions import conditions
 from edgelm.machine.cpu import usable_cores
 from edgelm.machine.gpu import Gpu, nvidia_gpus
 from edgelm.machine.memory import available_memory_bytes
@@ -67,7 +68,7 @@ def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None
     memory = replace(memory, free_bytes=max(0, memory.free_bytes - beside.outstanding_bytes))
     if choice.engine == "torch":
         if choice.cuda is not None:
-            memory = replace(memory, free_bytes=choice.cuda.free_bytes, read_bytes_per_s=0.0)
+            memory = replace(memory, free_bytes=choice.cuda.free_bytes, read_bytes_per_s=0.0, others=None)
         result, exact, placement = _plan_for_torch(facts, draft_facts, settings, memory, choice.device), False, ON_CPU
     else:
         facts = _with_adapters(path, facts, config)
@@ -162,8 +163,9 @@ def read_machine(settings: Settings, places: Places) -> MachineMemory:
     cores = usable_cores()
     threads = settings.threads or cores.physical
     path = places.cache / "machine" / f"{machine.machine_key(cores)}-bandwidth.json"
+    speed, others = read_bandwidth(path, threads)
     return MachineMemory(
-        free_bytes=available_memory_bytes(), cores=cores.physical, read_bytes_per_s=read_bandwidth(path, threads)
+        free_bytes=available_memory_bytes(), cores=cores.physical, read_bytes_per_s=speed, others=others
     )
 
 
@@ -204,6 +206,7 @@ def as_document(
             "read_bytes_per_second": round(memory.read_bytes_per_s),
             "gpus": [gpu._asdict() for gpu in gpus],
         },
+        "measured": asdict(conditions(choice.engine, memory.others)),
         "sizes": "llama.cpp" if exact else "formulas",
         "error": None if result.refusal is None else str(result.refusal),
     }
@@ -265,6 +268,7 @@ def _print(
     where = {"cuda": "CUDA by our own kernels", "gpu": "the GPU, by llama.cpp", "cpu": "the processor"}[kind]
     by = " by the torch engine, slowly" if (choice.engine, choice.device) == ("torch", "cpu") else ""
     console.print(escape(f"runs on {where}{by}" + "".join(f"; {reason}" for reason in choice.reasons)), soft_wrap=True)
+    console.print(escape(str(conditions(choice.engine, memory.others))), soft_wrap=True)
 
 
 def _model_line(summary: ModelSummary) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from edgelm.jobs.embed import embed_texts
 from edgelm.jobs.embed_request import EmbedJob
 from edgelm.jobs.evaluate import evaluate_file
 from edgelm.jobs.speed import BenchJob, check, measure
+from edgelm.machine.conditions import Measurement
 from edgelm.places import own_places
 from edgelm.text.template_worker import start_template_worker
 from edgelm.workers.child import Child, Handler, report_loading, run_job
@@ -84,15 +86,16 @@ async def _bench(loaded: LoadedModel, job: BenchJob, child: Child) -> None:
     tests = [test.shortened(info.context) for test in job.tests] if job.shorten else job.tests
     for test in tests:
         check(info, test)
-    results = []
+    results, measurement = [], Measurement()
     for test in tests:
         child.send(Status(f"measuring {test.name}"))
         runs = await measure(loaded.engine, test, job.repetitions)
         results.append({"test": test.name, "tokens_per_second": sorted(runs)[len(runs) // 2], "runs": runs})
     about = {"model": loaded.name, "engine": info.engine, "device": info.device, "context": info.context}
+    measured = asdict(measurement.conditions(info.engine))
     # How the same requests are sent to an endpoint.
     vocabulary = {"num_vocab": info.num_vocab, "stop_ids": sorted(loaded.tokenizer.stop_ids)}
-    child.send(Result(about | vocabulary | {"results": results}))
+    child.send(Result(about | vocabulary | {"results": results, "measured": measured}))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ of what the cores are used for: the backends choose thread counts from them.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -52,6 +53,15 @@ def processor_flags(root: Path = Path("/")) -> frozenset[str]:
         if name.strip() == "flags":
             return frozenset(value.split())
     return frozenset()
+
+
+def processor_name(root: Path = Path("/")) -> str:
+    """Return the processor's name where Linux knows it, or else its architecture."""
+    for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.machine() or "an unknown processor"
 
 
 def mac_cores(sysctl: Callable[[str], int | None]) -> Cores:

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from edgelm.commands.bench import _print
+from edgelm.machine.conditions import Conditions, engine_build
 from tests.tiny import write_tiny
 
 TIMEOUT_S = 100
@@ -92,6 +94,7 @@ def test_each_test_is_measured_through_the_endpoint_and_alone_and_nothing_stays(
 def test_in_process_there_is_no_server(bench: Bench, model: Path) -> None:
     result = bench.result(model, "-p", "32", "-n", "8", "-r", "1", "--in-process")
     assert result["through"] == "engine"
+    assert result["measured"]["build"] == engine_build("llama")
     assert [row["test"] for row in result["results"]] == ["pp32", "tg8"]
     assert all("engine" not in row for row in result["results"])
     assert not (Path(bench.environment["EDGELM_CACHE_DIR"]) / "bench.log").exists()
@@ -157,10 +160,12 @@ def test_both_figures_are_shown_where_they_differ_by_more_than_3_percent(
     monkeypatch.setenv("COLUMNS", "200")
     engine = {"tokens_per_second": 100.0, "runs": [100.0]}
     rows = [{"test": "tg8", "tokens_per_second": speed, "runs": [speed, speed + 1], "engine": engine}]
-    about = {"model": "m", "engine": "llama", "device": "cpu"}
+    measured = Conditions("0.6", "edgelm-llama 0.3.36", "AMD EPYC", 2, 1.25)
+    about = {"model": "m", "engine": "llama", "device": "cpu", "measured": asdict(measured)}
     _print({**about, "through": "endpoint", "drafts": False, "results": rows}, as_json=False)
     shown = " ".join(capsys.readouterr().out.split())
     assert "through the endpoint, without drafts" in shown
+    assert shown.endswith(str(measured))
     assert f"{speed:.1f}" in shown
     assert ("engine alone" in shown) is is_shown
     assert (f"{speed:.0f}%" in shown) is is_shown

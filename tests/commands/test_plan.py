@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from edgelm.backends.questions import ChosenEngine
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.cli import run_cli
 from edgelm.commands import plan as plan_module
+from edgelm.machine.bandwidth import Bandwidth
+from edgelm.machine.conditions import conditions
 from edgelm.machine.facts import MachineFacts
 from edgelm.machine.gpu import Gpu
 from tests.adapters import write_adapter
@@ -35,7 +38,7 @@ def small_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGELM_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.setattr(plan_module.machine, "facts", lambda *_, **__: MachineFacts(canary="ok"))
     monkeypatch.setattr(plan_module, "available_memory_bytes", lambda: GIB)
-    monkeypatch.setattr(plan_module, "read_bandwidth", lambda _, threads: threads * 10e9)
+    monkeypatch.setattr(plan_module, "read_bandwidth", lambda _, threads: Bandwidth(threads * 10e9, 0.7))
 
 
 class Edgelm:
@@ -96,6 +99,9 @@ def test_a_page_shows_the_sizes_a_bar_and_the_choice(
     assert "chosen: --ctx 4096 --kv f16 --threads" in out
     assert "estimate" in out
     assert "NVIDIA H100: 79.00 GiB of 80.00 GiB free; not used" in out
+    measured = conditions("llama", 0.7)
+    assert out.endswith(f"{measured}\n")
+    assert edgelm.document(model)["measured"] == asdict(measured)
 
 
 def test_a_kv_mode_that_the_gpu_cannot_attend_in_is_told_of(
