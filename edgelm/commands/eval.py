@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.gguf import open_gguf
@@ -33,11 +32,12 @@ from edgelm.library.hub_cache import link_target
 from edgelm.library.local import model_config, runnable_model
 from edgelm.library.readers import Contents, read_each
 from edgelm.library.scan import LocalModel
+from edgelm.machine.conditions import Conditions
 from edgelm.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
 
 ENGINES = ("llama", "torch")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-PACKAGES = ("llama-cpp-python", "torch", "triton")  # another version of these rounds differently
+PACKAGES = ("llama-cpp-python", "edgelm-llama", "torch", "triton")  # another version of these rounds differently
 
 
 def eval_model(model: str, task: Task, flags: Mapping[str, object], against: Sequence[str], *, as_json: bool) -> None:
@@ -74,6 +74,7 @@ class Task:
             **({"lora": adapters_identity(settings.lora)} if settings.lora else {}),
             "window": self.window,
             "stride": self.stride,
+            "noise": 1,  # since 0.6: a noise floor, and flash attention on both sides where one needs it
         }
 
     def content_key(self, settings: Settings, sides: Sequence[EvalSide], identities: Sequence[str]) -> str:
@@ -252,28 +253,37 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
         return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
-    for row in _rows(result):
-        table.add_row(*row)
-    Console(highlight=False, markup=False).print(table)
+    console = Console(highlight=False, markup=False)
+    for line in _lines(result):
+        console.print(line, soft_wrap=True)
 
 
-def _rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    yield f"{result['file']}, {result['kv']} cache, {result['engine']} on {result['device']}", "", ""
-    yield "perplexity", f"{result['perplexity']:.4f}", f"± {result['stderr']:.4f}"
-    yield "tokens scored", f"{result['tokens']:,}", f"in {result['windows']:,} windows of {result['window']:,}"
-    if not (against := result["against"]):
-        return
-    yield "", "", ""
-    there = f"{against['engine']} on {against['device']}"
-    differs = there != f"{result['engine']} on {result['device']}"
-    yield f"against {against['file']}, {against['kv']} cache" + (f", {there}" if differs else ""), "", ""
-    yield "its perplexity", f"{against['perplexity']:.4f}", f"± {against['stderr']:.4f}"
-    difference = "log_perplexity_difference"
-    yield "ln of their ratio", f"{result[difference]:.6f}", f"± {result[difference + '_stderr']:.6f}"
-    yield "mean KL divergence", f"{result['mean_kl']:.6f}", f"± {result['mean_kl_stderr']:.6f}"
-    yield "99 % of tokens below", f"{result['p99_kl']:.6f}", f"at most {result['max_kl']:.6f}"
-    yield "same most likely token", f"{result['top1_agreement']:.3%}", f"± {result['top1_stderr']:.3%}"
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    yield _side(result)
+    yield _line("perplexity", f"{result['perplexity']:.4f}", f"± {result['stderr']:.4f}")
+    yield _line("tokens scored", f"{result['tokens']:,}", f"in {result['windows']:,} windows of {result['window']:,}")
+    floors = [result["noise_floor"]["mean_kl"]]
+    if against := result["against"]:
+        yield ""
+        yield f"against {_side(against)}"
+        yield _line("its perplexity", f"{against['perplexity']:.4f}", f"± {against['stderr']:.4f}")
+        ratio, error = (result["log_perplexity_difference" + suffix] for suffix in ("", "_stderr"))
+        yield _line("ln of their ratio", f"{ratio:.6f}", f"± {error:.6f}")
+        yield _line("mean KL divergence", f"{result['mean_kl']:.6f}", f"± {result['mean_kl_stderr']:.6f}")
+        yield _line("99 % of tokens below", f"{result['p99_kl']:.6f}", f"at most {result['max_kl']:.6f}")
+        yield _line("same most likely token", f"{result['top1_agreement']:.3%}", f"± {result['top1_stderr']:.3%}")
+        floors.append(against["noise_floor"]["mean_kl"])
+    yield _line("noise floor", f"{max(floors):.6f}", "mean KL of a model from itself, one token a step")
+    if result["distinguishable"] is False:
+        yield "not distinguishable: the mean KL divergence is not above twice the noise floor"
+    yield ""
+    yield str(Conditions(**result["measured"]))
+
+
+def _line(name: str, figure: str, note: str) -> str:
+    return f"{name:<22}  {figure:>10}  {note}"
+
+
+def _side(side: Mapping[str, Any]) -> str:
+    flash = ", flash attention" if side["flash_attention"] else ""
+    return f"{side['file']}, {side['kv']} cache{flash}, {side['engine']} on {side['device']}"

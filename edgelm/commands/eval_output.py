@@ -24,14 +24,17 @@ from edgelm.evaluation.comparison import Row, advice, beaten_by
 from edgelm.evaluation.svg_plot import svg_plot
 from edgelm.evaluation.text_plot import text_plot
 from edgelm.library.progress import size_text
+from edgelm.machine.conditions import Conditions, joined
 
 WIDE = 95  # columns beside the labels from which errors and types have room in the table
 MAX_REFERENCE = 16  # characters of its label in a title
+NOISE_MARK = "≈ "  # before a divergence that is not distinguishable from noise
 STEADY = 1.5  # the spread of speeds from which a note says so
 PLOT_WIDTH = 100  # columns of a plot in a file
 FIELDS = (
     "name", "label", "bytes", "bits_per_weight", "perplexity", "perplexity_stderr", "mean_kl", "mean_kl_stderr",
-    "p99_kl", "top1_agreement", "prompt_tokens_per_second", "decode_tokens_per_second", "types", "beaten_by", "error",
+    "p99_kl", "kl_noise_floor", "distinguishable", "top1_agreement", "prompt_tokens_per_second",
+    "decode_tokens_per_second", "types", "beaten_by", "error",
 )  # fmt: skip
 
 
@@ -119,8 +122,8 @@ def _record(row: Row, rows: list[Row]) -> dict[str, Any]:
     better = None if row.is_reference else beaten_by(row, [other for other in rows if not other.is_reference])
     values = (
         row.name, row.label, row.nbytes, row.bits_per_weight, row.perplexity, figures.get("stderr"), row.kl,
-        figures.get("mean_kl_stderr"), figures.get("p99_kl"), row.same_top, row.prompt_speed, row.decode_speed, None,
-        better.label if better else None, row.problem or None,
+        figures.get("mean_kl_stderr"), figures.get("p99_kl"), row.noise_floor, row.distinguishable, row.same_top,
+        row.prompt_speed, row.decode_speed, None, better.label if better else None, row.problem or None,
     )  # fmt: skip
     return dict(zip(FIELDS, values, strict=True))
 
@@ -160,7 +163,8 @@ def _cells(row: Row, *, wide: bool, has_distance: bool, has_speed: bool) -> Iter
         elif row.kl is None or row.same_top is None:
             yield from ("", "")
         else:
-            yield _kl(row.kl) + (f" ± {_kl(row.kl_error)}" if wide else "")
+            mark = NOISE_MARK if row.distinguishable is False else ""
+            yield mark + _kl(row.kl) + (f" ± {_kl(row.kl_error)}" if wide else "")
             yield f"{row.same_top:.2%}".replace("%", " %")
     if has_speed:
         yield _speed(row.prompt_speed)
@@ -175,20 +179,42 @@ def _below(judgement: Judgement, *, wide: bool) -> Iterator[str]:
     for row in rows:
         if row.problem:
             yield f"{row.label} was not evaluated: {row.problem}"
-    notes = [*_engines(rows), *_uncertain(rows), *([] if wide else _types(rows)), *advice(rows, judgement.reference)]
+    notes = [
+        *_noise(judgement),
+        *_engines(rows),
+        *_uncertain(rows),
+        *([] if wide else _types(rows)),
+        *advice(rows, judgement.reference),
+    ]
     if notes:
         yield ""
     yield from notes
+
+
+def _noise(judgement: Judgement) -> Iterator[str]:
+    """Yield the noise floor, and which rows are not above twice of it."""
+    floors = [row.noise_floor for row in judgement.rows if row.noise_floor is not None]
+    if not floors:
+        return
+    least, most = _kl(min(floors)), _kl(max(floors))
+    floor = least if least == most else f"{least} to {most}"
+    yield f"noise floor: KL {floor} of a model from itself, one token a step"
+    same = ", ".join(row.label for row in judgement.rows if row.distinguishable is False)
+    if same:
+        yield f"{NOISE_MARK}not distinguishable from {judgement.reference}, KL not above twice the floor: {same}"
 
 
 def _engines(rows: list[Row]) -> Iterator[str]:
     makers: dict[str, list[str]] = {}
     for row in rows:
         if row.figures:
-            maker = f"{row.figures['kv']} cache, {row.figures['engine']} on {row.figures['device']}"
+            flash = ", flash attention" if row.figures.get("flash_attention") else ""
+            maker = f"{row.figures['kv']} cache{flash}, {row.figures['engine']} on {row.figures['device']}"
             makers.setdefault(maker, []).append(row.label)
     for maker, labels in makers.items():
         yield maker if len(makers) == 1 else f"{', '.join(labels)}: {maker}"
+    measured = [row.figures["measured"] for row in rows if row.figures and "measured" in row.figures]
+    yield from map(str, joined(Conditions(**one) for one in measured))
 
 
 def _uncertain(rows: list[Row]) -> Iterator[str]:

@@ -41,7 +41,7 @@ from edgelm.workers.messages import EvalSide
 SPEED_AGE_S = 3600
 COMPARED = (  # the figures of a comparison, which a model alone does not have
     "mean_kl", "mean_kl_stderr", "p99_kl", "max_kl", "top1_agreement", "top1_stderr", "log_perplexity_difference",
-    "log_perplexity_difference_stderr",
+    "log_perplexity_difference_stderr", "distinguishable",
 )  # fmt: skip
 
 

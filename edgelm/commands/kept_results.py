@@ -32,8 +32,9 @@ def distance_text(result: KeptResult) -> str:
     perplexity = f"perplexity {figures['perplexity']:.4g}"
     if figures["mean_kl"] is None:
         return f"{perplexity} ({figures['kv']} cache)"
+    noise = " (noise)" if figures.get("distinguishable") is False else ""  # before 0.6 it was not measured
     same = f"{figures['top1_agreement']:.1%}".replace("%", " %")
-    return f"{same} same next token as {reference_text(figures)}, KL {figures['mean_kl']:.2g}, {perplexity}"
+    return f"{same} same next token as {reference_text(figures)}, KL {figures['mean_kl']:.2g}{noise}, {perplexity}"
 
 
 def reference_text(figures: dict[str, Any]) -> str:

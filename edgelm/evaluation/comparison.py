@@ -48,6 +48,17 @@ class Row:
         return self._figure("mean_kl_stderr", 0.0) or 0.0
 
     @property
+    def noise_floor(self) -> float | None:
+        """The larger divergence from itself of the model and the reference; None: it was not measured."""
+        floors = [side.get("noise_floor") for side in (self.figures or {}, (self.figures or {}).get("against") or {})]
+        return max((floor["mean_kl"] for floor in floors if floor), default=None)
+
+    @property
+    def distinguishable(self) -> bool | None:
+        """Whether the divergence from the reference is more than noise; None: that is not known."""
+        return None if self.is_reference or not self.figures else self.figures.get("distinguishable")
+
+    @property
     def same_top(self) -> float | None:
         """The share of tokens where the reference has the same most likely token."""
         return self._figure("top1_agreement", 1.0)
@@ -83,11 +94,15 @@ def by_size(rows: Iterable[Row]) -> list[Row]:
 
 
 def beats(one: Row, other: Row) -> bool:
-    """Return whether a model is at most as large as another and closer to the reference, or smaller and as close."""
+    """Return whether a model is at most as large as another and closer to the reference, or smaller and as close.
+
+    Two models that are not distinguishable from the reference are as close.
+    """
     if one.kl is None or other.kl is None:
         return False
-    no_worse = one.nbytes <= other.nbytes and one.kl <= other.kl
-    return no_worse and (one.nbytes < other.nbytes or one.kl < other.kl)
+    kl, other_kl = ((0.0 if row.distinguishable is False else row.kl or 0.0) for row in (one, other))
+    no_worse = one.nbytes <= other.nbytes and kl <= other_kl
+    return no_worse and (one.nbytes < other.nbytes or kl < other_kl)
 
 
 def beaten_by(row: Row, rows: Iterable[Row]) -> Row | None:
@@ -114,7 +129,7 @@ def advice(rows: Sequence[Row], reference: str) -> list[str]:
             beaten.setdefault(other.label, []).append(row.label)
     if beaten:
         pairs = [f"{label} than {_joined(others)}" for label, others in beaten.items()]
-        lines.append(f"no larger, and closer to {reference}: {'; '.join(pairs)}")
+        lines.append(f"no larger, and no farther from {reference}: {'; '.join(pairs)}")
     smallest: dict[str, float] = {}
     for share in AGREEMENTS:
         good = [row for row in judged if (row.same_top or 0.0) >= share]

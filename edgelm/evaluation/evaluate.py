@@ -1,7 +1,10 @@
-"""Runs the windows of a text through a model, and through a reference beside it.
+"""Runs the windows of a text through a model, and through a reference beside it; and each against itself.
 
 Owns the loaded sides of an evaluation and the order of the work: both sides run the same step at a time, so that only
 the logits of one step are in memory. Knows executors by their protocol; each backend loads its own.
+
+The noise floor of a side is its divergence from itself where the same tokens are computed one a step, as an answer is,
+and many a step, as a prompt is: in llama.cpp and in the torch engine these two are rounded differently.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from edgelm.workers.messages import EvalSide
 
 DEFAULT_WINDOW = 512  # tokens
 LOGITS_BYTES = 64 * 2**20  # bound on the logits of a step
+NOISE_TOKENS = 500  # by which a noise floor is known to about 10 %
 _SLOT = 0
 
 
@@ -35,6 +39,7 @@ class LoadedSide:
 
     name: str
     executor: Executor
+    flash: bool | None = None  # whether llama.cpp computes with flash attention; None: another engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,13 @@ def evaluate(
     windows: Iterable[Window],
     tally: Tally,
     on_hang: Callable[[DeviceError], None] = lambda _: None,
+    *,
+    noise: tuple[Tally, ...] = (),
 ) -> Iterator[Tally]:
     """Add each window to the tally, and yield it. Raises EngineError.
 
-    If a device hangs, `on_hang` is called by another thread: it has to end the process.
+    `noise` are the noise floors of the model and of the reference, to which the first windows are added; empty: they
+    are not measured. If a device hangs, `on_hang` is called by another thread: it has to end the process.
     """
     with ExitStack() as watches:
         executors: list[Executor] = [
@@ -73,6 +81,9 @@ def evaluate(
         ]
         for window in windows:
             tally.add(_score_window(executors, window))
+            for executor, floor in zip(executors, noise, strict=False):
+                if floor.divergence.count < NOISE_TOKENS:
+                    floor.add(_noise_scores(executor, window))
             yield tally
 
 
@@ -146,6 +157,27 @@ def _score_window(executors: list[Executor], window: Window) -> Scores:
         if rows:
             logits, *reference = (executor.logits(step) for executor, step in runs)
             parts.append(score(logits, targets, reference[0] if reference else None))
+    return join(parts)
+
+
+def _noise_scores(executor: Executor, window: Window) -> Scores:
+    """Score the first scored tokens of a window one a step, against the same tokens in one step."""
+    seq, info = Sequence(_SLOT, window.tokens, len(window.tokens), SamplingParams()), executor.info
+    for start, end, rows in steps(window, info.max_tokens, info.max_rows):
+        step = _step(info, seq, start, end, rows)
+        executor.forward(step)
+        if rows:
+            break
+    together = np.array(executor.logits(step))  # the next step overwrites them
+    first = end - rows
+    for start in range(0, first, info.max_tokens):
+        executor.forward(_step(info, seq, start, min(first, start + info.max_tokens), 0))
+    parts = []
+    for row, at in enumerate(range(first, end)):
+        step = _step(info, seq, at, at + 1, 1)
+        executor.forward(step)
+        target = np.array(window.tokens[at + 1 : at + 2], np.int64)
+        parts.append(score(executor.logits(step), target, together[row : row + 1]))
     return join(parts)
 
 

@@ -20,6 +20,7 @@ Logits = NDArray[np.float32]
 
 BLOCK_NUMBERS = 2**20  # logits that are in float64 at a time
 _BIN_RATIO = math.log(1.001)  # so that a quantile of the divergence is within 0.05 percent
+NOISE_TIMES = 2  # a divergence of at most so many times the noise floor says nothing
 _MIN_DIVERGENCE = 1e-15  # below this there is only rounding
 
 
@@ -41,6 +42,11 @@ def score(logits: Logits, targets: NDArray[np.int64], reference: Logits | None =
     blocks = [slice(start, start + height) for start in range(0, len(targets), height)]
     parts = [_score(logits[rows], targets[rows], None if reference is None else reference[rows]) for rows in blocks]
     return join(parts)
+
+
+def distinguishable(divergence: float, *floors: float) -> bool:
+    """Return whether a mean divergence is more than twice the noise floors of the two sides, which may be 0."""
+    return divergence > NOISE_TIMES * max(floors)
 
 
 def join(parts: list[Scores]) -> Scores:

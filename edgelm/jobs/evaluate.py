@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 from edgelm.backends.build import load_evaluation
 from edgelm.core import ExecutorInfo
 from edgelm.errors import EdgeLMError
-from edgelm.evaluation.evaluate import Evaluation, evaluate
-from edgelm.evaluation.scores import Moments, Tally
+from edgelm.evaluation.evaluate import NOISE_TOKENS, Evaluation, evaluate
+from edgelm.evaluation.scores import Moments, Tally, distinguishable
 from edgelm.evaluation.text import Cut, TextTokens
+from edgelm.machine.conditions import Measurement
 from edgelm.workers.child import Child, report_loading
 from edgelm.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result, Status
 
@@ -51,26 +53,33 @@ def _run(job: EvalJob, evaluation: Evaluation, child: Child) -> None:
     maker = _maker(info)
     if evaluation.reference and (other := _maker(evaluation.reference.executor.info)) != maker:
         maker += f", against {other}"
-    tally = _initial_tally(job.state, maker, child)
+    tally, noise = _initial_tallies(job.state, maker, 2 if evaluation.reference else 1, child)
     progress = _Progress(child, tally.windows, maker)
+    measurement = Measurement()
     windows = islice(cut.windows(iter(text), bos), tally.windows, job.limit)
     reference = evaluation.reference.executor if evaluation.reference else None
-    for _ in evaluate(evaluation.model.executor, reference, windows, tally, child.fail):
+    child.send(Status("measuring the noise floor"))
+    for _ in evaluate(evaluation.model.executor, reference, windows, tally, child.fail, noise=noise):
         total = max(cut.count(text.estimated_tokens, bos), tally.windows)
-        progress.report(tally, min(total, job.limit or total))
+        progress.report(tally, noise, min(total, job.limit or total))
     if not tally.surprise.count:
         raise _too_short(text, cut)
-    child.send(Result(_result(job, evaluation, cut, tally)))
+    measured = asdict(measurement.conditions(info.engine))
+    child.send(Result(_result(job, evaluation, cut, tally, noise) | {"measured": measured}))
 
 
-def _initial_tally(state: dict[str, Any] | None, maker: str, child: Child) -> Tally:
-    """Return the tally of the state if the same engine and device made it, or else an empty one."""
+def _initial_tallies(
+    state: dict[str, Any] | None, maker: str, sides: int, child: Child
+) -> tuple[Tally, tuple[Tally, ...]]:
+    """Return the tally and the noise floors of the state if the same engine and device made it, or else empty ones."""
+    fresh = Tally(), tuple(Tally() for _ in range(sides))
     if not state:
-        return Tally()
+        return fresh
     if state["maker"] != maker:
         child.send(EvalRestarted())
-        return Tally()
-    return Tally.from_json({name: value for name, value in state.items() if name != "maker"})
+        return fresh
+    tally = Tally.from_json({name: value for name, value in state.items() if name not in ("maker", "noise")})
+    return tally, tuple(Tally.from_json(floor) for floor in state["noise"])
 
 
 def _maker(info: ExecutorInfo) -> str:
@@ -100,24 +109,33 @@ class _Progress:
         self._maker = maker
         self._num_done = num_done  # by the interrupted job
         self._started_at = self._status_at = self._state_at = time.monotonic()
+        self._measures_noise = True
 
-    def report(self, tally: Tally, total: int) -> None:
+    def report(self, tally: Tally, noise: tuple[Tally, ...], total: int) -> None:
         """Report that one more window is done, of about `total`."""
         now = time.monotonic()
-        if now - self._status_at >= STATUS_EVERY_S:
+        if self._measures_noise:  # these windows take longer than the others
+            self._started_at, self._num_done = now, tally.windows
+            self._measures_noise = any(floor.divergence.count < NOISE_TOKENS for floor in noise)
+        if now - self._status_at >= STATUS_EVERY_S and tally.windows > self._num_done:
             left_s = (now - self._started_at) / (tally.windows - self._num_done) * (total - tally.windows)
             perplexity = f"perplexity {_perplexity(tally.surprise):.3f}"
             line = f"window {tally.windows:,} of about {total:,}, {perplexity}, {_duration(left_s)} left"
             self._child.send(Status(line))
             self._status_at = now
         if now - self._state_at >= STATE_EVERY_S:
-            self._child.send(EvalState(tally.to_json() | {"maker": self._maker}, total))
+            state = tally.to_json() | {"maker": self._maker, "noise": [floor.to_json() for floor in noise]}
+            self._child.send(EvalState(state, total))
             self._state_at = now
 
 
-def _result(job: EvalJob, evaluation: Evaluation, cut: Cut, tally: Tally) -> dict[str, Any]:
-    comparison = _comparison(tally) if evaluation.reference else dict.fromkeys(_comparison(Tally()))
+def _result(job: EvalJob, evaluation: Evaluation, cut: Cut, tally: Tally, noise: tuple[Tally, ...]) -> dict[str, Any]:
+    comparison: dict[str, Any] = _comparison(tally) if evaluation.reference else dict.fromkeys(_comparison(Tally()))
+    comparison["distinguishable"] = None
     info, against = evaluation.model.executor.info, None
+    if evaluation.reference:
+        floors = [floor.divergence.mean for floor in noise]
+        comparison["distinguishable"] = distinguishable(tally.divergence.mean, *floors)
     if job.against and evaluation.reference:
         against = {
             "model": evaluation.reference.name,
@@ -125,22 +143,31 @@ def _result(job: EvalJob, evaluation: Evaluation, cut: Cut, tally: Tally) -> dic
             "kv": job.against.kv,
             "engine": evaluation.reference.executor.info.engine,
             "device": evaluation.reference.executor.info.device,
+            "flash_attention": evaluation.reference.flash,
             **_likelihood(tally.reference_surprise),
+            "noise_floor": _noise_floor(noise[1]),
         }
     return {
         "model": evaluation.model.name,
         "engine": info.engine,
         "device": info.device,
+        "flash_attention": evaluation.model.flash,
         "file": job.model.name,
         "kv": job.kv,
         "tokens": tally.surprise.count,
         **_likelihood(tally.surprise),
         **comparison,
+        "noise_floor": _noise_floor(noise[0]),
         "against": against,
         "windows": tally.windows,
         "window": cut.length,
         "stride": cut.stride,
     }
+
+
+def _noise_floor(tally: Tally) -> dict[str, float]:
+    """Return the fields of a side's divergence from itself."""
+    return {"tokens": tally.divergence.count, **_comparison(tally)}
 
 
 def _likelihood(surprise: Moments) -> dict[str, float]:

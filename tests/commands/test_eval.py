@@ -11,10 +11,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 
 from edgelm.backends.torch import evaluation as load_torch
@@ -23,9 +24,13 @@ from edgelm.commands.eval import Task, eval_model, find_text
 from edgelm.commands.eval_state import MAX_AGE_S, StateFile
 from edgelm.commands.job import REPLIES
 from edgelm.config import Settings
+from edgelm.core import ExecutorInfo, Step
 from edgelm.errors import EdgeLMError
+from edgelm.evaluation.evaluate import Evaluation, LoadedSide
 from edgelm.jobs import evaluate as job_module
 from edgelm.jobs.evaluate import evaluate_file
+from edgelm.machine.conditions import engine_build
+from edgelm.machine.cpu import processor_name
 from edgelm.text.tokenizer import LlamaTokenizer
 from edgelm.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
 from edgelm.workers.wire import decode, encode
@@ -36,7 +41,8 @@ TEXT = "Once upon a time there was a little girl. She said hello to the big dog 
 FIELDS = {
     "model", "file", "kv", "tokens", "perplexity", "stderr", "nats_per_token", "mean_kl", "mean_kl_stderr", "p99_kl",
     "max_kl", "top1_agreement", "top1_stderr", "log_perplexity_difference", "log_perplexity_difference_stderr",
-    "against", "windows", "window", "stride", "engine", "device",
+    "against", "windows", "window", "stride", "engine", "device", "flash_attention", "noise_floor", "distinguishable",
+    "measured",
 }  # fmt: skip
 
 
@@ -109,7 +115,12 @@ def job_result(model: Path, text: Path, child: FakeChild | None = None, **option
     evaluate_file(decode(encode(job), [EvalJob]), child)
     result = child.replies[-1]
     assert isinstance(result, Result)
-    return result.document
+    return without_load(result.document)
+
+
+def without_load(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a result without the load by other processes, which differs from run to run."""
+    return document | {"measured": document["measured"] | {"others": None}}
 
 
 def test_json_is_one_document_with_all_fields(edgelm: Edgelm, models: Path, text: Path) -> None:
@@ -123,6 +134,9 @@ def test_json_is_one_document_with_all_fields(edgelm: Edgelm, models: Path, text
     assert result["tokens"] == 255 * result["windows"] > 0
     assert result["perplexity"] == pytest.approx(math.exp(result["nats_per_token"]))
     assert 0 < result["stderr"] < result["perplexity"]
+    assert result["noise_floor"]["tokens"] > 100
+    assert result["distinguishable"] is None  # there is nothing to distinguish it from
+    assert result["measured"]["build"] == engine_build("llama")
     assert not list((Path(edgelm.environment["EDGELM_CACHE_DIR"]) / "eval").glob("*"))  # no state is left
 
 
@@ -175,6 +189,57 @@ def test_the_reference_may_run_on_the_other_engine(models: Path, text: Path) -> 
     assert "other.gguf has another vocabulary than f32.gguf" in job_error(model, text, against=other)
 
 
+def test_a_copy_is_not_distinguishable_and_other_weights_are(edgelm: Edgelm, models: Path, text: Path) -> None:
+    copy = models / "copy.gguf"
+    copy.write_bytes((models / "q8_0.gguf").read_bytes())
+    same = job_result(copy, text, against=EvalSide(models / "q8_0.gguf", "f16"), window=128)
+    assert (same["mean_kl"], same["distinguishable"]) == (0.0, False)
+    assert same["noise_floor"] == same["against"]["noise_floor"]
+    other = job_result(copy, text, against=EvalSide(models / "f32.gguf", "f16"), window=128)
+    assert other["distinguishable"] is True
+    assert other["mean_kl"] > 2 * max(other["noise_floor"]["mean_kl"], other["against"]["noise_floor"]["mean_kl"])
+    done = edgelm("eval", copy, text, "--against", models / "q8_0.gguf", "--limit", "1")
+    assert "not distinguishable: the mean KL divergence is not above twice the noise floor" in done.stdout.decode()
+
+
+@pytest.mark.parametrize(("error", "expected"), [(0.5, False), (0.1, True)])
+def test_a_difference_counts_only_above_the_noise_of_either_side(
+    models: Path, text: Path, monkeypatch: pytest.MonkeyPatch, error: float, expected: bool
+) -> None:
+    """The two sides differ alike in both cases; in one the reference differs as much from itself."""
+    tokenizer = LlamaTokenizer.from_file(models / "f32.gguf")
+    sides = [
+        LoadedSide("m", Shifted(tokenizer.num_tokens, 0.4)),
+        LoadedSide("m", Shifted(tokenizer.num_tokens, 0, error)),
+    ]
+    evaluation = Evaluation(sides[0], sides[1], tokenizer, 64, ExitStack())
+    monkeypatch.setattr(job_module, "load_evaluation", lambda *_, **__: evaluation)
+    result = job_result(models / "f32.gguf", text, against=EvalSide(models / "q8_0.gguf", "f16"), window=64)
+    assert result["noise_floor"]["mean_kl"] == 0  # equal to the bit
+    assert result["mean_kl"] > 0
+    assert result["distinguishable"] is expected
+
+
+class Shifted:
+    """An executor whose first token is likelier by `shift`, and by `error` more where a step has one token."""
+
+    def __init__(self, num_vocab: int, shift: float, error: float = 0.0) -> None:
+        self._shift = shift
+        self._error = error
+        self.info = ExecutorInfo(
+            engine="llama", device="cpu", num_vocab=num_vocab, context=64, capacity=64, max_tokens=64, max_rows=64,
+            max_sequences=1, kv_bytes_per_token=1,
+        )  # fmt: skip
+
+    def forward(self, step: Step) -> None:
+        pass
+
+    def logits(self, step: Step) -> np.ndarray:
+        rows = np.zeros((step.num_rows, self.info.num_vocab), np.float32)
+        rows[:, 0] = 5 + self._shift + (self._error if step.num_tokens == 1 else 0)
+        return rows
+
+
 def test_weights_are_compared_and_the_cache_stays_or_both_change(edgelm: Edgelm, models: Path, text: Path) -> None:
     arguments = (models / "q8_0.gguf", text, "--window", "128", "--kv", "int8", "--against", models / "f32.gguf")
     weights = evaluate(edgelm, *arguments)
@@ -191,6 +256,9 @@ def test_the_output_is_a_table(edgelm: Edgelm, models: Path, text: Path) -> None
     assert done.returncode == 0
     assert done.stderr == b""
     shown = done.stdout.decode()
+    assert f"{engine_build('llama')}, on {processor_name()} with" in shown.splitlines()[-1]
+    assert "noise floor " in shown
+    assert "not distinguishable" not in shown
     assert "q8_0.gguf, f16 cache" in shown
     assert "against f32.gguf, f16 cache" in shown
     for word in ("perplexity", "in 1 windows of 512", "mean KL divergence", "99 % of tokens", "same most likely token"):
@@ -253,7 +321,7 @@ def test_an_interrupted_run_continues_with_the_same_figures(edgelm: Edgelm, mode
     assert windows_of(edgelm) == 0
     whole = edgelm("eval", *arguments, *limit)
     assert whole.stderr == b""
-    assert json.loads(resumed.stdout) == json.loads(whole.stdout)
+    assert without_load(json.loads(resumed.stdout)) == without_load(json.loads(whole.stdout))
 
 
 def test_the_state_of_another_engine_is_not_continued(models: Path, text: Path) -> None:

@@ -6,9 +6,11 @@ import csv
 import hashlib
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from edgelm.errors import EdgeLMError, ModelError
 from edgelm.evaluation.kept import KeptResults
 from edgelm.jobs.reader import read_contents
 from edgelm.jobs.speed import BenchJob
+from edgelm.machine.conditions import Conditions
 from edgelm.workers.messages import EvalJob, EvalState, Result
 from tests.commands.test_run import Edgelm
 from tests.library.hub_folders import put
@@ -52,6 +55,7 @@ class Judge:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.jobs: list[Any] = []
         self.fails: dict[str, BaseException] = {}  # by the stem of the model
+        self.more: dict[str, dict[str, Any]] = {}  # other figures, by the stem of the model
         self.meanwhile: Callable[[], object] = lambda: None  # what happens while a model is evaluated
         self._capsys = capsys
         monkeypatch.setattr(eval_module, "run_job", self._run_job)
@@ -83,6 +87,7 @@ class Judge:
         there = {"perplexity": 6.0, "file": job.against.model.name, "kv": job.against.kv} if job.against else {}
         against = side | there if job.against else None
         figures = {"mean_kl": kl, "mean_kl_stderr": kl, "p99_kl": kl, "top1_agreement": agreement}
+        figures |= self.more.get(stem, {})
         yield Result(side | {"file": job.model.name, "tokens": 100, "windows": 2, "against": against, **figures})
 
     def __call__(
@@ -239,6 +244,24 @@ def test_the_forms(judge: Judge, models: Path, tmp_path: Path) -> None:
         with pytest.raises(EdgeLMError, match=expected):
             judge(models, text=text, **values)
     assert judge.jobs == []
+
+
+def test_a_table_marks_what_is_not_distinguishable_and_says_on_what_it_was_measured(judge: Judge, models: Path) -> None:
+    here = Conditions("0.6", "edgelm-llama 0.3.36", "AMD EPYC", 2, 0.0)
+    noise = {"noise_floor": {"mean_kl": 0.0007}, "measured": asdict(here)}
+    judge.more["m-f16"] = noise | {"distinguishable": False}
+    judge.more["m-q8_0"] = noise | {"distinguishable": True, "measured": asdict(replace(here, others=1.5))}
+    _, out = judge(models, text=models / "text.txt")
+    (mark,) = re.findall(r"^f16 .*(≈ \S+)", out, re.MULTILINE)
+    assert mark == "≈ 0.001000"
+    assert out.count("≈") == 2
+    assert "noise floor: KL 0.000700 of a model from itself, one token a step" in out
+    assert "≈ not distinguishable from f32, KL not above twice the floor: f16\n" in out
+    assert str(replace(here, others=1.5)) in " ".join(out.split())
+    assert "quiet" not in out
+    rows = rows_of(judge(models, text=models / "text.txt", as_json=True)[1])
+    assert {label: row["distinguishable"] for label, row in rows.items()} == {"f32": None, "f16": False, "q8_0": True}
+    assert rows["f16"]["kl_noise_floor"] == 0.0007
 
 
 def test_a_long_name_takes_no_room_from_the_figures(

@@ -92,6 +92,9 @@ def test_measured_results_are_shown_until_the_file_changes(home: Path, capsys: p
     assert (document["evaluations"][0]["text"], document["evaluations"][0]["mean_kl"]) == ("wiki.txt", 0.0123)
     assert document["speeds"][0]["decode_tokens_per_second"] == 10
     assert "identity" not in document
+    with open_gguf(path) as gguf:
+        KeptResults(home / "data").keep(kept_model(content_identity(gguf), distinguishable=False))
+    assert "KL 0.012 (noise), perplexity" in text(capsys, path)
     write_tiny(path, seed=1)
     assert "same next token" not in text(capsys, path)
 

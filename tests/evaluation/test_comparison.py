@@ -25,9 +25,22 @@ def test_equal_models_do_not_beat_each_other() -> None:
     assert front(twins) == twins
 
 
+def test_models_within_the_noise_are_as_close_as_each_other() -> None:
+    """Q6_K is smaller; that Q8_0 is nearer by less than the noise says nothing."""
+    judged = rows("F32", "Q8_0", "Q6_K", "Q4_0")
+    assert beaten_by(judged[1], judged) is None
+    for one, kl in ((judged[1], 3e-4), (judged[2], 1.2e-3)):
+        assert one.figures
+        one.figures.update(noise_floor={"mean_kl": kl}, against={"noise_floor": {"mean_kl": 1e-3}})
+        one.figures["distinguishable"] = False
+    assert beaten_by(judged[1], judged) is judged[2]
+    assert [one.noise_floor for one in judged] == [None, 1e-3, 1.2e-3, None]
+    assert [one.distinguishable for one in judged] == [None, False, False, None]
+
+
 def test_the_advice_names_what_is_beaten_and_the_smallest_for_a_share() -> None:
     assert advice(rows(), "F32") == [
-        "no larger, and closer to F32: IQ4_XS than Q4_K_S, Q4_0",
+        "no larger, and no farther from F32: IQ4_XS than Q4_K_S, Q4_0",
         "the smallest with F32's next token for 99 %: Q5_K_S; for 95 %: IQ4_XS; for 90 %: Q3_K_M",
     ]
     assert advice(rows("F32", "Q8_0"), "F32") == []

@@ -41,11 +41,11 @@ def run(
     return tally, windows
 
 
-def plain_logits(path: Path, windows: list[Window], kv: str = "f16") -> list[np.ndarray]:
+def plain_logits(path: Path, windows: list[Window], kv: str = "f16", *, flash: bool = False) -> list[np.ndarray]:
     """Return the logits that predict the scored tokens of each window, one token a step."""
     logits = []
     with closing(LlamaModel(path)) as model:
-        loop = BareLoop(model.native, 512, kv=kv, flash=kv == "int8")
+        loop = BareLoop(model.native, 512, kv=kv, flash=flash)
         for window in windows:
             loop.clear()
             rows = []
@@ -99,8 +99,9 @@ def test_divergence_is_that_of_a_plain_loop(f32: Path, q8_0: Path, other: str) -
     model = EvalSide(q8_0, "f16") if other == "weights" else EvalSide(f32, "int8")
     text, bos = tokens_of(f32)
     tally, windows = run(model, text, bos, Cut(64), reference)
-    q = plain_log_p(np.concatenate(plain_logits(model.model, windows, model.kv)))
-    p = plain_log_p(np.concatenate(plain_logits(f32, windows)))
+    flash = other == "cache"  # on both sides: int8 needs it
+    q = plain_log_p(np.concatenate(plain_logits(model.model, windows, model.kv, flash=flash)))
+    p = plain_log_p(np.concatenate(plain_logits(f32, windows, flash=flash)))
     divergence = (np.exp(p) * (p - q)).sum(axis=1)
     assert divergence.mean() > 1e-5
     assert tally.divergence.count == len(divergence)
@@ -207,6 +208,60 @@ class Recorder:
         for row, position in enumerate(range(chunk.end - chunk.rows, chunk.end)):
             rows[row, position + 1] = 20  # it is sure of the next number
         return rows
+
+
+class Rounding(Recorder):
+    """An executor that rounds otherwise where a step has one token; `error` is in logits."""
+
+    def __init__(self, error: float = 0.0, offset: float = 0.0) -> None:
+        super().__init__()
+        self._error = error
+        self._offset = offset
+
+    def logits(self, step: Step) -> np.ndarray:
+        (chunk,) = step.chunks
+        rows = np.zeros((chunk.rows, 50), np.float32)
+        rows[:, 0] = 1 + self._offset + (self._error if len(chunk.tokens) == 1 else 0)
+        return rows
+
+
+def divergence_of(one: float, other: float) -> float:
+    p, q = (plain_log_p(np.array([[1 + offset, *[0] * 49]])) for offset in (one, other))
+    return float((np.exp(p) * (p - q)).sum())
+
+
+def test_the_noise_floor_of_each_side_is_its_divergence_from_itself_one_token_a_step() -> None:
+    windows = [Window(list(range(40)), 21), Window(list(range(33)), 1)]
+    noise = Tally(), Tally()
+    model, reference = Rounding(offset=0.5), Rounding(error=0.25)
+    plain = Tally()
+    list(evaluate(Rounding(offset=0.5), Rounding(error=0.25), windows, plain))
+    tally = Tally()
+    list(evaluate(model, reference, windows, tally, noise=noise))
+    assert tally == plain, "the floor is measured beside the figures"
+    assert noise[0].divergence.mean == 0  # equal to the bit
+    assert noise[1].divergence.mean == pytest.approx(divergence_of(0, 0.25))
+    assert [floor.divergence.count for floor in noise] == [10, 10]  # the rows of one step of each window
+    assert all(step.ops == (() if step.chunks[0].start else (Trim(0, 0),)) for step in reference.steps)
+
+
+def test_the_noise_floor_is_of_the_first_windows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows, noise, executor = [Window(list(range(40)), 21)] * 6, (Tally(),), Rounding(error=0.25)
+    monkeypatch.setattr(evaluate_module, "NOISE_TOKENS", 8)
+    counts = [noise[0].windows for _ in evaluate(executor, None, windows, Tally(), noise=noise)]
+    assert counts == [1, 2, 2, 2, 2, 2]  # of 5 tokens each: the rows of one step
+
+
+@pytest.mark.parametrize(("kv", "flash"), [("k8v16", False), ("int8", True), ("k8v4", True)])
+def test_both_sides_have_flash_attention_where_one_needs_it(f32: Path, kv: str, flash: bool) -> None:
+    for one, other in ((kv, "f16"), ("f16", kv)):
+        with load_llama_evaluation(
+            EvalSide(f32, one), EvalSide(f32, other), window=64, threads=1, repack=True
+        ) as evaluation:
+            assert evaluation.reference
+            assert (evaluation.model.flash, evaluation.reference.flash) == (flash, flash)
+    with load_llama_evaluation(EvalSide(f32, "f16"), None, window=64, threads=1, repack=True) as evaluation:
+        assert evaluation.model.flash is False  # as the engine serves it
 
 
 def test_each_window_starts_from_an_empty_cache_and_each_row_meets_its_token() -> None:

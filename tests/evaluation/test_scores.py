@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from edgelm.errors import EngineError
 from edgelm.evaluation import scores
-from edgelm.evaluation.scores import Moments, Scores, Tally, score
+from edgelm.evaluation.scores import Moments, Scores, Tally, distinguishable, score
 
 LOGIT = st.floats(-300, 300, width=32)
 ROWS = st.integers(2, 9).flatmap(lambda vocab: arrays(np.float32, (3, vocab), elements=LOGIT))
@@ -39,6 +39,13 @@ def test_they_are_the_formulas(logits: np.ndarray, data: st.DataObject) -> None:
         assert scored.divergence[row] == pytest.approx(divergence, rel=1e-9, abs=1e-12)
         assert scored.divergence[row] >= 0
         assert scored.same_top[row] == (logits[row].argmax() == reference[row].argmax())
+
+
+def test_a_divergence_is_distinguishable_above_twice_the_larger_floor() -> None:
+    assert not distinguishable(0.0, 0.0, 0.0)  # equal to the bit, in an engine without noise
+    assert distinguishable(1e-9, 0.0)
+    assert not distinguishable(0.0118, 0.003, 0.006)
+    assert distinguishable(0.0122, 0.003, 0.006)
 
 
 def test_the_divergence_is_of_the_reference_from_the_model() -> None:

@@ -1,6 +1,7 @@
 """Loads the sides of an evaluation into llama.cpp: one model, or two side by side in one process.
 
-Owns the checks before anything large is read. A model with two KV caches is loaded once. Knows nothing of texts and
+Owns the checks before anything large is read. A model with two KV caches is loaded once. Where the KV mode of one side
+needs flash attention, the other has it too: the difference is then that of the caches. Knows nothing of texts and
 scores.
 """
 
@@ -83,6 +84,7 @@ def load_llama_evaluation(
     with ExitStack() as resources:
         models: dict[Path, LlamaModel] = {}
         loaded = []
+        flash = any(LLAMA_KV[side.kv].flash for side in sides)
         for side in sides:
             header, native = headers[side.model], models.get(side.model)
             if native is None:
@@ -102,6 +104,7 @@ def load_llama_evaluation(
             options = LlamaOptions(
                 context=window,
                 kv=side.kv,
+                flash=flash,
                 max_sequences=1,
                 max_rows=max_rows(native.num_vocab, window),
                 threads=threads,
@@ -109,7 +112,7 @@ def load_llama_evaluation(
             executor = LlamaExecutor(native, options)
             native.share()  # the executor closes it too
             resources.callback(executor.close)
-            loaded.append(LoadedSide(header.summary.name, executor))
+            loaded.append(LoadedSide(header.summary.name, executor, options.flash_attention))
         tokenizer = LlamaTokenizer.of_model(models[model.model].native, models[model.model])
         return Evaluation(loaded[0], loaded[1] if reference else None, tokenizer, window, resources.pop_all())
 
@@ -130,6 +133,7 @@ def _read_header(path: Path, lora: Sequence[str]) -> _Header:
 def _require_memory(sides: Sequence[EvalSide], headers: dict[Path, _Header], window: int) -> None:
     """Raise ModelError where the models and their contexts do not fit at the same time."""
     needed = float(sum(header.summary.nbytes for header in headers.values()))
+    needed += LOGITS_BYTES  # held for the noise floor
     needed += sum(tensor.nbytes for header in headers.values() for side in header.adapters for tensor in side.tensors)
     for side in sides:
         summary = headers[side.model].summary

@@ -90,6 +90,8 @@ def _require_memory(
         for path, opened in models.items()
     }
     needed = sum(memory.weights.resident for memory in memories.values())
+    if device == "cpu":
+        needed += LOGITS_BYTES  # held for the noise floor
     for side in sides:
         memory = memories[side.model]
         needed += memory.kv_bytes(side.kv, window) + memory.workspace_bytes(side.kv, window) + 2 * LOGITS_BYTES
