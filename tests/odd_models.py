@@ -155,9 +155,7 @@ def _qwen35(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
     tensors: dict[str, tuple[int, ...]] = {}
     for layer in range(layers):
         block = f"blk.{layer}"
-        tensors |= {
-            name: shape for name, shape in _feed_forward(block).items() if not name.endswith("ffn_norm.weight")
-        }
+        tensors |= {name: shape for name, shape in _feed_forward(block).items() if not name.endswith("ffn_norm.weight")}
         tensors[f"{block}.post_attention_norm.weight"] = (WIDTH,)
         if layer == layers - 1:
             tensors |= _attention_tensors(block) | {f"{block}.attn_q.weight": (2 * HEADS * HEAD, WIDTH)}

@@ -83,7 +83,8 @@ def test_a_file_that_is_cut_short_says_where(tmp_path: Path) -> None:
     data = GOOD.to_bytes()
     line = refused(tmp_path, data[:-1])
     assert line == (
-        f"model.gguf is cut short: tensor b ends at byte {len(data):,} of {len(data) - 1:,}; download it again (edgelm pull --verify)"
+        f"model.gguf is cut short: tensor b ends at byte {len(data):,} of {len(data) - 1:,}"
+        "; download it again (edgelm pull --verify)"
     )
     for length in range(24, data.index(bytes(32), 24)):
         assert "cut short" in refused(tmp_path, data[:length]) or "claims" in refused(tmp_path, data[:length])
