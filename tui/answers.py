@@ -24,6 +24,8 @@ from edgelm.client.turns import Turn
 from edgelm.errors import EdgeLMError, EngineError, RequestError
 from edgelm.tui.drafted import Spans
 from edgelm.tui.link import Link
+from edgelm.tui.model_names import is_path
+from edgelm.tui.passages import one_line
 from edgelm.tui.reader import Reader
 from edgelm.tui.session import Session
 from edgelm.tui.thought import ThoughtClock, ThoughtFigures, estimate_tokens
@@ -139,11 +141,11 @@ class Answers:
         entry = self._running.get(chat_id)
         return entry[0] if entry else None
 
-    def start(self, answer: Answer, models: Sequence[str]) -> None:
-        """Write an answer with the first of these models that the endpoint offers."""
+    def start(self, answer: Answer, named: str, remembered: str = "") -> None:
+        """Write an answer with the model that `choose_model` returns for these names."""
         chat_id = answer.session.chat.id
         assert chat_id not in self._running
-        self._running[chat_id] = answer, self._run(self._write(answer, models))
+        self._running[chat_id] = answer, self._run(self._write(answer, named, remembered))
 
     def stop(self, chat_id: int) -> bool:
         """Stop the answer of a chat; return whether there was one."""
@@ -160,22 +162,28 @@ class Answers:
                 with suppress(WorkerError):
                     await worker.wait()
 
-    async def _write(self, answer: Answer, models: Sequence[str]) -> None:
+    async def _write(self, answer: Answer, named: str, remembered: str) -> None:
         try:
-            await _write_answer(self, self._link, self._reader, answer, models, self._watcher)
+            await _write_answer(self, self._link, self._reader, answer, (named, remembered), self._watcher)
         finally:
             del self._running[answer.session.chat.id]
             self._watcher.answer_ended(answer)
 
 
-def choose_model(preferred: Sequence[str], models: Sequence[ModelEntry]) -> str:
-    """Return the first preferred model that is offered, else the first offered one. Raises RequestError without any."""
-    offered = [model.id for model in models if model.kind in ("", "text")]
+def choose_model(named: str, remembered: str, models: Sequence[ModelEntry], *, paths: bool) -> str:
+    """Return the named model; where none is named, the remembered one if it is offered, else the first offered one.
+
+    `paths`: the endpoint takes any path. Raises RequestError where the named one is not offered: no other answers in
+    its place.
+    """
     listed = [model.id for model in models]
-    for name in filter(None, preferred):
-        # A path need not be listed: the endpoint takes any.
-        if name in listed or name.startswith("/") or ("/" in name and name.endswith(".gguf")):
-            return name
+    if named:
+        if named in listed or (paths and is_path(named)):
+            return named
+        raise RequestError(f"the endpoint does not offer {one_line(named)}", "/model shows what it offers")
+    if remembered in listed or (paths and is_path(remembered)):
+        return remembered
+    offered = [model.id for model in models if model.kind in ("", "text")]
     if not offered:
         raise RequestError("the endpoint offers no model", "install one, or name a .gguf file or a folder with --model")
     return offered[0]
@@ -188,12 +196,12 @@ def failure_words(error: BaseException | None) -> str:
 
 
 async def _write_answer(
-    answers: Answers, link: Link, reader: Reader, answer: Answer, models: Sequence[str], watcher: AnswerWatcher
+    answers: Answers, link: Link, reader: Reader, answer: Answer, names: tuple[str, str], watcher: AnswerWatcher
 ) -> None:
     """Stream an answer into its session and view. A failure becomes the final state of the message; none is raised."""
     session, message = answer.session, answer.message
     try:
-        finished = await _stream(answers, link, reader, answer, models, watcher)
+        finished = await _stream(answers, link, reader, answer, names, watcher)
     except EdgeLMError as error:
         if isinstance(error, ContextFullError):
             error = ContextFullError(error.message, GO_ON)
@@ -217,16 +225,18 @@ async def _write_answer(
 
 
 async def _stream(
-    answers: Answers, link: Link, reader: Reader, answer: Answer, models: Sequence[str], watcher: AnswerWatcher
+    answers: Answers, link: Link, reader: Reader, answer: Answer, names: tuple[str, str], watcher: AnswerWatcher
 ) -> Finished:
     for attempt in (1, 2):
         client: Client | None = None
         reporting = asyncio.create_task(_report_progress(link, answer, watcher))
         try:
             client = await link.client()
-            model = choose_model(models, await link.models())
+            model = choose_model(*names, await link.models(), paths=client.is_edgelm)
             if model != answer.message.model:
                 answer.view.set_model(model)
+            if not answer.session.chat.model:
+                answer.session.set_model(model)
             await _read(reader, answer, client, model, watcher)
             return await _request(answers, reader, answer, client, model, watcher)
         except UnreachableError:

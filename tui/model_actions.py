@@ -18,7 +18,8 @@ from edgelm.library.progress import size_text
 from edgelm.machine.memory import available_memory_bytes
 from edgelm.tui.keymap import keymap_of
 from edgelm.tui.lines import clean
-from edgelm.tui.model_names import describe_model, find_model, find_pulled
+from edgelm.tui.model_names import describe_model, existing, find_model, find_pulled, is_path
+from edgelm.tui.paths import unquoted
 from edgelm.tui.picker import Installed, PickerScreen
 from edgelm.tui.pulls import Pull, Pulls
 from edgelm.tui.screen_view import ScreenView
@@ -41,7 +42,10 @@ class ModelActions:
         if not argument:
             await self._pick_model(models)
             return
-        self._set_model(find_model(models, argument, can_pull=not self._no_pull_reason))
+        if is_path(path := unquoted(argument)):
+            self._set_model(await self._workspace.offered(path))
+        else:
+            self._set_model(find_model(models, argument, can_pull=not self._no_pull_reason))
 
     async def _pull(self, argument: str) -> None:
         """Pull a model, or stop a pull."""
@@ -61,12 +65,14 @@ class ModelActions:
         if reason and not models:
             raise RequestError("the endpoint offers no model", reason)
         details = {model.id: " · ".join(describe_model(model)) for model in models}
+        recent = [] if reason else await asyncio.to_thread(existing, self._workspace.recent_paths)
         picked = await self._app.push_screen_wait(
             PickerScreen(
                 "Model of this chat",
                 [Installed(name, detail) for name, detail in details.items()],
                 current=self._workspace.model,
                 note=reason,
+                recent=[path for path in recent if path not in details],
                 free_bytes=0 if reason else await asyncio.to_thread(available_memory_bytes),
                 pulls=lambda: self._pulls.running,
             )
@@ -74,7 +80,7 @@ class ModelActions:
         if picked is None:
             return
         if picked.action == "use":
-            self._set_model(picked.name)
+            self._set_model(await self._workspace.offered(picked.name))
         elif picked.action == "stop":
             self._stop_pull(picked.name)
         else:
@@ -82,7 +88,7 @@ class ModelActions:
 
     def _set_model(self, model: str) -> None:
         self._workspace.set_model(model)
-        self._view.show_model()
+        self._view.show_around()
 
     @property
     def _no_pull_reason(self) -> str:

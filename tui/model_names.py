@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from edgelm.client.endpoint import ModelEntry
 from edgelm.errors import RequestError
 from edgelm.library.catalog import hub_reference
 from edgelm.tui.pulls import Pull
+
+
+def is_path(model: str) -> bool:
+    """Tell whether a model is named by the path of its file or folder."""
+    return model.startswith(("/", "~/", "./", "../")) or ("/" in model and model.endswith(".gguf"))
 
 
 def find_model(models: Sequence[ModelEntry], name: str, *, can_pull: bool) -> str:
@@ -25,6 +31,11 @@ def find_model(models: Sequence[ModelEntry], name: str, *, can_pull: bool) -> st
         count = "no model" if not matches else f"{len(matches)} models"
         raise RequestError(f"{count} called {name}", "/model shows all")
     return (exact or matches)[0]
+
+
+def existing(paths: Sequence[str]) -> list[str]:
+    """Return the paths at which there is a file or folder."""
+    return [path for path in paths if Path(path).exists()]
 
 
 def find_pulled(models: Sequence[ModelEntry], pull: Pull) -> str | None:

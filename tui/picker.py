@@ -27,6 +27,7 @@ from edgelm.machine.memory import USABLE
 from edgelm.tui.dialogs import DIALOG_CSS
 from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.lines import clean
+from edgelm.tui.model_names import is_path
 from edgelm.tui.palette import list_text, readable_variables
 from edgelm.tui.pulls import Pull
 
@@ -52,7 +53,7 @@ class Picked:
 
 
 class PickerScreen(ModalScreen[Picked | None]):
-    """Choose a model. `note`: why none can be pulled; `free_bytes`: the memory that a model can take."""
+    """Choose a model. `note`: why none can be pulled; `recent`: paths of models; `free_bytes`: the memory that a model can take."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", show=False)]
     DEFAULT_CSS = (
@@ -71,6 +72,7 @@ class PickerScreen(ModalScreen[Picked | None]):
         *,
         current: str = "",
         note: str = "",
+        recent: Sequence[str] = (),
         free_bytes: int = 0,
         pulls: Callable[[], Sequence[Pull]] = tuple,
         choose_installed: bool = True,
@@ -80,6 +82,7 @@ class PickerScreen(ModalScreen[Picked | None]):
         self._installed = installed
         self._current = current
         self._note = note
+        self._recent = recent
         self._free_bytes = free_bytes
         self._pulls = pulls
         self._choose_installed = choose_installed
@@ -88,7 +91,9 @@ class PickerScreen(ModalScreen[Picked | None]):
         with Vertical() as box:
             box.border_title = self._title
             box.border_subtitle = footer([Hint("Enter", "chooses", "screen.choose"), CANCEL])
-            yield Input(placeholder="type to filter" if self._note else "type to filter, or OWNER/NAME of the hub")
+            others = "" if self._note else ", or OWNER/NAME of the hub"
+            others += ", or the path of a file" if self._choose_installed and not self._note else ""
+            yield Input(placeholder=f"type to filter{others}")
             yield OptionList()
             yield Label(self._note, markup=False)
 
@@ -106,6 +111,11 @@ class PickerScreen(ModalScreen[Picked | None]):
         words = typed.lower().split()
         installed = [model for model in self._installed if _matches(words, model.name)]
         lines = [_head("Installed"), *map(self._installed_line, installed)] if installed else []
+        recent = [path for path in self._recent if _matches(words, path)]
+        if self._choose_installed and is_path(typed.strip()):
+            lines = [_head("A file or folder"), Option(Text(f"use {clean(typed.strip())}"), id=typed.strip())]
+        elif recent:
+            lines += [_head("Recent"), *(self._installed_line(Installed(path)) for path in recent)]
         pulls = {pull.model: pull for pull in self._pulls()}
         if pulls:
             lines += [_head("Being pulled: Enter stops; partial files are kept"), *map(self._pull_line, pulls.values())]
@@ -117,7 +127,7 @@ class PickerScreen(ModalScreen[Picked | None]):
                 if entry.name not in names and (entry.kind == "text" or not self._choose_installed)  # a chat needs text
             ]
             offered = [entry for entry in others if _matches(words, f"{entry.name} {entry.good_at}")]
-            if typed.strip() and typed.strip().casefold() not in names:
+            if typed.strip() and typed.strip().casefold() not in names and not is_path(typed.strip()):
                 lines += self._hub_lines(typed.strip(), offered)
             if offered:
                 lines += [_head(f"To pull; ✓ fits the {size_text(self._free_bytes)} of memory that are free")]

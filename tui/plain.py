@@ -160,7 +160,8 @@ class PlainChat:
             self.lines.complete_with(self._suggest)
             self._unsent = last_run.settings.get("draft", "") if self.lines.can_prefill else ""
             models = self.wait_long("connecting", self.workspace.link.models())
-            self.workspace.choose_default(models)
+            if note := self.workspace.choose_default(models):
+                self.writer.line(note)
         except EdgeLMError as error:
             self.writer.error(error)
         except KeyboardInterrupt:

@@ -20,9 +20,9 @@ from edgelm.errors import EdgeLMError, RequestError
 from edgelm.knowledge.index import GUIDE, Refreshed
 from edgelm.tui.commands import COMMANDS, Command
 from edgelm.tui.lines import short_name
-from edgelm.tui.model_names import describe_model, find_model
+from edgelm.tui.model_names import describe_model, existing, find_model, is_path
 from edgelm.tui.params import EFFORTS, effort_name, parse_params
-from edgelm.tui.paths import absolute_path, file_to_write
+from edgelm.tui.paths import absolute_path, file_to_write, unquoted
 from edgelm.tui.plain_answer import figures, note_of
 from edgelm.tui.plain_chats import PlainChats
 from edgelm.tui.plain_own import own_commands
@@ -215,17 +215,22 @@ class PlainCommands:
             return
         if argument.isdecimal() and self._models:
             name = _numbered(argument, self._models, "model", "/model lists them")
+        elif is_path(path := unquoted(argument)):
+            name = self._chat.wait(workspace.offered(path))
         else:
             name = find_model(models, argument, can_pull=workspace.link.remote is None)
         workspace.set_model(name)
         self._tell(f"model: {short_name(name)}")
 
     def _list_models(self, models: Sequence[ModelEntry]) -> None:
-        self._models = [model.id for model in models]
+        recent = existing(self._workspace.recent_paths) if self._workspace.link.remote is None else []
+        self._models = list(dict.fromkeys([*(model.id for model in models), *recent]))
         for number, model in enumerate(models, 1):
             current = "this chat's" if model.id == self._workspace.model else ""
             details = [short_name(model.id), *describe_model(model), current]
             self._tell(f"{number}. {', '.join(filter(None, details))}")
+        for number, path in enumerate(self._models[len(models) :], len(models) + 1):
+            self._tell(f"{number}. {path}, recent{", this chat's" if path == self._workspace.model else ''}")
         pull = ", /pull NAME gets another" if self._workspace.link.remote is None else ""
         self._tell(f"/model NUMBER chooses one{pull}" if models else f"the endpoint offers no model{pull}")
 

@@ -165,7 +165,8 @@ class ChatScreen(Screen[None]):
         self.status.change(activity="ready")
         delay_full_collections()
         try:
-            self.workspace.choose_default(models)
+            if note := self.workspace.choose_default(models):
+                self.notify(clean(note), severity="warning", timeout=10, markup=False)
         except EdgeLMError as error:
             transcript.set_notice(str(error))
         self.view.show_model()

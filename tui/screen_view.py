@@ -71,7 +71,10 @@ class ScreenView:
         """Show the open chat outside its pane: title, figures, model and place in the list."""
         workspace = self._workspace
         self._screen.app.sub_title = workspace.session.chat.title
-        measured = [message for message in workspace.session.tree.path() if message.stats and message.state == "done"]
+        path = workspace.session.tree.path()
+        measured = [message for message in path if message.stats and message.state == "done"]
+        if measured and measured[-1].model != workspace.model:
+            measured = []  # the figures of another model
         if workspace.answer:
             activity = workspace.answer.activity
         else:

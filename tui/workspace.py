@@ -26,8 +26,9 @@ from edgelm.client.endpoint import ModelEntry
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.answers import Answer, Answers, choose_model
 from edgelm.tui.drafted import Spans
+from edgelm.tui.lines import short_name
 from edgelm.tui.link import Link
-from edgelm.tui.model_names import find_model
+from edgelm.tui.model_names import find_model, is_path
 from edgelm.tui.reader import guide_roots
 from edgelm.tui.session import Session
 from edgelm.tui.tags import split_query
@@ -36,6 +37,7 @@ NUM_SENT = 500  # earlier messages for the Up key
 NUM_HITS = (100, 400, 1600)  # of a search; the next number is tried where a tag leaves fewer than ENOUGH_HITS
 ENOUGH_HITS = 30
 TRASH_DAYS = 30
+MAX_RECENT = 5  # paths of models
 
 T = TypeVar("T")
 
@@ -118,6 +120,9 @@ class Workspace:
                 return False
             chat.deleted = None  # another window deleted it: to write in it brings it back
             self.session = Session(self.store, chat, messages)
+            if not chat.model:  # of a version that did not keep it
+                answers = [message.model for message in self.session.tree.path() if message.role == "assistant"]
+                chat.model = next(filter(None, reversed(answers)), "")
             self.chats[chat_id] = chat
         if message_id is not None:
             self.session.show(message_id)
@@ -151,7 +156,7 @@ class Workspace:
         session, problem = self.session, None
         if preset is not None and preset.model:
             try:
-                preset = replace(preset, model=await self._offered(preset.model))
+                preset = replace(preset, model=await self.offered(preset.model))
             except EdgeLMError as error:
                 preset, problem = replace(preset, model=""), error
         apply_preset(session.chat, preset, self.presets.by_name.get(session.chat.preset))
@@ -173,13 +178,15 @@ class Workspace:
             f"new chats in {folder} begin with the preset {name}" if name else f"new chats in {folder} have no preset"
         )
 
-    async def _offered(self, model: str) -> str:
+    async def offered(self, model: str) -> str:
         """Return the endpoint's name of a model. Raises EdgeLMError if it has none."""
         models = await self.link.models()
-        if model.startswith("/") or any(model == entry.id for entry in models):
+        if any(model == entry.id for entry in models):
             return model
+        if is_path(model) and self.link.remote is not None and not (await self.link.client()).is_edgelm:
+            raise RequestError("this endpoint takes no path of a model", "/model shows what it offers")
         resolved = await asyncio.to_thread(self.defaults.resolve, model)
-        return find_model(models, resolved, can_pull=self.link.remote is None)
+        return resolved if is_path(resolved) else find_model(models, resolved, can_pull=self.link.remote is None)
 
     # The list of chats
 
@@ -232,14 +239,20 @@ class Workspace:
     # Models
 
     @property
-    def preferred_models(self) -> list[str]:
-        """Return the models for the open chat, the most preferred first; an empty name is no preference."""
-        return [self.session.chat.model, self.defaults.model, self._last_model]
+    def named_model(self) -> str:
+        """Return the model of the open chat, or that of the command line; no other may answer. Empty: none is named."""
+        return self.session.chat.model or self.defaults.model
 
     @property
     def model(self) -> str:
-        """Return the most preferred model; empty while none is known."""
-        return next(filter(None, self.preferred_models), "")
+        """Return the model for the open chat; empty while none is known."""
+        return self.named_model or self._last_model
+
+    @property
+    def recent_paths(self) -> list[str]:
+        """Return the models outside of the library that chats were answered by, the newest chat's first."""
+        chats = sorted(self.chats.values(), key=lambda chat: chat.changed, reverse=True)
+        return list(dict.fromkeys(chat.model for chat in chats if is_path(chat.model)))[:MAX_RECENT]
 
     def set_model(self, model: str) -> None:
         """Answer this chat, and new ones, with a model."""
@@ -247,9 +260,17 @@ class Workspace:
         self._last_model = model
         self.remember("model", model)
 
-    def choose_default(self, models: Sequence[ModelEntry]) -> None:
-        """Answer chats without a model of their own with an offered one. Raises RequestError if there is none."""
-        self._last_model = choose_model([self.defaults.model, self._last_model], models)
+    def choose_default(self, models: Sequence[ModelEntry]) -> str:
+        """Answer chats without a model of their own with an offered one; return a line if it is not the last run's.
+
+        Raises RequestError if there is none, or not the named one.
+        """
+        paths = self.link.connected is None or self.link.connected.is_edgelm
+        last = "" if self.defaults.model else self._last_model
+        self._last_model = choose_model(self.defaults.model, last, models, paths=paths)
+        if not last or self._last_model == last:
+            return ""
+        return f"{short_name(last)} is not offered here: {short_name(self._last_model)} answers new chats"
 
     # Answers
 
@@ -284,22 +305,23 @@ class Workspace:
 
     def begin_answer(self, parent: int, sent_from: int | None = None) -> None:
         """Answer a message; `sent_from` shortens the conversation from here on."""
-        self._start(self.session.begin_answer(parent, self.model, sent_from), self.preferred_models, {})
+        named = self.named_model
+        self._start(self.session.begin_answer(parent, self.model, sent_from), named, {})
 
     def go_on(self, answer: Message, begun: str) -> None:
         """Write another version of an answer, which begins with `begun`."""
         assert answer.parent is not None, "an answer has a question"
         message = self.session.begin_answer(answer.parent, answer.model, text=begun, reasoning=answer.reasoning)
-        self._start(message, [answer.model, *self.preferred_models], {})
+        self._start(message, answer.model, {})
 
     def compare(self, answer: Message, model: str, sampling: Mapping[str, float | int | str]) -> Answer:
         """Write another version of an answer, with a model and with values that replace the chat's; return it."""
         assert answer.parent is not None, "an answer has a question"
-        return self._start(self.session.begin_answer(answer.parent, model), [model], sampling)
+        return self._start(self.session.begin_answer(answer.parent, model), model, sampling)
 
-    def _start(self, message: Message, models: Sequence[str], sampling: Mapping[str, float | int | str]) -> Answer:
+    def _start(self, message: Message, named: str, sampling: Mapping[str, float | int | str]) -> Answer:
         self.answer_started()
         answer = Answer(self.session, message, {**self.defaults.sampling, **self.session.chat.sampling, **sampling})
         self.drafted[message.id] = answer.drafted
-        self.answers.start(answer, models)
+        self.answers.start(answer, named, self._last_model)
         return answer

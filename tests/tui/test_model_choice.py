@@ -1,0 +1,90 @@
+"""Which model answers: the one that was named, and no other in its place."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from edgelm.tui.workspace import ChatDefaults
+from tests.tui.conftest import Open
+from tests.tui.fake_endpoint import FakeEndpoint
+
+
+async def test_no_other_model_answers_for_a_named_one(open_chat: Open, endpoint: FakeEndpoint) -> None:
+    async with open_chat(defaults=ChatDefaults(model="nosuch")) as chat:
+        await chat.sees("the endpoint does not offer nosuch; /model shows what it offers")
+        await chat.ask("Hello")
+        await chat.sees("the endpoint does not offer nosuch")
+        assert endpoint.requests == []
+        await chat.ask("/model starter")
+        await chat.ask("/regenerate")
+    assert [request["model"] for request in endpoint.requests] == ["starter"]
+
+
+async def test_a_chat_keeps_the_model_that_answered_it(open_chat: Open, endpoint: FakeEndpoint, tmp_path: Path) -> None:
+    path = str(tmp_path / "own.gguf")
+    async with open_chat(defaults=ChatDefaults(model=path)) as chat:
+        await chat.ready()
+        await chat.ask("Hello")
+    async with open_chat() as chat:
+        await chat.ready()
+        assert chat.screen.workspace.model == "starter"
+        await chat.screen.workspace.open_chat(next(iter(chat.screen.workspace.chats)))
+        chat.screen.view.show_chat()
+        await chat.sees("own.gguf")
+        await chat.ask("And now?")
+        assert chat.session.chat.model == path
+    assert [request["model"] for request in endpoint.requests] == [path, path]
+
+
+async def test_a_chat_whose_model_is_gone_says_so(open_chat: Open, endpoint: FakeEndpoint) -> None:
+    endpoint.models = ["one"]
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Hello")
+        chat_id = chat.session.chat.id
+    endpoint.models = ["two"]
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.screen.workspace.open_chat(chat_id)
+        chat.screen.view.show_chat()
+        await chat.ask("And now?")
+        await chat.sees("the endpoint does not offer one; /model shows what it offers")
+    assert [request["model"] for request in endpoint.requests] == ["one"]
+
+
+async def test_another_model_than_the_last_runs_is_told(open_chat: Open, endpoint: FakeEndpoint) -> None:
+    endpoint.models = ["one"]
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("/model one")
+    endpoint.models = ["two"]
+    async with open_chat() as chat:
+        await chat.hears("one is not offered here: two answers new chats")
+
+
+async def test_a_path_is_no_model_of_another_endpoint(open_chat: Open, endpoint: FakeEndpoint) -> None:
+    endpoint.is_edgelm = False
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("/model /tmp/own.gguf")
+        await chat.hears("this endpoint takes no path of a model")
+        assert chat.screen.workspace.model == "starter"
+
+
+async def test_a_path_is_chosen_by_the_picker_and_listed_as_recent(
+    open_chat: Open, endpoint: FakeEndpoint, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.gguf"
+    await asyncio.to_thread(path.write_bytes, b"GGUF")
+    async with open_chat(size=(200, 40), pulling=("false",)) as chat:
+        await chat.ready()
+        await chat.press("ctrl+o")
+        await chat.type(str(path))
+        await chat.sees("A file or folder", f"use {path}")
+        await chat.press("enter")
+        await chat.until(lambda: chat.screen.workspace.model == str(path), "the model")
+        await chat.ask("Hello")
+        await chat.press("ctrl+o")
+        await chat.sees("Recent", str(path))
+    assert [request["model"] for request in endpoint.requests] == [str(path)]
