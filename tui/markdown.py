@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from rich.style import Style
 from rich.text import Text
 
+from edgelm.chats.formulas import keep_formulas
 from edgelm.tui.drafted import Tint
 from edgelm.tui.lines import Line, clean, indent, wrap_cells, wrap_words
 from edgelm.tui.palette import Palette
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pygments.lexer import Lexer
 
 MIN_COLUMN = 4  # width of a table's column
+MIN_CUT_WORD = 16  # a table's column may be narrower than its longest word down to this
 CHUNK_LINES = 40  # a growing block of code is lexed from a multiple of this
 MAX_LEXED_CHARS = 40_000  # pygments takes about 100 ms for it
 
@@ -34,7 +36,7 @@ def parser() -> MarkdownIt:
     """Return the parser. Its import takes 0.1 s, so it is delayed until the first text."""
     from markdown_it import MarkdownIt
 
-    return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    return keep_formulas(MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]))
 
 
 def code_blocks(source: str) -> list[str]:
@@ -238,24 +240,27 @@ def _is_tight(tokens: Sequence[Token]) -> bool:
 
 
 def _column_widths(rows: list[list[Text]], width: int) -> list[int] | None:
-    """Return the widths of a table's columns; the widest are cut where the table is too wide. None: too narrow."""
-    count = max(map(len, rows), default=0)
-    widths = [
-        max((cell_len(line) for row in rows if i < len(row) for line in row[i].plain.split("\n")), default=1) or 1
-        for i in range(count)
-    ]
-    room = width - 3 * (count - 1)
-    if room < MIN_COLUMN * count:
-        return widths if sum(widths) <= room else None
-    while (over := sum(widths) - room) > 0:
-        widest = max(widths)
-        second = max((column for column in widths if column < widest), default=MIN_COLUMN)
-        cut = max(1, min(widest - max(second, MIN_COLUMN), -(-over // widths.count(widest))))
-        for i, column in enumerate(widths):
-            if column == widest and over > 0:
-                widths[i] -= min(cut, over)
-                over -= cut
+    """Return the widths of a table's columns; the widest are cut where the table is too wide. None: too narrow.
+
+    No column becomes narrower than its longest word, unless that has more than MIN_CUT_WORD cells.
+    """
+    columns = [[row[i].plain for row in rows if i < len(row)] for i in range(max(map(len, rows), default=0))]
+    widths = [min(_longest(cells, "\n"), width) for cells in columns]
+    words = [max(_longest(cells, None), MIN_COLUMN) for cells in columns]
+    room = width - 3 * (len(columns) - 1)
+    if sum(widths) > room:
+        shortest = [min(word, MIN_CUT_WORD) for word in words]
+        if sum(shortest) > room:
+            return None
+        words = words if sum(words) <= room else shortest
+    while sum(widths) > room:
+        widest = max((i for i in range(len(widths)) if widths[i] > words[i]), key=widths.__getitem__)
+        widths[widest] -= 1
     return widths
+
+
+def _longest(cells: Sequence[str], separator: str | None) -> int:
+    return max((cell_len(part) for cell in cells for part in cell.split(separator)), default=1) or 1
 
 
 def _pad(text: Text, width: int, align: str) -> Text:

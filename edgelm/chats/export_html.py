@@ -22,6 +22,7 @@ from pygments.util import ClassNotFound
 
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.export_md import author_of, end_of, words_of
+from edgelm.chats.formulas import keep_formulas
 from edgelm.chats.history import Chat, Message, Tree
 from edgelm.chats.reading import Reading
 from edgelm.chats.tool_calls import ToolCall, segments
@@ -138,6 +139,7 @@ def _plain(text: str) -> str:
 @cache
 def _markdown() -> MarkdownIt:
     parser = MarkdownIt("commonmark", {"html": False, "highlight": _highlighted}).enable(["table", "strikethrough"])
+    keep_formulas(parser)
     parser.add_render_rule("image", _image)
     return parser
 

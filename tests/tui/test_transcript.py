@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from rich.cells import cell_len
 from rich.text import Text
 from textual.theme import BUILTIN_THEMES
 
-from edgelm.chats.history import Message
+from edgelm.chats.export_html import to_html
+from edgelm.chats.history import Chat, Message, Tree
 from edgelm.client.answer_stream import AnswerStats
 from edgelm.tui.document import Document
 from edgelm.tui.lines import clean, wrap_cells, wrap_words
@@ -39,7 +41,7 @@ PIECES = st.sampled_from(
         "word ", "**bold** ", "*it* ", "`code` ", "\n", "\n\n", "# Head\n", "- item\n", "  - inner\n", "1. one\n",
         "> quote\n", "```python\n", "```\n", "def f(x):\n    return 1\n", "| a | b |\n|---|:-:|\n", "| 1 | 2 |\n",
         "---\n", "日本語 ", "é ", "[link](http://x) ", "![i](p) ", "~~gone~~ ", "<b>html</b>", "\t",
-        "    indented\n", "\\", "* ", "_", "[", "|", "\r\n", "\r", "x" * 90,
+        "    indented\n", "\\", "* ", "_", "[", "|", "\\[", "\\]", "$$", "$", "{", "\\(", "\r\n", "\r", "x" * 90,
     ]
 )  # fmt: skip
 SOURCES = st.lists(PIECES, max_size=40).map("".join)
@@ -62,6 +64,37 @@ def test_streaming_ends_as_the_whole_does(source: str, width: int, chance: rando
             show(streamed, width)
     streamed.settle()
     assert show(streamed, width) == show(Document(source), width)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        r"The angle \( \alpha_1 \), the set \( \{2, 3\} \), and \(a*b*c\).",
+        "\\[\n\\{ x_1 \\}\n- \\frac{1}{2} *b*\n= 3\n\\]",
+        r"\[ E = mc^2 \\ \] holds",
+        "$$\n\\sum_{i} \\_ \\,\n$$",
+        r"$\{a_1, a_2\}$ and $x\_1$, from $5 to $6",
+        r"x \in \{2,3\}, 5 \%",
+    ],
+)
+def test_formulas_keep_their_source(source: str) -> None:
+    assert "\n".join(line for row in show(Document(source), 120) for line in row) == source
+    chat = Chat()
+    answer = Message(chat=chat.id, parent=None, role="assistant", text=source)
+    assert escape(source, quote=False) in to_html(chat, Tree([answer]))
+
+
+def test_other_escapes_are_none() -> None:
+    assert show(Document(r"\*no\* \_em\_ \# 1\. \$5 `\(`"), 120) == [[r"*no* _em_ # 1. $5 \("]]
+
+
+def test_a_table_is_not_broken_inside_of_words_and_numbers() -> None:
+    source = (
+        "| country | population | note |\n|---|--:|---|\n| Liechtenstein | 1,234,567,890 | " + "some words " * 9 + "|\n"
+    )
+    for width in range(50, 120):
+        text = "\n".join(show(Document(source), width)[0])
+        assert all(word in text for word in ("country", "population", "Liechtenstein", "1,234,567,890")), width
 
 
 @settings(max_examples=EXAMPLES)
