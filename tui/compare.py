@@ -32,7 +32,7 @@ FOOTER = (
     Hint("PgUp", "", "screen.scroll(-10)"),
     Hint("PgDn", "scroll", "screen.scroll(10)"),
     Hint("Enter", "keeps it", "screen.keep"),
-    Hint("Esc", "closes", "screen.dismiss(None)"),
+    Hint("Esc", "keeps the old one", "screen.dismiss(None)"),
 )
 NARROW = 90  # cells; below, the versions stand one above the other
 
@@ -113,10 +113,10 @@ class Column(Vertical, can_focus=True):
 
 
 class CompareScreen(ModalScreen[int | None]):
-    """Two versions; returns the id of the one that stays on screen, None: the newer one."""
+    """Two versions; returns the id of the one that stays on screen, None: the older one."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss(None)", "Close", show=False),
+        Binding("escape", "dismiss(None)", "Keep the old version", show=False),
         Binding("left,up", "choose(0)", "The left version", show=False),
         Binding("right,down", "choose(1)", "The right version", show=False),
         Binding("pageup", "scroll(-10)", "Scroll up", show=False),
@@ -168,7 +168,7 @@ class CompareScreen(ModalScreen[int | None]):
 
     def action_keep(self) -> None:
         if any(column.is_live for column in self._columns):
-            self.notify("a version is being written; Esc closes this, and Esc again stops it", severity="warning")
+            self.notify("a version is being written; Esc stops it and keeps the old one", severity="warning")
         else:
             self.dismiss(self._chosen.message.id)
 

@@ -95,7 +95,10 @@ class EngineActions:
         self._view.show_chat()
         sides = (Side(message, ""), Side(answer.message, setting))
         kept = await self._app.push_screen_wait(CompareScreen(answer.question.text, sides))
-        if kept is not None and session is workspace.session and workspace.answer is None:
+        if kept is None:  # cancelled: as if it had not been asked
+            await workspace.answers.end(session.chat.id)
+            session.show(message.id)
+        elif session is workspace.session and workspace.answer is None:
             session.show(kept)
         if session is workspace.session:
             self._view.update_chat()

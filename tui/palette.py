@@ -16,6 +16,7 @@ from textual.theme import Theme
 
 DRAFTED_SHARES = (0.22, 0.16, 0.12, 0.08)  # of green in the background of drafted words, strongest first
 BLOCK_SHARES = (0.07, 0.05, 0.03, 0.0)  # of the foreground in the background of code
+SELECTION_SHARES = (0.5, 0.4, 0.3, 0.24, 0.18, 0.12)  # of the primary colour in the background of selected text
 CURSOR_SHARES = (0.3, 0.24, 0.18, 0.12)  # of the primary colour in the background of a list's chosen line
 MUTED_SHARES = (0.62, 0.7, 0.78, 0.86)  # of the foreground in secondary text
 BORDER_SHARE = 0.35  # of the foreground in the border of a box without the focus, and in scroll bars
@@ -117,7 +118,9 @@ def make_palette(theme: Theme, variables: Mapping[str, str], *, drafts: bool = F
 def readable_variables(theme: Theme, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a theme with those replaced whose text is hard to read, or whose focus is hard to see."""
     if theme.ansi:
-        return {**variables, "border-blurred": "ansi_bright_black"}  # black and white ones may vanish
+        # Black and white borders may vanish; a selection in bright blue hides its text.
+        selection = {"screen-selection-background": "ansi_cyan", "screen-selection-foreground": "ansi_black"}
+        return {**variables, "border-blurred": "ansi_bright_black", **selection}
     background, foreground = Color.parse(variables["background"]), Color.parse(variables["foreground"])
     surface, boost = Color.parse(variables["surface"]), Color.parse(variables["boost"])
     panes = [background, surface, Color.parse(variables["panel"])]
@@ -133,6 +136,7 @@ def readable_variables(theme: Theme, variables: Mapping[str, str]) -> dict[str, 
     )
     cursor, blurred = surface.blend(primary, share), surface.blend(primary, share / 2)
     border = background.blend(foreground, BORDER_SHARE).hex
+    selection = _shade(background, primary, SELECTION_SHARES, foreground)
     return {
         **variables,
         "text-muted": muted.hex,
@@ -142,6 +146,9 @@ def readable_variables(theme: Theme, variables: Mapping[str, str]) -> dict[str, 
         "block-cursor-text-style": "bold",
         "block-cursor-blurred-background": blurred.hex,
         "border-blurred": border,
+        # Textual's own foreground is transparent: drawn by `transcript.py`, selected text would vanish.
+        "screen-selection-background": selection.hex,
+        "screen-selection-foreground": _readable(foreground, [selection], selection.get_contrast_text(1.0)).hex,
         "scrollbar": border,
         "scrollbar-background": background.hex,
         "scrollbar-background-hover": background.hex,

@@ -53,7 +53,10 @@ class Picked:
 
 
 class PickerScreen(ModalScreen[Picked | None]):
-    """Choose a model. `note`: why none can be pulled; `recent`: paths of models; `free_bytes`: the memory that a model can take."""
+    """Choose a model. `note`: why none can be pulled; `free_bytes`: the memory that a model can take.
+
+    `recent` are paths of models outside of the library.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", show=False)]
     DEFAULT_CSS = (

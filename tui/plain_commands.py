@@ -230,7 +230,8 @@ class PlainCommands:
             details = [short_name(model.id), *describe_model(model), current]
             self._tell(f"{number}. {', '.join(filter(None, details))}")
         for number, path in enumerate(self._models[len(models) :], len(models) + 1):
-            self._tell(f"{number}. {path}, recent{", this chat's" if path == self._workspace.model else ''}")
+            current = ", this chat's" if path == self._workspace.model else ""
+            self._tell(f"{number}. {path}, recent{current}")
         pull = ", /pull NAME gets another" if self._workspace.link.remote is None else ""
         self._tell(f"/model NUMBER chooses one{pull}" if models else f"the endpoint offers no model{pull}")
 

@@ -198,7 +198,8 @@ async def test_two_models_side_by_side(open_chat: Open, endpoint: FakeEndpoint) 
         assert endpoint.requests[-1]["model"] == "qwen3-4b-q4_k_m.gguf"
         assert endpoint.requests[-1]["messages"] == endpoint.requests[0]["messages"]
         await chat.press("escape")
-        assert chat.turns == [("user", "sort"), ("assistant", "The second")]
+        await chat.until(lambda: chat.app.screen is chat.screen)
+        assert chat.turns == [("user", "sort"), ("assistant", "The first")]
         assert chat.screen.workspace.model == "starter"
 
 
@@ -225,9 +226,11 @@ async def test_no_version_is_chosen_while_one_is_written(open_chat: Open, endpoi
         await chat.until(lambda: isinstance(chat.app.screen, CompareScreen))
         await chat.press("left", "enter")
         await chat.hears("is being written")
-        await chat.press("escape", "escape")
+        first = chat.session.tree.siblings(chat.session.tree.path()[-1].id)[0]
+        await chat.press("escape")
         await chat.answered()
-        assert chat.session.tree.path()[-1].state == "stopped"
+        await chat.until(lambda: chat.session.tree.path()[-1].id == first, "the old version")
+        assert [message.state for message in chat.session.tree.messages.values()] == ["done", "done", "stopped"]
 
 
 async def test_a_model_that_is_not_there_is_not_compared(open_chat: Open, endpoint: FakeEndpoint) -> None:

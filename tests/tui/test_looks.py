@@ -34,6 +34,19 @@ def test_secondary_text_can_be_read_on_every_pane_and_on_the_chosen_line_of_a_li
     assert contrast(Color.parse(variables["border-blurred"]), panes[0]) >= 1.5
 
 
+async def test_selected_text_can_be_read_in_every_theme(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        for name in BUILTIN_THEMES:
+            chat.app.theme = name
+            await chat.pilot.pause()
+            style = chat.app.screen.get_component_rich_style("screen--selection")
+            assert style.color is not None, name
+            assert style.bgcolor is not None, name
+            one, other = (Color(*part.get_truecolor()) for part in (style.color, style.bgcolor))
+            assert contrast(one, other) >= (MIN_CONTRAST if name in FULL_COLOUR else 4.0), name
+
+
 @pytest.mark.parametrize("name", FULL_COLOUR)
 def test_every_colour_of_the_conversation_can_be_read_also_in_code(name: str) -> None:
     theme = BUILTIN_THEMES[name]
