@@ -173,22 +173,17 @@ class ChatPane(Vertical):
         self.prompt.focus()
         self.prompt.refresh_bindings()  # the status line shows its hints
 
-    def leave_edit(self) -> None:
-        """Return from editing a message to the new one that was being written before."""
+    def leave_edit(self, typed: str = "") -> None:
+        """Return from editing a message to the new one that was being written before, with `typed` behind it."""
         if self.editing is not None:
             self.editing = None
             text, attachments = self._set_aside
             self._set_aside = ("", ())
             self.files.set(attachments)
-            self.prompt.put(text)
+            self.prompt.put(text + typed)
         self.prompt.remove_class("-editing")
         self.prompt.border_title = ""
         self.prompt.refresh_bindings()
-
-    def clear_sent(self, text: str) -> None:
-        """Empty the prompt, whose text was sent, and add the text to the history."""
-        self.prompt.put("")
-        self.prompt.sent.add(text)
 
     def find_command(self, text: str, call: tuple[str, str]) -> Command | None:
         """Return the command that a call in the prompt means: the chosen line of the list, else by its name."""

@@ -90,7 +90,7 @@ class Prompt(TextArea):
 
     @dataclass
     class Sent(Event):
-        """Enter was pressed."""
+        """Enter was pressed, and took this text out of the prompt."""
 
         text: str
 
@@ -163,6 +163,11 @@ class Prompt(TextArea):
         self.load_text(text)
         self.move_cursor(self.document.end)
 
+    def give_back(self, text: str) -> None:
+        """Put a text that was taken before what was typed since."""
+        if text:
+            self.put(text + self.text)
+
     async def _on_key(self, event: events.Key) -> None:
         self._blink()
         if event.key == "enter" and self.picking:
@@ -170,7 +175,7 @@ class Prompt(TextArea):
             self.post_message(self.Taken())
         elif event.key == "enter":
             self._consume(event)
-            self.post_message(self.Sent(self.text))
+            self.action_send()
         elif event.key == "backspace" and not self.text:
             self._consume(event)
             self.post_message(self.Emptied())
@@ -233,7 +238,11 @@ class Prompt(TextArea):
         return [Hint("Esc", "leave", "screen.stop"), *hints] if self.has_class("-editing") else hints
 
     def action_send(self) -> None:
-        self.post_message(self.Sent(self.text))
+        """Take the text out before the next key: what is typed from now on is no part of it."""
+        text = self.text
+        if text:
+            self.put("")
+        self.post_message(self.Sent(text))
 
     def action_break_line(self) -> None:
         self.insert("\n")

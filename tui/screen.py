@@ -245,47 +245,47 @@ class ChatScreen(Screen[None]):
             command = pane.find_command(text, call)
             if command is None:
                 self.notify(f"there is no command /{call[0]}; / shows all", severity="warning", markup=False)
+                pane.prompt.give_back(event.text)
                 return
-            self._clear_sent(text)
+            pane.prompt.sent.add(text)
             pane.close_commands()
             self.run_command(command.name, call[1])
         elif text.strip() or self.files.attachments:
-            text = text.removeprefix("/") if text.startswith("//") else text
             if self.files.must_check:
-                self._check_and_send(text, pane.prompt.text)
+                self._check_and_send(text)
             else:
                 self._try_to_send(text)
+        else:
+            pane.prompt.give_back(text)
 
-    @work(group="send", exclusive=True)
-    async def _check_and_send(self, text: str, before: str) -> None:
-        """Send a message when its files are checked, unless the user has changed the text in the prompt."""
+    @work(group="send")
+    async def _check_and_send(self, typed: str) -> None:
+        """Send a message when its files are checked."""
         try:
-            await self.files.check(text)
+            await self.files.check(_message(typed))
         except RequestError as error:
+            self.pane.prompt.give_back(typed)
             self.view.complain(error)
         else:
-            if self.pane.prompt.text == before:
-                self._try_to_send(text)
+            self._try_to_send(typed)
 
-    def _try_to_send(self, text: str) -> None:
+    def _try_to_send(self, typed: str) -> None:
         try:
-            self.send(text)
+            self.send(_message(typed))
         except RequestError as error:
+            self.pane.prompt.give_back(typed)
             self.view.complain(error)
 
     def send(self, text: str, roots: tuple[str, ...] = ()) -> None:
         """Send a message, as a new version of the one being edited if there is one. Raises RequestError."""
-        self.workspace.send(text, self.pane.editing, roots, () if roots else self.files.attachments)
-        self.pane.leave_edit()
-        if not roots:
+        pane = self.pane
+        self.workspace.send(text, pane.editing, roots, () if roots else self.files.attachments)
+        if pane.editing is not None:
+            pane.leave_edit(pane.prompt.text)
+        elif not roots:
             self.files.set(())
-        self._clear_sent(text)
+        pane.prompt.sent.add(text)
         self.view.show_chat()
-
-    def _clear_sent(self, text: str) -> None:
-        """Empty the prompt, whose text was sent: the next run does not begin with it, even if this is /quit."""
-        self.pane.clear_sent(text)
-        self._unsent = ""
 
     def _complain(self, error: EdgeLMError) -> None:
         self.view.complain(error)
@@ -417,3 +417,8 @@ class ChatScreen(Screen[None]):
 
     def action_toggle_reasoning(self) -> None:
         self.pane.toggle_reasoning()
+
+
+def _message(typed: str) -> str:
+    """Return the message that a text in the prompt means: // begins one with a slash."""
+    return typed.removeprefix("/") if typed.startswith("//") else typed

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from textual import events
 
 from edgelm.chats.store import Store
 from edgelm.tui.workspace import ChatDefaults
-from tests.tui.conftest import Open
-from tests.tui.fake_endpoint import ANSWER
+from tests.tui.conftest import Driver, Open
+from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
 
 async def test_a_message_is_answered_and_saved(open_chat: Open, tmp_path: Path) -> None:
@@ -55,6 +56,47 @@ async def test_the_cursor_rests_after_a_while_and_blinks_again_with_a_key(
         monkeypatch.setattr("edgelm.tui.prompt.BLINK_S", 60.0)
         await chat.type("a")
         assert chat.prompt.cursor_blink
+
+
+def keys_at_once(chat: Driver, keys: str) -> None:
+    """Press keys as a terminal sends them in one piece: none waits for the effect of another."""
+    for key in keys:
+        chat.app.post_message(events.Key("enter" if key == "\r" else key, None if key == "\r" else key))
+
+
+async def test_what_is_typed_or_pasted_right_after_enter_stays(open_chat: Open, endpoint: FakeEndpoint) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        keys_at_once(chat, "AAA\rBBB")
+        chat.app.post_message(events.Paste("CCC"))
+        await chat.answered()
+        await chat.until(lambda: chat.turns[:1] == [("user", "AAA")] and chat.answer is None, "the answer")
+        assert chat.prompt.text == "BBBCCC"
+        endpoint.stall_after = 1
+        keys_at_once(chat, "\rDDD\rEEE")  # the second is refused
+        await chat.hears("an answer is being written")
+        assert chat.turns[2] == ("user", "BBBCCC")
+        assert chat.prompt.text == "DDDEEE"
+
+
+async def test_a_command_is_no_draft_of_the_next_run(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        keys_at_once(chat, "/quit\r")
+        await chat.until(lambda: not chat.app.is_running, "the end")
+    async with open_chat() as chat:
+        await chat.ready()
+        assert chat.prompt.text == ""
+
+
+async def test_a_message_that_was_set_aside_for_an_edit_comes_back(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("first")
+        await chat.type("later")
+        await chat.press("f4")
+        keys_at_once(chat, "!\r")
+        await chat.until(lambda: chat.turns[0] == ("user", "first!") and chat.answer is None, "the answer")
+        assert chat.prompt.text == "later"
 
 
 async def test_nothing_is_sent_without_text(open_chat: Open) -> None:
