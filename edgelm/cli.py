@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from edgelm.cli_chats import chats_app
 from edgelm.cli_making import convert, evaluate, quantize
 from edgelm.cli_server import launch, load, ps, serve, service_app, top, unload, watch
 from edgelm.commands.flags import Flags, Json, Model, Verbose, Yes, with_settings
-from edgelm.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError
+from edgelm.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError, one_line
 from edgelm.jobs.embed_request import Format
 from edgelm.workers.messages import Thinking
 
@@ -37,8 +38,12 @@ def run_cli() -> int:
     except usage.Abort:
         raise KeyboardInterrupt from None
     except usage.TyperException as error:
-        print(f"error: {error.format_message().rstrip('.')}; see --help", file=sys.stderr)
+        print(f"error: {one_line(error.format_message()).rstrip('.')}; {_usage_hint()}", file=sys.stderr)
         return error.exit_code
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer's own end: the reader, such as `head`, has enough
+            return 0
+        raise
     except EdgeLMError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE if isinstance(error, UsageError) else 1
@@ -49,6 +54,15 @@ def run_cli() -> int:
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _usage_hint() -> str:
+    """Return what helps: `--` before a message that looks like a flag."""
+    arguments = sys.argv[1:]
+    like_flags = [word for word in arguments if word.startswith("-") and (" " in word or word[1:2].isdigit())]
+    if like_flags and "--" not in arguments:
+        return f"a text that begins with - stands behind --: -- {shlex.quote(one_line(like_flags[0]))}"
+    return "see --help"
 
 
 def _print_version(requested: bool) -> None:
@@ -105,6 +119,7 @@ def run(
         str | None, typer.Option(metavar="ID", help="Continue this chat of `edgelm chats list`.", show_default=False)
     ] = None,
     save: Annotated[bool, typer.Option("--save", help="Save it as a new chat.")] = False,
+    no_stdin: Annotated[bool, typer.Option("--no-stdin", help="Do not read standard input: in loops.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without a chat template.")] = False,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text.", show_default=False)] = None,
     schema: Annotated[
@@ -153,6 +168,7 @@ def run(
         verbose=verbose,
         chat=chat or ("last" if go_on else None),
         save=save,
+        stdin=not no_stdin,
     )
 
 

@@ -4,7 +4,19 @@ Owns the error types that all modules raise for files, memory, requests and nati
 instead. Knows nothing of where an error is shown.
 """
 
+from __future__ import annotations
+
+import re
+
+# They move a terminal's cursor, write to its clipboard, or turn the text around. Line breaks are spaces by then.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
 USAGE_EXIT_CODE = 2  # of a command with a wrong flag or a wrong setting: it fails again until somebody changes that
+
+
+def one_line(text: str) -> str:
+    """Return a text on one line, as a terminal may print it: a model's template or a server may have written it."""
+    return _CONTROL.sub("\ufffd", " ".join(text.split()))
 
 
 class EdgeLMError(Exception):
@@ -12,8 +24,8 @@ class EdgeLMError(Exception):
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
-        self.message = " ".join(message.split())
-        self.hint = " ".join(hint.split())
+        self.message = one_line(message)
+        self.hint = one_line(hint)
 
     def __str__(self) -> str:
         return f"{self.message}; {self.hint}" if self.hint else self.message

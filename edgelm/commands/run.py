@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from edgelm.commands.run_chat import SavedChat
 
 MAX_INPUT_BYTES = 64 * 2**20
+SILENT_S = 1.0  # of a pipe beside a prompt, before a line says what is waited for
 
 
 def run_model(
@@ -43,8 +45,9 @@ def run_model(
     verbose: bool,
     chat: str | None = None,
     save: bool = False,
+    stdin: bool = True,
 ) -> None:
-    """Print the answer to a prompt as it is decoded. `grammar_file` is for errors.
+    """Print the answer to a prompt as it is decoded. `grammar_file` is for errors; `stdin`: attach what is piped in.
 
     `chat` names the chat that goes on, whose model is used unless one is given; with `save` a new one is begun. Raises
     EdgeLMError.
@@ -63,7 +66,7 @@ def run_model(
         chosen = _find_preset(preset, config, raw=raw) if preset is not None else None
         if chosen is not None:
             config, think = _with_preset(chosen, config, think, is_saved=saved is not None)
-        text = _read_prompt(prompt)
+        text = _read_prompt(prompt, stdin=stdin)
         settings = config.settings
         if saved is not None:
             settings, think = saved.settings(settings, flags), saved.thinking(think)
@@ -194,10 +197,14 @@ def _note_passages(read: Read, num_found: int) -> None:
     print(f"read: {names}", file=sys.stderr)
 
 
-def _read_prompt(prompt: str | None) -> str:
-    """Return the argument, piped standard input, or both with an empty line between them."""
+def _read_prompt(prompt: str | None, *, stdin: bool) -> str:
+    """Return the argument, piped standard input (`stdin`), or both with an empty line between them."""
     parts = [prompt] if prompt else []
-    if not sys.stdin.isatty():
+    if stdin and not sys.stdin.isatty():
+        if prompt and not _gives_something(sys.stdin):
+            print(
+                "note: waiting for standard input, an open pipe; < /dev/null or --no-stdin reads none", file=sys.stderr
+            )
         raw = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
         if len(raw) > MAX_INPUT_BYTES:
             raise RequestError(f"standard input is longer than {MAX_INPUT_BYTES // 2**20} MiB", "shorten it")
@@ -213,6 +220,14 @@ def _read_prompt(prompt: str | None) -> str:
     if not parts:
         raise RequestError("the prompt is empty", "give it as an argument or on standard input")
     return "\n\n".join(parts)
+
+
+def _gives_something(stream: TextIO) -> bool:
+    """Return whether a stream has bytes or its end within SILENT_S; a file always has."""
+    try:
+        return bool(select.select([stream], [], [], SILENT_S)[0])
+    except (OSError, ValueError):  # not a stream of the system
+        return True
 
 
 def _finish(result: dict[str, Any], output: _Output, as_json: bool, verbose: bool) -> None:

@@ -112,8 +112,10 @@ def starter_model() -> LocalModel | None:
 
 
 def gguf_at(path: Path) -> LocalModel:
-    """Return the model in a file, with the other shards of a split one."""
+    """Return the model in a file; of a split one also where another shard than the first is named."""
     groups = [group for group in group_ggufs(names_in(path.parent, [])) if path.name in group.files]
+    if groups and path.exists():
+        path = path.with_name(groups[0].first)
     shards = tuple(path.with_name(name) for name in groups[0].files) if groups else (path,)
     return LocalModel(printable(path.stem), path, files=shards)
 

@@ -262,6 +262,47 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(edgelm: E
     assert re.search(r"the prompt has [\d,]+ tokens, the context holds 64", message)
 
 
+def test_an_open_pipe_beside_a_prompt_is_waited_for_with_a_line(edgelm: Edgelm, model: Path) -> None:
+    command = [*edgelm.command, "run", str(model), "hello", "--max-tokens", "2"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=edgelm.environment, **pipes) as process:  # type: ignore[call-overload]
+        line = process.stderr.readline().decode()
+        assert line == "note: waiting for standard input, an open pipe; < /dev/null or --no-stdin reads none\n"
+        process.communicate(b"world", timeout=TIMEOUT_S)
+        assert process.returncode == 0
+    with subprocess.Popen([*command, "--no-stdin"], env=edgelm.environment, **pipes) as process:  # type: ignore[call-overload]
+        assert process.wait(TIMEOUT_S) == 0, "the pipe is still open"
+        assert b"waiting" not in process.stderr.read()
+        process.stdin.close()
+
+
+def test_a_loop_keeps_its_list(edgelm: Edgelm, model: Path) -> None:
+    loop = 'while read -r line; do "$@" "$line" --no-stdin > /dev/null 2>&1 && echo "done $line"; done'
+    command = ["sh", "-c", loop, "sh", *edgelm.command, "run", str(model), "--max-tokens", "1"]
+    done = subprocess.run(command, input=b"one\ntwo\n", env=edgelm.environment, stdout=subprocess.PIPE, check=True)
+    assert done.stdout == b"done one\ndone two\n"
+
+
+def test_a_prompt_like_a_flag_is_told_to_stand_behind_dashes(edgelm: Edgelm, model: Path) -> None:
+    message = error_of(edgelm("run", model, "-5 + 3"), 2)
+    assert message.endswith("; a text that begins with - stands behind --: -- '-5 + 3'")
+    assert edgelm("run", model, "--max-tokens", "1", "--", "-5 + 3").returncode == 0
+    assert error_of(edgelm("run", model, "hi", "--nosuch"), 2).endswith("; see --help")
+
+
+@pytest.mark.parametrize("command", [("help",), ("run", "--help"), ("list",)])
+def test_a_reader_that_leaves_is_no_failure(edgelm: Edgelm, command: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [*edgelm.command, *command], stdout=write, stderr=subprocess.PIPE, env=edgelm.environment, check=False
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_an_impossible_request_is_one_line(edgelm: Edgelm, model: Path) -> None:
     for arguments, expected in {("run", model, ""): "empty", ("run", model, "hi", "--ctx", "4096"): "512"}.items():
         assert expected in error_of(edgelm(*arguments)), arguments

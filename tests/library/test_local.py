@@ -180,6 +180,7 @@ def test_own_folders(hub: Path, tmp_path: Path) -> None:
     models = names(hub, mine, mine / "deep", tmp_path / "absent")
     assert set(models) == {"qwen3:4b", "m-Q8_0", "deep/er/m-Q8_0", "s"}, "each once, also what a link leads to"
     assert len(models["s"].files) == 2
+    assert find_local(str(mine / "s-00002-of-00002.gguf")).path == mine / "s-00001-of-00002.gguf"
     assert find_local("M-q8_0", hub, [mine]).path == mine / "m-Q8_0.gguf"
     (problem,) = scan(hub, folders=[mine, tmp_path / "absent"]).problems
     assert "absent" in problem
