@@ -314,6 +314,64 @@ def test_the_server_of_a_redirect(target: str, same: bool) -> None:
     assert is_same_server("http://gpu.example/v1/models", target) == same
 
 
+async def streamed(body: bytes, cuts: int = 7) -> tuple[str, str, Finished]:
+    """Return reasoning, text and end of an answer that a server sends as these bytes, in small pieces."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if not head.startswith(b"POST"):
+            writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+            for at in range(0, len(body), cuts):
+                writer.write(body[at : at + cuts])
+                await writer.drain()
+                await asyncio.sleep(0)
+        writer.close()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    await client.connect()
+    items = [item async for item in client.chat(REQUEST)]
+    await client.close()
+    server.close()
+    *deltas, finished = items
+    assert isinstance(finished, Finished)
+    parts = [delta for delta in deltas if isinstance(delta, Delta)]
+    return "".join(part.reasoning for part in parts), "".join(part.text for part in parts), finished
+
+
+def said(*contents: str) -> list[bytes]:
+    """Return the chunks of an answer, the last with its end."""
+    deltas = [{"delta": {"content": content}, "index": 0} for content in contents]
+    documents = [{"choices": [delta]} for delta in [*deltas, {"delta": {}, "index": 0, "finish_reason": "stop"}]]
+    return [json.dumps(document).encode() for document in documents]
+
+
+@pytest.mark.parametrize("cuts", [1, 7, 4096])
+async def test_events_by_the_standard(cuts: int) -> None:
+    one, two, end = said("Hello ", "world")
+    body = b"\xef\xbb\xbfdata: " + one + b"\n\nretry: 3000\n\n: a comment\n\nid: 7\n\nevent: ping\n\ndata:\n\n"
+    body += b"id: 8\r\nevent: message\r\ndata:" + two + b"\r\n\r\n\r\ndata: " + end + b"\n\ndata: [DONE]\n\n"
+    assert (await streamed(body, cuts))[:2] == ("", "Hello world")
+
+
+@pytest.mark.parametrize(
+    ("contents", "reasoning", "text"),
+    [
+        (["<think>", "Hm, ", "2 < 3", "</think>", "\n\n", "Yes"], "Hm, 2 < 3", "Yes"),
+        (["\n<th", "ink>\nHm</", "think", ">\nYes </think>"], "\nHm", "Yes </think>"),
+        (["<think>never closed </thi"], "never closed </thi", ""),
+        (["a <think> in the text"], "", "a <think> in the text"),
+        (["<thin"], "", "<thin"),
+        (["<b>", "bold"], "", "<b>bold"),
+    ],
+)
+async def test_a_thought_in_the_content_is_reasoning(contents: list[str], reasoning: str, text: str) -> None:
+    body = b"".join(b"data: " + chunk + b"\n\n" for chunk in said(*contents))
+    assert (await streamed(body))[:2] == (reasoning, text)
+
+
 async def test_another_kind_of_server() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -9,12 +9,13 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from edgelm.client.call_parts import CallParts
 from edgelm.client.json_values import clean_text, mapping, number, whole
 from edgelm.client.turns import Call
 
+THINK, THOUGHT = "<think>", "</think>"
 _MAX_FIGURE = 1e12  # tokens, or milliseconds
 
 
@@ -62,7 +63,8 @@ class Finished:
 class AnswerStream:
     """An answer while it arrives: the times of its tokens, and the endpoint's own statistics."""
 
-    def __init__(self, started: float) -> None:
+    def __init__(self, started: float, *, tags: bool = False) -> None:
+        """`tags`: the content may begin with <think>."""
         self.reason: str | None = None
         self.begun = False
         self.chunks = 0
@@ -72,6 +74,7 @@ class AnswerStream:
         self._usage: Any = None
         self._own: dict[str, Any] = {}
         self._calls = CallParts()
+        self._tags = _ThinkTags() if tags else None
 
     def take(self, chunk: Any) -> Delta | None:
         self.chunks += 1
@@ -85,6 +88,9 @@ class AnswerStream:
         extra = choice.delta.model_extra or {} if choice.delta else {}
         text = clean_text((choice.delta.content or "") if choice.delta else "")
         reasoning = clean_text(_reasoning(extra))
+        if self._tags is not None:
+            tagged, text = self._tags.take(text, is_open=not reasoning)
+            reasoning += tagged
         self._calls.take(choice.delta.tool_calls if choice.delta else None)
         if not text and not reasoning:
             self.begun |= bool(self._calls.name)
@@ -94,6 +100,11 @@ class AnswerStream:
         self._deltas += 1
         self.begun = True
         return Delta(text, reasoning, _spans(own, len(text)))
+
+    def rest(self) -> Delta | None:
+        """Return the text that was held because it might have become a tag."""
+        reasoning, text = self._tags.close() if self._tags is not None else ("", "")
+        return Delta(text, reasoning) if text or reasoning else None
 
     def finish(self) -> Finished:
         own, usage = self._own, self._usage
@@ -128,6 +139,47 @@ class AnswerStream:
     def _speed(self, completion_tokens: int | None) -> float | None:
         count, seconds = (completion_tokens or self._deltas) - 1, self._last - self._first
         return count / seconds if count > 0 and seconds > 0 else None
+
+
+class _ThinkTags:
+    """Splits a content that begins with <think> into reasoning and text: servers without a parser send it raw."""
+
+    def __init__(self) -> None:
+        self._held = ""  # may become a tag
+        self._state: Literal["before", "inside", "behind", "text"] = "before"
+
+    def take(self, text: str, *, is_open: bool) -> tuple[str, str]:
+        """Return the reasoning and the text that are complete with this piece; not `is_open`: no tag begins here."""
+        if self._state == "before" and not is_open:
+            self._state = "text"
+        held, self._held = self._held + text, ""
+        reasoning = ""
+        if self._state == "before":
+            begun = held.lstrip()
+            if THINK.startswith(begun[: len(THINK)]) and len(begun) < len(THINK):
+                self._held = held
+                return "", ""
+            self._state = "inside" if begun.startswith(THINK) else "text"
+            held = begun.removeprefix(THINK) if self._state == "inside" else held
+        if self._state == "inside":
+            reasoning, tag, held = held.partition(THOUGHT)
+            if not tag:
+                cut = next((n for n in range(len(THOUGHT) - 1, 0, -1) if reasoning.endswith(THOUGHT[:n])), 0)
+                self._held = reasoning[len(reasoning) - cut :]
+                return reasoning[: len(reasoning) - cut], ""
+            self._state = "behind"
+        if self._state == "behind":
+            held = held.lstrip("\n")
+            self._state = "text" if held else "behind"
+        return reasoning, held
+
+    def close(self) -> tuple[str, str]:
+        """Return what is held; the rest is text, unless reasoning has begun."""
+        held, self._held = self._held, ""
+        if self._state == "inside":
+            return held, ""
+        self._state = "text"
+        return "", held
 
 
 def _reasoning(delta: Mapping[str, Any]) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
+from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from edgelm.client.addresses import is_loopback, is_same_server, normalize_address
@@ -208,7 +210,7 @@ class Client:
             await self._opened.close()
 
     async def _stream(self, request: ChatRequest, started: float) -> AsyncGenerator[Delta | Finished, None]:
-        reading = AnswerStream(started)
+        reading = AnswerStream(started, tags=not self.is_edgelm)
         client = await self._client()
         import openai
         from openai.types.chat import ChatCompletionChunk
@@ -227,6 +229,8 @@ class Client:
                     delta = reading.take(chunk)
                     if delta is not None:
                         yield delta
+        if (rest := reading.rest()) is not None:
+            yield rest
         if not reading.chunks:
             raise no_protocol(self.address)
         if reading.reason is None:
@@ -266,7 +270,7 @@ class Client:
     def _open(self) -> openai.AsyncOpenAI:
         import openai
 
-        client = openai.AsyncOpenAI(
+        client = _openai_client()(
             base_url=self.base_url,
             # Never the key in OPENAI_API_KEY: it is not meant for this endpoint.
             api_key=self._api_key or "none",
@@ -281,6 +285,41 @@ class Client:
         )
         importlib.import_module("openai.types.chat")  # here on the thread: it takes another half second
         return client
+
+
+@cache
+def _openai_client() -> type[openai.AsyncOpenAI]:
+    """Return the package's client with server-sent events by their standard.
+
+    An event without data (`retry:`, `id:`, an empty `data:`) is none, and a byte order mark is no part of the first.
+    """
+    import openai
+    from openai._streaming import ServerSentEvent, SSEDecoder
+
+    class Decoder(SSEDecoder):
+        async def aiter_bytes(self, iterator: AsyncIterator[bytes]) -> AsyncIterator[ServerSentEvent]:
+            async for event in super().aiter_bytes(_without_mark(iterator)):
+                if event.data:
+                    yield event
+
+    class Standard(openai.AsyncOpenAI):
+        def _make_sse_decoder(self) -> SSEDecoder:
+            return Decoder()
+
+    return Standard
+
+
+async def _without_mark(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the bytes of a stream without a byte order mark at its beginning."""
+    head: bytes | None = b""
+    async for part in parts:
+        if head is None:
+            yield part
+        elif len(head := head + part) >= len(BOM_UTF8) or not BOM_UTF8.startswith(head):
+            yield head.removeprefix(BOM_UTF8)
+            head = None
+    if head:
+        yield head
 
 
 async def _check_redirect(response: httpx2.Response) -> None:
