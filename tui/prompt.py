@@ -13,6 +13,7 @@ from rich.text import Text
 from textual import events
 from textual.app import RenderResult
 from textual.message import Message as Event
+from textual.reactive import reactive
 from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import TextArea
@@ -130,6 +131,10 @@ class Prompt(TextArea):
 
         by: int
 
+    # The status line shows other hints where these change.
+    completing = reactive(False, repaint=False, bindings=True)  # Up and Down move in the list above
+    picking = reactive(False, repaint=False, bindings=True)  # files are listed for the word before the cursor
+
     def __init__(self) -> None:
         super().__init__(
             id="prompt", soft_wrap=True, show_line_numbers=False, tab_behavior="focus", placeholder=PLACEHOLDER,
@@ -137,8 +142,6 @@ class Prompt(TextArea):
         )  # fmt: skip
         self.sent = History()
         self._blinking: Timer | None = None  # until the cursor stands still
-        self.completing = False  # Up and Down move in the list above
-        self.picking = False  # files are listed for the word before the cursor
         self.offering = False  # Down moves into the list above while there is no text
         self._had_text = False
 
@@ -230,6 +233,11 @@ class Prompt(TextArea):
     @property
     def hints(self) -> list[Hint]:
         """Return the hints for the text."""
+        close = Hint("Esc", "close", "screen.stop")
+        if self.picking:
+            return [Hint("Enter", "attach", "take"), Hint("Tab", "open", "complete"), close]
+        if self.completing and self.text:
+            return [Hint("Enter", "run", "send"), Hint("Tab", "complete", "complete"), close]
         if self.text:
             hints = [Hint("Enter", "send", "send"), Hint("Ctrl+J", "line", "break_line")]
         else:
@@ -243,6 +251,12 @@ class Prompt(TextArea):
         if text:
             self.put("")
         self.post_message(self.Sent(text))
+
+    def action_take(self) -> None:
+        self.post_message(self.Taken())
+
+    def action_complete(self) -> None:
+        self.post_message(self.TabPressed())
 
     def action_break_line(self) -> None:
         self.insert("\n")

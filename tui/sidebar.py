@@ -96,6 +96,8 @@ class Sidebar(Vertical):
         self._rows: list[Row] = []
         self._open_id: int | None = None
         self._unfolded = False  # the archive
+        self._shown = ""  # the search whose hits are listed
+        self._num_asked = 0  # how often Enter was pressed before they came
 
     def compose(self) -> ComposeResult:
         key = keymap_of(self.app).label("run('search')", "Ctrl+F")
@@ -150,6 +152,11 @@ class Sidebar(Vertical):
             self.add_class("-searching")
             self._hits = {hit.chat.id: hit for hit in hits}
             self._fill(hit_rows(hits, self._open_id))
+            asked, self._num_asked, self._shown = self._num_asked, 0, text
+            if asked and hits:
+                self._focus_list()
+            if asked > 1 and hits:
+                self.query_one(OptionList).action_select()
 
     def search(self, words: str = "") -> None:
         """Show the list with the cursor in the search, with these words if there are any."""
@@ -193,16 +200,25 @@ class Sidebar(Vertical):
     @on(Input.Changed, "#search")
     def _typed(self, event: Input.Changed) -> None:
         event.stop()
+        self._num_asked = 0
         if self.typed:
             self.post_message(self.Searched(self.typed))
         else:
+            self._shown = ""
             self.remove_class("-searching")
             self._fill(chat_rows(self._chats, self._open_id, unfolded=self._unfolded), to_open=True)
 
     @on(Input.Submitted, "#search")
     def _submitted(self, event: Input.Submitted) -> None:
         event.stop()
-        self._focus_list()
+        self.action_list()
+
+    def action_list(self) -> None:
+        """Go to the list; where the hits are still to come, then, and at the second time to the first of them."""
+        if self.typed == self._shown:
+            self._focus_list()
+        else:
+            self._num_asked += 1
 
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:
@@ -234,7 +250,9 @@ class Sidebar(Vertical):
 
     @property
     def hints(self) -> list[Hint]:
-        """Return the hints for the chosen chat."""
+        """Return the hints for the search, or for the chosen chat."""
+        if self.query_one(Input).has_focus:
+            return [Hint("Enter", "results", "list"), Hint("Esc", "back", "close")]
         undo = [Hint("Ctrl+Z", "undo", "screen.run('undo')")] if self.can_undo else []
         names = (("Del", "delete"), ("p", "pin"), ("t", "tag"), ("a", "archive"))
         acts = [Hint(key, name, f"act({name!r})") for key, name in names]
@@ -247,7 +265,7 @@ class Sidebar(Vertical):
             self.action_close()
         elif event.key == "down" and field.has_focus:
             event.stop()
-            self._focus_list()
+            self.action_list()
         elif event.key == "up" and options.has_focus and options.highlighted in (None, _nearest(self._rows, 0)):
             event.stop()
             event.prevent_default()

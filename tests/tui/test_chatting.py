@@ -216,6 +216,32 @@ async def test_search_finds_text_of_old_chats_and_goes_there(open_chat: Open) ->
         await chat.sees("other")
 
 
+async def test_enter_in_a_search_waits_for_its_hits(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("about cats")
+        cats = chat.session.chat.id
+        await chat.press("ctrl+n")
+        await chat.ask("about dogs")
+        await chat.press("ctrl+f")
+        keys_at_once(chat, "cats\r\r")
+        await chat.until(lambda: chat.session.chat.id == cats, "the chat that was searched for")
+
+
+async def test_hints_are_those_of_the_open_list(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.type("/mo")
+        await chat.sees("Enter run", "Tab complete", "Esc close")
+        await chat.press("escape")
+        await chat.sees("Enter send")
+        chat.prompt.put("")
+        await chat.type("see @")
+        await chat.sees("Enter attach", "Tab open", "Esc close")
+        await chat.press("ctrl+f")
+        await chat.sees("Enter results", "Esc back")
+        assert "p pin" not in chat.text
+
+
 async def test_history_with_up(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.ask("first")
