@@ -79,7 +79,7 @@ class Actions:
             **self.models.by_name,
             **self.chats.by_name,
             **OwnActions(app, workspace, view).by_name,
-            **EngineActions(app, workspace, view, panel).by_name,
+            **EngineActions(app, workspace, reader, view, panel).by_name,
             **KnowledgeActions(app, workspace, reader, view, send).by_name,
             **ToolActions(app, workspace, view).by_name,
             "quit": self._quit,

@@ -237,6 +237,7 @@ async def _stream(
                 answer.view.set_model(model)
             if not answer.session.chat.model:
                 answer.session.set_model(model)
+            await reader.require_consent(answer.session)
             await _read(reader, answer, client, model, watcher)
             return await _request(answers, reader, answer, client, model, watcher)
         except UnreachableError:

@@ -22,6 +22,7 @@ from edgelm.tui.explore import ExploreScreen
 from edgelm.tui.inspector_panel import InspectorPanel
 from edgelm.tui.model_names import find_model
 from edgelm.tui.params import parse_params
+from edgelm.tui.reader import Reader
 from edgelm.tui.screen_view import ScreenView
 from edgelm.tui.session import Session
 from edgelm.tui.workspace import Workspace
@@ -32,9 +33,12 @@ NUM_SHOWN = 5  # likeliest tokens that the inspector shows
 class EngineActions:
     """Runs the commands `inspect`, `explore` and `compare`. Each may raise EdgeLMError."""
 
-    def __init__(self, app: App[Any], workspace: Workspace, view: ScreenView, panel: InspectorPanel) -> None:
+    def __init__(
+        self, app: App[Any], workspace: Workspace, reader: Reader, view: ScreenView, panel: InspectorPanel
+    ) -> None:
         self._app = app
         self._workspace = workspace
+        self._reader = reader
         self._view = view
         self._panel = panel
         self.by_name: dict[str, Callable[[str], Awaitable[None]]] = {
@@ -65,6 +69,7 @@ class EngineActions:
         if message.calls:
             raise RequestError("this answer has calls of tools", "choose an answer without any")
         session = self._workspace.session
+        await self._reader.require_consent(session)
         # A thought comes before the first token; its alternatives are those of the thought.
         first = 1 if message.reasoning else 0
         begun = await self._app.push_screen_wait(

@@ -213,7 +213,7 @@ def shortened(path: str) -> str:
 
 
 class SendScreen(ModalScreen[bool]):
-    """Ask before passages of the user's files go to another machine or program. Returns whether they may.
+    """Ask before passages of the user's files, or a chat, go to another machine or program. Returns whether they may.
 
     No letter answers: the dialog comes when files were read, and the user may be typing the next message.
     """
@@ -234,13 +234,21 @@ class SendScreen(ModalScreen[bool]):
     def compose(self) -> ComposeResult:
         question = self._question
         with Vertical() as box:
-            box.border_title = "Send passages of your files?"
+            box.border_title = "Send this chat?" if question.num_messages else "Send passages of your files?"
             box.border_subtitle = footer([Hint("Esc:", "no", "screen.dismiss(False)")])
             roots = "\n".join(f"  {one_line(shortened(root))}" for root in question.roots)
             names = "\n".join(f"  {n} {one_line(passage.name)}" for n, passage in enumerate(question.passages, 1))
             num_chars = sum(len(passage.text) for passage in question.passages)
             host = clean(question.host)
             title = one_line(question.title)
+            if question.num_messages:
+                words = f"The chat “{title}” was not written with {host}. To answer it,"
+                yield Label(f"{words} its {question.num_messages - 1} messages are sent there.", markup=False)
+                yield OptionList(
+                    Option("No: send nothing of it", id="no"),
+                    Option(Content(f"Yes: send this chat to {host}, from now on"), id="yes"),
+                )
+                return
             with VerticalScroll():
                 yield Label(f"The chat “{title}” is answered by {host}. It reads these:\n{roots}", markup=False)
                 yield Label(f"For this question it would send {num_chars:,} characters of them:\n{names}", markup=False)

@@ -256,15 +256,21 @@ class PlainChat:
                 self.writer.error(problem)
 
     async def _ask_to_send(self, question: SendQuestion) -> bool:
-        """Ask whether passages may go to the endpoint. Without a terminal nobody can agree."""
+        """Ask whether passages, or the chat, may go to the endpoint. Without a terminal nobody can agree."""
+        if question.num_messages:
+            self.writer.line(f"this chat was not written with {question.host}: {question.num_messages - 1} messages")
+            return self._agrees(f"send this chat to {question.host}, from now on?")
         num_chars = sum(len(passage.text) for passage in question.passages)
         names = "; ".join(one_line(passage.name) for passage in question.passages)
         self.writer.line(f"this question would send {num_chars:,} characters of your files: {names}")
+        return self._agrees(f"send passages to {question.host} in this chat?")
+
+    def _agrees(self, question: str) -> bool:
         if not self.lines.is_terminal:
             self.writer.line("they are not sent: only a person at a terminal can agree")
             return False
         with _raised_interrupt(), suppress(KeyboardInterrupt):
-            return self.lines.confirm(f"send passages to {question.host} in this chat?")
+            return self.lines.confirm(question)
         return False
 
 

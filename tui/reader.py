@@ -23,7 +23,7 @@ from edgelm.chats.history import Message
 from edgelm.chats.reading import Reading
 from edgelm.client.endpoint import Client, ModelEntry
 from edgelm.client.failures import UnreachableError
-from edgelm.errors import EdgeLMError
+from edgelm.errors import EdgeLMError, RequestError
 from edgelm.knowledge.index import GUIDE, Knowledge, Refreshed
 from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import share_of_context
@@ -31,7 +31,7 @@ from edgelm.knowledge.starter import starter_answers, starter_passages
 from edgelm.library.names import STARTER
 from edgelm.library.suggestion import suggested_model
 from edgelm.tui.link import Link
-from edgelm.tui.session import Session
+from edgelm.tui.session import HISTORY, Session
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,21 +130,38 @@ class EndpointEmbed:
 
 @dataclass(frozen=True, slots=True)
 class SendQuestion:
-    """What the user is asked before passages go to an endpoint that is not this user's own on this machine."""
+    """What the user is asked before something goes to an endpoint that is not this user's own on this machine.
+
+    It is passages of files, or the messages of a chat that was not written there.
+    """
 
     title: str  # of the chat, which need not be on the screen
     host: str
-    roots: tuple[str, ...]
-    passages: tuple[Passage, ...]  # for this question
+    roots: tuple[str, ...] = ()
+    passages: tuple[Passage, ...] = ()  # for this question
+    num_messages: int = 0
 
 
 class Reader:
-    """Finds the passages for questions. `ask` returns whether passages may be sent."""
+    """Finds the passages for questions. `ask` returns whether they, or a chat, may be sent."""
 
     def __init__(self, file: Path, link: Link, ask: Callable[[SendQuestion], Awaitable[bool]]) -> None:
         self.thread = KnowledgeThread(file)
         self._link = link
         self._ask = ask
+
+    async def require_consent(self, session: Session) -> None:
+        """Ask once whether a chat that was written elsewhere may be sent to this endpoint. Raises RequestError."""
+        if await self._link.is_own():
+            return
+        endpoint = self._link.remote or ""
+        key = f"{HISTORY} {endpoint}"
+        if session.chat.consents.get(key):
+            return
+        question = SendQuestion(session.chat.title, host_of(endpoint), num_messages=len(session.tree.messages))
+        if session.was_saved and not await self._ask(question):
+            raise RequestError(f"this chat is not sent to {question.host}", "/new begins one there")
+        session.set_consent(key, True)
 
     async def read(self, session: Session, question: Message, client: Client, model: str, show: Show) -> None:
         """Read what fits a question, before each answer to it; it is kept with the question. A question is sent

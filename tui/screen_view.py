@@ -132,6 +132,8 @@ class ScreenView:
         workspace = self._workspace
         self._status.change(model=workspace.model, preset=workspace.session.chat.preset)
         self._inspector.follow(workspace.model)
+        client = workspace.link.connected
+        self._pane.transcript.can_explore = client is None or client.is_edgelm
         offered = workspace.link.remote is None and workspace.link.is_ready and workspace.answer is None
         self._pane.offer(offers(workspace.session, workspace.model) if offered else [])
 

@@ -19,6 +19,7 @@ from edgelm.client.answer_stream import AnswerStats, stats_to_json
 from edgelm.client.turns import Call, Turn
 from edgelm.knowledge.quote import system_message
 
+HISTORY = "history"
 STOPPED = "(The answer was stopped here.)"
 
 
@@ -32,6 +33,7 @@ class Session:
         if self.tree.leaf is None and messages:  # the process was killed between writing a message and its chat
             self.tree.show(messages[0].id)
         self._saved = bool(messages)
+        self.was_saved = bool(messages)  # before it was opened here
 
     def add_question(
         self, text: str, parent: int | None, roots: tuple[str, ...] = (), attachments: tuple[Attachment, ...] = ()
@@ -118,7 +120,7 @@ class Session:
 
     def add_knowledge(self, root: str) -> None:
         """Search a file or folder, too. Whether passages may be sent is asked again, also about a known one."""
-        self.chat.consents = {}
+        self.chat.consents = {key: may for key, may in self.chat.consents.items() if key.startswith(HISTORY)}
         self.chat.knowledge = (*(known for known in self.chat.knowledge if known != root), root)
         self.save()
 
@@ -128,7 +130,7 @@ class Session:
         self.save()
 
     def set_consent(self, endpoint: str, may_send: bool) -> None:
-        """Keep whether passages may be sent to an endpoint."""
+        """Keep whether passages may be sent to an endpoint, or after HISTORY the chat itself."""
         self.chat.consents = {**self.chat.consents, endpoint: may_send}
         self.save()
 

@@ -95,6 +95,7 @@ class Transcript(ScrollView, can_focus=True):
         self._palette: Palette | None = None
         self._notice = ""
         self._drafts = False
+        self.can_explore = True  # the endpoint tells tokens
 
     # Content
 
@@ -377,7 +378,7 @@ class Transcript(ScrollView, can_focus=True):
             ("e", "edit", "edit"),
             ("r", "again", "regenerate"),
             ("g", "code", "code"),
-            ("x", "explore", "explore"),
+            *([("x", "explore", "explore")] if self.can_explore else []),
         ]
         hints = [Hint(key, label, f"act({action!r})") for key, label, action in actions] if self.views else []
         return [*hints, Hint("Esc", "back", "screen.stop")]

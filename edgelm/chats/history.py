@@ -48,8 +48,9 @@ class Chat:
     """One conversation and how it is answered. `sampling` holds only the user's choices for this chat.
 
     `knowledge` are the files and folders that are searched for each question. `consents` says for an endpoint whether
-    passages of them may be sent to it; one that is missing is asked about. `tools` are the servers of tools in use, by
-    their names in the settings; `tool_consents` are fingerprints of tools that may run without a question here.
+    passages of them may be sent to it, and after "history" whether the chat may; what is missing is asked. `tools` are
+    the servers of tools in use, by their names in the settings; `tool_consents` are fingerprints of tools that may run
+    without a question here.
     """
 
     id: int = field(default_factory=new_id)

@@ -63,6 +63,45 @@ async def test_another_model_than_the_last_runs_is_told(open_chat: Open, endpoin
         await chat.hears("one is not offered here: two answers new chats")
 
 
+async def test_a_chat_goes_to_another_endpoint_only_when_its_user_agrees(
+    open_chat: Open, endpoint: FakeEndpoint, tmp_path: Path
+) -> None:
+    async with open_chat() as chat:
+        await chat.ask("a secret")
+        await chat.ask("another")  # it was begun there: nobody is asked
+        chat_id = chat.session.chat.id
+    async with FakeEndpoint().serve() as remote, open_chat(address=remote.address) as chat:
+        await chat.ready()
+        await chat.screen.workspace.open_chat(chat_id)
+        chat.screen.view.show_chat()
+        await chat.ask_only("go on")
+        await chat.sees("Send this chat?", "was not written with 127.0.0.1", "its 5 messages")
+        assert remote.requests == []
+        await chat.press("enter")  # no
+        await chat.sees("this chat is not sent to 127.0.0.1")
+        assert remote.requests == []
+        await chat.ask_only("/regenerate")
+        await chat.sees("Send this chat?")
+        await chat.press("down", "enter")
+        await chat.until(lambda: len(remote.requests) == 1, "the request")
+        await chat.answered()
+        await chat.ask("and on")
+        assert len(remote.requests) == 2
+
+
+async def test_only_edgelm_offers_to_explore(open_chat: Open, endpoint: FakeEndpoint) -> None:
+    async with open_chat() as chat:
+        await chat.ask("Hello")
+        chat.transcript.focus()
+        await chat.sees("x explore")
+    endpoint.is_edgelm = False
+    async with open_chat() as chat:
+        await chat.ask("Hello")
+        chat.transcript.focus()
+        await chat.sees("r again")
+        assert "x explore" not in chat.text
+
+
 async def test_a_path_is_no_model_of_another_endpoint(open_chat: Open, endpoint: FakeEndpoint) -> None:
     endpoint.is_edgelm = False
     async with open_chat() as chat:
