@@ -34,6 +34,9 @@ FOCUS_CSS = """
 {name} Input:focus, {name} TextArea:focus, {name} OptionList:focus {{
     border: none; border-left: outer $primary; background-tint: transparent;
 }}
+{name} OptionList:ansi:blur > .option-list--option-highlighted {{
+    color: $block-cursor-foreground; background: $block-cursor-background;
+}}
 """
 DIALOG_CSS = (
     FOCUS_CSS
@@ -46,9 +49,6 @@ DIALOG_CSS = (
 }}
 {name} Label {{ width: 1fr; color: $text-muted; }}
 {name} Input {{ margin: 0 0 1 0; }}
-{name} OptionList:ansi:blur > .option-list--option-highlighted {{
-    color: $block-cursor-foreground; background: $block-cursor-background;
-}}
 {name} OptionList, {name} VerticalScroll {{
     scrollbar-background: $surface; scrollbar-background-hover: $surface; scrollbar-background-active: $surface;
 }}

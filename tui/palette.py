@@ -120,7 +120,9 @@ def readable_variables(theme: Theme, variables: Mapping[str, str]) -> dict[str, 
     if theme.ansi:
         # Black and white borders may vanish; a selection in bright blue hides its text.
         selection = {"screen-selection-background": "ansi_cyan", "screen-selection-foreground": "ansi_black"}
-        return {**variables, "border-blurred": "ansi_bright_black", **selection}
+        # Dark blue on black is hard to read; bright blue can be read on white, too.
+        blues = {name: "ansi_bright_blue" for name, value in variables.items() if value == "ansi_blue" and theme.dark}
+        return {**variables, **blues, "border-blurred": "ansi_bright_black", **selection}
     background, foreground = Color.parse(variables["background"]), Color.parse(variables["foreground"])
     surface, boost = Color.parse(variables["surface"]), Color.parse(variables["boost"])
     panes = [background, surface, Color.parse(variables["panel"])]

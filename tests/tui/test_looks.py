@@ -34,6 +34,22 @@ def test_secondary_text_can_be_read_on_every_pane_and_on_the_chosen_line_of_a_li
     assert contrast(Color.parse(variables["border-blurred"]), panes[0]) >= 1.5
 
 
+async def test_16_colours_mark_the_open_chat_and_have_no_dark_blue_on_black(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("Hello")
+        chat.app.theme = "ansi-dark"
+        await chat.pilot.pause()
+        options = chat.screen.sidebar.query_one("OptionList")
+        assert not options.has_focus
+        style = options.get_component_rich_style("option-list--option-highlighted")
+        plain = options.get_component_rich_style("option-list--option")
+        assert style.bgcolor != plain.bgcolor
+        assert style.color != style.bgcolor
+        color = chat.transcript.palette.assistant.color
+        assert color is not None
+        assert color.number == 12
+
+
 async def test_selected_text_can_be_read_in_every_theme(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.ready()
