@@ -110,6 +110,9 @@ class PlainChat:
             text, attached = self.files.take(text)
         if edited is not None:
             attached = (*self.workspace.session.tree.messages[edited].attachments, *attached)
+        with suppress(ChatsError):
+            if note := self.wait(self.workspace.adopt(self.workspace.session)):
+                self.writer.line(note)
         self.answer(lambda: self.workspace.send(text, edited, roots, attached))
 
     def answer(self, begin: Callable[[], None]) -> None:

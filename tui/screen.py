@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
@@ -38,6 +39,7 @@ from edgelm.tui.prompt import Prompt
 from edgelm.tui.pulls import Pull, Pulls
 from edgelm.tui.reader import Reader
 from edgelm.tui.screen_view import ScreenView
+from edgelm.tui.session import Session
 from edgelm.tui.sidebar import Sidebar
 from edgelm.tui.status import PullBar, StatusLine
 from edgelm.tui.tags import known_tags, suggest_tags
@@ -286,6 +288,17 @@ class ChatScreen(Screen[None]):
             self.files.set(())
         pane.prompt.sent.add(text)
         self.view.show_chat()
+        self._show_others(self.workspace.session)
+
+    @work(group="others")
+    async def _show_others(self, session: Session) -> None:
+        """Show that a chat is written in another window, too: its branches would part silently."""
+        with suppress(ChatsError):
+            note = await self.workspace.adopt(session)
+            if note and self.view.is_composed:
+                self.notify(note, severity="warning", timeout=10)
+                if session is self.workspace.session:
+                    self.view.update_chat()
 
     def _complain(self, error: EdgeLMError) -> None:
         self.view.complain(error)

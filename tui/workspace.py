@@ -128,6 +128,14 @@ class Workspace:
             self.session.show(message_id)
         return True
 
+    async def adopt(self, session: Session) -> str:
+        """Add what another window has written in a chat since; return a line about it. Raises ChatsError."""
+        known, chat_id = len(session.tree.messages), session.chat.id
+        messages = await self.read(lambda store: store.messages(chat_id) if store.num_messages(chat_id) > known else [])
+        if not session.tree.adopt(messages):
+            return ""
+        return "another window has written in this chat: your message is a version beside it, and both are kept"
+
     def new_chat(self) -> None:
         """Open an empty chat with the model, sampling and preset of the one before, or the preset for new chats."""
         before = self.session.chat

@@ -126,6 +126,17 @@ class Tree:
         assert message.parent is None or message.parent in self.messages
         self._insert(message)
 
+    def adopt(self, messages: Iterable[Message]) -> int:
+        """Add messages that another program wrote, and keep the branch on screen; return their number."""
+        leaf, count = self.leaf, 0
+        for message in messages:
+            if message.id not in self.messages and (message.parent is None or message.parent in self.messages):
+                self._insert(message)
+                self._children[message.parent].sort()  # the older version first, as from the file
+                count += 1
+        self.leaf = leaf
+        return count
+
     def _insert(self, message: Message) -> None:
         assert message.id not in self.messages
         self.messages[message.id] = message

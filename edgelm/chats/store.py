@@ -221,6 +221,11 @@ class Store:
                 by_id[message_id].reasoning += reasoning
         return messages
 
+    def num_messages(self, chat_id: int) -> int:
+        """Return the number of messages of a chat."""
+        rows = self._rows("SELECT count(*) FROM message WHERE chat = ?", chat_id)
+        return int(rows[0][0])
+
     def owner_of(self, message_id: int) -> int | None:
         """Return the chat of a message; None if there is no message with this id."""
         rows = self._rows("SELECT chat FROM message WHERE id = ?", message_id)

@@ -216,6 +216,23 @@ async def test_search_finds_text_of_old_chats_and_goes_there(open_chat: Open) ->
         await chat.sees("other")
 
 
+async def test_a_chat_that_is_open_twice_says_so(open_chat: Open) -> None:
+    async with open_chat() as one, open_chat() as other:
+        await one.ask("begin")
+        await other.ready()
+        await other.screen.workspace.open_chat(one.session.chat.id)
+        other.screen.view.show_chat()
+        await one.ask("from the first window")
+        await other.ask("from the second window")
+        await other.hears("another window has written in this chat")
+        texts = {message.text for message in other.session.tree.messages.values() if message.role == "user"}
+        assert texts == {"begin", "from the first window", "from the second window"}
+        assert other.turns[2] == ("user", "from the second window")
+        await other.sees("2/2")
+        await other.ask("again")
+        assert await other.screen.workspace.adopt(other.session) == "", "it is told once"
+
+
 async def test_enter_in_a_search_waits_for_its_hits(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.ask("about cats")
