@@ -26,6 +26,7 @@ from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
 from edgelm.tools.consents import Consents
 from edgelm.tools.toolbox import Toolbox
+from edgelm.tui import terminal_input
 from edgelm.tui.answers import failure_words
 from edgelm.tui.commands import COMMANDS, Command
 from edgelm.tui.keymap import KeyMap
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 # would send the message; they must break the line.
 for _sequence in ("\x1b\r", "\x1b[27;3;13~", "\x1b[27;2;13~"):
     cast("dict[str, tuple[Keys, ...]]", _ansi_sequences.ANSI_SEQUENCES_KEYS).setdefault(_sequence, (Keys.ControlJ,))
+
+terminal_input.install()
 
 
 class ChatCommands(Provider):

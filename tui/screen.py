@@ -7,6 +7,7 @@ Owns the layout, and what each key and message does. The state of the chats is i
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -219,8 +220,13 @@ class ChatScreen(Screen[None]):
 
     @on(Prompt.Undone)
     def _undo_delete(self) -> None:
+        """Bring back a chat, or do what Ctrl+Z does in other programs: go to the shell, until `fg`."""
         if self.workspace.deleted:
             self.run_command("undo", "")
+        elif _has_shell():
+            self.app.action_suspend_process()
+        else:
+            self.notify("there is nothing to undo")
 
     @on(Sidebar.Closed)
     def _leave_sidebar(self) -> None:
@@ -435,3 +441,12 @@ class ChatScreen(Screen[None]):
 def _message(typed: str) -> str:
     """Return the message that a text in the prompt means: // begins one with a slash."""
     return typed.removeprefix("/") if typed.startswith("//") else typed
+
+
+def _has_shell() -> bool:
+    """Return whether a shell with job control runs us: stopped without one, the chat could not be woken."""
+    parent = os.getppid()
+    try:
+        return os.getsid(parent) == os.getsid(0) and os.getpgid(parent) != os.getpgrp()
+    except OSError:
+        return False
