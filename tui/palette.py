@@ -138,7 +138,7 @@ def readable_variables(theme: Theme, variables: Mapping[str, str]) -> dict[str, 
     )
     cursor, blurred = surface.blend(primary, share), surface.blend(primary, share / 2)
     border = background.blend(foreground, BORDER_SHARE).hex
-    selection = _shade(background, primary, SELECTION_SHARES, foreground)
+    selected = _shade(background, primary, SELECTION_SHARES, foreground)
     return {
         **variables,
         "text-muted": muted.hex,
@@ -149,8 +149,8 @@ def readable_variables(theme: Theme, variables: Mapping[str, str]) -> dict[str, 
         "block-cursor-blurred-background": blurred.hex,
         "border-blurred": border,
         # Textual's own foreground is transparent: drawn by `transcript.py`, selected text would vanish.
-        "screen-selection-background": selection.hex,
-        "screen-selection-foreground": _readable(foreground, [selection], selection.get_contrast_text(1.0)).hex,
+        "screen-selection-background": selected.hex,
+        "screen-selection-foreground": _readable(foreground, [selected], selected.get_contrast_text(1.0)).hex,
         "scrollbar": border,
         "scrollbar-background": background.hex,
         "scrollbar-background-hover": background.hex,

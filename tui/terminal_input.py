@@ -56,4 +56,4 @@ class InputParser(XTermParser):
 
 def install() -> None:
     """Let Textual read the terminal with this parser."""
-    linux_driver.XTermParser = InputParser  # type: ignore[misc]
+    linux_driver.XTermParser = InputParser  # type: ignore[attr-defined]  # its reader has no other place for one
