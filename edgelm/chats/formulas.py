@@ -26,8 +26,7 @@ _CLOSING = {"\\[": "\\]", "$$": "$$"}
 def keep_formulas(parser: MarkdownIt) -> MarkdownIt:
     """Let a parser keep formulas verbatim; return it."""
     parser.inline.ruler.before("escape", "formula", _inline)
-    ends = {"alt": ["paragraph", "reference", "blockquote", "list"]}
-    parser.block.ruler.before("fence", "formula", _block, ends)
+    parser.block.ruler.before("fence", "formula", _block, {"alt": ["paragraph", "reference", "blockquote", "list"]})
     return parser
 
 
@@ -58,10 +57,9 @@ def _block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
             break
     if not silent:
         state.line = line
-        for kind, nesting in (("paragraph_open", 1), ("inline", 0), ("paragraph_close", -1)):
-            token = state.push(kind, "" if kind == "inline" else "p", nesting)
-            token.map = [start, line]
-            if kind == "inline":
-                token.content = state.getLines(start, line, state.blkIndent, False).strip()
-                token.children = []
+        state.push("paragraph_open", "p", 1).map = [start, line]
+        inline = state.push("inline", "", 0)
+        inline.content = state.getLines(start, line, state.blkIndent, False).strip()
+        inline.map, inline.children = [start, line], []
+        state.push("paragraph_close", "p", -1)
     return True
