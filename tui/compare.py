@@ -20,7 +20,7 @@ from textual.widgets import Static
 
 from edgelm.chats.history import Message
 from edgelm.client.answer_stream import stats_from_json
-from edgelm.tui.hints import Hint, footer
+from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.lines import clean
 from edgelm.tui.transcript import Transcript
 from edgelm.tui.views import MessageView
@@ -32,7 +32,7 @@ FOOTER = (
     Hint("PgUp", "", "screen.scroll(-10)"),
     Hint("PgDn", "scroll", "screen.scroll(10)"),
     Hint("Enter", "keeps it", "screen.keep"),
-    Hint("Esc", "keeps the old one", "screen.dismiss(None)"),
+    CANCEL,
 )
 NARROW = 90  # cells; below, the versions stand one above the other
 

@@ -94,9 +94,8 @@ class PickerScreen(ModalScreen[Picked | None]):
         with Vertical() as box:
             box.border_title = self._title
             box.border_subtitle = footer([Hint("Enter", "chooses", "screen.choose"), CANCEL])
-            others = "" if self._note else ", or OWNER/NAME of the hub"
-            others += ", or the path of a file" if self._choose_installed and not self._note else ""
-            yield Input(placeholder=f"type to filter{others}")
+            path = ", or a path" if self._choose_installed else ""
+            yield Input(placeholder="type to filter" if self._note else f"type to filter; OWNER/NAME of the hub{path}")
             yield OptionList()
             yield Label(self._note, markup=False)
 

@@ -266,9 +266,9 @@ async def test_leaving_an_edit_puts_back_what_was_being_written(open_chat: Open,
         await chat.press("f4", "end", *" twice", "enter")
         await chat.until(lambda: ("user", "Explain it twice") in chat.turns, "sent")
         await chat.answered()
-        assert (chat.prompt.text, names(chat)) == ("", [])
+        assert (chat.prompt.text, names(chat)) == ("Compare ", ["src/notes.md"])
         await chat.press("escape")
-        assert (chat.prompt.text, names(chat)) == ("", [])
+        assert (chat.prompt.text, names(chat)) == ("Compare ", ["src/notes.md"])
 
 
 async def test_an_edited_message_keeps_its_files(open_chat: Open, folder: Path) -> None:
