@@ -109,6 +109,13 @@ def take_variables(*names: str) -> dict[str, str]:
     return {name: value for name in names if (value := os.environ.pop(name, None)) is not None}
 
 
+def has_pip() -> bool:
+    """Return whether this Python's environment has pip; one that uv made has none. Imports nothing of it."""
+    from importlib.metadata import distributions  # here, since every worker imports this module
+
+    return any(True for _ in distributions(name="pip"))
+
+
 def own_places() -> Places:
     """Return the places of this process's own environment, for workers."""
     return Places(os.environ)

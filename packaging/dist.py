@@ -21,7 +21,7 @@ from backend import EPOCH, write_sdist  # noqa: E402 - the folder of a build bac
 
 
 def build_edgelm(out: Path, epoch: int) -> None:
-    """Build edgelm's sdist, and its wheel from the sdist."""
+    """Build edgelm's sdist, and its wheel from the sdist; both require edgelm-llama."""
     with tempfile.TemporaryDirectory() as scratch:
         # setuptools keeps its state in the tree, and takes what lies there: build from a copy of what git knows.
         tree = Path(scratch, "tree")
@@ -33,7 +33,7 @@ def build_edgelm(out: Path, epoch: int) -> None:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, copy, follow_symlinks=False)
         environment = os.environ | {"SOURCE_DATE_EPOCH": str(epoch)}
-        command = [sys.executable, "-m", "build", "--outdir", scratch, str(tree)]
+        command = [sys.executable, "-m", "build", "-Cllama=ready-made", "--outdir", scratch, str(tree)]
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         for built in (*Path(scratch).glob("*.whl"), *Path(scratch).glob("*.tar.gz")):
             shutil.move(built, out / built.name)

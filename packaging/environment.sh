@@ -13,8 +13,6 @@ wheel=$("$python" packaging/llama_wheel.py)
 # torch first and by its exact version, so that whatever asks for it later finds it and does not choose another build.
 "$python" -m pip install -qq "$(grep -om1 'torch==[0-9.]*' pyproject.toml)"
 # pip takes an installed package of the same version for the same, and this wheel may be another build. What it needs
-# comes with the next call: with another one between, pip would complain that it is missing.
+# comes with the next call.
 "$python" -m pip install -qq --force-reinstall --no-deps "$wheel"
-# What edgelm requires is a wheel of libraries, or this one, which is nothing but the requirement of the wheel above.
-"$python" -m pip install -qq --force-reinstall --no-deps packaging/llama
 "$python" -m pip install -qq --editable '.[dev]'

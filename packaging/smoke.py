@@ -96,9 +96,6 @@ def build_distributions(scratch: Path) -> tuple[Path, Path]:
     run(sys.executable, "-m", "build", "--outdir", scratch / "dist", tree, cwd=scratch, environment=os.environ)
     (sdist,) = (scratch / "dist").glob("*.tar.gz")
     (wheel,) = (scratch / "dist").glob("*.whl")
-    # The wheel of edgelm-llama that asks for llama-cpp-python: that of this machine is cached, and nothing is compiled.
-    command = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", scratch / "llama")
-    run(*command, tree / "packaging" / "llama", cwd=scratch, environment=os.environ)
     return sdist, wheel
 
 
@@ -158,7 +155,7 @@ def main() -> int:
         home = scratch / "home"
         home.mkdir()
         environment = clean_environment(home)
-        found = f"{environment.get('PIP_FIND_LINKS', '')} {llama_wheel_folder()} {scratch / 'llama'}"
+        found = f"{environment.get('PIP_FIND_LINKS', '')} {llama_wheel_folder()}"
         environment["PIP_FIND_LINKS"] = found.strip()
         try:
             sdist, wheel = build_distributions(scratch)

@@ -43,6 +43,28 @@ def test_a_build_of_this_machine_comes_first(monkeypatch: pytest.MonkeyPatch, tm
     assert find_build().lib_dir == tmp_path / "llama_cpp" / "lib"
 
 
+@pytest.mark.parametrize(
+    ("tag", "libraries", "label"),
+    [
+        ("py3-none-linux_x86_64", ("base.so", "cpu.so"), "(linux_x86_64, with cpu)"),
+        ("py3-none-manylinux_2_17_x86_64", ("base.so", "cpu.so", "cuda.so"), "(manylinux_2_17_x86_64, with cpu, cuda)"),
+        ("py3-none-macosx_11_0_arm64", ("metal.dylib", "cpu-apple_m1.so"), "(macosx_11_0_arm64, with cpu, metal)"),
+        ("", (), "()"),
+    ],
+)
+def test_the_label_tells_builds_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tag: str, libraries: tuple[str, ...], label: str
+) -> None:
+    install(monkeypatch, tmp_path, llama_cpp=SUPPORTED)
+    text = f"Wheel-Version: 1.0\nTag: {tag}\n" if tag else ""
+    monkeypatch.setattr(llama_build, "distribution", lambda _: SimpleNamespace(read_text=lambda _: text))
+    build = find_build()
+    build.lib_dir.mkdir(parents=True)
+    for name in libraries:
+        (build.lib_dir / f"libggml-{name}").touch()
+    assert build.label == f"llama-cpp-python {SUPPORTED} {label}"
+
+
 def test_the_vulkan_wheel_belongs_to_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(monkeypatch, tmp_path, edgelm_llama="0.3.36.1")
     assert vulkan_library(find_build()) is None
@@ -53,7 +75,7 @@ def test_the_vulkan_wheel_belongs_to_ours(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(EngineError, match=r"vulkan 0\.3\.36\.1 is not used, for edgelm-llama is 0\.3\.36\.2"):
         vulkan_library(find_build())
     install(monkeypatch, tmp_path, edgelm_llama="0.3.36.1", edgelm_llama_vulkan="0.3.36.1", llama_cpp=SUPPORTED)
-    with pytest.raises(EngineError, match="is not used beside llama-cpp-python, which was compiled here"):
+    with pytest.raises(EngineError, match="is not used beside llama-cpp-python, which has backends"):
         vulkan_library(find_build())
 
 

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -54,9 +55,90 @@ def test_the_same_files_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
     assert backend.write_sdist(other).read_bytes() != (one / names[1]).read_bytes()
 
 
-def test_the_umask_does_not_change_a_wheel_of_edgelm(tmp_path: Path) -> None:
+@pytest.fixture
+def reproducible(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The build backend of edgelm."""
     pytest.importorskip("setuptools")
-    reproducible = load(PACKAGING / "backend" / "reproducible.py")
+    monkeypatch.setitem(sys.modules, "backend", backend)
+    return load(PACKAGING / "backend" / "reproducible.py")
+
+
+def test_one_switch_decides_which_llama_cpp_edgelm_requires(
+    reproducible: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (PACKAGING.parent / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(reproducible.released(source))["project"]
+    pin = f">={SUPPORTED},<"
+    assert next(line for line in project["dependencies"] if "llama" in line).startswith(f"edgelm-llama{pin}")
+    (vulkan,) = project["optional-dependencies"]["vulkan"]
+    assert vulkan.startswith(f"edgelm-llama-vulkan{pin}")
+    assert vulkan.endswith("; sys_platform == 'linux'")
+    assert reproducible.released(reproducible.released(source)) == reproducible.released(source)
+    monkeypatch.chdir(tmp_path)
+    Path("pyproject.toml").write_text(source, encoding="utf-8")
+    seen = []
+    for settings in (None, {}, {"llama": "ready-made"}):
+        with reproducible._requirements(settings):
+            seen.append(Path("pyproject.toml").read_text(encoding="utf-8"))
+    assert seen == [source, source, reproducible.released(source)]
+    assert Path("pyproject.toml").read_text(encoding="utf-8") == source
+    with (
+        pytest.raises(SystemExit, match="llama=compiled is not known"),
+        reproducible._requirements({"llama": "compiled"}),
+    ):
+        pass
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No compiler, no other place of wheels, a terminal of our own; return the terminal's file."""
+    terminal = tmp_path / "tty"
+    terminal.touch()
+    monkeypatch.setattr(backend, "TERMINAL", terminal)
+    monkeypatch.setattr(backend.shutil, "which", lambda _: None)
+    monkeypatch.setattr(backend, "_callers", lambda: iter(()))
+    monkeypatch.setattr(backend, "_read", lambda _: "")
+    for name in list(os.environ):
+        if name == "CXX" or backend.PLACES.search(name):
+            monkeypatch.delenv(name)
+    return terminal
+
+
+def test_a_checkout_without_a_compiler_refuses_at_once(bare: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"no C\+\+ compiler\. Install one .* or name a place with a wheel"):
+        backend.tell_of_the_compiler(str(tmp_path))
+    assert backend.CANNOT_COMPILE in bare.read_text()
+
+
+def test_a_checkout_with_a_compiler_says_what_comes(
+    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend.shutil, "which", lambda name: f"/usr/bin/{name}")
+    backend.tell_of_the_compiler(str(tmp_path))
+    assert "compiles llama.cpp, unless it finds a wheel" in bare.read_text()
+    bare.write_text("")
+    (tmp_path / "lib/python3.12/site-packages/llama_cpp_python-0.3.36.dist-info").mkdir(parents=True)
+    backend.tell_of_the_compiler(str(tmp_path))
+    assert bare.read_text() == "", "it is installed: nothing is compiled"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["pip\0install\0--find-links\0dist\0.", "uv\0tool\0install\0--index\0x\0.", "pip\0wheel\0--extra-index-url=x\0."],
+)
+def test_a_place_that_is_named_may_have_a_wheel(
+    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(backend, "_callers", lambda: iter((1,)))
+    monkeypatch.setattr(backend, "_read", lambda path: command if path == "/proc/1/cmdline" else "")
+    backend.tell_of_the_compiler(str(tmp_path))
+    assert backend.MAY_COMPILE.strip() in bare.read_text()
+    monkeypatch.setattr(backend, "_read", lambda path: command.replace("-", "") if path == "/proc/1/cmdline" else "")
+    with pytest.raises(SystemExit):
+        backend.tell_of_the_compiler(str(tmp_path))
+
+
+def test_the_umask_does_not_change_a_wheel_of_edgelm(reproducible: ModuleType, tmp_path: Path) -> None:
     wheels = []
     for number, (text, program) in enumerate([(0o100644, 0o100755), (0o100600, 0o100700)]):
         path = tmp_path / f"{number}.whl"

@@ -72,8 +72,19 @@ def test_the_version_is_the_head_of_the_changelog() -> None:
 
 def test_the_plain_install_brings_no_gpu_stack(pyproject: dict[str, Any]) -> None:
     names = {re.split(r"[<>=!~;\[ ]", line)[0] for line in pyproject["project"]["dependencies"]}
-    assert "edgelm-llama" in names
+    assert "llama-cpp-python" in names
     assert not names & {"torch", "triton"}
+
+
+def test_a_checkout_requires_nothing_that_is_on_no_index(pyproject: dict[str, Any]) -> None:
+    project = pyproject["project"]
+    for line in chain(project["dependencies"], *project["optional-dependencies"].values()):
+        assert not line.startswith("edgelm"), line
+
+
+def test_the_pin_of_llama_cpp_is_the_same_everywhere(pyproject: dict[str, Any]) -> None:
+    llama = tomllib.loads((ROOT / "packaging" / "llama" / "pyproject.toml").read_text(encoding="utf-8"))
+    assert llama["project"]["dependencies"][0] in pyproject["project"]["dependencies"]
 
 
 def test_every_dependency_has_an_upper_bound(pyproject: dict[str, Any]) -> None:

@@ -66,9 +66,8 @@ def _describe_llama(_: DescribeLlama, child: Child) -> None:
     devices = llama_devices()
     parts = [part.strip() for part in L.llama_print_system_info().decode().replace(" : ", " | ").split("|")]
     features = tuple(name for part in parts if (name := part.removesuffix(" = 1")) != part)
-    package = f"{BUILD.package} {BUILD.version}"
     version = L.llama_version().decode()
-    child.send(LlamaBuild(version, features, devices, package, str(cpu_library), weight_buffers(), gpu_problem))
+    child.send(LlamaBuild(version, features, devices, BUILD.label, str(cpu_library), weight_buffers(), gpu_problem))
 
 
 def _lay_out(request: LayOutContext, child: Child) -> None:

@@ -248,7 +248,7 @@ def _native(places: Places) -> Iterator[Finding]:
             "canary",
             "problem",
             f"with its fast kernels llama.cpp {facts.reason}; edgelm uses the plain ones",
-            machine.REINSTALL,
+            machine.reinstall(),
         )
 
 
@@ -257,7 +257,7 @@ def amx(
 ) -> Finding:
     """Say whether llama.cpp uses AMX on a processor that has it, and why not."""
     if facts.canary == "no_amx":
-        return Finding("AMX", "problem", f"with it llama.cpp {facts.reason}; edgelm does without", machine.REINSTALL)
+        return Finding("AMX", "problem", f"with it llama.cpp {facts.reason}; edgelm does without", machine.reinstall())
     if not facts.repack:
         return Finding("AMX", "note", "not used: see canary")
     if "AMX" in weight_buffers:

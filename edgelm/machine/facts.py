@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import shlex
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,9 +19,9 @@ from typing import Literal, NamedTuple
 
 from edgelm.atomic import atomic_json, read_json
 from edgelm.errors import EdgeLMError, EngineError
-from edgelm.llama_build import find_build
+from edgelm.llama_build import COMPILED, SUPPORTED, find_build
 from edgelm.machine.cpu import Cores, processor_flags, read_text, usable_cores
-from edgelm.places import own_places
+from edgelm.places import has_pip, own_places
 from edgelm.workers.parent import Worker, WorkerDiedError, ask
 
 Canary = Literal["ok", "no_amx", "no_repack", "failed"]
@@ -31,10 +33,7 @@ MAX_FILE_BYTES = 65_536
 SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
 NO_AMX = {"EDGELM_NO_AMX": "1"}  # packaging/llama_source.py; another build of llama.cpp ignores it
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
-REINSTALL = (
-    "install llama-cpp-python so that it is compiled here: "
-    "pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python"
-)
+WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"  # GCC before 14 miscompiles AMX (packaging/llama_source.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class MachineFacts:
     def require_working(self) -> None:
         """Raise EngineError if llama.cpp does not work at all."""
         if self.canary == "failed":
-            raise EngineError(f"llama.cpp {self.reason}", REINSTALL)
+            raise EngineError(f"llama.cpp {self.reason}", reinstall())
 
 
 def facts(cache_dir: Path, *, notify: Callable[[str], None], command: tuple[str, ...] = ()) -> MachineFacts:
@@ -105,13 +104,25 @@ def measure(canary: CanaryRunner, notify: Callable[[str], None]) -> tuple[Machin
     if fast is None:
         return MachineFacts(canary="ok"), True
     if has_amx() and canary.check(repack=True, amx=False) is None:
-        notify(f"with AMX llama.cpp {fast.reason}: it is switched off, and long prompts take longer")
+        notify(f"with AMX llama.cpp {fast.reason}: it is switched off, and long prompts take longer; {reinstall()}")
         return MachineFacts(canary="no_amx", reason=fast.reason), fast.lasting
     plain = canary.check(repack=False)
     if plain is not None:  # not kept, so that a repair takes effect at once
         return MachineFacts(canary="failed", reason=plain.reason), False
-    notify(f"with its fastest kernels llama.cpp {fast.reason}: the plain ones are used, at about 0.6 times the speed")
+    cost = "the plain ones are used, at about 0.6 times the speed"
+    notify(f"with its fastest kernels llama.cpp {fast.reason}: {cost}; {reinstall()}")
     return MachineFacts(canary="no_repack", reason=fast.reason), fast.lasting
+
+
+def reinstall() -> str:
+    """Return the command that compiles llama.cpp for this machine again, into this environment."""
+    flags = f"CFLAGS='{WITHOUT_AMX}' CXXFLAGS='{WITHOUT_AMX}' " if has_amx() else ""
+    python, release = shlex.quote(sys.executable), f"--no-deps --no-binary {COMPILED} {COMPILED}=={SUPPORTED}"
+    if has_pip():
+        command = f"{python} -m pip install --force-reinstall --no-cache-dir {release}"
+    else:  # an environment of uv's
+        command = f"uv pip install --python {python} --reinstall --no-cache {release}"
+    return f"compile llama.cpp here: {flags}{command}"
 
 
 def has_amx() -> bool:

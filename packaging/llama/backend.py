@@ -1,7 +1,8 @@
 """The build backend of edgelm-llama, and the writer of its wheels: the same files give the same bytes.
 
-Owns the formats of wheel and sdist. Uses the standard library only, so that a build needs nothing from an index. A
-wheel that is built from the sdist holds no libraries: it requires llama-cpp-python, which pip then compiles.
+Owns the formats of wheel and sdist, and what is said where pip compiles llama.cpp, also from a checkout of edgelm. Uses
+the standard library only, so that a build needs nothing from an index. A wheel that is built from the sdist holds no
+libraries: it requires llama-cpp-python, which pip then compiles.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import shutil
 import tarfile
 import time
@@ -30,6 +32,19 @@ NOTICE = (
     "or aarch64) or macOS, a current pip, and no --no-binary\n"
 )
 NO_COMPILER = "there is no ready-made llama.cpp for this platform, and no C compiler to make it: install one, or set CC"
+# The same for a checkout, whose pip may find a wheel where it was told to look.
+MAY_COMPILE = (
+    "edgelm: pip now compiles llama.cpp, unless it finds a wheel of llama-cpp-python: 5 to 20 minutes. To avoid that: "
+    "--find-links FOLDER or --extra-index-url ADDRESS with such a wheel (pipx: --pip-args), or `make dist` (README)\n"
+)
+CANNOT_COMPILE = (
+    "edgelm: pip must compile llama.cpp, and there is no C++ compiler. Install one (Debian, Ubuntu: apt install g++; "
+    "Fedora: dnf install gcc-c++), or name a place with a wheel of llama-cpp-python: --find-links FOLDER or "
+    "--extra-index-url ADDRESS (with pipx: --pip-args)"
+)
+CXX_COMPILERS = ("c++", "g++", "clang++")
+INSTALLS = {"install", "wheel", "download", "sync"}  # commands of pip, pipx and uv
+PLACES = re.compile(r"find[-_]links|index[-_]url|--(default-)?index\b|UV_(DEFAULT_)?INDEX", re.IGNORECASE)
 
 
 def project() -> Mapping[str, object]:
@@ -119,20 +134,53 @@ def _tell(text: str) -> None:
             return
 
 
-def _terminals_of_callers() -> Iterator[Path]:
-    """Yield the terminals of the processes that started this one, the nearest first; none without Linux's /proc."""
+def _callers() -> Iterator[int]:
+    """Yield the processes that started this one, the nearest first; none without Linux's /proc."""
     pid = os.getppid()
     while pid > 1:
+        yield pid
+        stat = _read(f"/proc/{pid}/stat")
+        if not stat:
+            return
+        pid = int(stat.rpartition(")")[2].split()[1])  # the name before it may hold anything
+
+
+def _terminals_of_callers() -> Iterator[Path]:
+    """Yield the terminals of the processes that started this one."""
+    for pid in _callers():
         for number in (2, 1, 0):
             with contextlib.suppress(OSError):
                 path = Path(f"/proc/{pid}/fd/{number}").readlink()
                 if str(path).startswith(("/dev/pts/", "/dev/tty")):
                     yield path
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return
-        pid = int(stat.rpartition(")")[2].split()[1])  # the name before it may hold anything
+
+
+def tell_of_the_compiler(prefix: str) -> None:
+    """Say that pip compiles llama.cpp for an environment. Raises SystemExit where it can do that in no way."""
+    if any(Path(prefix).glob("lib/python*/site-packages/llama_cpp_python-*.dist-info")):
+        return
+    if os.environ.get("CXX") or any(map(shutil.which, CXX_COMPILERS)) or _places_are_named(prefix):
+        _tell(f"\n{MAY_COMPILE}")
+        return
+    _tell(f"\n{CANNOT_COMPILE}\n")
+    raise SystemExit(f"error: {CANNOT_COMPILE}")
+
+
+def _places_are_named(prefix: str) -> bool:
+    """Tell whether the person named places beside the index: in a command, the environment, or a file of pip or uv."""
+    commands = [_read(f"/proc/{pid}/cmdline") for pid in _callers()]
+    texts = [" ".join(os.environ), *(command for command in commands if INSTALLS & {*command.split("\0")})]
+    home, system = os.environ.get("XDG_CONFIG_HOME") or "~/.config", ("/etc/pip.conf", "/etc/uv/uv.toml")
+    files = (os.environ.get("PIP_CONFIG_FILE", ""), f"{prefix}/pip.conf", "~/.pip/pip.conf", *system)
+    files += tuple(f"{home}/{name}" for name in ("pip/pip.conf", "uv/uv.toml"))
+    return any(map(PLACES.search, [*texts, *(_read(os.path.expanduser(name)) for name in files)]))  # noqa: PTH111
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 # -- the functions that pip and build call -----------------------------------------------------------------------------

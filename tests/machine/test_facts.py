@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from edgelm.errors import EngineError
-from edgelm.llama_build import InstalledLlama
+from edgelm.llama_build import SUPPORTED, InstalledLlama
 from edgelm.machine import facts as machine
 from edgelm.machine.cpu import Cores
 from edgelm.machine.facts import MachineFacts, facts, machine_key
@@ -95,6 +95,22 @@ def test_a_crash_of_the_fast_kernels_chooses_the_plain_ones(fixture: Fixture, na
 
 
 @pytest.mark.parametrize("has_amx", [True, False])
+@pytest.mark.parametrize("has_pip", [True, False])
+def test_the_note_has_the_command_that_mends_it(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch, has_amx: bool, has_pip: bool
+) -> None:
+    monkeypatch.setattr(machine, "has_amx", lambda: has_amx)
+    monkeypatch.setattr(machine, "has_pip", lambda: has_pip)
+    fixture.facts("if not no_repack: die('SIGSEGV')")
+    cost, _, command = fixture.notes[-1].partition("; compile llama.cpp here: ")
+    assert cost.endswith("at about 0.6 times the speed")
+    assert command.endswith(f"--no-deps --no-binary llama-cpp-python llama-cpp-python=={SUPPORTED}")
+    assert (" -m pip install " in command) == has_pip
+    assert ("uv pip install --python " in command) != has_pip
+    assert command.startswith("CFLAGS='-mno-amx-tile") == has_amx
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
 def test_only_amx_is_switched_off_where_it_alone_is_wrong(
     fixture: Fixture, monkeypatch: pytest.MonkeyPatch, has_amx: bool
 ) -> None:
@@ -138,7 +154,7 @@ def test_a_llama_cpp_that_always_crashes_is_one_clear_error(fixture: Fixture) ->
     with pytest.raises(EngineError) as caught:
         found.require_working()
     assert caught.value.message == "llama.cpp crashes on this machine (SIGILL): GGML_ASSERT(x) failed"
-    assert "pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python" in caught.value.hint
+    assert caught.value.hint == machine.reinstall()
     assert len(fixture.calls) == 2
     assert fixture.kept == []
     assert fixture.facts().canary == "ok"  # repaired, and known at once
