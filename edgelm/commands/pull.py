@@ -24,11 +24,12 @@ from edgelm.commands.kept_results import result_lines, results_document, speeds_
 from edgelm.config import Config, load_config
 from edgelm.errors import EdgeLMError
 from edgelm.evaluation.kept import KeptModel, KeptResults
-from edgelm.library.catalog import hub_reference
+from edgelm.library.catalog import hub_reference, stand_in
 from edgelm.library.http_range import fetch_headers
 from edgelm.library.hub import Hub
 from edgelm.library.local import ADAPTER, find_local, require_whole
 from edgelm.library.names import HubReference, shown
+from edgelm.library.packages import package_of
 from edgelm.library.progress import (
     Checking,
     Event,
@@ -85,7 +86,8 @@ def pull_model(
         return
     with (TerminalDisplay if sys.stderr.isatty() else Display)(sys.stderr) as display:
         try:
-            pulled = pull(reference, hub, display.show, connections=connections, verify=verify)
+            other = None if quantization or revision else stand_in(model)
+            pulled = pull(reference, hub, display.show, connections=connections, verify=verify, stand_in=other)
         except KeyboardInterrupt:
             display.close()
             print(f"interrupted: {display.kept_text()}", file=sys.stderr)
@@ -312,6 +314,8 @@ def _plan(prepared: PreparedPull, hub: Hub, config: Config) -> tuple[Plan | None
 
     if not prepared.selection.main.casefold().endswith(".gguf"):
         return None, "only GGUFs are planned"
+    if package_of(prepared.listing.repository):
+        return None, "its file can be read when it is here"
     try:
         by_path = {file.path: file for file in prepared.files}
         shards = [by_path[path] for path in prepared.selection.files]

@@ -94,6 +94,10 @@ class RefusedError(EdgeLMError):
     """The hub refuses the request, and a retry would not help."""
 
 
+class UnreachableError(EdgeLMError):
+    """There is no connection to the hub."""
+
+
 @dataclass(frozen=True, slots=True)
 class HubFile:
     """A file of a repository. `blob` is its name in the cache and its hash: SHA-256, or git's SHA-1 of a small file."""
@@ -249,7 +253,7 @@ class Hub:
     def unreachable(self, error: httpx2.HTTPError | SOCKSError) -> EdgeLMError:
         """Return the error for a connection that failed."""
         hint = "check the network and the proxy; --offline uses the files on this disk"
-        return EdgeLMError(f"{self.host} cannot be reached: {failure_reason(error)}", hint)
+        return UnreachableError(f"{self.host} cannot be reached: {failure_reason(error)}", hint)
 
 
 def within(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from edgelm.config import Config, Settings
 from edgelm.errors import ModelError
-from edgelm.library.catalog import entries, find_entry, near_names
+from edgelm.library.catalog import entries, find_entry, near_names, stand_in
 from edgelm.library.hub_cache import Snapshot, folder_name, names_in, read_repository
 from edgelm.library.names import CatalogName, HubReference, LocalPath, Reference, StarterName, parse_name, shown
 from edgelm.library.scan import (
@@ -197,6 +197,8 @@ def _of_catalog(name: CatalogName, hub: Path | None, library: Library) -> LocalM
         raise
     model = _in_cache(entry.reference(name.quantization), hub)
     if model is not None:
+        return model
+    if (other := stand_in(str(name))) and (model := _in_cache(other, hub)) is not None:
         return model
     full_name = f"{entry.name}:{name.quantization}" if name.quantization else entry.name
     raise _not_here(HubReference(entry.repository), full_name, library)

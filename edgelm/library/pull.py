@@ -2,7 +2,8 @@
 
     hub.list_files -> select_files -> (which bytes are here?) -> disk space -> downloads -> links -> refs
 
-Owns that order, the threads and their reports. download.py downloads one file under the hub's lock. Prints nothing.
+Owns that order, the threads and their reports. download.py downloads one file under the hub's lock; packages.py fetches
+a file that pip's index has. Prints nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from pathlib import Path
 
 from edgelm import disk
 from edgelm.errors import EdgeLMError, ModelError
+from edgelm.library.catalog import FIRST_CHAT
 from edgelm.library.download import SEGMENT_BYTES, Download, new_hash
 from edgelm.library.http_range import CancelledTransferError, RangeClient, fetch_small
-from edgelm.library.hub import Hub, HubFile, Listing
+from edgelm.library.hub import Hub, HubFile, Listing, UnreachableError
 from edgelm.library.hub_cache import CachedRepository, note_text
 from edgelm.library.names import HubReference, is_revision, shown
+from edgelm.library.packages import Package, fetch, package_of
 from edgelm.library.progress import (
     Checking,
     Event,
@@ -94,7 +97,10 @@ def prepare(
 
     if reference.revision is not None and not is_revision(reference.revision):
         raise EdgeLMError(f"{shown(reference.revision)} is not a revision", "give a branch, a tag or a commit")
-    listing = hub.list_files(reference.repository, reference.revision, cancelled or threading.Event(), on_wait)
+    if package := package_of(reference.repository):
+        listing = package.listing
+    else:
+        listing = hub.list_files(reference.repository, reference.revision, cancelled or threading.Event(), on_wait)
     selection = select_files(reference, {file.path: file.size for file in listing.files})
     selected = frozenset(selection.files)
     files = tuple(file for file in listing.files if file.path in selected)
@@ -112,16 +118,24 @@ def pull(
     cancelled: threading.Event | None = None,
     connections: int = CONNECTIONS,
     verify: bool = False,
+    stand_in: HubReference | None = None,
 ) -> Pulled:
     """Download the missing bytes of a model; `report` is called in this thread.
 
-    `verify` reads the files that are here, and downloads those with a wrong checksum again.
+    `verify` reads the files that are here, and downloads those with a wrong checksum again. Where the hub cannot be
+    reached, `stand_in` is pulled instead.
 
     Raises EdgeLMError on failure and CancelledTransferError when cancelled; in both cases the bytes so far are kept.
     """
     started = time.monotonic()
     cancelled = threading.Event() if cancelled is None else cancelled
-    prepared = prepare(reference, hub, report, cancelled)
+    try:
+        prepared = prepare(reference, hub, report, cancelled)
+    except UnreachableError as error:
+        if stand_in is None:
+            raise
+        report(Retrying(reference.repository, f"{error.message}; pip has {FIRST_CHAT}", 0.0))
+        return pull(stand_in, hub, report, cancelled=cancelled, verify=verify)
     if verify:
         _write(lambda: _discard_damaged(prepared, report, cancelled), prepared)
     report(prepared.listed())
@@ -130,7 +144,10 @@ def pull(
         require_runnable_folder(prepared, hub, cancelled)
         require_room(prepared)
         try:
-            fetched = _Downloads(prepared, hub, cancelled, connections).run(report)
+            if package := package_of(reference.repository):
+                fetched = _fetch_package(package, prepared, report, cancelled)
+            else:
+                fetched = _Downloads(prepared, hub, cancelled, connections).run(report)
         except ModelError:  # nothing can run it
             prepared.repository.leave()
             raise
@@ -194,6 +211,34 @@ def free_bytes(folder: Path) -> int:
     except OSError as error:
         message = f"{folder} cannot be used: {error.strerror}"
         raise EdgeLMError(message, "correct its permissions, or set HF_HUB_CACHE to another folder") from None
+
+
+def _fetch_package(package: Package, prepared: PreparedPull, report: Report, cancelled: threading.Event) -> int:
+    """Fetch the file of a package under the hub's lock, and link it; return the bytes that came over the network."""
+    repository, (file,) = prepared.repository, prepared.files
+    rate, fetched = _Rate(), 0
+
+    def progress(done: int) -> None:
+        per_s = rate.update(done)
+        left = (file.size - done) / per_s if per_s and done >= 2**20 else None
+        report(Progress(done, file.size, int(done == file.size), 1, per_s, left))
+
+    _write(repository.make_folders, prepared)
+    while not repository.is_here(file):
+        with repository.lock(file) as is_ours:
+            if is_ours:
+                if not repository.has_blob(file):
+                    fetch(package, repository.blobs / file.blob, progress, cancelled)
+                    fetched = file.size
+                if not cancelled.is_set():
+                    repository.link(file)
+            elif not cancelled.is_set():
+                report(Waiting(file.path))
+        if not repository.is_here(file) and cancelled.wait(POLL_S):
+            raise CancelledTransferError
+    progress(file.size)
+    report(Fetched(file.path))
+    return fetched
 
 
 def _write(action: Callable[[], None], prepared: PreparedPull) -> None:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 
 from edgelm.config import load_config
-from edgelm.library.catalog import hub_reference
+from edgelm.library.catalog import hub_reference, stand_in
 from edgelm.library.hub import Hub
 from edgelm.library.progress import PullJob
 from edgelm.library.pull import CONNECTIONS, pull
@@ -21,7 +21,8 @@ def _pull(job: PullJob, child: Child) -> None:
     reference = hub_reference(job.model)
     if job.revision:
         reference = replace(reference, revision=job.revision)
-    pull(reference, Hub(places.hub_endpoint, places.hub), child.send, connections=job.connections or CONNECTIONS)
+    hub, other = Hub(places.hub_endpoint, places.hub), None if job.revision else stand_in(job.model)
+    pull(reference, hub, child.send, connections=job.connections or CONNECTIONS, stand_in=other)
 
 
 if __name__ == "__main__":

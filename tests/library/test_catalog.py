@@ -49,6 +49,7 @@ def test_each_entry_is_complete_and_unique() -> None:
 def test_the_size_fits_the_quantization(entry: object) -> None:
     bits = {
         "Q4_0": (4.4, 7),
+        "Q4_1": (5, 6),
         "Q4_K_M": (4.5, 6.7),
         "UD-Q4_K_M": (4.5, 6),
         "UD-Q4_K_XL": (4.4, 6),
