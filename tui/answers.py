@@ -22,6 +22,7 @@ from edgelm.client.endpoint import ChatRequest, Client, ModelEntry
 from edgelm.client.failures import ContextFullError, UnreachableError
 from edgelm.client.turns import Turn
 from edgelm.errors import EdgeLMError, EngineError, RequestError
+from edgelm.library.catalog import FIRST_CHAT
 from edgelm.tui.drafted import Spans
 from edgelm.tui.link import Link
 from edgelm.tui.model_names import is_path
@@ -186,7 +187,7 @@ def choose_model(named: str, remembered: str, models: Sequence[ModelEntry], *, p
     offered = [model.id for model in models if model.kind in ("", "text")]
     if not offered:
         raise RequestError("the endpoint offers no model", "install one, or name a .gguf file or a folder with --model")
-    return offered[0]
+    return FIRST_CHAT if FIRST_CHAT in offered else offered[0]
 
 
 def failure_words(error: BaseException | None) -> str:

@@ -59,6 +59,11 @@ class Link:
         """Return whether the endpoint has told its models: one that refuses the key has not."""
         return self._client is not None and self._models is not None
 
+    @property
+    def listed(self) -> list[str]:
+        """Return the names of the models that the endpoint has told."""
+        return [model.id for model in self._models or []]
+
     async def models(self, *, again: bool = False) -> list[ModelEntry]:
         """Return the models that the endpoint offers; `again` requests a new list."""
         client = await self.client()

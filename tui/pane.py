@@ -215,6 +215,7 @@ class ChatPane(Vertical):
     def _note_completion(self) -> None:
         self.prompt.completing = self._completion.chosen is not None
         self.prompt.offering = self._completion.is_offering
+        self.prompt.offers_command = bool(self._completion.offered_command)
 
     def offer(self, offers: list[Suggestion]) -> None:
         """Offer texts while the prompt is empty."""
@@ -233,7 +234,7 @@ class ChatPane(Vertical):
         if self.prompt.picking:
             self._picker.click(event.suggestion)
         elif self._completion.is_offering:
-            self.prompt.post_message(Prompt.Sent(event.suggestion.text))
+            self.post_message(Prompt.Sent(event.suggestion.text))
         else:
             self.prompt.put(event.suggestion.text)
 
@@ -241,6 +242,8 @@ class ChatPane(Vertical):
     def _complete(self) -> None:
         if self.prompt.picking:
             self._picker.take(opens=True)
+        elif command := self._completion.offered_command:
+            self.post_message(Prompt.Sent(command))  # from here: of the prompt's own, Textual would tell nobody else
         elif self._completion.chosen is not None:
             self.prompt.put(self._completion.chosen.text)
         else:

@@ -19,6 +19,7 @@ from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
 from edgelm.client.answer_stream import AnswerStats
 from edgelm.errors import EdgeLMError
+from edgelm.library.catalog import FIRST_CHAT
 from edgelm.library.names import STARTER
 from edgelm.tools.consents import Consents
 from edgelm.tools.toolbox import Toolbox
@@ -26,7 +27,7 @@ from edgelm.tui.answers import Answer, Answers
 from edgelm.tui.commands import parse_call
 from edgelm.tui.lines import short_name
 from edgelm.tui.link import Link
-from edgelm.tui.offers import EXAMPLES
+from edgelm.tui.offers import EXAMPLES, PULL
 from edgelm.tui.passages import one_line
 from edgelm.tui.paths import suggest_paths
 from edgelm.tui.plain_answer import SpokenAnswer
@@ -176,6 +177,8 @@ class PlainChat:
             self.writer.line(self.workspace.defaults.note)
         if self.workspace.link.remote is None and self.workspace.link.is_ready and self.workspace.model == STARTER:
             self.writer.line(f"you can ask: {' '.join(EXAMPLES)}")
+            if FIRST_CHAT not in self.workspace.link.listed:
+                self.writer.line(f"{PULL} gets a small model for a chat (98 MB)")
 
     async def _close(self) -> None:
         await self.workspace.answers.end()

@@ -143,6 +143,7 @@ class Prompt(TextArea):
         self.sent = History()
         self._blinking: Timer | None = None  # until the cursor stands still
         self.offering = False  # Down moves into the list above while there is no text
+        self.offers_command = False  # Tab runs it while there is no text
         self._had_text = False
 
     def on_mount(self) -> None:
@@ -196,7 +197,9 @@ class Prompt(TextArea):
             self.post_message(self.Paged(-1 if event.key == "pageup" else 1))
         elif event.key in ("up", "down") and self._walk_history(event.key):
             self._consume(event)
-        elif event.key == "tab" and (self.picking or self.text.startswith("/")):
+        elif event.key == "tab" and (
+            self.picking or self.text.startswith("/") or (self.offers_command and not self.text)
+        ):
             self._consume(event)
             self.post_message(self.TabPressed())
         else:
@@ -312,6 +315,12 @@ class Completion(Widget):
     @property
     def is_offering(self) -> bool:
         return bool(self._offers) and self._suggestions is self._offers
+
+    @property
+    def offered_command(self) -> str:
+        """Return the command that an empty prompt offers; empty: only messages, or nothing."""
+        offers = self._offers if self.is_offering else []
+        return next((offer.text for offer in offers if offer.text.startswith("/")), "")
 
     def offer(self, offers: list[Suggestion], text: str) -> None:
         """Show these while there is no text in the prompt; `text` is what it has now."""

@@ -135,7 +135,7 @@ class ScreenView:
         client = workspace.link.connected
         self._pane.transcript.can_explore = client is None or client.is_edgelm
         offered = workspace.link.remote is None and workspace.link.is_ready and workspace.answer is None
-        self._pane.offer(offers(workspace.session, workspace.model) if offered else [])
+        self._pane.offer(offers(workspace.session, workspace.model, workspace.link.listed) if offered else [])
 
     def show_reading(self, activity: str) -> None:
         """Show that files are indexed; empty: no longer."""

@@ -24,6 +24,7 @@ from edgelm.chats.store import Store
 from edgelm.chats.store_thread import StoreThread
 from edgelm.client.endpoint import ModelEntry
 from edgelm.errors import EdgeLMError, RequestError
+from edgelm.library.names import STARTER
 from edgelm.tui.answers import Answer, Answers, choose_model
 from edgelm.tui.drafted import Spans
 from edgelm.tui.lines import short_name
@@ -312,9 +313,17 @@ class Workspace:
         self.begin_answer(session.add_question(text, parent, roots, attachments).id)
 
     def begin_answer(self, parent: int, sent_from: int | None = None) -> None:
-        """Answer a message; `sent_from` shortens the conversation from here on."""
-        named = self.named_model
-        self._start(self.session.begin_answer(parent, self.model, sent_from), named, {})
+        """Answer a message; `sent_from` shortens the conversation from here on.
+
+        A question asked with /help is answered by the starter, which quotes the guide, whatever the chat's model is.
+        """
+        asks_starter = (
+            STARTER in self.link.listed
+            and self.link.remote is None
+            and bool(guide_roots(self.session.tree.messages[parent]))
+        )
+        named, model = (STARTER, STARTER) if asks_starter else (self.named_model, self.model)
+        self._start(self.session.begin_answer(parent, model, sent_from), named, {})
 
     def go_on(self, answer: Message, begun: str) -> None:
         """Write another version of an answer, which begins with `begun`."""

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from edgelm.knowledge.starter import UNKNOWN, larger_model
-from edgelm.library.catalog import find_entry
+from edgelm.library.catalog import FIRST_CHAT, find_entry
 from edgelm.library.names import CatalogName, parse_name
 from edgelm.library.suggestion import suggested_entry
 from edgelm.tui.offers import EXAMPLES
+from edgelm.tui.prompt import Completion
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER
 
@@ -46,6 +47,65 @@ async def test_a_first_question_is_chosen_and_the_guide_is_read(open_chat: Open)
         request = chat.endpoint.requests[-1]
         assert f"{UNKNOWN} {larger_model('qwen3:4b').text}" in request["structured_outputs"]["choice"]
         assert "`edgelm pull qwen3:4b` downloads a larger model" in request["messages"][-2]["content"]
+
+
+async def test_one_key_gets_a_model_for_a_first_chat(open_chat: Open, tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    pulling = [sys.executable, "-m", "tests.tui.fake_pulling", str(tmp_path / "hub")]
+    async with open_chat(pulling=pulling) as chat:
+        await chat.ready()
+        await chat.sees(f"/pull {FIRST_CHAT}", "Tab gets it")
+        await chat.press("tab")
+        await chat.sees(f"↓ {FIRST_CHAT}")
+        assert (tmp_path / "hub" / "jobs").read_text() == f"{FIRST_CHAT}\n"
+        assert chat.turns == []
+        (tmp_path / "hub" / "go").touch()
+        await chat.until(lambda: not chat.screen.pulls, "the end of the pull")
+
+
+async def test_a_click_asks_what_is_offered(open_chat: Open) -> None:
+    async with open_chat(pulling=["false"]) as chat:
+        await chat.ready()
+        await chat.sees(*EXAMPLES)
+        await chat.pilot.click(Completion, offset=(4, 1))
+        await chat.until(lambda: len(chat.turns) == 2, "the question and its answer")
+        assert chat.turns[0] == ("user", EXAMPLES[1])
+        await chat.answered()
+
+
+async def test_a_model_that_is_here_answers_and_is_not_offered(open_chat: Open) -> None:
+    async with open_chat(pulling=["false"]) as chat:
+        chat.endpoint.models = ["starter", FIRST_CHAT]
+        await chat.ready()
+        await chat.ask("q1")
+        assert chat.endpoint.requests[-1]["model"] == FIRST_CHAT
+        await chat.ask("/model starter")
+        await chat.press("ctrl+n")
+        await chat.sees(*EXAMPLES)
+        assert f"/pull {FIRST_CHAT}" not in chat.text
+        await chat.press("tab")  # as everywhere: to the next part of the screen
+        assert not chat.screen.pulls
+
+
+async def test_help_is_quoted_from_the_guide_whatever_the_model(open_chat: Open) -> None:
+    async with open_chat(pulling=["false"]) as chat:
+        await chat.ready()
+        await chat.ask("/model qwen3-4b-q4_k_m.gguf")
+        question = "How do I download a model with edgelm?"
+        await chat.ask(question)
+        assert chat.endpoint.requests[-1]["model"] == "qwen3-4b-q4_k_m.gguf"
+        await chat.sees(f"/help {question}", "Tab asks it")
+        await chat.press("tab")
+        await chat.until(lambda: len(chat.turns) == 4, "the question and its answer")
+        await chat.answered()
+        request = chat.endpoint.requests[-1]
+        assert request["model"] == "starter"
+        assert any(text.startswith("## Download a model") for text in request["structured_outputs"]["choice"])
+        assert "/help" not in chat.text
+        await chat.ask("Thanks")
+        assert chat.endpoint.requests[-1]["model"] == "qwen3-4b-q4_k_m.gguf"
+        assert "structured_outputs" not in chat.endpoint.requests[-1]
+        assert "/help" not in chat.text, "no question about edgelm"
 
 
 async def test_offers_make_way_for_what_is_typed(open_chat: Open) -> None:

@@ -342,6 +342,7 @@ async def test_a_pull_is_waited_for_and_its_model_answers(
     await asyncio.to_thread(chat.run)
     told = output.getvalue().split("\n")[2:]
     assert told == [
+        "/pull smollm2:135m-q4_1 gets a small model for a chat (98 MB)",
         "error: a pull needs a name; write /pull NAME; Ctrl+C stops it",
         "pulling o/n",
         "mine is here, and answers this chat from now on",
