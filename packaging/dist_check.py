@@ -5,8 +5,11 @@ answer comes soon; each CPU variant that this processor can run gives the same t
 loaded. Needs pipx and uv, which it takes from the index, and a C compiler of its own for the planted library.
 
     .venv/bin/python packaging/dist_check.py [--compile] dist
+    .venv/bin/python packaging/dist_check.py --checkout
 
 --compile also installs as on a platform without our wheel, where pip compiles llama.cpp, which takes minutes.
+--checkout installs the checkout itself instead: each tool, with a wheel of llama-cpp-python (this machine's cached one)
+and without, where it must stop at once; and it resolves each extra.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from smoke import SmokeError, clean_environment, new_environment, require, run
+from smoke import ROOT, SmokeError, clean_environment, llama_wheel_folder, new_environment, require, run
+
+sys.path.insert(0, str(ROOT / "packaging" / "llama"))
+from backend import PLACES  # noqa: E402 - the folder of a build backend is no package
 
 INSTALL_LIMIT_S, ANSWER_LIMIT_S = 30, 10
 MAX_LIBRARY_BYTES = 15_000_000
@@ -158,6 +164,55 @@ def check_install(dist: Path, scratch: Path, environment: Mapping[str, str]) -> 
     return command
 
 
+def check_checkout(scratch: Path, environment: Mapping[str, str]) -> None:
+    """Install the checkout in every way, without a compiler. Prints a table."""
+    wheels = llama_wheel_folder()
+    tools = new_environment(scratch / "tools").parent
+    run(tools / "pip", "install", "--quiet", "pipx>=1.7,<2", "uv", cwd=scratch, environment=environment)
+    home, source = Path(environment["HOME"]), f"git+file://{ROOT}"
+    # Where wheels may lie is named nowhere but in the command.
+    nowhere = {name: value for name, value in environment.items() if not PLACES.search(name)}
+    nowhere |= {"PIP_CONFIG_FILE": os.devnull}
+    python = home / "bare" / "bin" / "python"
+    ways: dict[str, tuple[list[str | Path], list[str | Path]]] = {
+        "pipx": ([tools / "pipx", "install", source], ["--pip-args", f"--find-links {wheels}"]),
+        "uv": ([tools / "uv", "tool", "install", "--python", sys.executable, ROOT], ["--find-links", wheels]),
+        "pip": ([python, "-m", "pip", "install", source], ["--find-links", wheels]),
+    }
+    print("| tool | wheel | seconds | result |\n|---|---|---|---|", flush=True)
+    for name, (command, links) in ways.items():
+        for has_wheel in (False, True):
+            for folder in ("bin", "tools", "pipx", "bare"):
+                shutil.rmtree(home / folder, ignore_errors=True)
+            new_environment(python.parents[1])
+            start = time.monotonic()
+            try:
+                run(*command, *(links if has_wheel else ()), cwd=home, environment=nowhere)
+                result = "installed"
+            except SmokeError as error:
+                require(not has_wheel, str(error))
+                require("there is no C++ compiler" in str(error), f"{name} does not say why it fails: {error}")
+                result = "stops: no compiler"
+            require(has_wheel == (result == "installed"), f"{name}, wheel {has_wheel}: {result}")
+            print(
+                f"| {name} | {'yes' if has_wheel else 'no'} | {time.monotonic() - start:.1f} | {result} |", flush=True
+            )
+            if has_wheel:
+                edgelm = python.with_name("edgelm") if name == "pip" else home / "bin" / "edgelm"
+                run(edgelm, *QUESTION, cwd=home, environment=environment)
+    for extra in ("", "cuda", "mcp", "vulkan"):
+        command = [tools / "uv", "pip", "compile", "--quiet", "--find-links", wheels, "--python", sys.executable]
+        command += [
+            *(["--extra", extra] if extra else []),
+            "--output-file",
+            scratch / "resolved",
+            ROOT / "pyproject.toml",
+        ]
+        run(*command, cwd=home, environment=nowhere)
+        lines = (scratch / "resolved").read_text().splitlines()
+        print(f"extra {extra or 'none'}: {sum('==' in line for line in lines)} packages, all on the index", flush=True)
+
+
 def check_variants(command: Path, scratch: Path, environment: Mapping[str, str]) -> None:
     """Take away the best variant until none is left; the text must stay the same."""
     python = command.resolve().parent / "python"
@@ -234,7 +289,7 @@ def check_libraries(command: Path, scratch: Path, dist: Path) -> None:
 
 def main() -> int:
     """Do all checks of the folder that is named."""
-    folders = [argument for argument in sys.argv[1:] if argument != "--compile"]
+    folders = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
     dist = Path(folders[0] if folders else "dist").resolve()
     with tempfile.TemporaryDirectory(prefix="edgelm-dist-") as folder:
         scratch = Path(folder).resolve()
@@ -245,6 +300,9 @@ def main() -> int:
         environment |= {"UV_TOOL_DIR": str(home / "tools"), "UV_CACHE_DIR": str(home / ".cache" / "uv")}
         environment["PATH"] = path_without_compilers(scratch / "path")
         try:
+            if "--checkout" in sys.argv:
+                check_checkout(scratch, environment)
+                return 0
             command = check_install(dist, scratch, environment)
             if sys.platform.startswith("linux"):
                 check_libraries(command, scratch, dist)
