@@ -1,4 +1,4 @@
-"""Commands with files of real models: quantize, convert, plan."""
+"""Commands with files of real models: plan."""
 
 from __future__ import annotations
 
@@ -19,14 +19,6 @@ def edgelm(environment: dict[str, str], *arguments: str | Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.timeout(600)
-def test_a_quantized_model_is_smaller_and_answers(own: dict[str, str], smollm2: Path, tmp_path: Path) -> None:
-    small = tmp_path / "small.gguf"
-    edgelm(own, "quantize", smollm2, small, "--to", "Q4_0", "--allow-requantize")
-    assert small.stat().st_size < smollm2.stat().st_size
-    assert edgelm(own, "run", small, "Where is Berlin?", "--max-tokens", "16").strip()
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma"])
