@@ -33,7 +33,7 @@ from edgelm.tui.params import parse_params
 
 ROOT = Path(__file__).parent.parent
 MAX_SECTION_LEN = 1000  # characters: a small model reads several at a time
-NUM_SECTIONS = range(60, 181)
+NUM_SECTIONS = range(60, 220)
 OTHERS_FLAGS = {"--extra-index-url", "--find-links", "--pip-args"}  # pip's and uv's
 OTHERS_VARIABLES = {
     "TRITON_CACHE_DIR",

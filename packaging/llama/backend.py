@@ -171,8 +171,8 @@ def _places_are_named(prefix: str) -> bool:
     commands = [_read(f"/proc/{pid}/cmdline") for pid in _callers()]
     texts = [" ".join(os.environ), *(command for command in commands if INSTALLS & {*command.split("\0")})]
     home, system = os.environ.get("XDG_CONFIG_HOME") or "~/.config", ("/etc/pip.conf", "/etc/uv/uv.toml")
-    files = (os.environ.get("PIP_CONFIG_FILE", ""), f"{prefix}/pip.conf", "~/.pip/pip.conf", *system)
-    files += tuple(f"{home}/{name}" for name in ("pip/pip.conf", "uv/uv.toml"))
+    files = [os.environ.get("PIP_CONFIG_FILE", ""), f"{prefix}/pip.conf", "~/.pip/pip.conf", *system]
+    files += [f"{home}/{name}" for name in ("pip/pip.conf", "uv/uv.toml")]
     return any(map(PLACES.search, [*texts, *(_read(os.path.expanduser(name)) for name in files)]))  # noqa: PTH111
 
 
