@@ -38,11 +38,10 @@ QUESTIONS = (
 )
 FIRST_QUESTION = "Write a short poem about the sea."
 WATCHED = "What is the capital of Peru?"  # the starter declines in its own words
-WORDS = "file"  # that are searched
 
 
 async def take_pictures(folder: Path) -> None:
-    """Take pictures before and after questions, each in a chat of its own, of a search, and of the inspector."""
+    """Take pictures of a chat and of the inspector."""
     link = Link(endpoint=None, api_key=None, runtime=folder, log=folder / "serve.log", share=False)
     app = ChatApp(folder / "chats.db", link, ChatDefaults(), knowledge=folder / "knowledge.db")
     async with app.run_test(size=SIZE, notifications=True) as pilot:
@@ -50,16 +49,11 @@ async def take_pictures(folder: Path) -> None:
         assert isinstance(screen, ChatScreen)
         screen.pane.prompt.cursor_blink = False
         await _until(pilot, lambda: screen.status.status.activity == "ready" and not screen.workers)
-        _save(app, "first-start")
         for question in QUESTIONS:
             await _ask(pilot, screen, question)
         await pilot.pause(0.5)
         _save(app, "chat")
-        await pilot.press("ctrl+f", *WORDS)
-        await _until(pilot, lambda: bool(screen.sidebar.typed) and not screen.workers)
-        await pilot.pause(0.5)
-        _save(app, "search")
-        await pilot.press("escape", "escape", "f6")
+        await pilot.press("f6")
         inspector = app.query_one(Inspector)
         await _until(pilot, lambda: inspector.steps.engine is not None)
         await _ask(pilot, screen, WATCHED)

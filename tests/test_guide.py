@@ -296,7 +296,8 @@ def section_of(topic: str, title: str) -> str:
 def test_the_readme_links_to_the_pages_and_every_link_leads_somewhere() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\(docs/guide/([\w-]+)\.md\)", text))
-    assert linked == set(guide.TOPICS)
+    assert {"start", "chat", "models", "troubleshooting"} < linked <= set(guide.TOPICS)
+    assert "](docs/guide)" in text  # the folder has the others
     for path in DOCUMENTS:
         for target in re.findall(r"\]\((?!http|#)([^)#]+)", path.read_text(encoding="utf-8")):
             assert os.path.exists(path.parent / target), (path.name, target)  # noqa: PTH110
