@@ -224,6 +224,8 @@ async def test_an_answer_that_was_cut_off_by_a_kill_says_so(open_chat: Open, tmp
         await driver.press("ctrl+f", "down", "enter")
         await driver.sees("half of an ans", "edgelm was closed while this was written")
         await driver.press("ctrl+r")
+        await driver.sees("Send this chat?")  # nobody knows where it was written
+        await driver.press("down", "enter")
         await driver.until(lambda: driver.turns[-1] == ("assistant", ANSWER))
 
 

@@ -482,9 +482,14 @@ async def open_from_list(chat: Driver) -> None:
     await chat.until(lambda: chat.turns != [], "the chat")
 
 
+async def go_to_list(chat: Driver) -> None:
+    await click(chat, "Search  Ctrl+F")
+    await click(chat, "Enter results")
+
+
 @way("In the list of chats", "delete")
 async def delete_chat(chat: Driver) -> None:
-    await click(chat, "Search  Ctrl+F")
+    await go_to_list(chat)
     await click(chat, "Del delete")
     await chat.until(lambda: chat.turns == [], "a new chat")
 
@@ -498,7 +503,7 @@ async def undo_delete(chat: Driver) -> None:
 
 @way("In the list of chats", "p")
 async def pin_chat(chat: Driver) -> None:
-    await click(chat, "Search  Ctrl+F")
+    await go_to_list(chat)
     await click(chat, "p pin")
     await chat.until(lambda: chat.session.chat.pinned, "pinned")
     await click(chat, "p pin")
@@ -507,7 +512,7 @@ async def pin_chat(chat: Driver) -> None:
 
 @way("In the list of chats", "t")
 async def tag_chat(chat: Driver) -> None:
-    await click(chat, "Search  Ctrl+F")
+    await go_to_list(chat)
     await click(chat, "t tag")
     await opens(chat, TagScreen)
     await click(chat, "Esc cancels")
@@ -516,7 +521,7 @@ async def tag_chat(chat: Driver) -> None:
 
 @way("In the list of chats", "a")
 async def archive_chat(chat: Driver) -> None:
-    await click(chat, "Search  Ctrl+F")
+    await go_to_list(chat)
     await click(chat, "a archive")
     await chat.until(lambda: chat.session.chat.archived, "in the archive")
     await chat.screen._actions.chats.by_name["archive"]("")

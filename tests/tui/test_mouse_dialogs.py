@@ -19,7 +19,7 @@ from tests.tui.test_mouse import click, opens
 async def ask(chat: Driver, command: str, screen: type[Any]) -> None:
     """Open a dialog with a command."""
     chat.prompt.put(command)
-    await click(chat, "Enter send")
+    await click(chat, "Enter run")
     await opens(chat, screen)
 
 
