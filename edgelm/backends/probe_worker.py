@@ -37,8 +37,13 @@ def _choose(request: ChooseEngine, child: Child) -> None:
             from edgelm.backends.llama.devices import llama_devices
 
             devices = llama_devices(model.facts)
+        rollback = 0
+        if choice.engine == "llama" and request.settings.spec != "off":
+            from edgelm.backends.llama.build import rollback_len
+
+            rollback = rollback_len(request.model, model.facts)
     cuda = find_cuda() if choice.device == "cuda" else None
-    child.send(ChosenEngine(choice.engine, choice.device, choice.reasons, cuda, devices))
+    child.send(ChosenEngine(choice.engine, choice.device, choice.reasons, cuda, devices, rollback))
 
 
 def _predict(request: Predict, child: Child) -> None:
@@ -71,19 +76,20 @@ def _describe_llama(_: DescribeLlama, child: Child) -> None:
 
 
 def _lay_out(request: LayOutContext, child: Child) -> None:
-    sizes = _buffers(request.model, request.sequences, request.repack)(request.kv, request.context)
+    buffers = _buffers(request.model, request.sequences, request.repack, request.rollback)
+    sizes = buffers(request.kv, request.context)
     child.send(BufferSizes(sizes.kv, sizes.compute))
 
 
 @cache
-def _buffers(path: Path, sequences: int, repack: bool) -> LlamaBuffers:
+def _buffers(path: Path, sequences: int, repack: bool, rollback: int) -> LlamaBuffers:
     from edgelm.backends.llama.buffers import LlamaBuffers
     from edgelm.checkpoints.gguf import open_gguf
     from edgelm.checkpoints.summary import model_summary
 
     logging.getLogger("llama.cpp").addHandler(logging.NullHandler())
     with open_gguf(path) as gguf:
-        return LlamaBuffers(path, model_summary(gguf), sequences=sequences, repack=repack)
+        return LlamaBuffers(path, model_summary(gguf), sequences=sequences, repack=repack, rollback=rollback)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class ChosenEngine:
     reasons: tuple[str, ...]
     cuda: CudaState | None
     devices: tuple[Device, ...] = ()  # llama.cpp's, where it is chosen with a GPU
+    rollback: int = 0  # drafted tokens that llama.cpp can take back in recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class LayOutContext:
     model: Path
     sequences: int
     repack: bool
+    rollback: int
     kv: str
     context: int
 
@@ -119,9 +121,11 @@ class BufferProbe:
     `exact` tells whether all sizes were llama.cpp's own.
     """
 
-    def __init__(self, path: Path, fallback: BufferSource, *, sequences: int, repack: bool = True) -> None:
+    def __init__(
+        self, path: Path, fallback: BufferSource, *, sequences: int, repack: bool = True, rollback: int = 0
+    ) -> None:
         self.exact = True
-        self._model = path, sequences, repack
+        self._model = path, sequences, repack, rollback
         self._fallback = fallback
         self._deadline = time.monotonic() + BUFFERS_LIMIT_S
         self._worker = Worker(WORKER, replies=(BufferSizes,))

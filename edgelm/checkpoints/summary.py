@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from gguf.constants import LlamaFileType
@@ -89,6 +89,10 @@ class ModelFacts:
     def tied(self) -> bool:
         """Whether the output matrix is the token embedding."""
         return all(tensor.name != "output.weight" for tensor in self.tensors)
+
+    def with_rollback(self, length: int) -> ModelFacts:
+        """Return the facts with a copy of the states for each of so many tokens that can be taken back."""
+        return replace(self, state_bytes=self.state_bytes * (1 + length))
 
 
 class WeightBytes(NamedTuple):

@@ -73,6 +73,10 @@ def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None
     else:
         facts = _with_adapters(path, facts, config)
         result, exact, placement = _plan_for_llama(path, facts, draft_facts, config, memory, choice.devices)
+        if choice.rollback:  # as in loading: with the states that drafts need, if they cost nothing else
+            more = facts.with_rollback(choice.rollback)
+            drafting = _plan_for_llama(path, more, draft_facts, config, memory, choice.devices, choice.rollback)
+            result, exact, placement = drafting if drafting[0].preferred else (result, exact, placement)
     gpus = nvidia_gpus()
     with reader_may_leave():
         if as_json:
@@ -128,6 +132,7 @@ def _plan_for_llama(
     config: Config,
     memory: MachineMemory,
     devices: Sequence[Device],
+    rollback: int = 0,
 ) -> tuple[Plan, bool, Placement]:
     """Return the plan, whether llama.cpp itself gave its sizes, and the placement of the choice.
 
@@ -153,7 +158,8 @@ def _plan_for_llama(
     own = layout(facts)
     if repeatable:
         return plan(facts, settings, memory, own, draft=draft, with_options=True), False, ON_CPU
-    with BufferProbe(path, own.estimated_buffers, sequences=settings.parallel, repack=repack) as probe:
+    estimate, parallel = own.estimated_buffers, settings.parallel
+    with BufferProbe(path, estimate, sequences=parallel, repack=repack, rollback=rollback) as probe:
         result = plan(facts, settings, memory, own.measured_by(probe), draft=draft, with_options=True)
         return result, probe.exact, ON_CPU
 

@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 
+from edgelm.backends.llama.build import ROLLBACK_LEN
 from edgelm.backends.llama.placement import Device
 from edgelm.backends.questions import ChosenEngine
 from edgelm.checkpoints.gguf import open_gguf
+from edgelm.checkpoints.summary import model_facts
 from edgelm.cli import run_cli
 from edgelm.commands import plan as plan_module
+from edgelm.config import Settings
 from edgelm.machine.bandwidth import Bandwidth
 from edgelm.machine.conditions import conditions
 from edgelm.machine.facts import MachineFacts
 from edgelm.machine.gpu import Gpu
 from tests.adapters import write_adapter
+from tests.odd_models import write_odd
 from tests.tiny import write_tiny
 
 GIB = 2**30
@@ -202,3 +206,15 @@ def test_a_draft_model_that_is_not_here_is_one_line(edgelm: Edgelm, model: Path,
     code, out, errors = edgelm("plan", model, "--draft", tmp_path / "none.gguf")
     assert (code, out, errors.count("\n")) == (1, "", 1)
     assert "does not exist; give the path" in errors
+
+
+def test_the_states_that_drafts_go_back_to_are_counted(
+    edgelm: Edgelm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid = write_odd(tmp_path / "hybrid.gguf", "qwen35")
+    with_drafts = edgelm.document(hybrid, "--ctx", "512")["chosen"]["kv_bytes"]
+    monkeypatch.setenv("EDGELM_SPEC", "off")
+    without = edgelm.document(hybrid, "--ctx", "512")["chosen"]["kv_bytes"]
+    with open_gguf(hybrid) as gguf:
+        states = model_facts(gguf).state_bytes * Settings().parallel
+    assert with_drafts - without == pytest.approx(ROLLBACK_LEN * states, rel=0.01)

@@ -196,16 +196,17 @@ def plan_context(
         ) as buffers:
             return plan(facts, settings, machine, memory.measured_by(buffers), draft=draft, least_context=least_context)
 
-    if facts.state_bytes and facts.summary.kind == "text" and settings.spec != "off":
-        length = rollback_len(path, facts)
-        states = replace(facts, state_bytes=facts.state_bytes * (1 + length))
-        if length and (with_states := planned(states, length)).preferred:
+    if settings.spec != "off" and (length := rollback_len(path, facts)):
+        with_states = planned(facts.with_rollback(length), length)
+        if with_states.preferred:
             return replace(with_states, rollback=length)
     return planned(facts, 0)
 
 
 def rollback_len(path: Path, facts: ModelFacts) -> int:
     """Return how many drafted tokens llama.cpp can take back in a model with recurrent layers: it alone knows."""
+    if not facts.state_bytes or facts.summary.kind != "text":
+        return 0
     with LlamaBuffers(path, facts.summary, sequences=1, rollback=ROLLBACK_LEN) as buffers:
         return buffers.rollback("f16")
 
