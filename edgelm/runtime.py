@@ -8,6 +8,7 @@ program that `edgelm launch` became, with its birth.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from edgelm.errors import EdgeLMError
 
 if TYPE_CHECKING:  # the chat imports this module before its first paint
     import ssl
+
+log = logging.getLogger(__name__)
 
 FILE = "front.json"
 MORE_FILES = "front-*.json"
@@ -118,6 +121,8 @@ def announced(runtime: Path, record: FrontRecord) -> Iterator[None]:
     file = runtime / (FILE if _read(runtime / FILE) is None else MORE_FILES.replace("*", str(record.pid)))
     document = {name: value for name, value in record._asdict().items() if value}
     atomic_json(file, document)  # mode 0600; on a full disk the front runs, but is not found
+    if not _is_ours(runtime):
+        log.warning("no chat or command will find this server: %s is a link, or others may write to it", runtime)
     try:
         yield
     finally:

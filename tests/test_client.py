@@ -627,3 +627,14 @@ async def test_a_front_that_dies_is_noticed(front: Callable[[str], OwnFront]) ->
 def test_what_is_no_finite_number_is_unknown(value: object) -> None:
     assert number(value) is None
     assert whole(value) is None
+
+
+def test_a_server_in_a_folder_of_others_says_that_nobody_finds_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = FrontRecord(os.getpid(), "http://127.0.0.1:1")
+    for mode, found in ((0o700, record), (0o775, None)):
+        tmp_path.chmod(mode)
+        with announced(tmp_path, record):
+            assert find_front(tmp_path) == found
+        assert ("others may write to it" in caplog.text) == (found is None)
