@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from markdown_it.rules_inline import StateInline
 
 _FORMULA = re.compile(
-    r"\\\(.+?\\\)|\\\[.+?\\\]|\$\$.+?\$\$"
-    # As Pandoc has it: prices such as $5 and $6 are none.
-    r"|\$(?![\s$])(?:\\.|[^$\\\n])*?(?<!\s)\$(?![\d$])"
+    # None has its own opener inside: many that are not closed take linear time.
+    r"\\\((?:[^\\]++|\\[^()])++\\\)|\\\[(?:[^\\]++|\\[^\[\]])++\\\]|\$\$.+?\$\$"
+    # As Pandoc has it: prices such as $5 and $6 are none. Nor are two shell variables around `code` or **bold** words.
+    r"|\$(?![\s$])(?:\\.|[^$\\\n`*]|\*(?!\*))*?(?<!\s)\$(?![\d$])"
     r"|\\[(\[{},;:%]",  # not closed yet, or a command that means nothing in Markdown
     re.DOTALL,
 )

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from rich.text import Text
 from textual.theme import BUILTIN_THEMES
 
 from edgelm.chats.export_html import to_html
+from edgelm.chats.formulas import keep_formulas
 from edgelm.chats.history import Chat, Message, Tree
 from edgelm.client.answer_stream import AnswerStats
 from edgelm.tui.document import Document
@@ -82,6 +84,20 @@ def test_formulas_keep_their_source(source: str) -> None:
     chat = Chat()
     answer = Message(chat=chat.id, parent=None, role="assistant", text=source)
     assert escape(source, quote=False) in to_html(chat, Tree([answer]))
+
+
+@pytest.mark.parametrize(("opener", "closer"), [("\\(", "\\)"), ("\\[", "\\]")])
+def test_a_formula_has_no_opener_of_its_own_inside(opener: str, closer: str) -> None:
+    """Each opener is searched as far as the next one, so that thousands without an end take linear time."""
+    parser = keep_formulas(MarkdownIt().disable("text_join"))
+    (inline,) = parser.parseInline(f"{opener}a {opener}b \\\\[2pt] c{closer} {opener}")
+    formulas = [token.content for token in inline.children or [] if token.info == "formula"]
+    assert formulas == [opener, f"{opener}b \\\\[2pt] c{closer}", opener]
+
+
+@pytest.mark.parametrize("source", ["Export $FOO and **bold** (`$BAR`)", "Set $A to `x` or `$B`", "$A **x** ($B"])
+def test_shell_variables_are_no_formula(source: str) -> None:
+    assert show(Document(source), 120) == [[source.replace("**", "").replace("`", "")]]
 
 
 def test_other_escapes_are_none() -> None:
