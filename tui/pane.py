@@ -18,7 +18,7 @@ from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Message, split_sent
 from edgelm.tui.answers import Answer
 from edgelm.tui.attaching import Attaching
-from edgelm.tui.commands import Command, Suggestion, find_command
+from edgelm.tui.commands import Suggestion
 from edgelm.tui.drafted import Spans
 from edgelm.tui.file_picker import FilePicker
 from edgelm.tui.files_bar import FilesBar
@@ -185,12 +185,15 @@ class ChatPane(Vertical):
         self.prompt.border_title = ""
         self.prompt.refresh_bindings()
 
-    def find_command(self, text: str, call: tuple[str, str]) -> Command | None:
-        """Return the command that a call in the prompt means: the chosen line of the list, else by its name."""
-        self._completion.update(text)  # keys may be faster than the list
-        name, argument = call
+    @on(Prompt.Sent)
+    def _note_command(self, event: Prompt.Sent) -> None:
+        """Keep the chosen command, before the list follows the prompt, which is empty by now."""
+        if not event.text.startswith("/"):
+            return
+        if event.text != "/":  # names no command: only a list that is open has one for it
+            self._completion.update(event.text)  # keys may be faster than the list
         chosen = self._completion.chosen
-        return (chosen.command if chosen and not argument else None) or find_command(name)
+        event.command = chosen.command if chosen is not None else None
 
     def close_commands(self) -> bool:
         """Hide the list of commands; return whether it was open."""

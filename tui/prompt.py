@@ -18,7 +18,7 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import TextArea
 
-from edgelm.tui.commands import Suggestion, complete
+from edgelm.tui.commands import Command, Suggestion, complete
 from edgelm.tui.hints import Hint
 from edgelm.tui.palette import list_text
 from edgelm.tui.pasted import is_long, may_be_paths
@@ -91,9 +91,10 @@ class Prompt(TextArea):
 
     @dataclass
     class Sent(Event):
-        """Enter was pressed, and took this text out of the prompt."""
+        """Enter was pressed, and took this text out of the prompt; `command` is the one chosen in the list for it."""
 
         text: str
+        command: Command | None = None
 
     @dataclass
     class Typed(Event):
@@ -318,9 +319,12 @@ class Completion(Widget):
 
     @property
     def offered_command(self) -> str:
-        """Return the command that an empty prompt offers; empty: only messages, or nothing."""
-        offers = self._offers if self.is_offering else []
-        return next((offer.text for offer in offers if offer.text.startswith("/")), "")
+        """Return what Tab runs in an empty prompt: the chosen offer, else the command whose help says Tab."""
+        if not self.is_offering:
+            return ""
+        if self.chosen is not None:
+            return self.chosen.text
+        return next((offer.text for offer in self._offers if "Tab" in offer.help), "")
 
     def offer(self, offers: list[Suggestion], text: str) -> None:
         """Show these while there is no text in the prompt; `text` is what it has now."""

@@ -28,7 +28,7 @@ from edgelm.client.answer_stream import AnswerStats
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.tui.answers import Answer, Answers
 from edgelm.tui.attaching import Attaching
-from edgelm.tui.commands import GLOBAL_KEYS, Suggestion, parse_call
+from edgelm.tui.commands import GLOBAL_KEYS, Suggestion, find_command, parse_call
 from edgelm.tui.garbage import delay_full_collections
 from edgelm.tui.inspector_panel import InspectorPanel
 from edgelm.tui.keymap import keyless_bindings
@@ -249,8 +249,9 @@ class ChatScreen(Screen[None]):
     def _sent(self, event: Prompt.Sent) -> None:
         pane = self.pane
         text = event.text or pane.chosen_offer
-        if (call := parse_call(text)) is not None:
-            command = pane.find_command(text, call)
+        call = parse_call(text) or (("", "") if event.command is not None else None)
+        if call is not None:
+            command = event.command or find_command(call[0])
             if command is None:
                 self.notify(f"there is no command /{call[0]}; / shows all", severity="warning", markup=False)
                 pane.prompt.give_back(event.text)

@@ -103,6 +103,19 @@ async def test_tab_completes_and_the_arrows_choose(open_chat: Open) -> None:
         await chat.until(lambda: chat.session.chat.system == "Be brief.")
 
 
+async def test_enter_runs_the_chosen_command(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.type("/s")
+        await chat.press("down", "enter")
+        await chat.sees("System prompt")
+        await chat.press("escape")
+        await chat.type("/")
+        await chat.sees("/search [WORDS]")
+        await chat.press("down", "down", "down", "down", "enter")
+        await chat.sees("System prompt")
+        assert chat.endpoint.requests == []
+
+
 async def test_escape_closes_the_list_of_commands_first(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.type("/")

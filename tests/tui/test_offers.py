@@ -63,6 +63,17 @@ async def test_one_key_gets_a_model_for_a_first_chat(open_chat: Open, tmp_path: 
         await chat.until(lambda: not chat.screen.pulls, "the end of the pull")
 
 
+async def test_tab_asks_the_chosen_question(open_chat: Open) -> None:
+    async with open_chat(pulling=["false"]) as chat:
+        await chat.ready()
+        await chat.sees(f"/pull {FIRST_CHAT}", "Tab gets it")
+        await chat.press("down", "down", "tab")
+        await chat.until(lambda: len(chat.turns) == 2, "the question and its answer")
+        await chat.answered()
+        assert chat.turns[0] == ("user", EXAMPLES[1])
+        assert not chat.screen.pulls.running
+
+
 async def test_a_click_asks_what_is_offered(open_chat: Open) -> None:
     async with open_chat(pulling=["false"]) as chat:
         await chat.ready()
@@ -135,8 +146,8 @@ async def test_what_the_starter_does_not_know_offers_a_larger_model(open_chat: O
         await chat.ready()
         await chat.ask("Who was the first king of Spain?")
         await chat.sees("/pull qwen3:0.6b", "Down and Enter get it")
-        await chat.press("enter")
-        assert not chat.screen.pulls, "Enter alone downloads nothing"
+        await chat.press("enter", "tab", "shift+tab")
+        assert not chat.screen.pulls, "neither Enter nor Tab alone downloads it"
         await chat.press("down", "enter")
         await chat.sees("↓ qwen3:0.6b · 90 %")
         (tmp_path / "hub" / "go").touch()
