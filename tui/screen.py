@@ -261,22 +261,26 @@ class ChatScreen(Screen[None]):
             self.run_command(command.name, call[1])
         elif text.strip() or self.files.attachments:
             if self.files.must_check:
-                self._check_and_send(text)
+                self._check_and_send(text, self.workspace.session)
             else:
                 self._try_to_send(text)
         else:
             pane.prompt.give_back(text)
 
     @work(group="send")
-    async def _check_and_send(self, typed: str) -> None:
-        """Send a message when its files are checked."""
+    async def _check_and_send(self, typed: str, session: Session) -> None:
+        """Send a message when its files are checked, unless another chat was opened meanwhile."""
         try:
             await self.files.check(_message(typed))
         except RequestError as error:
             self.pane.prompt.give_back(typed)
             self.view.complain(error)
         else:
-            self._try_to_send(typed)
+            if session is self.workspace.session:
+                self._try_to_send(typed)
+            else:
+                self.pane.prompt.give_back(typed)
+                self.notify("another chat was opened: the message is not sent", severity="warning")
 
     def _try_to_send(self, typed: str) -> None:
         try:

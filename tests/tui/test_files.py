@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 from pathlib import Path
@@ -294,3 +295,26 @@ async def test_an_edited_message_keeps_its_files(open_chat: Open, folder: Path) 
         await chat.until(lambda: chat.screen.files.attachments[0].text == CODE * 2, "the new version")
         assert names(chat) == ["src/adder.py"]
         assert "has changed attach" not in chat.text
+
+
+async def test_a_message_goes_into_no_chat_that_was_opened_meanwhile(
+    open_chat: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checking, go_on = asyncio.Event(), asyncio.Event()
+
+    async def check(text: str) -> None:
+        checking.set()
+        await go_on.wait()
+
+    async with open_chat() as chat:
+        await chat.ready()
+        chat.screen.files.add_text("a long text")
+        monkeypatch.setattr(chat.screen.files, "check", check)
+        await chat.ask_only("for this chat")
+        await checking.wait()
+        await chat.press("ctrl+n")
+        go_on.set()
+        await chat.hears("another chat was opened: the message is not sent")
+        assert chat.prompt.text == "for this chat"
+        assert chat.turns == []
+        assert chat.endpoint.requests == []
