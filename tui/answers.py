@@ -27,7 +27,7 @@ from edgelm.tui.drafted import Spans
 from edgelm.tui.link import Link
 from edgelm.tui.model_names import is_path
 from edgelm.tui.passages import one_line
-from edgelm.tui.reader import Reader
+from edgelm.tui.reader import Reader, guide_roots
 from edgelm.tui.session import Session
 from edgelm.tui.thought import ThoughtClock, ThoughtFigures, estimate_tokens
 from edgelm.tui.tool_runner import ToolRunner
@@ -181,6 +181,8 @@ def choose_model(named: str, remembered: str, models: Sequence[ModelEntry], *, p
     if named:
         if named in listed or (paths and is_path(named)):
             return named
+        if f"{named}:latest" in listed:  # as Ollama lists it
+            return f"{named}:latest"
         raise RequestError(f"the endpoint does not offer {one_line(named)}", "/model shows what it offers")
     if remembered in listed or (paths and is_path(remembered)):
         return remembered
@@ -233,10 +235,10 @@ async def _stream(
         reporting = asyncio.create_task(_report_progress(link, answer, watcher))
         try:
             client = await link.client()
-            model = choose_model(*names, await link.models(), paths=client.is_edgelm)
+            model = await _choose(link, client, names)
             if model != answer.message.model:
                 answer.view.set_model(model)
-            if not answer.session.chat.model:
+            if not answer.session.chat.model and not guide_roots(answer.question):  # the starter answers /help alone
                 answer.session.set_model(model)
             await reader.require_consent(answer.session)
             await _read(reader, answer, client, model, watcher)
@@ -249,6 +251,14 @@ async def _stream(
         finally:
             reporting.cancel()
     raise AssertionError("the second attempt returns or raises")
+
+
+async def _choose(link: Link, client: Client, names: tuple[str, str]) -> str:
+    """Return the model for an answer; where it is not in the known list, request a new one."""
+    try:
+        return choose_model(*names, await link.models(), paths=client.is_edgelm)
+    except RequestError:
+        return choose_model(*names, await link.models(again=True), paths=client.is_edgelm)
 
 
 async def _read(reader: Reader, answer: Answer, client: Client, model: str, watcher: AnswerWatcher) -> None:

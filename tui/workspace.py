@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -122,8 +123,11 @@ class Workspace:
             chat.deleted = None  # another window deleted it: to write in it brings it back
             self.session = Session(self.store, chat, messages)
             if not chat.model:  # of a version that did not keep it
-                answers = [message.model for message in self.session.tree.path() if message.role == "assistant"]
-                chat.model = next(filter(None, reversed(answers)), "")
+                turns = pairwise(self.session.tree.path())
+                models = [
+                    answer.model for asked, answer in turns if answer.role == "assistant" and not guide_roots(asked)
+                ]
+                chat.model = next(filter(None, reversed(models)), "")
             self.chats[chat_id] = chat
         if message_id is not None:
             self.session.show(message_id)
@@ -189,7 +193,7 @@ class Workspace:
 
     async def offered(self, model: str) -> str:
         """Return the endpoint's name of a model. Raises EdgeLMError if it has none."""
-        models = await self.link.models()
+        models = await self.link.models(again=True)
         if any(model == entry.id for entry in models):
             return model
         if is_path(model) and self.link.remote is not None and not (await self.link.client()).is_edgelm:

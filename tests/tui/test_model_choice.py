@@ -127,3 +127,20 @@ async def test_a_path_is_chosen_by_the_picker_and_listed_as_recent(
         await chat.press("ctrl+o")
         await chat.sees("Recent", str(path))
     assert [request["model"] for request in endpoint.requests] == [str(path)]
+
+
+async def test_a_model_that_came_after_the_start_answers(open_chat: Open, endpoint: FakeEndpoint) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        endpoint.models = [*endpoint.models, "new"]
+        chat.session.set_model("new")
+        await chat.ask("Hello")
+    assert [request["model"] for request in endpoint.requests] == ["new"]
+
+
+async def test_the_latest_tag_may_be_omitted(open_chat: Open, endpoint: FakeEndpoint) -> None:
+    endpoint.is_edgelm, endpoint.models = False, ["other:latest", "llama3:latest"]
+    async with open_chat(defaults=ChatDefaults(model="llama3")) as chat:
+        await chat.ready()
+        await chat.ask("Hello")
+    assert [request["model"] for request in endpoint.requests] == ["llama3:latest"]

@@ -119,6 +119,23 @@ async def test_help_is_quoted_from_the_guide_whatever_the_model(open_chat: Open)
         assert "/help" not in chat.text, "no question about edgelm"
 
 
+async def test_help_gives_a_chat_no_model(open_chat: Open) -> None:
+    async with open_chat(pulling=["false"]) as chat:
+        chat.endpoint.models = ["starter", FIRST_CHAT]
+        await chat.ready()
+        await chat.ask_only("/help How do I download a model?")
+        await chat.until(lambda: len(chat.turns) == 2, "the question and its answer")
+        await chat.answered()
+        assert chat.endpoint.requests[-1]["model"] == "starter"
+        chat_id = chat.session.chat.id
+        await chat.press("ctrl+n")
+        await chat.screen.workspace.open_chat(chat_id)
+        assert chat.session.chat.model == ""
+        chat.screen.view.show_chat()
+        await chat.ask("Thanks")
+        assert chat.endpoint.requests[-1]["model"] == FIRST_CHAT
+
+
 async def test_offers_make_way_for_what_is_typed(open_chat: Open) -> None:
     async with open_chat(pulling=["false"]) as chat:
         await chat.ready()
