@@ -13,7 +13,7 @@ from pathlib import Path
 
 from edgelm.errors import ModelError
 
-DOWNLOAD = "download it again (edgelm pull --verify)"
+DOWNLOAD = "download it again (edgelm pull --verify MODEL)"
 
 SIGNATURES = (
     (b"PK\x03\x04", "is a zip archive, as PyTorch checkpoints are"),

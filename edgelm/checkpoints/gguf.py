@@ -164,7 +164,7 @@ def _all_parts(part: _Part, opened: ExitStack) -> list[_Part]:
         other.parse()
         if (other.number("split.no") + 1, other.number("split.count")) != (number, count):
             raise ModelError(
-                f"{shown(path.name)} does not belong to {name}", "download both again (edgelm pull --verify)"
+                f"{shown(path.name)} does not belong to {name}", "download both again (edgelm pull --verify MODEL)"
             )
         parts.append(other)
     _require_disjoint(parts, name)
@@ -181,7 +181,7 @@ def _require_disjoint(parts: list[_Part], name: str) -> None:
     expected = parts[0].number("split.tensors.count")
     if expected and expected != len(seen):
         message = f"the parts of {name} hold {len(seen):,} tensors, but should hold {expected:,}"
-        raise ModelError(message, "download them again (edgelm pull --verify)")
+        raise ModelError(message, "download them again (edgelm pull --verify MODEL)")
 
 
 def _require_gguf(data: memoryview, name: str) -> None:

@@ -232,13 +232,13 @@ class _Planner:
         if columns % MXFP4_BLOCK:
             raise ModelError(
                 f"the rows of {name} are no whole number of MXFP4 blocks",
-                "download the model again (edgelm pull --verify)",
+                "download the model again (edgelm pull --verify MODEL)",
             )
         blocks = self._used(f"{name}_blocks", shape=(count, rows * step, columns // MXFP4_BLOCK, 16))
         scales = self._used(f"{name}_scales", shape=(count, rows * step, columns // MXFP4_BLOCK))
         if any(self.reader.tensor(used).dtype.bits != 8 for used in (blocks, scales)):
             raise ModelError(
-                f"{name} is not in MXFP4, as its name says", "download the model again (edgelm pull --verify)"
+                f"{name} is not in MXFP4, as its name says", "download the model again (edgelm pull --verify MODEL)"
             )
         return OutTensor(their, shape, Kind.MXFP4, MXFP4Rows(blocks, scales, first, step))
 
@@ -322,5 +322,5 @@ class _Planner:
 def _wrong_size(name: str, shape: tuple[int, ...], expected: str) -> ModelError:
     sizes = " x ".join(map(str, shape)) or "one number"
     return ModelError(
-        f"tensor {name} is {sizes}, but must be {expected}", "download the model again (edgelm pull --verify)"
+        f"tensor {name} is {sizes}, but must be {expected}", "download the model again (edgelm pull --verify MODEL)"
     )

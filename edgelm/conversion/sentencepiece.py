@@ -104,4 +104,4 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _damaged() -> ModelError:
-    return ModelError("tokenizer.model is damaged", "download it again (edgelm pull --verify)")
+    return ModelError("tokenizer.model is damaged", "download it again (edgelm pull --verify MODEL)")

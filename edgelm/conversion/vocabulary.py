@@ -65,7 +65,7 @@ def read_vocabulary(files: TokenizerFiles, num_rows: int) -> Vocabulary:
     if pieces is None and not files.tokenizer:
         raise ModelError(
             f"tokenizer.model is of an unknown kind, and there is no {TOKENIZER}",
-            "download it again (edgelm pull --verify)",
+            "download it again (edgelm pull --verify MODEL)",
         )
     if pieces is None and not letters and not _has_pieces(files):
         kind = files.section("model").get("type")

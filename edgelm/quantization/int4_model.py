@@ -72,7 +72,7 @@ def _key(job: Int4Job, model: Safetensors, ids: Tensor | None) -> dict[str, Any]
             digest.update(part)
     except OSError as error:
         raise EdgeLMError(
-            f"{model.name} cannot be read: {error.strerror}", "download the model again (edgelm pull --verify)"
+            f"{model.name} cannot be read: {error.strerror}", "download the model again (edgelm pull --verify MODEL)"
         ) from None
     if ids is not None:
         digest.update(repr(ids.shape).encode() + ids.numpy().tobytes())

@@ -311,6 +311,6 @@ def _failure(source: GGUF) -> EdgeLMError:
     if "invalid data" in reason or "validation failed" in reason:
         return ModelError(
             f"{source.name} has weights that are no numbers: {reason}",
-            "convert it again, or download it again (edgelm pull --verify)",
+            "convert it again, or download it again (edgelm pull --verify MODEL)",
         )
     return EngineError(f"{source.name} cannot be quantized: {reason}")

@@ -24,7 +24,7 @@ from edgelm.text.byte_letters import BYTE_LETTERS, missing_bytes, unwritable, wi
 from edgelm.text.known_vocabularies import SPACE, STOP_STRINGS
 
 MAX_FILE_BYTES = 2**27  # of tokenizer.json; real ones have up to 35 MB
-DOWNLOAD = "download them again (edgelm pull --verify)"
+DOWNLOAD = "download them again (edgelm pull --verify MODEL)"
 MAX_TOKENS = 2**24  # that config.json may claim for a vocabulary
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how a SentencePiece vocabulary writes a byte
 T = TypeVar("T")

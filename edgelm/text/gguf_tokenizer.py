@@ -76,7 +76,7 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[in
     if len(scores) != len(tokens):
         raise ModelError(
             "the vocabulary is damaged: it does not have one score for each token",
-            "download it again (edgelm pull --verify)",
+            "download it again (edgelm pull --verify MODEL)",
         )
     ids = {token: index for index, token in enumerate(tokens)}
     merges = []
@@ -105,7 +105,7 @@ def _tokenizer(tokens: list[str], merges: list[tuple[str, str]], **options: Any)
         return RustTokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges, **options))
     except Exception as error:  # noqa: BLE001 - the library raises no narrower type
         raise ModelError(
-            f"the vocabulary is damaged: {str(error)[:120]}", "download it again (edgelm pull --verify)"
+            f"the vocabulary is damaged: {str(error)[:120]}", "download it again (edgelm pull --verify MODEL)"
         ) from None
 
 
@@ -142,6 +142,6 @@ def _strings(fields: Mapping[str, Any], name: str) -> list[str]:
     strings = list(value) if isinstance(value, Sequence) else []
     if not all(isinstance(string, str) for string in strings):
         raise ModelError(
-            f"the vocabulary is damaged: {name} are not strings", "download it again (edgelm pull --verify)"
+            f"the vocabulary is damaged: {name} are not strings", "download it again (edgelm pull --verify MODEL)"
         )
     return strings

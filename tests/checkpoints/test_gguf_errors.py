@@ -55,7 +55,7 @@ def test_the_good_file_is_good(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"", "is empty; download it again (edgelm pull --verify)"),
+        (b"", "is empty; download it again (edgelm pull --verify MODEL)"),
         (b"GG", "is cut short: it has 2 bytes"),
         (GOOD.to_bytes()[:23], "is cut short: it has 23 bytes"),
         (b"PK\x03\x04" + bytes(30), "is not a GGUF file: it is a zip archive"),
@@ -84,7 +84,7 @@ def test_a_file_that_is_cut_short_says_where(tmp_path: Path) -> None:
     line = refused(tmp_path, data[:-1])
     assert line == (
         f"model.gguf is cut short: tensor b ends at byte {len(data):,} of {len(data) - 1:,}"
-        "; download it again (edgelm pull --verify)"
+        "; download it again (edgelm pull --verify MODEL)"
     )
     for length in range(24, data.index(bytes(32), 24)):
         assert "cut short" in refused(tmp_path, data[:length]) or "claims" in refused(tmp_path, data[:length])

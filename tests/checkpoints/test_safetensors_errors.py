@@ -50,7 +50,7 @@ def one(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"", "is empty; download it again (edgelm pull --verify)"),
+        (b"", "is empty; download it again (edgelm pull --verify MODEL)"),
         (b"\x02\0\0", "is not a safetensors file: it begins with 02 00 00"),
         (b"GGUF\x03" + bytes(30), "is not a safetensors file: it is a GGUF file; name or download a .safetensors file"),
         (b"PK\x03\x04" + bytes(30), "it is a zip archive"),

@@ -70,7 +70,7 @@ class LlamaModel:
                 raise error
             reason = native_log.first_error() or "llama.cpp gives no reason"
             raise ModelError(
-                f"{path.name} cannot be loaded: {reason}", "check the file, or replace it: edgelm pull --verify"
+                f"{path.name} cannot be loaded: {reason}", "check the file, or replace it: edgelm pull --verify MODEL"
             )
         self._native_adapters = [self._load_adapter(adapter) for adapter in self.adapters]
         self.vocab: Any = L.llama_model_get_vocab(self.native)
