@@ -34,7 +34,7 @@ from edgelm.library.http_range import (
     RangeResponse,
     SlownessWatch,
 )
-from edgelm.library.hub import Backoff, HubFile
+from edgelm.library.hub import Backoff, HubFile, RefusedError
 from edgelm.library.hub_cache import read_map
 from edgelm.library.progress import Checking, Event, Retrying, Wrong, size_text
 from edgelm.library.runnable import HEAD_BYTES
@@ -119,6 +119,8 @@ class Download:
                 part.helpers_end = True
             elif self._client.cancelled.wait(wait_s):
                 raise CancelledTransferError from None
+        except RefusedError:
+            part.helpers_end = True
         finally:
             part.release(segment)
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from edgelm.errors import EdgeLMError
 from edgelm.library import download
 from edgelm.library import pull as pull_module
+from edgelm.library.hub import RefusedError
 from edgelm.library.hub_cache import all_unfinished
 from edgelm.library.names import HubReference
 from edgelm.library.progress import Retrying, Wrong
@@ -93,6 +95,23 @@ def test_a_server_that_limits_connections_costs_no_byte(server: HubServer, pulle
     server.at_most = 1
     assert fetch(puller).read_bytes() == content
     assert server.sent_bytes() == SIZE
+
+
+def test_a_refused_second_connection_leaves_the_first_one_alone(
+    puller: Puller, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some mirrors answer it with 403."""
+    fetch_segment, refused = download.Download._fetch, threading.Event()
+
+    def fetch_or_refuse(self: download.Download, part: download.PartialFile, segment: download.Segment) -> None:
+        if segment.is_helper:
+            refused.set()
+            raise RefusedError("the hub forbids access", "")
+        assert segment.index < 5 or refused.wait(30)  # after the check of the first bytes
+        fetch_segment(self, part, segment)
+
+    monkeypatch.setattr(download.Download, "_fetch", fetch_or_refuse)
+    assert fetch(puller).read_bytes() == content
 
 
 @pytest.mark.parametrize("begun", [False, True])
