@@ -109,7 +109,7 @@ class ModelActions:
         name = clean(pull.model)
         if pull.state == "stopped":
             size = f" at {size_text(pull.done)}" if pull.done else ""
-            self._notify(f"the pull of {name} was stopped{size}; /pull {name} continues it")
+            self._notify(f"the pull of {name} was stopped{size}; /pull {name} {pull.again}")
             return
         if pull.state == "failed":
             raise EdgeLMError(pull.error)
@@ -118,7 +118,8 @@ class ModelActions:
             self._notify(f"{name} is here, but the endpoint does not list it yet; /model shows its list")
         elif self._workspace.session.chat.id == pull.chat_id:
             self._set_model(model)
-            self._notify(f"{model} is here, and answers this chat from now on")
+            place = f" in place of {name}" if pull.stand_in else ""
+            self._notify(f"{model} is here{place}, and answers this chat from now on")
         else:
             key = keymap_of(self._app).label("run('model')", "Ctrl+O") or "/model"
             self._notify(f"{model} is here: {key} chooses it")

@@ -32,7 +32,7 @@ def pull_model(chat: PlainChat, name: str) -> None:
     try:
         pull = chat.wait(_pulled(chat, name))
     except KeyboardInterrupt:
-        chat.writer.line(f"the pull of {name} was stopped; /pull {name} continues it")
+        chat.writer.line(f"the pull of {name} was stopped; /pull {name} {Pull(name, 0).again}")
         return
     if pull.state == "failed":
         raise EdgeLMError(pull.error)
@@ -41,7 +41,8 @@ def pull_model(chat: PlainChat, name: str) -> None:
         chat.writer.line(f"{name} is here, but the endpoint does not list it yet; /model shows its list")
     else:
         workspace.set_model(model)
-        chat.writer.line(f"{short_name(model)} is here, and answers this chat from now on")
+        place = f" in place of {name}" if pull.stand_in else ""
+        chat.writer.line(f"{short_name(model)} is here{place}, and answers this chat from now on")
 
 
 async def _pulled(chat: PlainChat, name: str) -> Pull:

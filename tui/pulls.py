@@ -15,6 +15,7 @@ from typing import Any, Literal
 from textual.worker import WorkerError
 
 from edgelm.errors import EdgeLMError, RequestError
+from edgelm.library.catalog import FIRST_CHAT
 from edgelm.library.progress import (
     EVENTS,
     Checking,
@@ -24,6 +25,7 @@ from edgelm.library.progress import (
     Pulled,
     PullJob,
     Retrying,
+    StandingIn,
     Waiting,
     Wrong,
     size_text,
@@ -53,6 +55,7 @@ class Pull:
     state: State = "running"
     path: str = ""  # of the model, when it is done
     error: str = ""
+    stand_in: str = ""  # the model that is pulled in its place
 
     def take(self, event: Event) -> None:
         """Apply an event of the worker."""
@@ -69,12 +72,20 @@ class Pull:
                 self.activity = "another process pulls it"
             case Retrying(_, reason, wait_s):
                 self.activity = f"{reason}; again in {wait_s:.0f} s"
+            case StandingIn(_, model):
+                self.stand_in = model
+                self.activity = f"the hub cannot be reached; pulling {model} in its place"
             case Checking():
                 self.activity = "verifying a file"
             case Wrong():
                 self.activity = "a file is damaged; pulling it again"
             case Pulled():
                 self.state, self.path = "done", str(event.path)
+
+    @property
+    def again(self) -> str:
+        """Return what another pull does with one that was stopped: pip keeps no part."""
+        return "begins it anew" if FIRST_CHAT in (self.model, self.stand_in) else "continues it"
 
     @property
     def progress(self) -> list[str]:

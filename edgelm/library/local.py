@@ -198,9 +198,11 @@ def _of_catalog(name: CatalogName, hub: Path | None, library: Library) -> LocalM
     model = _in_cache(entry.reference(name.quantization), hub)
     if model is not None:
         return model
-    if (other := stand_in(str(name))) and (model := _in_cache(other, hub)) is not None:
-        return model
     full_name = f"{entry.name}:{name.quantization}" if name.quantization else entry.name
+    if (other := stand_in(str(name))) and (model := _in_cache(other, hub)) is not None:
+        raise ModelError(
+            f"{full_name} is not on this machine", f"edgelm pull {full_name}, or use {model.name}, which is here"
+        )
     raise _not_here(HubReference(entry.repository), full_name, library)
 
 

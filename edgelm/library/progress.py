@@ -63,6 +63,14 @@ class Retrying:
 
 
 @dataclass(frozen=True, slots=True)
+class StandingIn:
+    """The hub cannot be reached: another model is fetched in place of the one named."""
+
+    named: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class Checking:
     """All bytes of a file are here; its checksum is still being computed."""
 
@@ -93,8 +101,8 @@ class Pulled:
     seconds: float
 
 
-Event = Listed | Progress | Waiting | Retrying | Checking | Wrong | Fetched | Pulled
-EVENTS = (Listed, Progress, Waiting, Retrying, Checking, Wrong, Fetched, Pulled)
+Event = Listed | Progress | Waiting | Retrying | StandingIn | Checking | Wrong | Fetched | Pulled
+EVENTS = (Listed, Progress, Waiting, Retrying, StandingIn, Checking, Wrong, Fetched, Pulled)
 
 
 def size_text(nbytes: float) -> str:

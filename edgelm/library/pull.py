@@ -34,6 +34,7 @@ from edgelm.library.progress import (
     Progress,
     Pulled,
     Retrying,
+    StandingIn,
     Waiting,
     Wrong,
     size_text,
@@ -131,10 +132,10 @@ def pull(
     cancelled = threading.Event() if cancelled is None else cancelled
     try:
         prepared = prepare(reference, hub, report, cancelled)
-    except UnreachableError as error:
+    except UnreachableError:
         if stand_in is None:
             raise
-        report(Retrying(reference.repository, f"{error.message}; pip has {FIRST_CHAT}", 0.0))
+        report(StandingIn(reference.repository, FIRST_CHAT))
         return pull(stand_in, hub, report, cancelled=cancelled, verify=verify)
     if verify:
         _write(lambda: _discard_damaged(prepared, report, cancelled), prepared)

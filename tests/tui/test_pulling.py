@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from edgelm.client.endpoint import ModelEntry
-from edgelm.library.catalog import entries
-from edgelm.library.progress import Listed, ListedFile, Progress, Pulled, Retrying
+from edgelm.library.catalog import FIRST_CHAT, entries
+from edgelm.library.progress import Listed, ListedFile, Progress, Pulled, Retrying, StandingIn
 from edgelm.tui import picker
 from edgelm.tui.model_names import find_pulled
 from edgelm.tui.picker import Installed, PickerApp, PickerScreen, needed_bytes
@@ -268,6 +268,14 @@ def test_the_line_of_a_pull_fits_any_width() -> None:
     pull.take(Retrying("a", "the connection broke", 4.0))
     assert "the connection broke; again in 4 s" in pull_text(pull, 200).plain
     assert pull.state == "running"
+
+
+def test_a_pull_says_that_another_model_is_pulled_and_what_stopping_it_loses() -> None:
+    pull = Pull("smollm2", 1)
+    assert pull.again == "continues it"
+    pull.take(StandingIn("o/n", FIRST_CHAT))
+    assert f"the hub cannot be reached; pulling {FIRST_CHAT} in its place" in pull_text(pull, 200).plain
+    assert pull.again == Pull(FIRST_CHAT, 1).again == "begins it anew", "pip keeps no part"
 
 
 def test_a_pulled_model_is_found_by_its_file(tmp_path: Path) -> None:
