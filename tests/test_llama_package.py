@@ -63,6 +63,19 @@ def reproducible(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load(PACKAGING / "backend" / "reproducible.py")
 
 
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_each_install_of_a_checkout_tells_of_the_compiler(
+    reproducible: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    told: list[str] = []
+    name = f"prepare_metadata_for_build_{kind}"
+    monkeypatch.chdir(PACKAGING.parent)
+    monkeypatch.setattr(reproducible.llama, "tell_of_the_compiler", told.append)
+    monkeypatch.setattr(reproducible.build_meta, name, lambda *_: "edgelm.dist-info")
+    assert getattr(reproducible, name)("folder") == "edgelm.dist-info"
+    assert told == [sys.prefix]
+
+
 def test_one_switch_decides_which_llama_cpp_edgelm_requires(
     reproducible: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,16 @@ def prepare_metadata_for_build_wheel(
     return name
 
 
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: Mapping[str, object] | None = None
+) -> str:
+    """Write the metadata for `pip install -e`."""
+    with _requirements(config_settings):
+        _tell_of_the_compiler()
+        name: str = build_meta.prepare_metadata_for_build_editable(metadata_directory, config_settings)
+    return name
+
+
 def build_wheel(
     wheel_directory: str, config_settings: Mapping[str, object] | None = None, metadata_directory: str | None = None
 ) -> str:
