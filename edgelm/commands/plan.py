@@ -74,8 +74,8 @@ def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None
         facts = _with_adapters(path, facts, config)
         result, exact, placement = _plan_for_llama(path, facts, draft_facts, config, memory, choice.devices)
         if choice.rollback:  # as in loading: with the states that drafts need, if they cost nothing else
-            more = facts.with_rollback(choice.rollback)
-            drafting = _plan_for_llama(path, more, draft_facts, config, memory, choice.devices, choice.rollback)
+            states = facts.with_rollback(choice.rollback)
+            drafting = _plan_for_llama(path, states, draft_facts, config, memory, choice.devices, choice.rollback)
             result, exact, placement = drafting if drafting[0].preferred else (result, exact, placement)
     gpus = nvidia_gpus()
     with reader_may_leave():
