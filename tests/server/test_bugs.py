@@ -12,6 +12,7 @@ from tests.server.harness import Front, body, serving, until
 
 @pytest.fixture
 def front(own: dict[str, str], models: Path, tmp_path: Path) -> Iterator[Front]:
+    own |= {"PYTHONPATH": str(Path(__file__).parents[2])}  # engine processes do not look into the current folder
     with serving(own, models / "tiny.gguf", log=tmp_path / "log", module="tests.server.buggy_front") as running:
         yield running
 
