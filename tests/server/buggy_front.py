@@ -27,10 +27,10 @@ async def buggy_events(*arguments: Any) -> AsyncIterator[bytes]:
         raise RuntimeError("a bug in a stream")
 
 
-async def buggy_prepare(parts: Any, request: Any, asked: Any) -> Any:
+async def buggy_prepare(parts: Any, request: Any, asked: Any, *rest: Any) -> Any:
     if not asked.streamed and asked.messages[0].content == "bug":
         raise RuntimeError("a bug in the engine")
-    return await _prepare(parts, request, asked)
+    return await _prepare(parts, request, asked, *rest)
 
 
 def buggy_answer(*_: Any) -> Any:

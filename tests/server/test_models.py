@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
-import re
 from pathlib import Path
 from typing import Any
 
