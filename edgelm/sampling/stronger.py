@@ -30,9 +30,46 @@ _LISTS = frozenset(("allOf", "anyOf", "prefixItems"))
 
 
 def stronger(schema: dict[str, Any], *, merge_patterns: bool = False) -> dict[str, Any]:
-    """Return a stronger schema. With `merge_patterns`, names that match several patterns have one schema."""
+    """Return a stronger schema. With `merge_patterns`, names that match several patterns have one schema.
+
+    One with a value of a wrong type, such as a list of `properties`, is returned as it is: llguidance says so.
+    """
+    if not _is_well_formed(schema):
+        return schema
     result = _Stronger(schema, merge_patterns).of(schema)
     return result if isinstance(result, dict) else {"not": {}}
+
+
+_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_PARTS = _SINGLE | {"propertyNames", "contains", "not", "if"}
+
+
+def _is_well_formed(schema: Any, depth: int = _MAX_DEPTH) -> bool:
+    """Return whether the keywords of a schema and of its parts have values of the types that they need."""
+    if isinstance(schema, bool) or not depth:
+        return True
+    return isinstance(schema, dict) and all(_has_its_type(key, value, depth - 1) for key, value in schema.items())
+
+
+def _has_its_type(key: str, value: Any, depth: int) -> bool:
+    match key:
+        case "enum" | "required":
+            return isinstance(value, list)
+        case "pattern" | "$ref":
+            return isinstance(value, str)
+        case "type":
+            return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+        case "dependencies" | "dependentRequired":
+            parts = value.values() if isinstance(value, dict) else [None]
+            return all(isinstance(part, list) or _is_well_formed(part, depth) for part in parts)
+    if key in _COUNTS:
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        return whole and not isinstance(value, bool)
+    if key in _MAPS:
+        return isinstance(value, dict) and all(_is_well_formed(part, depth) for part in value.values())
+    if key in _LISTS or key == "oneOf" or (key in ("items", "additionalItems") and isinstance(value, list)):
+        return isinstance(value, list) and all(_is_well_formed(part, depth) for part in value)
+    return key not in _PARTS or _is_well_formed(value, depth)
 
 
 class _Stronger:

@@ -7,6 +7,7 @@ import secrets
 from typing import Any
 
 import jsonschema
+import pytest
 
 from edgelm.sampling.stronger import stronger
 
@@ -98,3 +99,15 @@ def test_what_conforms_to_the_stronger_schema_conforms_to_the_given_one() -> Non
 def test_a_not_that_refuses_everything_leaves_no_value_of_an_enum() -> None:
     strong = stronger({"not": {}, "enum": [1, None]}, merge_patterns=False)
     assert not any(Draft(strong).is_valid(value) for value in (1, None))
+
+
+@pytest.mark.parametrize("value", [None, 1, "x", [], [1], {"a": 1}, True, [{"a": {"type": "integer"}}]])
+@pytest.mark.parametrize(
+    "keyword", ["properties", "propertyNames", "contains", "minContains", "minItems", "enum", "oneOf", "dependencies"]
+)
+def test_a_value_of_a_wrong_type_is_no_bug(keyword: str, value: Any) -> None:
+    """What is malformed stays as it is, and the grammar's compiler refuses it."""
+    for base in ({}, {"type": "object", "minProperties": 1}, {"contains": {"type": "integer"}}):
+        for schema in ({**base, keyword: value}, {"not": {**base, keyword: value}}):
+            stronger(schema)
+            stronger({"propertyNames": schema}, merge_patterns=True)
