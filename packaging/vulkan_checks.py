@@ -32,12 +32,12 @@ from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import ON_CPU, Placement, Wish
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import open_model
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.config import Settings
 from edgelm.core import Chunk, Load, Op, SamplingParams, Save, Sequence, Step
 from edgelm.llama_binding import BUILD, L
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.tiny import write_tiny
 
 STARTER = Path(__file__).resolve().parent.parent / "models" / "starter" / "starter.gguf"

@@ -12,6 +12,7 @@ import openai
 
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
 from edgelm.config import Settings
 from edgelm.core import Drafter
@@ -24,7 +25,6 @@ from edgelm.sampling.grammar import GrammarCompiler
 from edgelm.server.engine_app import EngineParts, engine_app
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.template_worker import TemplateRunner
-from edgelm.text.tokenizer import LlamaTokenizer
 
 LIMIT_S = 120.0
 

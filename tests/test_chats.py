@@ -31,7 +31,7 @@ from edgelm.chats.schema import SCHEMA_VERSION
 from edgelm.chats.store import ChatsError, Store
 from edgelm.chats.store_thread import StoreThread
 from edgelm.chats.tool_calls import ToolCall, tool_name
-from edgelm.knowledge.passages import Passage
+from edgelm.workers.messages import Passage
 from tests.counts import Count
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40)

@@ -20,6 +20,7 @@ from edgelm.backends.llama import build as build_module
 from edgelm.backends.llama import executor as executor_module
 from edgelm.backends.llama.executor import LlamaOptions, state_identity
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
 from edgelm.chats.store import Store
 from edgelm.checkpoints.files import file_identity
@@ -41,7 +42,6 @@ from edgelm.text.chat import render_chat
 from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.template import ChatTemplate
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.completion import complete
 from tests.tiny import write_tiny
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from edgelm.backends.llama.model import LlamaModel
-from edgelm.text.tokenizer import LlamaTokenizer
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from tests import real_models
 from tests.bare import BareLoop
 from tests.real_models import REALS, Real, RealModelError, real_model

@@ -25,13 +25,13 @@ from edgelm.client.endpoint import Client, ModelEntry
 from edgelm.client.failures import UnreachableError
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.knowledge.index import GUIDE, Knowledge, Refreshed
-from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import share_of_context
 from edgelm.knowledge.starter import starter_answers, starter_passages
 from edgelm.library.names import STARTER
 from edgelm.library.suggestion import suggested_model
 from edgelm.tui.link import Link
 from edgelm.tui.session import HISTORY, Session
+from edgelm.workers.messages import Passage
 
 if TYPE_CHECKING:
     import numpy as np

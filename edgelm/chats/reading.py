@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgelm.knowledge.passages import Passage
+from edgelm.workers.messages import Passage
 
 
 @dataclass(frozen=True, slots=True)

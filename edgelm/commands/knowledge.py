@@ -12,11 +12,11 @@ from contextlib import closing
 from edgelm.errors import EdgeLMError
 from edgelm.knowledge.files import LeftOut
 from edgelm.knowledge.index import Knowledge
-from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import MOST_CHARS
 from edgelm.knowledge.starter import starter_passages
 from edgelm.library.suggestion import suggested_model
 from edgelm.places import Places
+from edgelm.workers.messages import Passage
 
 NUM_NAMED = 3  # files that are left out and named without --verbose
 

@@ -15,12 +15,11 @@ from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.commands.presets import read_presets, start_preset
 from edgelm.config import SETTINGS, Config, load_config
 from edgelm.errors import EdgeLMError, RequestError, UsageError
-from edgelm.knowledge.passages import Passage
 from edgelm.library.local import model_config, runnable_model
 from edgelm.library.names import STARTER
 from edgelm.places import Places
 from edgelm.workers.grammars import GrammarSpec
-from edgelm.workers.messages import Read, Result, RunJob, Said, Text, Thinking, Thought
+from edgelm.workers.messages import Passage, Read, Result, RunJob, Said, Text, Thinking, Thought
 
 if TYPE_CHECKING:
     from edgelm.commands.run_chat import SavedChat

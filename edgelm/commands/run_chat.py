@@ -21,11 +21,10 @@ from edgelm.client.answer_stream import AnswerStats
 from edgelm.config import SETTINGS, Config, Settings
 from edgelm.errors import EdgeLMError, ModelError, RequestError
 from edgelm.knowledge.index import GUIDE
-from edgelm.knowledge.passages import Passage
 from edgelm.library.local import runnable_model
 from edgelm.library.scan import LocalModel
 from edgelm.tui.session import Session
-from edgelm.workers.messages import Said, Text, Thinking, Thought
+from edgelm.workers.messages import Passage, Said, Text, Thinking, Thought
 
 SAVE_S = 10.0  # for the last writes, where another program has locked the file
 NOTED_REASONS = ("length", "context")

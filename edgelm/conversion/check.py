@@ -17,16 +17,15 @@ from numpy.typing import NDArray
 
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
 from edgelm.conversion.convert import Source
 from edgelm.conversion.layout import target_family
 from edgelm.conversion.number_types import Kind
-from edgelm.core import Chunk, Executor, SamplingParams, Step, Trim
-from edgelm.core import Sequence as Tokens
 from edgelm.errors import DoesNotFitError, ModelError, RequestError
+from edgelm.evaluation.evaluate import run_tokens
 from edgelm.machine.memory import available_memory_bytes
-from edgelm.text.tokenizer import LlamaTokenizer
 
 MAX_BYTES = 2**35  # of a model whose logits are compared: larger ones take minutes
 SPARE_BYTES = 2**30  # of memory, beside the model
@@ -123,16 +122,6 @@ def compare(logits: NDArray[np.float32], reference: NDArray[np.float32]) -> Logi
         median_error=float(np.median(errors)),
         same_top=int((got.argmax(1) == want.argmax(1)).sum()),
     )
-
-
-def run_tokens(executor: Executor, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """Return the logits of all tokens of one text [tokens, vocabulary]."""
-    seq = Tokens(0, list(tokens), len(tokens), SamplingParams())
-    info = executor.info
-    blocks = tuple(range(-(-len(tokens) // info.block_len))) if info.block_len else 0
-    step = Step((Chunk(seq, 0, seq.tokens, len(tokens), blocks),), () if info.block_len else (Trim(0, 0),))
-    executor.forward(step)
-    return np.array(executor.logits(step), np.float32)
 
 
 def _why_not_compared(source: Source) -> str:

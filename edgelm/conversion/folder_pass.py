@@ -20,11 +20,11 @@ from edgelm.checkpoints.config_json import read_config_json
 from edgelm.checkpoints.folder import folder_facts
 from edgelm.checkpoints.safetensors import Safetensors
 from edgelm.config import Settings
-from edgelm.conversion.check import run_tokens
 from edgelm.conversion.convert import Source
 from edgelm.conversion.number_types import STORED, rounded, to_float32
 from edgelm.conversion.reader import Change, spans
 from edgelm.errors import EdgeLMError
+from edgelm.evaluation.evaluate import run_tokens
 from edgelm.text.tokenizer import Tokenizer
 
 TEXTS = (

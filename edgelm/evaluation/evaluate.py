@@ -200,3 +200,13 @@ def _step(info: ExecutorInfo, seq: Sequence, start: int, end: int, rows: int) ->
     if info.block_len:
         return Step((Chunk(seq, start, tokens, rows, tuple(range(-(-end // info.block_len)))),))
     return Step((Chunk(seq, start, tokens, rows, _SLOT),), () if start else (Trim(_SLOT, 0),))
+
+
+def run_tokens(executor: Executor, tokens: Collection[int]) -> NDArray[np.float32]:
+    """Return the logits of all tokens of one text [tokens, vocabulary]."""
+    seq = Sequence(0, list(tokens), len(tokens), SamplingParams())
+    info = executor.info
+    blocks = tuple(range(-(-len(tokens) // info.block_len))) if info.block_len else 0
+    step = Step((Chunk(seq, 0, seq.tokens, len(tokens), blocks),), () if info.block_len else (Trim(0, 0),))
+    executor.forward(step)
+    return np.array(executor.logits(step), np.float32)

@@ -16,12 +16,11 @@ from edgelm.errors import RequestError
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.prompts import prompt_ids
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
-from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import fitting, share_of_context, system_message
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.template_worker import TemplateRunner
 from edgelm.workers.child import Child
-from edgelm.workers.messages import Read, Result, RunJob, Said, Text, Thought
+from edgelm.workers.messages import Passage, Read, Result, RunJob, Said, Text, Thought
 from edgelm.workers.parent import Worker
 
 MAX_TOKEN_LEN = 128  # characters: the longest token of the known vocabularies

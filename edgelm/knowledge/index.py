@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from edgelm.errors import EdgeLMError
 from edgelm.guide import Page, searchable_pages
 from edgelm.knowledge.files import LeftOut, Root, real_root
-from edgelm.knowledge.passages import SEPARATOR, Passage, split_text
+from edgelm.knowledge.passages import split_text
 from edgelm.knowledge.question import MAX_QUESTION, query
 from edgelm.knowledge.quote import fitting
 from edgelm.knowledge.tables import Database, KnownFile, NewPassage, Row
+from edgelm.workers.messages import SEPARATOR, Passage
 
 if TYPE_CHECKING:
     import numpy as np

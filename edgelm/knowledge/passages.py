@@ -7,36 +7,16 @@ piece of the text as it stands there, and all passages together are the text. Kn
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from edgelm.knowledge.outline import Mark, Outline, outline
+from edgelm.workers.messages import SEPARATOR, Passage
 
 MAX_CHARS = 1_200  # of a passage: a few hundred tokens
 MAX_FENCE_CHARS = 3_600  # of a code fence, which stays in one piece
-SEPARATOR = " › "
 MAX_PATH_CHARS = 240
-FRAME_CHARS = 30  # around a passage in the system message
 
 Lines = Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A piece of a text, as it stands there."""
-
-    source: str  # a file name relative to the root that the user named, or a topic of the guide
-    heading: str  # "Install › From a checkout"; empty where there is none
-    text: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.source}{SEPARATOR}{self.heading}" if self.heading else self.source
-
-    @property
-    def size(self) -> int:
-        """Its characters in the system message."""
-        return len(self.name) + len(self.text) + FRAME_CHARS
 
 
 def split_text(source: str, text: str, *, markdown: bool = False) -> list[Passage]:

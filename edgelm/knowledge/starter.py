@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from edgelm.guide import searchable_pages
 from edgelm.knowledge.index import GUIDE, Knowledge
-from edgelm.knowledge.passages import Passage, split_text
+from edgelm.knowledge.passages import split_text
 from edgelm.knowledge.quote import MOST_CHARS, fitting, share_of_context
 from edgelm.knowledge.sections import Section, guess
+from edgelm.workers.messages import Passage
 
 CONTEXT = 3072  # tokens, of the starter
 UNKNOWN_SHARE = 0.82  # from this probability of "no section" on, the guide has no answer

@@ -23,6 +23,7 @@ from edgelm.backends.llama.api import Batch, fill_struct, native_log
 from edgelm.backends.llama.executor import LlamaOptions, context_params, yarn_ramp
 from edgelm.backends.llama.graph_nodes import F32, GraphReader, Node, graph_reader
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.checkpoints.files import file_identity
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
@@ -34,7 +35,6 @@ from edgelm.machine.memory import available_memory_bytes
 from edgelm.quantization.calibration_tokens import Chat, calibration_tokens
 from edgelm.quantization.imatrix_file import Statistics, read_statistics, write_statistics
 from edgelm.quantization.job import NUM_TOKENS
-from edgelm.text.tokenizer import LlamaTokenizer
 
 WINDOW = 512  # tokens, as of llama.cpp's tool
 BATCH = 128  # tokens of a step: all have logits, which for 150,000 tokens take 77 MB

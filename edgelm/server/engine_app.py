@@ -31,7 +31,7 @@ from edgelm.errors import EdgeLMError
 from edgelm.jobs.answer import Answerer, Prepared, merged
 from edgelm.jobs.request import AnswerDelta, AnswerRequest, ContextError
 from edgelm.server.api.dialect import AnswerContext, ApiRequest, Reply
-from edgelm.server.api.dialects import COUNTS, DIALECTS, dialect_of, parse_answers, parse_request
+from edgelm.server.api.dialects import COUNTS, DIALECTS, dialect_of, parse_answers, parse_request, reply_to
 from edgelm.server.api.errors import ApiError, as_api_error
 from edgelm.server.api.handlers import EXCEPTION_HANDLERS, error_response
 from edgelm.server.api.json_body import read_json
@@ -133,7 +133,8 @@ async def _answer(
     prepared = [replace(one, usage=usage) for one in await unless_client_leaves(request, preparing)]
     loaded = parts.loaded
     name = api_request.model or loaded.name
-    reply = api_request.reply(AnswerContext(name, loaded.tokenizer, loaded.engine.info, prepared[0].ids))
+    context = AnswerContext(name, loaded.tokenizer, loaded.engine.info, prepared[0].ids)
+    reply = reply_to(request.url.path, api_request, context)
     async with AsyncExitStack() as stack:
         entry = stack.enter_context(parts.open_answers.entry(prepared, loaded.engine.info.context))
         deltas = counted(_deltas(parts.answerer, prepared), entry)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from word_lists import ADJECTIVES, HOW_TO, THINGS, VERBS, WORDS
 
 from edgelm.guide import TOPICS
-from edgelm.knowledge.passages import Passage
+from edgelm.workers.messages import Passage
 
 _PART = re.compile(r"--[a-z][a-z-]+|Ctrl\+\w|\bF\d+\b|(?<=`)/[a-z]+|(?<=edgelm )[a-z]+\b|\b\d+(?:\.\d+)?\b")
 _WORD = re.compile(r"(?<![\w/`+:.-])[A-Za-z]{2,}(?![\w`+:-])")

@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.guide import question_groups, sections
-from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import system_message
 from edgelm.kv_modes import LLAMA_KV
 from edgelm.library.local import find_local
 from edgelm.llama_binding import L
-from edgelm.text.tokenizer import LlamaTokenizer
+from edgelm.workers.messages import Passage
 from tests.bare import BareLoop
 
 ROOT = Path(__file__).resolve().parents[2]

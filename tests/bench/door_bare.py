@@ -27,7 +27,8 @@ def tokenize(vocab: Any, text: str) -> list[int]:
     ids = (ctypes.c_int32 * (len(raw) + 16))()
     count = L.llama_tokenize(vocab, raw, len(raw), ids, len(ids), True, True)
     assert count > 0
-    return list(ids[:count])
+    doubled = ids[:2] == [L.llama_vocab_bos(vocab)] * 2  # the template writes it, and llama.cpp adds it
+    return ids[doubled:count]
 
 
 def answer(loop: BareLoop, vocab: Any, request: dict[str, Any]) -> dict[str, float]:

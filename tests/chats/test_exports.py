@@ -15,7 +15,7 @@ from edgelm.chats.history import Chat, Message, Tree
 from edgelm.chats.reading import Reading
 from edgelm.chats.tool_calls import ToolCall
 from edgelm.errors import RequestError
-from edgelm.knowledge.passages import Passage
+from edgelm.workers.messages import Passage
 
 EVIL = '<script>alert(1)</script><img src="http://evil.example/x" onerror="alert(2)">'
 PNG = Attachment(kind="image", name='a".png', data=b"\x89PNG", media_type="image/png")

@@ -25,7 +25,7 @@ from edgelm.chats.reading import Reading
 from edgelm.chats.store import Store
 from edgelm.chats.tool_calls import ToolCall
 from edgelm.errors import EdgeLMError, RequestError
-from edgelm.knowledge.passages import Passage
+from edgelm.workers.messages import Passage
 from tests.chats.exports_of_others import PNG, chatgpt, old_openwebui, openwebui, write_ollama
 from tests.counts import Count
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.torch import evaluation as load_torch
 from edgelm.commands import eval as eval_module
 from edgelm.commands.eval import Task, eval_model, find_text
@@ -31,7 +32,6 @@ from edgelm.jobs import evaluate as job_module
 from edgelm.jobs.evaluate import evaluate_file
 from edgelm.machine.conditions import engine_build
 from edgelm.machine.cpu import processor_name
-from edgelm.text.tokenizer import LlamaTokenizer
 from edgelm.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
 from edgelm.workers.wire import decode, encode
 from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, error_of, gone

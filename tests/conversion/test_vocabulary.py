@@ -13,12 +13,12 @@ from gguf import GGUFReader, GGUFWriter, TokenType
 from tokenizers import Tokenizer as RustTokenizer
 
 from edgelm.backends.llama.api import start_backend
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.conversion.tokenizer_files import read_tokenizer_files
 from edgelm.conversion.vocabulary import Vocabulary, read_vocabulary, write_vocabulary_keys
 from edgelm.errors import ModelError
 from edgelm.text.gguf_tokenizer import gguf_tokenizer
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.conversion.folders import TEMPLATE, VOCAB, pieces_file, write_letters, write_pieces
 from tests.counts import Count
 from tests.real_data import data_file, with_vocabulary

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.errors import EdgeLMError
 from edgelm.evaluation.text import CONTEXT_CHARS, PIECE_CHARS, Cut, TextTokens, Window, steps
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.counts import Count
 from tests.real_data import vocabulary, with_vocabulary
 from tests.tiny import write_tiny

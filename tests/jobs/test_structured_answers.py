@@ -15,6 +15,7 @@ import pytest
 
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
 from edgelm.core import Drafter, Sequence
 from edgelm.engine.clock import StepClock
@@ -24,7 +25,6 @@ from edgelm.engine.scheduler import Scheduler
 from edgelm.sampling.grammar import GrammarCompiler
 from edgelm.speculation.ngram_drafter import NgramDrafter
 from edgelm.text.prompt_token_cache import PromptTokenCache
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.backends.torch import torch_engine
 from tests.counts import Count
 from tests.jobs.structured import (

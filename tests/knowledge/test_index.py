@@ -19,8 +19,8 @@ from edgelm.errors import EdgeLMError
 from edgelm.guide import Page
 from edgelm.knowledge import index
 from edgelm.knowledge.index import GUIDE, Knowledge, fused
-from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.question import query
+from edgelm.workers.messages import Passage
 from tests.knowledge.conftest import Write
 
 ALL = 100_000  # characters: more than eight passages have

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgelm.knowledge.passages import MAX_CHARS, MAX_FENCE_CHARS, Passage, split_text
+from edgelm.knowledge.passages import MAX_CHARS, MAX_FENCE_CHARS, split_text
+from edgelm.workers.messages import Passage
 
 MARKUP = "text|# One|## Two ##|### |Title|=====|-----|---|```|```sh|~~~~|- a|    # code|def f():|class A:|@w|[t]|k: 1"
 LINES = st.one_of(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import MAX_PASSAGES, MOST_CHARS, fitting, share_of_context, system_message
+from edgelm.workers.messages import Passage
 
 MARK = re.compile(r"^</?passage \d+>$", re.MULTILINE)
 

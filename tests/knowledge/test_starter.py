@@ -9,7 +9,6 @@ import pytest
 
 from edgelm.guide import sections
 from edgelm.knowledge.index import Knowledge
-from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.starter import (
     SMALL_TALK,
     UNKNOWN,
@@ -19,6 +18,7 @@ from edgelm.knowledge.starter import (
     starter_answers,
     starter_passages,
 )
+from edgelm.workers.messages import Passage
 
 SHORT = Passage("chat", "Stop", "## Stop\n\nPress `Esc`.\n\n    edgelm run")
 OTHER = Passage("keys", "Keys", "## Keys\n\n`Esc` stops.\n")

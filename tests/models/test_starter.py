@@ -20,13 +20,13 @@ from edgelm.config import Settings
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.request import AnswerRequest
 from edgelm.knowledge.index import Knowledge
-from edgelm.knowledge.passages import Passage
 from edgelm.knowledge.quote import system_message
 from edgelm.knowledge.starter import CONTEXT, UNKNOWN, larger_model, offered_model, starter_answers, starter_passages
 from edgelm.library.local import find_local
 from edgelm.sampling.grammar import GrammarCompiler
 from edgelm.text.template_worker import TemplateRunner
 from edgelm.workers.grammars import GrammarSpec
+from edgelm.workers.messages import Passage
 from tests.counts import Count
 
 QUESTIONS = Count(test=20, soak=200)  # of each kind

@@ -14,13 +14,13 @@ import pytest
 from gguf import GGUFWriter, TokenType
 from numpy.typing import NDArray
 
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.errors import EdgeLMError, ModelError, RequestError
 from edgelm.quantization.imatrix_file import Statistics, read_statistics, write_statistics
 from edgelm.quantization.importance import LEAST_WINDOWS, measure
 from edgelm.quantization.native import quantize
 from edgelm.quantization.recipe import Recipe
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.models import tiny_models
 from tests.models.tiny_gguf import write_gguf
 from tests.tiny import write_tiny

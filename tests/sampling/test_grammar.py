@@ -16,10 +16,10 @@ import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
 
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.errors import ModelError, RequestError
 from edgelm.sampling.grammar import GrammarCompiler, GrammarMatcher
 from edgelm.sampling.schema import MAX_SOURCE
-from edgelm.text.tokenizer import LlamaTokenizer
 from edgelm.workers.grammars import GrammarSpec, SchemaRule
 from tests.tiny import EOS, write_tiny
 

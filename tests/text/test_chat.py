@@ -16,11 +16,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from edgelm.backends.llama.api import start_backend
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.errors import RequestError
 from edgelm.text.chat import render_chat
 from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.template import ChatTemplate, RefusedError, TooLongError
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.counts import Count
 from tests.real_data import vocabulary, with_vocabulary
 from tests.text.test_tokenizer import finish, start_gguf

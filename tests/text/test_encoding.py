@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.jobs.prompts import prompt_ids
 from edgelm.jobs.request import ContextError
 from edgelm.text.encoding import TextEncoder
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.tiny import write_tiny
 
 

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE, WordLevel
 
 from edgelm.backends.llama.api import start_backend
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.torch.build import tokenizer_of_folder
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.gguf_parse import Array
@@ -32,7 +33,7 @@ from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.fast_tokenizer import FastTokenizer
 from edgelm.text.gguf_tokenizer import gguf_tokenizer
 from edgelm.text.template import ChatTemplate
-from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
+from edgelm.text.tokenizer import Tokenizer
 from tests.real_data import data_file, vocabulary, with_vocabulary
 from tests.text.test_tokenizer import finish, start_gguf
 from tests.tiny import write_tiny

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.errors import RequestError
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.fim import fim_tokens, infill_tokens
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.tiny import write_tiny
 
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")

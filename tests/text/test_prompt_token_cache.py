@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.text.chat import render_chat
 from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.prompt_token_cache import MAX_ENTRIES, Prompt, PromptTokenCache
 from edgelm.text.template import ChatTemplate
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.counts import Count
 from tests.real_data import with_vocabulary
 from tests.text.test_chat import LOOP, TURNS, load, template_of, user

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from edgelm.backends.llama.api import start_backend
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.errors import EngineError, ModelError, RequestError
 from edgelm.text import template_worker
 from edgelm.text.template import ChatTemplate, RefusedError, TooLongError
 from edgelm.text.template_worker import TemplateRunner
-from edgelm.text.tokenizer import LlamaTokenizer
 from edgelm.workers.parent import Worker
 from tests.text.test_chat import encode_chat
 from tests.tiny import write_tiny
@@ -304,7 +304,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from edgelm.text.template_worker import TemplateRunner
-from edgelm.text.tokenizer import LlamaTokenizer
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 
 async def main():
     runner = TemplateRunner(LlamaTokenizer.from_file(Path(sys.argv[1])), limit_s=2)

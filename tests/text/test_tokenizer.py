@@ -18,9 +18,10 @@ import pytest
 from gguf import GGUFWriter, TokenType
 
 from edgelm.backends.llama.api import start_backend
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.errors import ModelError, RequestError
 from edgelm.llama_binding import L
-from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
+from edgelm.text.tokenizer import Tokenizer
 from tests.real_data import data_file, vocabulary, with_vocabulary
 from tests.tiny import BOS, EOS, FIRST_BYTE, write_tiny
 
@@ -335,7 +336,7 @@ def test_the_process_ends_cleanly_with_a_loaded_vocabulary(tmp_path: Path) -> No
     path = write_tiny(tmp_path / "tiny.gguf", vocab_only=True)
     code = (
         "import pathlib, sys\n"
-        "from edgelm.text.tokenizer import LlamaTokenizer\n"
+        "from edgelm.backends.llama.tokenizer import LlamaTokenizer\n"
         "t = LlamaTokenizer.from_file(pathlib.Path(sys.argv[1]))\n"
         "print(t.decode(t.encode('the cat', special=False, bos=True), strip_prefix_space=True))\n"
     )

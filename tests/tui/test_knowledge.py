@@ -17,11 +17,11 @@ from edgelm.chats.history import Message
 from edgelm.chats.reading import Reading
 from edgelm.errors import EdgeLMError
 from edgelm.knowledge.index import GUIDE, Knowledge
-from edgelm.knowledge.passages import Passage
 from edgelm.tui.commands import Suggestion
 from edgelm.tui.knowledge import KnowledgeScreen, SendScreen
 from edgelm.tui.paths import absolute_path, common_start, suggest_paths
 from edgelm.tui.views import Flow, MessageView
+from edgelm.workers.messages import Passage
 from tests.tui.conftest import Driver, Open
 from tests.tui.test_transcript import PALETTE
 

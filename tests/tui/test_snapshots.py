@@ -25,7 +25,6 @@ from edgelm.client.answer_stream import AnswerStats, stats_to_json
 from edgelm.client.watching import read_event
 from edgelm.knowledge.files import LeftOut
 from edgelm.knowledge.index import GUIDE, Refreshed
-from edgelm.knowledge.passages import Passage
 from edgelm.library.catalog import entries
 from edgelm.tui.app import ChatApp
 from edgelm.tui.inspector import Inspector
@@ -35,6 +34,7 @@ from edgelm.tui.reader import SendQuestion
 from edgelm.tui.screen import ChatScreen
 from edgelm.tui.status import StatusLine
 from edgelm.tui.workspace import ChatDefaults
+from edgelm.workers.messages import Passage
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
 MARCH_2025 = 1_741_000_000.0

@@ -24,6 +24,7 @@ from edgelm.backends.llama.model import DeviceMemoryError, LlamaModel
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import Placement, Wish
 from edgelm.backends.llama.repeatable import MOST_ROWS, rule_for
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
 from edgelm.backends.plan import DRAFT_KV, DraftModel, MachineMemory, Plan, plan
 from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
@@ -44,7 +45,7 @@ from edgelm.machine.step_times import DEPTH
 from edgelm.places import Places, own_places
 from edgelm.speculation.model_drafter import ModelDrafter
 from edgelm.text.prompt_token_cache import PromptTokenCache
-from edgelm.text.tokenizer import LlamaTokenizer, Tokenizer
+from edgelm.text.tokenizer import Tokenizer
 
 ROLLBACK_LEN = 3  # tokens of a draft that recurrent states can go back: each costs another copy of the states
 RETRIES = 8  # to halve and halve again what was on the devices

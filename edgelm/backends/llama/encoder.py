@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from edgelm.backends.llama.embedding import embedder_of
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.core import CompletedSamples, ExecutorInfo, Masks, Step
@@ -23,7 +24,6 @@ from edgelm.errors import EdgeLMError, ModelError, RequestError
 from edgelm.llama_binding import L
 from edgelm.text.pairs import PairEncoder
 from edgelm.text.prompt_token_cache import PromptTokenCache
-from edgelm.text.tokenizer import LlamaTokenizer
 from edgelm.workers.messages import Footprint
 
 

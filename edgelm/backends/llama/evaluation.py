@@ -18,6 +18,7 @@ from edgelm.backends.llama.memory import kv_head_bytes
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import Wish
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.gguf_parse import Array
 from edgelm.checkpoints.llama_checks import check_for_llama
@@ -36,7 +37,6 @@ from edgelm.evaluation.evaluate import (
 from edgelm.kv_modes import LLAMA_KV
 from edgelm.machine.memory import available_memory_bytes
 from edgelm.places import own_places
-from edgelm.text.tokenizer import LlamaTokenizer
 from edgelm.workers.messages import EvalSide
 
 WORKSPACE_BYTES = 256 * 2**20  # compute buffers of one context without its logits, vocabulary, Python

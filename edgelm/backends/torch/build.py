@@ -319,7 +319,7 @@ def tokenizer_of(model: OpenedModel) -> Tokenizer:
 def _gguf_tokenizer(gguf: GGUF) -> Tokenizer:
     if find_spec("llama_cpp") is not None:
         from edgelm.backends.llama.api import start_backend  # native code, which is not on every machine
-        from edgelm.text.tokenizer import LlamaTokenizer
+        from edgelm.backends.llama.tokenizer import LlamaTokenizer
 
         start_backend()
         return LlamaTokenizer.from_file(gguf.path)

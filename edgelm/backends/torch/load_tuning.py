@@ -32,8 +32,8 @@ from edgelm.backends.torch.check_bounds import Bound, bounds_of
 from edgelm.backends.torch.compilation import Compilation, recording
 from edgelm.backends.torch.compiling import compile_kernels
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
-from edgelm.backends.torch.self_check import nan_filled
 from edgelm.backends.torch.timing import COLD_FACTOR, time_us
+from edgelm.backends.torch.trial import nan_filled
 from edgelm.backends.torch.tuning import (
     LEAST_GAIN,
     MAX_UNFINISHED,

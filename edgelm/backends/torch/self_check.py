@@ -10,8 +10,7 @@ Owns the steps, the comparison and its bounds. Knows nothing of processes, of ti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -25,6 +24,7 @@ from edgelm.backends.model import OpenedModel
 from edgelm.backends.torch.check_bounds import RARE, Bound, bounds_of
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
+from edgelm.backends.torch.trial import nan_filled
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.core import LAST, Chunk, SamplingParams, Step
 from edgelm.core import Sequence as TokenSequence
@@ -210,17 +210,6 @@ def described(args: Sequence[object]) -> str:
 
 
 # -- the steps of a model ----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def nan_filled() -> Iterator[None]:
-    """Let torch fill new tensors with NaN, or with the largest whole number."""
-    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
 
 
 def check_model(

@@ -127,3 +127,14 @@ _CAUSES: tuple[_Cause, ...] = (
     (lambda error: "libcuda.so" in str(error), _no_driver),
     (lambda error: type(error).__name__ == "OutOfResources", _too_large),
 )
+
+
+@contextmanager
+def nan_filled() -> Iterator[None]:
+    """Let torch fill new tensors with NaN, or with the largest whole number."""
+    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was[0], warn_only=was[1])

@@ -33,7 +33,7 @@ from edgelm.chats.presets import MAX_NAME_LEN, Parse, Value
 from edgelm.chats.reading import Reading
 from edgelm.chats.tool_calls import CallState, ToolCall
 from edgelm.config import SETTINGS
-from edgelm.knowledge.passages import Passage
+from edgelm.workers.messages import Passage
 
 MAX_ID = 2**62  # ids of edgelm are below it until the year 2100, and the next ones fit
 MAX_TOOK_S = 1e6

@@ -14,8 +14,7 @@ from pydantic import Field
 from edgelm.core import MAX_LOGPROBS
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.server.api.arguments import CUSTOM_INPUT
-from edgelm.server.api.chat_reply import ChatReply, ReplyOptions
-from edgelm.server.api.dialect import AnswerContext
+from edgelm.server.api.chat_reply import ReplyOptions
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.fields import (
     MAX_CHOICES,
@@ -134,8 +133,8 @@ class ChatRequest(GrammarFields, SamplingFields, KeepAliveFields):
         )
         return [request]
 
-    def reply(self, context: AnswerContext) -> ChatReply:
-        options = ReplyOptions(
+    def reply_options(self) -> ReplyOptions:
+        return ReplyOptions(
             num_choices=self.n or 1,
             has_logprobs=bool(self.logprobs),
             includes_usage=bool(self.stream_options and self.stream_options.include_usage),
@@ -143,7 +142,6 @@ class ChatRequest(GrammarFields, SamplingFields, KeepAliveFields):
             has_functions=bool(self.functions) and not self.tools,
             has_prediction=bool(self._prediction()),
         )
-        return ChatReply(options, context)
 
     def _tools(self) -> Iterator[dict[str, Any]]:
         given = [(f"tools.{index}", tool) for index, tool in enumerate(self.tools or ())]

@@ -94,9 +94,6 @@ class CompletionsRequest(GrammarFields, SamplingFields, KeepAliveFields):
             raise ApiError(400, "invalid_value", message, param=field)
         return [self._answer_request(prompt) for prompt in prompts]
 
-    def reply(self, context: AnswerContext) -> CompletionsReply:
-        return CompletionsReply(self, context)
-
     def _prompts(self) -> list[str | list[int]]:
         prompt = self.prompt
         if prompt is None or isinstance(prompt, str):

@@ -87,5 +87,3 @@ class ApiRequest(Routed, Protocol):
 
     def answer_requests(self) -> list[AnswerRequest]:
         """Return the request in our words, one for each prompt. Raises ApiError."""
-
-    def reply(self, context: AnswerContext) -> Reply: ...

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgelm.jobs.request import AnswerRequest
 from edgelm.server.api import field_table, messages, ollama, responses_reply
 from edgelm.server.api.chat import ChatRequest
-from edgelm.server.api.completions import CompletionsRequest
-from edgelm.server.api.dialect import COMMENT, ApiRequest, PooledRequest, Routed
+from edgelm.server.api.chat_reply import ChatReply
+from edgelm.server.api.completions import CompletionsReply, CompletionsRequest
+from edgelm.server.api.dialect import COMMENT, AnswerContext, ApiRequest, PooledRequest, Reply, Routed
 from edgelm.server.api.embeddings import EmbeddingsRequest
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.field_table import Table
 from edgelm.server.api.fields import Body, validated
-from edgelm.server.api.llama_server import CompletionRequest, InfillRequest
+from edgelm.server.api.llama_server import CompletionRequest, InfillRequest, LlamaServerReply
 from edgelm.server.api.llama_texts import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from edgelm.server.api.messages import MessagesRequest
+from edgelm.server.api.messages_reply import MessagesReply
 from edgelm.server.api.ollama import GenerateRequest, OllamaChatRequest
 from edgelm.server.api.ollama_embed import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from edgelm.server.api.ollama_reply import OllamaReply
 from edgelm.server.api.rerank import RerankRequest
 from edgelm.server.api.responses import ResponsesRequest
 from edgelm.server.sse import MEDIA_TYPE, NDJSON
@@ -61,31 +64,65 @@ class Dialect:
             log.info("%s: ignored unknown fields: %s", self.table.route, ", ".join(map(ascii, unknown))[:400])
 
 
-_CHAT = Dialect(ChatRequest, field_table.CHAT, "messages")
-_ANTHROPIC = Dialect(
-    MessagesRequest,
-    field_table.MESSAGES,
-    "messages",
-    ("max_tokens",),
-    messages.error_body,
-    messages.error_event,
-    messages.PING,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerDialect(Dialect):
+    """One API whose requests are answered by a model's text."""
+
+    reply: Callable[[Any, AnswerContext], Reply]  # the form of the answer to a checked request
+
+
+_CHAT = AnswerDialect(
+    model=ChatRequest,
+    table=field_table.CHAT,
+    prompt_field="messages",
+    reply=lambda request, context: ChatReply(request.reply_options(), context),
 )
-_OLLAMA: dict[str, Any] = {
-    "error_body": ollama.error_body,
-    "error_event": ollama.error_event,
-    "ping": ollama.PING,
-    "media_type": NDJSON,
-}
-DIALECTS = {
+_ANTHROPIC = AnswerDialect(
+    model=MessagesRequest,
+    table=field_table.MESSAGES,
+    prompt_field="messages",
+    required=("max_tokens",),
+    error_body=messages.error_body,
+    error_event=messages.error_event,
+    ping=messages.PING,
+    reply=MessagesReply,
+)
+_OLLAMA = AnswerDialect(
+    model=OllamaChatRequest,
+    table=field_table.OLLAMA_CHAT,
+    prompt_field="messages",
+    error_body=ollama.error_body,
+    error_event=ollama.error_event,
+    ping=ollama.PING,
+    media_type=NDJSON,
+    reply=OllamaReply,
+)
+_RESPONSES = AnswerDialect(
+    model=ResponsesRequest,
+    table=field_table.RESPONSES,
+    prompt_field="input",
+    error_event=responses_reply.error_event,
+    reply=responses_reply.ResponsesReply,
+)
+_COMPLETIONS = AnswerDialect(
+    model=CompletionsRequest,
+    table=field_table.COMPLETIONS,
+    prompt_field="prompt",
+    required=("prompt",),
+    reply=CompletionsReply,
+)
+_LLAMA_SERVER = AnswerDialect(
+    model=CompletionRequest, table=field_table.COMPLETION, prompt_field="prompt", reply=LlamaServerReply
+)
+DIALECTS: Mapping[str, AnswerDialect] = {
     "/v1/chat/completions": _CHAT,
-    "/v1/completions": Dialect(CompletionsRequest, field_table.COMPLETIONS, "prompt", ("prompt",)),
-    "/v1/responses": Dialect(ResponsesRequest, field_table.RESPONSES, "input", error_event=responses_reply.error_event),
+    "/v1/completions": _COMPLETIONS,
+    "/v1/responses": _RESPONSES,
     "/v1/messages": _ANTHROPIC,
-    "/api/chat": Dialect(OllamaChatRequest, field_table.OLLAMA_CHAT, "messages", **_OLLAMA),
-    "/api/generate": Dialect(GenerateRequest, field_table.OLLAMA_GENERATE, "prompt", **_OLLAMA),
-    "/completion": Dialect(CompletionRequest, field_table.COMPLETION, "prompt"),
-    "/infill": Dialect(InfillRequest, field_table.INFILL, "input_prefix"),
+    "/api/chat": _OLLAMA,
+    "/api/generate": replace(_OLLAMA, model=GenerateRequest, table=field_table.OLLAMA_GENERATE, prompt_field="prompt"),
+    "/completion": _LLAMA_SERVER,
+    "/infill": replace(_LLAMA_SERVER, model=InfillRequest, table=field_table.INFILL, prompt_field="input_prefix"),
 }
 # Routes between texts, tokens and prompts: they need the model, and no answer of it.
 TEXTS = {
@@ -94,15 +131,29 @@ TEXTS = {
     "/apply-template": Dialect(ApplyTemplateRequest, field_table.CHAT, "messages"),
 }
 _RERANK = Dialect(RerankRequest, field_table.RERANK, "documents", ("query",))
+_OLLAMA_EMBED = Dialect(
+    model=OllamaEmbedRequest,
+    table=field_table.OLLAMA_EMBED,
+    prompt_field="input",
+    required=("input",),
+    error_body=ollama.error_body,
+    error_event=ollama.error_event,
+    ping=ollama.PING,
+    media_type=NDJSON,
+)
 # Routes for vectors and rankings, which are computed behind the answers.
 POOLED = {
     "/v1/embeddings": Dialect(EmbeddingsRequest, field_table.EMBEDDINGS, "input", ("input",)),
     "/v1/rerank": _RERANK,
     "/v2/rerank": _RERANK,
     "/rerank": _RERANK,
-    "/api/embed": Dialect(OllamaEmbedRequest, field_table.OLLAMA_EMBED, "input", ("input",), **_OLLAMA),
-    "/api/embeddings": Dialect(
-        OllamaEmbeddingsRequest, field_table.OLLAMA_EMBEDDINGS, "prompt", ("prompt",), **_OLLAMA
+    "/api/embed": _OLLAMA_EMBED,
+    "/api/embeddings": replace(
+        _OLLAMA_EMBED,
+        model=OllamaEmbeddingsRequest,
+        table=field_table.OLLAMA_EMBEDDINGS,
+        prompt_field="prompt",
+        required=("prompt",),
     ),
 }
 
@@ -146,6 +197,11 @@ def _parsed(path: str, data: dict[str, Any], logs_ignored: bool) -> Any:
     if logs_ignored:
         dialect.log_ignored(data)
     return request
+
+
+def reply_to(path: str, request: ApiRequest, context: AnswerContext) -> Reply:
+    """Return the form of the answer to a checked request."""
+    return DIALECTS[path].reply(request, context)
 
 
 def error_status_of(path: str, error: ApiError) -> int:

@@ -60,9 +60,6 @@ class LlamaServerRequest(GrammarFields, SamplingFields, OptionalModel):
         """Return the request in our words. Raises ApiError."""
         return [self._answer_request(self._common())]
 
-    def reply(self, context: AnswerContext) -> LlamaServerReply:
-        return LlamaServerReply(self, context)
-
     @abstractmethod
     def _answer_request(self, common: dict[str, Any]) -> AnswerRequest: ...
 

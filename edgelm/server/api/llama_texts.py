@@ -18,7 +18,6 @@ from pydantic import Field
 from edgelm.jobs.request import AnswerRequest
 from edgelm.server.api.chat import ChatRequest
 from edgelm.server.api.completions import Ids
-from edgelm.server.api.dialect import AnswerContext, Reply
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.llama_server import OptionalModel
 
@@ -49,9 +48,6 @@ class _NoAnswer(OptionalModel):
 
     def answer_requests(self) -> list[AnswerRequest]:
         return []
-
-    def reply(self, context: AnswerContext) -> Reply:
-        raise NotImplementedError
 
     async def text_answer(self, texts: TextEncoder, prepare: Prepare) -> bytes:
         return await asyncio.to_thread(self._answer, texts)

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
-from edgelm.server.api.dialect import AnswerContext, Reply
 from edgelm.server.api.errors import NO_RETRY, ApiError
 from edgelm.server.api.fields import Body, KeepAliveFields, ModelName, Stops, TextOrParts, schema_spec
 from edgelm.server.request_id import current_request_id, new_request_id
@@ -127,11 +126,6 @@ class MessagesRequest(KeepAliveFields):
             stop=tuple(self.stop_sequences or ()),
         )
         return [request]
-
-    def reply(self, context: AnswerContext) -> Reply:
-        from edgelm.server.api.messages_reply import MessagesReply  # it imports this module
-
-        return MessagesReply(self, context)
 
     def _system(self) -> list[dict[str, Any]]:
         if self.system is None:

@@ -15,7 +15,6 @@ from pydantic import Field, field_validator, model_validator
 
 from edgelm.core import MAX_LOGPROBS
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
-from edgelm.server.api.dialect import AnswerContext, Reply
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.field_table import OLLAMA_OPTIONS
 from edgelm.server.api.fields import Body, KeepAliveFields, ModelName, SamplingFields, schema_spec
@@ -110,11 +109,6 @@ class OllamaRequest(KeepAliveFields):
     def answer_requests(self) -> list[AnswerRequest]:
         """Return the request in our words. Raises ApiError."""
         return [] if self.only_loads else [self._answer_request(self._common())]
-
-    def reply(self, context: AnswerContext) -> Reply:
-        from edgelm.server.api.ollama_reply import OllamaReply  # it imports this module
-
-        return OllamaReply(self, context)
 
     @abstractmethod
     def _answer_request(self, common: dict[str, Any]) -> AnswerRequest: ...

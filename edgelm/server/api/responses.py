@@ -18,7 +18,6 @@ from pydantic import Field, StringConstraints
 from edgelm.core import MAX_LOGPROBS
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.server.api.arguments import CUSTOM_INPUT
-from edgelm.server.api.dialect import AnswerContext, Reply
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.fields import (
     Body,
@@ -136,11 +135,6 @@ class ResponsesRequest(GrammarFields, SamplingFields, KeepAliveFields):
             message = "text.format and another field for the form of the answer are both given: omit one"
             raise ApiError(400, "invalid_value", message, param="text.format")
         return form or other
-
-    def reply(self, context: AnswerContext) -> Reply:
-        from edgelm.server.api.responses_reply import ResponsesReply  # it imports this module
-
-        return ResponsesReply(self, context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import pytest
 
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.core import Drafter, SamplingParams, Sequence, Stats
 from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
@@ -26,7 +27,6 @@ from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
 from edgelm.errors import EdgeLMError, RequestError
 from edgelm.sampling.grammar import Grammar, GrammarCompiler
-from edgelm.text.tokenizer import LlamaTokenizer
 from edgelm.workers.grammars import GrammarSpec
 from tests.completion import complete
 from tests.counts import Count

@@ -18,13 +18,13 @@ import pytest
 
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.core import Chunk, Drafter, Sampled, SamplingParams, Sequence, Step, Trim
 from edgelm.engine.clock import StepClock
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
 from edgelm.llama_binding import L
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.completion import complete
 from tests.counts import Count
 from tests.engine.fake import SimpleDrafter

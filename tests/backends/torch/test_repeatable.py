@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from edgelm.backends.build import build
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
 from edgelm.config import Settings
 from edgelm.errors import EdgeLMError
 from edgelm.kernels.matmul import ROWS
 from edgelm.text.prompt_token_cache import PromptTokenCache
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.backends.torch.torch_engine import load_gguf, running
 from tests.served import Served, served
 from tests.tiny import write_tiny

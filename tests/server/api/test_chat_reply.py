@@ -9,7 +9,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from edgelm.jobs.request import AnswerDelta
-from edgelm.server.api.dialects import parse_request
+from edgelm.server.api.dialects import parse_request, reply_to
 from edgelm.text.parse import Content, Reasoning
 from tests.server.api.scripted import CONTEXT, call, delta, end
 
@@ -20,10 +20,11 @@ CUSTOM = [{"type": "custom", "custom": {"name": "f"}}]
 def reply(*deltas: AnswerDelta, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the whole answer, and the chunks of a stream; OpenAI's types take both."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
-    request = parse_request("/v1/chat/completions", body)
-    whole = request.reply(CONTEXT).whole(deltas)
+    path = "/v1/chat/completions"
+    request = parse_request(path, body)
+    whole = reply_to(path, request, CONTEXT).whole(deltas)
     ChatCompletion.model_validate(whole)
-    stream = request.reply(CONTEXT)
+    stream = reply_to(path, request, CONTEXT)
     written = stream.opening() + b"".join(map(stream.delta, deltas)) + stream.closing()
     lines = written.decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]

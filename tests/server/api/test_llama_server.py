@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from edgelm.jobs.request import AnswerRequest
-from edgelm.server.api.dialects import parse_request
+from edgelm.server.api.dialects import parse_request, reply_to
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.llama_texts import MAX_TEXT_BYTES
 from edgelm.text.parse import Content
@@ -83,7 +83,7 @@ DELTAS = [delta(Content("he")), delta(Content("llo")), end("stop", stop="END")]
 
 def test_the_whole_and_the_stream() -> None:
     request = parse_request("/completion", {"prompt": "x", "n_predict": 9})
-    whole = request.reply(CONTEXT).whole(DELTAS)
+    whole = reply_to("/completion", request, CONTEXT).whole(DELTAS)
     assert (whole["content"], whole["stop"], whole["stop_type"], whole["stopping_word"]) == (
         "hello",
         True,
@@ -92,7 +92,7 @@ def test_the_whole_and_the_stream() -> None:
     )
     assert (whole["tokens_predicted"], whole["tokens_evaluated"]) == (9, 30)
     assert (whole["timings"]["prompt_n"], whole["timings"]["cache_n"]) == (10, 20)
-    stream = request.reply(CONTEXT)
+    stream = reply_to("/completion", request, CONTEXT)
     events = [json.loads(event[6:]) for event in b"".join(map(stream.delta, DELTAS)).decode().split("\n\n")[:-1]]
     assert "".join(event["content"] for event in events) == "hello"
     assert [event["stop"] for event in events] == [False, False, True]
@@ -101,6 +101,6 @@ def test_the_whole_and_the_stream() -> None:
 def test_only_the_fields_that_are_requested() -> None:
     fields = ["content", "timings/prompt_n", "timings", "nothing", "content/deeper"]
     request = parse_request("/infill", {"input_prefix": "x", "response_fields": fields})
-    whole = request.reply(CONTEXT).whole(DELTAS)
+    whole = reply_to("/infill", request, CONTEXT).whole(DELTAS)
     assert whole.keys() == {"content", "timings/prompt_n", "timings"}
     assert whole["timings/prompt_n"] == whole["timings"]["prompt_n"]

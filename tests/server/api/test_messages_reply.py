@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from edgelm.errors import EngineError
 from edgelm.jobs.request import AnswerDelta
 from edgelm.server.api.dialect import Reply
-from edgelm.server.api.dialects import parse_request
+from edgelm.server.api.dialects import parse_request, reply_to
 from edgelm.server.api.errors import as_api_error
 from edgelm.text.parse import Content, Reasoning
 from tests.server.api.scripted import CONTEXT, call, delta, end, events
@@ -24,7 +24,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(Annotated[RawMessageStreamEvent, None])
 
 def reply(**fields: Any) -> Reply:
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]} | fields
-    return parse_request("/v1/messages", body).reply(CONTEXT)
+    return reply_to("/v1/messages", parse_request("/v1/messages", body), CONTEXT)
 
 
 def stream(deltas: Sequence[AnswerDelta], **fields: Any) -> list[dict[str, Any]]:

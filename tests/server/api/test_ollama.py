@@ -10,7 +10,7 @@ import pytest
 
 from edgelm.jobs.request import AnswerRequest
 from edgelm.server.api.dialect import ApiRequest
-from edgelm.server.api.dialects import error_body_of, parse_request
+from edgelm.server.api.dialects import error_body_of, parse_request, reply_to
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.ollama_reply import OllamaReply, loaded_reply
 from edgelm.text.parse import Content, Reasoning
@@ -175,7 +175,7 @@ def test_fields_that_request_nothing_are_fine(fields: dict[str, Any]) -> None:
 
 
 def reply(request: ApiRequest) -> OllamaReply:
-    made = request.reply(CONTEXT)
+    made = reply_to("/api/chat", request, CONTEXT)
     assert isinstance(made, OllamaReply)
     return made
 

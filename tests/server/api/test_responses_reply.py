@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter
 
 from edgelm.errors import EngineError
 from edgelm.jobs.request import AnswerDelta
-from edgelm.server.api.dialects import parse_request
+from edgelm.server.api.dialects import parse_request, reply_to
 from edgelm.server.api.errors import ApiError, as_api_error
 from edgelm.server.api.responses_reply import ResponsesReply, error_event
 from edgelm.text.parse import Content, Reasoning
@@ -38,7 +38,8 @@ TOOLS = [
 
 
 def reply(**fields: Any) -> ResponsesReply:
-    made = parse_request("/v1/responses", {"model": "m", "input": "hi"} | fields).reply(CONTEXT)
+    request = parse_request("/v1/responses", {"model": "m", "input": "hi"} | fields)
+    made = reply_to("/v1/responses", request, CONTEXT)
     assert isinstance(made, ResponsesReply)
     return made
 

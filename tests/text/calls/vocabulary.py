@@ -11,11 +11,11 @@ from typing import Any
 import llguidance
 import numpy as np
 
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.jobs.tool_schemas import ToolSchemas
 from edgelm.sampling.grammar_worker import check_grammar
 from edgelm.text import constraint
 from edgelm.text.calls.format import CallFormat
-from edgelm.text.tokenizer import LlamaTokenizer
 from edgelm.workers.grammars import CheckedGrammar, GrammarSpec
 
 PIECES = (
