@@ -17,7 +17,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     try:
-        from edgelm.cli import run_cli  # inside `try`: Ctrl-C during this import ends it too
+        from edgelm.commands.cli import run_cli  # inside `try`: Ctrl-C during this import ends it too
 
         code = run_cli()
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.config_json import (
     decoder_values,
     folder_experts,
@@ -22,7 +23,6 @@ from edgelm.checkpoints.config_json import (
 from edgelm.checkpoints.folder import other_module
 from edgelm.checkpoints.shape import Experts, Shape, gguf_experts, gguf_shape, gguf_windows
 from edgelm.checkpoints.values import Values
-from edgelm.errors import ModelError
 from edgelm.kernels.gates import Gate, GateKind
 from edgelm.models.families import FAMILIES, Family, Names, Routing, family_of_folder, family_of_gguf
 from edgelm.models.rope_config import LAYER_TYPES, RopeConfig, folder_rope, gguf_local_rope, gguf_rope

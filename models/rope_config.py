@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.values import Values
-from edgelm.errors import ModelError
 from edgelm.models.families import Family
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]

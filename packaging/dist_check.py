@@ -216,7 +216,7 @@ def check_checkout(scratch: Path, environment: Mapping[str, str]) -> None:
 def check_variants(command: Path, scratch: Path, environment: Mapping[str, str]) -> None:
     """Take away the best variant until none is left; the text must stay the same."""
     python = command.resolve().parent / "python"
-    code = "from edgelm.llama_binding import BUILD, cpu_library; print(BUILD.lib_dir); print(cpu_library.name)"
+    code = "from edgelm.backends.llama.binding import BUILD, cpu_library; print(BUILD.lib_dir); print(cpu_library.name)"
     first: list[int] = []
     count = 0
     while True:

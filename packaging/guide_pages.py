@@ -15,11 +15,11 @@ from typing import Any
 
 import typer
 
-from edgelm.cli import app
-from edgelm.config import SETTINGS, Settings
-from edgelm.kv_modes import KV_MODES, KVMode
-from edgelm.launch.agents import AGENTS, Agent
-from edgelm.tui.commands import COMMANDS, KEY_GROUPS
+from edgelm.base.config import SETTINGS, Settings
+from edgelm.base.kv_modes import KV_MODES, KVMode
+from edgelm.commands.cli import app
+from edgelm.commands.launch.agents import AGENTS, Agent
+from edgelm.tui.commands.table import COMMANDS, KEY_GROUPS
 
 FOLDER = Path(__file__).parent.parent / "docs" / "guide"
 REST = "rest"

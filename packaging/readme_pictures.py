@@ -19,10 +19,10 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
+from edgelm.client.link import Link
 from edgelm.library.catalog import FIRST_CHAT
 from edgelm.tui.app import ChatApp
-from edgelm.tui.inspector import Inspector
-from edgelm.tui.link import Link
+from edgelm.tui.inspector.view import Inspector
 from edgelm.tui.screen import ChatScreen
 from edgelm.tui.workspace import ChatDefaults
 

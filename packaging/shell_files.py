@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from typer._completion_shared import get_completion_script  # the script that --show-completion prints
 
-from edgelm.cli import app
+from edgelm.commands.cli import app
 
 SHARE = Path(__file__).parent / "share"
 COMPLETIONS = {

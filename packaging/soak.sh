@@ -22,10 +22,10 @@ TIMEFORMAT='%R %U %S'
 
 paths() {  # of a part; `others` is every test that no other part has
     case $1 in
-        engine) echo tests/engine tests/speculation ;;
-        chats) echo tests/chats tests/test_chats.py ;;
+        engine) echo tests/engine --ignore=tests/engine/sampling ;;
+        sampling) echo tests/engine/sampling ;;
         jobs) echo tests/jobs tests/evaluation ;;
-        conversion) echo tests/conversion tests/quantization ;;
+        conversion) echo tests/making ;;
         kernels) echo tests/kernels --ignore=tests/kernels/emulated ;;
         emulated) echo tests/kernels/emulated ;;
         others)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from edgelm import __version__
 from edgelm.backends.llama.api import native_log
+from edgelm.backends.llama.binding import BUILD, L
 from edgelm.backends.llama.devices import llama_devices
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
@@ -34,10 +35,9 @@ from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import ON_CPU, Placement, Wish
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import open_model
+from edgelm.base.config import Settings
 from edgelm.checkpoints.summary import ModelFacts
-from edgelm.config import Settings
-from edgelm.core import Chunk, Load, Op, SamplingParams, Save, Sequence, Step
-from edgelm.llama_binding import BUILD, L
+from edgelm.engine.core import Chunk, Load, Op, SamplingParams, Save, Sequence, Step
 from tests.tiny import write_tiny
 
 STARTER = Path(__file__).resolve().parent.parent / "models" / "starter" / "starter.gguf"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.llama_binding import L
+from edgelm.backends.llama.binding import L
 
 KV_TYPES = {"f16": (1, 1), "k8v16": (8, 1), "int8": (8, 8)}
 

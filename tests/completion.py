@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from edgelm.core import FinishReason, Matcher, Sampled, SamplingParams, Stats
+from edgelm.engine.core import FinishReason, Matcher, Sampled, SamplingParams, Stats
 from edgelm.engine.engine import Engine
 from edgelm.text.stream import TextStream
 from edgelm.text.tokenizer import Tokenizer

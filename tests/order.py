@@ -38,10 +38,10 @@ LONG_FILES = (
     "tests/backends/torch/test_fake_gpu_failures.py",
     "tests/backends/torch/test_row_counts.py",
     "tests/backends/llama/test_speculation.py",
-    "tests/speculation/test_drafting_properties.py",
+    "tests/engine/speculation/test_drafting_properties.py",
     "tests/checkpoints/test_gguf_fuzz.py",
     "tests/engine/test_scheduler_properties.py",
-    "tests/sampling/test_reference.py",
+    "tests/engine/sampling/test_reference.py",
 )
 _PLACES = {name: place for place, name in enumerate(LONG_FILES)}
 

@@ -14,15 +14,15 @@ from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
-from edgelm.config import Settings
-from edgelm.core import Drafter
+from edgelm.base.config import Settings
 from edgelm.engine.clock import Measured, StepClock, StepCosts
+from edgelm.engine.core import Drafter
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
+from edgelm.engine.sampling.grammar import GrammarCompiler
 from edgelm.engine.scheduler import Scheduler
 from edgelm.jobs.answer import Answerer
-from edgelm.sampling.grammar import GrammarCompiler
-from edgelm.server.engine_app import EngineParts, engine_app
+from edgelm.server.engine_process.app import EngineParts, engine_app
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.template_worker import TemplateRunner
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from edgelm import runtime
 from edgelm.backends.build import build
 from edgelm.backends.drafting import vocabulary_sample
 from edgelm.backends.llama import build as build_module
@@ -22,22 +21,23 @@ from edgelm.backends.llama.executor import LlamaOptions, state_identity
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
+from edgelm.base import runtime
+from edgelm.base.config import Settings, load_config
+from edgelm.base.machine import facts as facts_module
+from edgelm.base.machine.bandwidth import read_bandwidth
+from edgelm.base.machine.cpu import Cores
+from edgelm.base.machine.llama_build import SUPPORTED, InstalledLlama
+from edgelm.base.places import Places
 from edgelm.chats.store import Store
 from edgelm.checkpoints.files import file_identity
 from edgelm.commands.eval import StateFile
-from edgelm.config import Settings, load_config
-from edgelm.core import ExecutorInfo, SamplingParams
+from edgelm.engine.core import ExecutorInfo, SamplingParams
+from edgelm.engine.speculation.acceptance import Acceptance
+from edgelm.engine.speculation.past_answers import AnswersFile, info, path_for
+from edgelm.engine.step_times import StepTimes
 from edgelm.kernels.gpu_target import Target
 from edgelm.kernels.tuning import Table
 from edgelm.library.scan import last_use, note_use
-from edgelm.llama_build import SUPPORTED, InstalledLlama
-from edgelm.machine import facts as facts_module
-from edgelm.machine.bandwidth import read_bandwidth
-from edgelm.machine.cpu import Cores
-from edgelm.machine.step_times import StepTimes
-from edgelm.places import Places
-from edgelm.speculation.acceptance import Acceptance
-from edgelm.speculation.past_answers import AnswersFile, info, path_for
 from edgelm.text.chat import render_chat
 from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.prompt_token_cache import PromptTokenCache

@@ -15,21 +15,20 @@ import pytest
 import typer
 from typer import exceptions as usage
 
-from edgelm import guide
-from edgelm.cli import app
+from edgelm.base.config import MODEL_SETTINGS, SETTINGS, Settings, load_config
+from edgelm.base.model_tables import OWN_KEYS
+from edgelm.chats.knowledge import files, guide
+from edgelm.chats.knowledge.index import KEPT_DAYS
+from edgelm.chats.tools.settings import parse_servers
+from edgelm.commands.cli import app
 from edgelm.commands.presets import read_looks, read_presets
-from edgelm.config import MODEL_SETTINGS, SETTINGS, Settings, load_config
-from edgelm.knowledge import files
-from edgelm.knowledge.index import KEPT_DAYS
 from edgelm.library.catalog import entries
-from edgelm.model_tables import OWN_KEYS
-from edgelm.server.admin import START_LIMIT_S
 from edgelm.server.api.dialects import COUNTS, DIALECTS, POOLED, TEXTS
+from edgelm.server.engines.room import ROOM_LIMIT_S
 from edgelm.server.keys import MIN_KEY_LEN
-from edgelm.server.room import ROOM_LIMIT_S
-from edgelm.tools.settings import parse_servers
-from edgelm.tui.commands import COMMANDS, KEY_GROUPS
-from edgelm.tui.params import parse_params
+from edgelm.server.routes.admin import START_LIMIT_S
+from edgelm.tui.commands.table import COMMANDS, KEY_GROUPS
+from edgelm.tui.dialogs.params import parse_params
 
 ROOT = Path(__file__).parent.parent
 MAX_SECTION_LEN = 1000  # characters: a small model reads several at a time
@@ -198,7 +197,7 @@ def test_every_name_of_the_guide_exists() -> None:
 
 def server_routes() -> set[str]:
     """Return the paths of the front: those of its tables, and those that its modules name."""
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "edgelm" / "server").glob("*.py"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "edgelm" / "server").rglob("*.py"))
     return {*DIALECTS, *COUNTS, *TEXTS, *POOLED, *re.findall(r'Route\("(/[^"{]*)"', sources)}
 
 

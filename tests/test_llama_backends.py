@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from edgelm import llama_binding, llama_build
-from edgelm.errors import EngineError
-from edgelm.llama_build import InstalledLlama
+from edgelm.backends.llama import binding as llama_binding
+from edgelm.base.errors import EngineError
+from edgelm.base.machine import llama_build
+from edgelm.base.machine.llama_build import InstalledLlama
 
 SCORES = {"x64": 1, "haswell": 40, "zen4": 700, "sapphirerapids": 0}
 

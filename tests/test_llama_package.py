@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 
-from edgelm.llama_build import SUPPORTED
+from edgelm.base.machine.llama_build import SUPPORTED
 
 PACKAGING = Path(__file__).resolve().parents[1] / "packaging"
 

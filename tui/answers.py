@@ -16,23 +16,23 @@ from typing import Any, Protocol
 
 from textual.worker import WorkerError
 
+from edgelm.base.errors import EdgeLMError, EngineError, RequestError
 from edgelm.chats.history import Message
 from edgelm.client.answer_stream import AnswerStats, Delta, Finished
 from edgelm.client.endpoint import ChatRequest, Client, ModelEntry
 from edgelm.client.failures import ContextFullError, UnreachableError
+from edgelm.client.link import Link
+from edgelm.client.reader import Reader, guide_roots
+from edgelm.client.session import Session
+from edgelm.client.tool_runner import ToolRunner
 from edgelm.client.turns import Turn
-from edgelm.errors import EdgeLMError, EngineError, RequestError
+from edgelm.client.work import Work
 from edgelm.library.catalog import FIRST_CHAT
-from edgelm.tui.drafted import Spans
-from edgelm.tui.link import Link
 from edgelm.tui.model_names import is_path
-from edgelm.tui.passages import one_line
-from edgelm.tui.reader import Reader, guide_roots
-from edgelm.tui.session import Session
-from edgelm.tui.thought import ThoughtClock, ThoughtFigures, estimate_tokens
-from edgelm.tui.tool_runner import ToolRunner
-from edgelm.tui.views import GO_ON, MessageView
-from edgelm.tui.work import Work
+from edgelm.tui.transcript.drafted import Spans
+from edgelm.tui.transcript.passages import one_line
+from edgelm.tui.transcript.thought import ThoughtClock, ThoughtFigures, estimate_tokens
+from edgelm.tui.transcript.views import GO_ON, MessageView
 
 POLL_S = 0.25  # between two reports of progress
 NOTED_REASONS = ("length", "context", "content_filter", "tool_limit")

@@ -24,19 +24,19 @@ from textual.theme import Theme
 
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
-from edgelm.tools.consents import Consents
-from edgelm.tools.toolbox import Toolbox
+from edgelm.chats.tools.consents import Consents
+from edgelm.chats.tools.toolbox import Toolbox
+from edgelm.client.link import Link
+from edgelm.client.reader import Reader, SendQuestion
+from edgelm.client.tool_runner import ToolRunner
 from edgelm.tui import terminal_input
 from edgelm.tui.answers import failure_words
-from edgelm.tui.commands import COMMANDS, Command
-from edgelm.tui.keymap import KeyMap
-from edgelm.tui.link import Link
+from edgelm.tui.commands.keymap import KeyMap
+from edgelm.tui.commands.table import COMMANDS, Command
+from edgelm.tui.dialogs.tool_asker import ScreenAsker
 from edgelm.tui.palette import readable_variables
 from edgelm.tui.pulls import COMMAND
-from edgelm.tui.reader import Reader, SendQuestion
 from edgelm.tui.screen import ChatScreen
-from edgelm.tui.tool_asker import ScreenAsker
-from edgelm.tui.tool_runner import ToolRunner
 from edgelm.tui.workspace import ChatDefaults
 
 CLOSE_S = 5.0
@@ -149,7 +149,7 @@ class ChatApp(App[None], inherit_bindings=False):
         self._chat.run_command("quit", "")
 
     async def _ask_to_send(self, question: SendQuestion) -> bool:
-        from edgelm.tui.knowledge import SendScreen  # after the first paint
+        from edgelm.tui.commands.knowledge import SendScreen  # after the first paint
 
         return await self.push_screen_wait(SendScreen(question))
 

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from edgelm.chats.history import Chat, Hit
 from edgelm.tui.lines import clean
-from edgelm.tui.passages import one_line
 from edgelm.tui.tags import with_marks
+from edgelm.tui.transcript.passages import one_line
 
 MAX_SHOWN = 300  # chats
 ARCHIVE = "archive"  # the id of the line that unfolds the archive

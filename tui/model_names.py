@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from edgelm.base.errors import RequestError
 from edgelm.client.endpoint import ModelEntry
-from edgelm.errors import RequestError
 from edgelm.library.catalog import hub_reference
 from edgelm.tui.pulls import Pull
 

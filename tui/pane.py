@@ -14,23 +14,23 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Static
 
+from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Message, split_sent
+from edgelm.client.session import Session
 from edgelm.tui.answers import Answer
-from edgelm.tui.attaching import Attaching
-from edgelm.tui.commands import Suggestion
-from edgelm.tui.drafted import Spans
-from edgelm.tui.file_picker import FilePicker
-from edgelm.tui.files_bar import FilesBar
+from edgelm.tui.commands.table import Suggestion
 from edgelm.tui.hints import link
 from edgelm.tui.lines import COLUMN, clean, margin
-from edgelm.tui.pasted import existing_paths, is_long
-from edgelm.tui.paths import common_start, suggest_paths
-from edgelm.tui.prompt import Completion, Prompt
-from edgelm.tui.session import Session
-from edgelm.tui.transcript import Transcript
-from edgelm.tui.views import MessageView
-from edgelm.workers.parent import in_daemon_thread
+from edgelm.tui.prompt.attaching import Attaching
+from edgelm.tui.prompt.box import Completion, Prompt
+from edgelm.tui.prompt.file_picker import FilePicker
+from edgelm.tui.prompt.files_bar import FilesBar
+from edgelm.tui.prompt.pasted import existing_paths, is_long
+from edgelm.tui.prompt.paths import common_start, suggest_paths
+from edgelm.tui.transcript.drafted import Spans
+from edgelm.tui.transcript.views import MessageView
+from edgelm.tui.transcript.widget import Transcript
 
 
 class ChatPane(Vertical):

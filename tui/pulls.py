@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from textual.worker import WorkerError
 
-from edgelm.errors import EdgeLMError, RequestError
+from edgelm.base.errors import EdgeLMError, RequestError
+from edgelm.base.places import HUB_TOKENS
+from edgelm.client.work import Work
 from edgelm.library.catalog import FIRST_CHAT
 from edgelm.library.progress import (
     EVENTS,
@@ -31,8 +33,6 @@ from edgelm.library.progress import (
     size_text,
     time_text,
 )
-from edgelm.places import HUB_TOKENS
-from edgelm.tui.work import Work
 
 WORKER = "edgelm.library.pull_worker"
 COMMAND: tuple[str, ...] = ()  # replaces the worker in tests
@@ -150,7 +150,7 @@ class Pulls:
                 await worker.wait()
 
     async def _pull(self, pull: Pull) -> None:
-        from edgelm.workers.parent import Worker  # after the first paint
+        from edgelm.base.workers.parent import Worker  # after the first paint
 
         worker: Worker | None = None
         try:

@@ -22,35 +22,35 @@ from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Input
 
+from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
 from edgelm.client.answer_stream import AnswerStats
-from edgelm.errors import EdgeLMError, RequestError
+from edgelm.client.link import Link
+from edgelm.client.reader import Reader
+from edgelm.client.session import Session
+from edgelm.client.tool_runner import ToolRunner
 from edgelm.tui.answers import Answer, Answers
-from edgelm.tui.attaching import Attaching
-from edgelm.tui.commands import GLOBAL_KEYS, Suggestion, find_command, parse_call
+from edgelm.tui.commands.keymap import keyless_bindings
+from edgelm.tui.commands.table import GLOBAL_KEYS, Suggestion, find_command, parse_call
 from edgelm.tui.garbage import delay_full_collections
-from edgelm.tui.inspector_panel import InspectorPanel
-from edgelm.tui.keymap import keyless_bindings
+from edgelm.tui.inspector.panel import InspectorPanel
 from edgelm.tui.lines import clean
-from edgelm.tui.link import Link
 from edgelm.tui.pane import ChatPane
-from edgelm.tui.paths import suggest_paths
-from edgelm.tui.prompt import Prompt
+from edgelm.tui.prompt.attaching import Attaching
+from edgelm.tui.prompt.box import Prompt
+from edgelm.tui.prompt.paths import suggest_paths
 from edgelm.tui.pulls import Pull, Pulls
-from edgelm.tui.reader import Reader
 from edgelm.tui.screen_view import ScreenView
-from edgelm.tui.session import Session
 from edgelm.tui.sidebar import Sidebar
 from edgelm.tui.status import PullBar, StatusLine
 from edgelm.tui.tags import known_tags, suggest_tags
 from edgelm.tui.titles import Titles
-from edgelm.tui.tool_runner import ToolRunner
-from edgelm.tui.transcript import Transcript
+from edgelm.tui.transcript.widget import Transcript
 from edgelm.tui.workspace import ChatDefaults, Workspace
 
 if TYPE_CHECKING:
-    from edgelm.tui.actions import Actions
+    from edgelm.tui.commands.actions import Actions
 
 TWICE_S = 2.0  # for the second Ctrl+C
 COLLECT_AFTER_S = 1.0  # from the end of the last answer to a full garbage collection
@@ -400,7 +400,7 @@ class ChatScreen(Screen[None]):
 
     @cached_property
     def _actions(self) -> Actions:
-        from edgelm.tui.actions import Actions  # delays the dialogs' imports until after the first paint
+        from edgelm.tui.commands.actions import Actions  # delays the dialogs' imports until after the first paint
 
         return Actions(self.app, self.workspace, self.pulls, self._reader, self.view, self.inspector, self.send)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from textual.screen import Screen
 
+from edgelm.base.errors import EdgeLMError
 from edgelm.chats.history import Message
 from edgelm.chats.store import ChatsError
 from edgelm.client.answer_stream import stats_from_json
-from edgelm.errors import EdgeLMError
-from edgelm.tui.inspector_panel import InspectorPanel
+from edgelm.tui.inspector.panel import InspectorPanel
 from edgelm.tui.lines import clean
-from edgelm.tui.offers import offers
 from edgelm.tui.pane import ChatPane
+from edgelm.tui.prompt.offers import offers
 from edgelm.tui.sidebar import Sidebar
 from edgelm.tui.status import StatusLine
 from edgelm.tui.workspace import Workspace

@@ -20,10 +20,10 @@ from textual.widgets.option_list import Option
 
 from edgelm.chats.history import Chat, Hit
 from edgelm.tui.chat_list import ARCHIVE, Row, chat_rows, hit_rows
-from edgelm.tui.commands import SIDEBAR_KEYS
-from edgelm.tui.dialogs import FOCUS_CSS
+from edgelm.tui.commands.keymap import keymap_of
+from edgelm.tui.commands.table import SIDEBAR_KEYS
+from edgelm.tui.dialogs.basic import FOCUS_CSS
 from edgelm.tui.hints import Hint
-from edgelm.tui.keymap import keymap_of
 from edgelm.tui.palette import list_text
 
 NARROW = 100  # columns of the terminal; below, the list opens over the conversation

@@ -20,8 +20,8 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from edgelm.client.answer_stream import AnswerStats
+from edgelm.tui.commands.keymap import keymap_of
 from edgelm.tui.hints import HasHints, Hint, link
-from edgelm.tui.keymap import keymap_of
 from edgelm.tui.lines import clean, short_name
 from edgelm.tui.pulls import Pull
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from edgelm.chats.history import Chat
-from edgelm.tui.commands import Suggestion
+from edgelm.tui.commands.table import Suggestion
 from edgelm.tui.lines import clean
 
 MAX_LEN = 30

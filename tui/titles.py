@@ -12,15 +12,15 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from edgelm.base.errors import EdgeLMError
 from edgelm.chats.history import TITLE_LEN
 from edgelm.client.endpoint import ChatRequest, Client
 from edgelm.client.json_values import mapping
+from edgelm.client.session import Session
 from edgelm.client.turns import Turn
-from edgelm.errors import EdgeLMError
+from edgelm.client.work import Work
 from edgelm.library.names import STARTER
 from edgelm.tui.lines import clean
-from edgelm.tui.session import Session
-from edgelm.tui.work import Work
 from edgelm.tui.workspace import Workspace
 
 IDLE_S = 2.0  # without an answer before a title is asked for

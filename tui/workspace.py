@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Chat, Hit, Message
 from edgelm.chats.preset_file import set_folder
@@ -24,16 +25,15 @@ from edgelm.chats.statistics import Statistics, summarize
 from edgelm.chats.store import Store
 from edgelm.chats.store_thread import StoreThread
 from edgelm.client.endpoint import ModelEntry
-from edgelm.errors import EdgeLMError, RequestError
+from edgelm.client.link import Link
+from edgelm.client.reader import guide_roots
+from edgelm.client.session import Session
 from edgelm.library.names import STARTER
 from edgelm.tui.answers import Answer, Answers, choose_model
-from edgelm.tui.drafted import Spans
 from edgelm.tui.lines import short_name
-from edgelm.tui.link import Link
 from edgelm.tui.model_names import find_model, is_path
-from edgelm.tui.reader import guide_roots
-from edgelm.tui.session import Session
 from edgelm.tui.tags import split_query
+from edgelm.tui.transcript.drafted import Spans
 
 NUM_SENT = 500  # earlier messages for the Up key
 NUM_HITS = (100, 400, 1600)  # of a search; the next number is tried where a tag leaves fewer than ENOUGH_HITS

@@ -21,19 +21,27 @@ from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
 from edgelm.backends.reports import Reports
 from edgelm.backends.torch.memory import TorchMemory
 from edgelm.backends.tuned import num_tuned
+from edgelm.base.config import Settings
+from edgelm.base.errors import (
+    DeviceError,
+    DoesNotFitError,
+    EdgeLMError,
+    EngineError,
+    GpuLoadError,
+    ModelError,
+    RequestError,
+)
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.machine.cuda import find_cuda
+from edgelm.base.machine.gpu import CudaState, has_torch
+from edgelm.base.machine.memory import USABLE, available_memory_bytes
+from edgelm.base.places import Places, own_places
+from edgelm.base.workers.messages import EvalSide, Footprint
 from edgelm.checkpoints.summary import ModelFacts
-from edgelm.config import Settings
 from edgelm.engine.watchdog import Watchdog
-from edgelm.errors import DeviceError, DoesNotFitError, EdgeLMError, EngineError, GpuLoadError, ModelError, RequestError
 from edgelm.evaluation.evaluate import Evaluation, require_same_vocabulary
 from edgelm.library.local import find_draft_model, require_gguf
-from edgelm.machine.cpu import usable_cores
-from edgelm.machine.cuda import find_cuda
-from edgelm.machine.gpu import CudaState, has_torch
-from edgelm.machine.memory import USABLE, available_memory_bytes
-from edgelm.places import Places, own_places
 from edgelm.text.template_file import read_template_file
-from edgelm.workers.messages import EvalSide, Footprint
 
 log = logging.getLogger(__name__)
 
@@ -307,8 +315,8 @@ def choose(
     `freed_gpu_bytes` of the GPU's memory are taken now and will be free. `cuda_problem` is why CUDA is not to be used.
     Raises ModelError, EdgeLMError.
     """
+    from edgelm.backends.llama.binding import gpu_problem
     from edgelm.backends.llama.devices import llama_devices  # these import llama.cpp
-    from edgelm.llama_binding import gpu_problem
 
     prefers_torch = settings.engine == "torch" or settings.device == "cuda"
     may_use_cuda = settings.engine != "llama" and settings.device in ("auto", "cuda")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from edgelm.config import Settings
-from edgelm.errors import EdgeLMError, ModelError
-from edgelm.machine.gpu import INSTALL, CudaState
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.machine.gpu import INSTALL, CudaState
 
 EngineName = Literal["torch", "llama"]
 DeviceName = Literal["cuda", "gpu", "cpu"]  # gpu: one or more devices of llama.cpp

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from edgelm.config import Settings
-from edgelm.core import Drafter, Executor
+from edgelm.base.config import Settings
+from edgelm.base.errors import ModelError
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.machine.facts import machine_key
+from edgelm.base.places import Places
 from edgelm.engine.clock import Measured, StepClock, StepCosts
-from edgelm.errors import ModelError
-from edgelm.machine.cpu import usable_cores
-from edgelm.machine.facts import machine_key
-from edgelm.machine.step_times import DEPTH, StepTimes
-from edgelm.places import Places
-from edgelm.speculation.acceptance import Acceptance
-from edgelm.speculation.ngram_drafter import NgramDrafter
-from edgelm.speculation.past_answers import AnswersFile, PastAnswers, path_for
-from edgelm.speculation.throttle import ChainDrafter, ThrottledDrafter
+from edgelm.engine.core import Drafter, Executor
+from edgelm.engine.speculation.acceptance import Acceptance
+from edgelm.engine.speculation.ngram_drafter import NgramDrafter
+from edgelm.engine.speculation.past_answers import AnswersFile, PastAnswers, path_for
+from edgelm.engine.speculation.throttle import ChainDrafter, ThrottledDrafter
+from edgelm.engine.step_times import DEPTH, StepTimes
 from edgelm.text.tokenizer import Tokenizer
 
 MEASURE_S = 2.0  # time limit of the benchmark at each start; the next start measures the rest

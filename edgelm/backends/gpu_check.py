@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from edgelm.errors import DeviceError, EdgeLMError, EngineError
-from edgelm.workers.parent import Worker
+from edgelm.base.errors import DeviceError, EdgeLMError, EngineError
+from edgelm.base.workers.parent import Worker
 
 WORKER = "edgelm.backends.torch.check_worker"
 START_S = 120.0  # for torch to start, and the first compile

@@ -9,8 +9,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from edgelm.atomic import atomic_json, read_json
 from edgelm.backends.gpu_check import GpuVerdict, OpVerdict
+from edgelm.base.atomic import atomic_json, read_json
 
 MAX_FILE_BYTES = 2**20
 PROBLEM_S = 24 * 3600.0  # a GPU on which no kernel runs is tried again after that

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgelm.base.errors import RequestError
+from edgelm.base.workers.messages import Footprint
 from edgelm.checkpoints.config_json import read_config_json
 from edgelm.checkpoints.folder import folder_facts
 from edgelm.checkpoints.gguf import GGUF, open_gguf
@@ -18,12 +20,10 @@ from edgelm.checkpoints.llama_checks import check_for_llama
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelKind, model_facts
 from edgelm.engine.engine import Engine
-from edgelm.errors import RequestError
 from edgelm.models.config import folder_problem, unsupported_reason
 from edgelm.text.pairs import PairEncoder
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
-from edgelm.workers.messages import Footprint
 
 _HINTS: dict[ModelKind, str] = {
     "text": "take a model for chats",

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.machine.memory import USABLE
+from edgelm.base.workers.messages import Footprint
 from edgelm.checkpoints.summary import ModelFacts, ModelSummary, WeightBytes
-from edgelm.config import Settings
-from edgelm.errors import EdgeLMError, ModelError
-from edgelm.machine.memory import USABLE
-from edgelm.workers.messages import Footprint
 
 DEFAULT_CONTEXT = 8192  # the most without --ctx
 MIN_CONTEXT = 512  # the least without --ctx

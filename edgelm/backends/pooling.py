@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.core import Pooling
+from edgelm.engine.core import Pooling
 
 
 class Piece(NamedTuple):

@@ -18,9 +18,9 @@ from edgelm.backends.questions import (
     LayOutContext,
     LlamaBuild,
 )
-from edgelm.machine.cuda import find_cuda
-from edgelm.workers.child import Child, answer_requests
-from edgelm.workers.messages import Predict
+from edgelm.base.machine.cuda import find_cuda
+from edgelm.base.workers.child import Child, answer_requests
+from edgelm.base.workers.messages import Predict
 
 if TYPE_CHECKING:
     from edgelm.backends.llama.buffers import LlamaBuffers
@@ -65,8 +65,8 @@ def _predict(request: Predict, child: Child) -> None:
 
 
 def _describe_llama(_: DescribeLlama, child: Child) -> None:
+    from edgelm.backends.llama.binding import BUILD, L, cpu_library, gpu_problem
     from edgelm.backends.llama.devices import llama_devices, weight_buffers
-    from edgelm.llama_binding import BUILD, L, cpu_library, gpu_problem
 
     devices = llama_devices()
     parts = [part.strip() for part in L.llama_print_system_info().decode().replace(" : ", " | ").split("|")]

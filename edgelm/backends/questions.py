@@ -12,10 +12,10 @@ from typing import Any, Self
 
 from edgelm.backends.llama.memory import Buffers, BufferSource
 from edgelm.backends.llama.placement import Device
-from edgelm.config import Settings
-from edgelm.errors import EdgeLMError
-from edgelm.machine.gpu import CudaState
-from edgelm.workers.parent import Worker, WorkerDiedError, ask
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.machine.gpu import CudaState
+from edgelm.base.workers.parent import Worker, WorkerDiedError, ask
 
 WORKER = "edgelm.backends.probe_worker"
 TIME_LIMIT_S = 120.0

@@ -30,9 +30,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.atomic import atomic_write
-from edgelm.config import Settings
-from edgelm.core import StoredPrefix
+from edgelm.base.atomic import atomic_write
+from edgelm.base.config import Settings
+from edgelm.engine.core import StoredPrefix
 from edgelm.engine.shared_prefixes import SHARED_SHARE, kept_longest
 
 SUFFIX = ".kv"

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.backends.snapshot_files import SnapshotFolder, new_memory
-from edgelm.core import OnSaving, Store, StoredPrefix
+from edgelm.base.errors import SnapshotError
+from edgelm.engine.core import OnSaving, Store, StoredPrefix
 from edgelm.engine.prefixes import common_len
 from edgelm.engine.save_points import dispensable
-from edgelm.errors import SnapshotError
 
 State = NDArray[np.uint8]
 
-FLUSH_S = 12.0  # how long the end of a process waits for a disk that writes; SAVING_S of workers/wire.py is longer
+FLUSH_S = 12.0  # how long the end of a process waits for a disk that writes; SAVING_S of base/workers/wire.py is longer
 STALLED_S = 1.5  # how long it waits for a disk that writes nothing
 REPORT_S = 0.1  # between two reports of progress
 

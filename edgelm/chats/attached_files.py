@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from edgelm.base.errors import RequestError
+from edgelm.base.places import expand_home, own_places
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.folders import Walk, is_of_the_system, read_regular
+from edgelm.chats.knowledge.plain_text import BINARY_ENDINGS, plain_text
+from edgelm.chats.knowledge.secret_files import holds_key, is_secret_folder, is_secret_name, is_secret_place
 from edgelm.chats.pdf import MAX_PAGES, read_pdf
-from edgelm.errors import RequestError
-from edgelm.knowledge.plain_text import BINARY_ENDINGS, plain_text
-from edgelm.knowledge.secret_files import holds_key, is_secret_folder, is_secret_name, is_secret_place
-from edgelm.places import expand_home, own_places
 
 MAX_TEXT_BYTES = 2 * 2**20  # of a file, and of all files of a folder
 MAX_IMAGE_BYTES = 10 * 2**20

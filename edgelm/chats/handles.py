@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from edgelm.base.errors import RequestError
 from edgelm.chats.history import Chat
 from edgelm.chats.printable import printable
-from edgelm.errors import RequestError
 
 LETTERS = "bcdfghjkmnpqrstvwxz"
 LEAST_LEN = 5

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgelm.errors import EdgeLMError, EngineError
-from edgelm.workers.parent import Worker, WorkerDiedError, ask
+from edgelm.base.errors import EdgeLMError, EngineError
+from edgelm.base.workers.parent import Worker, WorkerDiedError, ask
 
 MAX_PAGES = 300
 MAX_PDF_CHARS = 1_000_000

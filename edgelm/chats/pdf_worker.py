@@ -11,9 +11,9 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.workers.child import Child, run_job
 from edgelm.chats.pdf import PdfText, ReadPdf
-from edgelm.errors import EdgeLMError
-from edgelm.workers.child import Child, run_job
 
 if TYPE_CHECKING:
     from pypdf import PdfReader

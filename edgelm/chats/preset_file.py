@@ -13,10 +13,10 @@ from typing import Any
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from edgelm.atomic import PRIVATE, atomic_write
+from edgelm.base.atomic import PRIVATE, atomic_write
+from edgelm.base.errors import EdgeLMError, UsageError
+from edgelm.base.places import expand_home
 from edgelm.chats.presets import Preset, Presets, written_value
-from edgelm.errors import EdgeLMError, UsageError
-from edgelm.places import expand_home
 
 
 def save_preset(presets: Presets, preset: Preset) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from edgelm.base.errors import UsageError
+from edgelm.base.places import expand_home
 from edgelm.chats.history import Chat
-from edgelm.errors import UsageError
-from edgelm.places import expand_home
 
 OWN_KEYS = ("system", "model", "tools")  # beside the sampling parameters
 MAX_NAME_LEN = 60

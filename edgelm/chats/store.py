@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from edgelm.base.errors import EdgeLMError
 from edgelm.chats.history import Chat, Hit, Message
 from edgelm.chats.rows import (
     ATTACHMENT_COLUMNS,
@@ -34,7 +35,6 @@ from edgelm.chats.rows import (
 )
 from edgelm.chats.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION, statements
 from edgelm.chats.search import search_chats
-from edgelm.errors import EdgeLMError
 
 BUSY_MS = 250  # the chat retries; a longer wait here would only block it
 

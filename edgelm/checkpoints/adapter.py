@@ -19,11 +19,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import DOWNLOAD, shown
 from edgelm.checkpoints.json_scan import read_json
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.values import Values, described, is_integer, is_number
-from edgelm.errors import ModelError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import DOWNLOAD, shown
 from edgelm.checkpoints.json_scan import read_json
 from edgelm.checkpoints.quantization import DECODERS, modelopt_section, quantization_section
@@ -27,7 +28,6 @@ from edgelm.checkpoints.shape import (
     require_shared_heads,
 )
 from edgelm.checkpoints.values import Values, described, is_number
-from edgelm.errors import ModelError
 
 CONFIG = "config.json"
 MAX_ROPE_THETA = 1e15

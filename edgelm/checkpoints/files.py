@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 
 DOWNLOAD = "download it again (edgelm pull --verify MODEL)"
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.config_json import (
     CONFIG,
     architecture_name,
@@ -37,8 +38,7 @@ from edgelm.checkpoints.safetensors import Safetensors
 from edgelm.checkpoints.safetensors_parse import Tensor
 from edgelm.checkpoints.summary import MAX_NAME, ModelFacts, ModelKind, ModelSummary, TensorFacts
 from edgelm.checkpoints.values import Values
-from edgelm.core import Pooling
-from edgelm.errors import ModelError
+from edgelm.engine.core import Pooling
 
 DECODER = r"(?:(?:model|language_model|transformer|text_model)\.)*"
 LAYER = re.compile(DECODER + r"(?:layers|h)\.(\d{1,6})\..+")

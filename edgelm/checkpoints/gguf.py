@@ -17,10 +17,10 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import DOWNLOAD, looks_like, map_file, shown
 from edgelm.checkpoints.gguf_parse import Header, Metadata, Tensor, parse_header
 from edgelm.checkpoints.values import Values
-from edgelm.errors import ModelError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -19,8 +19,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUFValueType
 from numpy.typing import NDArray
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import DOWNLOAD, shown
-from edgelm.errors import ModelError
 
 Scalar = int | float | bool | str
 

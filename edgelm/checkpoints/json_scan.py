@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import DOWNLOAD, map_file, shown
-from edgelm.errors import ModelError
 
 MAX_DEPTH = 64
 MAX_FILE_BYTES = 6 * 2**20  # of a file that is parsed whole: Gemma's tokenizer_config.json has 1.2 MB

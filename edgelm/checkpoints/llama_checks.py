@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import numpy as np
 from gguf.constants import MODEL_ARCH_NAMES, GGUFValueType
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import shown
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.gguf_parse import Array, Tensor
 from edgelm.checkpoints.shape import MAX_VOCAB, Shape, gguf_experts, gguf_shape
-from edgelm.errors import ModelError
 
 MAX_VOCAB_BYTES = 2**25
 MAX_EXPERTS = 1024

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import shown
 from edgelm.checkpoints.json_scan import read_json
 from edgelm.checkpoints.values import is_integer
-from edgelm.errors import ModelError
 
 OTHER = "take a GGUF of the model, or its AWQ, GPTQ, compressed-tensors, FP8 or 16-bit files"
 Method = Literal["none", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4"]

@@ -15,9 +15,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import DOWNLOAD, cannot_open, map_file, shown
 from edgelm.checkpoints.safetensors_parse import MAX_TENSORS, SUFFIX, Header, Tensor, parse_header, parse_index
-from edgelm.errors import ModelError
 
 INDEX_SUFFIX = ".safetensors.index.json"
 SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors", re.DOTALL)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import DOWNLOAD, looks_like, shown
 from edgelm.checkpoints.json_scan import JSONScan
-from edgelm.errors import ModelError
 
 SUFFIX = ".safetensors"
 METADATA = "__metadata__"

@@ -18,7 +18,7 @@ from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.gguf_parse import Array
 from edgelm.checkpoints.shape import MAX_HEAD_LEN, MAX_VOCAB, Shape, gguf_experts, gguf_shape, gguf_windows
 from edgelm.checkpoints.values import Values
-from edgelm.core import Pooling
+from edgelm.engine.core import Pooling
 
 NEWER_LABELS = {41: "MOSTLY_Q2_0"}  # of llama.cpp, which the gguf library lacks
 ModelKind = Literal["text", "embedding", "rerank"]  # it writes text, or only computes vectors, or only scores

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import DOWNLOAD
-from edgelm.errors import ModelError
 
 MAX_INTEGER = 2**40
 MAX_FLOAT = 1e38

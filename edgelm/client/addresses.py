@@ -8,7 +8,7 @@ from __future__ import annotations
 from ipaddress import ip_address
 from urllib.parse import SplitResult, urlsplit
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 
 
 def normalize_address(address: str) -> str:

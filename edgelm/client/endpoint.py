@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from edgelm.base.errors import EngineError, RequestError, StillLoadingError
 from edgelm.client.addresses import is_loopback, is_same_server, normalize_address
 from edgelm.client.answer_stream import AnswerStream, Delta, Finished
 from edgelm.client.failures import explained, no_protocol
 from edgelm.client.json_values import mapping, number, read_vectors, whole
 from edgelm.client.turns import FunctionTool, Turn, as_messages, may_refuse_system, with_joined_system
 from edgelm.client.watching import Seen, watch
-from edgelm.errors import EngineError, RequestError, StillLoadingError
 
 if TYPE_CHECKING:
     import ssl

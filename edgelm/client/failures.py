@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from edgelm.errors import BusyError, EdgeLMError, EngineError, RequestError, StillLoadingError
+from edgelm.base.errors import BusyError, EdgeLMError, EngineError, RequestError, StillLoadingError
 
 MAX_RETRY_S = 5.0
 CONTEXT_HINT = "send less of the conversation, or raise --ctx"

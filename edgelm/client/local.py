@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgelm.config import API_KEYS
-from edgelm.errors import EngineError
-from edgelm.runtime import FrontRecord
+from edgelm.base.config import API_KEYS
+from edgelm.base.errors import EngineError
+from edgelm.base.runtime import FrontRecord
 
 if TYPE_CHECKING:
-    from edgelm.workers.parent import Worker
+    from edgelm.base.workers.parent import Worker
 
 START_S = 60.0
 STOP_S = 5.0
@@ -40,8 +40,8 @@ class OwnFront:
 
     async def start(self) -> FrontRecord:
         """Start it; return how to reach it. Raises EngineError with the reason where it does not start."""
-        from edgelm.workers.messages import Serving  # the chat imports this after its first paint
-        from edgelm.workers.parent import Worker
+        from edgelm.base.workers.messages import Serving  # the chat imports this after its first paint
+        from edgelm.base.workers.parent import Worker
 
         self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with os.fdopen(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as log:

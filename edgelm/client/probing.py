@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from edgelm.base.errors import EngineError
 from edgelm.client.endpoint import ChatRequest, Client
 from edgelm.client.json_values import mapping, number
 from edgelm.client.turns import Turn
-from edgelm.errors import EngineError
 
 NUM_ALTERNATIVES = 10
 

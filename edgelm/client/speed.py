@@ -16,11 +16,11 @@ from typing import Any
 
 import httpx2
 
+from edgelm.base.errors import EngineError
+from edgelm.base.runtime import FrontRecord
 from edgelm.client.failures import detail_of
 from edgelm.client.json_values import mapping
-from edgelm.errors import EngineError
 from edgelm.jobs.speed import SpeedTest, tokens_per_second
-from edgelm.runtime import FrontRecord
 
 CONNECT_S, ANSWER_S = 10.0, 900.0  # an answer may wait for the engine to load
 FORBIDDEN = -100.0  # the least bias of OpenAI's API

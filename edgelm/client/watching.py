@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from edgelm.base.errors import EdgeLMError, EngineError
 from edgelm.client.addresses import is_loopback
 from edgelm.client.json_values import clean_text, mapping, number, whole
-from edgelm.errors import EdgeLMError, EngineError
 
 if TYPE_CHECKING:
     import ssl

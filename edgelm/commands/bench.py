@@ -19,16 +19,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from edgelm.base.config import Config, load_config
+from edgelm.base.errors import RequestError
+from edgelm.base.machine.conditions import Conditions
+from edgelm.base.workers.messages import Result
 from edgelm.client.local import OwnFront
 from edgelm.client.speed import Served
 from edgelm.commands.flags import as_flags
 from edgelm.commands.job import StatusLine, reader_may_leave, run_job
-from edgelm.config import Config, load_config
-from edgelm.errors import RequestError
 from edgelm.jobs.speed import BenchJob, SpeedTest
 from edgelm.library.local import model_config, runnable_model
-from edgelm.machine.conditions import Conditions
-from edgelm.workers.messages import Result
 
 ALIKE = 0.03  # a difference of the two sides that is not shown
 

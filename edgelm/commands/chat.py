@@ -12,14 +12,14 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgelm.base.config import SETTINGS, Config, load_config
+from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.commands.flags import as_flags
 from edgelm.commands.presets import read_looks, read_presets, start_preset
-from edgelm.config import SETTINGS, Config, load_config
-from edgelm.errors import EdgeLMError, ModelError
 from edgelm.library.local import runnable_model
 
 if TYPE_CHECKING:
-    from edgelm.tui.link import Link
+    from edgelm.client.link import Link
     from edgelm.tui.workspace import ChatDefaults
 
 MAX_LOG_BYTES = 2**20
@@ -74,7 +74,7 @@ def open_chat(
     if is_dumb and not plain:
         print("this terminal is dumb (TERM): the chat is in plain lines, as with --plain")
     from edgelm.client.addresses import normalize_address
-    from edgelm.tui.link import Link
+    from edgelm.client.link import Link
     from edgelm.tui.workspace import ChatDefaults
 
     if model and endpoint is None:
@@ -135,7 +135,7 @@ def open_chat(
 
 def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
     """Run the chat on the full screen; return the number of changes that were not saved."""
-    from edgelm.tools.toolbox import make_toolbox
+    from edgelm.chats.tools.toolbox import make_toolbox
     from edgelm.tui.answers import OWN_BUG
     from edgelm.tui.app import ChatApp
 
@@ -163,9 +163,9 @@ def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
 
 def _run_plain(config: Config, link: Link, defaults: ChatDefaults) -> int:
     """Run the chat in plain lines; return the number of changes that were not saved."""
-    from edgelm.tools.toolbox import make_toolbox
-    from edgelm.tui.plain import PlainChat
-    from edgelm.tui.plain_lines import LineReader, Writer
+    from edgelm.chats.tools.toolbox import make_toolbox
+    from edgelm.tui.plain.chat import PlainChat
+    from edgelm.tui.plain.lines import LineReader, Writer
 
     places = config.places
     toolbox = make_toolbox(config.tables.get("tools", {}), places)

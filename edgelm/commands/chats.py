@@ -16,7 +16,9 @@ from typing import Any
 
 from rich.table import Table
 
-from edgelm.atomic import atomic_write
+from edgelm.base.atomic import atomic_write
+from edgelm.base.config import load_config
+from edgelm.base.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError
 from edgelm.chats.export_json import chat_values
 from edgelm.chats.exports import export_chat, file_name
 from edgelm.chats.formats import FORMATS, Format
@@ -26,8 +28,6 @@ from edgelm.chats.printable import printable
 from edgelm.chats.store import Store
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.list import plain_console
-from edgelm.config import load_config
-from edgelm.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError
 
 BUSY_MS = 5_000  # a chat that is open elsewhere writes for moments
 NUM_LISTED = 30

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from edgelm.base.errors import EdgeLMError
 from edgelm.chats.formats import Source
 from edgelm.chats.imports.draft import BadChatError
 from edgelm.chats.imports.files import read_file
@@ -20,7 +21,6 @@ from edgelm.chats.presets import Parse
 from edgelm.chats.printable import printable
 from edgelm.chats.store import Store
 from edgelm.commands.chats import open_store
-from edgelm.errors import EdgeLMError
 
 MAX_NAMED = 20  # conversations of a file that are left out, in lines
 PROGRESS_STEP = 50  # conversations
@@ -35,7 +35,7 @@ _WORDS = {
 
 def import_chats(files: Sequence[str], source: Source, *, as_json: bool) -> int:
     """Import the chats of files, and print how many; return the exit code."""
-    from edgelm.tui.params import PARAMS  # what it imports is slow, and only this command needs it
+    from edgelm.tui.dialogs.params import PARAMS  # what it imports is slow, and only this command needs it
 
     parsers = {param.name: param.parse for param in PARAMS}
     counts: Counter[str] = Counter()

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from edgelm.base.config import SETTINGS, Config, load_config
+from edgelm.base.durations import keep_alive_text
+from edgelm.base.model_tables import ModelTable
 from edgelm.commands.presets import read_looks, read_presets
-from edgelm.config import SETTINGS, Config, load_config
-from edgelm.durations import keep_alive_text
-from edgelm.model_tables import ModelTable
 
 PLAIN_TABLES = ("keys", "themes")  # shown as they stand in the file
 

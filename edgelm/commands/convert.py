@@ -17,18 +17,18 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.markup import escape
 
+from edgelm.base.config import Config, load_config
+from edgelm.base.errors import ModelError, UsageError
+from edgelm.base.machine import facts as machine
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.setting_checks import parse_adapters
+from edgelm.base.workers.exit_reason import ModelFiles, exit_reason
+from edgelm.base.workers.parent import Worker
 from edgelm.commands.job import StatusLine
-from edgelm.config import Config, load_config
-from edgelm.conversion.messages import REPLIES, WORKER, Converted, ConvertJob, Note, Stage, Written
-from edgelm.errors import ModelError, UsageError
 from edgelm.library.local import installed_model, require_whole
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text, time_text
-from edgelm.machine import facts as machine
-from edgelm.machine.cpu import usable_cores
-from edgelm.setting_checks import parse_adapters
-from edgelm.workers.exit_reason import ModelFiles, exit_reason
-from edgelm.workers.parent import Worker
+from edgelm.making.conversion.messages import REPLIES, WORKER, Converted, ConvertJob, Note, Stage, Written
 
 TYPES = ("source", "F32", "F16", "BF16", "Q8_0")
 GGUF = ".gguf"

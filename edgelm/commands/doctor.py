@@ -29,15 +29,15 @@ from edgelm import __version__
 from edgelm.backends.llama.placement import Device
 from edgelm.backends.questions import ask_cuda, ask_llama_build
 from edgelm.backends.tuned import num_tuned
+from edgelm.base.config import Config, load_config
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.machine import facts as machine
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.machine.gpu import nvidia_gpus
+from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.base.places import Places
 from edgelm.commands.config import settings_of
-from edgelm.config import Config, load_config
-from edgelm.errors import EdgeLMError
 from edgelm.library.scan import scan
-from edgelm.machine import facts as machine
-from edgelm.machine.cpu import usable_cores
-from edgelm.machine.gpu import nvidia_gpus
-from edgelm.machine.memory import available_memory_bytes
-from edgelm.places import Places
 
 State = Literal["ok", "note", "problem"]
 LOW_MEMORY_BYTES = 2 * 2**30

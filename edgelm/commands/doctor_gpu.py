@@ -16,16 +16,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from edgelm import __version__
-from edgelm.atomic import atomic_write
 from edgelm.backends.gpu_check import PDL, CheckGpu, GpuVerdict, Notify, OpVerdict, run_check
 from edgelm.backends.kept_verdicts import forget_problems
 from edgelm.backends.questions import ask_cuda
-from edgelm.config import Config, load_config
-from edgelm.errors import EdgeLMError
-from edgelm.kv_modes import TORCH_KV
+from edgelm.base.atomic import atomic_write
+from edgelm.base.config import Config, load_config
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.kv_modes import TORCH_KV
+from edgelm.base.machine.gpu import nvidia_gpus
+from edgelm.base.places import own_places
 from edgelm.library.local import model_config, runnable_model
-from edgelm.machine.gpu import nvidia_gpus
-from edgelm.places import own_places
 
 REPORT = "edgelm-gpu.txt"
 PACKAGES = ("torch", "triton", "edgelm-llama", "llama-cpp-python")

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgelm.base.config import load_config
+from edgelm.base.errors import EdgeLMError, RequestError, UsageError
+from edgelm.base.workers.messages import Result
 from edgelm.commands.job import reader_may_leave, run_job
-from edgelm.config import load_config
-from edgelm.errors import EdgeLMError, RequestError, UsageError
 from edgelm.jobs.embed_request import EmbedJob, Format, Vector
 from edgelm.library.local import runnable_model
 from edgelm.library.names import shown
-from edgelm.workers.messages import Result
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,22 +18,22 @@ from typing import Any
 
 from rich.console import Console
 
+from edgelm.base.config import Config, Settings, load_config
+from edgelm.base.errors import ModelError, RequestError
+from edgelm.base.kv_modes import KV_MODES
+from edgelm.base.machine.conditions import Conditions
+from edgelm.base.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
 from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.commands.eval_state import StateFile
 from edgelm.commands.job import reader_may_leave, run_job
-from edgelm.config import Config, Settings, load_config
-from edgelm.errors import ModelError, RequestError
 from edgelm.evaluation.kept import KeptModel, KeptResult, KeptResults
-from edgelm.kv_modes import KV_MODES
 from edgelm.library.adapters import adapters_identity
 from edgelm.library.hub_cache import link_target
 from edgelm.library.local import model_config, runnable_model
 from edgelm.library.readers import Contents, read_each
 from edgelm.library.scan import LocalModel
-from edgelm.machine.conditions import Conditions
-from edgelm.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
 
 ENGINES = ("llama", "torch")
 SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from edgelm.config import Config
-from edgelm.errors import ModelError
+from edgelm.base.config import Config
+from edgelm.base.errors import ModelError
 from edgelm.library.catalog import find_entry
 from edgelm.library.hub_cache import names_in
 from edgelm.library.local import require_runnable, runnable_model

@@ -17,14 +17,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from edgelm.atomic import atomic_write
+from edgelm.base.atomic import atomic_write
+from edgelm.base.errors import EdgeLMError, RequestError
+from edgelm.base.machine.conditions import Conditions, joined
 from edgelm.commands.list import plain_console
-from edgelm.errors import EdgeLMError, RequestError
 from edgelm.evaluation.comparison import Row, advice, beaten_by
 from edgelm.evaluation.svg_plot import svg_plot
 from edgelm.evaluation.text_plot import text_plot
 from edgelm.library.progress import size_text
-from edgelm.machine.conditions import Conditions, joined
 
 WIDE = 95  # columns beside the labels from which errors and types have room in the table
 MAX_REFERENCE = 16  # characters of its label in a title

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from edgelm.base.config import Config, Settings
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.workers.messages import Result
 from edgelm.commands.job import run_job
-from edgelm.config import Config, Settings
-from edgelm.errors import EdgeLMError
 from edgelm.evaluation.kept import KeptSpeed
 from edgelm.jobs.speed import BenchJob, SpeedTest
 from edgelm.library.scan import LocalModel
-from edgelm.workers.messages import Result
 
 TESTS = (SpeedTest(256, 0, 1), SpeedTest(0, 32, 1))
 REPETITIONS = 3  # in each of the two rounds

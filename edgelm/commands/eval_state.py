@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from edgelm.atomic import atomic_json, read_json
+from edgelm.base.atomic import atomic_json, read_json
 
 STATE_FORMAT = 1  # of the file, and of the meaning of the figures: part of the key
 MAX_AGE_S = 30 * 24 * 3600

@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edgelm.base.config import Config, Settings, load_config
+from edgelm.base.errors import EdgeLMError, ModelError, RequestError
+from edgelm.base.workers.messages import EvalSide
 from edgelm.commands.eval import (
     Against,
     Task,
@@ -29,14 +32,11 @@ from edgelm.commands.eval_models import find_models
 from edgelm.commands.eval_output import Form, Judgement, print_judgement
 from edgelm.commands.eval_speed import Timed, measure_speeds, speed_key
 from edgelm.commands.job import reader_may_leave
-from edgelm.config import Config, Settings, load_config
-from edgelm.errors import EdgeLMError, ModelError, RequestError
 from edgelm.evaluation.comparison import Row, by_size, short_labels
 from edgelm.evaluation.kept import KeptResult, KeptResults, KeptSpeed
 from edgelm.library.local import model_config
 from edgelm.library.readers import Contents, read_each
 from edgelm.library.scan import LocalModel
-from edgelm.workers.messages import EvalSide
 
 SPEED_AGE_S = 3600
 COMPARED = (  # the figures of a comparison, which a model alone does not have

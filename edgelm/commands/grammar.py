@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from edgelm.errors import RequestError, UsageError
-from edgelm.sampling.schema import MAX_SOURCE, parse_schema, refuse_oversized
-from edgelm.workers.grammars import GrammarSpec
+from edgelm.base.errors import RequestError, UsageError
+from edgelm.base.workers.grammars import GrammarSpec
+from edgelm.engine.sampling.schema import MAX_SOURCE, parse_schema, refuse_oversized
 
 MAX_FILE_BYTES = 4 * MAX_SOURCE  # characters of UTF-8
 

@@ -6,8 +6,8 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from edgelm import guide
-from edgelm.errors import UsageError
+from edgelm.base.errors import UsageError
+from edgelm.chats.knowledge import guide
 
 MAX_WIDTH = 100  # columns; longer lines are hard to read
 MIN_PREFIX_LEN = 3  # of a topic that is not typed in full

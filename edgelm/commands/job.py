@@ -10,14 +10,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from edgelm.errors import EdgeLMError, GpuLoadError
-from edgelm.jobs.embed_request import Vector
-from edgelm.library.local import find_draft_model
-from edgelm.library.scan import note_use
-from edgelm.machine import facts as machine
-from edgelm.places import Places
-from edgelm.workers.exit_reason import ModelFiles, exit_reason
-from edgelm.workers.messages import (
+from edgelm.base.errors import EdgeLMError, GpuLoadError
+from edgelm.base.machine import facts as machine
+from edgelm.base.places import Places
+from edgelm.base.workers.exit_reason import ModelFiles, exit_reason
+from edgelm.base.workers.messages import (
     EngineJob,
     EvalRestarted,
     EvalState,
@@ -29,7 +26,10 @@ from edgelm.workers.messages import (
     Text,
     Thought,
 )
-from edgelm.workers.parent import Worker
+from edgelm.base.workers.parent import Worker
+from edgelm.jobs.embed_request import Vector
+from edgelm.library.local import find_draft_model
+from edgelm.library.scan import note_use
 
 WORKER = "edgelm.jobs.worker"
 LINE_INTERVAL_S = 10.0  # between two lines of progress for a pipe or a file

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
-from edgelm.errors import EdgeLMError
-from edgelm.knowledge.files import LeftOut
-from edgelm.knowledge.index import Knowledge
-from edgelm.knowledge.quote import MOST_CHARS
-from edgelm.knowledge.starter import starter_passages
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.places import Places
+from edgelm.base.workers.messages import Passage
+from edgelm.chats.knowledge.files import LeftOut
+from edgelm.chats.knowledge.index import Knowledge
+from edgelm.chats.knowledge.quote import MOST_CHARS
+from edgelm.chats.knowledge.starter import starter_passages
 from edgelm.library.suggestion import suggested_model
-from edgelm.places import Places
-from edgelm.workers.messages import Passage
 
 NUM_NAMED = 3  # files that are left out and named without --verbose
 

@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from edgelm.base.config import Config, load_config
+from edgelm.base.errors import ModelError
 from edgelm.commands.job import reader_may_leave
-from edgelm.config import Config, load_config
-from edgelm.errors import ModelError
 from edgelm.library.hub_cache import all_unfinished, file_size
 from edgelm.library.local import find_local
 from edgelm.library.names import shown

@@ -12,13 +12,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from urllib.parse import quote
 
+from edgelm.base.config import load_config
+from edgelm.base.durations import keep_alive_text, parse_keep_alive
+from edgelm.base.errors import EdgeLMError, UsageError
+from edgelm.base.places import expand_home
+from edgelm.base.runtime import FrontRecord
 from edgelm.commands.running import ask_front, get_state, require_front
-from edgelm.config import load_config
-from edgelm.durations import keep_alive_text, parse_keep_alive
-from edgelm.errors import EdgeLMError, UsageError
 from edgelm.library.names import shown
-from edgelm.places import expand_home
-from edgelm.runtime import FrontRecord
 
 LOAD_LIMIT_S = 1200.0
 POLL_S = 0.3

@@ -13,10 +13,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from edgelm.config import load_config
-from edgelm.errors import EdgeLMError
+from edgelm.base.config import load_config
+from edgelm.base.errors import EdgeLMError
+from edgelm.engine.speculation import past_answers as answers
 from edgelm.library.progress import size_text
-from edgelm.speculation import past_answers as answers
 
 WRONG_USAGE = 2
 

@@ -24,6 +24,14 @@ from edgelm.backends.llama.placement import ON_CPU, Device, Placement, Wish
 from edgelm.backends.plan import DraftModel, MachineMemory, Option, Plan, plan
 from edgelm.backends.questions import BufferProbe, ChosenEngine, ask_choice
 from edgelm.backends.torch.memory import TorchMemory
+from edgelm.base.config import Config, Settings, load_config
+from edgelm.base.machine import facts as machine
+from edgelm.base.machine.bandwidth import read_bandwidth
+from edgelm.base.machine.conditions import conditions
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.machine.gpu import Gpu, nvidia_gpus
+from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.base.places import Places
 from edgelm.checkpoints.folder import folder_facts
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.safetensors import open_safetensors
@@ -31,15 +39,7 @@ from edgelm.checkpoints.summary import ModelFacts, ModelSummary, model_facts
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.plan_devices import device_documents, device_table, placement_line
 from edgelm.commands.plan_loaded import loaded_beside
-from edgelm.config import Config, Settings, load_config
 from edgelm.library.local import find_draft_model, model_config, require_gguf, runnable_model
-from edgelm.machine import facts as machine
-from edgelm.machine.bandwidth import read_bandwidth
-from edgelm.machine.conditions import conditions
-from edgelm.machine.cpu import usable_cores
-from edgelm.machine.gpu import Gpu, nvidia_gpus
-from edgelm.machine.memory import available_memory_bytes
-from edgelm.places import Places
 
 BAR_LEN = 60  # characters
 PARTS = (

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.runtime import find_front
 from edgelm.commands.running import get_state
-from edgelm.errors import EdgeLMError
 from edgelm.library.progress import size_text
-from edgelm.runtime import find_front
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,18 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgelm.base.config import Config
 from edgelm.chats.presets import Preset, Presets, parse_presets
-from edgelm.config import Config
 
 if TYPE_CHECKING:
     from textual.theme import Theme
 
-    from edgelm.tui.keymap import KeyMap
+    from edgelm.tui.commands.keymap import KeyMap
 
 
 def read_presets(config: Config) -> Presets:
     """Return the presets of the user's own config.toml; no file of a working directory is read. Raises UsageError."""
-    from edgelm.tui.params import PARAMS  # most runs have no preset
+    from edgelm.tui.dialogs.params import PARAMS  # most runs have no preset
 
     parsers = {param.name: param.parse for param in PARAMS}
     return parse_presets(config.tables, config.places.config / "config.toml", parsers)
@@ -25,8 +25,8 @@ def read_presets(config: Config) -> Presets:
 
 def read_looks(config: Config) -> tuple[KeyMap, tuple[Theme, ...]]:
     """Return the keys and themes of the user's own config.toml. Raises UsageError."""
-    from edgelm.tui.keymap import parse_keys
-    from edgelm.tui.themes import parse_themes
+    from edgelm.tui.commands.keymap import parse_keys
+    from edgelm.tui.dialogs.themes import parse_themes
 
     file = config.places.config / "config.toml"
     return parse_keys(config.tables.get("keys", {}), file), parse_themes(config.tables.get("themes", {}), file)

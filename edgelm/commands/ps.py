@@ -7,12 +7,12 @@ from typing import Any
 
 from rich.table import Table
 
+from edgelm.base.config import load_config
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.runtime import find_fronts
 from edgelm.commands.list import plain_console
 from edgelm.commands.running import get_state
-from edgelm.config import load_config
-from edgelm.errors import EdgeLMError
 from edgelm.library.progress import size_text
-from edgelm.runtime import find_fronts
 
 TITLES = ("MODEL", "STATE", "PID", "MEMORY", "PREDICTED", "CONTEXT", "ENGINE", "REQUESTS", "ENDS IN")
 LEFT = ("MODEL", "STATE", "ENGINE")

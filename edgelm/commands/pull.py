@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from edgelm.base.config import Config, load_config
+from edgelm.base.errors import EdgeLMError
 from edgelm.commands.kept_results import result_lines, results_document, speeds_document
-from edgelm.config import Config, load_config
-from edgelm.errors import EdgeLMError
 from edgelm.evaluation.kept import KeptModel, KeptResults
 from edgelm.library.catalog import hub_reference, stand_in
 from edgelm.library.http_range import fetch_headers
@@ -109,7 +109,7 @@ def _pick() -> str | None:
     """Return the model that the user chooses on the terminal, None if the choice is cancelled."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise EdgeLMError("no model is named, and there is no terminal to choose one", "name it: edgelm pull qwen3:4b")
-    from edgelm.tui.picker import pick_model
+    from edgelm.tui.dialogs.picker import pick_model
 
     return pick_model()
 

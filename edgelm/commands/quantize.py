@@ -19,27 +19,27 @@ from typing import Any
 
 from rich.table import Table
 
+from edgelm.base.config import Config, load_config
+from edgelm.base.disk import unfinished
+from edgelm.base.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError, UsageError
+from edgelm.base.machine import facts as machine
+from edgelm.base.places import Places
+from edgelm.base.workers.exit_reason import ModelFiles
+from edgelm.base.workers.messages import Result, Status
+from edgelm.base.workers.parent import Exit, Worker
 from edgelm.commands.convert import run_conversion
 from edgelm.commands.job import StatusLine
 from edgelm.commands.list import plain_console
 from edgelm.commands.quantize_choice import choice_lines, choice_table
-from edgelm.config import Config, load_config
-from edgelm.conversion.messages import ConvertJob
-from edgelm.disk import unfinished
-from edgelm.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError, UsageError
 from edgelm.library.local import installed_model, require_whole
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text, time_text
 from edgelm.library.scan import LocalModel
-from edgelm.machine import facts as machine
-from edgelm.places import Places
-from edgelm.quantization.file_size import parse_budget
-from edgelm.quantization.job import IMPORTANCE_LIMIT_S, NUM_TOKENS, WORKER, QuantizeJob
-from edgelm.quantization.recipe import Recipe
-from edgelm.quantization.types import FILE_TYPES, FileType, file_type, tensor_type
-from edgelm.workers.exit_reason import ModelFiles
-from edgelm.workers.messages import Result, Status
-from edgelm.workers.parent import Exit, Worker
+from edgelm.making.conversion.messages import ConvertJob
+from edgelm.making.quantization.file_size import parse_budget
+from edgelm.making.quantization.job import IMPORTANCE_LIMIT_S, NUM_TOKENS, WORKER, QuantizeJob
+from edgelm.making.quantization.recipe import Recipe
+from edgelm.making.quantization.types import FILE_TYPES, FileType, file_type, tensor_type
 
 AUTO = "auto"
 CONVERTED = ".edgelm-source.gguf"  # the end of the hidden name of a converted folder

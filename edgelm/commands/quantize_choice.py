@@ -1,6 +1,6 @@
 """The table of the types that `edgelm quantize --to auto` chose, and by what.
 
-Owns the words for a report of `quantization/automatic.py`, which comes as JSON from a worker.
+Owns the words for a report of `making/quantization/automatic.py`, which comes as JSON from a worker.
 """
 
 from __future__ import annotations

@@ -14,14 +14,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from edgelm.config import load_config
-from edgelm.disk import unfinished
-from edgelm.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError, UsageError
+from edgelm.base.config import load_config
+from edgelm.base.disk import unfinished
+from edgelm.base.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError, UsageError
+from edgelm.base.machine.gpu import INSTALL
+from edgelm.base.workers.exit_reason import ModelFiles, exit_reason
+from edgelm.base.workers.parent import Worker
 from edgelm.library.local import installed_model
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text, time_text
-from edgelm.machine.gpu import INSTALL
-from edgelm.quantization.int4_job import (
+from edgelm.making.quantization.int4_job import (
     GROUPS,
     METHODS,
     SEQUENCE_LEN,
@@ -31,10 +33,8 @@ from edgelm.quantization.int4_job import (
     Int4Note,
     Int4Progress,
 )
-from edgelm.workers.exit_reason import ModelFiles, exit_reason
-from edgelm.workers.parent import Worker
 
-WORKER = "edgelm.quantization.int4_worker"
+WORKER = "edgelm.making.quantization.int4_worker"
 PACKAGES = ("torch", "tokenizers")
 LINE_INTERVAL_S = 30.0  # between two lines of progress where there is no terminal
 

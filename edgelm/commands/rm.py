@@ -14,8 +14,9 @@ from pathlib import Path
 
 import httpx2
 
-from edgelm.config import Config, load_config
-from edgelm.errors import EdgeLMError, ModelError
+from edgelm.base.config import Config, load_config
+from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.runtime import FrontRecord, find_fronts
 from edgelm.library.adapters import pulled_adapter
 from edgelm.library.hub_cache import Unfinished, unfinished_of
 from edgelm.library.local import installed_model
@@ -23,7 +24,6 @@ from edgelm.library.names import HubReference, LocalPath, parse_name, shown
 from edgelm.library.progress import size_text
 from edgelm.library.removal import Removal, plan_removal, remove, remove_unfinished
 from edgelm.library.scan import LocalModel, forget_use, scan
-from edgelm.runtime import FrontRecord, find_fronts
 
 REQUEST_LIMIT_S = 2.0
 WRONG_USAGE = 2

@@ -10,16 +10,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from edgelm.base.config import SETTINGS, Config, load_config
+from edgelm.base.errors import EdgeLMError, RequestError, UsageError
+from edgelm.base.places import Places
+from edgelm.base.workers.grammars import GrammarSpec
+from edgelm.base.workers.messages import Passage, Read, Result, RunJob, Said, Text, Thinking, Thought
 from edgelm.chats.presets import Preset, apply_preset
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.commands.presets import read_presets, start_preset
-from edgelm.config import SETTINGS, Config, load_config
-from edgelm.errors import EdgeLMError, RequestError, UsageError
 from edgelm.library.local import model_config, runnable_model
 from edgelm.library.names import STARTER
-from edgelm.places import Places
-from edgelm.workers.grammars import GrammarSpec
-from edgelm.workers.messages import Passage, Read, Result, RunJob, Said, Text, Thinking, Thought
 
 if TYPE_CHECKING:
     from edgelm.commands.run_chat import SavedChat
@@ -76,7 +76,7 @@ def run_model(
 
             passages = find_passages(know, text, config.places, verbose=verbose)
         elif local.name == STARTER and not raw:
-            from edgelm.knowledge.index import GUIDE
+            from edgelm.chats.knowledge.index import GUIDE
 
             know = (GUIDE,)
             passages, quotations = _read_guide(text, config.places)
@@ -174,8 +174,8 @@ def _with_preset(preset: Preset, config: Config, think: Thinking, *, is_saved: b
 
 def _read_guide(question: str, places: Places) -> tuple[tuple[Passage, ...] | None, list[str]]:
     """Return passages of the guide for the starter, and its possible answers; None: the guide cannot be searched."""
+    from edgelm.chats.knowledge.starter import starter_answers
     from edgelm.commands.knowledge import find_starter_passages
-    from edgelm.knowledge.starter import starter_answers
 
     try:
         passages = find_starter_passages(question, places)

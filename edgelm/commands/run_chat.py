@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from edgelm.base.config import SETTINGS, Config, Settings
+from edgelm.base.errors import EdgeLMError, ModelError, RequestError
+from edgelm.base.workers.messages import Passage, Said, Text, Thinking, Thought
 from edgelm.chats.handles import find_chat, handle
 from edgelm.chats.history import Chat, Message, State
+from edgelm.chats.knowledge.index import GUIDE
 from edgelm.chats.reading import Reading
 from edgelm.chats.store import ChatsError, Store
 from edgelm.chats.store_thread import StoreThread, Write
 from edgelm.client.answer_stream import AnswerStats
-from edgelm.config import SETTINGS, Config, Settings
-from edgelm.errors import EdgeLMError, ModelError, RequestError
-from edgelm.knowledge.index import GUIDE
+from edgelm.client.session import Session
 from edgelm.library.local import runnable_model
 from edgelm.library.scan import LocalModel
-from edgelm.tui.session import Session
-from edgelm.workers.messages import Passage, Said, Text, Thinking, Thought
 
 SAVE_S = 10.0  # for the last writes, where another program has locked the file
 NOTED_REASONS = ("length", "context")

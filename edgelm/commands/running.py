@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx2
 
-from edgelm.config import Config
-from edgelm.errors import EdgeLMError
-from edgelm.runtime import FrontRecord, find_front
+from edgelm.base.config import Config
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.runtime import FrontRecord, find_front
 
 REQUEST_LIMIT_S = 5.0
 

@@ -9,17 +9,17 @@ import logging
 import sys
 from collections.abc import Mapping
 
-from edgelm.config import load_config
-from edgelm.errors import EdgeLMError, ModelError
+from edgelm.base.config import load_config
+from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.runtime import FrontRecord
+from edgelm.base.workers.messages import Serving
+from edgelm.base.workers.wire import Saving, encode
 from edgelm.library.local import runnable_model
 from edgelm.library.readers import Describe, read_each
-from edgelm.runtime import FrontRecord
 from edgelm.server import request_log
 from edgelm.server.keys import check_secret
 from edgelm.server.listener import inherited_listener
 from edgelm.server.serving import ServeOptions, serve
-from edgelm.workers.messages import Serving
-from edgelm.workers.wire import Saving, encode
 
 log = logging.getLogger(__name__)
 

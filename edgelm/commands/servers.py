@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from edgelm.base.config import load_config
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.runtime import find_front
 from edgelm.client.addresses import normalize_address
-from edgelm.config import load_config
-from edgelm.errors import EdgeLMError
-from edgelm.runtime import find_front
 
 if TYPE_CHECKING:
     import ssl

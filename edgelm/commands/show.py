@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
+from edgelm.base.config import Config, load_config
+from edgelm.base.errors import ModelError
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.kept_results import result_lines, results_document, speeds_document
 from edgelm.commands.list import age_text, last_used_at, parameters_text, place_of, plain_console, size_on_disk
-from edgelm.config import Config, load_config
-from edgelm.errors import ModelError
 from edgelm.evaluation.kept import KeptResults
 from edgelm.library.catalog import Entry, entry_of
 from edgelm.library.local import installed_model, model_config

@@ -19,8 +19,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from edgelm.base.errors import EdgeLMError
 from edgelm.commands.servers import chosen_server
-from edgelm.errors import EdgeLMError
 from edgelm.library.names import shown
 
 REQUEST_LIMIT_S = 5.0

@@ -8,9 +8,9 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 
+from edgelm.base.config import load_config
+from edgelm.base.errors import EdgeLMError
 from edgelm.commands.servers import Server, chosen_server
-from edgelm.config import load_config
-from edgelm.errors import EdgeLMError
 
 
 def watch_server(model: str | None, endpoint: str | None, api_key: str | None, *, as_json: bool) -> None:
@@ -25,7 +25,7 @@ def watch_server(model: str | None, endpoint: str | None, api_key: str | None, *
         return
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise EdgeLMError("edgelm watch draws in a terminal, and there is none", "add --json for lines of JSON")
-    from edgelm.tui.watch_app import WatchApp
+    from edgelm.tui.inspector.app import WatchApp
 
     bandwidth = 0.0
     if server.is_own:

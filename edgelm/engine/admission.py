@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from edgelm.core import Sequence
+from edgelm.engine.core import Sequence
 
 SHORT_ANSWER = 64  # tokens; a request for at most so many is interactive
 TURNS = 4  # requests that are admitted in a row while one of a later kind waits

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from edgelm.core import Step
+from edgelm.engine.core import Step
 
 MAX_STEP_S = 0.2  # limit of a step that decodes: of 100 steps with prefill, the slowest then takes 0.3 s
 MIN_PREFILL = 8  # tokens; shorter chunks are mostly overhead, and 32 tokens of a 1B model take 0.4 s on two cores

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from itertools import product
 from typing import Any
 
-from edgelm.core import FinishReason, Sequence, Stats
+from edgelm.engine.core import FinishReason, Sequence, Stats
 
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
 _LONG_S = (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)

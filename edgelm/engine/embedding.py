@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.core import Embedder, EmbeddingBatch
-from edgelm.errors import DeviceError, EdgeLMError, EngineError
+from edgelm.base.errors import DeviceError, EdgeLMError, EngineError
+from edgelm.engine.core import Embedder, EmbeddingBatch
 
 BUSY_SHARE = 0.25  # of the time of the steps, while answers are decoded
 BUSY_PIECE_S = 0.03  # that a step waits for a piece of this work

@@ -19,7 +19,9 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.core import (
+from edgelm.base.errors import BusyError, DeviceError, EdgeLMError, EngineError, RequestError, SnapshotError
+from edgelm.engine.clock import StepClock
+from edgelm.engine.core import (
     Embedder,
     Event,
     Executor,
@@ -35,7 +37,6 @@ from edgelm.core import (
     Step,
     Store,
 )
-from edgelm.engine.clock import StepClock
 from edgelm.engine.counters import Counters
 from edgelm.engine.embedding import EmbeddingJob, EmbeddingQueue
 from edgelm.engine.pipeline import StepPipeline
@@ -44,7 +45,6 @@ from edgelm.engine.stream import Mailbox, Stream
 from edgelm.engine.usage import Usage
 from edgelm.engine.watch import Watch, Watcher
 from edgelm.engine.watchdog import Watchdog
-from edgelm.errors import BusyError, DeviceError, EdgeLMError, EngineError, RequestError, SnapshotError
 
 MAX_REQUESTS = 512  # open at the same time, running and waiting; a client alone may have half of them
 WORK_SHARE = 0.02  # of a step's time, for the background work of the drafter

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from edgelm.core import Drop, ExecutorInfo, KVRegion, Load, OnSaving, Op, Save, Sequence, Snapshots, Store
+from edgelm.engine.core import Drop, ExecutorInfo, KVRegion, Load, OnSaving, Op, Save, Sequence, Snapshots, Store
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, MIN_STORED_LEN, FileIndex
 from edgelm.engine.shared_prefixes import SHARED_SHARE, BranchPoints, SharedChains
 

@@ -21,7 +21,8 @@ from typing import Literal
 
 import numpy as np
 
-from edgelm.core import (
+from edgelm.engine.cells import Cells
+from edgelm.engine.core import (
     Copy,
     Drop,
     ExecutorInfo,
@@ -36,7 +37,6 @@ from edgelm.core import (
     StoredPrefix,
     Trim,
 )
-from edgelm.engine.cells import Cells
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, MIN_STORED_LEN, FileIndex, PrefixIndex, Tokens, common_prefix_len
 from edgelm.engine.save_points import SAVED_SHARE, StateSizes, dispensable, save_points
 from edgelm.engine.shared_prefixes import SHARED_SHARE, BranchPoints, kept_longest

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgelm.core import Executor, Masks, PendingSamples, Sampled, Step
+from edgelm.base.errors import EdgeLMError
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import Executor, Masks, PendingSamples, Sampled, Step
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import EdgeLMError
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.core import Snapshots, StoredPrefix
+from edgelm.engine.core import Snapshots, StoredPrefix
 
 Tokens = NDArray[np.int32]
 

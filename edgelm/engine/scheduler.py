@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgelm.core import (
+from edgelm.base.errors import EdgeLMError, EngineError, RequestError
+from edgelm.engine.admission import AdmissionQueue, is_interactive
+from edgelm.engine.clock import StepClock
+from edgelm.engine.core import (
     LAST,
     NOT_A_TOKEN,
     Chunk,
@@ -26,9 +29,6 @@ from edgelm.core import (
     Sequence,
     Step,
 )
-from edgelm.engine.admission import AdmissionQueue, is_interactive
-from edgelm.engine.clock import StepClock
-from edgelm.errors import EdgeLMError, EngineError, RequestError
 
 MANY_SLOTS = 4  # of so many or more, long answers leave one to short ones while others wait
 

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from edgelm.core import Event, FinishReason, Stats
+from edgelm.engine.core import Event, FinishReason, Stats
 
 MIN_GAP_S = 1 / 30  # between two times at which the reader of a stream is woken
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from edgelm.core import Event, FinishReason
+from edgelm.engine.core import Event, FinishReason
 
 
 class Usage:

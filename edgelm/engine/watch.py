@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
 
-from edgelm.core import Event, FinishReason, KVRegion, Sampled, Step
+from edgelm.engine.core import Event, FinishReason, KVRegion, Sampled, Step
 
 KEPT = 512  # records that a watcher may lag behind
 KV_EVERY_S = 0.25  # between two records of the KV cache: it has thousands of regions

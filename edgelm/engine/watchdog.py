@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from edgelm.core import Step
-from edgelm.errors import DeviceError
+from edgelm.base.errors import DeviceError
+from edgelm.engine.core import Step
 
 TICK_S = 2.0
 GPU_S = 60.0

@@ -18,14 +18,14 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from edgelm.base.errors import DeviceError, EdgeLMError, ModelError
+from edgelm.base.workers.messages import EvalSide
 from edgelm.checkpoints.summary import ModelSummary
-from edgelm.core import Chunk, Executor, ExecutorInfo, SamplingParams, Sequence, Step, Trim
-from edgelm.errors import DeviceError, EdgeLMError, ModelError
+from edgelm.engine.core import Chunk, Executor, ExecutorInfo, SamplingParams, Sequence, Step, Trim
 from edgelm.evaluation.scores import Logits, Scores, Tally, join, score
 from edgelm.evaluation.text import MIN_WINDOW, Window, steps
 from edgelm.evaluation.watched import WatchedExecutor
 from edgelm.text.tokenizer import Tokenizer
-from edgelm.workers.messages import EvalSide
 
 DEFAULT_WINDOW = 512  # tokens
 LOGITS_BYTES = 64 * 2**20  # bound on the logits of a step

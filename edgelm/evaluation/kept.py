@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from edgelm.atomic import atomic_json, read_json
+from edgelm.base.atomic import atomic_json, read_json
 
 FOLDER = "evaluations"
 FORMAT = 1  # of the files, and of the meaning of the figures

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.errors import EngineError
+from edgelm.base.errors import EngineError
 
 Floats = NDArray[np.float64]
 Logits = NDArray[np.float32]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 from edgelm.text.tokenizer import Tokenizer
 
 PIECE_CHARS = 65_536  # tokenizers may take minutes for megabytes without a space

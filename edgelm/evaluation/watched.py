@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.core import Executor, ExecutorInfo, Masks, PendingSamples, Step
+from edgelm.base.errors import DeviceError
+from edgelm.engine.core import Executor, ExecutorInfo, Masks, PendingSamples, Step
 from edgelm.engine.watchdog import Watchdog
-from edgelm.errors import DeviceError
 
 
 class WatchedExecutor:

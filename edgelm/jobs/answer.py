@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from edgelm.backends.model import LoadedModel
-from edgelm.config import Settings
-from edgelm.core import Sampled, SamplingParams, Stats
+from edgelm.base.config import Settings
+from edgelm.base.errors import RequestError
+from edgelm.engine.core import Sampled, SamplingParams, Stats
+from edgelm.engine.sampling.script import ScriptMatcher
 from edgelm.engine.usage import Usage
-from edgelm.errors import RequestError
 from edgelm.jobs.constraints import Constraints, Style, Styles
 from edgelm.jobs.past import PastTokens
 from edgelm.jobs.prompts import Prompts, too_long
 from edgelm.jobs.request import AnswerDelta, AnswerReason, AnswerRequest
-from edgelm.sampling.script import ScriptMatcher
 from edgelm.text.calls.repeats import RepeatedCalls
 from edgelm.text.indent import IndentLimit
 from edgelm.text.parse import AnswerParser, Args, CallBegin, CallEnd, Content, Part, Reasoning
@@ -30,7 +30,7 @@ from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.template_worker import TemplateRunner
 
 if TYPE_CHECKING:
-    from edgelm.sampling.grammar import Grammar, GrammarCompiler
+    from edgelm.engine.sampling.grammar import Grammar, GrammarCompiler
 
 REPEATED = "the answer ends before a call that repeats an earlier one with the same arguments"
 TAIL = 512  # characters of the prompt that tell where an answer begins

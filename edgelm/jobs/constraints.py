@@ -12,12 +12,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from edgelm.core import Matcher
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
+from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec, SchemaRule
+from edgelm.engine.core import Matcher
+from edgelm.engine.sampling.budget import BudgetMatcher
+from edgelm.engine.sampling.unique import merged
 from edgelm.jobs.request import AnswerRequest
 from edgelm.jobs.tool_schemas import ToolSchemas
-from edgelm.sampling.budget import BudgetMatcher
-from edgelm.sampling.unique import merged
 from edgelm.text.calls.derive import ToolSupport, find_support
 from edgelm.text.calls.known import known_formats
 from edgelm.text.constraint import AnswerFormat, answer_grammar, callable_functions
@@ -25,10 +26,9 @@ from edgelm.text.parse import control_marks
 from edgelm.text.reasoning import ReasoningFormat, find_reasoning, is_thinking
 from edgelm.text.template_worker import TemplateRunner
 from edgelm.text.tokenizer import Tokenizer
-from edgelm.workers.grammars import CheckedGrammar, GrammarSpec, SchemaRule
 
 if TYPE_CHECKING:
-    from edgelm.sampling.grammar import Grammar, GrammarCompiler
+    from edgelm.engine.sampling.grammar import Grammar, GrammarCompiler
 
 PROBE_BYTES = 2**16  # of a rendered probe
 MAX_CONSTRAINTS = 64  # kept, least recently used out first

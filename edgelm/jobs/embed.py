@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.backends.model import LoadedModel
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
+from edgelm.base.workers.child import Child
+from edgelm.base.workers.messages import Result
 from edgelm.jobs.embed_request import MAX_INPUTS, Embedded, EmbedJob, EmbedRequest, Ranked, RankRequest, Vector
 from edgelm.jobs.request import ContextError
 from edgelm.text.encoding import TextEncoder
-from edgelm.workers.child import Child
-from edgelm.workers.messages import Result
 
 MAX_TOKEN_LEN = 128  # characters: the longest token of the known vocabularies
 EDGE = 4  # tokens at the ends of an input, where it may have been cut

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from edgelm.workers.messages import EngineJob
+from edgelm.base.workers.messages import EngineJob
 
 if TYPE_CHECKING:  # the front has no arrays
     import numpy as np

@@ -14,14 +14,14 @@ from itertools import islice
 from typing import Any
 
 from edgelm.backends.build import load_evaluation
-from edgelm.core import ExecutorInfo
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.machine.conditions import Measurement
+from edgelm.base.workers.child import Child, report_loading
+from edgelm.base.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result, Status
+from edgelm.engine.core import ExecutorInfo
 from edgelm.evaluation.evaluate import NOISE_TOKENS, Evaluation, evaluate
 from edgelm.evaluation.scores import Moments, Tally, distinguishable
 from edgelm.evaluation.text import Cut, TextTokens
-from edgelm.machine.conditions import Measurement
-from edgelm.workers.child import Child, report_loading
-from edgelm.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result, Status
 
 STATE_EVERY_S = 0.5
 STATUS_EVERY_S = 0.2

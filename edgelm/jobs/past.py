@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.history import text_of
 from edgelm.text.template import Message
 from edgelm.text.tokenizer import Tokenizer

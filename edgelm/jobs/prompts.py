@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from edgelm.backends.model import LoadedModel
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.jobs.constraints import Style
 from edgelm.jobs.request import AnswerRequest, ContextError
 from edgelm.text.calls.generic import with_plain_calls, with_tools_text

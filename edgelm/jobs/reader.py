@@ -9,20 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.machine.gpu import INSTALL, has_torch
+from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.base.workers.child import answer_requests
 from edgelm.checkpoints.folder import folder_facts, folder_summary
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.identity import content_identity
 from edgelm.checkpoints.llama_checks import require_model
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelSummary, model_facts, model_summary
-from edgelm.config import Settings
-from edgelm.errors import EdgeLMError, ModelError
 from edgelm.library.readers import Answer, Card, Contents, Describe, Detail
-from edgelm.machine.cpu import usable_cores
-from edgelm.machine.gpu import INSTALL, has_torch
-from edgelm.machine.memory import available_memory_bytes
 from edgelm.models.config import folder_problem
-from edgelm.workers.child import answer_requests
 
 if TYPE_CHECKING:
     from edgelm.backends.plan import EngineMemory

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from edgelm.core import FinishReason, Sampled, Stats
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
+from edgelm.base.workers.grammars import GrammarSpec
+from edgelm.engine.core import FinishReason, Sampled, Stats
 from edgelm.text.calls.format import ToolChoice
 from edgelm.text.parse import Content, Part, Reasoning
-from edgelm.workers.grammars import GrammarSpec
 
 if TYPE_CHECKING:
     from edgelm.text.template import Message

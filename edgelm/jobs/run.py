@@ -11,17 +11,17 @@ from dataclasses import asdict
 from typing import Any
 
 from edgelm.backends.model import LoadedModel
-from edgelm.core import Stats
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
+from edgelm.base.workers.child import Child
+from edgelm.base.workers.messages import Passage, Read, Result, RunJob, Said, Text, Thought
+from edgelm.base.workers.parent import Worker
+from edgelm.chats.knowledge.quote import fitting, share_of_context, system_message
+from edgelm.engine.core import Stats
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.prompts import prompt_ids
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
-from edgelm.knowledge.quote import fitting, share_of_context, system_message
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.template_worker import TemplateRunner
-from edgelm.workers.child import Child
-from edgelm.workers.messages import Passage, Read, Result, RunJob, Said, Text, Thought
-from edgelm.workers.parent import Worker
 
 MAX_TOKEN_LEN = 128  # characters: the longest token of the known vocabularies
 
@@ -33,7 +33,7 @@ async def answer_prompt(template_worker: Worker | None, loaded: LoadedModel, job
     """
     grammars = None
     if job.grammar:
-        from edgelm.sampling.grammar import GrammarCompiler  # most answers need no llguidance
+        from edgelm.engine.sampling.grammar import GrammarCompiler  # most answers need no llguidance
 
         grammars = GrammarCompiler(loaded.tokenizer, loaded.engine.info.num_vocab)
     is_chat = not job.raw and (loaded.tokenizer.chat_template is not None or bool(job.before))

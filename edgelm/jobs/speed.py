@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from edgelm.core import ExecutorInfo, SamplingParams
+from edgelm.base.errors import RequestError
+from edgelm.base.workers.messages import EngineJob
+from edgelm.engine.core import ExecutorInfo, SamplingParams
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SPARE_LEN
-from edgelm.errors import RequestError
-from edgelm.workers.messages import EngineJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The schemas of a request's tools, checked: those that no grammar can enforce in full are relaxed or refused.
 
 Owns the budget of one request's checks, and the results that are kept. How a schema is relaxed is the worker's matter
-(sampling/grammar_worker.py).
+(engine/sampling/grammar_worker.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
+from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec
 from edgelm.text.calls.schema import ToolSchema, parameters_of
-from edgelm.workers.grammars import CheckedGrammar, GrammarSpec
 
 MAX_CHECKS = 128  # of one request; kept results cost none
 MAX_CPU_S = 4.0  # of one request's checks

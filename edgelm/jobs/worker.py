@@ -16,15 +16,15 @@ from typing import Any
 
 from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
+from edgelm.base.machine.conditions import Measurement
+from edgelm.base.places import own_places
+from edgelm.base.workers.child import Child, Handler, report_loading, run_job
+from edgelm.base.workers.messages import EngineJob, EvalJob, Note, Result, RunJob, Status
 from edgelm.jobs.embed import embed_texts
 from edgelm.jobs.embed_request import EmbedJob
 from edgelm.jobs.evaluate import evaluate_file
 from edgelm.jobs.speed import BenchJob, check, measure
-from edgelm.machine.conditions import Measurement
-from edgelm.places import own_places
 from edgelm.text.template_worker import start_template_worker
-from edgelm.workers.child import Child, Handler, report_loading, run_job
-from edgelm.workers.messages import EngineJob, EvalJob, Note, Result, RunJob, Status
 
 
 def work_with_engine(

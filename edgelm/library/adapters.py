@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from edgelm.base.places import expand_home
+from edgelm.base.setting_checks import split_scale
 from edgelm.library.hub_cache import folder_name, names_in, read_repository
 from edgelm.library.names import HubReference
 from edgelm.library.scan import LocalModel
-from edgelm.places import expand_home
-from edgelm.setting_checks import split_scale
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")  # of PEFT's folder
 

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 from edgelm.library.names import CatalogName, HubReference, LocalPath, StarterName, is_quantization, parse_name
 
 FILE = "catalog.toml"

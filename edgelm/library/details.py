@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import shown
 from edgelm.checkpoints.folder import folder_summary
 from edgelm.checkpoints.gguf import GGUF
@@ -21,7 +22,6 @@ from edgelm.checkpoints.llama_checks import check_for_llama
 from edgelm.checkpoints.safetensors import Safetensors
 from edgelm.checkpoints.summary import ModelSummary, model_summary
 from edgelm.checkpoints.values import is_integer
-from edgelm.errors import ModelError
 from edgelm.models.config import folder_problem
 
 MAX_TEXT = 200

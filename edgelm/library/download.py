@@ -25,8 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from edgelm.atomic import atomic_write
-from edgelm.errors import EdgeLMError
+from edgelm.base.atomic import atomic_write
+from edgelm.base.errors import EdgeLMError
 from edgelm.library.http_range import (
     CancelledTransferError,
     InterruptedTransferError,

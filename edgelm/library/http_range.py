@@ -19,7 +19,7 @@ import httpcore2
 import httpx2
 from socksio import SOCKSError
 
-from edgelm.errors import EdgeLMError, ModelError
+from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.library.hub import (
     RETRIED,
     TICK_S,

@@ -23,7 +23,7 @@ import httpx2
 from socksio import SOCKSError
 
 from edgelm import __version__
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 from edgelm.library.names import shown
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgelm.atomic import atomic_write
-from edgelm.errors import EdgeLMError, ModelError
+from edgelm.base.atomic import atomic_write
+from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.library.catalog import find_entry, name_of
 from edgelm.library.names import CatalogName, HubReference, Reference, parse_name, shown
 from edgelm.library.selection import quantization_of

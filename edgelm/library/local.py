@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from edgelm.config import Config, Settings
-from edgelm.errors import ModelError
+from edgelm.base.config import Config, Settings
+from edgelm.base.errors import ModelError
 from edgelm.library.catalog import entries, find_entry, near_names, stand_in
 from edgelm.library.hub_cache import Snapshot, folder_name, names_in, read_repository
 from edgelm.library.names import CatalogName, HubReference, LocalPath, Reference, StarterName, parse_name, shown

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 
 STARTER = "starter"
 QUANTIZATION = r"(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|NVFP4|BF16|F16|F32|FP16|FP8)"  # as GGUF file names have it

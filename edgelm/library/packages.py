@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.places import HUB_TOKENS, has_pip, own_environment
 from edgelm.library.hub import HubFile, Listing
-from edgelm.places import HUB_TOKENS, has_pip, own_environment
 
 OWNER = "pip_package"  # in place of an owner's name, which has no underscore on the hub
 POLL_S = 0.2

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgelm import disk
-from edgelm.errors import EdgeLMError, ModelError
+from edgelm.base import disk
+from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.library.catalog import FIRST_CHAT
 from edgelm.library.download import SEGMENT_BYTES, Download, new_hash
 from edgelm.library.http_range import CancelledTransferError, RangeClient, fetch_small

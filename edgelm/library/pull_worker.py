@@ -10,13 +10,13 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 
-from edgelm.config import load_config
+from edgelm.base.config import load_config
+from edgelm.base.workers.child import Child, run_job
 from edgelm.library.catalog import hub_reference, stand_in
 from edgelm.library.http_range import CancelledTransferError
 from edgelm.library.hub import Hub
 from edgelm.library.progress import PullJob
 from edgelm.library.pull import CONNECTIONS, pull
-from edgelm.workers.child import Child, run_job
 
 STOP_S = 1.0  # to end pip and remove its folder
 

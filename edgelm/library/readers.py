@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgelm.config import Settings
-from edgelm.errors import EdgeLMError
-from edgelm.workers.parent import Exit, Worker
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.workers.parent import Exit, Worker
 
 READER = "edgelm.jobs.reader"
 FILE_LIMIT_S = 60.0  # for one file: its network drive may be gone

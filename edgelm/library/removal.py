@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from edgelm.errors import EdgeLMError, ModelError
+from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.library.hub_cache import (
     LOCKS,
     Repository,

@@ -12,10 +12,10 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from edgelm.errors import EngineError, ModelError
+from edgelm.base.errors import EngineError, ModelError
+from edgelm.base.machine.llama_build import find_build
 from edgelm.library.names import shown
 from edgelm.library.selection import CONFIG
-from edgelm.llama_build import find_build
 
 HEAD_BYTES = 2**16  # of a file, by which it is judged
 MAX_ARCHITECTURE_BYTES = 64

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 from edgelm.library.names import QUANTIZATION, HubReference
 from edgelm.library.progress import size_text
 

@@ -5,8 +5,8 @@ Owns the choice. Knows neither models on the disk nor settings.
 
 from __future__ import annotations
 
+from edgelm.base.machine.memory import USABLE, available_memory_bytes
 from edgelm.library.catalog import Entry, entries, needed_bytes
-from edgelm.machine.memory import USABLE, available_memory_bytes
 
 FAMILY = "qwen3"  # answers in many languages
 MAX_PARAMETERS = 9 * 10**9  # a laptop's processor writes at reading speed up to there

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from edgelm.errors import BusyError
+from edgelm.base.errors import BusyError
 from edgelm.server.access import MAX_BODY_BYTES, too_large
 from edgelm.server.api.errors import ApiError
 

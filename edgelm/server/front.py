@@ -16,9 +16,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from edgelm import __version__
-from edgelm.errors import StillLoadingError
+from edgelm.base.errors import StillLoadingError
 from edgelm.server.access import Guard, Rules, permitted_keep_alive
-from edgelm.server.admin import admin_routes, wait_limit_s
 from edgelm.server.api.dialect import Routed
 from edgelm.server.api.dialects import COUNTS, DIALECTS, POOLED, TEXTS, dialect_of, parse_routed
 from edgelm.server.api.errors import RETRY_AFTER, ApiError
@@ -26,16 +25,17 @@ from edgelm.server.api.handlers import EXCEPTION_HANDLERS, error_response
 from edgelm.server.api.json_body import read_json
 from edgelm.server.api.ollama import OllamaRequest
 from edgelm.server.bodies import Bodies
-from edgelm.server.events import watch_routes
-from edgelm.server.llama_routes import Aliases, find_or_default, llama_routes
-from edgelm.server.metrics import Metrics
+from edgelm.server.engines.supervisor import EngineTable
 from edgelm.server.models import ModelNames
-from edgelm.server.ollama_routes import load_or_unload, ollama_routes
 from edgelm.server.proxy import forward
 from edgelm.server.request_log import RequestLog
+from edgelm.server.routes.admin import admin_routes, wait_limit_s
+from edgelm.server.routes.events import watch_routes
+from edgelm.server.routes.llama_server import Aliases, find_or_default, llama_routes
+from edgelm.server.routes.metrics import Metrics
+from edgelm.server.routes.ollama import load_or_unload, ollama_routes
+from edgelm.server.routes.stored import STORED_ROUTES, namespace_of, read_turn, stored_routes
 from edgelm.server.stored import ResponseStore
-from edgelm.server.stored_routes import STORED_ROUTES, namespace_of, read_turn, stored_routes
-from edgelm.server.supervisor import EngineTable
 
 RETRY_S = (1, 30)  # least and greatest Retry-After
 UNKNOWN_S = 3  # Retry-After without known progress, as during the first check of this machine

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgelm.errors import UsageError
+from edgelm.base.errors import UsageError
 
 MAX_FILE_BYTES = 2**20
 MIN_KEY_LEN = 8  # of a key in a file; a shorter one is guessed

@@ -23,9 +23,9 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from edgelm.errors import EdgeLMError
-from edgelm.places import take_variables
-from edgelm.runtime import is_alive
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.places import take_variables
+from edgelm.base.runtime import is_alive
 from edgelm.server.protocol import KEEP_ALIVE_S, LimitedProtocol, max_connections
 
 MAX_PATH_BYTES = 100  # of a Unix socket: Linux takes 107, macOS 103

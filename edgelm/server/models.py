@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
+from edgelm.base.model_tables import ModelTable, owner_of, table_of
+from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.library.local import find_local, require_runnable, runs_here
 from edgelm.library.readers import Card, Describe, read_each
 from edgelm.library.scan import LocalModel, installed
-from edgelm.model_tables import ModelTable, owner_of, table_of
 from edgelm.server.api.errors import ApiError
-from edgelm.workers.parent import in_daemon_thread
 
 DESCRIBE_LIMIT_S = 60.0
 LATEST = ":latest"  # Ollama's tag of a name without one

@@ -18,13 +18,13 @@ import httpx2
 from starlette.requests import Request
 from starlette.responses import Response
 
-from edgelm.errors import EdgeLMError, EngineError, StillLoadingError
+from edgelm.base.errors import EdgeLMError, EngineError, StillLoadingError
 from edgelm.server.api.errors import RETRY_AFTER, ApiError, as_api_error
-from edgelm.server.engine_link import EngineLink
+from edgelm.server.engines.link import EngineLink
+from edgelm.server.engines.slots import EngineSlot
 from edgelm.server.keys import CLIENT, NAMESPACE, USAGE
 from edgelm.server.request_id import REQUEST_ID
 from edgelm.server.request_log import record_of
-from edgelm.server.slots import EngineSlot
 from edgelm.server.sse import EVENT_ENDS, MEDIA_TYPE, EventStream, cancel, unless_client_leaves
 
 HEADERS = {"content-type": "application/json"}

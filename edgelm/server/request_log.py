@@ -20,10 +20,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgelm.server.engine_link import EngineLink
-from edgelm.server.metrics import Metrics
+from edgelm.server.engines.link import EngineLink
+from edgelm.server.engines.slots import EngineSlot
 from edgelm.server.request_id import ANTHROPIC_REQUEST_ID, REQUEST_ID, request_id_of, set_request_id
-from edgelm.server.slots import EngineSlot
+from edgelm.server.routes.metrics import Metrics
 
 USAGE_LIMIT_S = 1.0  # for an engine to tell what a request cost
 MAX_PATH = 200  # characters of a path in a log

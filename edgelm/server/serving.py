@@ -18,21 +18,21 @@ from typing import Any
 
 import httpx2
 
-from edgelm.config import Config, Settings
-from edgelm.errors import EdgeLMError, UsageError
-from edgelm.places import Places
-from edgelm.runtime import FrontRecord, agents_run, announced, find_front
+from edgelm.base.config import Config, Settings
+from edgelm.base.errors import EdgeLMError, UsageError
+from edgelm.base.places import Places
+from edgelm.base.runtime import FrontRecord, agents_run, announced, find_front
 from edgelm.server.access import Rules, is_loopback
-from edgelm.server.engine_link import Launcher
+from edgelm.server.engines.host import Machine
+from edgelm.server.engines.link import Launcher
+from edgelm.server.engines.supervisor import EngineTable
 from edgelm.server.front import Front, front_app
 from edgelm.server.half_close import HalfCloseProtocol
-from edgelm.server.host import Machine
 from edgelm.server.keys import Key, Keys, check_secret, read_key_file
 from edgelm.server.listener import PortTakenError, Server, address_of, bind_tcp, private_folder, socket_folder
 from edgelm.server.models import ModelNames
 from edgelm.server.protocol import LimitedProtocol, raise_file_limit
 from edgelm.server.stored import ResponseStore
-from edgelm.server.supervisor import EngineTable
 from edgelm.server.tls import Tls, read_tls
 from edgelm.server.unused import wait_unused
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 
 MAX_RESPONSES = 1000  # of one key; the oldest go first
 MAX_RESPONSE_BYTES = 4 * 2**20  # of one response with its input

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgelm.errors import EdgeLMError
-from edgelm.runtime import trusting
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.runtime import trusting
 
 
 @dataclass(frozen=True, slots=True)

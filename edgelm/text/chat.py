@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.history import normalized, shaped
 from edgelm.text.message_forms import REASONING, argument_strings
 from edgelm.text.template import ChatTemplate, Message, TemplateFailedError, too_long

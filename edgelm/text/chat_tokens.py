@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.chat import Rendered, restored
 from edgelm.text.encoding import chunks
 from edgelm.text.template import ChatTemplate

@@ -5,7 +5,7 @@ switched on in the middle: free text is a rule, and a mark in it lets a call beg
 that of a tool, and the arguments obey its schema.
 
     call = answer_grammar(form, tools, schemas=CHECKED, …)         # None: nothing to constrain
-    spec = GrammarSpec(kind="lark", source=call.source)            # sampling/grammar.py
+    spec = GrammarSpec(kind="lark", source=call.source)            # engine/sampling/grammar.py
 
 Control tokens stand as `<[id]>`; other marks as text, which matches both a token and its spelling. White space next to
 marks is free but bounded, in JSON it is that of the templates.
@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.calls.arguments import Arguments
 from edgelm.text.calls.enforced import unenforced
 from edgelm.text.calls.format import CallFormat, ToolChoice, heads_of, parts_of

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 from tokenizers import Encoding
 from tokenizers import Tokenizer as RustTokenizer
 
-from edgelm.errors import ModelError, RequestError
+from edgelm.base.errors import ModelError, RequestError
 from edgelm.text.byte_letters import BYTE_LETTERS, missing_bytes, unwritable, without
 from edgelm.text.known_vocabularies import SPACE, STOP_STRINGS
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 
 if TYPE_CHECKING:
     from edgelm.text.encoding import TextEncoder

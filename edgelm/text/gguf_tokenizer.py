@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 from edgelm.text.fast_tokenizer import FastTokenizer, VocabularyFacts
 from edgelm.text.known_vocabularies import SPACE, SPLITS, STOP_STRINGS, WHOLE_WORDS_FIRST
 

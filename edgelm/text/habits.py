@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from edgelm.errors import EdgeLMError, RequestError
+from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.text.message_forms import CallForm, Message, content_of, typed
 
 if TYPE_CHECKING:

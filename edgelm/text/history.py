@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.habits import Habits, habits_of
 from edgelm.text.message_forms import REASONING, Message, typed
 

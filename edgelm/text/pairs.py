@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.patterns import any_of
 

@@ -35,7 +35,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from edgelm.atomic import atomic_write
+from edgelm.base.atomic import atomic_write
 from edgelm.text.chat import Rendered
 from edgelm.text.chat_tokens import encode_part, encode_rendered
 from edgelm.text.history import reasoning_of, turn_key

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 
 MAX_STOPS = 80  # 64 of a request, and those of a chat template
 

@@ -34,7 +34,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import SandboxedEnvironment
 
-from edgelm.errors import ModelError, RequestError
+from edgelm.base.errors import ModelError, RequestError
 from edgelm.text.patterns import any_of
 
 if TYPE_CHECKING:

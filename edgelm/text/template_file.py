@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 
 MAX_BYTES = 2**20
 

@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from edgelm.errors import EdgeLMError, EngineError, ModelError, RequestError
+from edgelm.base.errors import EdgeLMError, EngineError, ModelError, RequestError
+from edgelm.base.workers.child import Child, answer_requests
+from edgelm.base.workers.parent import Worker, in_daemon_thread
+from edgelm.base.workers.wire import encode
 from edgelm.text.chat import Rendered, Span, render_chat
 from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.prompt_token_cache import Prompt, PromptTokenCache
 from edgelm.text.template import ChatTemplate, Message, RefusedError, TemplateFailedError, TooLongError
-from edgelm.workers.child import Child, answer_requests
-from edgelm.workers.parent import Worker, in_daemon_thread
-from edgelm.workers.wire import encode
 
 if TYPE_CHECKING:
     from edgelm.text.tokenizer import Tokenizer

@@ -1,8 +1,8 @@
 """Sample a token from each row of logits on the logits' device; each row has its own parameters.
 
-Owns the layout of parameters and answers, and the choice of implementation. `edgelm.sampling.reference` specifies the
-result step by step; this op differs from it only where that specification allows it. Knows nothing of requests:
-`edgelm.sampling.device` makes the tensors from them.
+Owns the layout of parameters and answers, and the choice of implementation. `engine/sampling/reference.py` specifies
+the result step by step; this op differs from it only where that specification allows it. Knows nothing of requests:
+`edgelm.backends.torch.sampler` makes the tensors from them.
 
 Weights are integers in units of 2**-43: float32 weights, scaled and truncated. So a sum is exact, and the same in any
 order of summation; the truncation of 2**17 weights adds up to less than 2**-26 of the greatest one. Nothing depends on

@@ -1,6 +1,7 @@
 """Sampling in plain torch, all rows at once; the kernels must equal it except in the last bits of exp.
 
-`edgelm.sampling.reference` owns the meaning of each step. This module sorts whole rows, which the kernels never do.
+`edgelm.engine.sampling.reference` owns the meaning of each step. This module sorts whole rows, which the kernels
+never do.
 """
 
 from __future__ import annotations

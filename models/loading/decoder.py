@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.safetensors import Safetensors
-from edgelm.errors import ModelError
 from edgelm.kernels.layout import TILE, DenseWeight, Weight, fuse_gated, fuse_rows, same_planes
 from edgelm.kernels.matmul import Norm
 from edgelm.kernels.rope import Rope

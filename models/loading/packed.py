@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 from edgelm.kernels.layout import (
     CHUNK,
     SUPER,

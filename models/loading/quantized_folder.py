@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import DOWNLOAD, shown
 from edgelm.checkpoints.folder import BESIDE_WEIGHTS
 from edgelm.checkpoints.quantization import OTHER, Quantization
 from edgelm.checkpoints.safetensors import Safetensors
-from edgelm.errors import ModelError
 from edgelm.kernels.layout import CHUNK, CodeKind, Layout, OffsetKind, ScaleKind
 from edgelm.models.loading.packed import Parts, Rows, StoredMatrix, Uploads
 from edgelm.models.loading.stored import MXFP4

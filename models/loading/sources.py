@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import DOWNLOAD, shown
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.quantization import OTHER, read_quantization
 from edgelm.checkpoints.safetensors import Safetensors
-from edgelm.errors import ModelError
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, dequantize
 from edgelm.models.loading.packed import (
     Progress,

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import DOWNLOAD, shown
 from edgelm.checkpoints.quantization import OTHER
 from edgelm.checkpoints.safetensors import Safetensors
-from edgelm.errors import ModelError
 from edgelm.kernels.layout import ScaleKind
 from edgelm.models.loading.packed import Uploads, release_pages
 

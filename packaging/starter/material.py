@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from edgelm.guide import TOPICS, question_groups, searchable_pages
-from edgelm.knowledge.passages import split_text
-from edgelm.knowledge.question import terms
-from edgelm.knowledge.quote import system_message
-from edgelm.knowledge.starter import SMALL_TALK, UNKNOWN, WITHOUT_PASSAGES, larger_model
+from edgelm.base.workers.messages import Passage
+from edgelm.chats.knowledge.guide import TOPICS, question_groups, searchable_pages
+from edgelm.chats.knowledge.passages import split_text
+from edgelm.chats.knowledge.question import terms
+from edgelm.chats.knowledge.quote import system_message
+from edgelm.chats.knowledge.starter import SMALL_TALK, UNKNOWN, WITHOUT_PASSAGES, larger_model
 from edgelm.library.catalog import entries
-from edgelm.workers.messages import Passage
 
 MAX_WHOLE_CHARS = 480  # of a section that is learnt as a whole; edgelm's grammar quotes whole sections of any length
 MODELS = [entry.name for entry in entries() if entry.kind == "text"]

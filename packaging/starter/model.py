@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from edgelm.knowledge.starter import CONTEXT
+from edgelm.chats.knowledge.starter import CONTEXT
 
 SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 END, SYSTEM, USER, ASSISTANT = range(4)

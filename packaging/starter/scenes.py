@@ -12,8 +12,8 @@ from changes import invention, other_names, other_words, vary
 from material import MODELS, Material, is_from, unknown
 from word_lists import FOREIGN, THINGS
 
-from edgelm.knowledge.quote import fitting, share_of_context, system_message
-from edgelm.knowledge.starter import CONTEXT, WITHOUT_PASSAGES, larger_model
+from edgelm.chats.knowledge.quote import fitting, share_of_context, system_message
+from edgelm.chats.knowledge.starter import CONTEXT, WITHOUT_PASSAGES, larger_model
 
 MAX_CHARS = share_of_context(CONTEXT)
 SHORT_SHARE = 0.6  # of the scenes

@@ -238,8 +238,8 @@ def train(model: Llama, material: Material, tokenizer: Tokenizer, minutes: float
 @torch.no_grad()
 def held_out_loss(model: Llama, material: Material, tokenizer: Tokenizer) -> float:
     """Return the mean loss of questions that were not learnt, with the passages that are found for them."""
-    from edgelm.knowledge.quote import fitting, system_message
-    from edgelm.knowledge.starter import larger_model
+    from edgelm.chats.knowledge.quote import fitting, system_message
+    from edgelm.chats.knowledge.starter import larger_model
 
     rows = []
     for question in material.held_out[:96]:

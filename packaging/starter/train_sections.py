@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains the linear model that finds the section of the guide for a question (edgelm/knowledge/sections.py).
+"""Trains the linear model that finds the section of the guide for a question (edgelm/chats/knowledge/sections.py).
 
     python packaging/starter/train_sections.py
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import EmbeddingBag
 from torch.nn import functional as F
 
-from edgelm.knowledge.sections import FILE, NUM_FEATURES, features
+from edgelm.chats.knowledge.sections import FILE, NUM_FEATURES, features
 
 HERE = Path(__file__).parent
 OUT = HERE.parents[1] / "edgelm" / "knowledge" / FILE

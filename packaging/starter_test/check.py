@@ -23,12 +23,12 @@ from typing import Any, Self
 import httpx2 as httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from edgelm.errors import EdgeLMError
-from edgelm.knowledge.index import Knowledge
-from edgelm.knowledge.quote import system_message
-from edgelm.knowledge.starter import UNKNOWN, starter_answers, starter_passages
-from edgelm.tui.commands import COMMANDS
-from edgelm.workers.messages import Passage
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.workers.messages import Passage
+from edgelm.chats.knowledge.index import Knowledge
+from edgelm.chats.knowledge.quote import system_message
+from edgelm.chats.knowledge.starter import UNKNOWN, starter_answers, starter_passages
+from edgelm.tui.commands.table import COMMANDS
 from tests import test_guide
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from edgelm.launch.agents import AGENTS
+from edgelm.commands.launch.agents import AGENTS
 from tests.clients import launched, recorder
 from tests.clients.recorder import Exchange
 from tests.clients.scripted import ANSWER, TALK, THOUGHT

@@ -24,7 +24,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
 from edgelm.backends.model import LoadedModel
-from edgelm.config import Settings
+from edgelm.base.config import Settings
 from tests.clients.scripted import ANSWER, ENDLESS, TALK, THOUGHT, Call, write_scripted
 from tests.served import loaded_model, served
 

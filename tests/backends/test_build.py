@@ -18,11 +18,11 @@ from edgelm.backends.model import open_model
 from edgelm.backends.reports import Reports
 from edgelm.backends.torch import compiling
 from edgelm.backends.torch.failures import OutOfMemoryError
-from edgelm.config import Settings
-from edgelm.core import ExecutorInfo
+from edgelm.base.config import Settings
+from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, GpuLoadError, ModelError
+from edgelm.base.machine.gpu import CudaState
 from edgelm.engine import watchdog
-from edgelm.errors import DeviceError, DoesNotFitError, EdgeLMError, GpuLoadError, ModelError
-from edgelm.machine.gpu import CudaState
+from edgelm.engine.core import ExecutorInfo
 from edgelm.models.loading.stored import BLOCK_TYPES
 from tests.tiny import write_tiny
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from edgelm.backends.choice import EngineChoice, Situation, choose_engine
-from edgelm.config import Settings
-from edgelm.errors import EdgeLMError, ModelError
-from edgelm.machine.gpu import CudaState
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.machine.gpu import CudaState
 
 GPU = CudaState("", "", "GPU X", 80 * 2**30, 80 * 2**30)
 NO_DRIVER = CudaState("no NVIDIA driver was found")

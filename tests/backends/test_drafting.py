@@ -16,13 +16,13 @@ from edgelm.backends.drafting import require_same_vocabulary, throttled
 from edgelm.backends.llama import build as build_module
 from edgelm.backends.model import LoadedModel
 from edgelm.backends.plan import Plan
+from edgelm.base.config import Settings
+from edgelm.base.errors import ModelError
+from edgelm.base.places import Places
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
-from edgelm.config import Settings
-from edgelm.core import SamplingParams, Sequence, Stats
 from edgelm.engine.clock import DecodeStep, Measured, StepClock, StepCosts
-from edgelm.errors import ModelError
-from edgelm.places import Places
+from edgelm.engine.core import SamplingParams, Sequence, Stats
 from tests.engine.fake import SimpleDrafter
 from tests.odd_models import write_odd
 from tests.tiny import write_tiny

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from edgelm.backends.llama.memory import LlamaMemory
 from edgelm.backends.plan import MIN_CONTEXT, MachineMemory, Plan, plan
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.kv_modes import LLAMA_KV
+from edgelm.base.machine.memory import USABLE
 from edgelm.checkpoints.summary import ModelFacts
-from edgelm.config import Settings
-from edgelm.errors import EdgeLMError, ModelError
-from edgelm.kv_modes import LLAMA_KV
-from edgelm.machine.memory import USABLE
 from tests.counts import Count
 from tests.library.model_shapes import dense_model
 

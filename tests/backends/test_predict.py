@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from edgelm.backends.build import build, predict
-from edgelm.config import Settings
-from edgelm.errors import ModelError
-from edgelm.machine.memory import USABLE
+from edgelm.base.config import Settings
+from edgelm.base.errors import ModelError
+from edgelm.base.machine.memory import USABLE
 from tests.tiny import write_tiny
 
 SETTINGS = Settings(threads=1, engine="llama")

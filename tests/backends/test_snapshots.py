@@ -18,8 +18,8 @@ import pytest
 from edgelm.backends import snapshot_files, snapshots
 from edgelm.backends.snapshot_files import Bounds, SnapshotFolder
 from edgelm.backends.snapshots import SnapshotStore
-from edgelm.core import Store
-from edgelm.errors import SnapshotError
+from edgelm.base.errors import SnapshotError
+from edgelm.engine.core import Store
 from tests.counts import Count
 
 MODEL, OTHER = b"m" * 16, b"o" * 16

@@ -29,13 +29,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from edgelm.core import Chunk, Drafter, SamplingParams, Sequence, Step
 from edgelm.engine.clock import Measured, StepClock, StepCosts
-from edgelm.speculation import acceptance, ngram_drafter, throttle
-from edgelm.speculation.acceptance import MAX_DRAFT, PRIOR_STRENGTH, Acceptance, Reach
-from edgelm.speculation.ngram_drafter import NgramDrafter
-from edgelm.speculation.past_answers import PastAnswers
-from edgelm.speculation.throttle import ThrottledDrafter
+from edgelm.engine.core import Chunk, Drafter, SamplingParams, Sequence, Step
+from edgelm.engine.speculation import acceptance, ngram_drafter, throttle
+from edgelm.engine.speculation.acceptance import MAX_DRAFT, PRIOR_STRENGTH, Acceptance, Reach
+from edgelm.engine.speculation.ngram_drafter import NgramDrafter
+from edgelm.engine.speculation.past_answers import PastAnswers
+from edgelm.engine.speculation.throttle import ThrottledDrafter
 from tests.bench.adversarial import Answer, Recorded, streams
 from tests.bench.drafter import read_requests, replay
 

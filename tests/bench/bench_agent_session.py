@@ -32,7 +32,7 @@ import httpx2
 from gguf import GGMLQuantizationType as Quant
 from gguf import GGUFReader
 
-from edgelm.machine.cpu import usable_cores
+from edgelm.base.machine.cpu import usable_cores
 from tests.bench.random_models import SHAPES, tokenizer_of, write_model
 from tests.ending import end_server
 

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgelm.core import SamplingParams
+from edgelm.backends.torch.sampler import DeviceSampler, RowRequest
+from edgelm.engine.core import SamplingParams
+from edgelm.engine.sampling.history import History
+from edgelm.engine.sampling.reference import Workspace, sample, uniform
 from edgelm.kernels.choice import interpreting
-from edgelm.sampling.device import DeviceSampler, RowRequest
-from edgelm.sampling.history import History
-from edgelm.sampling.reference import Workspace, sample, uniform
-from tests.sampling.slow import exact
+from tests.engine.sampling.slow import exact
 
 VOCABULARIES = {200: 0.66, 1_000: 0.336, 32_000: 0.0035, 128_256: 0.0005}  # with its share of the draws
 ROWS = 64  # of a launch

@@ -44,10 +44,10 @@ from typing import Any, NamedTuple, Protocol
 import httpx2
 
 from edgelm import __version__
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.machine.llama_build import find_build
+from edgelm.base.runtime import FrontRecord
 from edgelm.client.local import OwnFront
-from edgelm.llama_build import find_build
-from edgelm.machine.cpu import usable_cores
-from edgelm.runtime import FrontRecord
 from tests.bench.bench_tui import Terminal
 from tests.real_models import llama_server, random_1b, real_model
 

@@ -29,14 +29,14 @@ from typing import Any
 
 import numpy as np
 
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
-from edgelm.guide import question_groups, sections
-from edgelm.knowledge.quote import system_message
-from edgelm.kv_modes import LLAMA_KV
+from edgelm.base.kv_modes import LLAMA_KV
+from edgelm.base.workers.messages import Passage
+from edgelm.chats.knowledge.guide import question_groups, sections
+from edgelm.chats.knowledge.quote import system_message
 from edgelm.library.local import find_local
-from edgelm.llama_binding import L
-from edgelm.workers.messages import Passage
 from tests.bare import BareLoop
 
 ROOT = Path(__file__).resolve().parents[2]

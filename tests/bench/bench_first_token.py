@@ -26,12 +26,12 @@ import httpx2
 
 from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
-from edgelm.config import Settings
+from edgelm.base.config import Settings
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.engine.sampling.grammar import GrammarCompiler
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.request import AnswerRequest
-from edgelm.machine.cpu import usable_cores
-from edgelm.sampling.grammar import GrammarCompiler
-from edgelm.server.engine_app import EngineParts, engine_app
+from edgelm.server.engine_process.app import EngineParts, engine_app
 from edgelm.server.listener import Server, bind_unix
 from edgelm.text.template_worker import TemplateRunner
 from tests.server.harness import serving

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
-from edgelm.core import SamplingParams
+from edgelm.base.machine.cpu import usable_cores
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import SamplingParams
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.machine.cpu import usable_cores
 
 ALONE = 40  # tokens before the prompt comes
 

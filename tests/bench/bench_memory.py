@@ -29,7 +29,7 @@ KEYS = {"peak": "VmHWM", "after": "VmRSS", "anonymous": "RssAnon"}
 
 
 def run_bare(path: Path, ctx: int) -> None:
-    from edgelm.llama_binding import L
+    from edgelm.backends.llama.binding import L
     from tests.bare import BareLoop
 
     L.llama_backend_init()
@@ -41,8 +41,8 @@ def run_bare(path: Path, ctx: int) -> None:
 
 def run_engine(path: Path, ctx: int) -> None:
     from edgelm.backends.build import build
-    from edgelm.config import Settings
-    from edgelm.core import SamplingParams
+    from edgelm.base.config import Settings
+    from edgelm.engine.core import SamplingParams
 
     loaded = build(path, Settings(ctx=ctx, threads=2))
 

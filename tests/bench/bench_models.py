@@ -24,16 +24,16 @@ from typing import Any
 import httpx2
 
 from edgelm.backends.build import predict
-from edgelm.config import Settings
-from edgelm.machine.memory import process_memory
-from edgelm.server.room import SPARE
+from edgelm.base.config import Settings
+from edgelm.base.machine.memory import process_memory
+from edgelm.server.engines.room import SPARE
 from tests.server.harness import Front, body, processes_of, serving
 from tests.tiny import write_tiny
 
 MIB = 2**20
 SAMPLE_S = 0.1
 ROOM = 1.02  # times the promises: llama.cpp rounds
-ENGINE = "edgelm.server.engine_process"
+ENGINE = "edgelm.server.engine_process.worker"
 
 
 @dataclass

@@ -40,10 +40,10 @@ def measure(path: Path, ctx: int, kv: str) -> dict[str, float]:
     """Run one engine in this process; return predicted and measured MiB."""
     from edgelm.backends.build import build
     from edgelm.backends.llama.build import plan_context
+    from edgelm.base.config import Settings
     from edgelm.checkpoints.gguf import open_gguf
     from edgelm.checkpoints.summary import model_facts
-    from edgelm.config import Settings
-    from edgelm.core import SamplingParams
+    from edgelm.engine.core import SamplingParams
 
     settings = Settings(ctx=ctx, kv=kv, threads=2, parallel=max(8, ctx // 512))
     with open_gguf(path) as gguf:
@@ -70,7 +70,7 @@ def measure(path: Path, ctx: int, kv: str) -> dict[str, float]:
 
 def fill_context(executor, ctx: int) -> None:  # type: ignore[no-untyped-def]
     """Fill the cache with equal parts for all sequences, compute one more chunk, and leave it as the peak."""
-    from edgelm.core import Chunk, Drop, Load, SamplingParams, Save, Sequence, Step, Trim
+    from edgelm.engine.core import Chunk, Drop, Load, SamplingParams, Save, Sequence, Step, Trim
 
     sequences = executor.info.max_sequences
     part = ctx // sequences

@@ -21,20 +21,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.backends.llama.evaluation import load_llama_evaluation
+from edgelm.base.workers.messages import EvalSide
+from edgelm.chats.knowledge.guide import FOLDER
+from edgelm.chats.knowledge.quote import system_message
+from edgelm.chats.knowledge.starter import guide_passages, larger_model
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.evaluation.evaluate import window_logits
 from edgelm.evaluation.scores import Logits, score
 from edgelm.evaluation.text import Window
-from edgelm.guide import FOLDER
-from edgelm.knowledge.quote import system_message
-from edgelm.knowledge.starter import guide_passages, larger_model
-from edgelm.quantization.automatic import Effort, choose_types
-from edgelm.quantization.chosen_types import NativeQuantizer
-from edgelm.quantization.divergence import Cut, TextCut
-from edgelm.quantization.recipe import Recipe
-from edgelm.quantization.sensitivity import Importance
+from edgelm.making.quantization.automatic import Effort, choose_types
+from edgelm.making.quantization.chosen_types import NativeQuantizer
+from edgelm.making.quantization.divergence import Cut, TextCut
+from edgelm.making.quantization.recipe import Recipe
+from edgelm.making.quantization.sensitivity import Importance
 from edgelm.text.tokenizer import Tokenizer
-from edgelm.workers.messages import EvalSide
 
 ROOT = Path(__file__).parents[2]
 STARTER = ROOT / "models" / "starter" / "starter.gguf"

@@ -30,10 +30,10 @@ from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.repeatable import rule_for
 from edgelm.backends.model import LoadedModel
-from edgelm.config import Settings
-from edgelm.core import Chunk, SamplingParams, Sequence, Step, Trim
-from edgelm.machine.cpu import usable_cores
-from edgelm.places import Places
+from edgelm.base.config import Settings
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.places import Places
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step, Trim
 from tests.real_models import real_model
 
 ROOT = Path(__file__).resolve().parents[2]

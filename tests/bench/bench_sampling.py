@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.core import SamplingParams
-from edgelm.sampling.history import History
-from edgelm.sampling.reference import Workspace, sample, uniform
+from edgelm.engine.core import SamplingParams
+from edgelm.engine.sampling.history import History
+from edgelm.engine.sampling.reference import Workspace, sample, uniform
 
 VOCABULARIES = 32_000, 128_256, 151_936
 DEVIATION = 4.0  # of the logits

@@ -27,16 +27,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
-from edgelm.core import CompletedSamples, Drafter, Masks, Sampled, SamplingParams, Sequence, Step
+from edgelm.base.machine.cpu import usable_cores
 from edgelm.engine.clock import Measured, StepClock, StepCosts
+from edgelm.engine.core import CompletedSamples, Drafter, Masks, Sampled, SamplingParams, Sequence, Step
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.llama_binding import L
-from edgelm.machine.cpu import usable_cores
-from edgelm.machine.step_times import DEEP_ROWS, DEPTH, ROWS, SHALLOW_LEN, measure_steps
+from edgelm.engine.step_times import DEEP_ROWS, DEPTH, ROWS, SHALLOW_LEN, measure_steps
 from tests.bench.bench_ablation import ALL_ON, PARTS, Part, constants_of, make_drafter
 
 BOOTSTRAP = 2000

@@ -82,10 +82,10 @@ def main() -> None:
     from gguf import GGMLQuantizationType as Quant
 
     from edgelm.backends.llama.random_gguf import write_random_gguf
-    from edgelm.machine.cpu import usable_cores
+    from edgelm.base.machine.cpu import usable_cores
 
     threads = usable_cores().physical
-    about = "from edgelm.llama_binding import BUILD, cpu_library as c; print(BUILD.package, BUILD.version, c.name)"
+    about = "from edgelm.backends.llama.binding import BUILD as b, cpu_library as c; print(b.package,b.version,c.name)"
     print(run(options.python, {}, "-c", about))
     print(f"{threads} threads; median ms a token (least, greatest)\n")
     names = [policy.name for policy in POLICIES]
@@ -127,7 +127,7 @@ def decode_ms(model: Path, threads: int) -> float:
     """Return the mean milliseconds of a step of one token, in the executor that users have."""
     from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
     from edgelm.backends.llama.model import LlamaModel
-    from edgelm.core import Chunk, SamplingParams, Sequence, Step, Trim
+    from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step, Trim
 
     options = LlamaOptions(context=256, max_sequences=1, threads=threads)
     executor = LlamaExecutor(LlamaModel(model), options)

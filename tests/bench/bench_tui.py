@@ -163,9 +163,9 @@ def _measure_gaps(address: str, environment: Mapping[str, str], chat_id: int, re
 
 
 def _child(address: str, chat_id: int, result: Path, inspector: str) -> None:
-    from edgelm.config import load_config
+    from edgelm.base.config import load_config
+    from edgelm.client.link import Link
     from edgelm.tui.app import ChatApp
-    from edgelm.tui.link import Link
     from edgelm.tui.screen import ChatScreen
     from edgelm.tui.workspace import ChatDefaults
 

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.model import LlamaModel
-from edgelm.llama_binding import L
 from tests.bare import BareLoop
 
 STEP = 512  # tokens of a prompt that are decoded at a time

@@ -30,9 +30,9 @@ from pathlib import Path
 
 import numpy as np
 
-from edgelm.core import SamplingParams, Sequence
-from edgelm.speculation.ngram_drafter import NgramDrafter
-from edgelm.speculation.past_answers import PastAnswers
+from edgelm.engine.core import SamplingParams, Sequence
+from edgelm.engine.speculation.ngram_drafter import NgramDrafter
+from edgelm.engine.speculation.past_answers import PastAnswers
 
 MAX_DRAFT = 64  # rows whose cost the drafter is told
 WORK_S = 1.0

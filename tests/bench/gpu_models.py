@@ -28,8 +28,8 @@ from gguf import GGMLQuantizationType as Quant
 
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.core import Chunk, SamplingParams, Sequence, Stats, Step
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, Stats, Step
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.scheduler import Scheduler

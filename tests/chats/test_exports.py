@@ -6,6 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
+from edgelm.base.errors import RequestError
+from edgelm.base.workers.messages import Passage
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.export_html import to_html
 from edgelm.chats.export_md import to_markdown
@@ -14,8 +16,6 @@ from edgelm.chats.handles import find_chat, handle, short_handles
 from edgelm.chats.history import Chat, Message, Tree
 from edgelm.chats.reading import Reading
 from edgelm.chats.tool_calls import ToolCall
-from edgelm.errors import RequestError
-from edgelm.workers.messages import Passage
 
 EVIL = '<script>alert(1)</script><img src="http://evil.example/x" onerror="alert(2)">'
 PNG = Attachment(kind="image", name='a".png', data=b"\x89PNG", media_type="image/png")

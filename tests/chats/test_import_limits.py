@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.base.config import SETTINGS
+from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.export_json import to_json
 from edgelm.chats.history import Chat, Message, Tree
@@ -18,8 +20,6 @@ from edgelm.chats.imports.draft import DraftChat
 from edgelm.chats.imports.files import read_file
 from edgelm.chats.imports.save import save_draft
 from edgelm.chats.store import Store
-from edgelm.config import SETTINGS
-from edgelm.errors import EdgeLMError, RequestError
 from tests.chats.exports_of_others import PNG, chatgpt
 from tests.chats.test_imports import imported, store, written, zipped
 

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from edgelm.base.errors import EdgeLMError, RequestError
+from edgelm.base.workers.messages import Passage
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.export_json import to_json
 from edgelm.chats.formats import Source
@@ -24,8 +26,6 @@ from edgelm.chats.imports.save import NO_QUESTION, Outcome, save_draft
 from edgelm.chats.reading import Reading
 from edgelm.chats.store import Store
 from edgelm.chats.tool_calls import ToolCall
-from edgelm.errors import EdgeLMError, RequestError
-from edgelm.workers.messages import Passage
 from tests.chats.exports_of_others import PNG, chatgpt, old_openwebui, openwebui, write_ollama
 from tests.counts import Count
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 from tests.counts import Count
 
 MUTANTS = Count(test=2_000, soak=100_000)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.folder import folder_summary
 from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.checkpoints.summary import ModelSummary
-from edgelm.errors import ModelError
 from tests.checkpoints.safetensors_bytes import CONFIG, SHAPES, entries, file_of, folder_files, write_folder
 
 JINJA = b"{{ messages }}"

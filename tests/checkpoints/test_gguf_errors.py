@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from gguf.constants import GGUFValueType as V
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints import gguf_parse
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.errors import ModelError
 from tests.checkpoints.gguf_bytes import Key, RawGGUF, RawTensor, raw_key, text
 
 F32 = RawTensor("blk.3.ffn_up.weight", (4, 2), 0, bytes(32))

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from gguf.constants import GGUFValueType as V
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.gguf_parse import TENSOR_TYPES, Array
 from edgelm.checkpoints.llama_checks import check_for_llama
 from edgelm.checkpoints.summary import model_summary
-from edgelm.errors import ModelError
 from tests.checkpoints.fuzzing import EXTREMES, MUTANTS, TIME_LIMIT, fuzz, put, refusal
 from tests.checkpoints.gguf_bytes import Key, RawGGUF, RawTensor, text
 from tests.checkpoints.small_models import FAMILIES, key, tensor

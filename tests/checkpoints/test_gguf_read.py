@@ -13,10 +13,10 @@ from gguf.constants import GGUFValueType as V
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints import gguf_parse
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.gguf_parse import TENSOR_TYPES, Array, TensorType
-from edgelm.errors import ModelError
 from tests.checkpoints.gguf_bytes import RawGGUF, RawTensor, take_apart
 from tests.real_data import data_files, vocabulary
 from tests.tiny import write_tiny
@@ -282,7 +282,7 @@ def test_a_view_outlives_the_file_object(tmp_path: Path) -> None:
 def test_type_sizes_are_those_of_llama_cpp() -> None:
     ctypes = pytest.importorskip("ctypes")
     pytest.importorskip("llama_cpp")
-    from edgelm.llama_binding import L
+    from edgelm.backends.llama.binding import L
 
     try:
         ggml = ctypes.CDLL(str(next(Path(L.__file__).parent.glob("lib/libggml-base.*"))))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import ModelSummary, model_summary
-from edgelm.errors import ModelError
 from tests.checkpoints.gguf_bytes import RawGGUF
 from tests.checkpoints.small_models import FAMILIES, LLAMA, WIDTH, key, model, tensor
 from tests.real_data import data_file, vocabulary

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from gguf.constants import GGUFValueType as V
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
-from edgelm.errors import ModelError
 from tests.checkpoints.gguf_bytes import RawGGUF, RawTensor
 from tests.checkpoints.small_models import DENSE, FAMILIES, FFN, LLAMA, NORM, VOCAB, Dims, key, model, tensor
 from tests.real_data import data_files

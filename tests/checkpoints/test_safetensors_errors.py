@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints import json_scan, safetensors, safetensors_parse
 from edgelm.checkpoints.json_scan import read_json
 from edgelm.checkpoints.safetensors import open_safetensors
-from edgelm.errors import ModelError
 from tests.checkpoints.safetensors_bytes import SHAPES, Entry, entries, file_of, shard_name, sharded, write_folder
 
 A: Entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import safetensors
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.folder import folder_summary
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.safetensors_parse import DTYPES
-from edgelm.errors import ModelError
 from tests.checkpoints.fuzzing import EXTREMES, MUTANTS, TIME_LIMIT, fuzz, put, refusal
 from tests.checkpoints.safetensors_bytes import CONFIG, SHAPES, entries, file_of, folder_files, shard_name, sharded
 from tests.counts import Count

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from edgelm import __version__
-from edgelm.launch.agents import AGENTS, find_agent
+from edgelm.commands.launch.agents import AGENTS, find_agent
 from tests.clients.agents import Outcome
 from tests.clients.programs import LIMIT_S, run_program
 from tests.clients.recorder import Exchange, Record, recording

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgelm.launch.agents import find_agent
+from edgelm.commands.launch.agents import find_agent
 from tests.clients.agents import Outcome
 from tests.clients.launched import MODEL, SCRIPTS, TASK, Stage, search_path, stage, user_environment, version_of
 from tests.clients.programs import LIMIT_S, run_program

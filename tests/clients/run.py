@@ -19,7 +19,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from edgelm import __version__
-from edgelm.launch.agents import AGENTS
+from edgelm.commands.launch.agents import AGENTS
 from tests.clients.agents import Outcome, Place, llm
 from tests.clients.launched import checked
 from tests.clients.pointed import POINTED

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.machine import facts as machine
+from edgelm.base.machine import facts as machine
 from tests.server.conftest import CANARY
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from edgelm.errors import DeviceError, GpuLoadError
-from edgelm.workers.child import Child, run_job
-from edgelm.workers.messages import Loading, Note, Result, RunJob, Status, Text
+from edgelm.base.errors import DeviceError, GpuLoadError
+from edgelm.base.workers.child import Child, run_job
+from edgelm.base.workers.messages import Loading, Note, Result, RunJob, Status, Text
 
 
 def run(job: RunJob, child: Child) -> None:

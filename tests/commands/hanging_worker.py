@@ -13,12 +13,12 @@ from typing import Any
 import edgelm.backends.build as build
 import edgelm.backends.torch.evaluation as torch_evaluation
 from edgelm.backends.torch.executor import TorchExecutor
+from edgelm.base.machine.gpu import CudaState
+from edgelm.base.workers.child import Child, run_job
+from edgelm.base.workers.messages import EvalJob
 from edgelm.engine import watchdog
 from edgelm.evaluation import watched
 from edgelm.jobs.evaluate import evaluate_file
-from edgelm.machine.gpu import CudaState
-from edgelm.workers.child import Child, run_job
-from edgelm.workers.messages import EvalJob
 
 GPU = CudaState("", "", "GPU X", 80 * 2**30, 80 * 2**30)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from edgelm.base.machine.conditions import Conditions, engine_build
 from edgelm.commands.bench import _print
-from edgelm.machine.conditions import Conditions, engine_build
 from tests.tiny import write_tiny
 
 TIMEOUT_S = 100

@@ -11,8 +11,8 @@ import pytest
 
 from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import Store
-from edgelm.cli import run_cli
 from edgelm.commands import chats
+from edgelm.commands.cli import run_cli
 from tests.chats.exports_of_others import chatgpt, openwebui
 
 

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from edgelm.base.disk import unfinished
+from edgelm.base.errors import EdgeLMError, ModelError, UsageError
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.commands.convert import convert_model, target_file
-from edgelm.conversion import check as check_module
-from edgelm.conversion.check import check_gguf
-from edgelm.conversion.convert import Source, convert_folder
-from edgelm.disk import unfinished
-from edgelm.errors import EdgeLMError, ModelError, UsageError
+from edgelm.making.conversion import check as check_module
+from edgelm.making.conversion.check import check_gguf
+from edgelm.making.conversion.convert import Source, convert_folder
 from tests.adapters import PREFIX, write_adapter
 from tests.commands.test_run import TIMEOUT_S, Edgelm, error_of
-from tests.conversion.folders import folder_of
+from tests.making.conversion.folders import folder_of
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_the_command_imports_no_torch() -> None:
         "import sys\n"
         "names = 'torch transformers safetensors tokenizers sentencepiece'.split()\n"
         "sys.modules.update(dict.fromkeys(names))\n"
-        "import edgelm.conversion.worker, edgelm.commands.convert\n"
+        "import edgelm.making.conversion.worker, edgelm.commands.convert\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=TIMEOUT_S)
 

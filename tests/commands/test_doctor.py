@@ -10,11 +10,11 @@ import pytest
 from edgelm.backends import tuned
 from edgelm.backends.llama.placement import Device
 from edgelm.backends.questions import LlamaBuild
+from edgelm.base.errors import EngineError
+from edgelm.base.machine.facts import MachineFacts
+from edgelm.base.machine.gpu import CudaState
+from edgelm.base.places import Places
 from edgelm.commands import doctor
-from edgelm.errors import EngineError
-from edgelm.machine.facts import MachineFacts
-from edgelm.machine.gpu import CudaState
-from edgelm.places import Places
 
 
 @pytest.fixture

@@ -20,20 +20,20 @@ import pytest
 
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.torch import evaluation as load_torch
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.machine.conditions import engine_build
+from edgelm.base.machine.cpu import processor_name
+from edgelm.base.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
+from edgelm.base.workers.wire import decode, encode
 from edgelm.commands import eval as eval_module
 from edgelm.commands.eval import Task, eval_model, find_text
 from edgelm.commands.eval_state import MAX_AGE_S, StateFile
 from edgelm.commands.job import REPLIES
-from edgelm.config import Settings
-from edgelm.core import ExecutorInfo, Step
-from edgelm.errors import EdgeLMError
+from edgelm.engine.core import ExecutorInfo, Step
 from edgelm.evaluation.evaluate import Evaluation, LoadedSide
 from edgelm.jobs import evaluate as job_module
 from edgelm.jobs.evaluate import evaluate_file
-from edgelm.machine.conditions import engine_build
-from edgelm.machine.cpu import processor_name
-from edgelm.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
-from edgelm.workers.wire import decode, encode
 from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, error_of, gone
 from tests.tiny import write_tiny
 

@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from edgelm.base.config import load_config
+from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.machine.conditions import Conditions
+from edgelm.base.workers.messages import EvalJob, EvalState, Result
 from edgelm.commands import eval as eval_module
 from edgelm.commands import eval_output, eval_speed, eval_table
 from edgelm.commands.eval import Task, find_text
 from edgelm.commands.eval_models import find_models, is_several
 from edgelm.commands.eval_output import FIELDS, Form
 from edgelm.commands.eval_table import eval_models
-from edgelm.config import load_config
-from edgelm.errors import EdgeLMError, ModelError
 from edgelm.evaluation.kept import KeptResults
 from edgelm.jobs.reader import read_contents
 from edgelm.jobs.speed import BenchJob
-from edgelm.machine.conditions import Conditions
-from edgelm.workers.messages import EvalJob, EvalState, Result
 from tests.commands.test_run import Edgelm
 from tests.library.hub_folders import put
 from tests.tiny import write_tiny

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.places import Places
+from edgelm.base.workers.messages import Result, RunJob, Text
 from edgelm.commands import job
-from edgelm.config import Settings
-from edgelm.errors import EdgeLMError
-from edgelm.places import Places
-from edgelm.workers.messages import Result, RunJob, Text
 
 ROOT = Path(__file__).resolve().parents[2]
 

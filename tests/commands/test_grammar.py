@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.base.errors import RequestError, UsageError
+from edgelm.base.workers.grammars import GrammarSpec
 from edgelm.commands.grammar import chosen_grammar
-from edgelm.errors import RequestError, UsageError
-from edgelm.workers.grammars import GrammarSpec
 
 
 def test_each_flag_gives_its_grammar(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from edgelm import guide
-from edgelm.cli import run_cli
+from edgelm.chats.knowledge import guide
+from edgelm.commands.cli import run_cli
 
 LIMIT_S = 60
 
@@ -73,7 +73,7 @@ def test_an_unknown_topic_names_near_ones(
 def test_help_imports_nothing_heavy() -> None:
     """It starts as fast as `edgelm --version`."""
     code = (
-        "import sys; sys.argv = ['edgelm', 'help', 'start']; from edgelm.cli import run_cli; run_cli(); "
+        "import sys; sys.argv = ['edgelm', 'help', 'start']; from edgelm.commands.cli import run_cli; run_cli(); "
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'numpy', 'llama_cpp', 'textual', 'httpx2', "
         "'openai', 'torch', 'jinja2', 'starlette', 'huggingface_hub'}))"
     )

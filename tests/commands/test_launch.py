@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from edgelm.cli import run_cli
-from edgelm.launch import server
-from edgelm.launch.server import end_front, start_front
-from edgelm.places import Places
-from edgelm.runtime import find_fronts, is_alive
+from edgelm.base.places import Places
+from edgelm.base.runtime import find_fronts, is_alive
+from edgelm.commands.cli import run_cli
+from edgelm.commands.launch.command import server
+from edgelm.commands.launch.server import end_front, start_front
 from tests.clients.model import write_model
 from tests.ports import free_port
 from tests.tiny import write_tiny
@@ -116,7 +116,7 @@ def front_pids(environment: dict[str, str]) -> list[int]:
 
 def start_agent(runtime: Path) -> subprocess.Popen[bytes]:
     """Start a process that counts as an agent."""
-    code = "import sys, time; from pathlib import Path; from edgelm.runtime import note_agent; "
+    code = "import sys, time; from pathlib import Path; from edgelm.base.runtime import note_agent; "
     code += "note_agent(Path(sys.argv[1])); print(flush=True); time.sleep(300)"
     agent = subprocess.Popen([sys.executable, "-c", code, str(runtime)], stdout=subprocess.PIPE)
     assert agent.stdout is not None
@@ -405,7 +405,7 @@ def test_an_interrupted_start_leaves_no_server(
 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("edgelm.launch.server.subprocess.Popen", Popen)
+    monkeypatch.setattr("edgelm.commands.launch.server.subprocess.Popen", Popen)
     monkeypatch.setattr(server, "_answers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         start_front(Places(environment), 0, [])

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.runtime import FrontRecord, announced
 from edgelm.commands.load import load_model
-from edgelm.errors import EdgeLMError
-from edgelm.runtime import FrontRecord, announced
 
 LIMIT_S = 60.0
 

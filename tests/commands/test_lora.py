@@ -44,7 +44,7 @@ def test_the_chat_gives_adapters_to_its_server(monkeypatch: pytest.MonkeyPatch, 
         started.update(options)
         raise StoppedError
 
-    monkeypatch.setattr("edgelm.tui.link.Link", link)
+    monkeypatch.setattr("edgelm.client.link.Link", link)
     monkeypatch.setenv("EDGELM_CONFIG_DIR", str(tmp_path))
     with pytest.raises(StoppedError):
         chat.open_chat(None, None, {"lora": ["a:0.5", "b"], "ctx": "512", "graphs": False}, plain=True)

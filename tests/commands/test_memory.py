@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.cli import run_cli
-from edgelm.speculation import past_answers as answers
-from edgelm.speculation.past_answers import AnswersFile
+from edgelm.commands.cli import run_cli
+from edgelm.engine.speculation import past_answers as answers
+from edgelm.engine.speculation.past_answers import AnswersFile
 
 
 @pytest.fixture

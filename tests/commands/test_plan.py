@@ -13,15 +13,15 @@ import pytest
 from edgelm.backends.llama.build import ROLLBACK_LEN
 from edgelm.backends.llama.placement import Device
 from edgelm.backends.questions import ChosenEngine
+from edgelm.base.config import Settings
+from edgelm.base.machine.bandwidth import Bandwidth
+from edgelm.base.machine.conditions import conditions
+from edgelm.base.machine.facts import MachineFacts
+from edgelm.base.machine.gpu import Gpu
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
-from edgelm.cli import run_cli
 from edgelm.commands import plan as plan_module
-from edgelm.config import Settings
-from edgelm.machine.bandwidth import Bandwidth
-from edgelm.machine.conditions import conditions
-from edgelm.machine.facts import MachineFacts
-from edgelm.machine.gpu import Gpu
+from edgelm.commands.cli import run_cli
 from tests.adapters import write_adapter
 from tests.odd_models import write_odd
 from tests.tiny import write_tiny

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from edgelm.cli import app
+from edgelm.base.errors import ModelError, UsageError
 from edgelm.commands import chat
-from edgelm.errors import ModelError, UsageError
+from edgelm.commands.cli import app
 from edgelm.tui.workspace import ChatDefaults
 from tests.commands.test_run import Edgelm
 from tests.tiny import write_tiny

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.base.workers.messages import Result, Status
 from edgelm.commands import convert, job
 from edgelm.commands.quantize import QuantizeJob, _follow
-from edgelm.conversion.messages import Stage, Written
-from edgelm.quantization.recipe import Recipe
-from edgelm.workers.messages import Result, Status
+from edgelm.making.conversion.messages import Stage, Written
+from edgelm.making.quantization.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)

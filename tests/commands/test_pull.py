@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgelm.cli import run_cli
+from edgelm.commands.cli import run_cli
 from edgelm.commands.pull import TerminalDisplay
 from edgelm.evaluation.kept import KeptResults
 from edgelm.library.progress import Listed, ListedFile, Progress, Retrying, StandingIn
@@ -152,7 +152,7 @@ def test_a_refusal_is_one_line(run: Run, arguments: tuple[str, ...], expected: s
 
 
 def test_without_a_name_a_picker_opens(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgelm.tui import picker
+    from edgelm.tui.dialogs.basic import picker
 
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

@@ -14,8 +14,8 @@ from gguf.constants import GGUFValueType as V
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.cli.cache import prune
 
-from edgelm.cli import run_cli
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
+from edgelm.commands.cli import run_cli
 from tests.checkpoints.gguf_bytes import RawGGUF, RawTensor
 from tests.library.conftest import Puller
 from tests.library.hub_server import Fault, HubServer

@@ -19,15 +19,15 @@ from typing import Any
 
 import pytest
 
+from edgelm.base.disk import unfinished
+from edgelm.base.errors import BusyError, EdgeLMError
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.commands.quantize import QuantizeFlags, list_types, quantize_model
-from edgelm.disk import unfinished
-from edgelm.errors import BusyError, EdgeLMError
 from edgelm.jobs.reader import describe
 from edgelm.library.scan import scan
 from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, error_of, gone
-from tests.conversion.folders import folder_of
 from tests.counts import Count
+from tests.making.conversion.folders import folder_of
 from tests.tiny import write_tiny
 
 KILLS = Count(test=3, soak=20)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from edgelm.base.errors import EdgeLMError
 from edgelm.checkpoints.quantization import quantization_section
 from edgelm.commands.quantize_int4 import quantize_int4
-from edgelm.errors import EdgeLMError
 from edgelm.library.scan import scan
 from tests.commands.test_torch_engine import write_tokenizer
 from tests.counts import Count

@@ -16,8 +16,8 @@ import pytest
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.utils import WeakFileLock
 
+from edgelm.base.errors import EdgeLMError
 from edgelm.commands.rm import remove_models
-from edgelm.errors import EdgeLMError
 from edgelm.library.removal import plan_removal, remove
 from edgelm.library.scan import note_use, scan
 from tests.counts import Count

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub.utils import WeakFileLock
 
+from edgelm.base.errors import EdgeLMError
 from edgelm.commands.rm import remove_models
-from edgelm.errors import EdgeLMError
 from tests.library.hub_folders import put, put_part
 
 QWEN = "Qwen/Qwen3-4B-GGUF"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.errors import USAGE_EXIT_CODE
+from edgelm.base.errors import USAGE_EXIT_CODE
 from tests.tiny import write_tiny
 
 TIMEOUT_S = 60
@@ -395,8 +395,8 @@ def test_ctrl_c_while_it_writes_ends_everything(edgelm: Edgelm, endless: Path) -
 # Writes a byte when the program begins to load its commands. Before that, Python itself answers Ctrl-C.
 LOADING = """
 import os, sys
-sys.addaudithook(lambda event, of: event == "import" and of[0] == "edgelm.cli" and os.write(1, b"!"))
-from edgelm.errors import USAGE_EXIT_CODE
+sys.addaudithook(lambda event, of: event == "import" and of[0] == "edgelm.commands.cli" and os.write(1, b"!"))
+from edgelm.base.errors import USAGE_EXIT_CODE
 from edgelm.__main__ import main
 main()
 """

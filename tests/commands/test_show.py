@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.identity import content_identity
 from edgelm.commands.show import show_model
-from edgelm.config import Settings
-from edgelm.errors import EdgeLMError
 from edgelm.evaluation.kept import KeptResults
 from edgelm.jobs.reader import read_details
 from edgelm.library.readers import Detail, read_each

@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from edgelm.base.errors import EdgeLMError
 from edgelm.commands import top
 from edgelm.commands.top import History, frame, show_top
 from edgelm.engine.counters import COUNTS
-from edgelm.errors import EdgeLMError
 
 LIMIT_S = 60.0
 

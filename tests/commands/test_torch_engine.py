@@ -19,9 +19,9 @@ from tokenizers.models import BPE
 from edgelm.backends.build import build, choose_for_all
 from edgelm.backends.model import LoadedModel
 from edgelm.backends.torch import build as torch_build
-from edgelm.config import Settings
-from edgelm.core import SamplingParams
-from edgelm.errors import EdgeLMError
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError
+from edgelm.engine.core import SamplingParams
 from tests.commands.test_run import Edgelm, error_of
 from tests.models.tiny_models import build as tiny_model
 from tests.models.tiny_models import write

@@ -8,13 +8,13 @@ from types import ModuleType
 
 import pytest
 
+from edgelm.base.config import Settings
+from edgelm.base.machine.facts import NO_AMX, MachineFacts
+from edgelm.base.places import Places
+from edgelm.base.workers.messages import RunJob
 from edgelm.commands import job, quantize
-from edgelm.config import Settings
-from edgelm.machine.facts import NO_AMX, MachineFacts
-from edgelm.places import Places
-from edgelm.quantization.job import QuantizeJob
-from edgelm.quantization.recipe import Recipe
-from edgelm.workers.messages import RunJob
+from edgelm.making.quantization.job import QuantizeJob
+from edgelm.making.quantization.recipe import Recipe
 
 
 class StartedError(Exception):

@@ -16,7 +16,8 @@ from typing import Literal, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.core import (
+from edgelm.base.errors import EngineError, RequestError, SnapshotError
+from edgelm.engine.core import (
     LAST,
     NOT_A_TOKEN,
     Chunk,
@@ -37,7 +38,6 @@ from edgelm.core import (
     StoredPrefix,
     Trim,
 )
-from edgelm.errors import EngineError, RequestError, SnapshotError
 
 THOUGHT_END = (3, 2)
 ROOT = 17  # the entry before the first

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from edgelm.core import Drafter, Event, Matcher, Op, SamplingParams, Sequence, Step
+from edgelm.base.errors import EngineError
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import Drafter, Event, Matcher, Op, SamplingParams, Sequence, Step
 from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.pipeline import grammar_masks
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import EngineError
 from tests.engine.fake import FakeExecutor, PagedMemory, SlotMemory, complete_alone, info
 
 

@@ -11,7 +11,7 @@ PACKAGES = ("engine", "speculation")
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    module: str  # of edgelm.engine or edgelm.speculation
+    module: str  # of edgelm.engine or edgelm.engine.speculation
     description: str
     old: str  # occurs exactly once
     new: str = ""

@@ -30,7 +30,7 @@ STAGES = {
     ],
     "example": [
         "tests/engine",
-        "tests/speculation",
+        "tests/engine/speculation",
         "--ignore=tests/engine/test_scheduler_properties.py",
         "--ignore=tests/engine/test_mutations.py",
     ],

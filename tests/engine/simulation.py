@@ -10,15 +10,15 @@ import random
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from edgelm.core import LAST, Chunk, Event, Matcher, Sequence, Step
+from edgelm.base.errors import EngineError, SnapshotError
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import LAST, Chunk, Event, Matcher, Sequence, Step
 from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.pipeline import grammar_masks
 from edgelm.engine.prefixes import common_prefix_len
+from edgelm.engine.sampling.budget import BudgetMatcher
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import EngineError, SnapshotError
-from edgelm.sampling.budget import BudgetMatcher
 from tests.engine.fake import (
     THOUGHT_END,
     FakeExecutor,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgelm.core import SamplingParams, Sequence
 from edgelm.engine.admission import EXPECTED_ANSWER, MAX_CLIENTS, SHORT_ANSWER, TURNS, AdmissionQueue, is_interactive
 from edgelm.engine.clock import MIN_PREFILL
+from edgelm.engine.core import SamplingParams, Sequence
 from tests.engine.loop import Loop
 from tests.engine.simulation import BOOKKEEPERS, fresh_seed
 

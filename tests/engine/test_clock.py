@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
 from edgelm.engine.clock import FRESH, MAX_STEP_S, MIN_PREFILL, PLAIN_EVERY, Measured, StepClock, StepCosts
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 
 
 def step(prefill: int, rows: int, sequences: int | None = None) -> Step:

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from edgelm.core import SamplingParams, Sequence
+from edgelm.base.errors import EngineError
+from edgelm.engine.core import SamplingParams, Sequence
 from edgelm.engine.counters import COUNTS, HISTOGRAMS, Histogram
 from edgelm.engine.usage import Usage
-from edgelm.errors import EngineError
 from tests.engine.fake import Fault, SimpleDrafter
 from tests.engine.test_engine import ENDLESS, emptied, events_of, greedy, running_engine
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgelm.core import EmbedderInfo
+from edgelm.base.errors import BusyError, EngineError
 from edgelm.engine import embedding
 from edgelm.engine import engine as engine_module
+from edgelm.engine.core import EmbedderInfo
 from edgelm.engine.embedding import BUSY_SHARE, EmbeddingJob, EmbeddingQueue
-from edgelm.errors import BusyError, EngineError
 from tests.engine.test_engine import running_engine
 
 TOKEN_S = 0.001

@@ -12,14 +12,14 @@ from contextlib import aclosing, contextmanager
 
 import pytest
 
-from edgelm.core import LAST, Drafter, Embedder, Event, KVCache, SamplingParams, Sequence, Step
+from edgelm.base.errors import BusyError, EngineError, RequestError
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import LAST, Drafter, Embedder, Event, KVCache, SamplingParams, Sequence, Step
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_paged import BLOCK_LEN, PagedKV
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.stream import Stream
-from edgelm.errors import BusyError, EngineError, RequestError
 from tests.engine.fake import (
     FakeExecutor,
     FakeMatcher,

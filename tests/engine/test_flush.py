@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from edgelm.core import ExecutorInfo, SamplingParams, Save, Step, Store
 from edgelm.engine import engine as engine_module
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import ExecutorInfo, SamplingParams, Save, Step, Store
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_paged import BLOCK_LEN, PagedKV
 from edgelm.engine.kv_slots import SlotKV

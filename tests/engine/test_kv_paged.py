@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from edgelm.core import NOT_A_TOKEN, Sequence
+from edgelm.engine.core import NOT_A_TOKEN, Sequence
 from edgelm.engine.kv_paged import PagedKV
 from tests.engine.fake import Fault, SimpleDrafter, info
 from tests.engine.loop import Loop

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from edgelm.core import Copy, Drop, Load, Save, Sequence, Trim
 from edgelm.engine import kv_slots
+from edgelm.engine.core import Copy, Drop, Load, Save, Sequence, Trim
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, common_prefix_len
 from tests.counts import Count

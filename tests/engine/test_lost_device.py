@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from edgelm.core import Chunk, ExecutorInfo, SamplingParams, Sequence, Step
+from edgelm.base.errors import DeviceError, EngineError
 from edgelm.engine import watchdog
+from edgelm.engine.core import Chunk, ExecutorInfo, SamplingParams, Sequence, Step
 from edgelm.engine.watchdog import Watchdog
-from edgelm.errors import DeviceError, EngineError
 from tests.engine.fake import info
 from tests.engine.test_engine import ENDLESS, events_of, running_engine
 

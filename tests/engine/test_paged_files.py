@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from edgelm.core import Drop, Load, Op, Save, Sequence, Store
+from edgelm.base.errors import SnapshotError
+from edgelm.engine.core import Drop, Load, Op, Save, Sequence, Store
 from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.prefixes import MIN_PREFIX_LEN
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import SnapshotError
 from tests.counts import Count
 from tests.engine.fake import FakeExecutor, FakeFiles, Fault, PagedMemory
 from tests.engine.loop import Loop

@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from edgelm.core import Copy, Drop, Load, Op, SamplingParams, Save, Sequence, Store
+from edgelm.base.errors import SnapshotError
+from edgelm.engine.core import Copy, Drop, Load, Op, SamplingParams, Save, Sequence, Store
 from edgelm.engine.kv_slots import WORTH_WAITING_LEN, SlotKV, Snapshot
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, PrefixIndex, common_len
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import SnapshotError
 from tests.counts import Count
 from tests.engine.fake import FakeExecutor, FakeFiles, SlotMemory
 from tests.engine.loop import Loop

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from edgelm.core import Load, Op, Save, Sequence
 from edgelm.engine import kv_slots, prefixes
 from edgelm.engine import save_points as engine_save_points
+from edgelm.engine.core import Load, Op, Save, Sequence
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.save_points import (
     ANSWER_START_LEN,

@@ -8,9 +8,9 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import pytest
 
-from edgelm.core import LAST, Masks, Sampled, SamplingParams, Sequence, Step
+from edgelm.base.errors import EngineError, RequestError
 from edgelm.engine.clock import MIN_PREFILL, Measured, StepClock, StepCosts
-from edgelm.errors import EngineError, RequestError
+from edgelm.engine.core import LAST, Masks, Sampled, SamplingParams, Sequence, Step
 from tests.engine.fake import FakeMatcher, Fault, SimpleDrafter, complete_alone, info
 from tests.engine.loop import Loop
 from tests.engine.simulation import BOOKKEEPERS

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edgelm.core import ExecutorInfo
+from edgelm.engine.core import ExecutorInfo
 from tests.counts import Count
 from tests.engine.loop import Loop
 from tests.engine.simulation import BOOKKEEPERS, fresh_seed, run_workload

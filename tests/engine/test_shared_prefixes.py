@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from edgelm.core import Save, Sequence, Store
+from edgelm.engine.core import Save, Sequence, Store
 from edgelm.engine.kv_paged import BLOCK_LEN, PagedKV
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.prefixes import MIN_PREFIX_LEN

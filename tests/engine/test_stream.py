@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import closing
 
-from edgelm.core import Event, FinishReason
+from edgelm.engine.core import Event, FinishReason
 from edgelm.engine.stream import MIN_GAP_S, Mailbox, Stream
 
 TURNS = 5  # of the loop, until everything that is due has run

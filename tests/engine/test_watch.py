@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from edgelm.core import SamplingParams
+from edgelm.engine.core import SamplingParams
 from edgelm.engine.engine import Engine
 from edgelm.engine.watch import KEPT, KVRecord, StepRecord, Watch, Watcher
 from tests.engine.test_counters import Repeating

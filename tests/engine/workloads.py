@@ -11,8 +11,8 @@ import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
-from edgelm.core import ExecutorInfo, FinishReason, SamplingParams, Sequence
-from edgelm.errors import EngineError
+from edgelm.base.errors import EngineError
+from edgelm.engine.core import ExecutorInfo, FinishReason, SamplingParams, Sequence
 from tests.engine.fake import Fault, InjectedError, SimpleDrafter, complete_alone, info
 
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from edgelm.backends.llama import evaluation as load_module
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.evaluation import load_llama_evaluation
 from edgelm.backends.llama.model import LlamaModel
-from edgelm.core import ExecutorInfo, Step, Trim
-from edgelm.errors import EdgeLMError, ModelError
+from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.workers.messages import EvalSide
+from edgelm.engine.core import ExecutorInfo, Step, Trim
 from edgelm.evaluation import evaluate as evaluate_module
 from edgelm.evaluation.evaluate import evaluate, max_rows
 from edgelm.evaluation.scores import Tally
 from edgelm.evaluation.text import Cut, Window
-from edgelm.llama_binding import L
-from edgelm.workers.messages import EvalSide
 from tests.bare import BareLoop, tokenize
 from tests.real_data import data_file
 from tests.tiny import write_tiny

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edgelm.errors import EngineError
+from edgelm.base.errors import EngineError
 from edgelm.evaluation import scores
 from edgelm.evaluation.scores import Moments, Scores, Tally, distinguishable, score
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 from edgelm.evaluation.text import CONTEXT_CHARS, PIECE_CHARS, Cut, TextTokens, Window, steps
 from tests.counts import Count
 from tests.real_data import vocabulary, with_vocabulary

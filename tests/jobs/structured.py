@@ -18,11 +18,12 @@ from typing import Any
 import jsonschema
 
 from edgelm.backends.model import LoadedModel
-from edgelm.config import Settings
-from edgelm.errors import RequestError
+from edgelm.base.config import Settings
+from edgelm.base.errors import RequestError
+from edgelm.base.workers.grammars import GrammarSpec
+from edgelm.engine.sampling.grammar import GrammarCompiler
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.request import AnswerRequest
-from edgelm.sampling.grammar import GrammarCompiler
 from edgelm.text.calls.derive import find_support
 from edgelm.text.calls.format import Call, CallFormat, ToolChoice, write_calls
 from edgelm.text.calls.generic import GENERIC
@@ -32,7 +33,6 @@ from edgelm.text.parse import Part
 from edgelm.text.template import ChatTemplate
 from edgelm.text.template_worker import TemplateRunner
 from edgelm.text.tokenizer import Tokenizer
-from edgelm.workers.grammars import GrammarSpec
 from tests.real_data import data_file
 from tests.text.calls.random_calls import THINK, Answer, collected, control_strings
 from tests.tiny import WORDS, write_tiny

@@ -11,9 +11,9 @@ import pytest
 
 from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
-from edgelm.config import Settings
-from edgelm.core import SamplingParams
-from edgelm.errors import EngineError, RequestError
+from edgelm.base.config import Settings
+from edgelm.base.errors import EngineError, RequestError
+from edgelm.engine.core import SamplingParams
 from edgelm.jobs.embed import Embeddings
 from edgelm.jobs.embed_request import EmbedRequest, RankRequest
 from edgelm.jobs.request import ContextError

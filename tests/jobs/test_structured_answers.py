@@ -17,13 +17,13 @@ from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
-from edgelm.core import Drafter, Sequence
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import Drafter, Sequence
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
+from edgelm.engine.sampling.grammar import GrammarCompiler
 from edgelm.engine.scheduler import Scheduler
-from edgelm.sampling.grammar import GrammarCompiler
-from edgelm.speculation.ngram_drafter import NgramDrafter
+from edgelm.engine.speculation.ngram_drafter import NgramDrafter
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from tests.backends.torch import torch_engine
 from tests.counts import Count

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from edgelm.backends.model import LoadedModel
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
+from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec
+from edgelm.engine.sampling.grammar_checker import GrammarChecker
+from edgelm.engine.sampling.grammar_worker import check_grammar
 from edgelm.jobs.tool_schemas import MAX_CHECKS, ToolSchemas
-from edgelm.sampling.grammar_checker import GrammarChecker
-from edgelm.sampling.grammar_worker import check_grammar
-from edgelm.workers.grammars import CheckedGrammar, GrammarSpec
 from tests.real_data import template
 from tests.served import loaded_model, served
 from tests.tiny import write_tiny

@@ -37,11 +37,12 @@ OF_LAYOUT, OF_MATMUL, OF_UNPACK = (f"tests/kernels/test_{name}.py" for name in (
 OF_DEQUANTIZE, OF_PACKED = "tests/kernels/test_dequantize.py", "tests/models/loading/test_sources.py"
 NORM, ACTIVATION, ROUTE = (f"kernels/{name}/kernel.py" for name in ("norm", "activation", "route"))
 ROTATION, WRITE_KV, CACHE = "kernels/rope.py", "kernels/write_kv/kernel.py", "kernels/cache/kernel.py"
-SAMPLING, DRAW, DEVICE = "kernels/sampling/kernel.py", "kernels/sampling/draw_kernel.py", "edgelm/sampling/device.py"
+SAMPLING, DRAW = "kernels/sampling/kernel.py", "kernels/sampling/draw_kernel.py"
+DEVICE = "edgelm/backends/torch/sampler.py"
 OF_NORM, OF_ROUTE, OF_CACHE, OF_ROTATION, OF_WRITE_KV, OF_SAMPLING = (
     f"tests/kernels/test_{name}.py" for name in ("norm", "route", "cache", "rope", "write_kv", "sampling")
 )
-OF_ACTIVATION, OF_DEVICE = "tests/kernels/test_activation.py", "tests/sampling/test_device.py"
+OF_ACTIVATION, OF_DEVICE = "tests/kernels/test_activation.py", "tests/backends/torch/test_sampler.py"
 GEMM, GROUPED, EMBEDDING = (f"kernels/{name}/kernel.py" for name in ("dequant_gemm", "grouped", "embedding"))
 GGML, FOLDER = "models/loading/stored.py", "models/loading/quantized_folder.py"
 OF_GROUPED, OF_EMBEDDING = "tests/kernels/test_grouped.py", "tests/kernels/test_embedding.py"

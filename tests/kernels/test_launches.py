@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from edgelm.core import SamplingParams
+from edgelm.backends.torch.sampler import DeviceSampler, RowRequest
+from edgelm.engine.core import SamplingParams
+from edgelm.engine.sampling.history import History
 from edgelm.kernels.activation import Gate, gated, softcap
 from edgelm.kernels.cache import FORMATS, allocate
 from edgelm.kernels.norm import add_rms_norm, rms_norm
 from edgelm.kernels.route import route
 from edgelm.kernels.write_kv import write_kv
-from edgelm.sampling.device import DeviceSampler, RowRequest
-from edgelm.sampling.history import History
 from tests.kernels.compile_case import compile_cases
 
 OPS = ["activation", "norm", "route", "sampling", "write_kv"]

@@ -1,7 +1,7 @@
 """The sampling kernels against plain torch, and the parts that both share with the numpy reference.
 
-tests/sampling/test_device.py tests plain torch against that reference, with many draws. The interpreter takes a second
-per row, so the kernels get few rows, with chunks and lists so small that every path is taken.
+tests/backends/torch/test_sampler.py tests plain torch against that reference, with many draws. The interpreter takes a
+second per row, so the kernels get few rows, with chunks and lists so small that every path is taken.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from edgelm.core import NOT_A_TOKEN, SamplingParams
+from edgelm.backends.torch.sampler import DeviceSampler, RowRequest
+from edgelm.engine.core import NOT_A_TOKEN, SamplingParams
+from edgelm.engine.sampling.history import History
+from edgelm.engine.sampling.reference import uniform
 from edgelm.kernels import sampling
 from edgelm.kernels.sampling import Answer, Batch, Word, reference
-from edgelm.sampling.device import DeviceSampler, RowRequest
-from edgelm.sampling.history import History
-from edgelm.sampling.reference import uniform
 from tests.counts import Count
 
 # The interpreter computes with numpy, which warns of values that a GPU passes on as inf or NaN.

@@ -10,7 +10,7 @@ import llama_cpp
 import pytest
 from gguf.constants import LlamaFileType
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 from edgelm.library.catalog import entries, entry_of, find_entry, hub_reference, name_of, near_names
 from edgelm.library.names import CatalogName, HubReference
 

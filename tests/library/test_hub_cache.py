@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 from edgelm.library.hub_cache import all_unfinished, free_unfinished, unfinished_of
 from edgelm.library.names import parse_name
 from tests.library.conftest import Puller

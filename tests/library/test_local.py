@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 from edgelm.library import scan as scan_module
 from edgelm.library.local import find_local, require_gguf
 from edgelm.library.scan import LocalModel, forget_use, installed, last_use, note_use, scan

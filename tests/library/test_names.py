@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 from edgelm.library.names import (
     CatalogName,
     HubReference,

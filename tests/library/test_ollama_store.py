@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
+from edgelm.base.places import Places
 from edgelm.library.local import find_local
 from edgelm.library.removal import plan_removal
 from edgelm.library.scan import scan
-from edgelm.places import Places
 from tests.tiny import write_tiny
 
 MODEL = "application/vnd.ollama.image.model"

@@ -14,7 +14,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from edgelm.errors import EdgeLMError, ModelError
+from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.library import packages
 from edgelm.library.catalog import FIRST_CHAT, entries, hub_reference, stand_in
 from edgelm.library.hub import Hub

@@ -12,9 +12,9 @@ import huggingface_hub
 import pytest
 from gguf.constants import GGUFValueType as V
 
-from edgelm import disk
+from edgelm.base import disk
+from edgelm.base.errors import EdgeLMError
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.errors import EdgeLMError
 from edgelm.library import hub_cache
 from edgelm.library.http_range import CancelledTransferError, fetch_headers
 from edgelm.library.hub import Hub

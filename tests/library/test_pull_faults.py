@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 from edgelm.library.http_range import READ_BYTES
 from edgelm.library.progress import Retrying, Wrong
 from tests.counts import Count

@@ -17,11 +17,11 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from edgelm.base.workers.wire import encode
 from edgelm.library.catalog import FIRST_CHAT
 from edgelm.library.download import SEGMENT_BYTES
 from edgelm.library.http_range import READ_BYTES
 from edgelm.library.progress import PullJob
-from edgelm.workers.wire import encode
 from tests.counts import Count
 from tests.library.hub_server import HubServer
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from gguf.constants import GGUFValueType as V
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 from edgelm.library.progress import Listed
 from tests.checkpoints.gguf_bytes import RawGGUF
 from tests.library.conftest import QUICK, Puller

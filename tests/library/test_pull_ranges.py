@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 from edgelm.library import download
 from edgelm.library import pull as pull_module
 from edgelm.library.hub import RefusedError

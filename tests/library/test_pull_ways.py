@@ -19,7 +19,7 @@ import huggingface_hub.utils._http
 import pytest
 from gguf.constants import GGUFValueType as V
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 from edgelm.library.http_range import DIRECT_BYTES
 from edgelm.library.hub import Hub
 from edgelm.library.names import HubReference

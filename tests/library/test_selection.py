@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 from edgelm.library.names import HubReference
 from edgelm.library.selection import PREFERRED, Selection, group_ggufs, select_files
 

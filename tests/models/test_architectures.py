@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import edgelm.kernels.matmul
 import edgelm.models.decoder
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.safetensors import open_safetensors
-from edgelm.errors import ModelError
 from edgelm.models.config import read_config
 from edgelm.models.decoder import Decoder
 from edgelm.models.loading.decoder import load

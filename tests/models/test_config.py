@@ -10,7 +10,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 from edgelm.models.config import ModelConfig, read_config, unsupported_reason
 from edgelm.models.families import FAMILIES
 from tests.counts import Count

@@ -11,8 +11,8 @@ import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.config_json import DEFAULTS
-from edgelm.errors import ModelError
 from edgelm.models.config import ModelConfig, read_config
 from tests.models.test_config import TYPES, saved
 

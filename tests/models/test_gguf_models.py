@@ -16,9 +16,9 @@ from torch import Tensor
 
 import edgelm.models
 from edgelm.backends.llama.api import start_backend
+from edgelm.backends.llama.binding import L
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.errors import ModelError
-from edgelm.llama_binding import L
 from edgelm.models.config import read_config
 from edgelm.models.decoder import Decoder, FeedForward
 from edgelm.models.loading.decoder import load

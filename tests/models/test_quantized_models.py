@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from edgelm.backends.model import open_model
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.folder import folder_summary
 from edgelm.checkpoints.safetensors import open_safetensors
-from edgelm.errors import ModelError
 from tests.models.loading.packers import awq, gptq, named, pack_quantized
 from tests.models.test_architectures import BF16, F32, LENGTH, decoder_of
 from tests.models.tiny_models import Session, built, expected, mean_relative_error, relative_error, text

@@ -16,17 +16,24 @@ import pytest
 
 from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
-from edgelm.config import Settings
+from edgelm.base.config import Settings
+from edgelm.base.workers.grammars import GrammarSpec
+from edgelm.base.workers.messages import Passage
+from edgelm.chats.knowledge.index import Knowledge
+from edgelm.chats.knowledge.quote import system_message
+from edgelm.chats.knowledge.starter import (
+    CONTEXT,
+    UNKNOWN,
+    larger_model,
+    offered_model,
+    starter_answers,
+    starter_passages,
+)
+from edgelm.engine.sampling.grammar import GrammarCompiler
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.request import AnswerRequest
-from edgelm.knowledge.index import Knowledge
-from edgelm.knowledge.quote import system_message
-from edgelm.knowledge.starter import CONTEXT, UNKNOWN, larger_model, offered_model, starter_answers, starter_passages
 from edgelm.library.local import find_local
-from edgelm.sampling.grammar import GrammarCompiler
 from edgelm.text.template_worker import TemplateRunner
-from edgelm.workers.grammars import GrammarSpec
-from edgelm.workers.messages import Passage
 from tests.counts import Count
 
 QUESTIONS = Count(test=20, soak=200)  # of each kind

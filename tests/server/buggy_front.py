@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any
 
 from edgelm.__main__ import main
+from edgelm.base.workers.child import run_job
+from edgelm.base.workers.messages import ServeJob
 from edgelm.jobs.worker import work_with_engine
-from edgelm.server import engine_app, engine_link
-from edgelm.server.engine_process import _serve
-from edgelm.server.metrics import Metrics
-from edgelm.workers.child import run_job
-from edgelm.workers.messages import ServeJob
+from edgelm.server.engine_process.worker import _serve
+from edgelm.server.engine_process.worker import app as engine_app
+from edgelm.server.engines import link as engine_link
+from edgelm.server.routes.metrics import Metrics
 
 _events, _prepare = engine_app._events, engine_app._prepare
 

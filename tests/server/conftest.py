@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.machine import facts as machine
+from edgelm.base.machine import facts as machine
 from tests.server.harness import Front, serving
 from tests.tiny import write_tiny
 
@@ -18,8 +18,8 @@ from tests.tiny import write_tiny
 CANARY = """
 import sys
 from edgelm.backends.llama.canary import check
-from edgelm.machine.facts import Checked, CheckKernels
-from edgelm.workers.child import run_job
+from edgelm.base.machine.facts import Checked, CheckKernels
+from edgelm.base.workers.child import run_job
 sys.exit(run_job({
     CheckKernels: lambda job, child: child.send(Checked(check(job.folder, job.threads, job.repack))),
 }))

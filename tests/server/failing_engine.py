@@ -1,6 +1,6 @@
 """An engine process whose GPU fails as a test says: the torch engine on the processor in place of a GPU.
 
-    python -m tests.server.failing_engine   # instead of `edgelm.server.engine_process`
+    python -m tests.server.failing_engine   # instead of `edgelm.server.engine_process.worker`
 
 PLAN beside the model has one line of JSON for each start with "CUDA": `{"load": MESSAGE}` fails the loading, `{"step":
 MESSAGE, "after": N}` the N-th step, `{"hang": N}` makes the N-th step hang, `{"load_hangs": true}` the loading, and
@@ -22,12 +22,12 @@ import torch
 import edgelm.backends.build as build
 import edgelm.backends.torch.build as torch_build
 from edgelm.backends.torch.executor import TorchExecutor
+from edgelm.base.machine.gpu import CudaState
+from edgelm.base.workers.child import Child, run_job
+from edgelm.base.workers.messages import ServeJob
 from edgelm.engine import engine, watchdog
 from edgelm.jobs.worker import work_with_engine
-from edgelm.machine.gpu import CudaState
-from edgelm.server.engine_process import _serve
-from edgelm.workers.child import Child, run_job
-from edgelm.workers.messages import ServeJob
+from edgelm.server.engine_process.worker import _serve
 
 PLAN = "gpu-plan.jsonl"
 GPU = CudaState("", "", "GPU X", 80 * 2**30, 80 * 2**30)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgelm.__main__ import main
-from edgelm.server import engine_link
+from edgelm.server.engines import link as engine_link
 
 if __name__ == "__main__":
     engine_link.WORKER = "tests.server.failing_engine"

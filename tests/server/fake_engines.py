@@ -8,11 +8,11 @@ from pathlib import Path
 
 import httpx2
 
-from edgelm.errors import EdgeLMError, EngineError, ModelError
+from edgelm.base.errors import EdgeLMError, EngineError, ModelError
+from edgelm.base.workers.messages import Footprint, Ready
 from edgelm.library.scan import LocalModel
-from edgelm.server.engine_link import Change
-from edgelm.server.room import Measured
-from edgelm.workers.messages import Footprint, Ready
+from edgelm.server.engines.link import Change
+from edgelm.server.engines.room import Measured
 
 LONG_S = 20.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgelm.__main__ import main
-from edgelm.server import frozen
+from edgelm.server.engines import frozen
 
 if __name__ == "__main__":
     frozen.LIMIT_S, frozen.TICK_S = 2.0, 0.2

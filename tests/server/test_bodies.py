@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from edgelm.errors import BusyError
+from edgelm.base.errors import BusyError
 from edgelm.server import bodies as module
 from edgelm.server.api.errors import ApiError
 from edgelm.server.bodies import SMALL_BYTES, Bodies

@@ -14,8 +14,8 @@ import pytest
 from pydantic import BaseModel
 
 from edgelm.backends.model import LoadedModel
+from edgelm.engine.speculation.ngram_drafter import NgramDrafter
 from edgelm.library.local import find_local
-from edgelm.speculation.ngram_drafter import NgramDrafter
 from tests.served import Served, loaded_model, served
 from tests.tiny import write_tiny
 

@@ -12,11 +12,11 @@ import openai
 import pytest
 from numpy.typing import NDArray
 
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.model import LoadedModel
-from edgelm.core import Sampled
-from edgelm.errors import RequestError
-from edgelm.llama_binding import L
+from edgelm.base.errors import RequestError
+from edgelm.engine.core import Sampled
 from edgelm.server.api.completions import MAX_ANSWERS, MAX_PROMPTS
 from edgelm.server.api.dialects import parse_request
 from edgelm.server.api.errors import ApiError

@@ -15,14 +15,14 @@ import pytest
 from starlette.types import Message
 
 from edgelm.backends.model import LoadedModel
-from edgelm.config import Settings
-from edgelm.core import Event, FinishReason, Sampled, SamplingParams, Stats
+from edgelm.base.config import Settings
+from edgelm.base.errors import BusyError, EngineError, RequestError
+from edgelm.engine.core import Event, FinishReason, Sampled, SamplingParams, Stats
 from edgelm.engine.counters import Counters
-from edgelm.errors import BusyError, EngineError, RequestError
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.past import MAX_PAST_CHARS
-from edgelm.server import engine_app as module
-from edgelm.server.engine_app import EngineParts, engine_app
+from edgelm.server.engine_process.app import EngineParts, engine_app
+from edgelm.server.engine_process.worker import app as module
 from edgelm.server.keys import CLIENT, NAMESPACE
 from edgelm.text.chat import Rendered
 from edgelm.text.prompt_token_cache import Prompt

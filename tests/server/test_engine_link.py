@@ -9,15 +9,15 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from edgelm.config import Settings, load_config
-from edgelm.errors import EdgeLMError, EngineError
+from edgelm.base.config import Settings, load_config
+from edgelm.base.errors import EdgeLMError, EngineError
+from edgelm.base.machine import facts as machine
+from edgelm.base.workers import parent
+from edgelm.base.workers.messages import Loading, Note, Ready, ServeJob, Status
+from edgelm.base.workers.parent import Worker
 from edgelm.library.scan import LocalModel
-from edgelm.machine import facts as machine
-from edgelm.server import engine_link
-from edgelm.server.engine_link import EngineProcess, Launcher
-from edgelm.workers import parent
-from edgelm.workers.messages import Loading, Note, Ready, ServeJob, Status
-from edgelm.workers.parent import Worker
+from edgelm.server.engines import link as engine_link
+from edgelm.server.engines.link import EngineProcess, Launcher
 
 READY = "{'event': 'ready', 'name': 'fake', 'engine': 'llama', 'device': 'cpu', 'context': 512, 'port': None}"
 PRELUDE = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.llama_build import find_build
+from edgelm.base.machine.llama_build import find_build
 from tests.server.harness import serving
 
 # Stands before libgomp's function, and counts the threads alive that have begun a team.

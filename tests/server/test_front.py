@@ -15,20 +15,20 @@ import httpx2
 import pytest
 from starlette.requests import Request
 
-from edgelm.config import load_config
-from edgelm.errors import ModelError
+from edgelm.base.config import load_config
+from edgelm.base.errors import ModelError
+from edgelm.base.workers.messages import Footprint, Ready
 from edgelm.library import local
 from edgelm.library.scan import LocalModel
 from edgelm.server import proxy
 from edgelm.server.access import Rules
-from edgelm.server.admin import START_LIMIT_S, wait_limit_s
-from edgelm.server.engine_link import Launcher
+from edgelm.server.engines.link import Launcher
+from edgelm.server.engines.supervisor import EngineTable
 from edgelm.server.front import Front, front_app
 from edgelm.server.keys import Key, Keys
 from edgelm.server.models import ModelNames
+from edgelm.server.routes.admin import START_LIMIT_S, wait_limit_s
 from edgelm.server.stored import ResponseStore
-from edgelm.server.supervisor import EngineTable
-from edgelm.workers.messages import Footprint, Ready
 from tests.server.fake_engines import FakeHost, FakeLink, Launches
 from tests.server.test_models import write_bert_folder
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from edgelm.commands.ps import _show as show
-from edgelm.server import frozen
-from edgelm.server.frozen import LIMIT_S, TICK_S, processor_s, until_frozen
-from edgelm.server.slots import EngineSlot
+from edgelm.server.engines import frozen
+from edgelm.server.engines.frozen import LIMIT_S, TICK_S, processor_s, until_frozen
+from edgelm.server.engines.slots import EngineSlot
 from tests.server.fake_engines import LONG_S, Launches, model_called
 from tests.server.harness import Front, serving, until
 from tests.server.virtual_time import VirtualLoop

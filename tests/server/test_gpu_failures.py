@@ -11,9 +11,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from edgelm.errors import DeviceError, GpuLoadError, ModelError
-from edgelm.server import gpu_failures
-from edgelm.server.gpu_failures import GpuFailures
+from edgelm.base.errors import DeviceError, GpuLoadError, ModelError
+from edgelm.server.engines import gpu_failures
+from edgelm.server.engines.gpu_failures import GpuFailures
 from tests.server.failing_engine import PLAN
 from tests.server.harness import ENDLESS, LIMIT_S, Front, body, serving, until
 from tests.tiny import write_tiny

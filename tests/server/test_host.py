@@ -8,13 +8,13 @@ from typing import cast
 
 import pytest
 
-from edgelm.config import Settings
-from edgelm.errors import EdgeLMError, ModelError
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.workers.messages import Footprint, Predict
 from edgelm.library.scan import LocalModel
-from edgelm.server import host
-from edgelm.server.engine_link import Launcher
-from edgelm.server.host import Machine
-from edgelm.workers.messages import Footprint, Predict
+from edgelm.server.engines import host
+from edgelm.server.engines.host import Machine
+from edgelm.server.engines.link import Launcher
 from tests.tiny import write_tiny
 
 

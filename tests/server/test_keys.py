@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import Headers
 
-from edgelm.errors import UsageError
+from edgelm.base.errors import UsageError
 from edgelm.server.keys import Key, Keys, read_key_file
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from edgelm.cli import app
+from edgelm.base.errors import EdgeLMError
+from edgelm.commands.cli import app
 from edgelm.commands.plan_loaded import loaded_beside
-from edgelm.errors import EdgeLMError
 from tests.server.harness import ENDLESS, LIMIT_S, Front, serving, until
 from tests.tiny import write_tiny
 

@@ -13,11 +13,11 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from edgelm.core import SamplingParams, Sequence, Stats
+from edgelm.engine.core import SamplingParams, Sequence, Stats
 from edgelm.engine.counters import COUNTS, HISTOGRAMS, Counters
 from edgelm.library.scan import LocalModel
-from edgelm.server import metrics as module
-from edgelm.server.metrics import Metrics
+from edgelm.server.routes import metrics as module
+from edgelm.server.routes.metrics import Metrics
 from tests.server.fake_engines import until
 
 STATS = Stats(

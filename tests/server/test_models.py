@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
+from edgelm.base.model_tables import ModelTable
 from edgelm.library import local, scan
 from edgelm.library.local import find_local
 from edgelm.library.readers import Describe, read_each
 from edgelm.library.scan import installed
-from edgelm.model_tables import ModelTable
 from edgelm.server import models as module
 from edgelm.server.api.errors import ApiError
 from edgelm.server.models import ModelNames

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from edgelm.errors import EdgeLMError
-from edgelm.server import ollama_routes as module
+from edgelm.base.errors import EdgeLMError
 from edgelm.server.models import ModelNames
+from edgelm.server.routes import ollama as module
 
 WORKER = """
 import sys
 from pathlib import Path
 from edgelm.library.progress import Checking, Listed, ListedFile, Progress, Pulled, PullJob, Retrying
-from edgelm.workers.child import run_job
+from edgelm.base.workers.child import run_job
 
 def pull(job, child):
     child.send(Listed("a/b", "c", (ListedFile("m.gguf", 100, 20),)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.kv_modes import LLAMA_KV
+from edgelm.base.kv_modes import LLAMA_KV
 from tests.real_models import real_model
 from tests.server.harness import serving
 

@@ -18,18 +18,19 @@ from typing import Any
 import httpx2
 import pytest
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
+from edgelm.base.workers.messages import Footprint
 from edgelm.library.scan import LocalModel
-from edgelm.server import bodies, proxy, slots
+from edgelm.server import bodies, proxy
 from edgelm.server.access import Rules
 from edgelm.server.api.dialect import COMMENT
+from edgelm.server.engines import slots
+from edgelm.server.engines.supervisor import EngineTable
 from edgelm.server.front import Front, front_app
 from edgelm.server.listener import Server, bind_tcp
 from edgelm.server.models import ModelNames
 from edgelm.server.proxy import Answer
 from edgelm.server.stored import ResponseStore
-from edgelm.server.supervisor import EngineTable
-from edgelm.workers.messages import Footprint
 from tests.server.fake_engines import FakeHost, FakeLink, Launches, until
 from tests.server.test_front import CHUNKS, LIMIT_S, Fakes, body, chat, fronted
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from edgelm.errors import BusyError, ModelError
+from edgelm.base.errors import BusyError, ModelError
 from edgelm.server.api.errors import as_api_error
 from edgelm.server.api.handlers import error_response
 from tests.server.fake_engines import Launches

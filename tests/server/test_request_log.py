@@ -14,12 +14,12 @@ import httpx2
 import pytest
 
 from edgelm.server.access import Rules
+from edgelm.server.engines.supervisor import EngineTable
 from edgelm.server.front import Front, front_app
 from edgelm.server.keys import Key, Keys
 from edgelm.server.models import ModelNames
 from edgelm.server.request_log import JsonLines
 from edgelm.server.stored import ResponseStore
-from edgelm.server.supervisor import EngineTable
 from tests.server.fake_engines import FakeHost, until
 from tests.server.test_front import LIMIT_S, Upstream, body
 from tests.server.test_proxy import Linked

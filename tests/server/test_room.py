@@ -20,13 +20,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from edgelm.errors import EdgeLMError, ModelError, StillLoadingError
+from edgelm.base.errors import EdgeLMError, ModelError, StillLoadingError
+from edgelm.base.workers.messages import Footprint
 from edgelm.library.scan import LocalModel
-from edgelm.server import room
-from edgelm.server.room import DRAIN_S, ROOM_LIMIT_S
-from edgelm.server.slots import EngineSlot
-from edgelm.server.supervisor import EngineTable
-from edgelm.workers.messages import Footprint
+from edgelm.server.engines import room
+from edgelm.server.engines.room import DRAIN_S, ROOM_LIMIT_S
+from edgelm.server.engines.slots import EngineSlot
+from edgelm.server.engines.supervisor import EngineTable
 from tests.counts import Count
 from tests.server.fake_engines import FakeHost, FakeLink, Launches, footprint, model_called
 from tests.server.virtual_time import VirtualLoop

@@ -17,19 +17,19 @@ from pathlib import Path
 import pytest
 from starlette.applications import Starlette
 
+from edgelm.base.config import load_config
+from edgelm.base.workers.parent import GRACE_S
+from edgelm.base.workers.wire import SAVING_S, Saving, encode
 from edgelm.commands import serve as command
-from edgelm.config import load_config
-from edgelm.launch import server as launch
+from edgelm.commands.launch.command import server as launch
+from edgelm.commands.service.launchd import Launchd
+from edgelm.commands.service.system import Definition
+from edgelm.commands.service.systemd import SERVICE, Systemd
 from edgelm.server import serving as module
+from edgelm.server.engines.slots import EngineSlot
+from edgelm.server.engines.supervisor import EngineTable
 from edgelm.server.listener import bind_tcp
 from edgelm.server.serving import ServeOptions
-from edgelm.server.slots import EngineSlot
-from edgelm.server.supervisor import EngineTable
-from edgelm.service.launchd import Launchd
-from edgelm.service.system import Definition
-from edgelm.service.systemd import SERVICE, Systemd
-from edgelm.workers.parent import GRACE_S
-from edgelm.workers.wire import SAVING_S, Saving, encode
 from tests.server.fake_engines import LONG_S, FakeLink, Launches, model_called, until
 from tests.server.harness import Front, processes_of, serving
 from tests.server.harness import until as wait_until
@@ -40,7 +40,7 @@ QUESTION = " the quick brown fox jumps over the lazy dog" * 12  # some hundred t
 # In an engine process, a disk that takes SECONDS for a file, in parts.
 SLOW_DISK = """
 import sys
-if "edgelm.server.engine_process" in sys.orig_argv:
+if "edgelm.server.engine_process.worker" in sys.orig_argv:
     import time
     from edgelm.backends import snapshot_files
     snapshot_files.PIECE = 1000

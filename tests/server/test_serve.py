@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.config import load_config
-from edgelm.server.engine_link import KEPT_S
+from edgelm.base.config import load_config
+from edgelm.server.engines.link import KEPT_S
 from tests.server.harness import ENDLESS, LIMIT_S, Front, processes_of, serving, until
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgelm.config import Settings
+from edgelm.base.config import Settings
 from edgelm.server.serving import ServeOptions, _keys
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 from edgelm.server import stored
 from edgelm.server.stored import ResponseStore
 

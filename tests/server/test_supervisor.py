@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.errors import EngineError, GpuLoadError, ModelError, StillLoadingError
+from edgelm.base.errors import EngineError, GpuLoadError, ModelError, StillLoadingError
+from edgelm.base.workers.messages import Footprint
 from edgelm.library.scan import LocalModel
-from edgelm.server import slots as engine_slot
-from edgelm.server.slots import EngineSlot
-from edgelm.server.supervisor import EngineTable
-from edgelm.workers.messages import Footprint
+from edgelm.server.engines import slots as engine_slot
+from edgelm.server.engines.slots import EngineSlot
+from edgelm.server.engines.supervisor import EngineTable
 from tests.server.fake_engines import LONG_S, FakeHost, FakeLink, Launches, until
 
 MODEL = LocalModel("fake", Path("/fake.gguf"))

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import httpx2
 import pytest
 
-from edgelm.errors import EdgeLMError
-from edgelm.runtime import trusting
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.runtime import trusting
+from edgelm.client.link import Link
 from edgelm.server.tls import read_tls
-from edgelm.tui.link import Link
 from tests.server.harness import LIMIT_S, body, serving
 from tests.server.test_serve import edgelm
 

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from edgelm.backends.model import LoadedModel
-from edgelm.core import Sequence
+from edgelm.engine.core import Sequence
 from tests.bench.bench_tool_loop import cached_shares
 from tests.engine.fake import SimpleDrafter
 from tests.real_data import template

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from edgelm.engine.speculation.past_answers import AnswersFile
 from edgelm.server.keys import Key
-from edgelm.speculation.past_answers import AnswersFile
 from tests.server.harness import Front, serving, until, watching
 from tests.server.test_serve import edgelm
 

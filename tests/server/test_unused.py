@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from edgelm.runtime import agents_run, find_fronts, note_agent
+from edgelm.base.runtime import agents_run, find_fronts, note_agent
 from edgelm.server.unused import wait_unused
 
 SHORT_S = 0.05

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from edgelm.backends.llama.api import start_backend
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.chat import render_chat
 from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.template import ChatTemplate, RefusedError, TooLongError

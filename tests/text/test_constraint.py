@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.calls.format import CallFormat, ToolChoice, write_calls
 from edgelm.text.calls.generic import GENERIC
 from edgelm.text.calls.known import KNOWN

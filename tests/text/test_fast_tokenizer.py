@@ -20,12 +20,12 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE, WordLevel
 
 from edgelm.backends.llama.api import start_backend
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.torch.build import tokenizer_of_folder
+from edgelm.base.errors import ModelError, RequestError
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.gguf_parse import Array
-from edgelm.errors import ModelError, RequestError
-from edgelm.llama_binding import L
 from edgelm.text.byte_letters import BYTE_LETTERS
 from edgelm.text.calls.format import HARMONY_MARKS
 from edgelm.text.chat import render_chat

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.chat import render_chat
 from edgelm.text.history import turn_key
 from edgelm.text.template import ChatTemplate, RefusedError

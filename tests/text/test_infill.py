@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.fim import fim_tokens, infill_tokens
 from tests.tiny import write_tiny

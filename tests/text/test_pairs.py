@@ -8,7 +8,7 @@ import pytest
 
 from edgelm.backends.llama.api import start_backend
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.pairs import PairEncoder
 from tests.tiny import end_as_begin, write_tiny
 from tests.tiny_bert import tiny_bert, write_bert

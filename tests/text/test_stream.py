@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.stream import MAX_STOPS, TextStream
 
 LETTERS = "abé日🦙"  # of 1, 1, 2, 3 and 4 bytes

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgelm.errors import ModelError, RequestError
+from edgelm.base.errors import ModelError, RequestError
 from edgelm.text.chat import Rendered, render_chat
 from edgelm.text.history import normalized, shaped
 from edgelm.text.patterns import any_of

@@ -19,11 +19,11 @@ import pytest
 
 from edgelm.backends.llama.api import start_backend
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
-from edgelm.errors import EngineError, ModelError, RequestError
+from edgelm.base.errors import EngineError, ModelError, RequestError
+from edgelm.base.workers.parent import Worker
 from edgelm.text import template_worker
 from edgelm.text.template import ChatTemplate, RefusedError, TooLongError
 from edgelm.text.template_worker import TemplateRunner
-from edgelm.workers.parent import Worker
 from tests.text.test_chat import encode_chat
 from tests.tiny import write_tiny
 

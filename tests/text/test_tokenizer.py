@@ -18,9 +18,9 @@ import pytest
 from gguf import GGUFWriter, TokenType
 
 from edgelm.backends.llama.api import start_backend
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
-from edgelm.errors import ModelError, RequestError
-from edgelm.llama_binding import L
+from edgelm.base.errors import ModelError, RequestError
 from edgelm.text.tokenizer import Tokenizer
 from tests.real_data import data_file, vocabulary, with_vocabulary
 from tests.tiny import BOS, EOS, FIRST_BYTE, write_tiny

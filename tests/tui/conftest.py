@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
+from edgelm.client.link import Link
+from edgelm.client.session import Session
 from edgelm.tui.answers import Answer
 from edgelm.tui.app import ChatApp
-from edgelm.tui.link import Link
-from edgelm.tui.prompt import Prompt
+from edgelm.tui.prompt.box import Prompt
 from edgelm.tui.screen import ChatScreen
-from edgelm.tui.session import Session
-from edgelm.tui.transcript import Transcript
+from edgelm.tui.transcript.widget import Transcript
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.fake_endpoint import FakeEndpoint
 

@@ -13,9 +13,9 @@ import time
 from functools import partial
 from pathlib import Path
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.workers.child import Child, run_job
 from edgelm.library.progress import Checking, Fetched, Listed, ListedFile, Progress, Pulled, PullJob
-from edgelm.workers.child import Child, run_job
 
 STEPS, STEP_BYTES = 10, 1_000_000
 

@@ -11,10 +11,10 @@ from textual.widgets import Input, OptionList
 from edgelm.chats.history import Chat, Hit, Message
 from edgelm.chats.store import Store
 from edgelm.tui.chat_list import chat_rows, hit_rows
-from edgelm.tui.dialogs import PickScreen
+from edgelm.tui.dialogs.basic import PickScreen
+from edgelm.tui.dialogs.statistics import StatsScreen
+from edgelm.tui.dialogs.tags import TagScreen
 from edgelm.tui.sidebar import ChatList
-from edgelm.tui.stats_screen import StatsScreen
-from edgelm.tui.tag_dialog import TagScreen
 from edgelm.tui.tags import changed_tags, split_query, suggest_tags
 from tests.tui.conftest import Driver, Open
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint

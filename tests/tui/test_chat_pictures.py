@@ -14,7 +14,7 @@ from edgelm.chats.history import Chat, Message
 from edgelm.chats.statistics import Statistics, summarize
 from edgelm.chats.store import Store
 from edgelm.tui.app import ChatApp
-from edgelm.tui.stats_screen import StatsScreen
+from edgelm.tui.dialogs.statistics import StatsScreen
 from tests.tui.test_snapshots import FILL_MS, MARCH_2025, OTHERS, app, front, keys, no_guide, settle
 
 __all__ = ["app", "front", "no_guide"]  # fixtures

@@ -49,11 +49,11 @@ async def test_a_paste_of_many_lines_is_not_sent(open_chat: Open) -> None:
 async def test_the_cursor_rests_after_a_while_and_blinks_again_with_a_key(
     open_chat: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgelm.tui.prompt.BLINK_S", 0.1)
+    monkeypatch.setattr("edgelm.tui.prompt.box.BLINK_S", 0.1)
     async with open_chat() as chat:
         await chat.until(lambda: not chat.prompt.cursor_blink)
         assert chat.prompt.has_focus
-        monkeypatch.setattr("edgelm.tui.prompt.BLINK_S", 60.0)
+        monkeypatch.setattr("edgelm.tui.prompt.box.BLINK_S", 60.0)
         await chat.type("a")
         assert chat.prompt.cursor_blink
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.errors import RequestError
-from edgelm.tui.commands import COMMANDS, KEY_GROUPS, complete, find_command, parse_call
-from edgelm.tui.params import PARAMS, parse_params
+from edgelm.base.errors import RequestError
+from edgelm.tui.commands.table import COMMANDS, KEY_GROUPS, complete, find_command, parse_call
+from edgelm.tui.dialogs.params import PARAMS, parse_params
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER
 

@@ -14,10 +14,10 @@ from rich.text import Text
 from textual.color import Color
 from textual.theme import BUILTIN_THEMES
 
-from edgelm.tui.document import Document
-from edgelm.tui.drafted import Span, Spans
 from edgelm.tui.lines import CONSOLE
 from edgelm.tui.palette import MIN_CONTRAST, Palette, contrast, make_palette
+from edgelm.tui.transcript.document import Document
+from edgelm.tui.transcript.drafted import Span, Spans
 from tests.counts import Count
 from tests.tui.conftest import Driver, Open
 

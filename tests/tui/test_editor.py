@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from edgelm.errors import EdgeLMError
-from edgelm.tui.editor import edit_text, editor_command
+from edgelm.base.errors import EdgeLMError
+from edgelm.tui.prompt.editor import edit_text, editor_command
 from tests.tui.conftest import Open
 
 Script = Callable[[str], str]

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.base.config import load_config
+from edgelm.base.errors import EdgeLMError
 from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import SCHEMA_VERSION, Store
+from edgelm.client.link import Link
 from edgelm.commands.chat import _run_screen
-from edgelm.config import load_config
-from edgelm.errors import EdgeLMError
 from edgelm.tui.app import ChatApp
-from edgelm.tui.link import Link
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
@@ -242,7 +242,7 @@ CHAT = """
 import sys
 from pathlib import Path
 from edgelm.tui.app import ChatApp
-from edgelm.tui.link import Link
+from edgelm.client.link import Link
 from edgelm.tui.workspace import ChatDefaults
 folder = Path(sys.argv[1])
 link = Link(endpoint=sys.argv[2], api_key=None, runtime=folder, log=folder / "log")

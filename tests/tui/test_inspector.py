@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
+from edgelm.base.errors import EdgeLMError, EngineError
 from edgelm.client.watching import (
     Chunk,
     EngineSeen,
@@ -23,13 +24,12 @@ from edgelm.client.watching import (
     Token,
     read_event,
 )
-from edgelm.errors import EdgeLMError, EngineError
 from edgelm.library.progress import size_text
-from edgelm.tui import watch_app
-from edgelm.tui.engine_picture import ACCEPTED, FORCED, REFUSED, SAMPLED, Styles, picture
-from edgelm.tui.inspector import Inspector
-from edgelm.tui.steps import KEPT_STEPS, Steps
-from edgelm.tui.watch_app import WatchApp
+from edgelm.tui.inspector.app import WatchApp
+from edgelm.tui.inspector.picture import ACCEPTED, FORCED, REFUSED, SAMPLED, Styles, picture
+from edgelm.tui.inspector.steps import KEPT_STEPS, Steps
+from edgelm.tui.inspector.view import Inspector
+from edgelm.tui.inspector.view import app as watch_app
 
 ENGINE = EngineSeen("qwen3:4b", "llama", "cpu", 4096, 8192, 4, 1000, 10**9)
 

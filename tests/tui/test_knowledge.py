@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from textual.widgets import OptionList
 
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.workers.messages import Passage
 from edgelm.chats.history import Message
+from edgelm.chats.knowledge.index import GUIDE, Knowledge
 from edgelm.chats.reading import Reading
-from edgelm.errors import EdgeLMError
-from edgelm.knowledge.index import GUIDE, Knowledge
-from edgelm.tui.commands import Suggestion
-from edgelm.tui.knowledge import KnowledgeScreen, SendScreen
-from edgelm.tui.paths import absolute_path, common_start, suggest_paths
-from edgelm.tui.views import Flow, MessageView
-from edgelm.workers.messages import Passage
+from edgelm.tui.commands.knowledge import KnowledgeScreen, SendScreen
+from edgelm.tui.commands.table import Suggestion
+from edgelm.tui.prompt.paths import absolute_path, common_start, suggest_paths
+from edgelm.tui.transcript.views import Flow, MessageView
 from tests.tui.conftest import Driver, Open
 from tests.tui.test_transcript import PALETTE
 

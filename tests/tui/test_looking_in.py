@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from textual.widgets import OptionList
 
-from edgelm.tui.compare import Column, CompareScreen
-from edgelm.tui.explore import Cell, ExploreScreen, TokenText, lay_out
+from edgelm.tui.dialogs.compare import Column, CompareScreen
+from edgelm.tui.dialogs.explore import Cell, ExploreScreen, TokenText, lay_out
 from tests.tui.conftest import Driver, Open
 from tests.tui.fake_endpoint import FakeEndpoint
 

@@ -8,9 +8,9 @@ from textual.color import Color
 from textual.geometry import Offset
 from textual.theme import BUILTIN_THEMES
 
-from edgelm.tui.document import Document
 from edgelm.tui.lines import COLUMN, GUTTER, TEXT_WIDTH, margin
 from edgelm.tui.palette import MIN_CONTRAST, contrast, make_palette, readable_variables
+from edgelm.tui.transcript.document import Document
 from tests.tui.conftest import Driver, Open
 from tests.tui.fake_endpoint import FakeEndpoint
 from tests.tui.test_transcript import PALETTE

@@ -12,14 +12,14 @@ from textual.events import MouseScrollDown, MouseScrollUp
 from textual.widgets import Input
 
 from edgelm.client.watching import Chunk, StepSeen
-from edgelm.tui.commands import KEY_GROUPS, HelpScreen
-from edgelm.tui.compare import CompareScreen
-from edgelm.tui.dialogs import LineScreen, PickScreen
-from edgelm.tui.explore import ExploreScreen
-from edgelm.tui.inspector import Inspector
-from edgelm.tui.picker import PickerScreen
-from edgelm.tui.shortening import ShortenScreen
-from edgelm.tui.tag_dialog import TagScreen
+from edgelm.tui.commands.table import KEY_GROUPS, HelpScreen
+from edgelm.tui.dialogs.basic import LineScreen, PickScreen
+from edgelm.tui.dialogs.compare import CompareScreen
+from edgelm.tui.dialogs.explore import ExploreScreen
+from edgelm.tui.dialogs.picker import PickerScreen
+from edgelm.tui.dialogs.tags import TagScreen
+from edgelm.tui.inspector.view import Inspector
+from edgelm.tui.prompt.shortening import ShortenScreen
 from tests.tui.conftest import Driver, Open
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from textual.widgets import Input, TextArea
 
-from edgelm.tui.dialogs import LineScreen, PickScreen, TextScreen
-from edgelm.tui.params import ParamsScreen
-from edgelm.tui.picker import PickerScreen
-from edgelm.tui.shortening import ShortenScreen
+from edgelm.tui.dialogs.basic import LineScreen, PickScreen, TextScreen
+from edgelm.tui.dialogs.params import ParamsScreen
+from edgelm.tui.dialogs.picker import PickerScreen
+from edgelm.tui.prompt.shortening import ShortenScreen
 from tests.tui.conftest import Driver, Open
 from tests.tui.test_mouse import click, opens
 

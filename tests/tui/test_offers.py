@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.knowledge.starter import UNKNOWN, larger_model
+from edgelm.chats.knowledge.starter import UNKNOWN, larger_model
 from edgelm.library.catalog import FIRST_CHAT, find_entry
 from edgelm.library.names import CatalogName, parse_name
 from edgelm.library.suggestion import suggested_entry
-from edgelm.tui.offers import EXAMPLES
-from edgelm.tui.prompt import Completion
+from edgelm.tui.prompt.box import Completion
+from edgelm.tui.prompt.offers import EXAMPLES
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from edgelm.client.link import Link
 from edgelm.tui.app import ChatApp
-from edgelm.tui.link import Link
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Driver
 from tests.tui.fake_endpoint import FakeEndpoint

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from textual.color import Color
 
-from edgelm.errors import UsageError
+from edgelm.base.errors import UsageError
+from edgelm.client.link import Link
 from edgelm.tui.app import ChatApp
-from edgelm.tui.commands import COMMANDS, KEY_GROUPS, HelpScreen
-from edgelm.tui.keymap import PREFIXES, parse_keys, rows_by_name
-from edgelm.tui.link import Link
+from edgelm.tui.commands.keymap import PREFIXES, parse_keys, rows_by_name
+from edgelm.tui.commands.table import COMMANDS, KEY_GROUPS, HelpScreen
+from edgelm.tui.dialogs.themes import ThemeScreen, parse_themes
 from edgelm.tui.palette import MIN_CONTRAST, contrast
-from edgelm.tui.themes import ThemeScreen, parse_themes
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Driver
 from tests.tui.fake_endpoint import FakeEndpoint

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from edgelm.chats.presets import Preset, Presets
+from edgelm.client.link import Link
 from edgelm.tui.app import ChatApp
-from edgelm.tui.keymap import parse_keys
-from edgelm.tui.link import Link
-from edgelm.tui.themes import parse_themes
+from edgelm.tui.commands.keymap import parse_keys
+from edgelm.tui.dialogs.themes import parse_themes
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.test_snapshots import OPEN_QUICKSORT, fill, front, keys, no_guide
 

@@ -21,15 +21,16 @@ import pytest
 
 from edgelm.chats.history import Message
 from edgelm.chats.store import Store
-from edgelm.tools.consents import Consents
-from edgelm.tools.settings import ToolServer
-from edgelm.tools.toolbox import Toolbox
-from edgelm.tui import plain_answer, plain_lines
-from edgelm.tui.commands import COMMANDS
-from edgelm.tui.link import Link
-from edgelm.tui.plain import PlainChat
-from edgelm.tui.plain_commands import OWN
-from edgelm.tui.plain_lines import LineReader, Writer
+from edgelm.chats.tools.consents import Consents
+from edgelm.chats.tools.settings import ToolServer
+from edgelm.chats.tools.toolbox import Toolbox
+from edgelm.client.link import Link
+from edgelm.tui.commands.table import COMMANDS
+from edgelm.tui.plain.chat import PlainChat
+from edgelm.tui.plain.chat import answer as plain_answer
+from edgelm.tui.plain.chat import lines as plain_lines
+from edgelm.tui.plain.commands import OWN
+from edgelm.tui.plain.lines import LineReader, Writer
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from edgelm.chats.presets import Preset, Presets
-from edgelm.tui.dialogs import ConfirmScreen, LineScreen
-from edgelm.tui.link import Link
-from edgelm.tui.params import PARAMS
-from edgelm.tui.plain import PlainChat
-from edgelm.tui.plain_lines import LineReader, Writer
-from edgelm.tui.preset_screen import PresetScreen
+from edgelm.client.link import Link
+from edgelm.tui.dialogs.basic import ConfirmScreen, LineScreen
+from edgelm.tui.dialogs.params import PARAMS
+from edgelm.tui.dialogs.presets import PresetScreen
+from edgelm.tui.plain.chat import PlainChat
+from edgelm.tui.plain.lines import LineReader, Writer
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import FakeEndpoint

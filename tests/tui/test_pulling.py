@@ -12,9 +12,9 @@ import pytest
 from edgelm.client.endpoint import ModelEntry
 from edgelm.library.catalog import FIRST_CHAT, entries
 from edgelm.library.progress import Listed, ListedFile, Progress, Pulled, Retrying, StandingIn
-from edgelm.tui import picker
+from edgelm.tui.dialogs.basic import picker
+from edgelm.tui.dialogs.picker import Installed, PickerApp, PickerScreen, needed_bytes
 from edgelm.tui.model_names import find_pulled
-from edgelm.tui.picker import Installed, PickerApp, PickerScreen, needed_bytes
 from edgelm.tui.pulls import Pull
 from edgelm.tui.status import pull_text
 from tests.tui.conftest import Driver, Open
@@ -37,7 +37,7 @@ def pulling(folder: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgelm.tui.model_actions.available_memory_bytes", lambda: 4 * 10**9)
+    monkeypatch.setattr("edgelm.tui.commands.models.available_memory_bytes", lambda: 4 * 10**9)
 
 
 async def processes(folder: Path) -> bytes:

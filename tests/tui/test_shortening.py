@@ -7,8 +7,8 @@ from pathlib import Path
 
 from edgelm.chats.history import Chat, Message
 from edgelm.client.answer_stream import AnswerStats, stats_to_json
-from edgelm.tui.session import Session
-from edgelm.tui.shortening import plan_shortening
+from edgelm.client.session import Session
+from edgelm.tui.prompt.shortening import plan_shortening
 from tests.tui.conftest import Driver, Open
 
 TOO_LONG = (400, {"error": {"message": "5,000 tokens, and the context is 4,096", "code": "context_length_exceeded"}})

@@ -18,23 +18,23 @@ from textual.app import App, ComposeResult
 from textual.pilot import Pilot
 from textual.widgets import Input, Label, TextArea
 
+from edgelm.base.workers.messages import Passage
 from edgelm.chats.history import Chat, Message
+from edgelm.chats.knowledge.files import LeftOut
+from edgelm.chats.knowledge.index import GUIDE, Refreshed
 from edgelm.chats.reading import Reading
 from edgelm.chats.store import Store
 from edgelm.client.answer_stream import AnswerStats, stats_to_json
+from edgelm.client.link import Link
+from edgelm.client.reader import SendQuestion
 from edgelm.client.watching import read_event
-from edgelm.knowledge.files import LeftOut
-from edgelm.knowledge.index import GUIDE, Refreshed
 from edgelm.library.catalog import entries
 from edgelm.tui.app import ChatApp
-from edgelm.tui.inspector import Inspector
-from edgelm.tui.knowledge import Entry, KnowledgeScreen, SendScreen
-from edgelm.tui.link import Link
-from edgelm.tui.reader import SendQuestion
+from edgelm.tui.commands.knowledge import Entry, KnowledgeScreen, SendScreen
+from edgelm.tui.inspector.view import Inspector
 from edgelm.tui.screen import ChatScreen
 from edgelm.tui.status import StatusLine
 from edgelm.tui.workspace import ChatDefaults
-from edgelm.workers.messages import Passage
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
 MARCH_2025 = 1_741_000_000.0
@@ -54,7 +54,7 @@ OTHERS = (
 @pytest.fixture(autouse=True)
 def no_guide(monkeypatch: pytest.MonkeyPatch) -> None:
     """The starter reads nothing: no picture changes with the guide."""
-    monkeypatch.setattr("edgelm.tui.reader.STARTER", "no model")
+    monkeypatch.setattr("edgelm.client.reader.STARTER", "no model")
 
 
 @pytest.fixture
@@ -288,8 +288,8 @@ def catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small machine, and a catalogue that stays as it is."""
     names = ("qwen3:0.6b", "qwen3:4b", "qwen3:8b", "qwen3:14b", "qwen3:32b", "gemma3:4b")
     selected = tuple(entry for entry in entries() if entry.name in names)
-    monkeypatch.setattr("edgelm.tui.picker.entries", lambda: selected)
-    monkeypatch.setattr("edgelm.tui.model_actions.available_memory_bytes", lambda: 8 * 10**9)
+    monkeypatch.setattr("edgelm.tui.dialogs.picker.entries", lambda: selected)
+    monkeypatch.setattr("edgelm.tui.commands.models.available_memory_bytes", lambda: 8 * 10**9)
 
 
 @pytest.mark.usefixtures("catalogue")

@@ -9,9 +9,9 @@ from edgelm.chats.history import Chat, Hit
 from edgelm.chats.presets import Preset, Presets
 from edgelm.chats.tool_calls import ToolCall
 from edgelm.tui.chat_list import chat_rows, hit_rows
-from edgelm.tui.params import ParamsScreen
-from edgelm.tui.preset_screen import PresetScreen, preview
-from edgelm.tui.tool_rows import call_rows, short_arguments
+from edgelm.tui.dialogs.params import ParamsScreen
+from edgelm.tui.dialogs.presets import PresetScreen, preview
+from edgelm.tui.transcript.tool_rows import call_rows, short_arguments
 
 BAD = "a\x1b[31m\nb"
 

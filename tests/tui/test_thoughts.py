@@ -13,8 +13,8 @@ from edgelm.chats.export_md import to_markdown
 from edgelm.chats.history import Message
 from edgelm.client.answer_stream import AnswerStats, stats_from_json, stats_to_json
 from edgelm.tui.lines import Row
-from edgelm.tui.thought import ThoughtClock, ThoughtFigures, thought_words
-from edgelm.tui.views import Flow, MessageView
+from edgelm.tui.transcript.thought import ThoughtClock, ThoughtFigures, thought_words
+from edgelm.tui.transcript.views import Flow, MessageView
 from tests.tui.conftest import Driver, Open
 from tests.tui.test_transcript import PALETTE
 
@@ -40,7 +40,7 @@ def test_the_line_about_a_thought(seconds: float | None, tokens: int | None, run
 
 def test_the_clock_runs_only_while_the_model_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("edgelm.tui.thought.monotonic", lambda: now)
+    monkeypatch.setattr("edgelm.tui.transcript.thought.monotonic", lambda: now)
     clock = ThoughtClock()
     assert (clock.seconds, clock.running) == (0.0, False)
     clock.take("I ", "")

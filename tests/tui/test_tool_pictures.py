@@ -12,14 +12,14 @@ from textual.pilot import Pilot
 from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import Store
 from edgelm.chats.tool_calls import ToolCall
+from edgelm.chats.tools.consents import Consents
+from edgelm.chats.tools.listing import Listing, Tool
+from edgelm.chats.tools.settings import ToolServer
+from edgelm.chats.tools.toolbox import Toolbox
 from edgelm.client.answer_stream import stats_to_json
-from edgelm.tools.consents import Consents
-from edgelm.tools.listing import Listing, Tool
-from edgelm.tools.settings import ToolServer
-from edgelm.tools.toolbox import Toolbox
+from edgelm.client.tool_runner import CallQuestion
 from edgelm.tui.app import ChatApp
-from edgelm.tui.tool_dialogs import CallScreen, ServerEntry, ToolsScreen
-from edgelm.tui.tool_runner import CallQuestion
+from edgelm.tui.dialogs.tools import CallScreen, ServerEntry, ToolsScreen
 from tests.tui import test_snapshots
 from tests.tui.test_snapshots import MARCH_2025, OPEN_QUICKSORT, STATS, keys
 

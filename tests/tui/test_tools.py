@@ -17,14 +17,14 @@ from textual.widgets import OptionList
 from edgelm.chats.export_md import to_markdown
 from edgelm.chats.history import Chat, Message, Tree
 from edgelm.chats.tool_calls import ToolCall
-from edgelm.tools import process
-from edgelm.tools.consents import Consents
-from edgelm.tools.settings import ToolServer
-from edgelm.tools.toolbox import Toolbox
-from edgelm.tui import tool_dialogs
+from edgelm.chats.tools import process
+from edgelm.chats.tools.consents import Consents
+from edgelm.chats.tools.settings import ToolServer
+from edgelm.chats.tools.toolbox import Toolbox
+from edgelm.client.link import Link
 from edgelm.tui.app import ChatApp
-from edgelm.tui.link import Link
-from edgelm.tui.tool_dialogs import AskScreen, CallScreen, LimitScreen, ToolsScreen
+from edgelm.tui.dialogs.basic import tools as tool_dialogs
+from edgelm.tui.dialogs.tools import AskScreen, CallScreen, LimitScreen, ToolsScreen
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Driver
 from tests.tui.fake_endpoint import FakeEndpoint
@@ -43,7 +43,7 @@ def call(tool: str, arguments: object = None, *, server: str = "small", **more: 
 def open_tools(endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenTools:
     """Return a context manager that runs the chat with the server `small`, in use in the open chat."""
     monkeypatch.setattr(process, "LEAVE_S", 0.1)
-    monkeypatch.setattr("edgelm.tools.connection.STUCK_S", 0.2)
+    monkeypatch.setattr("edgelm.chats.tools.connection.STUCK_S", 0.2)
     monkeypatch.setattr(tool_dialogs, "QUIET_S", 0.0)
 
     @asynccontextmanager
@@ -275,7 +275,7 @@ async def test_a_stopped_call_is_marked_and_the_chat_goes_on(
 async def test_an_answer_that_goes_on_calling_is_asked_about(
     open_tools: OpenTools, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("edgelm.tui.tool_runner.MAX_CALLS", 2)
+    monkeypatch.setattr("edgelm.client.tool_runner.MAX_CALLS", 2)
     endpoint.answers = [""]
     endpoint.calls = [[call("echo")] for _ in range(9)]
     async with open_tools() as chat:

@@ -18,13 +18,13 @@ from edgelm.chats.export_html import to_html
 from edgelm.chats.formulas import keep_formulas
 from edgelm.chats.history import Chat, Message, Tree
 from edgelm.client.answer_stream import AnswerStats
-from edgelm.tui.document import Document
 from edgelm.tui.lines import clean, wrap_cells, wrap_words
-from edgelm.tui.markdown import code_blocks
 from edgelm.tui.palette import Palette, contrast, make_palette
-from edgelm.tui.prompt import History
+from edgelm.tui.prompt.box import History
 from edgelm.tui.status import Status, status_text
-from edgelm.tui.views import Flow, MessageView
+from edgelm.tui.transcript.document import Document
+from edgelm.tui.transcript.markdown import code_blocks
+from edgelm.tui.transcript.views import Flow, MessageView
 from tests.counts import Count
 from tests.tui.fake_endpoint import ANSWER
 
@@ -258,5 +258,5 @@ def test_history() -> None:
 
 def test_the_package_reads_no_environment() -> None:
     folder = Path(__file__).resolve().parents[2]
-    for file in [*(folder / "tui").glob("*.py"), *(folder / "edgelm" / "chats").glob("*.py")]:
+    for file in [*(folder / "tui").rglob("*.py"), *(folder / "edgelm" / "chats").glob("*.py")]:
         assert "os.environ" not in file.read_text(encoding="utf-8"), file

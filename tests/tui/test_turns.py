@@ -10,8 +10,8 @@ from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import ChatsError, Store, deleted_elsewhere
 from edgelm.chats.store_thread import StoreThread
 from edgelm.chats.tool_calls import ToolCall
+from edgelm.client.session import Session
 from edgelm.client.turns import Call, Turn, as_messages
-from edgelm.tui.session import Session
 
 
 def turns_before_an_answer(tmp_path: Path, *messages: Message) -> tuple[Turn, ...]:

@@ -29,14 +29,14 @@ from edgelm.backends.llama.adapter_gguf import (
     identity_of,
     write_adapter_gguf,
 )
+from edgelm.base.errors import ModelError
+from edgelm.base.places import expand_home
+from edgelm.base.setting_checks import split_scale
 from edgelm.checkpoints.adapter import open_adapter
 from edgelm.checkpoints.files import file_identity, shown
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.llama_checks import NO_WEIGHTS
 from edgelm.checkpoints.summary import ModelFacts, TensorFacts
-from edgelm.errors import ModelError
-from edgelm.places import expand_home
-from edgelm.setting_checks import split_scale
 
 KEPT = 16  # written files, the last used ones
 _PAIR = re.compile(r"(?P<name>.+)\.(?P<part>lora_[ab])", re.DOTALL)

@@ -19,12 +19,12 @@ import numpy as np
 from gguf import GGUFType, GGUFWriter
 from numpy.typing import NDArray
 
+from edgelm.base.disk import require_space
+from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.checkpoints.adapter import Adapter, LowRank, plain_name
 from edgelm.checkpoints.files import shown
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.shape import gguf_shape
-from edgelm.disk import require_space
-from edgelm.errors import EdgeLMError, ModelError
 from edgelm.models.families import FAMILIES, Family, family_of_gguf
 
 FORMAT = 1  # of the written files: a part of their identity

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.llama_binding import L
+from edgelm.backends.llama.binding import L
 
 T = TypeVar("T", bound=ctypes.Structure)
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}  # llama_cpp's own table is wrong

@@ -14,8 +14,8 @@ import ctypes
 
 from edgelm.backends.llama.api import Arena, native_function
 from edgelm.backends.llama.memory import CELLS, head_refusal, kv_types
+from edgelm.base.kv_modes import LLAMA_KV
 from edgelm.checkpoints.summary import ModelSummary
-from edgelm.kv_modes import LLAMA_KV
 
 F32, F16 = 0, 1  # of enum ggml_type
 ARENA_BYTES = 2**14  # three times the descriptions of fourteen tensors: ggml aborts where there is no room

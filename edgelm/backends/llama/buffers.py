@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgelm.backends.llama.api import fill_struct, native_log, start_backend
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.devices import NativePlacement
 from edgelm.backends.llama.executor import LlamaOptions, context_params
 from edgelm.backends.llama.memory import CELLS, MIB, Buffers
 from edgelm.backends.llama.placement import ON_CPU
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.summary import ModelSummary
-from edgelm.errors import ModelError
-from edgelm.llama_binding import L
 
 _SIZES = {
     "kv": re.compile(r"^llama_(?:kv_cache|memory_recurrent)\w*: size = +([\d.]+) MiB"),

@@ -29,21 +29,21 @@ from edgelm.backends.model import LoadedModel
 from edgelm.backends.plan import DRAFT_KV, DraftModel, MachineMemory, Plan, plan
 from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
 from edgelm.backends.snapshots import SnapshotStore
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.base.places import Places, own_places
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
 from edgelm.checkpoints.summary import ModelFacts, model_facts
-from edgelm.config import Settings
-from edgelm.core import Drafter
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import Drafter
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import EdgeLMError, ModelError
-from edgelm.machine.cpu import usable_cores
-from edgelm.machine.memory import available_memory_bytes
-from edgelm.machine.step_times import DEPTH
-from edgelm.places import Places, own_places
-from edgelm.speculation.model_drafter import ModelDrafter
+from edgelm.engine.speculation.model_drafter import ModelDrafter
+from edgelm.engine.step_times import DEPTH
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
 

@@ -1,7 +1,7 @@
 """The canary: a worker that tries llama.cpp on this machine, and that a crash of it may end.
 
 Owns what is tried: every kernel family that llama.cpp chooses by the processor.
-Does not know the consequences: machine/facts.py starts it and decides.
+Does not know the consequences: base/machine/facts.py starts it and decides.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.backends.llama.api import Batch, logits_view, start_backend
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.devices import NativePlacement
 from edgelm.backends.llama.placement import ON_CPU
 from edgelm.backends.llama.random_gguf import ALL_QUANTS, NUM_TOKENS, write_random_gguf
-from edgelm.llama_binding import L
-from edgelm.machine.facts import Checked, CheckKernels
-from edgelm.workers.child import run_job
+from edgelm.base.machine.facts import Checked, CheckKernels
+from edgelm.base.workers.child import run_job
 
 Logits = NDArray[np.float32]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from edgelm.backends.llama.api import fill_struct, native_function, start_backend
 from edgelm.backends.llama.attention import slow_modes
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.placement import CPU, Device, Placement
 from edgelm.checkpoints.summary import ModelFacts
-from edgelm.llama_binding import L
 
 _CPU, _GPU, _INTEGRATED_GPU = 0, 1, 2  # of enum ggml_backend_dev_type
 

@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.backends.llama.api import Batch, fill_struct, metadata, native_log
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.executor import yarn_ramp
 from edgelm.backends.llama.memory import GGML_TYPES, LlamaMemory
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.pooling import CausalBatch, Piece
+from edgelm.base.errors import EngineError
+from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.checkpoints.summary import ModelFacts
-from edgelm.core import EmbedderInfo, Pooling
-from edgelm.errors import EngineError
-from edgelm.llama_binding import L
-from edgelm.machine.memory import available_memory_bytes
+from edgelm.engine.core import EmbedderInfo, Pooling
 
 FIRST_SIZE = 512  # tokens of the first context
 MAX_INPUTS = 64  # of a batch

@@ -10,21 +10,21 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.embedding import embedder_of
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
+from edgelm.base.errors import EdgeLMError, ModelError, RequestError
+from edgelm.base.workers.messages import Footprint
 from edgelm.checkpoints.summary import ModelFacts
-from edgelm.core import CompletedSamples, ExecutorInfo, Masks, Step
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import CompletedSamples, ExecutorInfo, Masks, Step
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import EdgeLMError, ModelError, RequestError
-from edgelm.llama_binding import L
 from edgelm.text.pairs import PairEncoder
 from edgelm.text.prompt_token_cache import PromptTokenCache
-from edgelm.workers.messages import Footprint
 
 
 def build_encoder(

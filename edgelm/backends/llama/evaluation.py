@@ -19,11 +19,15 @@ from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import Wish
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
+from edgelm.base.errors import ModelError
+from edgelm.base.kv_modes import LLAMA_KV
+from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.base.places import own_places
+from edgelm.base.workers.messages import EvalSide
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.gguf_parse import Array
 from edgelm.checkpoints.llama_checks import check_for_llama
 from edgelm.checkpoints.summary import ModelFacts, ModelSummary, kind_and_pooling, model_facts
-from edgelm.errors import ModelError
 from edgelm.evaluation.evaluate import (
     LOGITS_BYTES,
     Evaluation,
@@ -34,10 +38,6 @@ from edgelm.evaluation.evaluate import (
     require_memory,
     vocabulary_error,
 )
-from edgelm.kv_modes import LLAMA_KV
-from edgelm.machine.memory import available_memory_bytes
-from edgelm.places import own_places
-from edgelm.workers.messages import EvalSide
 
 WORKSPACE_BYTES = 256 * 2**20  # compute buffers of one context without its logits, vocabulary, Python
 

@@ -19,16 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.backends.llama.api import Batch, fill_struct, logits_view, metadata, native_log
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.memory import CELLS, MAX_ROWS, head_refusal, kv_head_bytes, kv_types, micro_batch, padded
 from edgelm.backends.llama.model import LlamaModel, memory_error
 from edgelm.backends.llama.pace import NativeThreads, Pace
 from edgelm.backends.snapshots import SnapshotStore
+from edgelm.base.errors import EngineError, ModelError, SnapshotError
+from edgelm.base.kv_modes import LLAMA_KV
 from edgelm.checkpoints.files import file_identity
-from edgelm.core import CompletedSamples, Copy, Drop, ExecutorInfo, Load, Masks, Op, Save, Step, Store, Trim
-from edgelm.errors import EngineError, ModelError, SnapshotError
-from edgelm.kv_modes import LLAMA_KV
-from edgelm.llama_binding import L
-from edgelm.sampling.host import HostSampler
+from edgelm.engine.core import CompletedSamples, Copy, Drop, ExecutorInfo, Load, Masks, Op, Save, Step, Store, Trim
+from edgelm.engine.sampling.host import HostSampler
 
 UNBOUNDED = 2**62  # bytes
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.backends.llama.api import Arena
-from edgelm.errors import EngineError
-from edgelm.llama_binding import BUILD
+from edgelm.backends.llama.binding import BUILD
+from edgelm.base.errors import EngineError
 
 MAX_NAME = 64
 NUM_SOURCES = 10

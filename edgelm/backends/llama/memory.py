@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from edgelm.backends.plan import DeviceMemory, MachineMemory
+from edgelm.base.kv_modes import LLAMA_KV
+from edgelm.base.machine.cpu import processor_flags
+from edgelm.base.places import own_places
 from edgelm.checkpoints.gguf_parse import TENSOR_TYPES, TensorType
 from edgelm.checkpoints.summary import ModelFacts, TensorFacts, WeightBytes
-from edgelm.kv_modes import LLAMA_KV
-from edgelm.machine.cpu import processor_flags
-from edgelm.places import own_places
 
 MIB = 2**20
 GGML_TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}

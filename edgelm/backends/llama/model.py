@@ -14,11 +14,11 @@ from typing import Any, Self
 
 from edgelm.backends.llama.adapter import LlamaAdapter
 from edgelm.backends.llama.api import fill_struct, metadata, native_log, start_backend
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.devices import NativePlacement
 from edgelm.backends.llama.placement import ON_CPU, Placement
-from edgelm.errors import ModelError
-from edgelm.llama_binding import L
-from edgelm.machine.cpu import OtherLoad
+from edgelm.base.errors import ModelError
+from edgelm.base.machine.cpu import OtherLoad
 
 _MADV_DONTNEED = 4
 

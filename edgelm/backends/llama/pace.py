@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-from edgelm.llama_binding import L, cpu_library
-from edgelm.machine.cpu import OtherLoad
-from edgelm.places import own_places
+from edgelm.backends.llama.binding import L, cpu_library
+from edgelm.base.machine.cpu import OtherLoad
+from edgelm.base.places import own_places
 
 CHECK_S = 0.2  # between two looks at the load; the kernel counts in hundredths of seconds
 SPIN_US = 2000  # longer than the host's work between two steps
 # Cores that others use, beyond those that our threads leave free. Between the two, nothing changes.
 BUSY_ABOVE, QUIET_BELOW = 0.4, 0.25
 DECODE_TOKENS = 16  # of a step; one with more has a prompt
-STREAK = 8  # steps of one length before a trial: short runs are measured by others (machine/step_times.py)
+STREAK = 8  # steps of one length before a trial: short runs are measured by others (engine/step_times.py)
 TRIAL_ROUNDS = 2
 TRIAL_STEPS = 3  # with each setting in a round; the first one wakes threads and does not count
 HOPELESS = 1.3  # times the best: such a setting is out after its first step

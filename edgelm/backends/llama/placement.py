@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError
 from edgelm.checkpoints.summary import ModelFacts, TensorFacts
-from edgelm.config import Settings
-from edgelm.errors import EdgeLMError
 
 CPU = "CPU"  # llama.cpp's name of the processor's memory
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # as in llama.cpp's --n-cpu-moe

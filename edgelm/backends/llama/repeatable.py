@@ -23,16 +23,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.atomic import atomic_json, read_json
 from edgelm.backends.llama.adapter import LlamaAdapter
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.base.atomic import atomic_json, read_json
+from edgelm.base.errors import ModelError
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.machine.facts import machine_key
 from edgelm.checkpoints.files import file_identity
-from edgelm.core import Chunk, SamplingParams, Step, Trim
-from edgelm.core import Sequence as Request
-from edgelm.errors import ModelError
-from edgelm.machine.cpu import usable_cores
-from edgelm.machine.facts import machine_key
+from edgelm.engine.core import Chunk, SamplingParams, Step, Trim
+from edgelm.engine.core import Sequence as Request
 
 VERSION = 1  # of the measurement
 PREFIX_LEN = 40  # tokens before the compared rows

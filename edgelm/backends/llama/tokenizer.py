@@ -12,8 +12,8 @@ from itertools import compress, repeat
 from pathlib import Path
 from typing import Any, Self
 
-from edgelm.errors import ModelError, RequestError
-from edgelm.llama_binding import L
+from edgelm.backends.llama.binding import L
+from edgelm.base.errors import ModelError, RequestError
 from edgelm.text.byte_letters import missing_bytes, unwritable, without
 
 _MAX_BYTES = 2**31 - 32  # llama.cpp counts bytes and tokens in 32 bits

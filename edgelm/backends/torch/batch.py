@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgelm.core import LAST, Chunk, Step
+from edgelm.engine.core import LAST, Chunk, Step
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.models.decoder import Batch
 

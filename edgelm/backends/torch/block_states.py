@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgelm.errors import SnapshotError
+from edgelm.base.errors import SnapshotError
 from edgelm.kernels.cache import LayerCache
 
 PIECE_BYTES = 2**22  # less than the warm-up of any model needs

@@ -30,32 +30,32 @@ from edgelm.backends.torch.executor import MAX_ROWS, TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.kept_checks import verdict_for
 from edgelm.backends.torch.memory import STEP_TOKENS, TorchMemory, capacity
+from edgelm.base.config import Settings
+from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.machine.gpu import INSTALL
+from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.base.places import Places, own_places
 from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.files import file_identity
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.gguf_parse import Array
 from edgelm.checkpoints.json_scan import read_json
 from edgelm.checkpoints.summary import ModelFacts
-from edgelm.config import Settings
-from edgelm.core import Drafter, ExecutorInfo
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import Drafter, ExecutorInfo
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError
+from edgelm.engine.speculation.model_drafter import ModelDrafter
 from edgelm.kernels.cache import BLOCK_LEN
 from edgelm.kernels.choice import PDL, PLAIN_OPS
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.tuning import TUNED
-from edgelm.machine.cpu import usable_cores
-from edgelm.machine.gpu import INSTALL
-from edgelm.machine.memory import available_memory_bytes
 from edgelm.models.config import CONTEXT_FREE_ROPES, read_config
 from edgelm.models.decoder import Decoder
 from edgelm.models.loading.decoder import load
 from edgelm.models.loading.sources import FolderSource, GGUFSource
-from edgelm.places import Places, own_places
-from edgelm.speculation.model_drafter import ModelDrafter
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
 

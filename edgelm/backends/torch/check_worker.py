@@ -18,9 +18,9 @@ from edgelm.backends.torch.build import DTYPES
 from edgelm.backends.torch.executor import device_name
 from edgelm.backends.torch.self_check import MAX_LAYERS, check_model
 from edgelm.backends.torch.trial import LINKS, chain_is_right, run_trial
+from edgelm.base.workers.child import Child, run_job
 from edgelm.kernels.choice import PDL, PLAIN_OPS
 from edgelm.models.loading.stored import BLOCK_TYPES, PLAIN_TYPES
-from edgelm.workers.child import Child, run_job
 
 WIDTH = 2048
 CHAIN = f"a chain of {LINKS} kernels"

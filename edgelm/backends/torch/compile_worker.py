@@ -11,8 +11,8 @@ import signal
 from triton.compiler.errors import CompilationError
 
 from edgelm.backends.torch.compiling import HINT, Compile, Compiled
-from edgelm.errors import DeviceError
-from edgelm.workers.child import Child, answer_requests
+from edgelm.base.errors import DeviceError
+from edgelm.base.workers.child import Child, answer_requests
 
 MAX_LENGTH = 200  # characters of a foreign message
 

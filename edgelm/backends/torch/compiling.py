@@ -18,10 +18,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from edgelm.errors import DeviceError
-from edgelm.machine.cpu import usable_cores
-from edgelm.machine.memory import available_memory_bytes
-from edgelm.workers.parent import Worker
+from edgelm.base.errors import DeviceError
+from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.base.workers.parent import Worker
 
 if TYPE_CHECKING:  # Triton is not installed everywhere
     from edgelm.backends.torch.compilation import Compilation

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from edgelm.backends.pooling import CausalBatch, Piece
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.memory import STEP_TOKENS
-from edgelm.core import EmbedderInfo, Pooling
-from edgelm.errors import EngineError
+from edgelm.base.errors import EngineError
+from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.engine.core import EmbedderInfo, Pooling
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, LayerCache, allocate
-from edgelm.machine.memory import available_memory_bytes
 from edgelm.models.decoder import Batch, Decoder
 
 FIRST_SIZE = 512  # positions of the first cache

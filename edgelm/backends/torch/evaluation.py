@@ -16,7 +16,10 @@ from edgelm.backends.torch.build import check_ops, load_decoder, tokenizer_of
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.memory import BLOCK_LEN, TorchMemory
-from edgelm.config import Settings
+from edgelm.base.config import Settings
+from edgelm.base.kv_modes import TORCH_KV
+from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.base.workers.messages import EvalSide
 from edgelm.evaluation.evaluate import (
     LOGITS_BYTES,
     Evaluation,
@@ -27,10 +30,7 @@ from edgelm.evaluation.evaluate import (
     require_memory,
     require_same_vocabulary,
 )
-from edgelm.kv_modes import TORCH_KV
-from edgelm.machine.memory import available_memory_bytes
 from edgelm.models.decoder import Decoder
-from edgelm.workers.messages import EvalSide
 
 MAX_TOKENS = 512  # of a step
 

@@ -26,7 +26,9 @@ from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
 from edgelm.backends.torch.parts import parts_of
-from edgelm.core import (
+from edgelm.backends.torch.sampler import DeviceSampler, Launch, RowRequest
+from edgelm.base.errors import DeviceError, SnapshotError
+from edgelm.engine.core import (
     LAST,
     NOT_A_TOKEN,
     CompletedSamples,
@@ -41,16 +43,14 @@ from edgelm.core import (
     Step,
     Store,
 )
-from edgelm.errors import DeviceError, SnapshotError
+from edgelm.engine.sampling.history import Histories
+from edgelm.engine.sampling.host import HostSampler, accepted_rows, first_position
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, KVFormat, LayerCache, allocate
 from edgelm.kernels.gpu_target import target_of
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.tuning import TABLE
 from edgelm.models.decoder import Decoder
-from edgelm.sampling.device import DeviceSampler, Launch, RowRequest
-from edgelm.sampling.history import Histories
-from edgelm.sampling.host import HostSampler, accepted_rows, first_position
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from edgelm.errors import DeviceError, EngineError
+from edgelm.base.errors import DeviceError, EngineError
 from edgelm.kernels.choice import NoKernelError
 
 MAX_LENGTH = 200  # characters of a foreign message

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from edgelm.backends.torch.batch import Bucket, StepBuffers, StepTensors
 from edgelm.backends.torch.graph_sizes import graph_sizes
-from edgelm.core import Step
+from edgelm.engine.core import Step
 
 Forward = Callable[[StepTensors, Tensor], object]  # writes the logits to a tensor, [rows, vocab_size]
 

@@ -18,9 +18,9 @@ from edgelm import __version__
 from edgelm.backends.gpu_check import CheckGpu, GpuVerdict, Notify, run_check
 from edgelm.backends.kept_verdicts import keep, kept_verdict
 from edgelm.backends.model import OpenedModel
-from edgelm.config import Settings
-from edgelm.kv_modes import TORCH_KV
-from edgelm.machine.gpu import nvidia_gpus
+from edgelm.base.config import Settings
+from edgelm.base.kv_modes import TORCH_KV
+from edgelm.base.machine.gpu import nvidia_gpus
 
 FORMAT = 5  # of the file, and of the checks
 PACKAGES = ("torch", "triton")

@@ -45,7 +45,7 @@ from edgelm.backends.torch.tuning import (
     withdraw,
     write,
 )
-from edgelm.errors import DeviceError, ModelError
+from edgelm.base.errors import DeviceError, ModelError
 from edgelm.kernels.choice import Implementation, observed_by
 from edgelm.kernels.gpu_target import target_of
 from edgelm.kernels.tuning import Config, Table

@@ -16,8 +16,8 @@ from math import prod
 
 from edgelm.backends.plan import DeviceMemory, MachineMemory
 from edgelm.backends.torch.graph_sizes import VERIFY_LEN, GraphSize, graph_sizes
+from edgelm.base.kv_modes import TORCH_KV
 from edgelm.checkpoints.summary import ModelFacts, TensorFacts, WeightBytes
-from edgelm.kv_modes import TORCH_KV
 
 MIB = 2**20
 BLOCK_LEN = 32  # positions

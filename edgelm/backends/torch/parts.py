@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edgelm.core import Chunk, Step
+from edgelm.engine.core import Chunk, Step
 
 PART_TOKENS = 64
 

@@ -24,11 +24,13 @@ from edgelm.backends.model import OpenedModel
 from edgelm.backends.torch.check_bounds import RARE, Bound, bounds_of
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
+from edgelm.backends.torch.sampler import DeviceSampler, RowRequest
 from edgelm.backends.torch.trial import nan_filled
+from edgelm.base.errors import EngineError
 from edgelm.checkpoints.gguf import GGUF
-from edgelm.core import LAST, Chunk, SamplingParams, Step
-from edgelm.core import Sequence as TokenSequence
-from edgelm.errors import EngineError
+from edgelm.engine.core import LAST, Chunk, SamplingParams, Step
+from edgelm.engine.core import Sequence as TokenSequence
+from edgelm.engine.sampling.history import History
 from edgelm.kernels import cache as kv_cache
 from edgelm.kernels.cache import LayerCache
 from edgelm.kernels.cache.quantize import GROUP
@@ -40,8 +42,6 @@ from edgelm.models.decoder import Decoder
 from edgelm.models.families import LAYER
 from edgelm.models.loading.decoder import load
 from edgelm.models.loading.sources import FolderSource, GGUFSource
-from edgelm.sampling.device import DeviceSampler, RowRequest
-from edgelm.sampling.history import History
 
 GRAPHS = "CUDA graphs"  # an op of its own in the verdicts
 MAX_LAYERS = 4  # of different kinds

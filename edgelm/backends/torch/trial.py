@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from edgelm.backends.torch.failures import gpu_errors
-from edgelm.errors import DeviceError, EngineError
+from edgelm.base.errors import DeviceError, EngineError
 from edgelm.kernels.gpu_target import num_sms
 from edgelm.kernels.trial import PART, SIZE, chain, chained, product
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch
 
-from edgelm.atomic import atomic_write
+from edgelm.base.atomic import atomic_write
 from edgelm.kernels.tuning import UNFINISHED, Config, Table, read_table
 
 LEAST_GAIN = 0.02  # as a part of the default's time; more where two measurements of the default differ by more

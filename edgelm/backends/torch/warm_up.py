@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from edgelm.core import Chunk, SamplingParams, Step
-from edgelm.core import Sequence as Seq
+from edgelm.engine.core import Chunk, SamplingParams, Step
+from edgelm.engine.core import Sequence as Seq
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.attention.launch import launch_kind as attention_kind
 from edgelm.kernels.cache import BLOCK_LEN, LayerCache

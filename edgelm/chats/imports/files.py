@@ -17,6 +17,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
+from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.folders import READ_FLAGS
 from edgelm.chats.formats import Source
@@ -28,7 +29,6 @@ from edgelm.chats.imports.ollama import read_ollama
 from edgelm.chats.imports.openwebui import is_openwebui, read_openwebui
 from edgelm.chats.imports.own import SAMPLING, is_own, read_own
 from edgelm.chats.presets import Parse
-from edgelm.errors import EdgeLMError, RequestError
 
 Item = DraftChat | BadChatError  # a conversation, or the reason why it was skipped
 MAX_UNPACKED = 2 * 2**30  # bytes of the conversations of a zip file

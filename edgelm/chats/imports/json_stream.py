@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 
 CHUNK = 2**20  # characters
 MAX_VALUE = 32 * 2**20  # characters of one conversation

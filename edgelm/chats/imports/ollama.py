@@ -12,9 +12,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from edgelm.base.errors import RequestError
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.imports.draft import DraftChat, Said, image, key_of, linear, seconds, text, tool_text
-from edgelm.errors import RequestError
 
 _CHATS = "id", "title", "created_at"
 _MESSAGES = "id", "role", "content", "thinking", "stream", "model_name", "created_at"

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard, get_args
 
+from edgelm.base.config import SETTINGS
+from edgelm.base.workers.messages import Passage
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.export_json import FORMAT, VERSION
 from edgelm.chats.history import Role, State
@@ -32,8 +34,6 @@ from edgelm.chats.imports.draft import (
 from edgelm.chats.presets import MAX_NAME_LEN, Parse, Value
 from edgelm.chats.reading import Reading
 from edgelm.chats.tool_calls import CallState, ToolCall
-from edgelm.config import SETTINGS
-from edgelm.workers.messages import Passage
 
 MAX_ID = 2**62  # ids of edgelm are below it until the year 2100, and the next ones fit
 MAX_TOOK_S = 1e6

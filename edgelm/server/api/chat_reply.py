@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgelm import __version__
-from edgelm.core import ExecutorInfo, Sampled, Stats
+from edgelm.engine.core import ExecutorInfo, Sampled, Stats
 from edgelm.jobs.request import AnswerDelta, AnswerReason, Span
 from edgelm.server.api.arguments import custom_input
 from edgelm.server.api.dialect import COMMENT, DONE, AnswerContext

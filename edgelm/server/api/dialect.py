@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from edgelm.core import ExecutorInfo
+from edgelm.engine.core import ExecutorInfo
 from edgelm.jobs.embed_request import EmbedRequest, RankRequest
 from edgelm.jobs.request import AnswerDelta, AnswerRequest
 from edgelm.server.api.errors import ApiError

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from edgelm.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError
+from edgelm.base.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError
 
 RETRY_AFTER = "retry-after"
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients retry every 5xx without this header

@@ -21,12 +21,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from edgelm.core import MAX_SEED
-from edgelm.durations import parse_keep_alive
+from edgelm.base.durations import parse_keep_alive
+from edgelm.base.workers.grammars import GrammarKind, GrammarSpec
+from edgelm.engine.core import MAX_SEED
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.json_body import JsonBody
 from edgelm.server.api.sentinels import OFF, Sentinels, without_sentinels
-from edgelm.workers.grammars import GrammarKind, GrammarSpec
 
 MAX_ENTRIES = 4096  # of a list or an object in a body
 MAX_CHARS = 2**20  # of all texts of a field that is not in LONG

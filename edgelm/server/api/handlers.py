@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 from edgelm.server.api.dialects import error_body_of, error_status_of
 from edgelm.server.api.errors import NO_RETRY, ApiError, as_api_error
 from edgelm.server.sse import ClientLeftError

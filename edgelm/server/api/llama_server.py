@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from pydantic import Field, field_validator
 
-from edgelm.core import Stats
+from edgelm.engine.core import Stats
 from edgelm.jobs.request import AnswerDelta, AnswerRequest
 from edgelm.server.api.chat_reply import event
 from edgelm.server.api.completions import Prompt

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from edgelm.core import Sampled
+from edgelm.engine.core import Sampled
 
 if TYPE_CHECKING:
     from edgelm.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from edgelm.core import Stats
+from edgelm.engine.core import Stats
 from edgelm.jobs.request import AnswerDelta
 from edgelm.server.api.arguments import read_arguments
 from edgelm.server.api.dialect import AnswerContext

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from edgelm.core import MAX_LOGPROBS
+from edgelm.base.workers.grammars import GrammarSpec
+from edgelm.engine.core import MAX_LOGPROBS
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.field_table import OLLAMA_OPTIONS
 from edgelm.server.api.fields import Body, KeepAliveFields, ModelName, SamplingFields, schema_spec
 from edgelm.server.api.sentinels import without_sentinels
-from edgelm.workers.grammars import GrammarSpec
 
 PING = b" "  # before a line of JSON, it is part of that line
 _WHOLE = ("num_predict", "num_ctx", "top_k", "seed")

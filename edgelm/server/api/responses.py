@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
-from edgelm.core import MAX_LOGPROBS
+from edgelm.base.workers.grammars import GrammarSpec
+from edgelm.engine.core import MAX_LOGPROBS
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.server.api.arguments import CUSTOM_INPUT
 from edgelm.server.api.errors import ApiError
@@ -30,7 +31,6 @@ from edgelm.server.api.fields import (
 )
 from edgelm.text.calls.format import ToolChoice
 from edgelm.text.message_forms import content_of
-from edgelm.workers.grammars import GrammarSpec
 
 REASONING_PREFIX = "edgelm:"  # of our `encrypted_content`, which is plain base64: the text never leaves the machine
 ENCRYPTED = "reasoning.encrypted_content"  # in `include`

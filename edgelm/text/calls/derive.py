@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
 from edgelm.text.calls.format import Call, CallFormat, write_calls
 from edgelm.text.calls.generic import GENERIC
 from edgelm.text.calls.known import known_formats

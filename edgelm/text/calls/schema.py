@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.calls.closing import closed
 
 MAX_BYTES = 2**18

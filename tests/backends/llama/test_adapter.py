@@ -21,12 +21,12 @@ from edgelm.backends.build import build
 from edgelm.backends.llama.adapter import LlamaAdapter, find_adapters
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions, state_identity
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.base.config import Settings
+from edgelm.base.errors import ModelError
+from edgelm.base.places import Places
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.config import Settings
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 from edgelm.engine.engine import Engine
-from edgelm.errors import ModelError
-from edgelm.places import Places
 from tests.adapters import PREFIX, write_adapter
 from tests.models import tiny_models
 from tests.models.tiny_gguf import write_gguf

@@ -22,11 +22,11 @@ from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import Device, Wish
 from edgelm.backends.plan import MachineMemory, Plan, plan
 from edgelm.backends.questions import ChosenEngine
+from edgelm.base.config import Settings
+from edgelm.base.errors import ModelError
+from edgelm.base.machine.memory import USABLE
+from edgelm.base.workers.wire import decode, encode
 from edgelm.checkpoints.summary import ModelFacts
-from edgelm.config import Settings
-from edgelm.errors import ModelError
-from edgelm.machine.memory import USABLE
-from edgelm.workers.wire import decode, encode
 from tests.library.model_shapes import dense_model
 from tests.tiny import write_tiny
 

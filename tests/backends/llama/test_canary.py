@@ -9,9 +9,9 @@ from gguf import GGUFReader
 from edgelm.backends.llama import canary
 from edgelm.backends.llama.canary import BATCHES, MODES, Mode
 from edgelm.backends.llama.random_gguf import ALL_QUANTS, NUM_TOKENS
-from edgelm.errors import EngineError
-from edgelm.machine import facts as machine
-from edgelm.machine.facts import CanaryRunner
+from edgelm.base.errors import EngineError
+from edgelm.base.machine import facts as machine
+from edgelm.base.machine.facts import CanaryRunner
 
 
 @pytest.mark.parametrize("repack", [True, False])

@@ -16,10 +16,10 @@ from edgelm.backends.llama import embedding
 from edgelm.backends.llama.embedding import EmbedderOptions, LlamaEmbedder
 from edgelm.backends.llama.memory import LlamaMemory
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.base.errors import EngineError
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import kind_and_pooling, model_facts
-from edgelm.core import Pooling
-from edgelm.errors import EngineError
+from edgelm.engine.core import Pooling
 from tests.models.tiny_gguf import write_gguf
 from tests.models.tiny_models import VOCAB, build
 from tests.tiny_bert import CONTEXT, VOCABULARY, tiny_bert, write_bert

@@ -14,12 +14,25 @@ import pytest
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.memory import micro_batch
 from edgelm.backends.llama.model import LlamaModel
-from edgelm.core import Chunk, Copy, Drop, ExecutorInfo, Load, Op, Sampled, SamplingParams, Save, Sequence, Step, Trim
+from edgelm.base.errors import EngineError, ModelError, SnapshotError
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import (
+    Chunk,
+    Copy,
+    Drop,
+    ExecutorInfo,
+    Load,
+    Op,
+    Sampled,
+    SamplingParams,
+    Save,
+    Sequence,
+    Step,
+    Trim,
+)
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import Slot, SlotKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import EngineError, ModelError, SnapshotError
 from tests.bare import BareLoop, tokenize
 from tests.engine.fake import SimpleDrafter
 from tests.real_data import data_file, with_model

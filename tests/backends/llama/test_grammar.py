@@ -20,14 +20,14 @@ import pytest
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
-from edgelm.core import Drafter, SamplingParams, Sequence, Stats
+from edgelm.base.errors import EdgeLMError, RequestError
+from edgelm.base.workers.grammars import GrammarSpec
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import Drafter, SamplingParams, Sequence, Stats
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
+from edgelm.engine.sampling.grammar import Grammar, GrammarCompiler
 from edgelm.engine.scheduler import Scheduler
-from edgelm.errors import EdgeLMError, RequestError
-from edgelm.sampling.grammar import Grammar, GrammarCompiler
-from edgelm.workers.grammars import GrammarSpec
 from tests.completion import complete
 from tests.counts import Count
 from tests.engine.fake import SimpleDrafter

@@ -9,15 +9,15 @@ import pytest
 from gguf import GGMLQuantizationType as Quant
 
 from edgelm.backends.llama.api import native_log
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.buffers import LlamaBuffers
 from edgelm.backends.llama.memory import AMX, LlamaMemory, repacked_types
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.random_gguf import ALL_QUANTS, write_random_gguf
 from edgelm.backends.questions import BufferProbe
+from edgelm.base.kv_modes import LLAMA_KV
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import ModelFacts, model_facts
-from edgelm.kv_modes import LLAMA_KV
-from edgelm.llama_binding import L
 from tests.tiny import write_tiny
 
 MIB = 2**20

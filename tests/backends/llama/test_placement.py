@@ -20,12 +20,12 @@ from edgelm.backends.llama.model import DeviceMemoryError, LlamaModel
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import CPU, Device, Override, Placement, Wish, parse_overrides
 from edgelm.backends.plan import MachineMemory, plan
+from edgelm.base.config import Settings, load_config
+from edgelm.base.errors import EdgeLMError, ModelError, UsageError
+from edgelm.base.machine.memory import USABLE
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import ModelFacts, model_facts
-from edgelm.config import Settings, load_config
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
-from edgelm.errors import EdgeLMError, ModelError, UsageError
-from edgelm.machine.memory import USABLE
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 from tests.tiny import write_tiny
 
 MIB = 2**20

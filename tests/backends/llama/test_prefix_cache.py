@@ -20,8 +20,8 @@ from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions, state_id
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.snapshot_files import Bounds, SnapshotFolder
 from edgelm.backends.snapshots import SnapshotStore
-from edgelm.core import Event, ExecutorInfo, Sampled, SamplingParams, Sequence
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import Event, ExecutorInfo, Sampled, SamplingParams, Sequence
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.save_points import ANSWER_START_LEN

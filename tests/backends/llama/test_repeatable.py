@@ -17,11 +17,11 @@ from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.memory import REPEATABLE_KV
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.repeatable import MOST_ROWS, equal_rows, rule_for
-from edgelm.config import Settings
-from edgelm.core import Chunk, SamplingParams, Sequence, Step, Trim
-from edgelm.errors import ModelError
-from edgelm.machine.step_times import DEPTH
-from edgelm.places import Places
+from edgelm.base.config import Settings
+from edgelm.base.errors import ModelError
+from edgelm.base.places import Places
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step, Trim
+from edgelm.engine.step_times import DEPTH
 from tests.tiny import write_tiny
 
 SEQUENCES = 6

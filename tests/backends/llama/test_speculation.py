@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
-from edgelm.core import Chunk, Drafter, Sampled, SamplingParams, Sequence, Step, Trim
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import Chunk, Drafter, Sampled, SamplingParams, Sequence, Step, Trim
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
-from edgelm.llama_binding import L
 from tests.completion import complete
 from tests.counts import Count
 from tests.engine.fake import SimpleDrafter
+from tests.engine.sampling.slow import exact
 from tests.odd_models import Odd, write_odd
-from tests.sampling.slow import exact
 from tests.tiny import write_tiny
 
 DRAWS = Count(test=5_000, soak=50_000)

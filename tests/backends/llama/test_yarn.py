@@ -9,7 +9,7 @@ import torch
 
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 from tests.models.tiny_gguf import write_gguf
 from tests.models.tiny_models import YARN, build, expected, relative_error, text
 

@@ -22,11 +22,11 @@ from triton.runtime import driver
 
 from edgelm.backends.torch import compiling
 from edgelm.backends.torch.compilation import Compilation, recording
-from edgelm.errors import DeviceError
+from edgelm.base.errors import DeviceError
+from edgelm.base.workers.parent import Worker
 from edgelm.kernels.activation import Gate
 from edgelm.kernels.activation.kernel import gated, softcap
 from edgelm.kernels.norm.kernel import rms_norm
-from edgelm.workers.parent import Worker
 from tests.backends.torch import bad_kernels
 from tests.backends.torch.fake_gpu import FakeDriver
 

@@ -23,7 +23,7 @@ from edgelm.backends.torch.memory import TorchMemory
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.checkpoints.summary import model_facts
-from edgelm.core import LAST, Chunk, SamplingParams, Sequence, Step
+from edgelm.engine.core import LAST, Chunk, SamplingParams, Sequence, Step
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS
 from edgelm.models.config import read_config
 from edgelm.models.decoder import Decoder

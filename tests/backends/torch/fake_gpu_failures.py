@@ -26,11 +26,11 @@ from edgelm.backends.torch import build
 from edgelm.backends.torch import executor as executors
 from edgelm.backends.torch.executor import TorchExecutor
 from edgelm.backends.torch.graphs import Graphs
-from edgelm.config import Settings
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
-from edgelm.errors import EdgeLMError
+from edgelm.backends.torch.sampler import DeviceSampler
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 from edgelm.models.decoder import Decoder
-from edgelm.sampling.device import DeviceSampler
 from tests.backends.torch.fake_gpu import FakeGpu
 from tests.tiny import write_tiny
 

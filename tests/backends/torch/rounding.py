@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.backends.torch.executor import TorchExecutor
-from edgelm.core import SamplingParams, Step
-from edgelm.sampling.history import History
-from edgelm.sampling.reference import sample
+from edgelm.engine.core import SamplingParams, Step
+from edgelm.engine.sampling.history import History
+from edgelm.engine.sampling.reference import sample
 
 Request = tuple[list[int], SamplingParams]
 Rows = dict[tuple[int, int], NDArray[np.float32]]  # by the request's seed and the position of the sampled token

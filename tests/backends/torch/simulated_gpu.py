@@ -23,8 +23,8 @@ from edgelm.backends.gpu_check import CheckGpu
 from edgelm.backends.torch import check_worker, self_check
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.trial import explained, run_trial
+from edgelm.base.workers.child import run_job
 from edgelm.kernels import choice
-from edgelm.workers.child import run_job
 
 NAME = "Simulated GPU"
 

@@ -23,11 +23,11 @@ from edgelm.backends.torch.executor import TorchExecutor
 from edgelm.backends.torch.failures import OutOfMemoryError
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
-from edgelm.config import Settings
-from edgelm.core import LAST, NOT_A_TOKEN, Chunk, SamplingParams, Sequence, Step
-from edgelm.errors import EngineError, ModelError
+from edgelm.backends.torch.sampler import DeviceSampler
+from edgelm.base.config import Settings
+from edgelm.base.errors import EngineError, ModelError
+from edgelm.engine.core import LAST, NOT_A_TOKEN, Chunk, SamplingParams, Sequence, Step
 from edgelm.models.decoder import Batch, Decoder
-from edgelm.sampling.device import DeviceSampler
 from tests.backends.torch.torch_engine import load_gguf, make_executor
 from tests.models import tiny_models
 from tests.models.tiny_gguf import write_gguf

@@ -10,11 +10,11 @@ import pytest
 from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
 from edgelm.backends.torch import build as build_module
-from edgelm.config import Settings
-from edgelm.core import SamplingParams, Stats
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.places import Places
 from edgelm.engine.clock import Measured, StepClock, StepCosts
-from edgelm.errors import EdgeLMError, ModelError
-from edgelm.places import Places
+from edgelm.engine.core import SamplingParams, Stats
 from tests.tiny import write_tiny
 
 PROMPT = [7, 300, 41, 260, 33, 9, 120]

@@ -11,8 +11,8 @@ import torch
 from edgelm.backends.model import open_model
 from edgelm.backends.torch.build import load_decoder
 from edgelm.backends.torch.embedding import TorchEmbedder
-from edgelm.config import Settings
-from edgelm.core import Pooling
+from edgelm.base.config import Settings
+from edgelm.engine.core import Pooling
 from tests.models.tiny_models import VOCAB, build, write
 
 F32 = 1e-4

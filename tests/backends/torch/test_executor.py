@@ -13,11 +13,11 @@ import torch
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.torch.batch import Bucket
 from edgelm.backends.torch.executor import TorchExecutor
-from edgelm.core import LAST, NOT_A_TOKEN, Chunk, Sampled, SamplingParams, Sequence, Step
+from edgelm.base.errors import RequestError
+from edgelm.engine.core import LAST, NOT_A_TOKEN, Chunk, Sampled, SamplingParams, Sequence, Step
 from edgelm.engine.engine import Engine
-from edgelm.errors import RequestError
+from edgelm.engine.step_times import measure_steps
 from edgelm.kernels.cache import FORMATS
-from edgelm.machine.step_times import measure_steps
 from edgelm.models.decoder import Decoder
 from tests.backends.torch.rounding import Rows, assert_equal_but_for_rounding, recording
 from tests.backends.torch.torch_engine import load_gguf, make_executor, running

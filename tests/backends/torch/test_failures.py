@@ -16,8 +16,8 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from edgelm.backends.torch.executor import TorchExecutor
 from edgelm.backends.torch.failures import NOT_COMPILED, TRY_AGAIN, OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.parts import parts_of
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
-from edgelm.errors import DeviceError, EngineError
+from edgelm.base.errors import DeviceError, EngineError
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 from edgelm.kernels.choice import NoKernelError
 from edgelm.models.decoder import Decoder
 from tests.backends.torch.torch_engine import load_gguf, make_executor, running

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from edgelm.backends.plan import MachineMemory, plan
+from edgelm.backends.torch import sampler as device
 from edgelm.backends.torch.graph_sizes import SIZES, VERIFY_LEN, graph_sizes
 from edgelm.backends.torch.memory import (
     BLOCK_LEN,
@@ -23,15 +24,14 @@ from edgelm.backends.torch.memory import (
     split_sum_bytes,
     staged_bytes,
 )
+from edgelm.backends.torch.sampler import DeviceSampler
+from edgelm.base.config import Settings
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
-from edgelm.config import Settings
 from edgelm.kernels import cache
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, planes
 from edgelm.kernels.matmul import ROWS
 from edgelm.models.loading.sources import GGUFSource
-from edgelm.sampling import device
-from edgelm.sampling.device import DeviceSampler
 from tests.tiny import write_tiny
 
 GIB = 2**30

@@ -13,9 +13,9 @@ import torch
 from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
 from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
-from edgelm.config import Settings
-from edgelm.core import SamplingParams, Stats
-from edgelm.errors import SnapshotError
+from edgelm.base.config import Settings
+from edgelm.base.errors import SnapshotError
+from edgelm.engine.core import SamplingParams, Stats
 from edgelm.kernels.cache import FORMATS, allocate, read
 from tests.tiny import write_tiny
 

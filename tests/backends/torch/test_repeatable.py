@@ -12,8 +12,8 @@ import torch
 from edgelm.backends.build import build
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
-from edgelm.config import Settings
-from edgelm.errors import EdgeLMError
+from edgelm.base.config import Settings
+from edgelm.base.errors import EdgeLMError
 from edgelm.kernels.matmul import ROWS
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from tests.backends.torch.torch_engine import load_gguf, running

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 from tests.backends.torch.torch_engine import load_gguf, make_executor
 from tests.tiny import write_tiny
 

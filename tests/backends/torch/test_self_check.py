@@ -28,14 +28,14 @@ from edgelm.backends.torch.check_bounds import Bound
 from edgelm.backends.torch.executor import TorchExecutor
 from edgelm.backends.torch.kept_checks import check_key, kept_problem, kept_reasons, verdict_for
 from edgelm.backends.torch.self_check import Comparison, described, difference_of, layers_to_try
+from edgelm.base.config import Settings
+from edgelm.base.errors import DeviceError
+from edgelm.base.machine.gpu import CudaState
 from edgelm.commands import doctor_gpu
-from edgelm.config import Settings
-from edgelm.core import Masks, PendingSamples, Step
-from edgelm.errors import DeviceError
+from edgelm.engine.core import Masks, PendingSamples, Step
 from edgelm.kernels.choice import PLAIN_OPS, Implementation, observed_by, preferred
 from edgelm.kernels.dequant_gemm import SCRATCH_ROWS, by_slices
 from edgelm.kernels.matmul import ROWS, Lengths
-from edgelm.machine.gpu import CudaState
 from edgelm.models.config import read_config
 from edgelm.models.loading.stored import BLOCK_TYPES, PLAIN_TYPES
 from tests.tiny import write_tiny

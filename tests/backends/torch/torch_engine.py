@@ -10,8 +10,8 @@ import torch
 
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.core import Drafter
 from edgelm.engine.clock import StepClock
+from edgelm.engine.core import Drafter
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.scheduler import Scheduler

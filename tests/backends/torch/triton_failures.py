@@ -18,7 +18,7 @@ from triton.runtime.build import compile_module_from_src
 
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.trial import explained
-from edgelm.errors import EngineError
+from edgelm.base.errors import EngineError
 from edgelm.kernels.trial.kernel import trial_kernel
 
 HEADERS = "#include <Python.h>\nint x;"

@@ -24,8 +24,8 @@ from triton.runtime.jit import JITFunction
 from edgelm.backends.reports import Reports
 from edgelm.backends.torch import load_tuning
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
-from edgelm.core import Chunk, SamplingParams, Sequence, Step
-from edgelm.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 from edgelm.kernels.tuning import TABLE
 from tests.backends.torch.fake_gpu import FakeGpu
 from tests.backends.torch.shape_models import decoder, dense

@@ -20,7 +20,7 @@ import torch
 
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.executor import MAX_ROWS, TorchExecutor, TorchOptions
-from edgelm.core import Chunk, Drop, Load, SamplingParams, Save, Sequence, Step
+from edgelm.engine.core import Chunk, Drop, Load, SamplingParams, Save, Sequence, Step
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import BLOCK_LEN
 from tests.backends.torch.fake_gpu import FakeGpu

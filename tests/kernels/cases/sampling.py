@@ -1,4 +1,4 @@
-"""The sampling kernels that are compiled; the inputs of tests are made from requests, in tests/sampling."""
+"""The sampling kernels that are compiled; the inputs of tests are made from requests, in tests/engine/sampling."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edgelm.sampling.history import History
-from edgelm.sampling.reference import sample
+from edgelm.engine.sampling.history import History
+from edgelm.engine.sampling.reference import sample
 from tests.kernels.emulated.walks import ModelCase, Trace, walk
 
 # of the greedy and of the other sequence: the first seeds whose answers are clear

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgelm.core import SamplingParams
+from edgelm.backends.torch.sampler import DeviceSampler, RowRequest
+from edgelm.engine.core import SamplingParams
+from edgelm.engine.sampling.history import History
 from edgelm.kernels import trial
 from edgelm.kernels.activation import gated, softcap
 from edgelm.kernels.norm import add_rms_norm, rms_norm
 from edgelm.kernels.route import route
-from edgelm.sampling.device import DeviceSampler, RowRequest
-from edgelm.sampling.history import History
 from tests.kernels import bandwidth, test_activation, test_norm, test_route, test_sampling
 from tests.kernels.cases import activation as activation_cases
 from tests.kernels.cases import bandwidth as bandwidth_cases

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
-from edgelm.core import LAST, Chunk, SamplingParams, Sequence, Step
+from edgelm.backends.torch.sampler import DeviceSampler
+from edgelm.engine.core import LAST, Chunk, SamplingParams, Sequence, Step
+from edgelm.engine.sampling.host import first_position
 from edgelm.kernels import layout
 from edgelm.kernels.cache import BLOCK_LEN
 from edgelm.models.decoder import Decoder
-from edgelm.sampling.device import DeviceSampler
-from edgelm.sampling.host import first_position
 from tests.backends.torch.torch_engine import load_gguf
 from tests.kernels.emulated.outcome import Outcome, within
 from tests.kernels.error_bounds import product_bound

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
-from edgelm.errors import ModelError
+from edgelm.base.errors import ModelError
 from edgelm.kernels.grouped import grouped_matmul
 from edgelm.kernels.layout import PackedWeight, dequantize
 from edgelm.models.loading.sources import FolderSource, dequantize_in_order

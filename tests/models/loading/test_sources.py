@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from edgelm.base.errors import ModelError
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.safetensors import open_safetensors
-from edgelm.errors import ModelError
 from edgelm.kernels.layout import DenseWeight, Layout, PackedWeight, dequantize, fuse_gated, fuse_rows, planes
 from edgelm.models.loading.packed import Parts, pack
 from edgelm.models.loading.sources import FolderSource, GGUFSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, cast
 
-from edgelm.core import ExecutorInfo, Sampled, Stats
+from edgelm.engine.core import ExecutorInfo, Sampled, Stats
 from edgelm.jobs.request import AnswerDelta, AnswerReason
 from edgelm.server.api.dialect import AnswerContext
 from edgelm.text.parse import Args, CallBegin, CallEnd, Part

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.completion_create_params import CompletionCreateParamsBase as OldParamsBase
 
-from edgelm.core import MAX_SEED, SamplingParams
+from edgelm.base.workers.grammars import GrammarSpec
+from edgelm.engine.core import MAX_SEED, SamplingParams
 from edgelm.jobs.request import AnswerRequest
 from edgelm.server.api.chat import ChatRequest
 from edgelm.server.api.completions import CompletionsRequest
@@ -23,7 +24,6 @@ from edgelm.server.api.fields import MAX_CHOICES, MAX_ENTRIES, MAX_STOPS
 from edgelm.server.api.json_body import read_json
 from edgelm.text import stream
 from edgelm.text.calls.format import ToolChoice
-from edgelm.workers.grammars import GrammarSpec
 
 ROUTE = "/v1/chat/completions"
 MINIMAL = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from edgelm.base.workers.grammars import GrammarSpec
 from edgelm.jobs.request import AnswerRequest
 from edgelm.server.api.dialects import error_body_of, parse_request
 from edgelm.server.api.errors import ApiError
 from edgelm.text.calls.format import ToolChoice
-from edgelm.workers.grammars import GrammarSpec
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 WEATHER = {"name": "weather", "description": "d", "input_schema": SCHEMA}

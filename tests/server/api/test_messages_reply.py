@@ -11,7 +11,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 from starlette.responses import JSONResponse
 
-from edgelm.errors import EngineError
+from edgelm.base.errors import EngineError
 from edgelm.jobs.request import AnswerDelta
 from edgelm.server.api.dialect import Reply
 from edgelm.server.api.dialects import parse_request, reply_to

@@ -8,12 +8,12 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
+from edgelm.base.workers.grammars import GrammarSpec
 from edgelm.jobs.request import AnswerRequest
 from edgelm.server.api.dialects import parse_request
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.responses import encoded
 from edgelm.text.calls.format import ToolChoice
-from edgelm.workers.grammars import GrammarSpec
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}

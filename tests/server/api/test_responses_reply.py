@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseInProgressEvent, ResponseStreamEvent
 from pydantic import Field, TypeAdapter
 
-from edgelm.errors import EngineError
+from edgelm.base.errors import EngineError
 from edgelm.jobs.request import AnswerDelta
 from edgelm.server.api.dialects import parse_request, reply_to
 from edgelm.server.api.errors import ApiError, as_api_error

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edgelm.errors import RequestError
+from edgelm.base.errors import RequestError
 from edgelm.text.calls.enforced import unenforced
 from edgelm.text.calls.format import CallFormat, ToolChoice
 from edgelm.text.calls.generic import GENERIC

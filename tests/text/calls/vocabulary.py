@@ -12,11 +12,11 @@ import llguidance
 import numpy as np
 
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
+from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec
+from edgelm.engine.sampling.grammar_worker import check_grammar
 from edgelm.jobs.tool_schemas import ToolSchemas
-from edgelm.sampling.grammar_worker import check_grammar
 from edgelm.text import constraint
 from edgelm.text.calls.format import CallFormat
-from edgelm.workers.grammars import CheckedGrammar, GrammarSpec
 
 PIECES = (
     '{"name": "', '", "arguments": ', '", "parameters": ', "</", "\n\n", '"}', '": ', ', "', " text", "ab", "12", ">\n",

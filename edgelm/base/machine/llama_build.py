@@ -1,0 +1,99 @@
+"""Which build of llama.cpp is installed: that of edgelm-llama, or llama-cpp-python, compiled here or somebody's wheel.
+
+Owns the choice between the two. Loads nothing of either, so that the front may ask; llama_binding.py loads the choice.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from edgelm.base.errors import EngineError
+
+SUPPORTED = "0.3.36"  # of llama-cpp-python: another release has other structures (packaging/llama/pyproject.toml)
+COMPILED, READY_MADE, VULKAN = "llama-cpp-python", "edgelm-llama", "edgelm-llama-vulkan"
+INSTALL = f"reinstall edgelm, or: pip install llama-cpp-python=={SUPPORTED}"
+VULKAN_INSTALL = "reinstall 'edgelm[vulkan]'"
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledLlama:
+    """A build of llama.cpp: the package that it came with, and the folder of its libraries."""
+
+    package: str
+    version: str
+    lib_dir: Path
+
+    @property
+    def ready_made(self) -> bool:
+        """Whether it is our wheel, which holds its backends as files of their own."""
+        return self.package == READY_MADE
+
+    @property
+    def label(self) -> str:
+        """Package, version, the platform of its wheel, and its backends: a wheel of somebody else's is told by them."""
+        names = {path.name.partition(".")[0] for path in self.lib_dir.glob("libggml-*")}
+        backends = sorted({name.split("-")[1] for name in names} - {"base"})
+        parts = [_platform(self.package), *([f"with {', '.join(backends)}"] if backends else [])]
+        return f"{self.package} {self.version} ({', '.join(filter(None, parts))})"
+
+
+def find_build() -> InstalledLlama:
+    """Return the build to use. One that was compiled here was installed on purpose, so it comes first.
+
+    Raises EngineError if there is none of the supported release.
+    """
+    compiled = package_folder("llama_cpp")
+    other = _version(COMPILED) if compiled else ""
+    if compiled and other.partition("+")[0] == SUPPORTED:
+        return InstalledLlama(COMPILED, other, compiled / "lib")
+    if ready_made := package_folder("edgelm_llama"):
+        return InstalledLlama(READY_MADE, _version(READY_MADE), ready_made / "lib")
+    if compiled:
+        raise EngineError(f"edgelm works with llama-cpp-python {SUPPORTED}, and {other} is installed", INSTALL)
+    raise EngineError("llama.cpp is not installed", INSTALL)
+
+
+def vulkan_library(build: InstalledLlama) -> Path | None:
+    """Return the backend in edgelm-llama-vulkan; None if that is not installed.
+
+    Raises EngineError if it belongs to another build: it calls the functions and reads the structures of this one.
+    """
+    folder = package_folder("edgelm_llama_vulkan")
+    if folder is None:
+        return None
+    if not build.ready_made:
+        raise EngineError(
+            f"{VULKAN} is not used beside {build.package}, which has backends of its own",
+            f"uninstall {build.package}, or take one with Vulkan",
+        )
+    ours = _version(VULKAN)
+    if ours != build.version:
+        raise EngineError(f"{VULKAN} {ours} is not used, for {READY_MADE} is {build.version}", VULKAN_INSTALL)
+    return folder / "lib" / "libggml-vulkan.so"
+
+
+def package_folder(name: str) -> Path | None:
+    """Return the folder of a top-level package; None if it is not installed."""
+    spec = find_spec(name)
+    return Path(spec.origin).resolve().parent if spec and spec.origin else None
+
+
+def _platform(package: str) -> str:
+    """Return the platform of an installed wheel: linux_… if pip compiled it, manylinux_… if somebody published it."""
+    try:
+        wheel = distribution(package).read_text("WHEEL") or ""
+    except PackageNotFoundError:
+        return ""
+    tag = re.search(r"^Tag: \S*-(\S+)$", wheel, re.MULTILINE)
+    return tag[1] if tag else ""
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"

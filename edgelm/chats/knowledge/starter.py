@@ -1,0 +1,107 @@
+"""The passages that the starter reads for a question, and the answers that it may give: quotations, or that none fits.
+
+Owns the sentences that the starter was trained with. Knows nothing of the catalogue.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+
+from edgelm.base.workers.messages import Passage
+from edgelm.chats.knowledge.guide import searchable_pages
+from edgelm.chats.knowledge.index import GUIDE, Knowledge
+from edgelm.chats.knowledge.passages import split_text
+from edgelm.chats.knowledge.quote import MOST_CHARS, fitting, share_of_context
+from edgelm.chats.knowledge.sections import Section, guess
+
+CONTEXT = 3072  # tokens, of the starter
+UNKNOWN_SHARE = 0.82  # from this probability of "no section" on, the guide has no answer
+SURE_SHARE = 0.15  # below this one, the guide certainly has the answer
+CLOSE = 1.0  # the difference of two sections, in log-probability, below which both are quoted
+RANK_COST = 0.5  # of a rank of BM25, beside the log-probability of a section
+MISSING_RANK = 4  # of a section that BM25 does not find
+UNKNOWN = "Sorry, I know only edgelm, and I find nothing about that in its guide."
+WITHOUT_PASSAGES = (
+    "I answer from edgelm's guide, and no passage of it came with this question. The chat and `edgelm run starter` add "
+    "them, and `edgelm help TOPIC` prints them."
+)
+SMALL_TALK = (
+    "Hello! I am the starter, a very small model that comes with edgelm; ask me how to use it.",
+    "You are welcome! Ask me more about edgelm whenever you like.",
+    "Goodbye! Your chat is saved, and you find it in the list of chats next time.",
+    "I am fine, thank you. I am small, but I like questions about edgelm.",
+    "I am the starter, a very small model that comes with edgelm and knows only its guide.",
+    "I was made for edgelm and am part of it; I was trained on questions about its guide.",
+    (
+        "I answer short questions about edgelm: models, memory, speed, the chat, the server, settings, and what to do "
+        "when something is wrong. For anything else a bigger model is better."
+    ),
+    "No, I am a very small program: I have no feelings and no mind, and I know only edgelm's guide.",
+    "I am sorry. I am a very small model and often wrong; try other words, or a bigger model.",
+    "I know no jokes, but I can tell you how to use edgelm.",
+    "All right. Ask me about edgelm when you like.",
+)
+_LARGER = "A larger model for this machine"
+_PULL = re.compile(r"`/pull (\S+)`")
+
+
+def starter_passages(knowledge: Knowledge, question: str, larger: str | None, context: int = CONTEXT) -> list[Passage]:
+    """Return the passages that the starter reads for a question: the likeliest section, or two that are almost equal.
+
+    The last one names `larger`, a model that fits this machine, unless the question is certainly about the guide.
+    Raises EdgeLMError.
+    """
+    knowledge.refresh([GUIDE])
+    last = larger_model(larger)
+    about = guess(question)
+    if about.unknown >= UNKNOWN_SHARE:
+        return [last]
+    matches = {(p.source, p.heading): p for p in reversed(knowledge.search([GUIDE], question, max_chars=MOST_CHARS))}
+    ranks = {section: rank for rank, section in enumerate(reversed(matches))}
+    passages = guide_passages() | matches
+    costs = {
+        section: RANK_COST * ranks.get(section, MISSING_RANK) - logprob
+        for section, logprob in about.sections.items()
+        if section in passages
+    }
+    best = sorted(costs, key=costs.__getitem__)[:2]
+    likely = [passages[section] for section in best if costs[section] - costs[best[0]] < CLOSE]
+    chosen = fitting(likely, share_of_context(context) - last.size)
+    return [*chosen, *([] if about.unknown < SURE_SHARE else [last])]
+
+
+@functools.cache
+def guide_passages() -> dict[Section, Passage]:
+    """Return the passages of the guide by their sections."""
+    pages = searchable_pages()
+    return {(p.source, p.heading): p for page in pages for p in split_text(page.topic, page.text, markdown=True)}
+
+
+def larger_model(name: str | None) -> Passage:
+    """Return the passage that the starter quotes if it knows no answer; `name`: None if no model fits the machine."""
+    if name is None:
+        text = "No larger model of the catalogue fits this machine's free memory. `edgelm pull` shows the catalogue."
+    else:
+        text = f"`edgelm pull {name}` downloads a larger model that fits this machine; in the chat, `/pull {name}`."
+    return Passage("models", _LARGER, text)
+
+
+def starter_answers(passages: Sequence[Passage]) -> list[str]:
+    """Return every answer that the starter may give after it has read these passages.
+
+    It quotes them, says that it does not know, or gives one of its own sentences: so it names no command that does not
+    exist.
+    """
+    answers = list(SMALL_TALK)
+    if quoted := [passage.text.strip("\n") for passage in passages if passage.heading != _LARGER]:
+        answers.append("\n\n".join(quoted))
+    answers += [f"{UNKNOWN} {passage.text}" for passage in passages if passage.heading == _LARGER]
+    return answers if passages else [*answers, UNKNOWN, WITHOUT_PASSAGES]
+
+
+def offered_model(answer: str) -> str | None:
+    """Return the model that an answer of the starter offers because the guide has no answer; None: it offers none."""
+    match = _PULL.search(answer) if answer.startswith(UNKNOWN) else None
+    return match[1] if match else None

@@ -1,0 +1,202 @@
+"""The connection to one server of tools: made when it is needed, and again after it broke.
+
+Owns the time that a start, a listing and a call may take. Knows nothing of who allows a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, AsyncExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from edgelm.base.errors import EdgeLMError
+from edgelm.chats.tools.failures import ToolError, explained
+from edgelm.chats.tools.listing import Listing, make_listing
+from edgelm.chats.tools.process import ServerProcess
+from edgelm.chats.tools.results import MAX_CHARS, Result, result_text
+from edgelm.chats.tools.settings import ToolServer
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+START_S = 30.0  # a server may fetch its own parts first; a longer `timeout` is for this, too
+LIST_S = 20.0
+STUCK_S = 2.0  # for the list of a server whose last call did not end; then it is started again
+MAX_PAGES = 50
+CLOSE_S = 8.0
+
+State = Literal["not started", "starting", "ready", "failed"]
+
+
+class Connection:
+    """One server. Calls may run at the same time."""
+
+    def __init__(self, server: ToolServer, environment: Mapping[str, str], log: Path) -> None:
+        self.server = server
+        self.listing = Listing()
+        self.state: State = "not started"
+        self.error = ""
+        self._environment = environment
+        self._log = log
+        self._process: ServerProcess | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[Client] | None = None
+        self._leave = asyncio.Event()
+        self._maybe_stuck = False  # in a call that did not end
+
+    async def list_tools(self) -> Listing:
+        """Return the tools that the server has now; start it first. Raises ToolError."""
+        if self._maybe_stuck:
+            self._maybe_stuck = False
+            with suppress(ToolError):
+                return await self._list(STUCK_S)
+            await self.close()
+        return await self._list(LIST_S)
+
+    async def _list(self, limit_s: float) -> Listing:
+        client = await self._connected()
+        tools: list[Any] = []
+        try:
+            with self._explained(limit_s):
+                async with asyncio.timeout(limit_s):
+                    cursor: str | None = None
+                    for _ in range(MAX_PAGES):
+                        page = await client.list_tools(cursor=cursor)
+                        tools += page.tools
+                        cursor = page.next_cursor
+                        if not cursor:
+                            break
+        except ToolError as error:  # a server without a list is of no use, and may be stuck
+            self.state, self.error = "failed", str(error)
+            self._leave.set()
+            raise
+        self.listing = make_listing(self.server, tools)
+        return self.listing
+
+    async def call(self, tool: str, arguments: Mapping[str, Any], max_chars: int = MAX_CHARS) -> Result:
+        """Call a tool. What fails is a result, too: the model may do something else."""
+        try:
+            client = await self._connected()
+            from mcp.types import CallToolRequest, CallToolRequestParams, CallToolResult
+
+            request = CallToolRequest(params=CallToolRequestParams(name=tool, arguments=dict(arguments)))
+            seconds = self.server.timeout_s
+            with self._explained(seconds):
+                async with asyncio.timeout(seconds):
+                    # Not `call_tool`: it would check the result by a schema of the server, which can take long.
+                    result = await client.session.send_request(request, CallToolResult)
+        except asyncio.CancelledError:
+            self._maybe_stuck = True
+            raise
+        except ToolError as error:
+            self._maybe_stuck = error.silent
+            if error.broken:
+                self._leave.set()
+            return Result(str(error), failed=True)
+        return Result(result_text(result.content, result.structured_content, max_chars), failed=result.is_error)
+
+    async def close(self) -> None:
+        """End the server."""
+        task, self._task = self._task, None
+        if task is not None:
+            self._leave.set()
+            if not (await asyncio.wait((task,), timeout=CLOSE_S))[0]:
+                task.cancel()
+                await asyncio.wait((task,))
+        self.state = "not started"
+
+    async def _connected(self) -> Client:
+        if self._task is not None and self._leave.is_set():
+            await asyncio.wait((self._task,))
+        if self._task is None or self._task.done():
+            self.state, self.error = "starting", ""
+            self._leave.clear()
+            self._ready = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._run(self._ready))
+        assert self._ready is not None
+        return await asyncio.shield(self._ready)  # another chat may wait for the same start
+
+    async def _run(self, ready: asyncio.Future[Client]) -> None:
+        """Start the server and keep the connection until it breaks or is closed."""
+        try:
+            await asyncio.to_thread(load_mcp)
+            if not await self._serve("auto", ready):
+                await self._serve("legacy", ready)
+        except (EdgeLMError, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError):
+                error = ToolError(f"{self.server.name} was ended")
+            self.state, self.error = "failed", str(error)
+            if not ready.done():
+                ready.set_exception(error)
+                ready.exception()  # no warning where nobody waits any more
+        else:
+            self.state = "failed" if self.error else "not started"
+
+    async def _serve(self, mode: str, ready: asyncio.Future[Client]) -> bool:
+        """Keep a connection until its end; return False where the server left because of our first message.
+
+        Raises EdgeLMError. `mode` says whether that message is the one of newer servers.
+        """
+        from mcp import Client
+        from mcp.types import Implementation
+
+        server = self.server
+        process = self._process = None if server.url else ServerProcess(server, self._environment, self._log)
+        if process is not None:
+            transport = process.streams()
+        else:
+            from edgelm.chats.tools.web import web_streams
+
+            transport = web_streams(server)
+        info = Implementation(name="edgelm", version="1")
+        start_s = max(START_S, server.timeout_s)
+        try:
+            with self._explained(start_s):
+                async with AsyncExitStack() as stack:
+                    async with asyncio.timeout(start_s):
+                        client = await stack.enter_async_context(
+                            Client(transport, mode=mode, cache=None, client_info=info)
+                        )
+                    self.state = "ready"
+                    ready.set_result(client)
+                    await self._until_end(process)
+        except ToolError:
+            if mode == "auto" and not ready.done() and process is not None and process.left:
+                return False
+            raise
+        if process is not None and process.reason and not self._leave.is_set():
+            raise ToolError(f"{server.name}: {process.reason}")
+        return True
+
+    async def _until_end(self, process: ServerProcess | None) -> None:
+        waits = [asyncio.create_task(self._leave.wait())]
+        if process is not None:
+            waits.append(asyncio.create_task(process.ended.wait()))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _explained(self, seconds: float) -> AbstractContextManager[None]:
+        return explained(self.server.name, seconds, lambda: self._process.reason if self._process else "")
+
+
+def load_mcp() -> None:
+    """Import the package `mcp`, which takes a second. Raises ToolError where it is not installed."""
+    try:
+        importlib.import_module("mcp")
+    except ImportError as error:
+        raise ToolError(
+            f"tools need the package mcp ({error.name or 'it cannot be imported'})",
+            "`pipx inject edgelm mcp`, or install `edgelm[mcp]`",
+        ) from None
+    for name in ("mcp", "client"):  # they would write into the picture
+        logger = logging.getLogger(name)
+        if not logger.handlers:
+            logger.addHandler(logging.NullHandler())
+            logger.propagate = False

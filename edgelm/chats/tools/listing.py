@@ -1,0 +1,102 @@
+"""The tools that a server offers, as a model and a person see them.
+
+Owns which are refused, and what a consent is bound to. A server's own words about a tool, as that it only reads, are
+shown and never trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgelm.chats.tools.results import cut, plain_text
+from edgelm.chats.tools.settings import ToolServer
+
+MAX_TOOLS = 128  # of a server; OpenAI takes as many in a request
+MAX_SCHEMA = 32 * 2**10  # characters of JSON
+MAX_DESCRIPTION = 2_000  # characters
+MAX_NAME = 128
+MAX_DEPTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One tool. `mark` is what a consent is bound to: `SERVER/TOOL:` and a hash of all that it says and runs."""
+
+    server: str
+    name: str
+    description: str
+    schema: Mapping[str, Any]
+    claims: str  # of the server about it
+    mark: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The tools of a server, and a note for each that is left out."""
+
+    tools: tuple[Tool, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def make_listing(server: ToolServer, tools: Iterable[Any]) -> Listing:
+    """Return the listing of a server's own tools, of which several may be left out."""
+    kept: dict[str, Tool] = {}
+    notes: list[str] = []
+    for tool in tools:
+        name = plain_text(tool.name)
+        if len(kept) >= MAX_TOOLS:
+            notes.append(f"only the first {MAX_TOOLS} tools are used")
+            break
+        if not name.strip() or len(name) > MAX_NAME or name != tool.name or "\n" in name or name in kept:
+            notes.append(
+                f"{name[:60]!r} is left out: its name is empty, too long, there twice, or has control characters"
+            )
+        elif reason := _schema_problem(tool.input_schema):
+            notes.append(f"{name} is left out: {reason}")
+        else:
+            kept[name] = _make(server, tool)
+    return Listing(tuple(kept.values()), tuple(notes))
+
+
+def _make(server: ToolServer, tool: Any) -> Tool:
+    description = tool.description or ""
+    bound = json.dumps([server.transport, tool.name, description, tool.input_schema], sort_keys=True)
+    return Tool(
+        server.name,
+        tool.name,
+        cut(plain_text(description), MAX_DESCRIPTION),
+        tool.input_schema,
+        _claims(tool.annotations),
+        f"{server.name}/{tool.name}:{hashlib.sha256(bound.encode()).hexdigest()}",
+    )
+
+
+def _schema_problem(schema: Mapping[str, Any]) -> str:
+    """Return why the schema of a tool's arguments cannot be used; empty: it can."""
+    if _depth(schema) > MAX_DEPTH:
+        return "the schema of its arguments is nested too deeply"
+    length = len(json.dumps(schema))
+    return f"the schema of its arguments has {length:,} characters, too many" if length > MAX_SCHEMA else ""
+
+
+def _depth(value: object, depth: int = 0) -> int:
+    if depth > MAX_DEPTH:
+        return depth
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return max((_depth(item, depth + 1) for item in items), default=depth)
+
+
+def _claims(annotations: Any) -> str:
+    """Return the tool's annotations as words, such as "it only reads". They are claims of the server."""
+    if annotations is None:
+        return ""
+    words = {
+        "read_only_hint": "it only reads",
+        "destructive_hint": "it may destroy",
+        "open_world_hint": "it reaches out to the world",
+    }
+    return ", ".join(text for name, text in words.items() if getattr(annotations, name, None) is True)

@@ -1,0 +1,494 @@
+"""The types of the engine: requests, sequences, steps, and the protocols between scheduler, KV cache and executor.
+
+Owns types only, made of integers, strings and plain arrays. Knows nothing of tensors, text, devices or threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+
+from edgelm.base.errors import EdgeLMError, RequestError
+
+if TYPE_CHECKING:  # the front reads this module, and has no arrays
+    import numpy as np
+    from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "context", "abort", "error"]
+Masks: TypeAlias = "NDArray[np.int32]"  # [sampled rows of the step, ceil(vocab / 32)]; a set bit allows its token
+
+NOT_A_TOKEN = -1  # the id of a `Sampled` without a token: a logit is NaN or +inf, or none is finite
+LAST = -2  # in a chunk: the token that the previous step sampled for its sequence, still unread by the host
+MAX_SEED = 2**64 - 1
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The sampling parameters of one request. The defaults leave the model's own distribution unchanged.
+
+    Raises RequestError for a value outside its range.
+    """
+
+    max_tokens: int | None = None  # None: until the model stops or its context is full
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0  # (0, 1]
+    min_p: float = 0.0  # [0, 1): relative to the most likely token
+    repetition_penalty: float = 1.0  # over prompt and answer; 1: off
+    frequency_penalty: float = 0.0  # over the answer, times the count
+    presence_penalty: float = 0.0  # over the answer
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    choice: int = 0  # index among several answers to one prompt; each has its own random stream
+    num_logprobs: int | None = None  # None: no log-probabilities; N: the token's own and the N most likely
+    stop_ids: frozenset[int] = frozenset()  # end the sequence; the stop token is its last
+    drafts: bool = True  # False: no speculation
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, value: object, allowed: str) -> None:
+            if not ok:
+                raise RequestError(f"{name} is {value}", f"give {allowed}")
+
+        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "a number of at least 0")
+        require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0 and at most 1")
+        require(0 <= self.min_p < 1, "min_p", self.min_p, "at least 0 and less than 1")
+        require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "more than 0")
+        for name in ("frequency_penalty", "presence_penalty"):
+            require(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
+        for token, bias in self.logit_bias:
+            require(token >= 0, "a token id of logit_bias", token, "0 or more")
+            require(not math.isnan(bias), "a value of logit_bias", bias, "a number")
+        require(0 <= self.seed <= MAX_SEED, "seed", self.seed, "0 to 2**64 - 1")
+        require(0 <= self.choice < 2**32, "choice", self.choice, "0 or more")
+        number = self.num_logprobs
+        require(number is None or 0 <= number <= MAX_LOGPROBS, "num_logprobs", number, f"0 to {MAX_LOGPROBS}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalized(self) -> bool:
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+
+class Matcher(Protocol):
+    """The grammar state of one sequence. Only `accept` changes it."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is complete: nothing but a stop token could follow."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot be followed any further; the request has to end."""
+
+    @property
+    def unrestricted(self) -> bool:
+        """Whether the masks of this row and of the next allow every token, whichever token comes between."""
+
+    def allowed(self, draft: list[int]) -> int:
+        """Return how many leading draft tokens the grammar allows."""
+
+    def forced(self, most: int) -> list[int]:
+        """Return the next tokens as far as the grammar leaves no choice, at most so many."""
+
+    def fill(self, draft: list[int], rows: Masks) -> None:
+        """Write the masks of `len(draft) + 1` rows.
+
+        Rows after the first forbidden draft token are left as they are. A row whose mask cannot be computed allows no
+        token, and if it is the first, `error` has the reason.
+        """
+
+    def accept(self, token: int) -> None:
+        """Advance by one token, which the last masks allowed."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Sequence:
+    """One request while it is decoded."""
+
+    id: int
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    computed: int = 0  # tokens[:computed] have valid KV
+    draft: list[int] = field(default_factory=list)  # proposed, not verified
+    num_forced: int = 0  # leading tokens of the draft that the grammar forces
+    matcher: Matcher | None = None
+    kv: object = None  # block table or slot; only its KVCache looks inside
+    cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
+    past: Seq[int] = ()  # the part of the conversation that is no longer in the context; drafters read it
+    cache_namespace: str = ""  # stands for the API key: namespaces share no cached prefixes and no learnt drafts
+    client: str = ""  # who sent it; clients take turns
+    interactive: bool = False  # somebody waits in an editor; it overtakes others, also within their prompts
+    turn: int | None = None  # number of its first admission; None: it has not run yet
+    drafted: int = 0  # without those that the grammar forced, as is the next one
+    accepted: int = 0
+    forced: int = 0  # accepted draft tokens that the grammar forced
+
+    @property
+    def completion_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Run `tokens` at positions `start`.., and sample the last `rows` of them."""
+
+    seq: Sequence
+    start: int
+    tokens: list[int]  # or LAST alone
+    rows: int
+    kv: tuple[int, ...] | int  # block table, or slot
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def draft(self) -> list[int]:
+        return self.tokens[len(self.tokens) - self.rows + 1 :] if self.rows else []
+
+
+class Copy(NamedTuple):
+    """Share the first `length` positions of slot `src` with the empty slot `dst`."""
+
+    src: int
+    dst: int
+    length: int
+
+
+class Trim(NamedTuple):
+    """Keep only the first `length` positions of a slot."""
+
+    slot: int
+    length: int
+
+
+class Save(NamedTuple):
+    """Keep a snapshot of a slot, or of these blocks, under `key`, outside the cache."""
+
+    kv: tuple[int, ...] | int
+    key: int
+
+
+class Load(NamedTuple):
+    """Load the snapshot `key` into an empty slot, or its blocks from number `first` on into these; it stays."""
+
+    key: int
+    kv: tuple[int, ...] | int
+    first: int = 0
+
+
+class Drop(NamedTuple):
+    """Forget the snapshot `key`. It may not exist: the step that should save it may have failed."""
+
+    key: int
+
+
+class Store(NamedTuple):
+    """Write the snapshot `key` to a file in the background. The snapshot stays; it may not exist."""
+
+    key: int
+    tokens: NDArray[np.int32]  # of the snapshot
+    cache_namespace: str
+    shared: bool = False  # several conversations begin with it: it is deleted last
+
+
+Op = Copy | Trim | Save | Load | Drop | Store
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass. The ops run in order, before the chunks; there may be no chunks."""
+
+    chunks: tuple[Chunk, ...]
+    ops: tuple[Op, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(chunk.rows for chunk in self.chunks)
+
+
+class Sampled(NamedTuple):
+    """A sampled token. Log-probabilities, if requested, are those of the model's own distribution."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PendingSamples(Protocol):
+    """The samples of a step, which the device may still be computing."""
+
+    def read(self) -> list[list[Sampled]]:
+        """Wait for the sampled rows of each chunk, in order. Raises EngineError.
+
+        Rows after the first that differs from the draft may be missing.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedSamples:
+    """`PendingSamples` that are on the host."""
+
+    rows: list[list[Sampled]]
+
+    def read(self) -> list[list[Sampled]]:
+        return self.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Token counts and times of one request."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    drafted: int  # without those that a grammar forced, as is the next one
+    accepted: int
+    forced: int = 0  # accepted draft tokens that a grammar forced
+    queue_ms: float  # from submit to the first step
+    prompt_ms: float  # from the first step to the first token
+    first_token_ms: float  # from submit to the first token
+    decode_ms: float  # from the first token to the last
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """The tokens after the first, divided by their time; 0: there are none."""
+        return 1000 * (self.completion_tokens - 1) / self.decode_ms if self.decode_ms > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The new tokens of one sequence after one step; the last event of a sequence has a finish reason."""
+
+    seq_id: int
+    sampled: tuple[Sampled, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: EdgeLMError | None = None
+    stats: Stats | None = None
+    accepted: int = 0  # how many leading tokens of `sampled` were drafted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorInfo:
+    """Limits and abilities of an executor. Lengths and sizes are in tokens unless stated otherwise."""
+
+    engine: str  # "llama" or "torch"
+    device: str
+    num_vocab: int
+    context: int  # the longest sequence
+    capacity: int  # positions of the KV cache, for all sequences together
+    max_tokens: int  # of all chunks of a step
+    max_rows: int  # sampled rows of a step
+    max_sequences: int  # slots
+    kv_bytes_per_token: int
+    # Draft tokens of a sequence that the executor verifies as it decodes; 0: no limit of its own. Not in the repr:
+    # that names the files with measured times.
+    max_draft: int = field(default=0, repr=False)
+    # Tokens at the end of a chunk, but not its first, that can be cut off again, once, where `can_trim` is False.
+    rollback_len: int = field(default=0, repr=False)
+    can_trim: bool = True  # the KV of a sequence can be cut after any position
+    can_copy: bool = True  # another sequence can share a prefix
+    block_len: int = 0  # positions of a block, if a chunk's `kv` is a block table; 0: it is a slot
+    keeps_all: bool = True  # the KV of a sequence loses no position while it grows; False: a prefix is reused whole
+    # Equal requests with equal seeds get equal answers, to the last bit; `max_chunk` limits the tokens of a sequence in
+    # a step for that, 0: it does not. Neither is in the repr.
+    repeatable: bool = field(default=False, repr=False)
+    max_chunk: int = field(default=0, repr=False)
+    runs_ahead: bool = False  # a step may be launched before the previous one is read; its tokens are then LAST
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether a rejected draft can be cut off."""
+        return self.can_trim or self.rollback_len > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredPrefix:
+    """A snapshot in a file."""
+
+    name: str
+    tokens: NDArray[np.int32]
+    cache_namespace: str
+    shared: bool = False
+
+
+OnSaving = Callable[[int], None]  # called on progress while states are saved at the end: how many are left
+
+
+class Snapshots(Protocol):
+    """The store of snapshots, as a `KVCache` sees it. Keys identify snapshots in memory, names those in files."""
+
+    keeps_files: bool
+
+    def nbytes(self, key: int) -> int | None:
+        """Return the size of a snapshot in memory; None: it was not saved."""
+
+    def files(self) -> tuple[StoredPrefix, ...]:
+        """Return the snapshots in files: the same object as last time, if nothing changed."""
+
+    def fetch(self, name: str, key: int) -> bool:
+        """Read a file into memory under a new key; False: it is damaged or missing, and no longer one of `files`."""
+
+    def flush(self, on_saving: OnSaving) -> None:
+        """Wait until all pending snapshots are in files: within a time limit, and while the disk makes progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVRegion:
+    """A part of the KV cache, or a saved state of one.
+
+    In the cache are `running`, `idle` (a prefix that can be reused) and `shared` (one that several conversations begin
+    with); in memory beside it are `snapshot` and `shared_snapshot`; on disk is `file`.
+    """
+
+    kind: Literal["running", "idle", "shared", "snapshot", "shared_snapshot", "file"]
+    num_tokens: int
+    nbytes: int
+    cache_namespace: str
+    seq_id: int | None = None  # of a running sequence
+
+
+class KVCache(Protocol):
+    """Bookkeeping of the KV cache: which sequences hold which positions, and which prefixes can be reused."""
+
+    @property
+    def usage(self) -> float:
+        """The share of the cache that running sequences hold, 0 to 1. For any thread."""
+
+    def regions(self) -> tuple[KVRegion, ...]:
+        """Return the regions of the cache and the saved states outside of it. For the engine's thread."""
+
+    def attach(self, seq: Sequence) -> bool:
+        """Bind the longest cached prefix and set `computed` (at most `len(tokens) - 1`); False: no room now."""
+
+    def grow(self, seq: Sequence, length: int) -> bool:
+        """Make room for positions up to `length`, evicting idle prefixes; False: nothing is left to evict."""
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """Return where a chunk that could end at `end` has to end: there, or at an earlier position worth saving."""
+
+    def kv_location(self, seq: Sequence) -> tuple[int, ...] | int:
+        """Return where the KV of a sequence is, as chunks need it: its block table, or its slot."""
+
+    def commit(self, seq: Sequence) -> None:
+        """Make the positions below `computed` final, and forget those after them."""
+
+    def keeps(self, seq: Sequence) -> bool:
+        """Tell whether a running sequence that is released now can go on later without computing its prefix again."""
+
+    def release(self, seq: Sequence) -> None:
+        """Unbind a sequence that is finished or preempted; its prefix stays reusable."""
+
+    def reset(self) -> None:
+        """Forget everything and unbind all sequences: a step failed, and the content of the device is unknown."""
+
+    def flush_idle(self) -> None:
+        """Make ops that store idle prefixes beyond this process. No sequence runs now."""
+
+    def take_ops(self) -> tuple[Op, ...]:
+        """Return the device effects since the last call, in order."""
+
+    def close(self, on_saving: OnSaving) -> None:
+        """Wait for the background work of the ops that `flush_idle` made."""
+
+
+class Executor(Protocol):
+    """Owns the weights, the KV memory and the device."""
+
+    @property
+    def info(self) -> ExecutorInfo: ...
+
+    def forward(self, step: Step) -> None:
+        """Do the ops, then run the chunks. CUDA returns at once, llama.cpp when done. Raises EngineError."""
+
+    def sample(self, step: Step, masks: Masks | None) -> PendingSamples:
+        """Start to sample the rows of each chunk. CUDA returns at once, llama.cpp when done. Raises EngineError."""
+
+    def logits(self, step: Step) -> NDArray[np.float32]:
+        """Return the logits of the sampled rows: [rows, vocab]."""
+
+    def close(self) -> None: ...
+
+
+Pooling = Literal["mean", "cls", "last", "rank"]  # the vector of an input: of its hidden states, or its scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedderInfo:
+    """The limits of an embedder."""
+
+    width: int  # of a vector; with the pooling "rank", the number of scores
+    context: int  # tokens of the longest input
+    max_inputs: int  # of a batch
+
+
+class EmbeddingBatch(Protocol):
+    """The vectors of some inputs while they are computed."""
+
+    def step(self, max_tokens: int) -> int:
+        """Compute the next tokens, about so many, and return how many; 0: all vectors are complete. Raises EngineError.
+
+        A model without causal attention computes an input as a whole, however long it is.
+        """
+
+    def vectors(self) -> NDArray[np.float32]:
+        """Return the vectors as the model computes them, not normalized: [inputs, width]."""
+
+
+class Embedder(Protocol):
+    """Computes vectors. For the engine's thread only: it shares the weights and the processor with the steps."""
+
+    @property
+    def info(self) -> EmbedderInfo: ...
+
+    def begin(self, inputs: Seq[Seq[int]]) -> EmbeddingBatch:
+        """Start a batch; the one before is lost. Each input has 1 to `context` tokens.
+
+        Raises EngineError if there is not enough memory for the longest input.
+        """
+
+    def close(self) -> None: ...
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens."""
+
+    def begin(self, seq: Sequence) -> None:
+        """Prepare for a sequence that was admitted."""
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        """Return at most `len(marginal_cost)` draft tokens; `marginal_cost[k]` is the cost of extra row k, in steps.
+
+        The draft continues the sequence's tokens and then those that its grammar forces.
+        """
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None: ...
+
+    def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        """Return the expected cost, in steps, of launching the step after the next token without a draft.
+
+        The device is still computing that token; `marginal_cost` is as for `propose`.
+        """
+
+    def end(self, seq: Sequence) -> None:
+        """Learn from a finished sequence, and free its state."""
+
+    def work(self, seconds: float) -> bool:
+        """Spend at most about `seconds` on pending background work; True: there is more."""
+
+    def close(self) -> None:
+        """Save the learnt state."""

@@ -1,0 +1,215 @@
+"""ModelDrafter: drafts from a smaller model of the same vocabulary, on an executor of its own.
+
+Owns the draft model's cache, one slot or block table for each sequence, and the length of a draft. Of the target model
+it knows only the tokens and the cost of a row.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from edgelm.base.errors import EngineError
+from edgelm.engine.clock import MAX_STEP_S, MIN_PREFILL
+from edgelm.engine.core import NOT_A_TOKEN, Chunk, Executor, SamplingParams, Sequence, Step, Trim
+from edgelm.engine.prefixes import common_prefix_len
+
+NUM_BUCKETS = 10  # of the draft model's confidence
+PRIOR = 8.0  # draft tokens that the prior of a bucket counts as
+DECAY = 0.98  # of a bucket's counts, per verified draft token
+MIN_REACH = 0.02  # a draft ends before tokens that are reached less often
+FIRST_STEP_COST = 0.25  # of a plain step: the cost of a draft model's step before one was timed
+RETRY_EVERY = 16  # steps, while drafting is not expected to pay
+_WEIGHT = 0.2  # of the newest observation in an average
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Mirror:
+    """The draft model's copy of one sequence."""
+
+    slot: int
+    blocks: list[int] = field(default_factory=list)  # if the executor reads its cache through block tables
+    tokens: list[int] = field(default_factory=list)  # whose KV is in the slot
+    confidences: list[float] = field(default_factory=list)  # of the draft that is being verified
+    rate: float = 1.0  # tokens per step of the target model
+    skipped: int = 0  # steps in a row without drafting
+
+
+class ModelDrafter:
+    """A `Drafter`. `step_s` returns the present seconds of a step of the target model; 0: not known.
+
+    Takes over the executor: `close` frees it.
+    """
+
+    def __init__(self, executor: Executor, step_s: Callable[[], float]) -> None:
+        self._executor = executor
+        self._target_step_s = step_s
+        self._free_slots = list(range(executor.info.max_sequences))
+        self._block_len = executor.info.block_len
+        self._free_blocks = list(range(executor.info.capacity // self._block_len)) if self._block_len else []
+        self._mirrors: dict[int, _Mirror] = {}  # by the id of the target's sequence
+        self._seq = Sequence(0, [], 0, SamplingParams(temperature=0, num_logprobs=0))  # of all our steps
+        self._accepted = [PRIOR * (bucket + 0.5) / NUM_BUCKETS for bucket in range(NUM_BUCKETS)]
+        self._verified = [PRIOR] * NUM_BUCKETS
+        self._step_s = 0.0
+        self._prefill_s = 0.0  # per token
+
+    def begin(self, seq: Sequence) -> None:
+        if self._free_slots:
+            self._mirrors[seq.id] = _Mirror(self._free_slots.pop())
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        mirror = self._mirrors.get(seq.id)
+        tokens = [*seq.tokens, *forced] if forced else seq.tokens
+        max_len = len(tokens) + len(marginal_cost)
+        if mirror is None or max_len > min(self._executor.info.context, self._room(mirror)):
+            return []
+        if max(tokens[len(mirror.tokens) :], default=0) >= self._executor.info.num_vocab:
+            return []  # the target's vocabulary has more padding, or more tokens
+        step_cost = self._step_cost()
+        if self._acceptance(1.0) <= (marginal_cost[0] + step_cost) * mirror.rate and mirror.skipped < RETRY_EVERY:
+            mirror.skipped += 1
+            return []
+        mirror.skipped = 0
+        try:
+            if not self._catch_up(mirror, tokens):
+                return []
+            return self._draft(mirror, tokens, marginal_cost, step_cost)
+        except EngineError as error:
+            self._disable(error)
+            return []
+
+    def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        """Return more than any step saves, because there is a draft after every token."""
+        return math.inf
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        mirror = self._mirrors.get(seq.id)
+        if mirror is None:
+            return
+        for place, confidence in enumerate(mirror.confidences[: min(accepted + 1, drafted)]):
+            bucket = _bucket(confidence)
+            self._verified[bucket] = DECAY * self._verified[bucket] + 1
+            self._accepted[bucket] = DECAY * self._accepted[bucket] + (place < accepted)
+        mirror.rate += _WEIGHT * (1 + accepted - mirror.rate)
+        mirror.confidences = []
+
+    def end(self, seq: Sequence) -> None:
+        mirror = self._mirrors.pop(seq.id, None)
+        if mirror is None:
+            return
+        self._free_slots.append(mirror.slot)
+        try:
+            self._trim(mirror, 0)
+        except EngineError as error:
+            self._disable(error)
+
+    def work(self, seconds: float) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._executor.close()
+
+    # -- the draft model -------------------------------------------------------------------------------------------
+
+    def _draft(self, mirror: _Mirror, tokens: list[int], marginal_cost: Seq[float], step_cost: float) -> list[int]:
+        """Return the most likely continuation, with the length of the best expected rate."""
+        draft: list[int] = []
+        confidences: list[float] = []
+        reach, num_tokens, spent = 1.0, 1.0, 1.0  # the last two: expected tokens, and their cost in steps
+        best_rate, best_len = 1.0, 0
+        next_token = tokens[-1]
+        for length, cost in enumerate(marginal_cost, 1):
+            next_token, confidence = self._next(mirror, next_token)
+            if next_token == NOT_A_TOKEN:
+                break
+            draft.append(next_token)
+            confidences.append(confidence)
+            reach *= self._acceptance(confidence)
+            num_tokens += reach
+            spent += cost + step_cost
+            if num_tokens / spent > best_rate:
+                best_rate, best_len = num_tokens / spent, length
+            if reach < MIN_REACH or reach * self._acceptance(1.0) < step_cost * mirror.rate:
+                break
+        mirror.confidences = confidences[:best_len]
+        return draft[:best_len]
+
+    def _next(self, mirror: _Mirror, token: int) -> tuple[int, float]:
+        """Run one token; return the most likely next one and its probability."""
+        start = time.perf_counter()
+        length = len(mirror.tokens)
+        step = Step((Chunk(self._seq, length, [token], 1, self._kv_location(mirror, length + 1)),))
+        self._executor.forward(step)
+        sampled = self._executor.sample(step, None).read()[0][0]
+        mirror.tokens.append(token)
+        seconds = time.perf_counter() - start
+        self._step_s += _WEIGHT * (seconds - self._step_s) if self._step_s else seconds
+        return sampled.id, math.exp(sampled.logprob) if sampled.logprob is not None else 0.0
+
+    def _catch_up(self, mirror: _Mirror, tokens: list[int]) -> bool:
+        """Compute the KV of all tokens but the last, within the time limit of a step; False: some are missing."""
+        common = common_prefix_len(mirror.tokens, tokens[:-1])
+        self._trim(mirror, common)
+        missing = len(tokens) - 1 - common
+        room = int(MAX_STEP_S / self._prefill_s) if self._prefill_s else MIN_PREFILL
+        end = common + min(missing, max(room, MIN_PREFILL))
+        start_s = time.perf_counter()
+        for start in range(common, end, self._executor.info.max_tokens):
+            chunk = tokens[start : min(start + self._executor.info.max_tokens, end)]
+            location = self._kv_location(mirror, start + len(chunk))
+            self._executor.forward(Step((Chunk(self._seq, start, chunk, 0, location),)))
+            mirror.tokens += chunk
+        if end - common >= MIN_PREFILL:
+            self._prefill_s = (time.perf_counter() - start_s) / (end - common)
+        return end == len(tokens) - 1
+
+    def _room(self, mirror: _Mirror) -> int:
+        """Return the positions that the other sequences leave: this cache may be smaller than the target's."""
+        if self._block_len:
+            return self._block_len * (len(self._free_blocks) + len(mirror.blocks))
+        others = sum(len(other.tokens) for other in self._mirrors.values() if other is not mirror)
+        return self._executor.info.capacity - others
+
+    def _kv_location(self, mirror: _Mirror, length: int) -> tuple[int, ...] | int:
+        """Return where the KV of a sequence is, with room for positions up to `length`."""
+        if not self._block_len:
+            return mirror.slot
+        while self._block_len * len(mirror.blocks) < length:
+            mirror.blocks.append(self._free_blocks.pop())
+        return tuple(mirror.blocks)
+
+    def _trim(self, mirror: _Mirror, length: int) -> None:
+        if len(mirror.tokens) > length:
+            if not self._block_len:
+                self._executor.forward(Step((), (Trim(mirror.slot, length),)))
+            del mirror.tokens[length:]
+        while mirror.blocks and self._block_len * (len(mirror.blocks) - 1) >= length:
+            self._free_blocks.append(mirror.blocks.pop())
+
+    def _disable(self, error: EngineError) -> None:
+        """Stop drafting for good: an answer must not fail because its draft did."""
+        log.warning("the draft model is not used any more: %s", error)
+        self._mirrors, self._free_slots = {}, []
+
+    # -- estimates -------------------------------------------------------------------------------------------------
+
+    def _step_cost(self) -> float:
+        """Return the cost of a step of the draft model, in plain steps of the target."""
+        target_s = self._target_step_s()
+        return self._step_s / target_s if self._step_s and target_s else FIRST_STEP_COST
+
+    def _acceptance(self, confidence: float) -> float:
+        """Return the share of accepted tokens among those of this confidence."""
+        bucket = _bucket(confidence)
+        return self._accepted[bucket] / self._verified[bucket]
+
+
+def _bucket(confidence: float) -> int:
+    return min(int(confidence * NUM_BUCKETS), NUM_BUCKETS - 1)

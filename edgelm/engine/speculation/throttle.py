@@ -1,0 +1,158 @@
+"""Drafters around other drafters: ThrottledDrafter stops one whose drafts lose time, ChainDrafter joins several.
+
+Owns the comparison of steps with and without drafts, the user's limit, and the order of drafters. Knows nothing of how
+drafts are made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from weakref import WeakKeyDictionary
+
+from edgelm.engine.clock import StepClock
+from edgelm.engine.core import Drafter, Sequence
+
+MAX_LOSS = 2.0  # plain steps that a request may lose before drafting pauses
+MIN_LOSS = 0.25  # each paused request halves the limit of the next one, down to this
+MAX_CREDIT = 2.0  # plain steps of gains that count against later losses
+PAUSE = 64  # tokens without drafts; doubled by each further pause of a request
+FREE_TIME = 0.01  # plain steps: the time that `propose` may take
+
+
+class _Account:
+    """The time that drafting gained for one request, in plain steps."""
+
+    __slots__ = ("balance", "max_loss", "pause", "resume_at")
+
+    def __init__(self, max_loss: float) -> None:
+        self.balance = 0.0
+        self.max_loss = max_loss
+        self.pause = PAUSE
+        self.resume_at = 0  # sequence length at which drafting resumes
+
+    def add(self, seq: Sequence, gain: float) -> bool:
+        """Add to the balance; pause drafting if it is too low, and tell so."""
+        self.balance = min(self.balance + gain, MAX_CREDIT)
+        if self.balance >= -self.max_loss:
+            return False
+        self.balance = 0.0
+        self.resume_at = len(seq.tokens) + self.pause
+        self.pause *= 2
+        return True
+
+
+class ThrottledDrafter:
+    """A `Drafter` around another one. Each request has its own account; `max_draft` bounds the length of a draft.
+
+    A single step with a long draft can lose more than an account may. While nothing is accepted, each pause after such
+    a step halves the drafts of all requests; the first accepted token lifts that limit.
+    """
+
+    def __init__(self, drafter: Drafter, clock: StepClock, max_draft: int | None = None) -> None:
+        self._drafter = drafter
+        self._clock = clock
+        self._max_draft = max_draft
+        self._accounts: WeakKeyDictionary[Sequence, _Account] = WeakKeyDictionary()
+        self._max_loss = MAX_LOSS  # of the next request
+        self._trial_len: int | None = None  # limit of drafts while nothing is accepted
+        self._accepted = False  # whether a token was accepted since the last pause
+
+    def begin(self, seq: Sequence) -> None:
+        self._accounts[seq] = _Account(self._max_loss)
+        self._drafter.begin(seq)
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        account = self._accounts[seq]
+        if len(seq.tokens) < account.resume_at or self._clock.plain_due:
+            return []
+        start = time.perf_counter()
+        draft = self._drafter.propose(seq, marginal_cost[: self._limit], forced)
+        plain_s = self._clock.plain_s()
+        if plain_s:
+            account.add(seq, min(FREE_TIME - (time.perf_counter() - start) / plain_s, 0.0))
+        return draft
+
+    def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        """Return the drafter's own cost; 0 while it is paused.
+
+        Its time is not counted, because the device computes meanwhile. If a plain step is due, it is the running one.
+        """
+        if len(seq.tokens) + 1 < self._accounts[seq].resume_at:
+            return 0.0
+        return self._drafter.missed_draft_cost(seq, marginal_cost[: self._limit])
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        self._drafter.observe(seq, drafted, accepted)
+        if accepted:
+            self._trial_len, self._accepted = None, True
+        step = self._clock.last
+        if step is None or step.rows <= step.sequences:
+            return
+        if not step.plain_s:
+            if 2 * accepted < drafted:
+                self._clock.plain_due = True  # measure a plain step before more such drafts are made
+            return
+        share = drafted / (step.rows - step.sequences)
+        gain = accepted / step.sequences - share * (step.seconds / step.plain_s - 1)
+        if self._accounts[seq].add(seq, max(gain, -MAX_LOSS)):  # a stalled step is not its draft's fault
+            if gain < -MAX_LOSS and not self._accepted:
+                self._trial_len = max(drafted // 2, 1)
+            self._accepted = False
+
+    @property
+    def _limit(self) -> int | None:
+        """The length of the longest draft; None: any."""
+        return min((limit for limit in (self._max_draft, self._trial_len) if limit is not None), default=None)
+
+    def end(self, seq: Sequence) -> None:
+        account = self._accounts.pop(seq, None)
+        if account:
+            paused = account.resume_at > 0
+            self._max_loss = max(account.max_loss / 2, MIN_LOSS) if paused else MAX_LOSS
+        self._drafter.end(seq)
+
+    def work(self, seconds: float) -> bool:
+        return self._drafter.work(seconds)
+
+    def close(self) -> None:
+        self._drafter.close()
+
+
+class ChainDrafter:
+    """A `Drafter` over several: the first one with a draft proposes it, and observes its outcome."""
+
+    def __init__(self, drafters: Seq[Drafter]) -> None:
+        self._drafters = tuple(drafters)
+        self._author: dict[int, Drafter] = {}  # of the last draft, by sequence
+
+    def begin(self, seq: Sequence) -> None:
+        for drafter in self._drafters:
+            drafter.begin(seq)
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        for drafter in self._drafters:
+            draft = drafter.propose(seq, marginal_cost, forced)
+            if draft:
+                self._author[seq.id] = drafter
+                return draft
+        return []
+
+    def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        return max(drafter.missed_draft_cost(seq, marginal_cost) for drafter in self._drafters)
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        self._author[seq.id].observe(seq, drafted, accepted)
+
+    def end(self, seq: Sequence) -> None:
+        self._author.pop(seq.id, None)
+        for drafter in self._drafters:
+            drafter.end(seq)
+
+    def work(self, seconds: float) -> bool:
+        pending = [drafter.work(seconds / len(self._drafters)) for drafter in self._drafters]  # each gets its share
+        return any(pending)
+
+    def close(self) -> None:
+        for drafter in self._drafters:
+            drafter.close()

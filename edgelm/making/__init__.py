@@ -1,0 +1,1 @@
+"""What makes a model file: conversion of folders, and quantization."""

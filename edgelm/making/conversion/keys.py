@@ -1,0 +1,196 @@
+"""The keys of a GGUF that describe the model: its name, sizes, rotation, windows, experts.
+
+Owns the mapping from a configuration, and the refusal of what llama.cpp would compute in another way. The keys of the
+tokenizer are in vocabulary.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from gguf import GGUFType, GGUFWriter, LlamaFileType, RopeScalingType
+from gguf.constants import GGML_QUANT_VERSION
+from gguf.utility import size_label
+
+from edgelm.base.errors import ModelError
+from edgelm.making.conversion.layout import Layout, global_rope, target_family
+from edgelm.making.conversion.number_types import Kind
+from edgelm.models.config import GEMMA_27B_LAYERS, ModelConfig
+from edgelm.models.rope_config import RopeConfig, yarn_scale
+
+FILE_TYPES: Mapping[Kind, LlamaFileType] = {
+    Kind.F32: LlamaFileType.ALL_F32,
+    Kind.F16: LlamaFileType.MOSTLY_F16,
+    Kind.BF16: LlamaFileType.MOSTLY_BF16,
+    Kind.Q8_0: LlamaFileType.MOSTLY_Q8_0,
+    Kind.MXFP4: LlamaFileType.MOSTLY_MXFP4_MOE,
+}
+OTHER_ENGINE = "run the folder itself, with the torch engine"
+SWIGLU_LIMIT = 7.0  # of llama.cpp
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The facts of a model besides those that it is computed by."""
+
+    name: str
+    licence: str = ""
+    inner_size: int = 0  # of the feed-forward network, as the configuration states it; 0: the tensors show it
+
+
+def write_model_keys(writer: GGUFWriter, config: ModelConfig, layout: Layout, about: Description) -> None:
+    """Add the keys of a model. Raises ModelError for one that llama.cpp would compute in another way."""
+    if reason := llama_refusal(config):
+        raise ModelError(f"llama.cpp cannot compute this model: {reason}", OTHER_ENGINE)
+    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+    writer.add_type(GGUFType.MODEL)
+    writer.add_name(about.name)
+    writer.add_string("general.size_label", _size_label(layout))
+    writer.add_license(about.licence)
+    writer.add_file_type(_file_type(layout))
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    writer.add_context_length(config.context)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(len(config.layers))
+    writer.add_feed_forward_length(about.inner_size or _inner_size(shapes))
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_vocab_size(shapes["token_embd.weight"][0])
+    if config.attention_softcap:
+        writer.add_attn_logit_softcapping(config.attention_softcap)
+    if config.final_softcap:
+        writer.add_final_logit_softcapping(config.final_softcap)
+    if config.experts:
+        writer.add_expert_count(config.experts.count)
+        writer.add_expert_used_count(config.experts.used)
+        if target_family(config).gguf != "llama":
+            writer.add_expert_feed_forward_length(shapes["blk.0.ffn_gate_exps.weight"][1])
+    _write_windows(writer, config)
+    _write_rope(writer, config)
+
+
+def llama_refusal(config: ModelConfig) -> str:
+    """Return why llama.cpp would compute another model than this; empty: it computes this one."""
+    return next(_refusals(config), "")
+
+
+def notes(config: ModelConfig) -> Iterator[str]:
+    """Yield in how far llama.cpp simplifies a model, although it computes it."""
+    windows = {layer.window for layer in config.layers if layer.window}
+    if windows and not target_family(config).gguf_window and min(windows) < config.context:
+        yield f"llama.cpp has no sliding window for this family: after {min(windows):,} tokens answers may differ"
+    kinds = {layer.rope.kind for layer in config.layers if layer.rope}
+    if "dynamic" in kinds:
+        yield f"llama.cpp does not stretch this model's positions: after {config.context:,} tokens answers differ"
+
+
+def _refusals(config: ModelConfig) -> Iterator[str]:
+    family = target_family(config)
+    gate = config.gate
+    if gate.kind != family.gate:
+        yield f"its activation is {gate.kind}, and there {family.name} has {family.gate}"
+    if gate.kind == "swiglu_oai" and gate.limit != SWIGLU_LIMIT:
+        yield f"the limit of its activation is {gate.limit:g}, and there it is {SWIGLU_LIMIT:g}"
+    sparse = {layer.sparse for layer in config.layers}
+    if len(sparse) > 1:
+        yield "some of its layers have experts and some have none"
+    if config.experts and sparse == {False}:
+        yield "its configuration has experts, and no layer does"
+    if config.experts and not (config.experts.normalised or config.family.routing == "topk_softmax"):
+        yield "the weights of a token's experts do not add up to 1"
+    rotated = [layer.rope is not None for layer in config.layers]
+    every = family.rope_every
+    if rotated != [not every or (i + 1) % every != 0 for i in range(len(rotated))]:
+        yield "other layers than usual do not rotate keys and queries"
+    divisor = config.head_dim
+    if GEMMA_27B_LAYERS.get(family.gguf) == len(config.layers):
+        divisor = config.hidden_size // config.num_heads
+    if abs(config.attention_scale * divisor**0.5 - 1) > 1e-6:
+        yield f"it divides by the root of {config.attention_scale**-2:g} in attention, and there it is {divisor}"
+    if family.gguf == "gemma2" and not (config.attention_softcap and config.final_softcap):
+        yield "it has no soft caps, and there Gemma 2 always has"
+
+
+def _inner_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the width of the feed-forward network. Phi-3 has gate and up in one matrix."""
+    if "blk.0.ffn_gate.weight" in shapes:
+        return shapes["blk.0.ffn_gate.weight"][0]
+    if "blk.0.ffn_up.weight" in shapes:
+        return shapes["blk.0.ffn_up.weight"][0] // 2
+    return shapes["blk.0.ffn_gate_exps.weight"][1]
+
+
+def _write_windows(writer: GGUFWriter, config: ModelConfig) -> None:
+    family = target_family(config)
+    if family.gguf == "phi3":
+        writer.add_sliding_window(max(layer.window for layer in config.layers))
+        return
+    windows = [layer.window for layer in config.layers]
+    if not family.gguf_window or not any(windows):
+        return
+    writer.add_sliding_window(max(windows))
+    every = family.window_every
+    if [window > 0 for window in windows] != [not every or i % every < every - 1 for i in range(len(windows))]:
+        writer.add_sliding_window_pattern([window > 0 for window in windows])
+
+
+def _write_rope(writer: GGUFWriter, config: ModelConfig) -> None:
+    rope = global_rope(config)
+    if rope is None:
+        return
+    writer.add_rope_freq_base(rope.theta)
+    writer.add_rope_dimension_count(rope.dim)
+    local = next((layer.rope for layer in config.layers if layer.window and layer.rope), None)
+    if target_family(config).gguf == "gemma3" and local is not None:
+        writer.add_rope_freq_base_swa(local.theta)
+    _write_scaling(writer, rope)
+
+
+def _write_scaling(writer: GGUFWriter, rope: RopeConfig) -> None:
+    match rope.kind:
+        case "linear":
+            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope.factor)
+        case "yarn":
+            writer.add_rope_scaling_type(RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope.factor)
+            writer.add_rope_scaling_orig_ctx_len(rope.original_context)
+            writer.add_rope_scaling_yarn_beta_fast(rope.beta_fast)
+            writer.add_rope_scaling_yarn_beta_slow(rope.beta_slow)
+            own = rope.scale / yarn_scale(rope.factor)  # llama.cpp multiplies by the usual scale itself
+            if abs(own - 1) > 1e-6:
+                writer.add_rope_scaling_attn_factors(own)
+        case "longrope":
+            writer.add_rope_scaling_orig_ctx_len(rope.original_context)
+            writer.add_rope_scaling_attn_factors(rope.scale)
+        case _:
+            pass  # llama3 is a tensor of divisors; dynamic has no effect up to the trained context
+
+
+def _size_label(layout: Layout) -> str:
+    """Return the size as GGUF names it, such as 1.2B or 8x7B."""
+    total = shared = experts = count = 0
+    for tensor in layout.tensors:
+        size = 1
+        for length in tensor.shape:
+            size *= length
+        total += size
+        if "_exps." in tensor.name:
+            count = tensor.shape[0]
+            experts += size // count
+        else:
+            shared += size
+    return size_label(total, shared, experts, count)
+
+
+def _file_type(layout: Layout) -> LlamaFileType:
+    """Return the file type by the type that takes the most bytes."""
+    nbytes: Counter[Kind] = Counter()
+    for tensor in layout.tensors:
+        nbytes[tensor.kind] += tensor.nbytes
+    return FILE_TYPES[nbytes.most_common(1)[0][0]]

@@ -1,0 +1,335 @@
+"""The tensors of a GGUF for a folder of safetensors: their names, sizes, types, and what each is made from.
+
+Owns the mapping for all families, by their tables of names; reads no numbers but those of two tied matrices.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from edgelm.base.errors import ModelError
+from edgelm.making.conversion.number_types import Kind, Target, kind_for
+from edgelm.making.conversion.reader import FolderReader, spans
+from edgelm.making.conversion.tensors import (
+    MXFP4_BLOCK,
+    Content,
+    MXFP4Rows,
+    Numbers,
+    OutTensor,
+    Part,
+    Rows,
+    TransposedRows,
+)
+from edgelm.models.config import ModelConfig
+from edgelm.models.families import LAYER, UNUSED, Family, decoder_name, family_of_gguf
+from edgelm.models.rope_config import RopeConfig
+
+DOWNLOAD = "download all files of the model into one folder"
+TOWERS = re.compile(r"(?:model\.)*(?:vision|audio|multi_?modal|embed_vision|embed_audio)\w*\.")
+ALWAYS_F32 = re.compile(r".*(?:norm\.weight|ffn_gate_inp\.weight)")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors of a GGUF, and those of the folder that it has no place for."""
+
+    tensors: tuple[OutTensor, ...]
+    towers: tuple[str, ...]  # tensors of the parts that read images or sound
+    left_out: tuple[str, ...]  # others: outside of the decoder's layers, or without an effect
+
+    @property
+    def types(self) -> dict[str, int]:
+        """How many tensors have a type, by its name."""
+        return dict(Counter(tensor.kind.name for tensor in self.tensors).most_common())
+
+
+def plan_layout(config: ModelConfig, reader: FolderReader, target: Target) -> Layout:
+    """Return the tensors of the GGUF. Raises ModelError where a tensor is missing, has another size, or is unknown."""
+    planner = _Planner(config, reader, target)
+    tensors = tuple(planner.tensors())
+    return Layout(tensors, *planner.unused())
+
+
+def target_family(config: ModelConfig) -> Family:
+    """Return the family whose architecture a GGUF of this model states: Mistral's and Mixtral's is Llama."""
+    family = family_of_gguf(config.family.gguf or "llama")
+    assert family is not None
+    return family
+
+
+def rope_numbers(config: ModelConfig) -> dict[str, tuple[float, ...]]:
+    """Return the divisors of frequencies that llama.cpp reads as tensors, by their names there."""
+    rope = global_rope(config)
+    if rope is None:
+        return {}
+    if rope.kind == "llama3":
+        return {"rope_freqs.weight": tuple(_llama3_divisors(rope))}
+    if rope.kind == "longrope":
+        return {"rope_factors_long.weight": rope.long_divisors, "rope_factors_short.weight": rope.divisors}
+    return {}
+
+
+def global_rope(config: ModelConfig) -> RopeConfig | None:
+    """Return the rotation of the layers without a window, if there are such, else of the others."""
+    ropes = sorted((layer for layer in config.layers if layer.rope), key=lambda layer: layer.window > 0)
+    return ropes[0].rope if ropes else None
+
+
+def _llama3_divisors(rope: RopeConfig) -> Iterator[float]:
+    """Yield how often slower each pair turns than without the extension of the context (Llama 3.1)."""
+    plain = 1.0 / np.float32(rope.theta) ** (np.arange(0, rope.dim, 2, dtype=np.float32) / rope.dim)
+    for frequency in plain.tolist():
+        turns = rope.original_context * frequency / (2 * math.pi)
+        blend = (turns - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)
+        blend = min(max(blend, 0.0), 1.0)
+        yield 1 / ((1 - blend) / rope.factor + blend)
+
+
+@dataclass
+class _Planner:
+    """Yields the tensors of a GGUF, and records which tensors of the folder were used."""
+
+    config: ModelConfig
+    reader: FolderReader
+    target: Target
+    used: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.files = {decoder_name(name): name for name in self.reader.model.tensors}
+        self.family = target_family(self.config)
+        self.ours, self.theirs = self.config.names, self.family.gguf_names
+
+    def tensors(self) -> Iterator[OutTensor]:
+        config = self.config
+        yield from self._numbers()
+        yield from self._ends()
+        for i, layer in enumerate(config.layers):
+            yield from self._attention(i)
+            yield from self._experts(i) if layer.sparse else self._feed_forward(i)
+        yield self._norm(self.ours.final_norm, self.theirs.final_norm, 0, config.hidden_size)
+
+    def unused(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tensors of towers, and the others that are left out. Raises ModelError for one of a layer."""
+        left = sorted(self.files.keys() - self.used)
+        for name in left:
+            match = LAYER.match(name)
+            if match and int(match[1]) < len(self.config.layers) and not UNUSED.fullmatch(name):
+                raise ModelError(f"{self.config.family.name} with a tensor {name} cannot be converted")
+        towers = tuple(name for name in left if TOWERS.match(self.files[name]))
+        return towers, tuple(name for name in left if name not in towers)
+
+    # -- parts of the model --------------------------------------------------------------------------------------------
+
+    def _numbers(self) -> Iterator[OutTensor]:
+        for name, values in rope_numbers(self.config).items():
+            yield OutTensor(name, (len(values),), Kind.F32, Numbers(values))
+
+    def _ends(self) -> Iterator[OutTensor]:
+        embedding, output = f"{self.ours.embedding}.weight", f"{self.ours.output}.weight"
+        has_embedding, has_output = embedding in self.files, output in self.files
+        if self.config.tied is False and not (has_embedding and has_output):
+            missing = output if has_embedding else embedding
+            raise ModelError(
+                f"the folder has no tensor {missing}, and its config.json does not tie both ends", DOWNLOAD
+            )
+        first = embedding if has_embedding else output
+        width = self.config.hidden_size
+        yield self._matrix(first, self.theirs.embedding, 0, columns=width)
+        if not (has_embedding and has_output):
+            return
+        if self.config.tied and self._equal(embedding, output):
+            self.used.add(output)
+            return
+        yield self._matrix(output, self.theirs.output, 0, rows=self._sizes(embedding)[0], columns=width)
+
+    def _attention(self, i: int) -> Iterator[OutTensor]:
+        config, ours, theirs = self.config, self.ours, self.theirs
+        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        width, sizes = config.hidden_size, (q_rows, kv_rows, kv_rows)
+        yield self._norm(ours.attention_norm, theirs.attention_norm, i, width)
+        fused = f"{ours.qkv.format(i=i)}.weight" in self.files
+        if fused and self.family.gguf == "phi3":
+            yield from self._linear(ours.qkv, theirs.qkv, i, sum(sizes), width)
+        else:
+            head = config.head_dim if self.family.gguf_interleaved else 0
+            starts = (0, q_rows, q_rows + kv_rows)
+            named = zip((ours.q, ours.k, ours.v), (theirs.q, theirs.k, theirs.v), (head, head, 0), strict=True)
+            for (our, their, head_rows), rows, start in zip(named, sizes, starts, strict=True):
+                cut = (start, sum(sizes)) if fused else None
+                yield from self._linear(ours.qkv if fused else our, their, i, rows, width, head_rows, cut)
+        yield from self._linear(ours.out, theirs.out, i, width, q_rows)
+        if config.family.qk_norm:
+            yield self._norm(ours.q_norm, theirs.q_norm, i, config.head_dim)
+            yield self._norm(ours.k_norm, theirs.k_norm, i, config.head_dim)
+        if config.family.sinks:
+            yield self._vector(ours.sinks.format(i=i), theirs.sinks.format(i=i), config.num_heads)
+        if config.family.post_norms:
+            yield self._norm(ours.attention_post_norm, theirs.attention_post_norm, i, width)
+
+    def _feed_forward(self, i: int) -> Iterator[OutTensor]:
+        ours, theirs, width = self.ours, self.theirs, self.config.hidden_size
+        yield self._norm(ours.feed_norm, theirs.feed_norm, i, width)
+        fused = f"{ours.gate_up.format(i=i)}.weight" in self.files
+        inner = self._sizes(f"{(ours.gate_up if fused else ours.gate).format(i=i)}.weight")[0] // (2 if fused else 1)
+        if theirs.gate_up:
+            yield from self._fused_gate_up(i, inner, fused=fused)
+        else:
+            for our, their, start in ((ours.gate, theirs.gate, 0), (ours.up, theirs.up, inner)):
+                cut = (start, 2 * inner) if fused else None
+                yield from self._linear(ours.gate_up if fused else our, their, i, inner, width, 0, cut)
+        yield from self._linear(ours.down, theirs.down, i, width, inner)
+        if self.config.family.post_norms:
+            yield self._norm(ours.feed_post_norm, theirs.feed_post_norm, i, width)
+
+    def _fused_gate_up(self, i: int, inner: int, *, fused: bool) -> Iterator[OutTensor]:
+        """Yield gate and up as one matrix, which a folder has as one or as two."""
+        ours, width = self.ours, self.config.hidden_size
+        if fused:
+            yield from self._linear(ours.gate_up, self.theirs.gate_up, i, 2 * inner, width)
+            return
+        names = [self._used(f"{name.format(i=i)}.weight", (inner, width)) for name in (ours.gate, ours.up)]
+        parts = tuple(Part(name, 0, inner) for name in names)
+        yield self._tensor(f"{self.theirs.gate_up.format(i=i)}.weight", (2 * inner, width), Rows(parts))
+
+    def _experts(self, i: int) -> Iterator[OutTensor]:
+        config, ours, theirs = self.config, self.ours, self.theirs
+        assert config.experts is not None
+        count, width = config.experts.count, config.hidden_size
+        yield self._norm(ours.feed_norm, theirs.feed_norm, i, width)
+        yield from self._linear(ours.router, theirs.router, i, count, width)
+        if ours.expert_gate_up:
+            yield from self._transposed_experts(i, count, width)
+            return
+        inner = self._sizes(f"{ours.expert_gate.format(i=i, e=0)}.weight")[0]
+        for our, their, sizes in (
+            (ours.expert_gate, theirs.expert_gate, (inner, width)),
+            (ours.expert_up, theirs.expert_up, (inner, width)),
+            (ours.expert_down, theirs.expert_down, (width, inner)),
+        ):
+            names = [self._used(f"{our.format(i=i, e=e)}.weight", sizes) for e in range(count)]
+            parts = tuple(Part(name, 0, sizes[0]) for name in names)
+            yield self._tensor(f"{their.format(i=i)}.weight", (count, *sizes), Rows(parts))
+
+    def _transposed_experts(self, i: int, count: int, width: int) -> Iterator[OutTensor]:
+        """Yield the experts of gpt-oss: gate and up alternate, and plain weights are stored [columns, rows]."""
+        gate_up, down = self.ours.expert_gate_up.format(i=i), self.ours.expert_down.format(i=i)
+        packed = f"{gate_up}_blocks" in self.files
+        inner = self._shape(f"{gate_up}_bias")[-1] // 2
+        for name, their, sizes, first, step in (
+            (gate_up, self.theirs.expert_gate, (inner, width), 0, 2),
+            (gate_up, self.theirs.expert_up, (inner, width), 1, 2),
+            (down, self.theirs.expert_down, (width, inner), 0, 1),
+        ):
+            bias = self._used(f"{name}_bias", shape=(count, sizes[0] * step))
+            part = Part(bias, first, count * sizes[0], step)
+            base = their.format(i=i)
+            yield self._tensor(f"{base}.bias", (count, sizes[0]), Rows((part,), flat=True))
+            if packed:
+                yield self._packed_experts(name, f"{base}.weight", (count, *sizes), first, step)
+                continue
+            source = self._used(name, shape=(count, sizes[1], sizes[0] * step))
+            yield self._tensor(f"{base}.weight", (count, *sizes), TransposedRows(source, count, first, step))
+
+    def _packed_experts(self, name: str, their: str, shape: tuple[int, ...], first: int, step: int) -> OutTensor:
+        count, rows, columns = shape
+        if columns % MXFP4_BLOCK:
+            raise ModelError(
+                f"the rows of {name} are no whole number of MXFP4 blocks",
+                "download the model again (edgelm pull --verify MODEL)",
+            )
+        blocks = self._used(f"{name}_blocks", shape=(count, rows * step, columns // MXFP4_BLOCK, 16))
+        scales = self._used(f"{name}_scales", shape=(count, rows * step, columns // MXFP4_BLOCK))
+        if any(self.reader.tensor(used).dtype.bits != 8 for used in (blocks, scales)):
+            raise ModelError(
+                f"{name} is not in MXFP4, as its name says", "download the model again (edgelm pull --verify MODEL)"
+            )
+        return OutTensor(their, shape, Kind.MXFP4, MXFP4Rows(blocks, scales, first, step))
+
+    # -- one tensor ----------------------------------------------------------------------------------------------------
+
+    def _linear(
+        self,
+        our: str,
+        their: str,
+        i: int,
+        rows: int,
+        columns: int,
+        head_rows: int = 0,
+        cut: tuple[int, int] | None = None,
+    ) -> Iterator[OutTensor]:
+        """Yield a matrix, and its bias if it has one. `cut`: its first row in a larger one, and the rows of that."""
+        start, total = cut or (0, rows)
+        base, name = our.format(i=i), their.format(i=i)
+        source = self._used(f"{base}.weight", (total, columns))
+        content = Rows((Part(source, start, rows),), head_rows)
+        yield self._tensor(f"{name}.weight", (rows, columns), content)
+        if f"{base}.bias" in self.files:
+            bias = self._used(f"{base}.bias", shape=(total,))
+            yield self._tensor(f"{name}.bias", (rows,), Rows((Part(bias, start, rows),), head_rows))
+
+    def _matrix(self, our: str, their: str, i: int, *, rows: int = 0, columns: int) -> OutTensor:
+        rows = rows or self._sizes(our)[0]
+        part = Part(self._used(our, (rows, columns)), 0, rows)
+        return self._tensor(f"{their.format(i=i)}.weight", (rows, columns), Rows((part,)))
+
+    def _norm(self, our: str, their: str, i: int, size: int) -> OutTensor:
+        offset = self.config.norm_offset
+        return self._vector(f"{our.format(i=i)}.weight", f"{their.format(i=i)}.weight", size, offset)
+
+    def _vector(self, our: str, their: str, size: int, offset: float = 0.0) -> OutTensor:
+        part = Part(self._used(our, shape=(size,)), 0, size)
+        return self._tensor(their, (size,), Rows((part,), offset=offset))
+
+    def _tensor(self, name: str, shape: tuple[int, ...], content: Content) -> OutTensor:
+        kinds = [
+            kind_for(self.target, self.reader.tensor(source).dtype.name, shape[-1])
+            for source in dict.fromkeys(content.sources)
+        ]
+        plain = len(shape) == 1 or not name.endswith(".weight") or ALWAYS_F32.fullmatch(name)
+        kind = Kind.F32 if plain or any(kind != kinds[0] for kind in kinds) else kinds[0]
+        return OutTensor(name, shape, kind, content)
+
+    # -- the folder's tensors ------------------------------------------------------------------------------------------
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name not in self.files:
+            raise ModelError(f"the folder has no tensor {name}", DOWNLOAD)
+        return self.reader.tensor(self.files[name]).shape
+
+    def _sizes(self, name: str) -> tuple[int, int]:
+        shape = self._shape(name)
+        if len(shape) != 2:
+            raise _wrong_size(name, shape, "a matrix")
+        return shape[0], shape[1]
+
+    def _used(self, name: str, sizes: tuple[int, int] | None = None, *, shape: tuple[int, ...] = ()) -> str:
+        """Return a tensor's name in the files and record its use. Raises ModelError for another shape."""
+        expected = sizes or shape
+        if self._shape(name) != expected:
+            raise _wrong_size(name, self._shape(name), " x ".join(map(str, expected)))
+        self.used.add(name)
+        return self.files[name]
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Compare two matrices that the configuration ties. As in transformers, different ones are not tied."""
+        names = [self.files[one], self.files[other]]
+        rows, columns = self.reader.sizes(names[0])
+        if self.reader.sizes(names[1]) != (rows, columns):
+            return False
+        return all(
+            np.array_equal(self.reader.rows(names[0], first, count), self.reader.rows(names[1], first, count))
+            for first, count in spans(rows, columns)
+        )
+
+
+def _wrong_size(name: str, shape: tuple[int, ...], expected: str) -> ModelError:
+    sizes = " x ".join(map(str, shape)) or "one number"
+    return ModelError(
+        f"tensor {name} is {sizes}, but must be {expected}", "download the model again (edgelm pull --verify MODEL)"
+    )

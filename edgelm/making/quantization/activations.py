@@ -1,0 +1,175 @@
+"""The inputs of a layer's matrices on calibration text: one layer at a time runs over all sequences.
+
+Owns the residual streams of the sequences, which go from layer to layer. Memory holds these (float32, tokens x hidden
+size), one layer in float32, and a Hessian (columns x columns) for each input within it. The ops are the decoder's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from edgelm.kernels.activation import Gate, gated
+from edgelm.kernels.cache import BLOCK_LEN, FORMATS, LayerCache, allocate
+from edgelm.kernels.embedding import embedding
+from edgelm.kernels.grouped import grouped_matmul
+from edgelm.kernels.layout import DenseWeight, Weight, dequantize
+from edgelm.kernels.matmul import Lengths, matmul
+from edgelm.kernels.route import route
+from edgelm.making.quantization.int4_layer import Place, Statistics
+from edgelm.models.config import ModelConfig
+from edgelm.models.decoder import Batch, Decoder, FeedForward, Layer, Linear, NextNorm, Stream, Weights
+from edgelm.models.moe import Experts, Stack
+
+BATCH_TOKENS = 2048
+OPS = "reference"  # plain torch, on any device
+T = TypeVar("T", Linear, Stack)
+
+
+class Calibration:
+    """Sequences of one length on their way through the layers of a model."""
+
+    def __init__(self, config: ModelConfig, ids: Tensor, embeddings: Weight, device: torch.device) -> None:
+        """Take token ids [sequences, length] and the embedding of the model."""
+        self._config = config
+        self._device = device
+        num, self.length = ids.shape
+        self._residuals = torch.stack(
+            [embedding(row, embeddings, scale=config.embedding_scale, implementation=OPS) for row in ids]
+        )
+        self._per_batch = max(1, min(num, BATCH_TOKENS // self.length))
+        self._batch, self._cache = self._prepared(self._per_batch)
+
+    def observe(self, layer: Layer) -> dict[Place, Statistics]:
+        """Run a layer; return the statistics of the inputs of its matrices. The streams stay before the layer."""
+        statistics: dict[Place, Statistics] = {}
+        runner = _Runner(self._config, layer, statistics)
+        for part in self._parts():
+            self._run(runner, part)
+        return statistics
+
+    def advance(self, layer: Layer) -> None:
+        """Run a layer, and keep its results as the streams before the next one."""
+        runner = _Runner(self._config, layer, None)
+        for part in self._parts():
+            self._residuals[part] = self._run(runner, part)
+
+    def _run(self, runner: _Runner, part: slice) -> Tensor:
+        streams = self._residuals[part]
+        batch, cache = self._batch, self._cache
+        if len(streams) < self._per_batch:  # the last one
+            batch, cache = self._prepared(len(streams))
+        with torch.no_grad():
+            result = runner.run(streams.flatten(0, 1).to(self._device), batch, cache)
+        return result.view_as(streams).to(streams.device)
+
+    def _parts(self) -> list[slice]:
+        return [slice(start, start + self._per_batch) for start in range(0, len(self._residuals), self._per_batch)]
+
+    def _prepared(self, num: int) -> tuple[Batch, LayerCache]:
+        """Return a batch of whole sequences, and the cache of its keys and values."""
+        length, blocks = self.length, -(-self.length // BLOCK_LEN)
+        positions = torch.arange(length, dtype=torch.int32, device=self._device).repeat(num)
+        starts = torch.arange(num + 1, dtype=torch.int32, device=self._device)
+        first_slots = (starts[:num].long() * blocks * BLOCK_LEN).repeat_interleave(length)
+        batch = Batch(
+            positions=positions,
+            slot_mapping=first_slots + positions,
+            block_tables=torch.arange(num * blocks, dtype=torch.int32, device=self._device).view(num, blocks),
+            query_start_loc=starts * length,
+            seq_lens=torch.full((num,), length, dtype=torch.int32, device=self._device),
+            max_query_len=length,
+        )
+        config = self._config
+        heads = (config.num_kv_heads, config.head_dim)
+        return batch, allocate(FORMATS["f16"], num * blocks, *heads, self._device, torch.float32)
+
+
+def dense(layer: Layer) -> Layer:
+    """Return a layer whose quantized matrices are plain numbers, so that they are unpacked once."""
+    attention, feed = layer.attention, layer.feed
+    attention = replace(attention, qkv=_dense_all(attention.qkv), out=_dense(attention.out))
+    if isinstance(feed, FeedForward):
+        return Layer(attention, replace(feed, gate_up=_dense_all(feed.gate_up), down=_dense(feed.down)))
+    return Layer(attention, replace(feed, gate_up=_dense_all(feed.gate_up), down=_dense(feed.down)))
+
+
+def _dense_all(parts: Sequence[T]) -> tuple[T, ...]:
+    return tuple(_dense(part) for part in parts)
+
+
+def _dense(part: T) -> T:
+    return replace(part, weight=DenseWeight(dequantize(part.weight), gated=part.weight.gated))
+
+
+class _Runner(Decoder):
+    """A decoder of one layer, which records the inputs of its matrices."""
+
+    def __init__(self, config: ModelConfig, layer: Layer, statistics: dict[Place, Statistics] | None) -> None:
+        nothing = DenseWeight(torch.empty(0, config.hidden_size))
+        ends = Weights(embedding=nothing, layers=(layer,), norm=layer.feed.norm, output=Linear(nothing))
+        super().__init__(config, ends, torch.float32, OPS)
+        self._layer = layer
+        self._statistics = statistics
+        self._places: dict[Linear, Place] = {
+            layer.attention.qkv[0]: Place("attention_in"),  # if they are several, they have the same input
+            layer.attention.out: Place("attention_out"),
+        }
+        if isinstance(layer.feed, FeedForward):
+            self._places[layer.feed.gate_up[0]] = Place("feed_in")
+            self._places[layer.feed.down] = Place("feed_out")
+
+    def run(self, residual: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+        """Return the residual stream after the layer, float32 [tokens, hidden_size]."""
+        after = NextNorm(self._layer.feed.norm, fused=False)
+        stream = Stream(residual, self._layer.attention.norm)
+        stream = self._attend(self._layer.attention, stream, batch, cache, after)
+        return self._feed(self._layer.feed, stream, after).residual
+
+    def _linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        *,
+        lengths: Lengths | None = None,
+        gate: Gate | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if linear in self._places:
+            self._record(self._places[linear], x)
+        return super()._linear(x, linear, lengths=lengths, gate=gate, residual=residual)
+
+    def _feed(self, layer: FeedForward | Experts, stream: Stream, next_norm: NextNorm) -> Stream:
+        if isinstance(layer, Experts) and self._statistics is not None:
+            self._record_experts(layer, self._normed(stream, self.dtype))
+        return super()._feed(layer, stream, next_norm)
+
+    def _record(self, place: Place, x: Tensor) -> None:
+        if self._statistics is None:
+            return
+        if place not in self._statistics:
+            self._statistics[place] = Statistics(x.shape[1], x.device)
+        self._statistics[place].add(x)
+
+    def _record_experts(self, layer: Experts, x: Tensor) -> None:
+        """Record the tokens of each expert; one without a token has statistics of no rows."""
+        logits = matmul(x, layer.router, bias=layer.router_bias, out_dtype=torch.float32, implementation=OPS)
+        _, ids = route(logits, layer.used, kind=layer.routing, normalise=layer.normalised, implementation=OPS)
+        for expert in range(layer.down.weight.num_matrices):
+            rows = x[(ids == expert).any(1)]
+            self._record(Place("feed_in", expert), rows)
+            if not len(rows):
+                self._record(Place("feed_out", expert), x.new_empty(0, layer.down.weight.columns))
+                continue
+            own = torch.full((len(rows), 1), expert, dtype=torch.int32, device=x.device)
+            gate = self.config.gate if len(layer.gate_up) == 1 else None
+            halves = [
+                grouped_matmul(rows, stack.weight, own, bias=stack.bias, gate=gate, implementation=OPS)
+                for stack in layer.gate_up
+            ]
+            inner = halves[0] if gate else gated(torch.cat(halves, 1), self.config.gate, implementation=OPS)
+            self._record(Place("feed_out", expert), inner)

@@ -1,0 +1,77 @@
+"""The worker of a front: loads one model and serves it over HTTP on a socket of its own, until its front is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from functools import partial
+
+from edgelm.backends.model import LoadedModel
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.workers.child import Child, run_job
+from edgelm.base.workers.messages import Note, Ready, ServeJob
+from edgelm.engine.sampling.grammar import GrammarCompiler
+from edgelm.jobs.answer import Answerer
+from edgelm.jobs.request import AnswerRequest
+from edgelm.jobs.worker import work_with_engine
+from edgelm.server.engine_process.app import EngineParts, engine_app
+from edgelm.server.listener import Server, bind_tcp, bind_unix
+from edgelm.server.protocol import raise_file_limit
+from edgelm.server.request_id import current_request_id
+from edgelm.text.template_worker import TemplateRunner
+
+
+class _BugsToFront(logging.Handler):
+    """Sends logged exceptions, which are bugs, to the front, whose log is the one that is read."""
+
+    def __init__(self, child: Child) -> None:
+        super().__init__(logging.ERROR)
+        self._child = child
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            request = current_request_id()
+            place = f"request {request}: " if request else ""
+            self._child.send(Note(place + self.format(record)))
+
+
+async def _serve(loaded: LoadedModel, job: ServeJob, child: Child) -> None:
+    listener = bind_tcp("127.0.0.1", 0) if job.socket is None else bind_unix(job.socket)
+    info = loaded.engine.info
+    port = listener.getsockname()[1] if job.socket is None else None
+    grammars = None
+    if loaded.kind == "text":
+        grammars = await asyncio.to_thread(GrammarCompiler, loaded.tokenizer, info.num_vocab)  # nothing is decoded yet
+    logging.basicConfig(format="%(message)s")  # warnings stay in the log of this process
+    logging.getLogger().addHandler(_BugsToFront(child))
+    child.send(Ready(loaded.name, info.engine, info.device, info.context, port, loaded.footprint))
+    templates = TemplateRunner(loaded.tokenizer, loaded.prompt_tokens)
+    if loaded.kind != "text":
+        await templates.close()
+    answerer = Answerer(loaded, templates, grammars, job.settings)
+    warming = asyncio.create_task(_warm_up(answerer))
+    try:
+        await Server(engine_app(EngineParts(loaded, answerer), job.key)).serve(sockets=[listener])
+    finally:
+        warming.cancel()
+        await templates.close()
+        if grammars:
+            await grammars.close()
+
+
+async def _warm_up(answerer: Answerer) -> None:
+    """Start the template's worker and probe the template before the first request needs them.
+
+    A broken template is reported by that request.
+    """
+    with contextlib.suppress(EdgeLMError):
+        await answerer.prepare(AnswerRequest(messages=[{"role": "user", "content": "Hello"}]))
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    raise_file_limit()
+    sys.exit(run_job({ServeJob: partial(work_with_engine, _serve)}))

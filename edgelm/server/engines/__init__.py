@@ -1,0 +1,1 @@
+"""The front's engine processes: started, given memory, watched and ended."""

@@ -1,0 +1,318 @@
+"""The front's side of one engine process: start it, follow its loading, speak HTTP to it, end it.
+
+Owns the process and its socket. Knows nothing of restarts and requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+import httpx2
+
+from edgelm.backends.choice import may_go_without_cuda
+from edgelm.base.config import Config, Settings
+from edgelm.base.errors import DeviceError, EdgeLMError, EngineError, GpuLoadError
+from edgelm.base.machine import facts as machine
+from edgelm.base.workers.exit_reason import ModelFiles, exit_reason
+from edgelm.base.workers.messages import Footprint, Loading, Note, Predict, Ready, ServeJob, Status
+from edgelm.base.workers.parent import Worker, in_daemon_thread
+from edgelm.library.adapters import adapter_files
+from edgelm.library.local import find_draft_model, model_config
+from edgelm.library.scan import LocalModel, note_use
+from edgelm.server.engines.frozen import processor_s
+from edgelm.server.engines.gpu_failures import GpuFailures
+from edgelm.server.listener import private_folder
+
+WORKER = "edgelm.server.engine_process.worker"
+ERRORS = DeviceError, GpuLoadError
+CONNECT_LIMIT_S = 10.0
+ANSWER_S = 1.0  # for a sign of life
+KEPT_CONNECTIONS = 32  # without a request, to one engine
+KEPT_S = 5.0  # far below KEEP_ALIVE_S, after which the engine closes them
+
+
+log = logging.getLogger(__name__)
+
+Change = Literal["rewritten", "replaced"]
+
+
+class EngineLink(Protocol):
+    """An engine process, for the supervisor."""
+
+    pid: int
+    progress: float | None  # of loading, 0 to 1
+    info: Ready | None  # once it is ready
+    cuda_problem: str  # why it does not use CUDA, which failed before
+    client: httpx2.AsyncClient
+
+    @property
+    def exited(self) -> bool: ...
+
+    @property
+    def num_saving(self) -> int:
+        """The number of conversations that it still has to save, while it ends."""
+
+    async def file_change(self) -> Change | None:
+        """Return how the model's files changed since it loaded them.
+
+        Rewritten: its answers would be wrong from now on. Replaced: they are right, of the old model.
+        """
+
+    async def ready(self) -> None:
+        """Wait until it answers. Raises EdgeLMError with its own error, or with how it died."""
+
+    async def ended(self) -> EngineError:
+        """Wait for its end and return the reason."""
+
+    async def close(self) -> None:
+        """End it, and wait until it is gone: up to SAVING_S more while it saves conversations."""
+
+    def kill(self, reason: EngineError | None = None) -> None:
+        """End it at once, for a reason that its clients are told."""
+
+    def processor_s(self) -> float | None:
+        """Return its processor time, as `frozen.Watched` says."""
+
+    async def answers(self) -> bool:
+        """Return whether it answers at once."""
+
+
+class Launcher:
+    """Starts engine processes, with the settings of their models."""
+
+    def __init__(self, config: Config, sockets: Path | None, *, verbose: bool = False) -> None:
+        self._config = config
+        self._places = config.places
+        self._sockets = sockets
+        self._verbose = verbose
+        self._started = 0
+        self._gpu_failures = GpuFailures()
+        self._facts: asyncio.Future[machine.MachineFacts] | None = None
+
+    async def __call__(self, model: LocalModel, footprint: Footprint | None) -> EngineLink:
+        """Start a process that loads a model, in the memory of its prediction.
+
+        Raises EdgeLMError if llama.cpp does not work here, or if there is no such draft model.
+        """
+        path, settings = model.path, self._settings_of(model)
+        facts = await self._machine_facts()
+        facts.require_working()
+        draft = await self._draft_of(settings)
+        self._started += 1
+        cuda_problem = self._cuda_problem_of(path, settings)
+        if cuda_problem:
+            log.warning("%s: CUDA is not used: %s", model.name, cuda_problem)
+        socket = None
+        if self._sockets is not None:
+            private_folder(self._sockets)  # a cleaner of temporary folders may have removed it
+            socket = self._sockets / f"{self._started}.sock"
+        job = ServeJob(
+            model=path,
+            settings=settings,
+            repack=facts.repack,
+            memory_bytes=self._memory_of(footprint),
+            prefixes=self._places.prefixes,
+            drafts=True,
+            key=secrets.token_urlsafe(32),
+            socket=socket,
+            cuda_problem=cuda_problem,
+        )
+        flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
+        replies = (Loading, Note, Ready, Status)
+        worker = Worker(WORKER, *flags, replies=replies, errors=ERRORS, environment=facts.environment, echo=echo)
+        return EngineProcess(
+            worker,
+            job,
+            draft,
+            adapter_files(settings.lora),
+            note_use=lambda: note_use(self._places.data, path),
+            note_failure=lambda error: self._gpu_failures.note(path, error),
+        )
+
+    async def question(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int) -> Predict:
+        """Return the question for the memory of a model's process. Raises EdgeLMError, as a start would."""
+        facts = await self._machine_facts()
+        facts.require_working()
+        settings = self._settings_of(model)
+        return Predict(
+            model.path,
+            settings,
+            await self._draft_of(settings),
+            facts.repack,
+            usable_bytes,
+            self._config.settings.max_memory is not None,
+            freed_gpu_bytes,
+            self._cuda_problem_of(model.path, settings),
+        )
+
+    def _cuda_problem_of(self, model: Path, settings: Settings) -> str:
+        return self._gpu_failures.problem(model) if may_go_without_cuda(settings) else ""
+
+    def _settings_of(self, model: LocalModel) -> Settings:
+        config = model_config(model, self._config)
+        by_flag = config.sources["ctx"].startswith("--")  # of `edgelm serve`: for every model
+        return replace(config.settings, ctx_is_default=config.settings.ctx_is_default or by_flag).without_keys
+
+    async def _draft_of(self, settings: Settings) -> Path | None:
+        """Return the model that drafts beside another; None: there is none. Raises ModelError."""
+        draft = await asyncio.to_thread(find_draft_model, settings, self._places.hub)
+        return draft.path if draft else None
+
+    def _memory_of(self, footprint: Footprint | None) -> int | None:
+        """Return the memory that a process may take; None: as much as it finds free."""
+        if footprint is None or (self._config.settings.max_memory is None and footprint.is_preferred):
+            return None
+        return footprint.promise_bytes
+
+    async def _machine_facts(self) -> machine.MachineFacts:
+        """Measure the machine once; the first time on a machine takes seconds."""
+        if self._facts is None:
+            self._facts = in_daemon_thread(lambda: machine.facts(self._places.cache, notify=lambda _: None))
+        try:
+            return await asyncio.shield(self._facts)
+        except EdgeLMError:
+            self._facts = None
+            raise
+
+
+class EngineProcess:
+    """The worker that serves one model. Made inside the event loop."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        job: ServeJob,
+        draft: Path | None = None,
+        adapters: Sequence[Path] = (),
+        *,
+        note_use: Callable[[], None] = lambda: None,
+        note_failure: Callable[[EdgeLMError], None] = lambda _: None,
+    ) -> None:
+        self.pid = worker.pid
+        self.progress: float | None = None
+        self.info: Ready | None = None
+        self._worker = worker
+        self._job = job
+        self._files = ModelFiles(job.model, *([draft] if draft else []))
+        self._adapters = ModelFiles(*adapters)  # read whole while loading: writing into one breaks no answer
+        self.cuda_problem = job.cuda_problem
+        self._killed_for: EngineError | None = None
+        self._note_use = note_use
+        self._note_failure = note_failure
+        self._ending: asyncio.Task[EngineError] | None = None
+        self._transport: httpx2.AsyncHTTPTransport | None = None  # once it is ready
+        worker.send(job)
+        self._starting = asyncio.create_task(self._start())
+        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may never be awaited
+
+    @property
+    def exited(self) -> bool:
+        """Whether the process is gone, or has said that it can do nothing more: the kernel may keep it for a while."""
+        return self._worker.exited or (self._ending is not None and self._ending.done())
+
+    @property
+    def num_saving(self) -> int:
+        return 0 if self.exited else self._worker.num_saving
+
+    async def file_change(self) -> Change | None:
+        return await asyncio.to_thread(self._file_change)
+
+    def _file_change(self) -> Change | None:
+        if self._files.rewritten():
+            return "rewritten"
+        return "replaced" if self._files.replaced() or self._adapters.replaced() else None
+
+    async def ready(self) -> None:
+        await asyncio.shield(self._starting)
+
+    async def ended(self) -> EngineError:
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        return await asyncio.shield(self._ending)
+
+    async def _end(self) -> EngineError:
+        """Wait for the error that the process ends with, or for its end."""
+        try:
+            while (reply := await self._worker.areceive()) is not None:
+                if isinstance(reply, Note):
+                    log.error("%s: %s", self._files.name, reply.text)
+        except EdgeLMError as error:
+            self._note_failure(error)
+            return error if isinstance(error, EngineError) else EngineError(error.message, error.hint)
+        end = await self._worker.aexit()
+        if self._killed_for is not None:
+            return self._killed_for
+        return await asyncio.to_thread(exit_reason, end, self._files)
+
+    async def close(self) -> None:
+        if self.info is not None:
+            self._note_use()
+        await self._worker.aclose()
+        self._starting.cancel()
+        if self._transport is not None:  # not the client: a late request shall fail as a broken connection
+            await self._transport.aclose()
+        if self._job.socket is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._job.socket)  # noqa: PTH108 - the event loop must not wait for pathlib's checks
+
+    def kill(self, reason: EngineError | None = None) -> None:
+        self._killed_for = reason
+        self._worker.kill()
+
+    def processor_s(self) -> float | None:
+        return processor_s(self.pid)
+
+    async def answers(self) -> bool:
+        with contextlib.suppress(httpx2.HTTPError):
+            await self.client.get("/stats", timeout=ANSWER_S)
+            return True
+        return False
+
+    async def _start(self) -> None:
+        """Follow the loading. Raises EdgeLMError with the worker's own error, or with how it died."""
+        noticed = False
+        try:
+            while isinstance(reply := await self._worker.areceive(), Loading | Note | Status):
+                if isinstance(reply, Loading):
+                    self.progress = reply.share
+                elif (
+                    isinstance(reply, Note) or not noticed
+                ):  # later lines of status are for those who see one at a time
+                    log.warning("%s: %s", self._files.name, reply.text)
+                    noticed = noticed or isinstance(reply, Status)
+        except EdgeLMError as error:
+            self._note_failure(error)
+            raise
+        if reply is None:
+            raise await self.ended()
+        assert isinstance(reply, Ready)
+        self.info = reply
+        self.progress = 1.0
+        self.client = self._connect(reply.port)
+        self._note_use()
+
+    def _connect(self, port: int | None) -> httpx2.AsyncClient:
+        """Return a client that keeps some connections for later requests.
+
+        A request that comes just as the engine ends fails like any other whose engine died.
+        """
+        limits = httpx2.Limits(
+            max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S
+        )
+        uds = None if self._job.socket is None else str(self._job.socket)
+        self._transport = httpx2.AsyncHTTPTransport(verify=False, trust_env=False, limits=limits, uds=uds)
+        return httpx2.AsyncClient(
+            transport=self._transport,
+            base_url=f"http://127.0.0.1:{port}" if port else "http://localhost",
+            headers={"authorization": f"Bearer {self._job.key}"},
+            timeout=httpx2.Timeout(None, connect=CONNECT_LIMIT_S),
+            trust_env=False,
+        )

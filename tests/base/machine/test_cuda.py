@@ -1,0 +1,116 @@
+"""find_cuda on machines without a driver, packages or a usable GPU. The GPU itself is mocked."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from edgelm.backends.questions import ask_cuda
+from edgelm.base.machine import cuda
+from edgelm.base.machine.cuda import find_cuda
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> tuple[str, ...]:
+    path = tmp_path / "nvidiactl"
+    path.touch()
+    return (str(path),)
+
+
+def mock_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7, 9))
+
+
+def test_without_a_driver_no_package_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "find_spec", pytest.fail)
+    assert "no NVIDIA driver" in find_cuda(("/nowhere/nvidiactl",)).problem
+
+
+@pytest.mark.parametrize("missing", ["torch", "triton"])
+def test_a_missing_package_is_named(driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None if name == missing else object())
+    state = find_cuda(driver)
+    assert state.problem == f"{missing} is not installed"
+    assert "edgelm[cuda]" in state.hint
+
+
+@pytest.mark.parametrize(("version", "fine"), [("3.5.1", False), ("3.6.0", True), ("3.9.2", True), ("3.10.0", False)])
+def test_only_known_versions_of_triton(
+    driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, version: str, fine: bool
+) -> None:
+    mock_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(cuda, "version", lambda _: version)
+    assert (find_cuda(driver).problem == "") is fine
+
+
+@pytest.mark.parametrize(("capability", "fine"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((12, 0), True)])
+def test_only_gpus_from_ampere_on(
+    driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fine: bool
+) -> None:
+    mock_gpu(monkeypatch, capability)
+    state = find_cuda(driver)
+    assert (state.problem == "") is fine
+    assert (state.name, state.free_bytes, state.total_bytes) == ("GPU X", 7, 9)
+
+
+def test_this_build_of_torch(driver: tuple[str, ...]) -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is built for CUDA")
+    assert find_cuda(driver).problem == "this build of torch has no CUDA"
+
+
+def test_a_gpu_that_does_not_answer(driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bool:
+        raise RuntimeError("CUDA driver error: unknown\nmore lines")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", fail)
+    state = find_cuda(driver)
+    assert state.problem == "the GPU does not answer: CUDA driver error: unknown"
+
+
+TOO_OLD = (
+    "CUDA initialization: The NVIDIA driver on your system is too old (found version 12040). Please update your "
+    "GPU driver by downloading and installing a new version. (Triggered internally at c10/cuda/CUDAFunctions.cpp:119.)"
+)
+NOT_SET_UP = (
+    "CUDA initialization: CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env "
+    "variable CUDA_VISIBLE_DEVICES after program start. (Triggered internally at c10/cuda/CUDAFunctions.cpp:109.)"
+)
+
+
+@pytest.mark.parametrize(
+    ("warning", "problem", "hint"),
+    [
+        (TOO_OLD, "the NVIDIA driver is for CUDA 12.4, too old for torch ", "update the NVIDIA driver"),
+        (NOT_SET_UP, "torch finds no usable GPU: CUDA unknown error - this may be due to", "restart the machine"),
+        ("", "torch finds no usable GPU", "see what nvidia-smi says"),
+    ],
+    ids=["too old", "not set up", "no GPU"],
+)
+def test_a_driver_that_torch_cannot_use(
+    driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, warning: str, problem: str, hint: str
+) -> None:
+    """torch raises nothing then: it says so in a warning, and that there is no GPU."""
+
+    def warns() -> bool:
+        if warning:
+            warnings.warn(warning, UserWarning, stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", warns)
+    state = find_cuda(driver)
+    assert state.problem.startswith(problem)
+    assert state.hint.startswith(hint)
+
+
+def test_a_process_without_torch_can_ask() -> None:
+    assert ask_cuda().problem == find_cuda().problem

@@ -1,0 +1,75 @@
+"""The starter's passages for a question, and its possible answers: quotations of them, and its own sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgelm.base.workers.messages import Passage
+from edgelm.chats.knowledge.guide import sections
+from edgelm.chats.knowledge.index import Knowledge
+from edgelm.chats.knowledge.starter import (
+    SMALL_TALK,
+    UNKNOWN,
+    WITHOUT_PASSAGES,
+    larger_model,
+    offered_model,
+    starter_answers,
+    starter_passages,
+)
+
+SHORT = Passage("chat", "Stop", "## Stop\n\nPress `Esc`.\n\n    edgelm run")
+OTHER = Passage("keys", "Keys", "## Keys\n\n`Esc` stops.\n")
+
+
+def test_the_answers_are_quotations_and_sentences_of_its_own() -> None:
+    last = larger_model("qwen3:4b")
+    declined = f"{UNKNOWN} {last.text}"
+    assert starter_answers([SHORT, last]) == [*SMALL_TALK, SHORT.text, declined]
+    assert starter_answers([SHORT, OTHER, last])[-2:] == [f"{SHORT.text}\n\n## Keys\n\n`Esc` stops.", declined]
+    assert starter_answers([last]) == [*SMALL_TALK, declined]
+    assert starter_answers([SHORT]) == [*SMALL_TALK, SHORT.text], "it is certainly about the guide"
+
+
+def test_without_passages_it_says_where_they_come_from() -> None:
+    assert starter_answers([]) == [*SMALL_TALK, UNKNOWN, WITHOUT_PASSAGES]
+
+
+def test_only_where_it_knows_nothing_it_offers_a_model() -> None:
+    for name in ("qwen3:4b", "gemma3:1b"):
+        (declined,) = [text for text in starter_answers([SHORT, larger_model(name)]) if text.startswith(UNKNOWN)]
+        assert offered_model(declined) == name
+    assert offered_model(f"{UNKNOWN} {larger_model(None).text}") is None
+    assert offered_model("`edgelm pull qwen3:4b`; in the chat, `/pull qwen3:4b`.") is None
+
+
+@pytest.fixture
+def knowledge(tmp_path: Path) -> Iterator[Knowledge]:
+    opened = Knowledge(tmp_path / "knowledge.db")
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("question", "heading"),
+    [
+        ("How do I stop an answer?", "Stop an answer, or quit"),
+        ("kv int8", "What the KV cache is, and its modes"),
+        ("I have no internet here, does it work?", "Use edgelm without a network"),
+    ],
+)
+def test_it_reads_the_section_that_a_question_is_about(knowledge: Knowledge, question: str, heading: str) -> None:
+    passages = starter_passages(knowledge, question, "qwen3:4b")
+    assert heading in [passage.heading for passage in passages]
+    assert len(passages) <= 3
+
+
+def test_a_question_about_something_else_finds_nothing(knowledge: Knowledge) -> None:
+    assert starter_passages(knowledge, "Who wrote the Iliad?", None) == [larger_model(None)]
+
+
+def test_every_section_of_the_guide_can_be_quoted() -> None:
+    for section in sections():
+        assert section.text.strip() in starter_answers([Passage(section.topic, section.title, section.text)])

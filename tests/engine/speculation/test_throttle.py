@@ -1,0 +1,270 @@
+"""ThrottledDrafter: drafts that lose time are paused, and tried again with the next request."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from edgelm.engine.clock import PLAIN_EVERY, Measured, StepClock, StepCosts
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.engine.speculation.throttle import PAUSE, ThrottledDrafter
+from tests.engine.fake import SimpleDrafter
+
+PLAIN_S = 0.010
+
+
+class Always(SimpleDrafter):
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.ended = 0
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        self.asked.append(len(marginal_cost))
+        return [7] * min(len(marginal_cost), 4)
+
+    def end(self, seq: Sequence) -> None:
+        self.ended += 1
+
+
+class Run:
+    """One or more sequences that decode; the test sets the time and the outcome of each step."""
+
+    def __init__(self, sequences: int = 1, max_draft: int | None = None) -> None:
+        self.clock = StepClock(StepCosts([Measured(sequences, 0, PLAIN_S), Measured(64, 0, 40 * PLAIN_S)]))
+        self.inner = Always()
+        self.drafter = ThrottledDrafter(self.inner, self.clock, max_draft)
+        self.seqs = [Sequence(i, [1], 1, SamplingParams()) for i in range(sequences)]
+        for seq in self.seqs:
+            self.drafter.begin(seq)
+        for _ in range(PLAIN_EVERY):
+            self.clock.observe(Step(tuple(Chunk(seq, 0, [1], 1, i) for i, seq in enumerate(self.seqs))), PLAIN_S)
+
+    def step(self, drafted_s: float, accepted: int) -> list[int]:
+        """Run one step of all sequences; return the lengths of their drafts."""
+        drafts = [self.drafter.propose(seq, [0.1] * 8) for seq in self.seqs]
+        chunks = [
+            Chunk(seq, 0, [1, *draft], 1 + len(draft), i)
+            for i, (seq, draft) in enumerate(zip(self.seqs, drafts, strict=True))
+        ]
+        self.clock.observe(Step(tuple(chunks)), drafted_s if any(drafts) else PLAIN_S)
+        for seq, draft in zip(self.seqs, drafts, strict=True):
+            taken = min(accepted, len(draft))
+            seq.tokens += [7] * (1 + taken)
+            if draft:
+                self.drafter.observe(seq, len(draft), taken)
+        return [len(draft) for draft in drafts]
+
+
+def test_drafts_that_lose_time_stop_after_a_few_steps() -> None:
+    run = Run()
+    drafted = [run.step(drafted_s=2 * PLAIN_S, accepted=0)[0] for _ in range(20)]
+    assert 1 <= sum(map(bool, drafted)) <= 5
+    assert not any(drafted[5:])
+
+
+def test_drafts_that_win_go_on() -> None:
+    run = Run()
+    drafted = [run.step(drafted_s=2 * PLAIN_S, accepted=3)[0] for _ in range(60)]
+    assert all(drafted)
+
+
+def test_a_draft_that_gains_less_than_it_costs_stops_even_if_most_of_it_is_accepted() -> None:
+    run = Run()
+    drafted = [run.step(drafted_s=5 * PLAIN_S, accepted=3)[0] for _ in range(20)]
+    assert not any(drafted[6:])
+
+
+def test_old_gains_do_not_pay_for_losses() -> None:
+    run = Run()
+    for _ in range(50):
+        run.step(drafted_s=1.2 * PLAIN_S, accepted=4)
+    lost = [run.step(drafted_s=2 * PLAIN_S, accepted=0)[0] for _ in range(20)]
+    assert sum(map(bool, lost)) <= 8
+
+
+def test_drafting_is_retried_at_growing_intervals() -> None:
+    run = Run()
+    drafted = [run.step(drafted_s=2 * PLAIN_S, accepted=0)[0] for _ in range(8 * PAUSE)]
+    starts = [i for i in range(1, len(drafted)) if drafted[i] and not drafted[i - 1]]
+    gaps = [b - a for a, b in itertools.pairwise(starts)]
+    assert starts
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > gaps[0] > PAUSE
+
+
+def test_a_new_request_drafts_again() -> None:
+    run = Run()
+    for _ in range(20):
+        run.step(drafted_s=2 * PLAIN_S, accepted=0)
+    run.drafter.end(run.seqs[0])
+    run.seqs = [Sequence(9, [1], 1, SamplingParams())]
+    run.drafter.begin(run.seqs[0])
+    assert run.step(drafted_s=PLAIN_S, accepted=4) == [4]
+
+
+def test_a_long_copy_is_compared_with_a_plain_step_now_and_then() -> None:
+    run = Run()
+    drafted = [run.step(drafted_s=1.1 * PLAIN_S, accepted=4)[0] for _ in range(3 * PLAIN_EVERY)]
+    assert 2 <= drafted.count(0) <= 3
+
+
+def test_one_sequence_that_loses_does_not_stop_another() -> None:
+    run = Run(sequences=2)
+    run.drafter.observe(run.seqs[0], 0, 0)
+    run.clock.observe(Step((Chunk(run.seqs[0], 0, [1] * 5, 5, 0), Chunk(run.seqs[1], 0, [1] * 5, 5, 1))), 2 * PLAIN_S)
+    for _ in range(6):
+        run.drafter.observe(run.seqs[0], 4, 0)
+        run.drafter.observe(run.seqs[1], 4, 4)
+    assert run.drafter.propose(run.seqs[0], [0.1] * 8) == []
+    assert run.drafter.propose(run.seqs[1], [0.1] * 8) == [7] * 4
+
+
+def test_one_step_that_hangs_does_not_stop_a_draft_that_wins() -> None:
+    run = Run()
+    drafted = [run.step(drafted_s=(30 if i == 20 else 2) * PLAIN_S, accepted=3)[0] for i in range(60)]
+    assert all(drafted)
+
+
+def test_the_time_of_a_drafter_without_a_draft_is_a_loss_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model may take half a step to find no draft."""
+    run = Run()
+    now = itertools.count(0.0, PLAIN_S / 2)
+    monkeypatch.setattr("edgelm.engine.speculation.throttle.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr(run.inner, "propose", lambda *_: run.inner.asked.append(0) or [])
+    for _ in range(30):
+        run.step(drafted_s=PLAIN_S, accepted=0)
+    assert 3 <= len(run.inner.asked) <= 6
+
+
+RIGHT = {rows: PLAIN_S * (1 + 0.3 * (rows - 1)) for rows in (1, 2, 3, 4, 5, 6, 8, 16)}
+SURFACES = {
+    "right": RIGHT,
+    "one row measured while the machine was busy": RIGHT | {1: 2.2 * PLAIN_S},
+    "rows cost nothing": dict.fromkeys(RIGHT, PLAIN_S),
+    "nothing is known": {},
+}
+
+
+class Gullible(Always):
+    """Drafts where a chance of 0.3 per token exceeds the cost; all its tokens are wrong."""
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        worth = [0.3 ** (depth + 1) > cost for depth, cost in enumerate(marginal_cost[:4])]
+        return [7] * (worth.index(False) if False in worth else len(worth))
+
+
+@pytest.mark.parametrize("surface", SURFACES)
+@pytest.mark.parametrize("inner", [Always, Gullible])
+@pytest.mark.parametrize("sequences", [1, 4])
+@pytest.mark.parametrize("load", [lambda _: 1.0, lambda step: 3.0 if step // 50 % 2 else 1.0])
+def test_drafts_that_are_always_wrong_lose_little_whatever_the_surface_says(
+    surface: str, inner: type[Always], sequences: int, load: Callable[[int], float]
+) -> None:
+    """Every draft of 3,000 tokens is rejected: the loss is a few plain steps, not a share of all steps."""
+    rng = random.Random(1)
+    clock = StepClock(StepCosts(Measured(rows, 0, seconds) for rows, seconds in SURFACES[surface].items()))
+    drafter = ThrottledDrafter(inner(), clock)
+    seqs = [Sequence(i, [1], 1, SamplingParams()) for i in range(sequences)]
+    for seq in seqs:
+        drafter.begin(seq)
+    lost = 0.0  # plain steps
+    for number in range(3_000):
+        rows, chunks = sequences, []
+        for seq in seqs:
+            draft = drafter.propose(seq, clock.marginal_cost(rows, 0, sequences, 8))
+            chunks.append(Chunk(seq, 0, [1, *draft], 1 + len(draft), seq.id))
+            rows += len(draft)
+        step = Step(tuple(chunks))
+        clock.observe(step, PLAIN_S * (1 + 0.3 * (rows - 1)) * load(number) * rng.uniform(0.9, 1.1))
+        lost += 0.3 * (rows - sequences) / (1 + 0.3 * (sequences - 1))
+        for chunk in chunks:
+            chunk.seq.tokens.append(7)
+            if chunk.draft:
+                drafter.observe(chunk.seq, len(chunk.draft), 0)
+    assert lost < 0.04 * 3_000
+
+
+def test_the_user_s_limit_holds() -> None:
+    run = Run(max_draft=3)
+    assert run.step(drafted_s=PLAIN_S, accepted=0) == [3]
+    assert run.inner.asked == [3]
+
+
+def test_a_step_with_prefill_is_ignored() -> None:
+    run = Run()
+    seq = run.seqs[0]
+    for _ in range(20):
+        run.clock.observe(Step((Chunk(seq, 0, [1] * 5, 5, 0), Chunk(seq, 0, [1] * 50, 0, 1))), 1.0)
+        run.drafter.observe(seq, 4, 0)
+    assert run.drafter.propose(seq, [0.1] * 8)
+
+
+def test_the_wrapped_drafter_gets_the_end() -> None:
+    run = Run()
+    run.drafter.end(run.seqs[0])
+    assert run.inner.ended == 1
+
+
+def test_each_losing_request_in_a_row_loses_less() -> None:
+    run = Run()
+    lost = []
+    for number in range(8):
+        run.seqs = [Sequence(number, [1], 1, SamplingParams())]
+        run.drafter.begin(run.seqs[0])
+        lost.append(sum(map(bool, (run.step(drafted_s=1.5 * PLAIN_S, accepted=0)[0] for _ in range(50)))))
+        run.drafter.end(run.seqs[0])
+    assert lost[-1] == 1
+    assert lost[0] > 2
+
+
+def test_a_request_that_was_not_paused_resets_the_limit() -> None:
+    run = Run()
+    drafted = []
+    for number, accepted in enumerate([0, 0, 0, 4, 0]):
+        run.seqs = [Sequence(number, [1], 1, SamplingParams())]
+        run.drafter.begin(run.seqs[0])
+        drafted.append(sum(map(bool, (run.step(drafted_s=1.5 * PLAIN_S, accepted=accepted)[0] for _ in range(40)))))
+        run.drafter.end(run.seqs[0])
+    assert drafted[4] >= drafted[0] > drafted[2]
+
+
+def next_request(run: Run, number: int) -> None:
+    run.drafter.end(run.seqs[0])
+    run.seqs = [Sequence(number, [1], 1, SamplingParams())]
+    run.drafter.begin(run.seqs[0])
+
+
+def test_drafts_of_which_nothing_is_accepted_get_shorter_until_a_token_is() -> None:
+    """A step of 24 rows can lose eight plain steps, and each new request would begin with one."""
+    run = Run()
+    first = []
+    for number in range(1, 5):
+        drafted = [run.step(drafted_s=6 * PLAIN_S, accepted=0)[0] for _ in range(10)]
+        first.append(drafted[0])
+        next_request(run, number)
+    assert first == [4, 2, 1, 1]
+    assert [run.step(drafted_s=1.1 * PLAIN_S, accepted=1)[0] for _ in range(2)] == [1, 4]
+
+
+def test_a_pause_after_accepted_tokens_leaves_drafts_long() -> None:
+    run = Run()
+    first = []
+    for number, accepted in enumerate([4, 4, 0, 0], 1):
+        drafted = [run.step(drafted_s=6 * PLAIN_S, accepted=accepted * (step == 0))[0] for step in range(10)]
+        assert 0 in drafted
+        first.append(drafted[0])
+        next_request(run, number)
+    assert first == [4, 4, 4, 2]
+
+
+def test_short_steps_that_lose_leave_drafts_long() -> None:
+    run = Run()
+    for number in range(1, 4):
+        drafted = [run.step(drafted_s=1.5 * PLAIN_S, accepted=0)[0] for _ in range(20)]
+        assert drafted[0] == 4
+        assert 0 in drafted
+        next_request(run, number)

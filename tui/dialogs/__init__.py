@@ -1,0 +1,1 @@
+"""The dialogs of the chat. Each returns a typed value; None: cancelled."""

@@ -1,0 +1,1 @@
+"""The inspector: the steps of an engine as they happen."""

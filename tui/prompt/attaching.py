@@ -1,0 +1,252 @@
+"""The files of the message being written: read, counted, shown on the bar, and checked before they are sent.
+
+Owns the list of attachments, the notices about files that changed since they were sent, and the order of reading and
+sending. Knows nothing of keys and of how a file is chosen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgelm.base.errors import EdgeLMError, RequestError
+from edgelm.base.workers.parent import in_daemon_thread
+from edgelm.chats.attached_files import Read, State, pasted, read_attachment, state_of
+from edgelm.chats.attachments import Attachment
+from edgelm.chats.history import Message
+from edgelm.client.session import Session, on_disk
+from edgelm.library.progress import size_text
+from edgelm.tui.prompt.files_bar import Chip, FilesBar, Use
+from edgelm.tui.prompt.room import Room, context_size, counted, require_sight, room
+from edgelm.tui.transcript.attachment_rows import tokens_words
+from edgelm.tui.transcript.passages import one_line
+from edgelm.tui.workspace import Workspace
+
+Run = Callable[[Coroutine[Any, Any, None]], object]
+
+
+@dataclass(eq=False, slots=True)
+class _Item:
+    """A file on the bar; `attachment` is None while it is read."""
+
+    path: str
+    attachment: Attachment | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A file that was sent with a message of the branch, and is not as it was."""
+
+    attachment: Attachment
+    state: State
+
+    @property
+    def words(self) -> str:
+        return "has changed" if self.state == "changed" else "is gone"
+
+
+class Attaching:
+    """The attachments of the message being written. `run` starts a worker; `tell` and `complain` show a line."""
+
+    def __init__(
+        self, workspace: Workspace, run: Run, tell: Callable[[str], None], complain: Callable[[EdgeLMError], None]
+    ) -> None:
+        self.bar = FilesBar()
+        self._workspace = workspace
+        self._run = run
+        self._tell = tell
+        self._complain = complain
+        self._items: list[_Item] = []
+        self._notices: list[Notice] = []
+        self._passed: set[tuple[str, str, State]] = set()  # notices that the user has seen: path, digest, state
+        self._size: int | None = None  # of the context
+        self._session: Session | None = None  # whose files were looked at
+        self._edited: Message | None = None  # the message whose new version is written
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._confirmed: tuple[object, ...] = ()  # a message that is too long, and that the user sends again
+
+    @property
+    def attachments(self) -> tuple[Attachment, ...]:
+        return tuple(item.attachment for item in self._items if item.attachment is not None)
+
+    # What is attached
+
+    def set(self, attachments: Iterable[Attachment], edited: Message | None = None) -> None:
+        """Replace all: by those of a message that is edited, or by none."""
+        self._items = [_Item(attachment.path, attachment) for attachment in attachments]
+        self._edited = edited
+        self._note_idle()
+        self._show()
+        if self._items:
+            self._run(self._measure(()))
+
+    def add_path(self, path: str) -> None:
+        """Attach the file or folder at an absolute path; one that is attached already is read again."""
+        item = next((item for item in self._items if item.path == path), None)
+        if item is None:
+            item = _Item(path)
+            self._items.append(item)
+        item.attachment = None
+        self._idle.clear()
+        self._show()
+        self._run(self._read(item))
+
+    def add_text(self, text: str) -> None:
+        """Attach a pasted text."""
+        sent = [attachment for message in self._workspace.session.tree.path() for attachment in message.attachments]
+        number = 1 + sum(not attachment.path for attachment in (*sent, *self.attachments))
+        item = _Item("", pasted(text, number))
+        self._items.append(item)
+        self._show()
+        self._run(self._measure((item,)))
+
+    def remove(self, index: int) -> None:
+        """Take a chip off the bar: an attachment, or a notice."""
+        if index < len(self._items):
+            del self._items[index]
+            self._note_idle()
+        elif index - len(self._items) < len(self._notices):
+            self._pass(self._notices.pop(index - len(self._items)))
+        self._show()
+
+    def remove_last(self) -> None:
+        """Take off the last attachment, if there is one."""
+        if self._items:
+            self.remove(len(self._items) - 1)
+
+    def use(self, index: int) -> str:
+        """Attach the new version of a changed file, or take a pasted text off and return it for the prompt."""
+        if index < len(self._items):
+            attachment = self._items[index].attachment
+            self.remove(index)
+            return attachment.text if attachment is not None else ""
+        notice = self._notices[index - len(self._items)]
+        self.remove(index)
+        self.add_path(notice.attachment.path)
+        return ""
+
+    async def _read(self, item: _Item) -> None:
+        try:
+            read: Read = await in_daemon_thread(lambda: read_attachment(item.path))
+            require_sight(self._workspace.link, self._workspace.model, (read.attachment,))
+        except EdgeLMError as error:
+            if item in self._items:
+                self._items.remove(item)
+            self._complain(error)
+        else:
+            item.attachment = read.attachment
+            if read.note:
+                self._tell(f"{one_line(read.attachment.name)}: {read.note}")
+        self._note_idle()
+        self._show()
+        await self._measure((item,))
+
+    def _note_idle(self) -> None:
+        if all(item.attachment is not None for item in self._items):
+            self._idle.set()
+
+    async def _measure(self, items: Sequence[_Item]) -> None:
+        """Count the tokens of attachments, and what is left of the context."""
+        workspace = self._workspace
+        if self._size is None:  # counting may start the model's engine first
+            self._size = await context_size(workspace.link, workspace.session, workspace.model)
+            self._show()
+        for item in items:
+            if (before := item.attachment) is not None and item in self._items:
+                after = await counted(workspace.link, workspace.model, before)
+                if item.attachment is before:
+                    item.attachment = after
+        self._size = await context_size(workspace.link, workspace.session, workspace.model)
+        self._show()
+
+    # The bar
+
+    def room(self, text: str = "") -> Room | None:
+        """Return the free tokens of the context; None if its size is not known."""
+        if self._size is None:
+            return None
+        session = self._workspace.session
+        parent = session.tree.leaf if self._edited is None else self._edited.parent
+        return room(self._size, session, parent, self.attachments, text)
+
+    def _show(self) -> None:
+        left = self.room() if self._items else None
+        chips = [*map(_chip, self._items), *map(_notice_chip, self._notices)]
+        self.bar.show(chips, left.words if left else "", too_long=left is not None and left.left < 0)
+
+    # Files that changed
+
+    def look(self, session: Session) -> None:
+        """Look for files of the branch on screen that changed since they were sent."""
+        if session is not self._session:
+            self._session, self._notices = session, []
+            self._show()
+        if on_disk(session):
+            self._run(self._look_quietly(session))
+
+    async def _look_quietly(self, session: Session) -> None:
+        await self._look(session)
+
+    async def _look(self, session: Session) -> bool:
+        """Update the notices; return whether there is a new one."""
+        files = on_disk(session)
+        states = await in_daemon_thread(lambda: [state_of(attachment) for attachment in files])
+        if session is not self._workspace.session:
+            return False
+        attached = {item.path: item.attachment for item in self._items}
+        before = {_key(notice) for notice in self._notices}
+        notices = [Notice(file, state) for file, state in zip(files, states, strict=True) if state != "same"]
+        self._notices = [
+            notice
+            for notice in notices
+            if attached.get(notice.attachment.path, notice.attachment) is notice.attachment  # or else a newer version
+            and _key(notice) not in self._passed
+        ]
+        self._show()
+        return any(_key(notice) not in before for notice in self._notices)
+
+    def _pass(self, notice: Notice) -> None:
+        self._passed.add(_key(notice))
+
+    # Before a message is sent
+
+    @property
+    def must_check(self) -> bool:
+        """Tell whether a message has to wait for `check`."""
+        return bool(self._items) or bool(on_disk(self._workspace.session))
+
+    async def check(self, text: str) -> None:
+        """Wait until all files are read, and raise RequestError where the user should see something before sending."""
+        self._workspace.require_no_answer()
+        await self._idle.wait()
+        require_sight(self._workspace.link, self._workspace.model, self.attachments)
+        if await self._look(self._workspace.session):
+            names = ", ".join(f"{one_line(notice.attachment.name)} {notice.words}" for notice in self._notices)
+            raise RequestError(names, "Enter sends all the same; Shift+Tab and Enter attach a changed file again")
+        left = self.room(text) if self._items else None
+        message = (text, *map(id, self.attachments))
+        if left is not None and left.left < 0 and self._confirmed != message:
+            self._confirmed = message
+            raise RequestError(f"the message is {left.words}", "take a file off, or press Enter again to send it")
+
+
+def _chip(item: _Item) -> Chip:
+    attachment = item.attachment
+    if attachment is None:
+        return Chip(item.path.rpartition("/")[2], "is read …")
+    name = one_line(attachment.name)
+    if attachment.kind == "image":
+        return Chip(name, f"picture, {size_text(attachment.size)}")
+    return Chip(name, tokens_words(attachment), "" if attachment.path else "as text")
+
+
+def _notice_chip(notice: Notice) -> Chip:
+    use: Use = "attach again" if notice.state == "changed" else ""
+    return Chip(one_line(notice.attachment.name), notice.words, use, is_notice=True)
+
+
+def _key(notice: Notice) -> tuple[str, str, State]:
+    return notice.attachment.path, notice.attachment.digest, notice.state

@@ -1,0 +1,407 @@
+"""The box in which a message is written, its history, and the list of commands above it.
+
+Owns Enter, line breaks, the walk through earlier messages and the choice among commands. Knows nothing of chats,
+or of what commands do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.text import Text
+from textual import events
+from textual.app import RenderResult
+from textual.message import Message as Event
+from textual.reactive import reactive
+from textual.timer import Timer
+from textual.widget import Widget
+from textual.widgets import TextArea
+
+from edgelm.tui.commands.table import Command, Suggestion, complete
+from edgelm.tui.hints import Hint
+from edgelm.tui.palette import list_text
+from edgelm.tui.prompt.pasted import is_long, may_be_paths
+
+LINE_BREAK_KEYS = frozenset({"alt+enter", "ctrl+j", "shift+enter"})
+PLACEHOLDER = "Message: Enter sends, Ctrl+J breaks the line"
+MAX_LISTED = 8  # commands at a time
+MIN_HELP = 12  # columns; in less room the help of a line is left out
+BLINK_S = 10.0  # after the last key, as in other programs: a blinking cursor keeps the machine awake
+
+
+class History:
+    """The user's earlier messages, oldest first, and the place of the Up key among them."""
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        self._texts: list[str] = []
+        self._index = 0
+        self._unsent = ""  # the text that was being written when the walk began
+        self.load(texts)
+
+    def load(self, texts: Iterable[str]) -> None:
+        """Insert older texts before those of this run."""
+        self._texts = [*texts, *self._texts]
+        self._index = len(self._texts)
+
+    def add(self, text: str) -> None:
+        """Append a text that was sent."""
+        if not self._texts or self._texts[-1] != text:
+            self._texts.append(text)
+        self._index = len(self._texts)
+        self._unsent = ""
+
+    def back(self, current: str) -> str | None:
+        """Return the previous text; None at the oldest."""
+        return self._move(current, -1)
+
+    def forward(self, current: str) -> str | None:
+        """Return the next text, the unsent one at the end; None after it."""
+        return self._move(current, 1)
+
+    def shows(self, text: str) -> bool:
+        """Tell whether a text is the one that the walk has come to."""
+        return self._index < len(self._texts) and self._texts[self._index] == text
+
+    def _move(self, current: str, by: int) -> str | None:
+        index = self._index + by
+        if not 0 <= index <= len(self._texts):
+            return None
+        if self._index == len(self._texts):
+            self._unsent = current
+        self._index = index
+        return self._unsent if index == len(self._texts) else self._texts[index]
+
+
+class Prompt(TextArea):
+    """A text area that sends its text at Enter."""
+
+    DEFAULT_CSS = """
+    Prompt {
+        height: auto; min-height: 3; max-height: 10; min-width: 5;
+        border: round $border-blurred; padding: 0 1; background: transparent;
+        scrollbar-size-vertical: 1;
+        border-title-color: $text-muted; border-subtitle-color: $text-muted;
+    }
+    Prompt:focus { border: round $primary; background: transparent; }
+    Prompt.-editing { border: round $warning; }
+    Prompt .text-area--placeholder { color: $text-muted; }
+    Prompt .text-area--cursor-line { background: transparent; }
+    """
+
+    @dataclass
+    class Sent(Event):
+        """Enter was pressed, and took this text out of the prompt; `command` is the one chosen in the list for it."""
+
+        text: str
+        command: Command | None = None
+
+    @dataclass
+    class Typed(Event):
+        """The text changed."""
+
+        text: str
+
+    @dataclass
+    class Pasted(Event):
+        """A text was pasted that may belong above the prompt: a long one, or the paths of files."""
+
+        text: str
+
+    class Taken(Event):
+        """Enter was pressed while files are listed."""
+
+    class Emptied(Event):
+        """Backspace was pressed in an empty prompt."""
+
+    class Undone(Event):
+        """Ctrl+Z was pressed where there is no text to undo."""
+
+    class TabPressed(Event):
+        """Tab was pressed on a command, which may be completed, or its path."""
+
+    @dataclass
+    class Moved(Event):
+        """Up (-1) or Down (1) was pressed while the list of commands is open."""
+
+        by: int
+
+    @dataclass
+    class Paged(Event):
+        """PageUp (-1) or PageDown (1) was pressed: the conversation scrolls."""
+
+        by: int
+
+    # The status line shows other hints where these change.
+    completing = reactive(False, repaint=False, bindings=True)  # Up and Down move in the list above
+    picking = reactive(False, repaint=False, bindings=True)  # files are listed for the word before the cursor
+
+    def __init__(self) -> None:
+        super().__init__(
+            id="prompt", soft_wrap=True, show_line_numbers=False, tab_behavior="focus", placeholder=PLACEHOLDER,
+            highlight_cursor_line=False,
+        )  # fmt: skip
+        self.sent = History()
+        self._blinking: Timer | None = None  # until the cursor stands still
+        self.offering = False  # Down moves into the list above while there is no text
+        self.offers_command = False  # Tab runs it while there is no text
+        self._had_text = False
+
+    def on_mount(self) -> None:
+        self._blinking = self.set_timer(BLINK_S, self._stop_blinking)
+
+    def on_focus(self) -> None:
+        self._blink()
+
+    def _blink(self) -> None:
+        """Let the cursor blink from now on, for a while."""
+        self.cursor_blink = True
+        if self._blinking is not None:
+            self._blinking.stop()
+            self._blinking = self.set_timer(BLINK_S, self._stop_blinking)
+
+    def _stop_blinking(self) -> None:
+        self.cursor_blink = False
+
+    def put(self, text: str) -> None:
+        """Replace the text, with the cursor at its end."""
+        self.load_text(text)
+        self.move_cursor(self.document.end)
+
+    def give_back(self, text: str) -> None:
+        """Put a text that was taken before what was typed since."""
+        if text:
+            self.put(text + self.text)
+
+    async def _on_key(self, event: events.Key) -> None:
+        self._blink()
+        if event.key == "enter" and self.picking:
+            self._consume(event)
+            self.post_message(self.Taken())
+        elif event.key == "enter":
+            self._consume(event)
+            self.action_send()
+        elif event.key == "backspace" and not self.text:
+            self._consume(event)
+            self.post_message(self.Emptied())
+        elif event.key in LINE_BREAK_KEYS:
+            self._consume(event)
+            self.insert("\n")
+        elif event.key == "down" and self.offering and not self.text:
+            self._consume(event)
+            self.post_message(self.Moved(1))
+        elif event.key in ("up", "down") and self.completing:
+            self._consume(event)
+            self.post_message(self.Moved(-1 if event.key == "up" else 1))
+        elif event.key in ("pageup", "pagedown"):
+            self._consume(event)
+            self.post_message(self.Paged(-1 if event.key == "pageup" else 1))
+        elif event.key in ("up", "down") and self._walk_history(event.key):
+            self._consume(event)
+        elif event.key == "tab" and (
+            self.picking or self.text.startswith("/") or (self.offers_command and not self.text)
+        ):
+            self._consume(event)
+            self.post_message(self.TabPressed())
+        else:
+            await super()._on_key(event)
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        if is_long(event.text) or may_be_paths(event.text):
+            self._consume(event)
+            self.post_message(self.Pasted(event.text))
+
+    def _consume(self, event: events.Event) -> None:
+        event.stop()
+        event.prevent_default()
+
+    def _walk_history(self, key: str) -> bool:
+        """Show an earlier or later text if the cursor is in the first or last line; return whether it was used."""
+        row = self.wrapped_document.location_to_offset(self.cursor_location).y
+        if row != (0 if key == "up" else self.wrapped_document.height - 1):
+            return False
+        history = self.sent
+        text = history.back(self.text) if key == "up" else history.forward(self.text)
+        if text is not None:
+            self.put(text)
+        return text is not None
+
+    def on_text_area_changed(self) -> None:
+        self.post_message(self.Typed(self.text))
+        if bool(self.text) != self._had_text:
+            self._had_text = bool(self.text)
+            self.refresh_bindings()  # the status line shows other hints
+
+    # The same by mouse
+
+    @property
+    def hints(self) -> list[Hint]:
+        """Return the hints for the text."""
+        close = Hint("Esc", "close", "screen.stop")
+        if self.picking:
+            return [Hint("Enter", "attach", "take"), Hint("Tab", "open", "complete"), close]
+        if self.completing and self.text:
+            return [Hint("Enter", "run", "send"), Hint("Tab", "complete", "complete"), close]
+        if self.text:
+            hints = [Hint("Enter", "send", "send"), Hint("Ctrl+J", "line", "break_line")]
+        else:
+            files = Hint("@", "files", "list_files", optional=True)
+            hints = [Hint("/", "commands", "list_commands", optional=True), files]
+        return [Hint("Esc", "leave", "screen.stop"), *hints] if self.has_class("-editing") else hints
+
+    def action_send(self) -> None:
+        """Take the text out before the next key: what is typed from now on is no part of it."""
+        text = self.text
+        if text:
+            self.put("")
+        self.post_message(self.Sent(text))
+
+    def action_take(self) -> None:
+        self.post_message(self.Taken())
+
+    def action_complete(self) -> None:
+        self.post_message(self.TabPressed())
+
+    def action_break_line(self) -> None:
+        self.insert("\n")
+
+    def action_undo(self) -> None:
+        """Undo what was typed; where nothing was, tell the screen."""
+        had_text = bool(self.text)
+        super().action_undo()
+        if not had_text and not self.text:
+            self.post_message(self.Undone())
+
+    def action_list_commands(self) -> None:
+        self.put("/")
+
+    def action_list_files(self) -> None:
+        self.insert(" @" if self.text and not self.text[-1].isspace() else "@")
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Show an earlier message, as Up does, unless a text is being written."""
+        if (not self.text or self.sent.shows(self.text)) and self._walk_history("up"):
+            self._consume(event)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        if self.text and self.sent.shows(self.text) and self._walk_history("down"):
+            self._consume(event)
+
+
+class Completion(Widget):
+    """The commands that the typed text may become, the paths that Tab found, or what an empty prompt offers.
+
+    Of offers none is chosen before Down is pressed: Enter in an empty prompt does nothing by accident.
+    """
+
+    DEFAULT_CSS = """
+    Completion {
+        height: auto; max-height: 8; padding: 0 2; background: $panel; display: none;
+        text-wrap: nowrap; text-overflow: ellipsis;
+    }
+    Completion.-open { display: block; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="completion")
+        self._suggestions: list[Suggestion] = []
+        self._index = 0
+        self._text = ""  # that the suggestions are for
+        self._offers: list[Suggestion] = []
+
+    @property
+    def chosen(self) -> Suggestion | None:
+        return self._suggestions[self._index] if self._suggestions and self._index >= 0 else None
+
+    @property
+    def is_offering(self) -> bool:
+        return bool(self._offers) and self._suggestions is self._offers
+
+    @property
+    def offered_command(self) -> str:
+        """Return what Tab runs in an empty prompt: the chosen offer, else the command whose help says Tab."""
+        if not self.is_offering:
+            return ""
+        if self.chosen is not None:
+            return self.chosen.text
+        return next((offer.text for offer in self._offers if "Tab" in offer.help), "")
+
+    def offer(self, offers: list[Suggestion], text: str) -> None:
+        """Show these while there is no text in the prompt; `text` is what it has now."""
+        was_offering = self.is_offering
+        self._offers = offers
+        if was_offering or not text:
+            self._show_offers()
+
+    def update(self, text: str) -> None:
+        """Show the commands that a text is a prefix of; keep the suggestions that are shown for it."""
+        if not text:
+            self._show_offers()
+        elif text != self._text:
+            self.show_for(text, [command.suggestion for command in complete(text)])
+
+    def show_for(self, text: str, suggestions: list[Suggestion]) -> None:
+        """Show what a text may become."""
+        self._text = text
+        if suggestions != self._suggestions:
+            self._show(suggestions, 0)
+
+    def _show_offers(self) -> None:
+        self._text = ""
+        if self._suggestions is not self._offers:
+            self._show(self._offers, -1)
+
+    def _show(self, suggestions: list[Suggestion], index: int) -> None:
+        self._suggestions, self._index = suggestions, index
+        self.set_class(bool(suggestions), "-open")
+        self.refresh(layout=True)
+
+    def move(self, by: int) -> None:
+        """Choose the line above (-1) or below (1); of offers also none."""
+        if self._suggestions:
+            none = 1 if self.is_offering else 0
+            self._index = (self._index + none + by) % (len(self._suggestions) + none) - none
+            self.refresh()
+
+    def close(self) -> bool:
+        """Hide the list; return whether it was open."""
+        was_open = bool(self._suggestions)
+        self._suggestions, self._text, self._offers = [], "", []
+        self.remove_class("-open")
+        return was_open
+
+    @dataclass
+    class Clicked(Event):
+        """A line was clicked."""
+
+        suggestion: Suggestion
+
+    def on_click(self, event: events.Click) -> None:
+        place = self._first + event.y
+        if 0 <= place < len(self._suggestions):
+            self.post_message(self.Clicked(self._suggestions[place]))
+
+    @property
+    def _first(self) -> int:
+        """Return the place of the first line that is shown."""
+        return max(0, min(self._index - MAX_LISTED // 2, len(self._suggestions) - MAX_LISTED))
+
+    def get_content_height(self, container: object, viewport: object, width: int) -> int:
+        return min(len(self._suggestions), MAX_LISTED)
+
+    def render(self) -> RenderResult:
+        return list_text(self._lines(), self.app.current_theme)
+
+    def _lines(self) -> Text:
+        width = max((len(suggestion.usage) for suggestion in self._suggestions), default=0) + 2
+        room = self.content_size.width - width
+        longest = max((len(suggestion.help) for suggestion in self._suggestions), default=0)
+        has_helps = room >= min(longest, MIN_HELP)
+        first = self._first
+        text = Text(no_wrap=True, overflow="ellipsis")
+        for i, suggestion in enumerate(self._suggestions[first : first + MAX_LISTED], first):
+            style = "reverse" if i == self._index else ""
+            text.append(f"{suggestion.usage:<{width}}" if has_helps else suggestion.usage, f"bold {style}".strip())
+            text.append((suggestion.help if has_helps else "") + "\n", style or "dim")
+        text.rstrip()
+        return text

@@ -1,0 +1,1 @@
+"""The conversation on the screen: messages as rows of lines."""

@@ -1,0 +1,417 @@
+"""The conversation on the screen: one widget that draws lines, whatever the number of messages.
+
+Owns scrolling, following the end, the selected message, and mouse selection. Knows nothing of how answers are made
+and saved.
+
+Rows are drawn when they come into view, then kept; streamed text redraws only its last block.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+from textual import events
+from textual.binding import BindingType
+from textual.geometry import Size
+from textual.message import Message as Event
+from textual.scroll_view import ScrollView
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.timer import Timer
+
+from edgelm.tui.commands.keymap import keymap_of
+from edgelm.tui.commands.table import TRANSCRIPT_KEYS
+from edgelm.tui.hints import Hint
+from edgelm.tui.lines import ACT, CONSOLE, GUTTER, Line, NoteRow, Row, clean, margin, text_width, wrap_words
+from edgelm.tui.palette import Palette, make_palette
+from edgelm.tui.transcript.views import Flow, MessageView
+
+WELCOME = """Write a message below.
+
+{help} shows every key, / every command.
+{search} searches all chats, {model} chooses or pulls a model.
+Esc stops an answer; everything is saved as it is written."""
+WELCOME_KEYS = {"help": "F1", "search": "Ctrl+F", "model": "Ctrl+O"}
+FRAME_S = 1 / 20  # a reader sees no difference, and the model on the same cores decodes meanwhile
+MAX_SHARE = 0.1  # of the time, for drawing while text streams
+MEASURE_SLICE_S = 0.004
+MEASURE_DELAY_S = 0.05
+MEASURED_FRAME_S = 1.0  # between two frames that show only what was measured: they cost more than measuring
+KEPT_SCREENS = 4  # lines are kept this many screens above and below
+SELECTED, FOCUSED = "▌", "▏"  # left of the selected message, and of the others while the widget has the focus
+
+
+class Transcript(ScrollView, can_focus=True):
+    """Messages, newest at the bottom."""
+
+    ALLOW_SELECT = True
+    FOCUS_ON_CLICK = False  # `on_click` does it: focusing first may scroll, and the click would hit another line
+    BINDINGS: ClassVar[list[BindingType]] = [key.binding for key in TRANSCRIPT_KEYS]
+    DEFAULT_CSS = """
+    Transcript {
+        height: 1fr;
+        overflow-x: hidden; overflow-y: scroll;
+        scrollbar-size-vertical: 1;
+    }
+    """
+
+    @dataclass
+    class Act(Event):
+        """A key was pressed on a message. `action`: edit, regenerate, copy, code, previous or next."""
+
+        action: str
+        message_id: int
+
+    @dataclass
+    class Folded(Event):
+        """The thought of a message, or what was read for it, is to be shown, or hidden again."""
+
+        message_id: int
+
+    @dataclass
+    class Left(Event):
+        """Down was pressed on the last message."""
+
+    def __init__(self) -> None:
+        super().__init__(id="transcript")
+        self.views: list[MessageView] = []
+        self._flow = Flow()
+        self._text_width = 0  # cells for a row: from the gutter to the scroll bar
+        self._marked: tuple[int, int] | None = None  # the lines of the selected message
+        self._following = True
+        self._anchor: tuple[Row, int] | None = None  # the row and its line at the top, while not following the end
+        self._arranging = False
+        self.selected: int | None = None  # id of the message that keys act on
+        self._frame: Timer | None = None
+        self._frame_cost_s = 0.0
+        self._measuring: Timer | None = None
+        self._measured = False  # since the last arrangement
+        self._arranged_at = 0.0
+        self._palette: Palette | None = None
+        self._notice = ""
+        self._drafts = False
+        self.can_explore = True  # the endpoint tells tokens
+
+    # Content
+
+    def show(self, views: list[MessageView]) -> None:
+        """Show these messages from the end."""
+        self.views = views
+        self.selected = None
+        self._following = True
+        self._anchor = None
+        self.screen.clear_selection()
+        self._arrange()
+
+    def replace(self, views: list[MessageView], selected: int | None = None) -> None:
+        """Show other messages without scrolling; `selected` becomes the selected one."""
+        self.views = views
+        if selected is not None:
+            self._select(selected)
+        self._arrange()
+
+    def refold(self) -> None:
+        """Draw messages whose folded text was unfolded, or folded again; the lines above it stay where they are."""
+        if not any(view.live for view in self.views):  # a thought that grows is followed to its end
+            self._following = False
+            self._set_anchor(round(self.scroll_y))
+        self._arrange()
+
+    def changed(self) -> None:
+        """Draw changes at the next frame: text arrives faster than a screen can show it."""
+        if self._frame is None:
+            wait = max(FRAME_S, self._frame_cost_s / MAX_SHARE)
+            self._frame = self.set_timer(wait, self._draw_frame)
+
+    def follow(self) -> None:
+        """Scroll to the end and follow it."""
+        self._following = True
+        self._arrange()
+
+    def reveal(self, message_id: int) -> None:
+        """Scroll to a message and select it."""
+        index = next((i for i, view in enumerate(self.views) if view.message.id == message_id), None)
+        if index is not None:
+            self._go_to(index)
+            self.focus()
+
+    def set_notice(self, notice: str) -> None:
+        """Show an error where there is no message yet; empty: none."""
+        self._notice = clean(notice)
+        self.refresh()
+
+    def show_drafts(self, shown: bool) -> None:
+        """Tint drafted words, or stop it."""
+        self._drafts = shown
+        self._palette = None
+        self._arrange()
+
+    def _draw_frame(self) -> None:
+        self._frame = None
+        started = time.perf_counter()
+        self._arrange()
+        self._frame_cost_s = time.perf_counter() - started
+
+    # Layout
+
+    @property
+    def palette(self) -> Palette:
+        if self._palette is None:
+            self._palette = make_palette(self.app.current_theme, self.app.theme_variables, drafts=self._drafts)
+        return self._palette
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        app = self.app
+        if self._palette is not None and self._palette.name != app.current_theme.name:
+            self._palette = None
+            self.call_later(self._arrange)
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Stack the rows, draw those in view, and keep the position of the line at the top."""
+        region = self.scrollable_content_region
+        width, height = region.width, region.height
+        if width <= 0 or height <= 0:
+            return
+        self._arranging = True
+        self._measured, self._arranged_at = False, time.perf_counter()
+        try:
+            self._text_width = max(width - margin(width + 1) - GUTTER - 1, 1)
+            top = self._place(self._text_width, height)
+            self._mark()
+            size = Size(width, self._flow.height)
+            if size != self.virtual_size:
+                self.virtual_size = size
+            self._scroll_to(None, top, animate=False)
+        finally:
+            self._arranging = False
+        self.refresh()
+        if self._measuring is None:
+            self._measuring = self.set_timer(MEASURE_DELAY_S, self._measure)
+
+    def _mark(self) -> None:
+        """Find the lines of the selected message, without the empty one below it."""
+        self._marked = None
+        if self.selected is not None:
+            view = next((view for view in self.views if view.message.id == self.selected), None)
+            if view is not None and (span := self._flow.span_of(view)) is not None:
+                self._marked = (span[0], span[1] - 1)
+
+    def _place(self, width: int, height: int) -> int:
+        """Draw all rows in view and return the line at the top of the screen."""
+        flow = self._flow
+        while True:
+            flow.measure(self.views, width, self.palette)
+            end = max(0, flow.height - height)
+            top = end
+            if not self._following and self._anchor is not None:
+                row, line = self._anchor
+                row_top = flow.top_of(row)
+                top = min(end, round(self.scroll_y) if row_top is None else row_top + line)
+            if not flow.draw(top, top + height):
+                return top
+
+    def _measure(self) -> None:
+        """Draw a few rows that were never in view, so that the scroll bar becomes exact."""
+        self._measuring = None
+        until = time.perf_counter() + MEASURE_SLICE_S
+        is_left = True
+        while is_left and time.perf_counter() < until:
+            is_left = self._flow.draw_last_guess()
+            self._measured |= is_left
+        if is_left and time.perf_counter() < self._arranged_at + MEASURED_FRAME_S:
+            self._measuring = self.set_timer(MEASURE_DELAY_S, self._measure)
+            return
+        height = self.scrollable_content_region.height
+        top = round(self.scroll_y)
+        self._flow.release(top - KEPT_SCREENS * height, top + (KEPT_SCREENS + 1) * height)
+        if self._measured:
+            self.changed()
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        if self._arranging or round(old_value) == round(new_value):
+            return
+        top = round(new_value)
+        self._following = top >= self._flow.height - self.scrollable_content_region.height
+        self._set_anchor(top)
+        if self._flow.draw(top, top + self.scrollable_content_region.height):
+            self.changed()
+
+    # Drawing
+
+    def render_line(self, y: int) -> Strip:
+        width = self.scrollable_content_region.width
+        flow_y = round(self.scroll_y) + y
+        line = self._flow.line(flow_y) if self.views else self._welcome_line(y)
+        base = self.rich_style
+        mark = self._mark_of(flow_y)
+        selection = self.text_selection
+        span = selection.get_span(flow_y) if selection is not None else None
+        key = (width, flow_y, base, mark)
+        if line is not None and span is None and line.strip is not None and line.strip_key == key:
+            return line.strip
+        left = Segment(" " * margin(width + 1) + mark.ljust(GUTTER), base + self.palette.mark)
+        if line is None:
+            return Strip(Segment.adjust_line_length([left], width, base), width)
+        if span is not None:
+            return _make_strip(line, width, left, base, flow_y, span, self._selection_style)
+        line.strip, line.strip_key = _make_strip(line, width, left, base, flow_y), key
+        return line.strip
+
+    def _mark_of(self, y: int) -> str:
+        if self._marked is not None and self._marked[0] <= y < self._marked[1]:
+            return SELECTED
+        return FOCUSED if self.has_focus else ""
+
+    def _welcome_line(self, y: int) -> Line | None:
+        palette, width = self.palette, self._text_width
+        keymap = keymap_of(self.app)
+        keys = {name: keymap.label(f"run({name!r})", key) or f"/{name}" for name, key in WELCOME_KEYS.items()}
+        welcome = Text.assemble(("edgelm\n\n", palette.heading), (WELCOME.format(**keys), palette.muted))
+        lines = wrap_words(welcome, text_width(width))
+        if self._notice:
+            lines += [Line(Text()), *NoteRow(self._notice, error=True).draw(width, palette)]
+        return lines[y] if y < len(lines) else None
+
+    @property
+    def _selection_style(self) -> Style:
+        return self.screen.get_component_rich_style("screen--selection")
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        self.refresh()
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        first = selection.start.y if selection.start else 0
+        last = min(selection.end.y if selection.end else self._flow.height, self._flow.height - 1)
+        parts: list[str] = []
+        for y in range(max(first, 0), last + 1):
+            line, span = self._flow.line(y), selection.get_span(y)
+            if line is None or span is None or 0 < len(line.text) <= line.prefix:
+                continue  # no line here, or only decoration
+            start, end = span
+            text = line.text.plain[max(start, line.prefix) : None if end == -1 else max(end, line.prefix)]
+            parts += [line.joint if parts else "", text]
+        return "".join(parts), "\n"
+
+    # The selected message
+
+    def on_focus(self) -> None:
+        if self.selected is None and self.views:
+            self._go_to(len(self.views) - 1)
+
+    def on_blur(self) -> None:
+        self._select(None)
+        self.refresh()
+
+    def on_click(self, event: events.Click) -> None:
+        if self.text_selection is not None:  # the end of a selection by mouse
+            return
+        y = round(self.scroll_y) + event.y
+        view = self._flow.view_at(y)
+        if view is not None and (act := event.style.meta.get(ACT)) is not None:
+            self.post_message(self.Act(act, view.message.id))
+            return
+        if view is not None and self._flow.is_fold_line(y):
+            self.post_message(self.Folded(view.message.id))
+            return
+        if view is not None:
+            self._select(view.message.id)
+        self.focus(scroll_visible=False)
+        self._arrange()
+
+    def action_select(self, by: int) -> None:
+        """Select the message above (-1) or below (1)."""
+        index = next((i for i, view in enumerate(self.views) if view.message.id == self.selected), len(self.views))
+        if index + by >= len(self.views):
+            self.post_message(self.Left())
+        elif self.views:
+            self._go_to(max(0, index + by))
+
+    def action_fold(self) -> None:
+        if self.selected is not None:
+            self.post_message(self.Folded(self.selected))
+
+    def action_act(self, action: str) -> None:
+        if self.selected is not None:
+            self.post_message(self.Act(action, self.selected))
+
+    def _go_to(self, index: int) -> None:
+        view = self.views[index]
+        self._select(view.message.id)
+        self._arrange()
+        span = self._flow.span_of(view)
+        if span is None:  # the terminal has no room for a line
+            return
+        first, end = span
+        height = self.scrollable_content_region.height
+        top = round(self.scroll_y)
+        if first < top or end - first > height:
+            top = first
+        elif end > top + height:
+            top = end - height
+        self._following = top >= self._flow.height - height
+        self._set_anchor(top)
+        self._arrange()
+
+    def _set_anchor(self, top: int) -> None:
+        index, line = self._flow.locate(top)
+        self._anchor = (self._flow.rows[index], line) if index >= 0 else None
+
+    def _select(self, message_id: int | None) -> None:
+        self.selected = message_id
+        self._mark()
+
+    @property
+    def hints(self) -> list[Hint]:
+        """Return the hints for the selected message."""
+        actions = [
+            ("c", "copy", "copy"),
+            ("e", "edit", "edit"),
+            ("r", "again", "regenerate"),
+            ("g", "code", "code"),
+            *([("x", "explore", "explore")] if self.can_explore else []),
+        ]
+        hints = [Hint(key, label, f"act({action!r})") for key, label, action in actions] if self.views else []
+        return [*hints, Hint("Esc", "back", "screen.stop")]
+
+
+def _make_strip(
+    line: Line,
+    width: int,
+    left: Segment,
+    base: Style,
+    y: int,
+    span: tuple[int, int] | None = None,
+    selection: Style | None = None,
+) -> Strip:
+    """Return a line as a strip of the screen, with `left` before it.
+
+    Each segment has its offset in the text, for selection by mouse: -2 and less before it, as -1 is a line's end.
+    """
+    text = line.text
+    if span is not None and selection is not None:
+        text = text.copy()
+        start, end = span
+        text.stylize(selection, max(start, 0), None if end == -1 else max(end, 0))
+    background = base + line.fill if line.fill is not None else base
+    before = Style.from_meta({"offset": (-len(left.text) - 1, y)})
+    segments = [Segment(left.text, (left.style or base) + before)]
+    x = 0
+    own = text.style if isinstance(text.style, Style) else None  # Rich omits it where a part has no style
+    for part in text.render(CONSOLE):
+        style = background + (part.style or own)
+        segments.append(Segment(part.text, style + Style.from_meta({"offset": (x, y)})))
+        x += len(part.text)
+    filled = line.fill_to - text.cell_len
+    if filled > 0:
+        segments.append(Segment(" " * filled, background))
+    return Strip(Segment.adjust_line_length(segments, width, base), width)
