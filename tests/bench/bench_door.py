@@ -44,6 +44,7 @@ from typing import Any, NamedTuple, Protocol
 import httpx2
 
 from edgelm import __version__
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.llama_build import find_build
 from edgelm.base.runtime import FrontRecord
@@ -431,14 +432,10 @@ def measure(model: Path, args: argparse.Namespace, folder: Path) -> Door:
     with ExitStack() as stack:
         front = open_front(stack, model, folder / "serve")
         serve = HttpSide("serve", front.address, front.headers, {"model": str(model)}, front.pid)
-        mark = "MARK"
-        try:
+        mark = rendered = "MARK"
+        is_chat = LlamaTokenizer.from_file(model).chat_template is not None
+        if is_chat:
             rendered = str(serve.post("/apply-template", {"messages": [{"role": "user", "content": mark}]})["prompt"])
-            is_chat = True
-        except DoorError as error:
-            if "template" not in str(error):
-                raise
-            rendered, is_chat = mark, False
         before, _, after = rendered.partition(mark)
         serve.body["is_chat"] = is_chat
         bare = [BareSide(model, threads, lambda text: before + text + after) for threads in (1, 2)]
