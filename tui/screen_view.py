@@ -95,6 +95,10 @@ class ScreenView:
         """Attach a file or folder to the message being written; list files if there is no path."""
         self._pane.attach(path)
 
+    async def attach_clipboard(self) -> None:
+        """Attach the picture on the clipboard. Raises EdgeLMError."""
+        await self._pane.files.add_clipboard()
+
     def focus_prompt(self) -> None:
         self._pane.prompt.focus()
 

@@ -151,6 +151,7 @@ class Option:
     fits: bool
     draft_bytes: int = 0  # of a draft model
     weights_bytes: int = 0
+    projector_bytes: int = 0  # of the part that reads pictures
     devices: tuple[DeviceMemory, ...] = ()  # beside the bytes above
 
     @property
@@ -217,10 +218,11 @@ def plan(
     engine: EngineMemory,
     *,
     draft: DraftModel | None = None,
+    projector_bytes: int = 0,
     least_context: int = 0,
     with_options: bool = False,
 ) -> Plan:
-    """Choose context and KV mode, with room for a draft model if there is one.
+    """Choose context and KV mode, with room for a draft model and a projector if there are any.
 
     Without --ctx there are at least `least_context` tokens if the model has them.
 
@@ -235,7 +237,7 @@ def plan(
             f"give at most {trained}",
         )
     writes_text = summary.kind == "text"
-    sizer = _Sizer(engine, machine.usable_bytes, draft)
+    sizer = _Sizer(engine, machine.usable_bytes, draft, projector_bytes)
     if not writes_text:
         del sizer.modes[1:]  # an embedder has one kind of cache, or none
     if settings.kv != "auto" and (reason := engine.refusal(settings.kv)):
@@ -280,9 +282,10 @@ def plan(
 class _Sizer:
     """Computes the size of each option once."""
 
-    def __init__(self, engine: EngineMemory, usable: int, draft: DraftModel | None) -> None:
+    def __init__(self, engine: EngineMemory, usable: int, draft: DraftModel | None, projector_bytes: int) -> None:
         self.usable = usable
         self.draft = draft
+        self.projector_bytes = projector_bytes
         self.modes = [kv for kv in engine.kv_modes if not engine.refusal(kv)]
         self._engine = engine
         self._cached: dict[tuple[str, int], Option] = {}
@@ -293,9 +296,11 @@ class _Sizer:
             cache, workspace = self._engine.kv_bytes(kv, context), self._engine.workspace_bytes(kv, context)
             beside = self.draft.total_bytes(context) if self.draft else 0
             weights, devices = self._engine.resident_bytes(kv, context), tuple(self._engine.devices(kv, context))
-            total = weights + cache + workspace + beside + sum(part.total_bytes for part in devices if part.shared)
+            total = weights + cache + workspace + beside + self.projector_bytes
+            total += sum(part.total_bytes for part in devices if part.shared)
             fits = total <= self.usable and all(device.fits for device in devices)
-            option = Option(kv, context, cache, workspace, total, fits, beside, weights, devices)
+            parts = (beside, weights, self.projector_bytes)
+            option = Option(kv, context, cache, workspace, total, fits, *parts, devices)
             self._cached[kv, context] = option
         return option
 
@@ -396,7 +401,7 @@ def _refusal(
     shorter = [contexts[-1] >> n for n in range(1, contexts[-1].bit_length()) if contexts[-1] >> n >= MIN_PROPOSED]
     fitting = next((option for option in sizer.options(sizer.modes, [*contexts, *shorter]) if option.fits), None)
     if fitting is None:
-        omit = "omit --draft, " if sizer.draft else ""
+        omit = "omit --draft, " * (sizer.draft is not None) + "--mmproj off, " * bool(sizer.projector_bytes)
         more = "raise --max-memory" if limited else "close other programs"
         return ModelError(message, f"{omit}take a smaller model, or {more}")
     return ModelError(message, f"--ctx {fitting.context} --kv {fitting.kv} would fit")

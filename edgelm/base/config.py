@@ -123,6 +123,12 @@ class Settings:
         "a LoRA adapter made for the model: a folder of PEFT's or a GGUF; :0.5 halves its effect (llama.cpp)",
         f"{_ALL} embed",
     )
+    mmproj: str = _setting(
+        "auto",
+        Check(parse_name, "auto|off|FILE"),
+        "the model's projector, which reads pictures: auto, the one that belongs to it; off; or a GGUF (llama.cpp)",
+        f"{_LOADING} plan show",
+    )
     graphs: bool = _setting(True, _SWITCH_CHECK, "CUDA graphs: no gaps between the kernels of a step (torch)", _LOADING)
     tune: bool = _setting(
         False,

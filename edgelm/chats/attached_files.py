@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from edgelm.base.errors import RequestError
 from edgelm.base.places import expand_home, own_places
+from edgelm.base.workers.pictures import MAX_FILE_BYTES, storable_picture
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.folders import Walk, is_of_the_system, read_regular
 from edgelm.chats.knowledge.plain_text import BINARY_ENDINGS, plain_text
@@ -23,14 +24,12 @@ from edgelm.chats.knowledge.secret_files import holds_key, is_secret_folder, is_
 from edgelm.chats.pdf import MAX_PAGES, read_pdf
 
 MAX_TEXT_BYTES = 2 * 2**20  # of a file, and of all files of a folder
-MAX_IMAGE_BYTES = 10 * 2**20
 MAX_PDF_BYTES = 50 * 2**20
 MAX_FOLDER_FILES = 200
 
 State = Literal["same", "changed", "gone"]
 
-_IMAGES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF87a": "image/gif",
-           b"GIF89a": "image/gif"}  # fmt: skip
+_PICTURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a")
 _TOKEN_FILES = frozenset(
     ".npmrc .pypirc .dockercfg .boto .s3cfg .my.cnf .vault-token .yarnrc.yml .databrickscfg .curlrc .wgetrc".split()
 )
@@ -106,21 +105,37 @@ def pasted(text: str, number: int) -> Attachment:
     return Attachment(kind="text", name=f"pasted text {number}", text=text, size=len(text.encode("utf-8", "replace")))
 
 
+def is_picture(data: bytes) -> bool:
+    """Tell whether a file is a picture in a format that is taken, by its first bytes."""
+    is_webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
+    is_bmp = data[:2] == b"BM" and data[6:10] == bytes(4)  # a text may begin with these letters
+    return is_webp or is_bmp or data.startswith(_PICTURES)
+
+
+def picture_of(data: bytes, name: str) -> Attachment:
+    """Return the bytes of a picture as an attachment without a file. Raises RequestError."""
+    picture = storable_picture(data, name)
+    return Attachment(
+        kind="image", name=name, data=picture.data, media_type=picture.media_type, digest=_digest(data), size=len(data)
+    )
+
+
 def _read_file(path: str, name: str) -> Read:
     data, status = read_regular(path, MAX_PDF_BYTES)
     if not data:
         raise RequestError(f"{name} is empty", "attach another file")
-    media_type = _image_type(data)
+    is_a_picture = is_picture(data)
     is_pdf = b"%PDF-" in data[:1024]
-    limit = MAX_PDF_BYTES if is_pdf else MAX_IMAGE_BYTES if media_type else MAX_TEXT_BYTES
+    limit = MAX_PDF_BYTES if is_pdf else MAX_FILE_BYTES if is_a_picture else MAX_TEXT_BYTES
     if len(data) > limit:
-        noun = "PDFs" if is_pdf else "pictures" if media_type else "texts"
+        noun = "PDFs" if is_pdf else "pictures" if is_a_picture else "texts"
         raise RequestError(f"{name} is larger than {limit // 2**20} MiB, the limit for {noun}", "attach a part of it")
     stamped = Attachment(
         kind="text", name=name, path=path, digest=_digest(data), size=len(data), mtime_ns=status.st_mtime_ns
     )
-    if media_type:
-        return Read(replace(stamped, kind="image", data=data, media_type=media_type))
+    if is_a_picture:
+        picture = storable_picture(data, name)
+        return Read(replace(stamped, kind="image", data=picture.data, media_type=picture.media_type))
     note = ""
     if is_pdf:
         pdf = read_pdf(path, name)
@@ -131,7 +146,9 @@ def _read_file(path: str, name: str) -> Read:
     else:
         text = plain_text(data)
     if text is None:
-        raise RequestError(f"{name} is neither text nor PDF nor a picture (PNG, JPEG, WebP, GIF)", "save it as one")
+        raise RequestError(
+            f"{name} is neither text nor PDF nor a picture (PNG, JPEG, WebP, GIF, BMP)", "save it as one"
+        )
     if holds_key(text):
         raise RequestError(f"{name} holds a private key: it is not attached", _PASTE)
     media_type = "application/pdf" if is_pdf else "text/plain"
@@ -205,13 +222,6 @@ def _is_own(path: str) -> bool:
     places = own_places()
     own = (places.config / "config.toml", places.data / "tool_consents.json")
     return path in map(os.path.realpath, own)
-
-
-def _image_type(data: bytes) -> str:
-    """Return the media type of a picture; empty for other files."""
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "image/webp"
-    return next((media_type for magic, media_type in _IMAGES.items() if data.startswith(magic)), "")
 
 
 def _digest(data: bytes) -> str:

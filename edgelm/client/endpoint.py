@@ -47,6 +47,7 @@ class ModelEntry:
     loaded: bool | None = None
     path: str = ""  # on the endpoint's machine
     kind: str = ""  # text, embedding or rerank
+    pictures: bool | None = None  # whether it reads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,4 +345,5 @@ def _model_entry(entry: Mapping[str, Any]) -> ModelEntry:
         loaded=loaded if isinstance(loaded, bool) else None,
         path=str(own.get("path") or ""),
         kind=str(own.get("kind") or ""),
+        pictures=pictures if isinstance(pictures := own.get("pictures"), bool) else None,
     )

@@ -110,7 +110,12 @@ def run(
         typer.Argument(help="starter, qwen3:4b, OWNER/NAME:QUANT, or a path; not needed with -c.", show_default=False),
     ] = None,
     prompt: Annotated[
-        str | None, typer.Argument(help="The message, or with --raw the text to continue.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="[PICTURE]… [PROMPT]",
+            help="Files of pictures, - for one on standard input; the message, or with --raw the text to continue.",
+            show_default=False,
+        ),
     ] = None,
     go_on: Annotated[
         bool, typer.Option("-c", "--continue", help="Continue the last chat, with its model: edgelm run -c PROMPT.")
@@ -154,8 +159,7 @@ def run(
     from edgelm.commands.run import run_model
 
     run_model(
-        model,
-        prompt,
+        [*filter(None, [model]), *(prompt or [])],
         flags,
         stop=stop or [],
         grammar=chosen_grammar(schema=schema, json_object=json_object, regex=regex, choices=choice, grammar=grammar),
@@ -259,6 +263,9 @@ def pull(
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the files that are here, and replace damaged ones.")
     ] = False,
+    mmproj: Annotated[
+        bool, typer.Option("--mmproj/--no-mmproj", help="With the projector of a model that reads pictures.")
+    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the files, and whether the model fits.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Use the files on this disk; open no connection.")] = False,
     as_json: Json = False,
@@ -272,6 +279,7 @@ def pull(
         revision=revision,
         connections=connections,
         verify=verify,
+        mmproj=mmproj,
         dry_run=dry_run,
         offline=offline,
         as_json=as_json,

@@ -127,9 +127,10 @@ def _row(model: LocalModel, header: dict[str, Any], config: Config) -> dict[str,
         "architecture": header.get("architecture"),
         "quantization": header.get("quantization") or model.quantization,
         "parameters": header.get("parameters"),
-        "bytes": size_on_disk(model.files),
+        "bytes": size_on_disk(model.all_files),
         "context": header.get("context"),
         "kind": header.get("kind"),
+        "projector": str(model.projector) if model.projector else None,
         "last_used": last_used_at(model, config),
         "place": model.place,
         "repository": model.repository,
@@ -141,7 +142,7 @@ def _row(model: LocalModel, header: dict[str, Any], config: Config) -> dict[str,
 
 def _print(rows: list[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
-    kinds = any(row["kind"] not in (None, "text") for row in rows)
+    kinds = any(row["kind"] not in (None, "text") or row["projector"] for row in rows)
     for title in ("NAME", "SIZE", "QUANT", "PARAMS", "CONTEXT", *(["USE"] if kinds else []), "LAST USED", "WHERE"):
         right = title in ("SIZE", "PARAMS", "CONTEXT")
         table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=title != "WHERE")
@@ -164,7 +165,7 @@ def _cells(row: dict[str, Any], *, with_kind: bool) -> list[str]:
         row["quantization"] or "?",
         "cannot be read" if row["error"] else "cannot be run" if row["problem"] else parameters_text(row["parameters"]),
         f"{row['context']:,}" if row["context"] else "?",
-        *([KINDS.get(row["kind"], "?")] if with_kind else []),
+        *([KINDS.get(row["kind"], "?") + ", pictures" * bool(row["projector"])] if with_kind else []),
         age_text(used),
         place_of(model),
     ]

@@ -22,6 +22,7 @@ from edgelm.backends.llama.memory import LlamaMemory, repacked_types
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import ON_CPU, Device, Placement, Wish
 from edgelm.backends.plan import DraftModel, MachineMemory, Option, Plan, plan
+from edgelm.backends.projectors import fitting_projector
 from edgelm.backends.questions import BufferProbe, ChosenEngine, ask_choice
 from edgelm.backends.torch.memory import TorchMemory
 from edgelm.base.config import Config, Settings, load_config
@@ -40,6 +41,7 @@ from edgelm.commands.job import reader_may_leave
 from edgelm.commands.plan_devices import device_documents, device_table, placement_line
 from edgelm.commands.plan_loaded import loaded_beside
 from edgelm.library.local import find_draft_model, model_config, require_gguf, runnable_model
+from edgelm.library.names import shown
 
 BAR_LEN = 60  # characters
 PARTS = (
@@ -47,6 +49,7 @@ PARTS = (
     ("KV cache", "▓", "magenta"),
     ("workspace", "▒", "yellow"),
     ("draft model", "▚", "cyan"),
+    ("projector", "▞", "green"),
     ("free", "░", "dim"),
 )
 
@@ -66,27 +69,38 @@ def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None
     beside = loaded_beside(config.places.runtime, config.library)
     memory = read_machine(settings, config.places)
     memory = replace(memory, free_bytes=max(0, memory.free_bytes - beside.outstanding_bytes))
+    projector, problems = None, list[str]()
     if choice.engine == "torch":
         if choice.cuda is not None:
             memory = replace(memory, free_bytes=choice.cuda.free_bytes, read_bytes_per_s=0.0, others=None)
         result, exact, placement = _plan_for_torch(facts, draft_facts, settings, memory, choice.device), False, ON_CPU
     else:
         facts = _with_adapters(path, facts, config)
-        result, exact, placement = _plan_for_llama(path, facts, draft_facts, config, memory, choice.devices)
+        projector = fitting_projector(settings, path, facts.summary, problems.append)
+        beside_bytes = projector.memory_bytes if projector else 0
+        parts = (draft_facts, beside_bytes, config, memory, choice.devices)
+        result, exact, placement = _plan_for_llama(path, facts, *parts)
         if choice.rollback:  # as in loading: with the states that drafts need, if they cost nothing else
             states = facts.with_rollback(choice.rollback)
-            drafting = _plan_for_llama(path, states, draft_facts, config, memory, choice.devices, choice.rollback)
+            drafting = _plan_for_llama(path, states, *parts, choice.rollback)
             result, exact, placement = drafting if drafting[0].preferred else (result, exact, placement)
     gpus = nvidia_gpus()
     with reader_may_leave():
         if as_json:
             document = as_document(result, facts, memory, gpus, choice, placement, exact=exact)
-            more = {"beside": beside.document(), "lora": list(settings.lora)}
+            reads = {"projector": projector.document() if projector else None}
+            more = {"beside": beside.document(), "lora": list(settings.lora), **reads}
             print(json.dumps(document | more, ensure_ascii=False))
         else:
             _print(result, facts, memory, gpus, choice, placement)
             if settings.lora:
                 print(f"with {', '.join(settings.lora)}: {_gib(adapter_bytes(facts))} of the weights")
+            if projector:
+                print(
+                    f"pictures are read by {shown(projector.path.name)}: {_gib(projector.memory_bytes)} of the memory"
+                )
+            for problem in problems:
+                print(f"note: pictures are not read: {problem}")
             for line in beside.lines(result.chosen.total_bytes if result.chosen else 0, result.usable_bytes):
                 print(line)
     result.require()
@@ -129,6 +143,7 @@ def _plan_for_llama(
     path: Path,
     facts: ModelFacts,
     draft_facts: ModelFacts | None,
+    projector_bytes: int,
     config: Config,
     memory: MachineMemory,
     devices: Sequence[Device],
@@ -149,18 +164,19 @@ def _plan_for_llama(
         )
 
     draft = DraftModel.of(draft_facts, layout(draft_facts)) if draft_facts else None
+    options: dict[str, Any] = {"draft": draft, "projector_bytes": projector_bytes, "with_options": True}
     wish = Wish.of(settings, devices)
     if wish.devices:
         offloaded = OffloadedMemory(facts, wish, sequences=settings.parallel)
-        result = plan(facts, settings, memory, offloaded, draft=draft, with_options=True)
+        result = plan(facts, settings, memory, offloaded, **options)
         chosen = result.chosen
         return result, False, offloaded.placement(chosen.kv, chosen.context) if chosen else ON_CPU
     own = layout(facts)
     if repeatable:
-        return plan(facts, settings, memory, own, draft=draft, with_options=True), False, ON_CPU
+        return plan(facts, settings, memory, own, **options), False, ON_CPU
     estimate, parallel = own.estimated_buffers, settings.parallel
     with BufferProbe(path, estimate, sequences=parallel, repack=repack, rollback=rollback) as probe:
-        result = plan(facts, settings, memory, own.measured_by(probe), draft=draft, with_options=True)
+        result = plan(facts, settings, memory, own.measured_by(probe), **options)
         return result, probe.exact, ON_CPU
 
 
@@ -231,6 +247,7 @@ def _chosen_document(result: Plan, chosen: Option) -> dict[str, Any]:
         "kv_bytes": chosen.kv_bytes,
         "workspace_bytes": chosen.workspace_bytes,
         "draft_bytes": chosen.draft_bytes,
+        "projector_bytes": chosen.projector_bytes,
         "total_bytes": chosen.total_bytes,
         "load_peak_bytes": result.load_peak_bytes,
         "snapshot_bytes": result.snapshot_bytes,
@@ -306,13 +323,14 @@ def _table(result: Plan) -> Table:
 def _bar(result: Plan, chosen: Option) -> Text:
     """Return a bar of the free memory and its future contents, with a legend."""
     free = max(result.usable_bytes - chosen.total_bytes, 0)
-    sizes = (chosen.weights_bytes, chosen.kv_bytes, chosen.workspace_bytes, chosen.draft_bytes, free)
+    beside = (chosen.draft_bytes, chosen.projector_bytes)
+    sizes = (chosen.weights_bytes, chosen.kv_bytes, chosen.workspace_bytes, *beside, free)
     bar, ends = Text(), [round(BAR_LEN * sum(sizes[: i + 1]) / sum(sizes)) for i in range(len(sizes))]
     for (_, sign, style), start, end in zip(PARTS, [0, *ends], ends, strict=False):
         bar.append(sign * (end - start), style)
     bar.append("\n")
     for (name, sign, style), size in zip(PARTS, sizes, strict=True):
-        if name == "draft model" and not size:
+        if name in ("draft model", "projector") and not size:
             continue
         bar.append(f"{sign} ", style).append(f"{name} {_gib(size)}  ")
     return bar

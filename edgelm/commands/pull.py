@@ -62,6 +62,7 @@ def pull_model(
     revision: str | None,
     connections: int,
     verify: bool,
+    mmproj: bool,
     dry_run: bool,
     offline: bool,
     as_json: bool,
@@ -81,14 +82,15 @@ def pull_model(
         return
     hub = Hub(config.places.hub_endpoint, config.places.hub)
     if dry_run:
-        prepared = prepare(reference, hub)
+        prepared = prepare(reference, hub, mmproj=mmproj)
         require_runnable_folder(prepared, hub, threading.Event())
         _print_preview(prepared, hub, config, as_json=as_json)
         return
     with (TerminalDisplay if sys.stderr.isatty() else Display)(sys.stderr) as display:
         try:
             other = None if quantization or revision else stand_in(model)
-            pulled = pull(reference, hub, display.show, connections=connections, verify=verify, stand_in=other)
+            show = display.show
+            pulled = pull(reference, hub, show, connections=connections, verify=verify, mmproj=mmproj, stand_in=other)
         except KeyboardInterrupt:
             display.close()
             print(f"interrupted: {display.kept_text()}", file=sys.stderr)
@@ -138,9 +140,9 @@ def _print_local(reference: HubReference, model: str, config: Config, *, as_json
     except EdgeLMError:
         message = f"{shown(model)} is not on this machine, or not complete"
         raise EdgeLMError(message, "pull it without --offline") from None
-    nbytes = sum(file.stat().st_size for file in local.files)
+    nbytes = sum(file.stat().st_size for file in local.all_files)
     if as_json:
-        files = [{"path": file.name, "bytes": file.stat().st_size} for file in local.files]
+        files = [{"path": file.name, "bytes": file.stat().st_size} for file in local.all_files]
         document = {"model": str(reference), "path": str(local.path), "bytes": nbytes}
         print(json.dumps({**document, "fetched_bytes": 0, "seconds": 0.0, "files": files}, ensure_ascii=False))
         return
@@ -333,7 +335,10 @@ def _plan(prepared: PreparedPull, hub: Hub, config: Config) -> tuple[Plan | None
             with open_gguf(first) as gguf:
                 facts = model_facts(gguf)
         memory = LlamaMemory(facts, sequences=config.settings.parallel, copied_types=repacked_types())
-        return plan(facts, config.settings, read_machine(config.settings, config.places), memory), ""
+        projector = by_path.get(prepared.selection.projector or "")
+        beside = projector.size if projector else 0  # its header is not read: without the memory of its work
+        machine = read_machine(config.settings, config.places)
+        return plan(facts, config.settings, machine, memory, projector_bytes=beside), ""
     except EdgeLMError as error:
         return None, str(error)
     except OSError as error:  # of the temporary folder

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from edgelm.base.config import SETTINGS, Config, load_config
@@ -15,22 +16,26 @@ from edgelm.base.errors import EdgeLMError, RequestError, UsageError
 from edgelm.base.places import Places
 from edgelm.base.workers.grammars import GrammarSpec
 from edgelm.base.workers.messages import Passage, Read, Result, RunJob, Said, Text, Thinking, Thought
+from edgelm.chats.attached_files import full_path, is_picture, picture_of, read_attachment
+from edgelm.chats.attachments import Attachment, images
 from edgelm.chats.presets import Preset, apply_preset
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.commands.presets import read_presets, start_preset
-from edgelm.library.local import model_config, runnable_model
+from edgelm.library.local import model_config, require_sight, runnable_model
 from edgelm.library.names import STARTER
 
 if TYPE_CHECKING:
     from edgelm.commands.run_chat import SavedChat
+    from edgelm.library.scan import LocalModel
 
 MAX_INPUT_BYTES = 64 * 2**20
+STDIN = "-"
+PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 SILENT_S = 1.0  # of a pipe beside a prompt, before a line says what is waited for
 
 
 def run_model(
-    model: str | None,
-    prompt: str | None,
+    words: Sequence[str],
     flags: Mapping[str, object],
     *,
     stop: list[str],
@@ -48,11 +53,10 @@ def run_model(
 ) -> None:
     """Print the answer to a prompt as it is decoded. `grammar_file` is for errors; `stdin`: attach what is piped in.
 
-    `chat` names the chat that goes on, whose model is used unless one is given; with `save` a new one is begun. Raises
-    EdgeLMError.
+    `words` are the model, files of pictures and the prompt. `chat` names the chat that goes on, whose model is used
+    unless one is given; with `save` a new one is begun. Raises EdgeLMError.
     """
-    if chat is not None and prompt is None:
-        model, prompt = None, model  # a single argument is the prompt
+    model, prompt, paths = _parted(words, has_chat=chat is not None)
     if model is None and chat is None:
         raise UsageError("Missing argument 'MODEL'", "see --help; only a chat that goes on has a model of its own")
     _check_flags(raw=raw, has_chat=chat is not None or save, think=think, know=know)
@@ -65,7 +69,9 @@ def run_model(
         chosen = _find_preset(preset, config, raw=raw) if preset is not None else None
         if chosen is not None:
             config, think = _with_preset(chosen, config, think, is_saved=saved is not None)
-        text = _read_prompt(prompt, stdin=stdin)
+        text, pictures = _read_prompt(prompt, paths, stdin=stdin)
+        if pictures:
+            _require_pictures(local, config, raw=raw)
         settings = config.settings
         if saved is not None:
             settings, think = saved.settings(settings, flags), saved.thinking(think)
@@ -83,15 +89,19 @@ def run_model(
             if quotations and grammar is None:
                 grammar = GrammarSpec("choice", json.dumps(quotations, ensure_ascii=False))
                 settings = settings if flags.get("temperature") is not None else replace(settings, temperature=0.0)
+        urls = images(pictures)
         before: tuple[Said, ...] = (Said("system", chosen.system),) if chosen and chosen.system else ()
         if saved is not None:
             if chosen is not None:
                 apply_preset(saved.session.chat, chosen)
-            before, text = saved.ask(text, local, tuple(know), passages)
+            before, text, urls = saved.ask(text, local, tuple(know), passages, pictures)
+            if not pictures and (urls or any(said.images for said in before)):
+                require_sight(local, config)
         job = RunJob(
             model=local.path,
             settings=settings,
             prompt=text,
+            images=urls,
             before=before,
             stop=tuple(stop),
             grammar=grammar,
@@ -103,6 +113,32 @@ def run_model(
             drafts=True,
         )
         _print_answer(job, config.places, saved, as_json=as_json, verbose=verbose)
+
+
+def _parted(words: Sequence[str], *, has_chat: bool) -> tuple[str | None, str | None, list[str]]:
+    """Return the model, the prompt and the pictures among the arguments. Raises UsageError.
+
+    A picture is `-`, standard input, or a word that ends like the name of one; where a chat goes on, it may come first.
+    """
+    first = [] if has_chat else list(words[:1])
+    rest = words[len(first) :]
+    pictures = [word for word in rest if _is_picture_name(word)]
+    texts = [*first, *(word for word in rest if not _is_picture_name(word))]
+    if len(texts) > 2:
+        raise UsageError(f"Got unexpected extra argument ({texts[2]})", "put quotes around the prompt")
+    if has_chat and len(texts) < 2:
+        return None, next(iter(texts), None), pictures  # a single argument is the prompt
+    return next(iter(texts), None), texts[1] if len(texts) > 1 else None, pictures
+
+
+def _is_picture_name(word: str) -> bool:
+    return word == STDIN or (word.lower().endswith(PICTURE_ENDINGS) and (" " not in word or Path(word).exists()))
+
+
+def _require_pictures(local: LocalModel, config: Config, *, raw: bool) -> None:
+    if raw:
+        raise UsageError("--raw and pictures cannot be used together", "pictures need the chat template")
+    require_sight(local, config)
 
 
 def _check_flags(*, raw: bool, has_chat: bool, think: Thinking, know: Sequence[str]) -> None:
@@ -196,11 +232,15 @@ def _note_passages(read: Read, num_found: int) -> None:
     print(f"read: {names}", file=sys.stderr)
 
 
-def _read_prompt(prompt: str | None, *, stdin: bool) -> str:
-    """Return the argument, piped standard input (`stdin`), or both with an empty line between them."""
+def _read_prompt(prompt: str | None, paths: Sequence[str], *, stdin: bool) -> tuple[str, tuple[Attachment, ...]]:
+    """Return the argument, piped standard input (`stdin`), or both with an empty line between them; and the pictures.
+
+    A picture on standard input takes the place of `-`, or comes last.
+    """
     parts = [prompt] if prompt else []
-    if stdin and not sys.stdin.isatty():
-        if prompt and not _gives_something(sys.stdin):
+    piped: list[Attachment] = []
+    if (stdin or STDIN in paths) and not sys.stdin.isatty():
+        if prompt and STDIN not in paths and not _gives_something(sys.stdin):
             print(
                 "note: waiting for standard input, an open pipe; < /dev/null or --no-stdin reads none", file=sys.stderr
             )
@@ -208,17 +248,34 @@ def _read_prompt(prompt: str | None, *, stdin: bool) -> str:
         if len(raw) > MAX_INPUT_BYTES:
             raise RequestError(f"standard input is longer than {MAX_INPUT_BYTES // 2**20} MiB", "shorten it")
         try:
-            piped = raw.decode()
+            if is_picture(raw):
+                piped.append(picture_of(raw, "standard input"))
+            elif raw:
+                parts.append(raw.decode())
         except UnicodeDecodeError as error:
             raise RequestError(
                 f"standard input is not valid UTF-8 (byte 0x{raw[error.start]:02x} at {error.start})",
                 "convert it first",
             ) from None
-        if piped:
-            parts.append(piped)
-    if not parts:
+    pictures: list[Attachment] = []
+    for path in paths:
+        if path != STDIN:
+            pictures.append(_read_picture(path))
+        elif piped:
+            pictures.append(piped.pop())
+        elif len(parts) == bool(prompt):  # no text either
+            raise RequestError("standard input is empty", "pipe a picture into it, or omit the -")
+    pictures += piped
+    if not parts and not pictures:
         raise RequestError("the prompt is empty", "give it as an argument or on standard input")
-    return "\n\n".join(parts)
+    return "\n\n".join(parts), tuple(pictures)
+
+
+def _read_picture(path: str) -> Attachment:
+    attachment, _ = read_attachment(full_path(path))
+    if attachment.kind != "image":
+        raise RequestError(f"{attachment.name} is not a picture", "--know answers from texts and PDFs")
+    return attachment
 
 
 def _gives_something(stream: TextIO) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from edgelm.base.config import SETTINGS, Config, Settings
 from edgelm.base.errors import EdgeLMError, ModelError, RequestError
 from edgelm.base.workers.messages import Passage, Said, Text, Thinking, Thought
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.handles import find_chat, handle
 from edgelm.chats.history import Chat, Message, State
 from edgelm.chats.knowledge.index import GUIDE
@@ -132,32 +133,35 @@ class SavedChat:
         return tuple(root for root in self.session.chat.knowledge if root != GUIDE)
 
     def ask(
-        self, text: str, local: LocalModel, roots: tuple[str, ...], passages: tuple[Passage, ...] | None
-    ) -> tuple[tuple[Said, ...], str]:
-        """Add a question; return what is sent before it, and its text for the model.
+        self,
+        text: str,
+        local: LocalModel,
+        roots: tuple[str, ...],
+        passages: tuple[Passage, ...] | None,
+        pictures: tuple[Attachment, ...] = (),
+    ) -> tuple[tuple[Said, ...], str, tuple[str, ...]]:
+        """Add a question; return what is sent before it, and its text and pictures for the model.
 
-        That text begins with earlier questions that have no answer. `passages` were found in `roots` for it.
+        They begin with those of earlier questions that have no answer. `passages` were found in `roots` for it.
         """
         session = self.session
         model = str(local.path) if local.place == "given" else local.name  # as the chat on the screen names it
         if not session.tree.messages:
             session.chat.model = model
-        question = session.add_question(text, session.tree.leaf)
+        question = session.add_question(text, session.tree.leaf, attachments=pictures)
         self._answer = session.begin_answer(question.id, model)
         _, turns = session.turns(self._answer)
-        if any(turn.images for turn in turns):
-            print("note: the pictures of this chat are not sent", file=sys.stderr)
         if passages is not None:
             session.set_reading(question, Reading(roots, passages))
         before: list[Said] = []
         for turn in turns[:-1]:
-            if turn.role == "tool" or not turn.text.strip():
+            if turn.role == "tool" or not (turn.text.strip() or turn.images):
                 continue  # there are no tools here
             if before and before[-1].role == turn.role == "assistant":
                 before[-1] = replace(before[-1], text=f"{before[-1].text}\n\n{turn.text}")
             else:
-                before.append(Said(turn.role, turn.text, turn.reasoning))
-        return tuple(before), turns[-1].text
+                before.append(Said(turn.role, turn.text, turn.reasoning, turn.images))
+        return tuple(before), turns[-1].text, turns[-1].images
 
     def append(self, piece: Text | Thought) -> None:
         """Add to the answer, and save what has come so far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -59,9 +60,9 @@ def _document(model: LocalModel, details: dict[str, Any], entry: Entry | None, c
         "place": model.place,
         "repository": model.repository,
         "revision": model.revision,
-        "files": len(model.files),
+        "files": len(model.all_files),
         **{key: value for key, value in details.items() if key != "licence"},
-        "bytes": size_on_disk(model.files) or details["bytes"],
+        "bytes": size_on_disk(model.all_files) or details["bytes"],
         "licence": details["licence"] or (entry.licence if entry else None),
         "good_at": entry.good_at if entry else None,
         "last_used": last_used_at(model, config),
@@ -108,6 +109,8 @@ def _lines(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "quantization", document["quantization"]
     if document["kind"] != "text":
         yield "use", KIND_TEXTS[document["kind"]]
+    if projector := document["projector"]:
+        yield "pictures", _projector_text(projector)
     yield "context", f"{document['context']:,} tokens" if document["context"] else "unknown"
     yield "tokenizer", _tokenizer_text(document["tokenizer"])
     if special := document["tokenizer"]["special"]:
@@ -121,6 +124,13 @@ def _lines(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "last used", document["last_used"] or age_text(None)
     yield "where", f"{document['path']} ({place_of(model)})" if document["place"] != "given" else document["path"]
     yield "chat template", _template_text(document["template"])
+
+
+def _projector_text(projector: dict[str, Any]) -> str:
+    if reason := projector.get("error"):
+        return f"not read: {reason}"
+    size = size_text(projector["bytes"])
+    return f"read by {Path(projector['path']).name}: {projector['kind']}, {projector['quantization']}, {size}"
 
 
 def _tokenizer_text(tokenizer: dict[str, Any]) -> str:

@@ -79,14 +79,29 @@ def read_details(path: Path, settings: Settings) -> dict[str, Any]:
                     details = replace(details, problem=f"safetensors need torch, which is not installed; {INSTALL}")
                 memory = None if details.problem else _folder_memory(model, settings)
                 identity = content_identity(model)
-            return details.document() | {"format": "safetensors", "memory": memory, "identity": identity}
+            document = {"format": "safetensors", "memory": memory, "identity": identity, "projector": None}
+            return details.document() | document
         with open_gguf(path) as gguf:
             details = gguf_details(gguf)
             memory = None if details.problem else _gguf_memory(gguf, settings)
             identity = content_identity(gguf)
-        return details.document() | {"format": "gguf", "memory": memory, "identity": identity}
+        document = {"format": "gguf", "memory": memory, "identity": identity}
+        return details.document() | document | {"projector": _projector(path, settings, details.summary)}
     except ModelError as error:
         return {"error": str(error)}
+
+
+def _projector(path: Path, settings: Settings, summary: ModelSummary) -> dict[str, Any] | None:
+    """Return what the projector of a model is, or why it cannot be used; None: the model has none."""
+    from edgelm.backends.projectors import fitting_projector  # as above
+
+    problems: list[str] = []
+    try:
+        if (projector := fitting_projector(settings, path, summary, problems.append)) is not None:
+            return projector.document()
+    except ModelError as error:
+        problems.append(error.message)
+    return {"error": problems[0]} if problems else None
 
 
 def read_contents(path: Path) -> dict[str, Any]:

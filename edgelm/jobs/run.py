@@ -36,7 +36,7 @@ async def answer_prompt(template_worker: Worker | None, loaded: LoadedModel, job
         from edgelm.engine.sampling.grammar import GrammarCompiler  # most answers need no llguidance
 
         grammars = GrammarCompiler(loaded.tokenizer, loaded.engine.info.num_vocab)
-    is_chat = not job.raw and (loaded.tokenizer.chat_template is not None or bool(job.before))
+    is_chat = not job.raw and (loaded.tokenizer.chat_template is not None or bool(job.before or job.images))
     templates = TemplateRunner(loaded.tokenizer, worker=template_worker)
     if not is_chat:
         await templates.close()
@@ -100,16 +100,24 @@ def _chat_request(job: RunJob, passages: Sequence[Passage]) -> AnswerRequest:
     effort = None if job.think == "auto" else job.think
     read = [{"role": "system", "content": system_message(passages)}] if passages else []
     return AnswerRequest(
-        messages=[*map(_message, job.before), *read, {"role": "user", "content": job.prompt}],
+        messages=[*map(_message, job.before), *read, {"role": "user", "content": _content(job.prompt, job.images)}],
         grammar=job.grammar,
         template_kwargs=thinking_kwargs(effort, None),
         stop=job.stop,
     )
 
 
-def _message(said: Said) -> dict[str, str]:
+def _message(said: Said) -> dict[str, Any]:
     reasoning = {"reasoning_content": said.reasoning} if said.reasoning else {}
-    return {"role": said.role, "content": said.text, **reasoning}
+    return {"role": said.role, "content": _content(said.text, said.images), **reasoning}
+
+
+def _content(text: str, images: Sequence[str]) -> str | list[dict[str, Any]]:
+    """Return the content of a message: parts in OpenAI's form where it has pictures."""
+    if not images:
+        return text
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    return [*parts, {"type": "text", "text": text}]
 
 
 def _measured(stats: Stats) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from edgelm.base.atomic import atomic_write
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.library.catalog import find_entry, name_of
 from edgelm.library.names import CatalogName, HubReference, Reference, parse_name, shown
-from edgelm.library.selection import quantization_of
+from edgelm.library.selection import is_projector, quantization_of
 
 if TYPE_CHECKING:
     from edgelm.library.hub import HubFile, Listing
@@ -90,11 +90,18 @@ class Unfinished:
         return self.reference.revision if self.reference else None
 
     @property
+    def quantization(self) -> str | None:
+        """The label of the model whose file it is, as far as it is known."""
+        if self.file is None or is_projector(self.file):
+            return self.reference.quantization if self.reference else None
+        return quantization_of(self.file)
+
+    @property
     def name(self) -> str:
         """The name by which `edgelm pull` resumes it, as far as it is known."""
-        if self.file is None or not self.file.casefold().endswith(".gguf"):
+        if self.file is None or not self.file.casefold().endswith(".gguf") or is_projector(self.file):
             return str(self.reference or self.repository)
-        label = quantization_of(self.file)
+        label = self.quantization
         if label is None:
             return str(HubReference(self.repository, file=self.file, revision=self.revision))
         name = None if self.revision else name_of(self.repository, label)
@@ -376,7 +383,7 @@ def _is_of(download: Unfinished, reference: HubReference) -> bool:
         return download.file is not None and reference.file in (download.file, download.file.rpartition("/")[2])
     if reference.quantization is None or download.file is None:
         return True
-    return quantization_of(download.file) in (reference.quantization, f"UD-{reference.quantization}")
+    return download.quantization in (reference.quantization, f"UD-{reference.quantization}")
 
 
 def note_text(file: HubFile, reference: HubReference) -> str:

@@ -12,10 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edgelm.base.config import Config, Settings
-from edgelm.base.errors import ModelError
+from edgelm.base.errors import ModelError, RequestError
 from edgelm.library.catalog import entries, find_entry, near_names, stand_in
 from edgelm.library.hub_cache import Snapshot, folder_name, names_in, read_repository
 from edgelm.library.names import CatalogName, HubReference, LocalPath, Reference, StarterName, parse_name, shown
+from edgelm.library.projectors import find_projector
 from edgelm.library.scan import (
     Library,
     LocalModel,
@@ -29,6 +30,7 @@ from edgelm.library.scan import (
 from edgelm.library.selection import CONFIG, PICKLED, group_ggufs, is_safetensors_folder, select_files
 
 MAX_LISTED = 6
+SEEING = "gemma3:4b"  # of the catalogue: a model that reads pictures
 SAFETENSORS = (".safetensors", ".safetensors.index.json")
 ADAPTER = "adapter_config.json"
 WHOLE_FOLDER = "download all files of the model into one folder"
@@ -87,6 +89,18 @@ def find_draft_model(settings: Settings, hub: Path) -> LocalModel | None:
     if settings.draft is None or settings.spec == "off":
         return None
     return find_local(settings.draft, hub, settings.model_folders)
+
+
+def require_sight(model: LocalModel, config: Config) -> None:
+    """Raise RequestError for a model that reads no pictures; the hint names those on this machine that do."""
+    if find_projector(config.settings, model.path) is not None:
+        return
+    others = [other.name for other in scan(config.places.hub, folders=config.model_folders).models if other.projector]
+    if config.settings.mmproj == "off":
+        raise RequestError("--mmproj off: no pictures are read", "omit it")
+    pull = f"edgelm pull {SEEING} gets one that does, or name the model's projector by --mmproj"
+    hint = f"these here do: {', '.join(others[:MAX_LISTED])}" if others else pull
+    raise RequestError(f"{shown(model.name)} reads no pictures", hint)
 
 
 def runs_here(model: LocalModel) -> bool:

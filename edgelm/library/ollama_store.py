@@ -23,6 +23,7 @@ ORIGIN = "ollama:"  # before a name, so that it is another one than the catalogu
 LATEST = ":latest"
 MODEL = "application/vnd.ollama.image.model"
 ADAPTER = "application/vnd.ollama.image.adapter"
+PROJECTOR = "application/vnd.ollama.image.projector"  # the part that reads pictures
 DEFAULT_HOST, DEFAULT_NAMESPACE = "registry.ollama.ai", "library"
 MAX_MANIFEST_BYTES = 2**20
 DEPTH = 4  # folders of a manifest below the root
@@ -85,8 +86,29 @@ def _manifests(folder: Path, depth: int, problems: list[str]) -> Iterator[Path]:
             yield from _manifests(path, depth - 1, problems)
 
 
+def projector_blob(root: Path, model: Path) -> Path | None:
+    """Return the projector of the model with this blob; None: no manifest of it has one here."""
+    for file in sorted(_manifests(root / MANIFESTS, DEPTH, [])):
+        try:
+            layers = _layers(file)
+            if _blob_of(root, layers, MODEL) == model and (blob := _blob_of(root, layers, PROJECTOR)) is not None:
+                return blob
+        except ValueError:
+            continue
+    return None
+
+
 def _blob(root: Path, manifest: Path) -> Path | None:
     """Return the GGUF of a manifest; None: it has no model on this disk. Raises ValueError with the reason."""
+    layers = _layers(manifest)
+    kinds = [layer.get("mediaType") for layer in layers]
+    if ADAPTER in kinds and MODEL in kinds:
+        raise ValueError("it is a model with an adapter (LoRA), and adapters are not supported")
+    return _blob_of(root, layers, MODEL)  # None for a model of the cloud, or one in another format
+
+
+def _layers(manifest: Path) -> list[dict[str, Any]]:
+    """Return the layers of a manifest. Raises ValueError with the reason why there are none."""
     try:
         with manifest.open("rb") as file:
             data = json.loads(file.read(MAX_MANIFEST_BYTES))
@@ -97,14 +119,17 @@ def _blob(root: Path, manifest: Path) -> Path | None:
     layers: Any = data.get("layers") if isinstance(data, dict) else None
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
         raise ValueError("its manifest has no list of layers")
-    kinds = [layer.get("mediaType") for layer in layers]
-    if MODEL not in kinds:
-        return None  # a model of the cloud, or one in another format
-    if ADAPTER in kinds:
-        raise ValueError("it is a model with an adapter (LoRA), and adapters are not supported")
-    if kinds.count(MODEL) > 1:
+    return layers
+
+
+def _blob_of(root: Path, layers: list[dict[str, Any]], kind: str) -> Path | None:
+    """Return the one blob of a kind; None: there is none. Raises ValueError with the reason."""
+    digests = [str(layer.get("digest")) for layer in layers if layer.get("mediaType") == kind]
+    if not digests:
+        return None
+    if len(digests) > 1:
         raise ValueError("it has several files")
-    digest = _DIGEST.fullmatch(str(layers[kinds.index(MODEL)].get("digest")))
+    digest = _DIGEST.fullmatch(digests[0])
     if digest is None:
         raise ValueError("the digest of its file is not SHA-256")
     blob = root / BLOBS / f"sha256-{digest[1]}"

@@ -88,9 +88,17 @@ class PreparedPull:
 
 
 def prepare(
-    reference: HubReference, hub: Hub, report: Report | None = None, cancelled: threading.Event | None = None
+    reference: HubReference,
+    hub: Hub,
+    report: Report | None = None,
+    cancelled: threading.Event | None = None,
+    *,
+    mmproj: bool = True,
 ) -> PreparedPull:
-    """List the repository once, and select the files. Raises EdgeLMError if the model or the hub is missing."""
+    """List the repository once, and select the files: those of a model that sees with its projector, if `mmproj`.
+
+    Raises EdgeLMError if the model or the hub is missing.
+    """
 
     def on_wait(reason: str, wait_s: float) -> None:
         if report is not None:
@@ -103,7 +111,7 @@ def prepare(
     else:
         listing = hub.list_files(reference.repository, reference.revision, cancelled or threading.Event(), on_wait)
     selection = select_files(reference, {file.path: file.size for file in listing.files})
-    selected = frozenset(selection.files)
+    selected = {*selection.files, selection.projector if mmproj else None}
     files = tuple(file for file in listing.files if file.path in selected)
     if empty := [file.path for file in files if not file.size and file.path.endswith((".gguf", ".safetensors"))]:
         message = f"{empty[0]} of {listing.repository} has no bytes"
@@ -119,9 +127,10 @@ def pull(
     cancelled: threading.Event | None = None,
     connections: int = CONNECTIONS,
     verify: bool = False,
+    mmproj: bool = True,
     stand_in: HubReference | None = None,
 ) -> Pulled:
-    """Download the missing bytes of a model; `report` is called in this thread.
+    """Download the missing bytes of a model, and of its projector if `mmproj`; `report` is called in this thread.
 
     `verify` reads the files that are here, and downloads those with a wrong checksum again. Where the hub cannot be
     reached, `stand_in` is pulled instead.
@@ -131,7 +140,7 @@ def pull(
     started = time.monotonic()
     cancelled = threading.Event() if cancelled is None else cancelled
     try:
-        prepared = prepare(reference, hub, report, cancelled)
+        prepared = prepare(reference, hub, report, cancelled, mmproj=mmproj)
     except UnreachableError:
         if stand_in is None:
             raise

@@ -21,6 +21,7 @@ from edgelm.library.catalog import name_of
 from edgelm.library.hub_cache import Repository, Snapshot, names_in, repositories
 from edgelm.library.names import STARTER, HubReference, is_label
 from edgelm.library.ollama_store import is_store, stored_models
+from edgelm.library.projectors import projector_of
 from edgelm.library.selection import group_ggufs, is_safetensors_folder
 
 SHORT_COMMIT_LEN = 12  # digits of a commit, to tell revisions apart
@@ -49,6 +50,16 @@ class LocalModel:
     def identity(self) -> str:
         """The real path: two names of the same bytes have the same one."""
         return os.path.realpath(self.path)
+
+    @cached_property
+    def projector(self) -> Path | None:
+        """The part of the model that reads pictures, a file beside it."""
+        return projector_of(self.path)
+
+    @property
+    def all_files(self) -> tuple[Path, ...]:
+        """The files of the model, with its projector."""
+        return self.files if self.projector is None else (*self.files, self.projector)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ from edgelm.library.progress import size_text
 
 GGUF_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL | re.IGNORECASE)
 AUXILIARY = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.IGNORECASE)  # read with a model, not alone
+PROJECTOR = re.compile(r"(?:^|[-._])mmproj(?:[-._]|$)", re.IGNORECASE)  # the part of a model that reads pictures
+PROJECTOR_TYPES = ("F16", "BF16", "Q8_0", "F32")  # the best first: it is small, and llama.cpp is fastest with F16
 _LABEL = re.compile(rf"(?:^|[-._])({QUANTIZATION})(?=[-.]|$)", re.IGNORECASE | re.ASCII)
 
 # The labels about as good as Q4_K_M come first, then the smaller ones, then those larger than needed.
@@ -67,13 +69,14 @@ class Selection:
     files: tuple[str, ...]
     main: str
     quantization: str | None = None
+    projector: str | None = None  # beside `files`: the part that reads pictures
 
 
 def group_ggufs(names: Iterable[str]) -> list[GGUFFiles]:
     """Group paths (with slashes) into models, all shards of one together; skip projectors and the like."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in sorted(names):
-        if not name.casefold().endswith(".gguf") or AUXILIARY.search(name.rpartition("/")[2]):
+        if not name.casefold().endswith(".gguf") or AUXILIARY.search(_last(name)):
             continue
         shard = GGUF_SHARD.fullmatch(name)
         groups.setdefault((shard["stem"], shard["count"]) if shard else (name, ""), []).append(name)
@@ -84,6 +87,38 @@ def quantization_of(name: str) -> str | None:
     """Return the last quantization label in a file name, upper case."""
     labels = _LABEL.findall(_stem(name))
     return str(labels[-1]).upper() if labels else None
+
+
+def is_projector(name: str) -> bool:
+    """Return whether a file is the part of a model that reads pictures, by its name."""
+    return name.casefold().endswith(".gguf") and PROJECTOR.search(_last(name)) is not None
+
+
+def projector_among(names: Iterable[str], model: str, *, one_family: bool) -> str | None:
+    """Return the projector of a GGUF among the paths beside it: the one with its name, else one that has no other's.
+
+    `one_family`: all models beside it are the same one in other quantizations, or share a projector.
+    """
+    names = list(names)
+    projectors = list(filter(is_projector, names))
+    base, others = _base(model), {_base(group.first) for group in group_ggufs(names)}
+    own = [name for name in projectors if _base(name) == base]
+    if not own:
+        others.discard(base)
+        own = [name for name in projectors if _base(name) not in others] if one_family or not others else []
+    return min(own, key=_projector_rank, default=None)
+
+
+def _projector_rank(name: str) -> tuple[int, int, str]:
+    label = quantization_of(name)
+    rank = PROJECTOR_TYPES.index(label) if label in PROJECTOR_TYPES else len(PROJECTOR_TYPES)
+    return rank, name.count("/"), name
+
+
+def _base(name: str) -> str:
+    """Return the name of a model in a file name: without its quantization and the words around it."""
+    words = re.split(r"[-._]", _LABEL.sub("", _stem(name)).casefold())
+    return "-".join(word for word in words if word not in ("", "mmproj", "model"))
 
 
 def is_safetensors_folder(names: Iterable[str]) -> bool:
@@ -103,7 +138,7 @@ def select_files(reference: HubReference, sizes: Mapping[str, int]) -> Selection
     if reference.quantization is not None:
         return _by_quantization(reference, groups, sizes)
     if groups:
-        return _gguf(reference, _preferred(reference, groups, sizes))
+        return _gguf(reference, _preferred(reference, groups, sizes), sizes)
     if ADAPTER.issubset(sizes) and not (CONFIG in sizes and _weights(sizes)):
         beside = sorted(path for path in sizes if BESIDE.fullmatch(path) and path != CONFIG)
         return Selection((*sorted(ADAPTER), *beside), "")
@@ -115,21 +150,25 @@ def select_files(reference: HubReference, sizes: Mapping[str, int]) -> Selection
     raise ModelError(f"{reference.repository} has no model that edgelm can read", _contents(sizes))
 
 
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
 def _stem(name: str) -> str:
-    last = name.rpartition("/")[2]
+    last = _last(name)
     shard = GGUF_SHARD.fullmatch(last)
     return shard["stem"] if shard else last[: -len(".gguf")] if last.casefold().endswith(".gguf") else last
 
 
 def _by_file(reference: HubReference, groups: list[GGUFFiles], sizes: Mapping[str, int]) -> Selection:
     name = reference.file or ""
-    paths = [path for path in sizes if path == name] or [path for path in sizes if path.rpartition("/")[2] == name]
+    paths = [path for path in sizes if path == name] or [path for path in sizes if _last(path) == name]
     if len(paths) != 1:
         count = "several files named" if paths else "no file"
         raise ModelError(f"{reference.repository} has {count} {name}", _contents(sizes))
     for group in groups:
         if paths[0] in group.files:
-            return _gguf(reference, group)
+            return _gguf(reference, group, sizes)
     if paths[0] in (*_weights(sizes), INDEX):
         return _folder(reference, sizes)
     return Selection((paths[0],), paths[0])
@@ -142,10 +181,10 @@ def _by_quantization(reference: HubReference, groups: list[GGUFFiles], sizes: Ma
     for spelling in (label, f"UD-{label}"):
         matches = [group for group in groups if (group.quantization or "") == spelling]
         if matches:
-            return _gguf(reference, _only(reference, matches))
+            return _gguf(reference, _only(reference, matches), sizes)
     matches = [group for group in groups if label.casefold() in (group.stem.casefold(), group.first.casefold())]
     if matches:
-        return _gguf(reference, _only(reference, matches))
+        return _gguf(reference, _only(reference, matches), sizes)
     labels = sorted({group.quantization or group.first for group in groups}, key=_rank)
     raise ModelError(f"{reference.repository} has no {label}", f"it has {_joined(labels)}")
 
@@ -172,10 +211,11 @@ def _only(reference: HubReference, groups: list[GGUFFiles]) -> GGUFFiles:
     return nearest[0]
 
 
-def _gguf(reference: HubReference, group: GGUFFiles) -> Selection:
+def _gguf(reference: HubReference, group: GGUFFiles, sizes: Mapping[str, int]) -> Selection:
     if shard := GGUF_SHARD.fullmatch(group.first):
         _require_all(reference, group.files, shard["stem"], int(shard["count"]), "gguf")
-    return Selection(group.files, group.first, group.quantization)
+    projector = projector_among(sizes, group.first, one_family=True)
+    return Selection(group.files, group.first, group.quantization, projector)
 
 
 def _folder(reference: HubReference, sizes: Mapping[str, int]) -> Selection:

@@ -127,8 +127,15 @@ class ModelNames:
                 described = await in_daemon_thread(lambda: _describe_all(unknown))
                 for path, description in zip(unknown, described, strict=False):
                     self._known[stamps[path]] = description
+        seeing = await asyncio.to_thread(lambda: {model.path for model in models if model.projector})
         return [
-            Listed(model.name, model.path, stamp.mtime_ns // 10**9, self._known.get(stamp, {}), model.names)
+            Listed(
+                model.name,
+                model.path,
+                stamp.mtime_ns // 10**9,
+                self._known.get(stamp, {}) | ({"pictures": True} if model.path in seeing else {}),
+                model.names,
+            )
             for model in models
             if (stamp := stamps.get(model.path)) is not None
         ]

@@ -188,3 +188,14 @@ def test_an_unfinished_download_is_listed(home: Path, capsys: pytest.CaptureFixt
     ]
     if as_json:
         assert {row["name"] for row in json.loads(out)} == {"starter", "qwen3:4b:Q8_0"}, "only models"
+
+
+def test_a_model_with_a_projector_reads_pictures(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_tiny(home / "t.gguf").read_bytes()
+    files = {"Qwen3-4B-Q4_K_M.gguf": data, "mmproj-F16.gguf": b"eyes"}
+    snapshot = put(home / "hub", QWEN, files)
+    row = rows(capsys)["qwen3:4b"]
+    assert (row["projector"], row["bytes"]) == (str(snapshot / "mmproj-F16.gguf"), len(data) + 4)
+    list_models({}, as_json=False)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("qwen3:4b")]
+    assert "text, pictures" in line

@@ -23,6 +23,7 @@ from edgelm.checkpoints.summary import model_facts
 from edgelm.commands import plan as plan_module
 from edgelm.commands.cli import run_cli
 from tests.adapters import write_adapter
+from tests.library.projector_file import write_projector
 from tests.odd_models import write_odd
 from tests.tiny import write_tiny
 
@@ -218,3 +219,25 @@ def test_the_states_that_drafts_go_back_to_are_counted(
     with open_gguf(hybrid) as gguf:
         states = model_facts(gguf).state_bytes * Settings().parallel
     assert with_drafts - without == pytest.approx(ROLLBACK_LEN * states, rel=0.01)
+
+
+def test_the_memory_of_a_projector_is_planned(model: Path, edgelm: Edgelm) -> None:
+    alone = edgelm.document(model)
+    assert (alone["projector"], alone["chosen"]["projector_bytes"]) == (None, 0)
+    write_projector(model.with_name("mmproj-tiny.gguf"))
+    beside = edgelm.document(model)
+    nbytes = beside["chosen"]["projector_bytes"]
+    assert nbytes > beside["projector"]["bytes"]
+    assert beside["chosen"]["total_bytes"] == alone["chosen"]["total_bytes"] + nbytes
+    assert edgelm.document(model, "--mmproj", "off")["projector"] is None
+    assert "pictures are read by mmproj-tiny.gguf" in edgelm("plan", model)[1]
+
+
+def test_a_projector_of_another_model_is_told_or_refused(model: Path, edgelm: Edgelm) -> None:
+    other = write_projector(model.with_name("mmproj-tiny.gguf"), width=96)
+    code, out, _ = edgelm("plan", model)
+    assert code == 0
+    assert "note: pictures are not read: mmproj-tiny.gguf is the projector of another model" in out
+    code, _, errors = edgelm("plan", model, "--mmproj", other)
+    assert code == 1
+    assert "mmproj-tiny.gguf is the projector of another model" in errors

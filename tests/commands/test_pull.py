@@ -107,6 +107,21 @@ def test_a_dry_run_fetches_only_the_header(run: Run, server: HubServer, tmp_path
     assert (document["missing_bytes"], document["licence"]) == (STARTER.stat().st_size, "apache-2.0")
 
 
+def test_a_projector_is_listed_planned_and_pulled_unless_it_is_left_out(run: Run, server: HubServer) -> None:
+    model = STARTER.read_bytes()
+    server.add("o/eyes", {"e-Q4_K_M.gguf": model, "mmproj-F16.gguf": bytes(50_000_000), "mmproj-F32.gguf": b"x"})
+    alone = json.loads(run("o/eyes", "--no-mmproj", "--dry-run", "--json")[1])
+    both = json.loads(run("o/eyes", "--dry-run", "--json")[1])
+    assert [file["path"] for file in alone["files"]] == ["e-Q4_K_M.gguf"]
+    assert [file["path"] for file in both["files"]] == ["e-Q4_K_M.gguf", "mmproj-F16.gguf"]
+    assert both["plan"]["total_bytes"] - alone["plan"]["total_bytes"] == 50_000_000
+    path = Path(run("o/eyes", "--no-mmproj")[1].strip())
+    assert not list(path.parent.glob("mmproj*"))
+    assert run("o/eyes")[1].strip() == str(path)
+    assert [file.name for file in path.parent.glob("mmproj*")] == ["mmproj-F16.gguf"]
+    assert json.loads(run("o/eyes", "--offline", "--json")[1])["bytes"] == len(model) + 50_000_000
+
+
 def test_a_dry_run_shows_what_was_measured_here(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDGELM_DATA_DIR", str(tmp_path / "data"))
     starter = hashlib.sha256(STARTER.read_bytes()).hexdigest()

@@ -377,3 +377,11 @@ def test_random_caches_lose_only_unused_bytes(tmp_path: Path) -> None:
         check_sound(hub)
         for model in chosen:
             assert not os.path.lexists(model.path)
+
+
+def test_a_projector_goes_with_the_last_model_that_uses_it(hub: Path) -> None:
+    put(hub, QWEN, {"Qwen3-4B-Q4_K_M.gguf": b"a", "Qwen3-4B-Q8_0.gguf": b"b", "mmproj-F16.gguf": b"eyes"} | README)
+    rm("qwen3:4b")
+    assert b"eyes" in blobs(hub)
+    rm("qwen3:4b:Q8_0")
+    assert blobs(hub) == set()

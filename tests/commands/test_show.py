@@ -25,6 +25,7 @@ from tests.checkpoints.test_gguf_fuzz import Base, mutate
 from tests.counts import Count
 from tests.evaluation.rows import kept_model
 from tests.library.hub_folders import put
+from tests.library.projector_file import write_projector
 from tests.tiny import write_tiny
 
 MUTANTS = Count(test=300, soak=20_000)
@@ -228,3 +229,15 @@ def test_mutated_files_as_the_command_reads_them(home: Path, capsys: pytest.Capt
         else:
             with pytest.raises(EdgeLMError, match="cannot be read"):
                 show_model(str(file.path), {}, template=False, as_json=False)
+
+
+def test_a_projector_is_shown_with_its_model(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny(home / "t-Q4_0.gguf")
+    assert shown(capsys, model)["projector"] is None
+    eyes = write_projector(home / "mmproj-t-f16.gguf")
+    document = shown(capsys, model)
+    assert document["projector"]["kind"] == "gemma3"
+    assert (document["files"], document["bytes"]) == (2, model.stat().st_size + eyes.stat().st_size)
+    assert "read by mmproj-t-f16.gguf: gemma3, F16" in " ".join(text(capsys, model).split())
+    write_projector(eyes, width=96)
+    assert "not read: mmproj-t-f16.gguf is the projector of another model" in " ".join(text(capsys, model).split())

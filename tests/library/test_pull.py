@@ -324,3 +324,29 @@ def test_a_faulty_pull_sends_all_kinds_of_events(server: HubServer, puller: Pull
     server.order(FILE, Fault("flip", 100), Fault("close", 1000))
     puller.pull(NAME)
     assert {type(event) for event in puller.events} >= {Listed, Progress, Wrong, Retrying, Fetched}
+
+
+def test_a_projector_comes_with_its_model(server: HubServer, puller: Puller) -> None:
+    eyes = random_bytes(2000, 2)
+    projectors = {"mmproj-F16.gguf": eyes, "mmproj-BF16.gguf": eyes[::-1], "mmproj-Q8_0.gguf": eyes[:900]}
+    server.add(NAME, {FILE: random_bytes(3000), **projectors})
+    hub = Hub(server.url, puller.cache)
+    alone = pull(HubReference(NAME), hub, lambda _: None, mmproj=False)
+    assert find_local(NAME, puller.cache).projector is None
+    both = pull(HubReference(NAME), hub, lambda _: None)
+    assert (both.path, both.nbytes, both.fetched) == (alone.path, 5000, 2000)
+    found = find_local(NAME, puller.cache)
+    assert found.projector is not None
+    assert found.projector.read_bytes() == eyes
+    assert not list(puller.cache.rglob("mmproj-BF16.gguf"))
+
+
+def test_an_unfinished_projector_is_resumed_by_its_models_name(server: HubServer, puller: Puller) -> None:
+    server.add(NAME, {FILE: random_bytes(3000), "mmproj-F16.gguf": random_bytes(SIZE, 2)})
+    server.order("mmproj-F16.gguf", Fault("close", 700_000), Fault("status", status=500, times=9))
+    with pytest.raises(EdgeLMError, match="HTTP 500"):
+        puller.pull(NAME, "Q4_K_M")
+    (part,) = hub_cache.unfinished_of(HubReference(NAME, "Q4_K_M"), puller.cache)
+    assert part.file == "mmproj-F16.gguf"
+    assert part.name == f"{NAME}:Q4_K_M"
+    assert hub_cache.unfinished_of(HubReference(NAME, "Q8_0"), puller.cache) == []

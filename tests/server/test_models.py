@@ -26,6 +26,7 @@ from edgelm.server.api.errors import ApiError
 from edgelm.server.models import ModelNames
 from tests.checkpoints.safetensors_bytes import CONFIG, folder_files, write_folder
 from tests.library.hub_folders import put
+from tests.library.projector_file import write_projector
 from tests.tiny import write_tiny
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -308,3 +309,13 @@ def test_aliases_with_and_without_ollamas_tag(tmp_path: Path) -> None:
     listed = asyncio.run(names.list())
     assert sorted(model.name for model in listed) == ["second", "small", "tiny"], "no name twice"
     assert {model.path for model in listed} == {files[0]}, "an alias beats a file of that name, as in requests"
+
+
+async def test_the_list_tells_which_models_read_pictures(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "m.gguf")
+    names = ModelNames(None, [model])
+    (before,) = await names.list()
+    assert "pictures" not in before.known
+    write_projector(tmp_path / "mmproj-m.gguf")  # it may come later: the model itself is not read again
+    (after,) = await names.list()
+    assert after.known["pictures"]

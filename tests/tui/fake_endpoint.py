@@ -51,6 +51,7 @@ class FakeEndpoint:
     models: list[str] = field(default_factory=lambda: ["starter", "qwen3-4b-q4_k_m.gguf"])
     context: int = 4096
     paths: dict[str, str] = field(default_factory=dict)  # of models
+    seeing: list[str] = field(default_factory=list)  # the models that read pictures
     die_after: int | None = None  # tokens, then an error event as the front sends it when its engine died
     drop_after: int | None = None  # tokens, then the connection is cut
     stall_after: int | None = None  # tokens, then nothing more
@@ -161,6 +162,8 @@ class FakeEndpoint:
             data += [{"id": name, "edgelm": {"kind": "embedding", "loaded": loaded}}
                      for name, loaded in self.embedding.items()]  # fmt: skip
             for model in data:
+                if model["id"] in self.seeing:
+                    model["edgelm"] = {**model["edgelm"], "pictures": True}
                 if model["id"] in self.paths:
                     model["edgelm"] = {"path": self.paths[model["id"]]}
             return 200, {"object": "list", "data": data}

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from edgelm.chats.history import Message
 from edgelm.chats.store import Store
@@ -512,6 +513,27 @@ def test_a_pipe_gets_an_answer_for_each_line(tmp_path: Path) -> None:
 
 
 # Files
+
+
+async def test_pictures_are_sent_to_a_model_that_sees(
+    talk: Talk, endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", str(folder))
+    Image.new("RGB", (40, 30), "red").save(folder / "cat.png")
+    endpoint.answers = ["red"]
+    text = await talk("@cat.png, what is it?")
+    assert "error: starter sees no pictures: cat.png is not sent; edgelm pull gemma3:4b gets a model that does" in text
+    assert not endpoint.requests
+    endpoint.seeing = ["starter"]
+    text = await talk("/paste", "@cat.png, what is it?", "Which colour?")
+    assert "error: no program here reads the clipboard" in text
+    assert re.search(r"attached: cat.png · picture, \d+ B", text)
+    first, second = ([message["content"] for message in request["messages"]] for request in endpoint.requests)
+    assert [part["type"] for part in first[0]] == ["image_url", "text"]
+    assert second == [first[0], "red", "Which colour?"]
 
 
 async def test_files_are_attached_by_command_and_by_name(

@@ -67,6 +67,7 @@ class Actions:
             "params": self._params,
             "think": self._think,
             "attach": self._attach,
+            "paste": self._paste,
             "title": self._title,
             "regenerate": self._regenerate,
             "edit": self._edit,
@@ -116,6 +117,9 @@ class Actions:
 
     async def _attach(self, argument: str) -> None:
         self._view.attach(full_path(unquoted(argument)) if argument else "")
+
+    async def _paste(self, _argument: str) -> None:
+        await self._view.attach_clipboard()
 
     async def _export(self, argument: str) -> None:
         session = self._workspace.session

@@ -59,6 +59,7 @@ COMMANDS = (
     Command("think", "Set how much the model thinks", "[EFFORT]"),
     Command("know", "List, add or remove what is read for each question", "[PATH|off [PATH]]"),
     Command("attach", "Attach a file or folder to the next message", "[PATH]"),
+    Command("paste", "Attach the picture on the clipboard"),
     Command("tools", "List the servers of tools, use one here, or none", "[NAME …|off]"),
     Command("title", "Rename the chat", "[TITLE]"),
     Command("pull", "Pull a model from the hub; stop keeps partial files", "[NAME|stop]"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.chats.attached_files import Read, full_path, read_attachment, state_of
 from edgelm.chats.attachments import Attachment
+from edgelm.chats.clipboard import clipboard_picture
 from edgelm.client.session import on_disk
 from edgelm.tui.prompt.paths import unquoted
 from edgelm.tui.prompt.room import context_size, counted, require_sight, room
@@ -34,7 +35,7 @@ class PlainFiles:
         self._chat = chat
         self._attached: list[Attachment] = []
         self._told: set[tuple[str, str]] = set()  # files that changed or are gone: path, digest
-        self.by_name: dict[str, Callable[[str], None]] = {"attach": self._attach}
+        self.by_name: dict[str, Callable[[str], None]] = {"attach": self._attach, "paste": self._paste}
 
     def _attach(self, argument: str) -> None:
         """Attach a file or folder; without a path, tell what is attached."""
@@ -44,6 +45,21 @@ class PlainFiles:
             raise RequestError("nothing is attached", "/attach PATH attaches a file or folder")
         else:
             self.tell(self._attached)
+
+    def _paste(self, _argument: str) -> None:
+        """Attach the picture on the clipboard."""
+        number = 1 + sum(not attachment.path for attachment in (*self._sent(), *self._attached))
+        picture = self._chat.wait(asyncio.to_thread(clipboard_picture, number))
+        workspace = self._chat.workspace
+        self._chat.wait(require_sight(workspace.link, workspace.model, (picture,)))
+        self._attached.append(picture)
+        self.tell((picture,))
+
+    def _sent(self) -> list[Attachment]:
+        """Return the attachments of the conversation."""
+        return [
+            attachment for message in self._chat.workspace.session.tree.path() for attachment in message.attachments
+        ]
 
     def tell(self, attachments: Sequence[Attachment]) -> None:
         """Tell what is attached."""
@@ -60,7 +76,10 @@ class PlainFiles:
             if path := _existing(match[1]):
                 self._add(path)
         text = _WORD.sub(lambda match: match[1] if _existing(match[1]) else match[0], text)
-        require_sight(self._chat.workspace.link, self._chat.workspace.model, self._attached)
+        workspace = self._chat.workspace
+        pictures = [attachment for attachment in (*self._attached, *self._sent()) if attachment.kind == "image"]
+        if pictures:
+            self._chat.wait(require_sight(workspace.link, workspace.model, pictures))
         attached, self._attached = tuple(self._attached), []
         return text, attached
 
@@ -70,7 +89,7 @@ class PlainFiles:
 
         async def read() -> Read:
             read = await asyncio.to_thread(read_attachment, path)
-            require_sight(workspace.link, workspace.model, (read.attachment,))
+            await require_sight(workspace.link, workspace.model, (read.attachment,))
             return Read(await counted(workspace.link, workspace.model, read.attachment), read.note)
 
         attachment, note = chat.wait_long("reading", read())

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.chats.attached_files import Read, State, pasted, read_attachment, state_of
 from edgelm.chats.attachments import Attachment
+from edgelm.chats.clipboard import clipboard_picture
 from edgelm.chats.history import Message
 from edgelm.client.session import Session, on_disk
 from edgelm.library.progress import size_text
@@ -96,12 +98,26 @@ class Attaching:
 
     def add_text(self, text: str) -> None:
         """Attach a pasted text."""
-        sent = [attachment for message in self._workspace.session.tree.path() for attachment in message.attachments]
-        number = 1 + sum(not attachment.path for attachment in (*sent, *self.attachments))
-        item = _Item("", pasted(text, number))
+        item = _Item("", pasted(text, self._next_number()))
         self._items.append(item)
         self._show()
         self._run(self._measure((item,)))
+
+    async def add_clipboard(self) -> None:
+        """Attach the picture on the clipboard. Raises EdgeLMError."""
+        attachment = await in_daemon_thread(partial(clipboard_picture, self._next_number()))
+        await require_sight(self._workspace.link, self._workspace.model, (attachment,))
+        self._items.append(_Item("", attachment))
+        self._show()
+        await self._measure(())
+
+    def _next_number(self) -> int:
+        """Return the number of the next attachment that has no file."""
+        return 1 + sum(not attachment.path for attachment in (*self._sent(), *self.attachments))
+
+    def _sent(self) -> list[Attachment]:
+        """Return the attachments of the branch on screen."""
+        return [attachment for message in self._workspace.session.tree.path() for attachment in message.attachments]
 
     def remove(self, index: int) -> None:
         """Take a chip off the bar: an attachment, or a notice."""
@@ -131,7 +147,7 @@ class Attaching:
     async def _read(self, item: _Item) -> None:
         try:
             read: Read = await in_daemon_thread(lambda: read_attachment(item.path))
-            require_sight(self._workspace.link, self._workspace.model, (read.attachment,))
+            await require_sight(self._workspace.link, self._workspace.model, (read.attachment,))
         except EdgeLMError as error:
             if item in self._items:
                 self._items.remove(item)
@@ -222,7 +238,7 @@ class Attaching:
         """Wait until all files are read, and raise RequestError where the user should see something before sending."""
         self._workspace.require_no_answer()
         await self._idle.wait()
-        require_sight(self._workspace.link, self._workspace.model, self.attachments)
+        await require_sight(self._workspace.link, self._workspace.model, (*self.attachments, *self._sent()))
         if await self._look(self._workspace.session):
             names = ", ".join(f"{one_line(notice.attachment.name)} {notice.words}" for notice in self._notices)
             raise RequestError(names, "Enter sends all the same; Shift+Tab and Enter attach a changed file again")

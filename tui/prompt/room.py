@@ -17,11 +17,13 @@ from edgelm.chats.history import Message, split_sent
 from edgelm.client.answer_stream import stats_from_json
 from edgelm.client.link import Link
 from edgelm.client.session import Session
+from edgelm.library.local import SEEING
 from edgelm.tui.lines import short_name
 from edgelm.tui.prompt.shortening import TOKENS_PER_CHAR, sent_len
 
 MAX_COUNTED_CHARS = 200_000  # llama.cpp takes quadratic time for some texts
 COUNT_S = 60.0
+MAX_NAMED = 3  # models
 
 
 class Room(NamedTuple):
@@ -56,12 +58,29 @@ def is_edgelm(link: Link) -> bool:
     return link.connected.is_edgelm if link.connected is not None else link.remote is None
 
 
-def require_sight(link: Link, model: str, attachments: Sequence[Attachment]) -> None:
-    """Raise RequestError for a picture that the model does not see: edgelm's models read text only."""
+async def require_sight(link: Link, model: str, attachments: Sequence[Attachment]) -> None:
+    """Raise RequestError for a picture that the model does not see, as far as the endpoint tells."""
     picture = next((attachment for attachment in attachments if attachment.kind == "image"), None)
-    if picture is not None and is_edgelm(link):
-        name = short_name(model) or "this model"
-        raise RequestError(f"{name} sees no pictures: {picture.name} is not sent", "describe it, or attach text")
+    if picture is None:
+        return
+    try:
+        if not (await link.client()).is_edgelm or await _sees(link, model):
+            return
+        others = [short_name(entry.id) for entry in await link.models() if entry.pictures]
+    except EdgeLMError:  # it is told when the message is sent
+        return
+    name = short_name(model) or "this model"
+    hint = f"these do: {', '.join(others[:MAX_NAMED])}" if others else f"edgelm pull {SEEING} gets a model that does"
+    raise RequestError(f"{name} sees no pictures: {picture.name} is not sent", hint)
+
+
+async def _sees(link: Link, model: str) -> bool:
+    """Return whether a model reads pictures; a list that says no is renewed: its projector may be here now."""
+    for again in (False, True):
+        entries = await link.models(again=again)
+        if any(entry.pictures for entry in entries if entry.id == model):
+            return True
+    return False
 
 
 async def counted(link: Link, model: str, attachment: Attachment) -> Attachment:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from edgelm.chats.attachments import Attachment
 from edgelm.library.progress import size_text
 from edgelm.tui.lines import FoldRow, PlainRow, Row
+from edgelm.tui.picture_rows import PictureRow
 from edgelm.tui.prompt.room import tokens_of
 from edgelm.tui.transcript.passages import one_line
 
@@ -36,6 +37,7 @@ def attachment_rows(attachments: Sequence[Attachment], *, unfolded: bool) -> lis
     if not attachments:
         return []
     rows: list[Row] = [FoldRow(", ".join(map(attachment_words, attachments)), unfolded=unfolded)]
+    rows += [PictureRow(attachment) for attachment in attachments if attachment.kind == "image"]
     if unfolded:
         for place, attachment in enumerate(attachments):
             gap = "\n" if place else ""

@@ -129,6 +129,10 @@ class MessageView:
         if self.message.reading != self._reading:
             self._compose()
 
+    def show_pictures(self) -> None:
+        """Show the pictures of the message, which are decoded now."""
+        self._compose()
+
     def set_thought(self, figures: ThoughtFigures) -> None:
         """Show the size of the thought so far."""
         self._figures = figures

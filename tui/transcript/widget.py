@@ -29,6 +29,7 @@ from edgelm.tui.commands.table import TRANSCRIPT_KEYS
 from edgelm.tui.hints import Hint
 from edgelm.tui.lines import ACT, CONSOLE, GUTTER, Line, NoteRow, Row, clean, margin, text_width, wrap_words
 from edgelm.tui.palette import Palette, make_palette
+from edgelm.tui.picture_rows import decode_previews, undecoded
 from edgelm.tui.transcript.views import Flow, MessageView
 
 WELCOME = """Write a message below.
@@ -102,6 +103,7 @@ class Transcript(ScrollView, can_focus=True):
     def show(self, views: list[MessageView]) -> None:
         """Show these messages from the end."""
         self.views = views
+        self._load_pictures()
         self.selected = None
         self._following = True
         self._anchor = None
@@ -111,9 +113,22 @@ class Transcript(ScrollView, can_focus=True):
     def replace(self, views: list[MessageView], selected: int | None = None) -> None:
         """Show other messages without scrolling; `selected` becomes the selected one."""
         self.views = views
+        self._load_pictures()
         if selected is not None:
             self._select(selected)
         self._arrange()
+
+    def _load_pictures(self) -> None:
+        """Decode the pictures of the messages, and draw them when they are there."""
+        waiting = [view for view in self.views if undecoded(view.message.attachments)]
+        if waiting:
+            self.run_worker(self._decode_pictures(waiting), group="pictures", exclusive=True)
+
+    async def _decode_pictures(self, views: list[MessageView]) -> None:
+        for view in reversed(views):  # the end is in view
+            await decode_previews(undecoded(view.message.attachments))
+            view.show_pictures()
+            self._arrange()
 
     def refold(self) -> None:
         """Draw messages whose folded text was unfolded, or folded again; the lines above it stay where they are."""

@@ -35,6 +35,7 @@ class Said:
     role: str  # "system", "user" or "assistant"
     text: str
     reasoning: str = ""
+    images: tuple[str, ...] = ()  # data URLs
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class RunJob(EngineJob):
     """Complete one prompt."""
 
     prompt: str
+    images: tuple[str, ...] = ()  # before the prompt, as data URLs
     before: tuple[Said, ...] = ()
     raw: bool = False  # no chat template
     stop: tuple[str, ...] = ()

@@ -1,0 +1,40 @@
+"""The picture on the clipboard, as a program of the desktop gives it: terminals themselves paste only text.
+
+Owns which programs are asked. Over ssh they have no clipboard, or that of the other machine.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from shutil import which
+
+from edgelm.base.errors import RequestError
+from edgelm.chats.attached_files import is_picture, picture_of
+from edgelm.chats.attachments import Attachment
+
+PROGRAMS = (
+    ("wl-paste", "--no-newline", "--type", "image/png"),  # Wayland
+    ("xclip", "-selection", "clipboard", "-target", "image/png", "-out"),  # X11
+    ("osascript", "-e", "get the clipboard as «class PNGf»"),  # macOS
+)
+LIMIT_S = 5.0
+_HEX = re.compile(rb"\xc2\xabdata PNGf([0-9A-F]+)\xc2\xbb\s*")  # how osascript prints it
+
+
+def clipboard_picture(number: int) -> Attachment:
+    """Return the picture on the clipboard as an attachment; `number` is for its name. Raises EdgeLMError."""
+    programs = [program for program in PROGRAMS if which(program[0])]
+    if not programs:
+        names = ", ".join(program[0] for program in PROGRAMS)
+        raise RequestError("no program here reads the clipboard", f"install one of {names}, or attach a file")
+    for program in programs:
+        try:
+            done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        match = _HEX.fullmatch(done.stdout)
+        data = bytes.fromhex(match[1].decode()) if match else done.stdout
+        if is_picture(data):
+            return picture_of(data, f"pasted picture {number}")
+    raise RequestError("there is no picture on the clipboard", "copy one, or attach a file")
