@@ -14,7 +14,7 @@ from PIL import Image
 from edgelm.base.workers import pictures
 from edgelm.base.workers.pictures import MAX_STORED_BYTES, Picture
 from edgelm.chats.clipboard import clipboard_picture
-from edgelm.tui.picture_rows import half_blocks
+from edgelm.tui.transcript.picture_rows import half_blocks
 from tests.base.workers.test_pictures import png
 from tests.tui.conftest import Driver, Open
 from tests.tui.test_files import has, paste

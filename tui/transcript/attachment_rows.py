@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from edgelm.chats.attachments import Attachment
 from edgelm.library.progress import size_text
 from edgelm.tui.lines import FoldRow, PlainRow, Row
-from edgelm.tui.picture_rows import PictureRow
 from edgelm.tui.prompt.room import tokens_of
 from edgelm.tui.transcript.passages import one_line
+from edgelm.tui.transcript.picture_rows import PictureRow
 
 MAX_SHOWN_LINES = 300
 MAX_SHOWN_CHARS = 30_000  # wrapping a text of megabytes takes seconds

@@ -29,7 +29,7 @@ from edgelm.tui.commands.table import TRANSCRIPT_KEYS
 from edgelm.tui.hints import Hint
 from edgelm.tui.lines import ACT, CONSOLE, GUTTER, Line, NoteRow, Row, clean, margin, text_width, wrap_words
 from edgelm.tui.palette import Palette, make_palette
-from edgelm.tui.picture_rows import decode_previews, undecoded
+from edgelm.tui.transcript.picture_rows import decode_previews, undecoded
 from edgelm.tui.transcript.views import Flow, MessageView
 
 WELCOME = """Write a message below.
