@@ -20,7 +20,7 @@ from edgelm.checkpoints.config_json import (
     read_config_json,
     sliding_window,
 )
-from edgelm.checkpoints.folder import other_module
+from edgelm.checkpoints.encoder import encoder_config, folder_pooling, is_encoder, other_encoder, other_module
 from edgelm.checkpoints.shape import Experts, Shape, gguf_experts, gguf_shape, gguf_windows
 from edgelm.checkpoints.values import Values
 from edgelm.kernels.gates import Gate, GateKind
@@ -136,9 +136,19 @@ def folder_problem(folder: Path) -> str:
 
     Raises ModelError for a configuration that cannot be read.
     """
+    config = read_config_json(folder)
+    try:
+        if is_encoder(config):
+            encoder_config(folder, config)
+            return ""
+        if problem := other_encoder(config):
+            return problem
+        folder_pooling(folder)
+    except ModelError as error:
+        return error.message
     if module := other_module(folder):
         return f"its vectors pass through the module {module}, which the torch engine does not have"
-    return unsupported_reason(read_config_json(folder)) or ""
+    return unsupported_reason(config) or ""
 
 
 # -- GGUF --------------------------------------------------------------------------------------------------------------

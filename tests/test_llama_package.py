@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import io
 import os
+import shutil
 import sys
 import tarfile
 import tomllib
@@ -133,6 +134,28 @@ def test_a_checkout_with_a_compiler_says_what_comes(
     (tmp_path / "lib/python3.12/site-packages/llama_cpp_python-0.3.36.dist-info").mkdir(parents=True)
     backend.tell_of_the_compiler(str(tmp_path))
     assert bare.read_text() == "", "it is installed: nothing is compiled"
+
+
+@pytest.mark.parametrize("how", ["--python {}/bin/python", "--python={}", "-p {}", "VIRTUAL_ENV={}", "CONDA_PREFIX={}"])
+def test_uv_builds_elsewhere_and_what_it_installs_into_counts(
+    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    target = tmp_path / "target"
+    (target / "lib/python3.12/site-packages/llama_cpp_python-0.3.36.dist-info").mkdir(parents=True)
+    (target / "bin").mkdir()
+    (target / "bin" / "python").touch()
+    said = how.format(target)
+    files = {
+        "/proc/7/cmdline": "\0".join(["/usr/bin/uv", "pip", "install", *(said.split() if said[0] == "-" else ()), "."]),
+        "/proc/7/environ": "" if said[0] == "-" else f"HOME=/\0{said}\0",
+    }
+    monkeypatch.setattr(backend, "_callers", lambda: iter((7,)))
+    monkeypatch.setattr(backend, "_read", lambda path: files.get(path, ""))
+    backend.tell_of_the_compiler(str(tmp_path / "build"))
+    assert bare.read_text() == "", "it is installed: nothing is compiled"
+    shutil.rmtree(target / "lib")
+    with pytest.raises(SystemExit):
+        backend.tell_of_the_compiler(str(tmp_path / "build"))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 from edgelm.base.errors import RequestError
 from edgelm.base.workers.messages import Footprint
 from edgelm.checkpoints.config_json import read_config_json
+from edgelm.checkpoints.encoder import is_encoder
 from edgelm.checkpoints.folder import folder_facts
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
@@ -73,8 +74,8 @@ class OpenedModel:
 
     @property
     def llama_problem(self) -> str:
-        """Why llama.cpp cannot run the model at all; empty: it may."""
-        return "" if self.gguf else "llama.cpp does not read safetensors"
+        """Why llama.cpp cannot run the model at all; empty: it may. Of a BERT it gets a GGUF that is made first."""
+        return "" if self.gguf or is_encoder(self.config or {}) else "llama.cpp does not read safetensors"
 
     def torch_problem(self, implementation: str = "reference") -> str:
         """Return why the torch engine cannot run the model with "reference" or "triton" ops; empty: it can.

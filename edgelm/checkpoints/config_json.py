@@ -61,6 +61,14 @@ QWEN = {
 QWEN_2_AND_3 = {**QWEN, "num_key_value_heads": 32, "max_window_layers": 28}
 # by model_type: what a config.json may omit, and the value that transformers then takes
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "bert": {
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "type_vocab_size": 2,
+        "max_position_embeddings": 512,
+    },
     "llama": {"num_attention_heads": 32},
     "mistral": {
         "num_attention_heads": 32,

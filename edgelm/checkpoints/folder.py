@@ -24,8 +24,8 @@ from edgelm.checkpoints.config_json import (
     sliding_window,
     vocab_size,
 )
+from edgelm.checkpoints.encoder import folder_pooling, is_encoder
 from edgelm.checkpoints.files import shown
-from edgelm.checkpoints.json_scan import read_json
 from edgelm.checkpoints.quantization import (
     Quantization,
     code_bits,
@@ -43,14 +43,6 @@ from edgelm.engine.core import Pooling
 DECODER = r"(?:(?:model|language_model|transformer|text_model)\.)*"
 LAYER = re.compile(DECODER + r"(?:layers|h)\.(\d{1,6})\..+")
 EMBEDDING = re.compile(DECODER + r"(?:embed_tokens|wte|word_embeddings)\.weight")
-POOLING = "1_Pooling/config.json"
-MODULE = re.compile(r"\d_(\w{1,40})")  # the folder of one, such as 2_Dense
-KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
-POOLING_MODES: dict[str, Pooling] = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-}
 CACHED = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")  # a folder of the hub's cache
 FLOATS = {"F8_E4M3": "FP8", "F8_E5M2": "FP8", "F8_E4M3FNUZ": "FP8", "F8_E5M2FNUZ": "FP8"}  # dtype: its label
 # tensors beside quantized weights that hold no weights: scales, zero points, the order of columns, codebooks
@@ -95,7 +87,7 @@ def _summary(model: Safetensors, config: Mapping[str, Any]) -> ModelSummary:
     _check_layers(model, values, shape.num_layers)
     section = quantization_section(config)
     quantization = _quantization(config)
-    kind, pooling = _kind_and_pooling(model.folder)
+    kind, pooling = _kind_and_pooling(model.folder, config)
     return ModelSummary(
         name=folder_name(model.folder),
         architecture=architecture_name(config),
@@ -116,19 +108,13 @@ def _summary(model: Safetensors, config: Mapping[str, Any]) -> ModelSummary:
     )
 
 
-def other_module(folder: Path) -> str:
-    """Return a module of sentence-transformers that changes vectors after the pooling; empty: there is none."""
-    modules = (match for child in sorted(folder.iterdir()) if (match := MODULE.fullmatch(child.name)))
-    return next((match[1] for match in modules if match[1] not in KNOWN_MODULES), "")
-
-
-def _kind_and_pooling(folder: Path) -> tuple[ModelKind, Pooling]:
+def _kind_and_pooling(folder: Path, config: Mapping[str, Any]) -> tuple[ModelKind, Pooling]:
     """Return the kind and pooling of a model: sentence-transformers states them in a folder's modules."""
-    if not file_exists(folder / POOLING):
-        return "text", "mean"
-    pooling = read_json(folder / POOLING)
-    stated: list[Pooling] = [name for key, name in POOLING_MODES.items() if pooling.get(key) is True]
-    return "embedding", stated[0] if stated else "mean"
+    try:
+        stated = folder_pooling(folder)
+    except ModelError:  # `folder_problem` says why it does not run
+        return "embedding", "mean"
+    return "embedding" if stated or is_encoder(config) else "text", stated or "mean"
 
 
 def folder_name(folder: Path) -> str:

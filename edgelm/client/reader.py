@@ -241,7 +241,7 @@ class Reader:
         reading = question.reading
         if model != STARTER or reading is None or not reading.passages or not set(reading.roots) <= {GUIDE}:
             return ()
-        return tuple(starter_answers(reading.passages))
+        return tuple(starter_answers(reading.passages, question.text))
 
     def drop_half(self, session: Session, question: Message) -> bool:
         """Drop the worse half of the passages, for which the context has no room; return whether there were any."""

@@ -229,6 +229,6 @@ def _checked(check: Mapping[str, Any]) -> str:
             f"the same most likely token for {check['same_top']} of them"
         )
     if check["method"] == "tensors":
-        loaded = "" if "did not load" in check["reason"] else ", and llama.cpp computes finite logits"
+        loaded = "" if "did not load" in check["reason"] else ", and llama.cpp computes finite numbers"
         return f"all {check['tensors']:,} tensors read back{loaded} ({check['reason']})"
     return f"nothing ({check['reason']})"

@@ -172,7 +172,7 @@ def _plan_for_llama(
         chosen = result.chosen
         return result, False, offloaded.placement(chosen.kv, chosen.context) if chosen else ON_CPU
     own = layout(facts)
-    if repeatable:
+    if repeatable or path.is_dir():  # llama.cpp cannot be asked about a folder
         return plan(facts, settings, memory, own, **options), False, ON_CPU
     estimate, parallel = own.estimated_buffers, settings.parallel
     with BufferProbe(path, estimate, sequences=parallel, repack=repack, rollback=rollback) as probe:

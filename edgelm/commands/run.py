@@ -218,7 +218,7 @@ def _read_guide(question: str, places: Places) -> tuple[tuple[Passage, ...] | No
     except EdgeLMError as error:
         print(f"note: the guide is not read: {error}", file=sys.stderr)
         return None, []
-    return passages, starter_answers(passages)
+    return passages, starter_answers(passages, question)
 
 
 def _note_passages(read: Read, num_found: int) -> None:

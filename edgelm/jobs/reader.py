@@ -15,6 +15,7 @@ from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.gpu import INSTALL, has_torch
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.workers.child import answer_requests
+from edgelm.checkpoints.encoder import is_encoder_folder
 from edgelm.checkpoints.folder import folder_facts, folder_summary
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.identity import content_identity
@@ -75,9 +76,10 @@ def read_details(path: Path, settings: Settings) -> dict[str, Any]:
         if path.is_dir():
             with open_safetensors(path) as model:
                 details = folder_details(model)
-                if not has_torch():
+                encoder = is_encoder_folder(path)
+                if not has_torch() and not encoder:
                     details = replace(details, problem=f"safetensors need torch, which is not installed; {INSTALL}")
-                memory = None if details.problem else _folder_memory(model, settings)
+                memory = None if details.problem else _folder_memory(model, settings, by_llama=encoder)
                 identity = content_identity(model)
             document = {"format": "safetensors", "memory": memory, "identity": identity, "projector": None}
             return details.document() | document
@@ -143,20 +145,25 @@ def read_card(path: Path) -> dict[str, Any]:
 
 
 def _gguf_memory(gguf: GGUF, settings: Settings) -> dict[str, Any]:
-    from edgelm.backends.llama.memory import LlamaMemory
-
     try:
-        facts = model_facts(gguf)
-        return _planned(facts, settings, LlamaMemory(facts, sequences=settings.parallel))
+        return _llama_memory(model_facts(gguf), settings)
     except EdgeLMError as error:
         return {"error": str(error)}
 
 
-def _folder_memory(model: Safetensors, settings: Settings) -> dict[str, Any]:
+def _llama_memory(facts: ModelFacts, settings: Settings) -> dict[str, Any]:
+    from edgelm.backends.llama.memory import LlamaMemory
+
+    return _planned(facts, settings, LlamaMemory(facts, sequences=settings.parallel))
+
+
+def _folder_memory(model: Safetensors, settings: Settings, *, by_llama: bool) -> dict[str, Any]:
     from edgelm.backends.torch.memory import TorchMemory
 
     try:
         facts = folder_facts(model)
+        if by_llama:
+            return _llama_memory(facts, settings)
         engine = TorchMemory(facts, sequences=settings.parallel, device="cpu", quantize=settings.quantize)
         return _planned(facts, settings, engine)
     except EdgeLMError as error:

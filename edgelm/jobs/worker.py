@@ -24,6 +24,7 @@ from edgelm.jobs.embed import embed_texts
 from edgelm.jobs.embed_request import EmbedJob
 from edgelm.jobs.evaluate import evaluate_file
 from edgelm.jobs.speed import BenchJob, check, measure
+from edgelm.making.conversion.kept import with_gguf
 from edgelm.text.template_worker import start_template_worker
 
 
@@ -53,7 +54,7 @@ def work_with_engine(
 
 def _build(job: EngineJob, child: Child) -> LoadedModel:
     return build(
-        job.model,
+        with_gguf(job.model, own_places().cache),
         job.settings,
         least_context=job.least_context,
         repack=job.repack,

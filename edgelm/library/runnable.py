@@ -27,6 +27,7 @@ def require_runnable_config(repository: str, text: bytes) -> None:
     """Raise ModelError for the config.json of a model that neither runs here nor can be converted."""
     # A pull of a GGUF needs neither of these, nor numpy.
     from edgelm.checkpoints.config_json import decoder_values
+    from edgelm.checkpoints.encoder import is_encoder, refuse_encoder
     from edgelm.checkpoints.quantization import read_quantization
     from edgelm.models.families import family_of_folder
 
@@ -36,7 +37,13 @@ def require_runnable_config(repository: str, text: bytes) -> None:
         raise ModelError(f"{CONFIG} of {repository} is not valid JSON", "choose another repository") from None
     if not isinstance(config, Mapping):
         raise ModelError(f"{CONFIG} of {repository} is not an object", "choose another repository")
-    kind = decoder_values(config).get("model_type")
+    values = decoder_values(config)
+    kind = values.get("model_type")
+    if is_encoder(config):
+        try:
+            return refuse_encoder(values)
+        except ModelError as error:
+            raise _refused(repository, f"cannot be run, for {error.message}") from None
     if not isinstance(kind, str) or family_of_folder(kind) is None:
         what = (
             f"is a {shown(kind)} model" if isinstance(kind, str) and kind else "does not say what kind of model it is"

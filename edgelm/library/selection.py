@@ -37,7 +37,7 @@ INDEX = "model.safetensors.index.json"
 BESIDE = re.compile(  # files that transformers and our reader use beside the weights, and the licence
     r"(?:config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
     r"|tokenizer\.model|[\w.-]*\.tiktoken|[\w-]*\.spm|merges\.txt|vocab\.txt|chat_template\.jinja"
-    r"|additional_chat_templates/[\w.-]+\.jinja|README\.md|(?:LICEN[CS]E|NOTICE|USE_POLICY)(?:\.\w+)?",
+    r"|additional_chat_templates/[\w.-]+\.jinja|modules\.json|\d_\w+/config\.json|README\.md|(?:LICEN[CS]E|NOTICE|USE_POLICY)(?:\.\w+)?",
     re.IGNORECASE,
 )
 ADAPTER = frozenset({"adapter_config.json", "adapter_model.safetensors"})  # LoRA, as PEFT writes it

@@ -43,6 +43,9 @@ CANNOT_COMPILE = (
     "--extra-index-url ADDRESS (with pipx: --pip-args)"
 )
 CXX_COMPILERS = ("c++", "g++", "clang++")
+INSTALLED = "lib/python*/site-packages/llama_cpp_python-*.dist-info"
+NAMED_PYTHON = re.compile(r"\0(?:--python[=\0]|-p\0)([^\0]+)")  # in a command of uv: a program or an environment
+UV_ENVIRONMENT = re.compile(r"(?:^|\0)(?:VIRTUAL_ENV|CONDA_PREFIX)=([^\0]+)")
 INSTALLS = {"install", "wheel", "download", "sync"}  # commands of pip, pipx and uv
 PLACES = re.compile(r"find[-_]links|index[-_]url|--(default-)?index\b|UV_(DEFAULT_)?INDEX", re.IGNORECASE)
 
@@ -157,13 +160,28 @@ def _terminals_of_callers() -> Iterator[Path]:
 
 def tell_of_the_compiler(prefix: str) -> None:
     """Say that pip compiles llama.cpp for an environment. Raises SystemExit where it can do that in no way."""
-    if any(Path(prefix).glob("lib/python*/site-packages/llama_cpp_python-*.dist-info")):
+    if any(any(Path(folder).glob(INSTALLED)) for folder in (prefix, *_environments_of_uv())):
         return
     if os.environ.get("CXX") or any(map(shutil.which, CXX_COMPILERS)) or _places_are_named(prefix):
         _tell(f"\n{MAY_COMPILE}")
         return
     _tell(f"\n{CANNOT_COMPILE}\n")
     raise SystemExit(f"error: {CANNOT_COMPILE}")
+
+
+def _environments_of_uv() -> Iterator[str]:
+    """Yield the environments that uv may install into: it builds in one of its own, where pip builds in the user's."""
+    for pid in _callers():
+        command = _read(f"/proc/{pid}/cmdline")
+        if Path(command.partition("\0")[0]).name != "uv":
+            continue
+        folder = Path()
+        with contextlib.suppress(OSError):
+            folder = Path(f"/proc/{pid}/cwd").readlink()  # the paths of its command begin there
+        for python in NAMED_PYTHON.findall(command):
+            yield from (str(folder / python), str((folder / python).parent.parent))
+        yield from UV_ENVIRONMENT.findall(_read(f"/proc/{pid}/environ"))
+        yield str(folder / ".venv")
 
 
 def _places_are_named(prefix: str) -> bool:

@@ -161,6 +161,22 @@ def test_transformers_loads_a_pulled_folder_offline(
     assert find_local("o/m", puller.cache).path == folder
 
 
+def test_a_bert_comes_with_its_pooling_and_other_encoders_are_refused(server: HubServer, puller: Puller) -> None:
+    files = {"tokenizer.json": b"{}", "model.safetensors": b"x" * 5000, "1_Pooling/config.json": b"{}"}
+    others = {"modules.json": b"[]", "2_Dense/config.json": b"{}", "onnx/model.onnx": b"x", "data_config.json": b"[]"}
+    server.add("o/minilm", {"config.json": b'{"model_type": "bert"}', **files, **others})
+    folder = puller.pull("o/minilm")
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert found == {"config.json", *files, "modules.json", "2_Dense/config.json"}
+    for name, config, reason in (
+        ("o/relu", b'{"model_type": "bert", "hidden_act": "relu"}', "its activation is"),
+        ("o/xlm", b'{"model_type": "xlm-roberta"}', "is a xlm-roberta model"),
+    ):
+        server.add(name, {"config.json": config, **files})
+        with pytest.raises(EdgeLMError, match=reason):
+            puller.pull(name)
+
+
 def test_small_and_empty_files_are_checked_by_gits_hash(server: HubServer, puller: Puller) -> None:
     server.add("o/m", {"config.json": LLAMA, "merges.txt": b"", "model.safetensors": b"x" * 5000})
     folder = puller.pull("o/m")

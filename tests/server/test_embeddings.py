@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 
+from tests.bert_folders import bert_folder
 from tests.server.harness import Front, serving, until
 from tests.tiny import write_tiny
 from tests.tiny_bert import tiny_bert, write_bert
@@ -25,6 +26,7 @@ def front(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
         write_bert(tiny_bert(), folder / "bert.gguf"),
         write_bert(tiny_bert(ranks=True), folder / "ranker.gguf", "rank"),
         write_tiny(folder / "tiny.gguf", context=512),
+        bert_folder(folder / "folder"),
     ]
     log = tmp_path_factory.mktemp("log") / "front.log"
     with serving(environment, *models, "--log-format", "json", log=log) as running:
@@ -43,7 +45,7 @@ def vectors(client: openai.OpenAI, model: str, texts: Any, **fields: Any) -> np.
     return np.array([entry.embedding for entry in response.data], np.float32)
 
 
-@pytest.mark.parametrize("model", ["bert", "tiny"])
+@pytest.mark.parametrize("model", ["bert", "tiny", "folder"])
 def test_openais_client_gets_normalized_vectors(client: openai.OpenAI, model: str) -> None:
     texts = ["the cat", "a dog sat on the mat", "the cat"]
     as_base64 = vectors(client, model, texts)  # the client asks for base64
@@ -119,7 +121,7 @@ def test_errors_name_the_input(client: openai.OpenAI) -> None:
 
 def test_the_list_of_models_tells_their_kinds(front: Front) -> None:
     models = {model["id"]: model["edgelm"]["kind"] for model in front.http.get("/v1/models").json()["data"]}
-    assert models | {"bert": "embedding", "ranker": "rerank", "tiny": "text"} == models
+    assert models | {"bert": "embedding", "folder": "embedding", "ranker": "rerank", "tiny": "text"} == models
 
 
 def test_documents_are_ranked(front: Front) -> None:

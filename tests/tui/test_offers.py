@@ -192,3 +192,33 @@ def test_the_suggested_model_fits() -> None:
     reference = parse_name("qwen3:8b")
     assert isinstance(reference, CatalogName)
     assert not find_entry(reference).gated
+
+
+async def test_a_quotation_is_shown_from_its_top_until_somebody_scrolls(open_chat: Open) -> None:
+    long = "\n\n".join(["## Download a model", *(f"Paragraph {number}." for number in range(80)), "The last one."])
+    async with open_chat(pulling=["false"]) as chat:
+        chat.endpoint.answers = [long, long]
+        await chat.ready()
+        await chat.ask("/help How do I download a model?")
+        await chat.sees("Download a model", "Paragraph 0.")
+        assert "The last one." not in chat.text
+        chat.transcript.scroll_end(animate=False)
+        await chat.sees("The last one.")
+        chat.transcript.changed()
+        await chat.pilot.pause()
+        assert "Paragraph 0." not in chat.text, "it is shown from its top only once"
+        await chat.ask("/model qwen3-4b-q4_k_m.gguf")
+        await chat.ask("another question")
+        await chat.sees("The last one.")
+
+
+async def test_a_question_in_another_language_gets_the_english_quotation(open_chat: Open) -> None:
+    async with open_chat(pulling=["false"]) as chat:
+        await chat.ready()
+        await chat.ask("/help Wie lade ich ein Modell herunter?")
+        (choice,) = chat.endpoint.requests[-1]["structured_outputs"]["choice"]
+        line, heading, *_ = choice.split("\n\n")
+        assert "auf Englisch" in line
+        assert heading == "## Download a model"
+        await chat.ask("/help Warum ist der Himmel blau?")
+        assert not any("auf Englisch" in text for text in chat.endpoint.requests[-1]["structured_outputs"]["choice"])

@@ -24,6 +24,8 @@ from textual.selection import Selection
 from textual.strip import Strip
 from textual.timer import Timer
 
+from edgelm.chats.knowledge.index import GUIDE
+from edgelm.library.names import STARTER
 from edgelm.tui.commands.keymap import keymap_of
 from edgelm.tui.commands.table import TRANSCRIPT_KEYS
 from edgelm.tui.hints import Hint
@@ -87,6 +89,7 @@ class Transcript(ScrollView, can_focus=True):
         self._following = True
         self._anchor: tuple[Row, int] | None = None  # the row and its line at the top, while not following the end
         self._arranging = False
+        self._begun: int | None = None  # id of the quotation that is shown from its top
         self.selected: int | None = None  # id of the message that keys act on
         self._frame: Timer | None = None
         self._frame_cost_s = 0.0
@@ -225,6 +228,7 @@ class Transcript(ScrollView, can_focus=True):
         flow = self._flow
         while True:
             flow.measure(self.views, width, self.palette)
+            self._begin_quotation(height)
             end = max(0, flow.height - height)
             top = end
             if not self._following and self._anchor is not None:
@@ -233,6 +237,20 @@ class Transcript(ScrollView, can_focus=True):
                 top = min(end, round(self.scroll_y) if row_top is None else row_top + line)
             if not flow.draw(top, top + height):
                 return top
+
+    def _begin_quotation(self, height: int) -> None:
+        """Stop following at the top of a quotation of the guide that is taller than the screen, once."""
+        if len(self.views) < 2 or not self._following:
+            return
+        question, view = self.views[-2:]
+        reading = question.message.reading
+        is_quotation = view.message.model == STARTER and reading is not None and set(reading.roots) <= {GUIDE}
+        if not is_quotation or view.message.id == self._begun:
+            return
+        span = self._flow.span_of(view)
+        if span is not None and span[1] - span[0] > height:
+            self._begun, self._following = view.message.id, False
+            self._set_anchor(span[0])
 
     def _measure(self) -> None:
         """Draw a few rows that were never in view, so that the scroll bar becomes exact."""

@@ -15,6 +15,7 @@ from typing import Any, Self
 from edgelm.backends.llama.binding import L
 from edgelm.base.errors import ModelError, RequestError
 from edgelm.text.byte_letters import missing_bytes, unwritable, without
+from edgelm.text.wordpiece import WordPiece, is_split_alike
 
 _MAX_BYTES = 2**31 - 32  # llama.cpp counts bytes and tokens in 32 bits
 _NOT_TEXT = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -27,16 +28,21 @@ _HARMONY_BEGIN = re.compile("|".join(f"<(?={re.escape(mark[1:])})" for mark in _
 class LlamaTokenizer:
     """A tokenizer on a vocabulary of llama.cpp. Raises ModelError if that is empty.
 
-    `owner` keeps the memory of the vocabulary alive.
+    `owner` keeps the memory of the vocabulary alive. `lowers` and `strips`: a BERT makes letters lower case, and strips
+    their accents.
     """
 
-    def __init__(self, vocab: Any, owner: object, chat_template: str | None = None) -> None:
+    def __init__(
+        self, vocab: Any, owner: object, chat_template: str | None = None, *, lowers: bool = True, strips: bool = True
+    ) -> None:
         if L.llama_vocab_type(vocab) == L.LLAMA_VOCAB_TYPE_NONE:
             raise ModelError("the model has no vocabulary", "take one with a tokenizer in its file")
         self._vocab = vocab
         self._owner = owner
         self._spm = L.llama_vocab_type(vocab) == L.LLAMA_VOCAB_TYPE_SPM
         self._bpe = L.llama_vocab_type(vocab) == L.LLAMA_VOCAB_TYPE_BPE
+        self._wpm = L.llama_vocab_type(vocab) == L.LLAMA_VOCAB_TYPE_WPM
+        self._lowers, self._strips = lowers, strips
         self._pieces: dict[int, bytes] = {}  # read on first use: a whole large vocabulary takes 0.2 s
         self.chat_template = chat_template
         self.num_tokens: int = L.llama_vocab_n_tokens(vocab)
@@ -49,7 +55,8 @@ class LlamaTokenizer:
         """Return the tokenizer of a loaded model, with its chat template; `model` is llama.cpp's pointer."""
         template = L.llama_model_chat_template(model, None)
         text = None if template is None else template.decode("utf-8", "replace")
-        return cls(L.llama_model_get_vocab(model), owner, text)
+        lowers, strips = (_flag(model, f"tokenizer.ggml.normalizer.{key}") for key in ("lowercase", "strip_accents"))
+        return cls(L.llama_model_get_vocab(model), owner, text, lowers=lowers, strips=strips)
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -90,7 +97,10 @@ class LlamaTokenizer:
         if unspelled := self._unspelled(text, special):
             raise RequestError(f"the model's vocabulary cannot write {unspelled!r}", "remove it")
         cut = not special and self._harmony_ids and self._bpe and _HARMONY_BEGIN.search(text)
-        tokens = self._tokenize_cut(text, bos) if cut else self._tokenize(data, special, bos)
+        if self._wpm and not special and not is_split_alike(text):
+            tokens = self._framed(self._words.encode(text), bos)
+        else:
+            tokens = self._tokenize_cut(text, bos) if cut else self._tokenize(data, special, bos)
         checked = not (unknown or self._spm or self._bpe)
         if checked and any(self._is_unknown(token, text) for token in set(tokens)):
             raise RequestError("the model's vocabulary cannot write a character of the text", "send another text")
@@ -127,15 +137,19 @@ class LlamaTokenizer:
 
     def _tokenize_cut(self, text: str, bos: bool) -> list[int]:
         """Return the ids of a user's text, its marks of gpt-oss spelled: llama.cpp makes a mark of them in any text."""
-        around = self._tokenize(b"", False, bos)
         spelled: list[int] = []
         first = 0
         for mark in _HARMONY_BEGIN.finditer(text):
             spelled += self._tokenize(text[first : mark.end()].encode(), False, False)
             first = mark.end()
         spelled += self._tokenize(text[first:].encode(), False, False)
+        return self._framed(spelled, bos)
+
+    def _framed(self, tokens: list[int], bos: bool) -> list[int]:
+        """Return tokens with those around a text, if `bos`."""
+        around = self._tokenize(b"", False, bos)
         before = self.num_before if bos else 0
-        return around[:before] + spelled + around[before:]
+        return around[:before] + tokens + around[before:]
 
     def _as_text(self, tokens: list[int], bos: bool) -> list[int]:
         """Spell control tokens in bytes: SPM may merge `<s` and `>` of a user's text into the real BOS."""
@@ -175,6 +189,14 @@ class LlamaTokenizer:
 
     def _is_unknown(self, token: int, text: str) -> bool:
         return bool(self._attr(token) & L.LLAMA_TOKEN_ATTR_UNKNOWN) and self.text_of(token) not in text
+
+    @cached_property
+    def _words(self) -> WordPiece:
+        """The vocabulary of a BERT; its special tokens are in no text."""
+        ids = {self.text_of(token): token for token in range(self.num_tokens) if not self._attr(token) & _NOT_TEXT}
+        attrs = map(self._attr, range(self.num_tokens))
+        unknown = next((i for i, attr in enumerate(attrs) if attr & L.LLAMA_TOKEN_ATTR_UNKNOWN), 0)
+        return WordPiece(ids, unknown, lowers=self._lowers, strips_accents=self._strips)
 
     @cached_property
     def _harmony_ids(self) -> frozenset[int]:
@@ -240,6 +262,12 @@ class LlamaTokenizer:
         if not 0 <= token < self.num_tokens:
             raise IndexError(f"token {token} of a vocabulary of {self.num_tokens}")
         return token
+
+
+def _flag(model: Any, key: str) -> bool:
+    """Return a flag of a model's metadata; True: it is not there."""
+    buffer = ctypes.create_string_buffer(8)
+    return L.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer)) < 0 or buffer.value != b"false"
 
 
 class _OwnedModel:

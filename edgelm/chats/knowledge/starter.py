@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from edgelm.base.workers.messages import Passage
 from edgelm.chats.knowledge.guide import searchable_pages
 from edgelm.chats.knowledge.index import GUIDE, Knowledge
+from edgelm.chats.knowledge.languages import LINES, in_english, language_of
 from edgelm.chats.knowledge.passages import split_text
 from edgelm.chats.knowledge.quote import MOST_CHARS, fitting, share_of_context
 from edgelm.chats.knowledge.sections import Section, guess
@@ -19,8 +20,8 @@ from edgelm.chats.knowledge.sections import Section, guess
 CONTEXT = 3072  # tokens, of the starter
 UNKNOWN_SHARE = 0.82  # from this probability of "no section" on, the guide has no answer
 SURE_SHARE = 0.15  # below this one, the guide certainly has the answer
-CLOSE = 1.0  # the difference of two sections, in log-probability, below which both are quoted
-RANK_COST = 0.5  # of a rank of BM25, beside the log-probability of a section
+CLOSE = 0.5  # the difference of two sections, in log-probability, below which both are quoted
+RANK_COST = 0.7  # of a rank of BM25, beside the log-probability of a section
 MISSING_RANK = 4  # of a section that BM25 does not find
 UNKNOWN = "Sorry, I know only edgelm, and I find nothing about that in its guide."
 WITHOUT_PASSAGES = (
@@ -44,6 +45,8 @@ SMALL_TALK = (
     "All right. Ask me about edgelm when you like.",
 )
 _LARGER = "A larger model for this machine"
+_SIZE = re.compile(r"\b\d+(?:[.,]\d+)?\s*(?:b|[kmg]i?b)\b", re.IGNORECASE)  # the guide has other examples
+_COMPUTER = re.compile(r"\b(?:laptop|notebook|macbook|computer|pc)\b", re.IGNORECASE)
 _PULL = re.compile(r"`/pull (\S+)`")
 
 
@@ -55,6 +58,10 @@ def starter_passages(knowledge: Knowledge, question: str, larger: str | None, co
     """
     knowledge.refresh([GUIDE])
     last = larger_model(larger)
+    language = language_of(question)
+    question = _SIZE.sub("", in_english(question, language) if language else _COMPUTER.sub("machine", question))
+    if language and not question:
+        return [last]
     about = guess(question)
     if about.unknown >= UNKNOWN_SHARE:
         return [last]
@@ -88,12 +95,14 @@ def larger_model(name: str | None) -> Passage:
     return Passage("models", _LARGER, text)
 
 
-def starter_answers(passages: Sequence[Passage]) -> list[str]:
-    """Return every answer that the starter may give after it has read these passages.
+def starter_answers(passages: Sequence[Passage], question: str = "") -> list[str]:
+    """Return every answer that the starter may give to a question after it has read these passages.
 
     It quotes them, says that it does not know, or gives one of its own sentences: so it names no command that does not
-    exist.
+    exist. To a question in another language, which it cannot read, it quotes what there is.
     """
+    if (language := language_of(question)) and (about := [p for p in passages if p.heading != _LARGER]):
+        return ["\n\n".join([LINES[language], *(passage.text.strip("\n") for passage in about)])]
     answers = list(SMALL_TALK)
     if quoted := [passage.text.strip("\n") for passage in passages if passage.heading != _LARGER]:
         answers.append("\n\n".join(quoted))

@@ -15,13 +15,16 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from edgelm.backends.llama.embedding import embedder_of
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.base.errors import DoesNotFitError, ModelError, RequestError
 from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.checkpoints.encoder import EncoderConfig
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
+from edgelm.checkpoints.summary import model_facts
 from edgelm.evaluation.evaluate import run_tokens
 from edgelm.making.conversion.convert import Source
 from edgelm.making.conversion.layout import target_family
@@ -101,6 +104,9 @@ def _check_tensors(source: Source, part: Path, reason: str, *, threads: int, sta
     if detail["bytes"] > available_memory_bytes():
         return Outcome("tensors", detail, f"{reason}; llama.cpp did not load it: it is larger than the memory")
     stage("loading it with llama.cpp")
+    if isinstance(source.config, EncoderConfig):
+        _require_finite(_vector(part, threads))
+        return Outcome("tensors", detail, reason)
     with _Llama(part, threads) as llama:
         _require_finite(llama.logits(llama.probe(_num_tokens(source))))
     return Outcome("tensors", detail, reason)
@@ -126,6 +132,8 @@ def compare(logits: NDArray[np.float32], reference: NDArray[np.float32]) -> Logi
 
 def _why_not_compared(source: Source) -> str:
     """Return why logits are not compared; empty: they are."""
+    if isinstance(source.config, EncoderConfig):
+        return "a BERT has no logits"
     if find_spec("torch") is None:
         return "torch is not installed, so logits were not compared"
     size = max(source.reader.model.size, sum(tensor.nbytes for tensor in source.layout.tensors))
@@ -139,7 +147,7 @@ def _too_large(source: Source) -> str:
 def _num_tokens(source: Source) -> int:
     """Return how many tokens are compared: no more than a window that llama.cpp does not have."""
     limits = [NUM_TOKENS, source.config.context]
-    if not target_family(source.config).gguf_window:
+    if not isinstance(source.config, EncoderConfig) and not target_family(source.config).gguf_window:
         limits += [layer.window for layer in source.config.layers if layer.window]
     return min(limits)
 
@@ -160,7 +168,7 @@ def _read_back(source: Source, gguf: GGUF) -> int:
 
 def _require_finite(logits: NDArray[np.float32]) -> None:
     if not np.isfinite(logits).all():
-        raise ModelError("the converted file computes logits that are no numbers", f"{HINT}, or try --to BF16")
+        raise ModelError("the converted file computes no finite numbers", f"{HINT}, or try --to BF16")
 
 
 def _log_softmax(rows: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -169,15 +177,37 @@ def _log_softmax(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     return result
 
 
+def _loaded(path: Path) -> LlamaModel:
+    """Load a converted file. Raises ModelError."""
+    try:
+        return LlamaModel(path, repack=False)
+    except ModelError as error:
+        reason = error.message.partition("cannot be loaded: ")[2] or error.message
+        raise ModelError(f"llama.cpp does not load the converted file: {reason}", HINT) from None
+
+
+def _vector(path: Path, threads: int) -> NDArray[np.float32]:
+    """Return the vector of a text by a BERT in llama.cpp. Raises ModelError."""
+    with open_gguf(path) as gguf:
+        facts = model_facts(gguf)
+    model = _loaded(path)
+    embedder = embedder_of(model, facts, min(CONTEXT, facts.summary.context), threads)
+    try:
+        tokens = LlamaTokenizer.of_model(model.native, model).encode(PROBE, special=False, bos=True, unknown=True)
+        batch = embedder.begin([tokens[: min(NUM_TOKENS, facts.summary.context)]])
+        while batch.step(NUM_TOKENS):
+            pass
+        return batch.vectors()
+    finally:
+        embedder.close()
+        model.close()
+
+
 class _Llama:
     """A GGUF in llama.cpp, on the processor."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        try:
-            self._model = LlamaModel(path, repack=False)
-        except ModelError as error:
-            reason = error.message.partition("cannot be loaded: ")[2] or error.message
-            raise ModelError(f"llama.cpp does not load the converted file: {reason}", HINT) from None
+        self._model = _loaded(path)
         self.tokenizer = LlamaTokenizer.of_model(self._model.native, self._model)
         options = LlamaOptions(context=CONTEXT, max_sequences=1, max_rows=NUM_TOKENS, threads=threads)
         self._executor = LlamaExecutor(self._model, options)

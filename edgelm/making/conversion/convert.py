@@ -1,7 +1,7 @@
 """A folder of safetensors as a GGUF: what is refused, what the file consists of, and the order of the work.
 
-The parts are in layout.py (tensors), keys.py and vocabulary.py (metadata), gguf_file.py (the file), and check.py (what
-is compared before the file gets its name).
+The parts are in layout.py and encoder.py (tensors), keys.py and vocabulary.py (metadata), gguf_file.py (the file), and
+check.py (what is compared before the file gets its name).
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from gguf import GGUFWriter
 
 from edgelm.base.errors import ModelError
 from edgelm.checkpoints.config_json import CONFIG, decoder_values, read_config_json
+from edgelm.checkpoints.encoder import BERT, POOLING, EncoderConfig, encoder_config, is_encoder, other_encoder
 from edgelm.checkpoints.files import file_identity, shown
 from edgelm.checkpoints.folder import folder_name
 from edgelm.checkpoints.quantization import file_exists, quantization_label, quantization_section, read_quantization
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.library.details import folder_licence
+from edgelm.making.conversion.encoder import plan_encoder
 from edgelm.making.conversion.gguf_file import GGUFFile, open_unfinished
-from edgelm.making.conversion.keys import Description, notes, write_model_keys
+from edgelm.making.conversion.keys import Description, notes, write_encoder_keys, write_model_keys
 from edgelm.making.conversion.layout import Layout, plan_layout, target_family
 from edgelm.making.conversion.number_types import Kind, Target
 from edgelm.making.conversion.reader import Change, FolderReader
@@ -44,12 +46,17 @@ class Source:
     """A folder that can be converted, and the GGUF that it becomes."""
 
     folder: Path
-    config: ModelConfig
+    config: ModelConfig | EncoderConfig
     layout: Layout
     vocabulary: Vocabulary
     about: Description
     reader: FolderReader
     to: Target
+
+    @property
+    def architecture(self) -> str:
+        """The architecture that the GGUF states."""
+        return BERT if isinstance(self.config, EncoderConfig) else target_family(self.config).gguf
 
     @property
     def used(self) -> frozenset[str]:
@@ -59,7 +66,7 @@ class Source:
     @property
     def notes(self) -> list[str]:
         """Facts about the result that the user should know."""
-        lines = list(notes(self.config))
+        lines = [] if isinstance(self.config, EncoderConfig) else list(notes(self.config))
         if self.to != "source" and Kind.MXFP4.name in self.layout.types:
             lines.append("the experts are stored in MXFP4, and stay so")
         if towers := self.layout.towers:
@@ -71,8 +78,11 @@ class Source:
 
     def writer(self) -> GGUFWriter:
         """Return a writer with all keys, and no tensors yet. Raises ModelError."""
-        writer = GGUFWriter(None, target_family(self.config).gguf)
-        write_model_keys(writer, self.config, self.layout, self.about)
+        writer = GGUFWriter(None, self.architecture)
+        if isinstance(self.config, EncoderConfig):
+            write_encoder_keys(writer, self.config, self.layout, self.about)
+        else:
+            write_model_keys(writer, self.config, self.layout, self.about)
         write_vocabulary_keys(writer, self.vocabulary)
         return writer
 
@@ -111,7 +121,7 @@ def convert_folder(
         if accept:
             accept(source)
         out = out.absolute()
-        file: GGUFFile = resources.enter_context(open_unfinished(out, _key(source, to, change_key)))
+        file: GGUFFile = resources.enter_context(open_unfinished(out, content_key(source, to, change_key)))
         try:
             file.write(
                 source.writer,
@@ -139,10 +149,17 @@ def open_source(folder: Path, to: Target, resources: ExitStack, change: Change |
         raise ModelError(f"{shown(folder.name)} has no {CONFIG}", "download all files of the model into one folder")
     document = read_config_json(folder)
     _refuse_quantized(document)
+    if problem := other_encoder(document):
+        raise ModelError(problem, "take a GGUF of the same model")
     model = resources.enter_context(open_safetensors(folder))
-    config = read_config(document)
     reader = resources.enter_context(FolderReader(model, change))
-    layout = plan_layout(config, reader, to)
+    config: ModelConfig | EncoderConfig
+    if is_encoder(document):
+        config = encoder_config(folder, document)
+        layout = plan_encoder(config, reader, to)
+    else:
+        config = read_config(document)
+        layout = plan_layout(config, reader, to)
     num_rows = next(tensor.shape[0] for tensor in layout.tensors if tensor.name == "token_embd.weight")
     vocabulary = read_vocabulary(read_tokenizer_files(folder), num_rows)
     inner = decoder_values(document).get("intermediate_size")
@@ -167,11 +184,13 @@ def _refuse_quantized(document: dict[str, Any]) -> None:
     raise ModelError(f"the folder's weights are quantized ({label})", "convert the model's 16-bit files")
 
 
-def _key(source: Source, to: Target, change_key: str) -> str:
+def content_key(source: Source, to: Target, change_key: str = "") -> str:
     """Return a digest of all that the bytes of the file depend on."""
     digest = hashlib.sha256(json.dumps([FORMAT, to, change_key, source.about.name, source.about.licence]).encode())
     model: Safetensors = source.reader.model
     files = [*model.paths, source.folder / CONFIG, *tokenizer_paths(source.folder)]
+    if (pooling := source.folder / POOLING).is_file():
+        files.append(pooling)
     try:
         for part in file_identity(files):
             digest.update(part)

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from gguf import GGUFType, GGUFWriter, LlamaFileType, RopeScalingType
+from gguf import GGUFType, GGUFWriter, LlamaFileType, PoolingType, RopeScalingType
 from gguf.constants import GGML_QUANT_VERSION
 from gguf.utility import size_label
 
 from edgelm.base.errors import ModelError
+from edgelm.checkpoints.encoder import EncoderConfig
+from edgelm.engine.core import Pooling
 from edgelm.making.conversion.layout import Layout, global_rope, target_family
 from edgelm.making.conversion.number_types import Kind
 from edgelm.models.config import GEMMA_27B_LAYERS, ModelConfig
@@ -27,6 +29,7 @@ FILE_TYPES: Mapping[Kind, LlamaFileType] = {
     Kind.Q8_0: LlamaFileType.MOSTLY_Q8_0,
     Kind.MXFP4: LlamaFileType.MOSTLY_MXFP4_MOE,
 }
+POOLINGS: Mapping[Pooling, PoolingType] = {"mean": PoolingType.MEAN, "cls": PoolingType.CLS, "last": PoolingType.LAST}
 OTHER_ENGINE = "run the folder itself, with the torch engine"
 SWIGLU_LIMIT = 7.0  # of llama.cpp
 
@@ -45,12 +48,7 @@ def write_model_keys(writer: GGUFWriter, config: ModelConfig, layout: Layout, ab
     if reason := llama_refusal(config):
         raise ModelError(f"llama.cpp cannot compute this model: {reason}", OTHER_ENGINE)
     shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
-    writer.add_type(GGUFType.MODEL)
-    writer.add_name(about.name)
-    writer.add_string("general.size_label", _size_label(layout))
-    writer.add_license(about.licence)
-    writer.add_file_type(_file_type(layout))
-    writer.add_quantization_version(GGML_QUANT_VERSION)
+    _write_description(writer, layout, about)
     writer.add_context_length(config.context)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(len(config.layers))
@@ -72,6 +70,20 @@ def write_model_keys(writer: GGUFWriter, config: ModelConfig, layout: Layout, ab
             writer.add_expert_feed_forward_length(shapes["blk.0.ffn_gate_exps.weight"][1])
     _write_windows(writer, config)
     _write_rope(writer, config)
+
+
+def write_encoder_keys(writer: GGUFWriter, config: EncoderConfig, layout: Layout, about: Description) -> None:
+    """Add the keys of a BERT."""
+    _write_description(writer, layout, about)
+    writer.add_context_length(config.context)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.inner_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_layer_norm_eps(config.norm_eps)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(POOLINGS[config.pooling])
+    writer.add_token_type_count(config.num_types)
 
 
 def llama_refusal(config: ModelConfig) -> str:
@@ -114,6 +126,15 @@ def _refusals(config: ModelConfig) -> Iterator[str]:
         yield f"it divides by the root of {config.attention_scale**-2:g} in attention, and there it is {divisor}"
     if family.gguf == "gemma2" and not (config.attention_softcap and config.final_softcap):
         yield "it has no soft caps, and there Gemma 2 always has"
+
+
+def _write_description(writer: GGUFWriter, layout: Layout, about: Description) -> None:
+    writer.add_type(GGUFType.MODEL)
+    writer.add_name(about.name)
+    writer.add_string("general.size_label", _size_label(layout))
+    writer.add_license(about.licence)
+    writer.add_file_type(_file_type(layout))
+    writer.add_quantization_version(GGML_QUANT_VERSION)
 
 
 def _inner_size(shapes: Mapping[str, tuple[int, ...]]) -> int:

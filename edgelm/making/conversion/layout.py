@@ -305,14 +305,14 @@ class _Planner:
     def _sizes(self, name: str) -> tuple[int, int]:
         shape = self._shape(name)
         if len(shape) != 2:
-            raise _wrong_size(name, shape, "a matrix")
+            raise wrong_size(name, shape, "a matrix")
         return shape[0], shape[1]
 
     def _used(self, name: str, sizes: tuple[int, int] | None = None, *, shape: tuple[int, ...] = ()) -> str:
         """Return a tensor's name in the files and record its use. Raises ModelError for another shape."""
         expected = sizes or shape
         if self._shape(name) != expected:
-            raise _wrong_size(name, self._shape(name), " x ".join(map(str, expected)))
+            raise wrong_size(name, self._shape(name), " x ".join(map(str, expected)))
         self.used.add(name)
         return self.files[name]
 
@@ -328,7 +328,8 @@ class _Planner:
         )
 
 
-def _wrong_size(name: str, shape: tuple[int, ...], expected: str) -> ModelError:
+def wrong_size(name: str, shape: tuple[int, ...], expected: str) -> ModelError:
+    """Return the error for a tensor of another shape."""
     sizes = " x ".join(map(str, shape)) or "one number"
     return ModelError(
         f"tensor {name} is {sizes}, but must be {expected}", "download the model again (edgelm pull --verify MODEL)"

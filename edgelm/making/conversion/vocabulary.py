@@ -1,7 +1,7 @@
 """The vocabulary of a folder as a GGUF has it: tokens with types and scores, merges, special tokens, templates.
 
-Owns the choice between the two kinds that the supported families have: letters for bytes with merges (GPT-2), and
-pieces with scores (SentencePiece).
+Owns the choice between the kinds that the supported families have: letters for bytes with merges (GPT-2), pieces with
+scores (SentencePiece), and words (WordPiece, of BERT).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from edgelm.making.conversion.sentencepiece import SentencePieces, parse_pieces
 from edgelm.making.conversion.special_tokens import SpecialTokens, read_special_tokens
 from edgelm.making.conversion.splits import flattened, is_byte_level, split_rule
 from edgelm.making.conversion.tokenizer_files import TOKENIZER, TokenizerFiles, damaged
+from edgelm.making.conversion.wordpiece import as_llama_spells, is_wordpiece, read_wordpiece_rule, wordpiece_specials
 from edgelm.text.known_vocabularies import SPACE
 
 ADDED_SCORE, MISSING_SCORE = -1000.0, -10_000.0  # as llama.cpp's converter
@@ -33,7 +34,7 @@ MAX_TOKENS = 2**24
 class Vocabulary:
     """The keys `tokenizer.*` of a GGUF."""
 
-    model: str  # "gpt2": byte letters and merges; "llama": pieces and scores
+    model: str  # "gpt2": byte letters and merges; "llama": pieces and scores; "bert": words and their pieces
     pre: str  # how a text is split
     tokens: Sequence[str]
     types: Sequence[int]
@@ -43,6 +44,8 @@ class Vocabulary:
     special: SpecialTokens = field(default_factory=SpecialTokens)
     templates: Mapping[str, str] = field(default_factory=dict)
     strips: bool = False  # special tokens take the white space behind them
+    lowers: bool | None = None  # texts become lower case; None: not stated
+    strips_accents: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class AddedToken:
 def read_vocabulary(files: TokenizerFiles, num_rows: int) -> Vocabulary:
     """Return the vocabulary for an embedding of so many rows. Raises ModelError where llama.cpp has no such kind."""
     added = list(_added_tokens(files))
+    if is_wordpiece(files):
+        return _wordpiece(files, added, num_rows)
     letters = bool(files.tokenizer) and is_byte_level(files)
     pieces = None if letters or not files.pieces else parse_pieces(files.pieces)
     if pieces is not None and not pieces.is_bpe:
@@ -96,6 +101,26 @@ def read_vocabulary(files: TokenizerFiles, num_rows: int) -> Vocabulary:
     )
 
 
+def _wordpiece(files: TokenizerFiles, added: Sequence[AddedToken], num_rows: int) -> Vocabulary:
+    """Return the vocabulary of a BERT."""
+    rule = read_wordpiece_rule(files)
+    _require_rows(files, added, num_rows)
+    table = _Table(num_rows)
+    for text, token in _tokens(files).items():
+        kind = TokenType.UNKNOWN if text == rule.unknown else TokenType.NORMAL
+        table.set(token, as_llama_spells(text), kind)
+    table.add(added, byte_letters=True)
+    return Vocabulary(
+        model="bert",
+        pre="default",
+        tokens=table.tokens,
+        types=table.types,
+        special=wordpiece_specials(files, _tokens(files)),
+        lowers=rule.lowers,
+        strips_accents=rule.strips_accents,
+    )
+
+
 def write_vocabulary_keys(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
     """Add the keys of a vocabulary."""
     writer.add_tokenizer_model(vocabulary.model)
@@ -112,6 +137,9 @@ def write_vocabulary_keys(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
         writer.add_bool(f"tokenizer.ggml.add_{name}_token", is_added)
     if vocabulary.adds_space is not None:
         writer.add_add_space_prefix(vocabulary.adds_space)
+    for key, value in (("lowercase", vocabulary.lowers), ("strip_accents", vocabulary.strips_accents)):
+        if value is not None:
+            writer.add_bool(f"tokenizer.ggml.normalizer.{key}", value)
     names = []
     for name, template in vocabulary.templates.items():
         key = re.sub(r"\W", "_", name, flags=re.ASCII)

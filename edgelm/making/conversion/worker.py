@@ -13,7 +13,6 @@ from typing import Any, cast
 from edgelm.base.workers.child import Child, run_job
 from edgelm.making.conversion.check import Outcome, check_gguf
 from edgelm.making.conversion.convert import Report, Source, convert_folder
-from edgelm.making.conversion.layout import target_family
 from edgelm.making.conversion.lora import open_merge
 from edgelm.making.conversion.messages import Converted, ConvertJob, Note, Stage, Written
 from edgelm.making.conversion.number_types import Target
@@ -63,7 +62,7 @@ def _convert(job: ConvertJob, child: Child) -> None:
     document = {
         "model": source.about.name,
         "file": str(job.out),
-        "architecture": target_family(source.config).gguf,
+        "architecture": source.architecture,
         "to": job.to,
         "lora": list(job.lora),
         "tensors": len(source.layout.tensors),

@@ -1,0 +1,97 @@
+"""Questions in other languages, in the words of the English guide.
+
+Owns the languages, how one is recognized, and the line that says that a quotation is in English. The words are in
+languages.txt.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+FILE = "languages.txt"
+MAX_QUESTION = 2_000  # characters that are read
+LINES = {
+    "de": "edgelms Anleitung gibt es nur auf Englisch. Das steht dort dazu:",
+    "fr": "Le guide d'edgelm n'existe qu'en anglais. Voici ce qu'il en dit :",
+    "zh": "edgelm 的指南只有英文版\uff0c其中的相关内容如下\uff1a",
+}
+# Short words by which a language is told from English; those that English has, too, are no help.
+_COMMON = {
+    "de": "ich ist sind der das dem den ein eine einen einem einer und oder nicht kein keine wie wo wer warum wird "
+    "werden für mit auf aus bei von zu zum zur es mein meine meinen meiner kann soll mir mich im vom auch noch "
+    "schon nur mehr wenn dann".split(),
+    "fr": "je sont le la les un une des du de et ou pas comment pourquoi où quel quelle quels quelles combien que "
+    "qui pour avec dans sur mon ma mes ce cette ça il elle nous vous peut puis faut fait est".split(),
+}
+_ENGLISH = frozenset(
+    "a an the i is are do does did how what which why where when who can could should will would to of for from in on "
+    "at it its my me you your with without and or not no this that there have has use get make more".split()
+)
+_HAN = re.compile(r"[\u3400-\u9fff]")
+_OTHER_ASIAN = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")  # Japanese and Korean
+_WORD = re.compile(r"[^\W_]+")
+
+
+class _Words(NamedTuple):
+    found: re.Pattern[str]
+    english: dict[str, str]  # by the beginnings of words
+    common: frozenset[str]  # of the English words: those that any question has
+
+
+def language_of(question: str) -> str:
+    """Return the language of a question, if it is one of LINES; empty: English, or another."""
+    text = question[:MAX_QUESTION]
+    if _HAN.search(text) and not _OTHER_ASIAN.search(text):
+        return "zh"
+    words = _WORD.findall(text.lower())
+    english = sum(word in _ENGLISH for word in words)
+    scores = {name: sum(word in common for word in words) for name, common in _COMMON.items()}
+    best = max(scores, key=scores.__getitem__)
+    return best if scores[best] > english else ""
+
+
+def in_english(question: str, language: str) -> str:
+    """Return the words of a question that the guide has, in English; names and numbers stay as they are.
+
+    Empty: there is no such word apart from those that any question has.
+    """
+    table = _tables()[language]
+    text = question[:MAX_QUESTION].lower().replace("\u2019", "'")
+    words = [table.english[match["word"]] for match in table.found.finditer(text)]
+    if table.common.issuperset(words):
+        return ""
+    names = [word for word in _WORD.findall(question[:MAX_QUESTION]) if word.isascii() and _is_name(word)]
+    return " ".join([*dict.fromkeys(words), *names])
+
+
+def _is_name(word: str) -> bool:
+    """Tell whether a word is one that no language translates: with a digit, in capitals, or a program's."""
+    return bool(re.search(r"\d|.[A-Z]", word)) or word.lower() in ("edgelm", "ollama", "gguf", "json", "mcp", "lora")
+
+
+@cache
+def _tables() -> dict[str, _Words]:
+    tables: dict[str, dict[str, str]] = {name: {} for name in LINES}
+    common: set[str] = set()
+    is_common = True
+    for line in files("edgelm.chats.knowledge").joinpath(FILE).read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") or not line.strip():
+            is_common = is_common and bool(line.strip())
+            continue
+        english, _, others = line.partition(": ")
+        if is_common:
+            common.add(english)
+        for name, entries in zip(LINES, others.split("|"), strict=True):
+            for entry in filter(None, map(str.strip, entries.split(","))):
+                tables[name].setdefault(entry, english)
+    known = frozenset(common)
+    return {name: _Words(_pattern(table, spaced=name != "zh"), table, known) for name, table in tables.items()}
+
+
+def _pattern(table: dict[str, str], *, spaced: bool) -> re.Pattern[str]:
+    """Match the entries; in a language with spaces at the beginning of a word, with the rest of it."""
+    entries = "|".join(map(re.escape, sorted(table, key=len, reverse=True)))
+    return re.compile(rf"(?<!\w)(?P<word>{entries})\w*" if spaced else f"(?P<word>{entries})")
