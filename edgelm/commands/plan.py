@@ -21,7 +21,7 @@ from edgelm.backends.llama.adapter import adapter_bytes, find_adapters, with_ada
 from edgelm.backends.llama.memory import LlamaMemory, repacked_types
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import ON_CPU, Device, Placement, Wish
-from edgelm.backends.plan import DraftModel, MachineMemory, Option, Plan, plan
+from edgelm.backends.plan import DraftModel, MachineMemory, Option, Plan, draft_layouts, plan
 from edgelm.backends.questions import BufferProbe, ChosenEngine, ask_choice
 from edgelm.backends.torch.memory import TorchMemory
 from edgelm.base.config import Config, Settings, load_config
@@ -73,10 +73,14 @@ def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None
     else:
         facts = _with_adapters(path, facts, config)
         result, exact, placement = _plan_for_llama(path, facts, draft_facts, config, memory, choice.devices)
-        if choice.rollback:  # as in loading: with the states that drafts need, if they cost nothing else
-            states = facts.with_rollback(choice.rollback)
-            drafting = _plan_for_llama(path, states, draft_facts, config, memory, choice.devices, choice.rollback)
-            result, exact, placement = drafting if drafting[0].preferred else (result, exact, placement)
+        # As in loading: with the states and heads that drafts need, if they cost nothing else.
+        for rollback, heads in draft_layouts(choice.rollback, choice.heads):
+            states = facts.with_rollback(rollback)
+            drafting = _plan_for_llama(path, states, draft_facts, config, memory, choice.devices, rollback, heads)
+            if drafting[0].preferred:
+                result, exact, placement = drafting
+                result = replace(result, heads=heads)
+                break
     gpus = nvidia_gpus()
     with reader_may_leave():
         if as_json:
@@ -133,6 +137,7 @@ def _plan_for_llama(
     memory: MachineMemory,
     devices: Sequence[Device],
     rollback: int = 0,
+    heads: bool = False,
 ) -> tuple[Plan, bool, Placement]:
     """Return the plan, whether llama.cpp itself gave its sizes, and the placement of the choice.
 
@@ -145,7 +150,11 @@ def _plan_for_llama(
 
     def layout(model: ModelFacts) -> LlamaMemory:
         return LlamaMemory(
-            model, sequences=settings.parallel, copied_types=types, repeatable=repeatable and model is facts
+            model,
+            sequences=settings.parallel,
+            copied_types=types,
+            repeatable=repeatable and model is facts,
+            heads=heads and model is facts,
         )
 
     draft = DraftModel.of(draft_facts, layout(draft_facts)) if draft_facts else None
@@ -159,7 +168,7 @@ def _plan_for_llama(
     if repeatable:
         return plan(facts, settings, memory, own, draft=draft, with_options=True), False, ON_CPU
     estimate, parallel = own.estimated_buffers, settings.parallel
-    with BufferProbe(path, estimate, sequences=parallel, repack=repack, rollback=rollback) as probe:
+    with BufferProbe(path, estimate, sequences=parallel, repack=repack, rollback=rollback, heads=heads) as probe:
         result = plan(facts, settings, memory, own.measured_by(probe), draft=draft, with_options=True)
         return result, probe.exact, ON_CPU
 
@@ -190,6 +199,7 @@ def as_document(
     return {
         "model": result.name,
         "draft": result.draft or None,
+        "heads": result.heads,
         "engine": choice.engine,
         "device": choice.device,
         "engine_reasons": list(choice.reasons),
@@ -329,6 +339,8 @@ def _choice_lines(result: Plan, chosen: Option, memory: MachineMemory) -> list[s
         lines.insert(1, f"warning: {result.warning}")
     if result.note:
         lines.insert(1, f"note: {result.note}")
+    if result.heads:
+        lines.append("        with the cache of the model's heads that draft (--draft mtp)")
     if result.draft:
         lines.append(f"        {_gib(chosen.draft_bytes)} of it for {result.draft}, which drafts")
     if result.snapshot_bytes:
