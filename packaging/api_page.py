@@ -128,7 +128,8 @@ Such work has a fifth of the time while the same model writes answers.
 
 ## Own fields
 
-- `speculation`: `false` turns drafts off.
+- `draft`: who may draft, of those that the server lets draft: `"ngram"`, `"mtp"`, `"auto"` (all) or `"off"`.
+  `"speculation": false` is an older way to write `"draft": "off"`.
 - `repeatable`: `true` demands the same answer every time, to the letter: the seed is 0 if none is given. A model that
   was loaded without `--repeatable` refuses it.
 - `prediction`: `{"type": "content", "content": TEXT}`, as OpenAI's: a text that the answer probably repeats, to draft

@@ -5,6 +5,7 @@ Owns their shapes and random weights. The vocabulary is that of `tests.tiny`. Kn
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,15 +14,22 @@ from gguf import GGUFWriter
 
 from tests.tiny import Tiny, _write_tokenizer, vocabulary
 
-Odd = Literal["gemma3", "mamba", "lfm2", "qwen35"]
+Odd = Literal["gemma3", "mamba", "lfm2", "qwen35", "qwen35moe"]
 WIDTH, HEADS, KV_HEADS, HEAD, FFN, VOCAB, WINDOW = 64, 2, 1, 32, 128, 512, 32
 INNER, STATE, RANK, KERNEL = 128, 16, 4, 4  # of mamba
 SHORT = 3  # positions that lfm2's convolutions see
 DELTA_HEADS, DELTA_GROUPS, DELTA_HEAD = 4, 2, 32  # of qwen35: gated delta nets, and every fourth layer attends
+DELTA_LAYERS = 4
+EXPERTS = 4
 
 
-def write_odd(path: Path, arch: Odd, seed: int = 0) -> Path:
-    """Write a model of an architecture; the same seed always writes the same bytes."""
+def write_odd(path: Path, arch: Odd, seed: int = 0, *, heads: float | None = None, drop: str = "-") -> Path:
+    """Write a model of an architecture; the same seed always writes the same bytes.
+
+    Tensors with `drop` in their names are left out. With `heads`, qwen35 also has a head that predicts the token after
+    the next, and all text depends mostly on the last token, as the head does: `heads` is the weight of all others.
+    Where it is 1, all weights are random.
+    """
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(path, arch)
     writer.add_context_length(2048)
@@ -29,12 +37,26 @@ def write_odd(path: Path, arch: Odd, seed: int = 0) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
     _write_tokenizer(writer, Tiny(vocab_size=VOCAB), vocabulary(VOCAB))
-    tensors = {"gemma3": _gemma3, "mamba": _mamba, "lfm2": _lfm2, "qwen35": _qwen35}[arch](writer)
+    if arch in ("qwen35", "qwen35moe"):
+        tensors = _qwen35(writer, heads=heads is not None)
+    else:
+        tensors = {"gemma3": _gemma3, "mamba": _mamba, "lfm2": _lfm2}[arch](writer)
     tensors |= {"token_embd.weight": (VOCAB, WIDTH), "output.weight": (VOCAB, WIDTH)}
     if arch != "lfm2":
         tensors["output_norm.weight"] = (WIDTH,)
+    if heads is not None:
+        tensors |= _next_tokens(writer)
+    if arch == "qwen35moe":
+        tensors = _experts(writer, tensors)
     for name, shape in tensors.items():
-        writer.add_tensor(name, _weights(name, shape, rng))
+        if drop in name:
+            continue
+        weights = _weights(name, shape, rng)
+        if heads not in (None, 1.0) and re.search("attn_output|ffn_down|ssm_out", name):
+            weights *= 0.0 if name.startswith(f"blk.{DELTA_LAYERS}.") else heads
+        if heads != 1.0 and name.endswith("eh_proj.weight"):
+            weights = np.eye(WIDTH, 2 * WIDTH, dtype=np.float32)  # the embedding, not the hidden state
+        writer.add_tensor(name, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -140,15 +162,15 @@ def _lfm2(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def _qwen35(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
-    layers, inner = 4, DELTA_HEADS * DELTA_HEAD
-    writer.add_block_count(layers)
+def _qwen35(writer: GGUFWriter, *, heads: bool) -> dict[str, tuple[int, ...]]:
+    layers, inner = DELTA_LAYERS, DELTA_HEADS * DELTA_HEAD
+    writer.add_block_count(layers + heads)
     writer.add_ssm_conv_kernel(KERNEL)
     writer.add_ssm_inner_size(inner)
     writer.add_ssm_state_size(DELTA_HEAD)
     writer.add_ssm_time_step_rank(DELTA_HEADS)
     writer.add_ssm_group_count(DELTA_GROUPS)
-    writer.add_uint32("qwen35.full_attention_interval", layers)
+    writer.add_uint32(f"{writer.arch}.full_attention_interval", layers)
     writer.add_rope_dimension_sections([8, 4, 4, 0])
     _attention(writer, KV_HEADS)
     conv = 2 * DELTA_GROUPS * DELTA_HEAD + inner
@@ -172,3 +194,35 @@ def _qwen35(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
             f"{block}.ssm_out.weight": (WIDTH, inner),
         }
     return tensors
+
+
+def _next_tokens(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
+    """Add one layer that predicts the token after the next: a block that attends, behind all others."""
+    block = f"blk.{DELTA_LAYERS}"
+    writer.add_uint32(f"{writer.arch}.nextn_predict_layers", 1)
+    tensors = {name: shape for name, shape in _feed_forward(block).items() if not name.endswith("ffn_norm.weight")}
+    tensors |= _attention_tensors(block) | {f"{block}.attn_q.weight": (2 * HEADS * HEAD, WIDTH)}
+    return tensors | {
+        f"{block}.post_attention_norm.weight": (WIDTH,),
+        f"{block}.nextn.eh_proj.weight": (WIDTH, 2 * WIDTH),
+        f"{block}.nextn.enorm.weight": (WIDTH,),
+        f"{block}.nextn.hnorm.weight": (WIDTH,),
+    }
+
+
+def _experts(writer: GGUFWriter, tensors: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Replace each feed-forward by EXPERTS of its size, of which two are used, and one for every token."""
+    writer.add_expert_count(EXPERTS)
+    writer.add_expert_used_count(2)
+    writer.add_expert_feed_forward_length(FFN)
+    writer.add_expert_shared_feed_forward_length(FFN)
+    with_experts: dict[str, tuple[int, ...]] = {}
+    for name, shape in tensors.items():
+        stem, part = name.removesuffix(".weight"), name.rpartition(".ffn_")[2]
+        if part not in ("gate.weight", "up.weight", "down.weight"):
+            with_experts[name] = shape
+            continue
+        with_experts |= {f"{stem}_exps.weight": (EXPERTS, *shape), f"{stem}_shexp.weight": shape}
+        if part == "gate.weight":
+            with_experts |= {f"{stem}_inp.weight": (EXPERTS, WIDTH), f"{stem}_inp_shexp.weight": (WIDTH,)}
+    return with_experts

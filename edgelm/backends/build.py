@@ -281,7 +281,7 @@ def predict(
     `limited`: --max-memory bounds it. `freed_gpu_bytes` of a GPU's memory are taken now and will be free. Raises
     ModelError, EdgeLMError.
     """
-    draft = draft if settings.spec != "off" else None
+    draft = draft if settings.drafts else None
     with open_model(path) as model, open_model(draft) if draft else nullcontext() as small:
         choice = choose(model, settings, draft=draft, freed_gpu_bytes=freed_gpu_bytes, cuda_problem=cuda_problem)
         on_gpu = choice.device == "cuda"

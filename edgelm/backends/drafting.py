@@ -6,7 +6,7 @@ draft model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from edgelm.base.config import Settings
 from edgelm.base.errors import ModelError
@@ -25,6 +25,7 @@ from edgelm.text.tokenizer import Tokenizer
 MEASURE_S = 2.0  # time limit of the benchmark at each start; the next start measures the rest
 REPEAT_S = 0.3  # time for repeated measurements at later starts
 SAMPLE_LEN = 1000  # tokens
+NO_HEADS = "nothing is drafted: this model has no heads for --draft mtp here; --draft auto drafts from texts"
 MAX_PADDING = 256  # ids that a vocabulary may have beyond those of another: padding, without text
 
 
@@ -47,10 +48,12 @@ def measured_clock(
     return StepClock(StepCosts(points))
 
 
-def throttled(drafters: Sequence[Drafter], clock: StepClock, settings: Settings) -> Drafter:
-    """Combine drafters into one. Each has its own throttle, so that a drafter that loses does not stop the others."""
-    max_draft = None if settings.spec == "auto" else int(settings.spec)
-    throttles = [ThrottledDrafter(drafter, clock, max_draft) for drafter in drafters]
+def throttled(drafters: Mapping[str, Drafter], clock: StepClock, settings: Settings) -> Drafter:
+    """Combine drafters, by their names, into one: the first one with a draft proposes it.
+
+    Each has its own throttle, so that a drafter that loses does not stop the others.
+    """
+    throttles = [ThrottledDrafter(drafter, clock, settings.max_draft, name) for name, drafter in drafters.items()]
     return throttles[0] if len(throttles) == 1 else ChainDrafter(throttles)
 
 

@@ -183,6 +183,7 @@ class Plan:
     tokens_per_second: tuple[float, float] | None  # estimated, in an empty and a full context; None: not measured
     comfortable: bool  # the choice would be the same if the sizes were some percent off
     preferred: bool  # with more memory, the choice would be the same
+    heads: bool = False  # whether the model's heads draft; they have a context of their own, among the bytes
     rollback: int = 0  # tokens that the states of recurrent layers can go back, among the bytes of the cache
 
     def require(self) -> Option:
@@ -277,6 +278,11 @@ def plan(
         comfortable=first.total_bytes <= COMFORTABLE * sizer.usable and not first.devices,
         preferred=chosen is first,
     )
+
+
+def draft_layouts(rollback: int, heads: bool) -> list[tuple[int, bool]]:
+    """Return what drafts may take memory for, the most first: how far states go back, and whether heads draft."""
+    return [(rollback, True)] * heads + [(rollback, False)] * (rollback > 0)
 
 
 class _Sizer:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgelm.backends.llama.placement import Device
+from edgelm.backends.llama.placement import Device, Wish
 from edgelm.backends.questions import (
     BufferSizes,
     ChooseEngine,
@@ -37,13 +37,14 @@ def _choose(request: ChooseEngine, child: Child) -> None:
             from edgelm.backends.llama.devices import llama_devices
 
             devices = llama_devices(model.facts)
-        rollback = 0
-        if choice.engine == "llama" and request.settings.spec != "off":
-            from edgelm.backends.llama.build import rollback_len
+        rollback, heads = 0, False
+        if choice.engine == "llama" and request.settings.drafts:
+            from edgelm.backends.llama.build import may_use_heads, rollback_len
 
             rollback = rollback_len(request.model, model.facts)
+            heads = may_use_heads(model.facts, request.settings, rollback, Wish.of(request.settings, devices))
     cuda = find_cuda() if choice.device == "cuda" else None
-    child.send(ChosenEngine(choice.engine, choice.device, choice.reasons, cuda, devices, rollback))
+    child.send(ChosenEngine(choice.engine, choice.device, choice.reasons, cuda, devices, rollback, heads))
 
 
 def _predict(request: Predict, child: Child) -> None:
@@ -76,20 +77,21 @@ def _describe_llama(_: DescribeLlama, child: Child) -> None:
 
 
 def _lay_out(request: LayOutContext, child: Child) -> None:
-    buffers = _buffers(request.model, request.sequences, request.repack, request.rollback)
+    buffers = _buffers(request.model, request.sequences, request.repack, request.rollback, request.heads)
     sizes = buffers(request.kv, request.context)
     child.send(BufferSizes(sizes.kv, sizes.compute))
 
 
 @cache
-def _buffers(path: Path, sequences: int, repack: bool, rollback: int) -> LlamaBuffers:
+def _buffers(path: Path, sequences: int, repack: bool, rollback: int, heads: bool) -> LlamaBuffers:
     from edgelm.backends.llama.buffers import LlamaBuffers
     from edgelm.checkpoints.gguf import open_gguf
     from edgelm.checkpoints.summary import model_summary
 
     logging.getLogger("llama.cpp").addHandler(logging.NullHandler())
     with open_gguf(path) as gguf:
-        return LlamaBuffers(path, model_summary(gguf), sequences=sequences, repack=repack, rollback=rollback)
+        summary = model_summary(gguf)
+        return LlamaBuffers(path, summary, sequences=sequences, repack=repack, rollback=rollback, heads=heads)
 
 
 if __name__ == "__main__":

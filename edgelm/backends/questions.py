@@ -41,6 +41,7 @@ class ChosenEngine:
     cuda: CudaState | None
     devices: tuple[Device, ...] = ()  # llama.cpp's, where it is chosen with a GPU
     rollback: int = 0  # drafted tokens that llama.cpp can take back in recurrent layers
+    heads: bool = False  # the model has heads that can draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class LayOutContext:
     sequences: int
     repack: bool
     rollback: int
+    heads: bool
     kv: str
     context: int
 
@@ -122,10 +124,17 @@ class BufferProbe:
     """
 
     def __init__(
-        self, path: Path, fallback: BufferSource, *, sequences: int, repack: bool = True, rollback: int = 0
+        self,
+        path: Path,
+        fallback: BufferSource,
+        *,
+        sequences: int,
+        repack: bool = True,
+        rollback: int = 0,
+        heads: bool = False,
     ) -> None:
         self.exact = True
-        self._model = path, sequences, repack, rollback
+        self._model = path, sequences, repack, rollback, heads
         self._fallback = fallback
         self._deadline = time.monotonic() + BUFFERS_LIMIT_S
         self._worker = Worker(WORKER, replies=(BufferSizes,))

@@ -68,6 +68,7 @@ _parse_origins = words(
 _parse_hosts = words(r"[a-z0-9._-]+|[0-9a-f.:]+", "host names or addresses, without a port")
 _LOADING = "chat run bench serve"  # the commands that load a model to use it
 _DRAFTING = "chat run serve"
+DRAFT_CHOICES = ("auto", "ngram", "mtp", "off")  # values of `draft` that name no model
 _ALL = f"{_LOADING} eval plan"
 
 
@@ -145,10 +146,17 @@ class Settings:
     parallel: int = _setting(
         8, number(int, 1, 64, "1 to 64"), "sequences of a model that run at the same time", "serve"
     )
+    draft: str = _setting(
+        "auto",
+        Check(parse_name, "|".join([*DRAFT_CHOICES, "MODEL"])),
+        "who drafts tokens: ngram, from texts; mtp, the model's own heads; auto, both; off; or MODEL, a smaller one "
+        "of the same vocabulary, beside both",
+        f"{_DRAFTING} plan",
+    )
     spec: str = _setting(
         "auto",
         word_or_number(("auto", "off"), 1, 64, "auto, off, or 1 to 64"),
-        "speculative decoding: auto, off, or the most tokens that a step may draft",
+        "the most tokens that a step may draft; off: as --draft off",
         _DRAFTING,
     )
     repeatable: bool = _setting(
@@ -156,9 +164,6 @@ class Settings:
         _SWITCH_CHECK,
         "equal requests with equal seeds get equal answers, to the letter; slower in long contexts",
         f"{_LOADING} plan",
-    )
-    draft: str | None = _setting(
-        None, Check(parse_name, "MODEL"), "a smaller model of the same vocabulary that drafts too", f"{_DRAFTING} plan"
     )
     memory: bool = _setting(
         True, _SWITCH_CHECK, "remember answers, as tokens in a file of your own, to draft later ones from", "run serve"
@@ -296,6 +301,25 @@ class Settings:
         """The same settings without secrets, for a process that needs none."""
         secrets: dict[str, Any] = {name: None for name, setting in SETTINGS.items() if setting.secret}
         return replace(self, **secrets)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted."""
+        return self.draft != "off" and self.spec != "off"
+
+    @property
+    def draft_model(self) -> str | None:
+        """The smaller model that drafts, by name or path; None: there is none."""
+        return self.draft if self.drafts and self.draft not in DRAFT_CHOICES else None
+
+    @property
+    def max_draft(self) -> int | None:
+        """The most tokens that a step may draft; None: as many as pay."""
+        return int(self.spec) if self.spec not in ("auto", "off") else None
+
+    def may_draft(self, drafter: str) -> bool:
+        """Tell whether a drafter may draft: ngram or mtp."""
+        return self.drafts and (self.draft == drafter or self.draft not in ("ngram", "mtp"))
 
     @property
     def model_folders(self) -> list[Path]:

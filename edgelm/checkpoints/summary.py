@@ -30,6 +30,7 @@ F32_BYTES = 4
 POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's numbers
 GEMMA2_SOFTCAP = {"gemma2": 50.0}  # of attention, where a file does not state it
 # llama.cpp keeps no keys and values of these: every token attends to all others
+PREDICTING = frozenset({"qwen35"})  # with heads that were tried in llama.cpp
 ENCODERS = frozenset(
     "bert nomic-bert nomic-bert-moe jina-bert-v2 jina-bert-v3 neo-bert modern-bert eurobert gemma-embedding t5encoder"
     " llama-embed".split()
@@ -83,6 +84,7 @@ class ModelFacts:
     tensors: tuple[TensorFacts, ...]
     experts: int = 0  # in a layer; 0: not a mixture
     experts_used: int = 0  # by each token
+    mtp_heads: int = 0  # layers that predict the tokens after the next one, which llama.cpp can run
     state_bytes: int = 0  # kept by the recurrent layers for one sequence, whatever its length
 
     @property
@@ -148,7 +150,20 @@ def model_facts(gguf: GGUF) -> ModelFacts:
         tensors=tuple(TensorFacts(tensor.name, tensor.type.name, tensor.shape, tensor.nbytes) for tensor in tensors),
         experts=experts.count,
         experts_used=max(experts.used),
+        mtp_heads=mtp_heads(gguf, summary),
         state_bytes=recurrent_state_bytes(gguf.values, summary),
+    )
+
+
+def mtp_heads(gguf: GGUF, summary: ModelSummary) -> int:
+    """Return how many layers predict the tokens after the next one, where llama.cpp can run them: 1 or 0.
+
+    It runs one such layer (more end in an assertion), and files may name the layer in their metadata but lack it.
+    """
+    if gguf.architecture not in PREDICTING or gguf.values.get("nextn_predict_layers") != 1:
+        return 0
+    return int(
+        all(f"blk.{summary.layers - 1}.nextn.{name}.weight" in gguf.tensors for name in ("eh_proj", "enorm", "hnorm"))
     )
 
 
@@ -211,5 +226,5 @@ def recurrent_state_bytes(values: Values, summary: ModelSummary) -> int:
     inner, states = number("ssm.inner_size"), number("ssm.state_size")
     window = max(number("ssm.conv_kernel") - 1, 0) * (inner + 2 * number("ssm.group_count") * states)
     window += max(number("shortconv.l_cache") - 1, 0) * summary.width
-    num_recurrent = sum(heads == 0 for heads in summary.kv_heads)
-    return F32_BYTES * num_recurrent * (window + inner * states)
+    num_recurrent = sum(heads == 0 for heads in summary.kv_heads) - number("nextn_predict_layers")
+    return F32_BYTES * max(num_recurrent, 0) * (window + inner * states)

@@ -59,6 +59,7 @@ class Chunk:
     new: int
     request_id: str = ""
     finish_reason: str = ""
+    drafted_by: str = ""  # of ngram, mtp and model; empty: nobody did, or an older server does not say
     tokens: tuple[Token, ...] = ()
 
     @property
@@ -212,6 +213,7 @@ def _chunk(document: dict[str, Any]) -> Chunk:
         new=_int(document, "new"),
         request_id=_str(document, "request_id"),
         finish_reason=_str(document, "finish_reason"),
+        drafted_by=_str(document, "drafted_by"),
         tokens=tuple(_token(mapping(token)) for token in _list(document, "tokens")),
     )
 

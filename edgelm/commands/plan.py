@@ -21,7 +21,7 @@ from edgelm.backends.llama.adapter import adapter_bytes, find_adapters, with_ada
 from edgelm.backends.llama.memory import LlamaMemory, repacked_types
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import ON_CPU, Device, Placement, Wish
-from edgelm.backends.plan import DraftModel, MachineMemory, Option, Plan, plan
+from edgelm.backends.plan import DraftModel, MachineMemory, Option, Plan, draft_layouts, plan
 from edgelm.backends.projectors import fitting_projector
 from edgelm.backends.questions import BufferProbe, ChosenEngine, ask_choice
 from edgelm.backends.torch.memory import TorchMemory
@@ -80,10 +80,13 @@ def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None
         beside_bytes = projector.memory_bytes if projector else 0
         parts = (draft_facts, beside_bytes, config, memory, choice.devices)
         result, exact, placement = _plan_for_llama(path, facts, *parts)
-        if choice.rollback:  # as in loading: with the states that drafts need, if they cost nothing else
-            states = facts.with_rollback(choice.rollback)
-            drafting = _plan_for_llama(path, states, *parts, choice.rollback)
-            result, exact, placement = drafting if drafting[0].preferred else (result, exact, placement)
+        # As in loading: with the states and heads that drafts need, if they cost nothing else.
+        for rollback, heads in draft_layouts(choice.rollback, choice.heads):
+            drafting = _plan_for_llama(path, facts.with_rollback(rollback), *parts, rollback, heads)
+            if drafting[0].preferred:
+                result, exact, placement = drafting
+                result = replace(result, heads=heads)
+                break
     gpus = nvidia_gpus()
     with reader_may_leave():
         if as_json:
@@ -148,6 +151,7 @@ def _plan_for_llama(
     memory: MachineMemory,
     devices: Sequence[Device],
     rollback: int = 0,
+    heads: bool = False,
 ) -> tuple[Plan, bool, Placement]:
     """Return the plan, whether llama.cpp itself gave its sizes, and the placement of the choice.
 
@@ -160,7 +164,11 @@ def _plan_for_llama(
 
     def layout(model: ModelFacts) -> LlamaMemory:
         return LlamaMemory(
-            model, sequences=settings.parallel, copied_types=types, repeatable=repeatable and model is facts
+            model,
+            sequences=settings.parallel,
+            copied_types=types,
+            repeatable=repeatable and model is facts,
+            heads=heads and model is facts,
         )
 
     draft = DraftModel.of(draft_facts, layout(draft_facts)) if draft_facts else None
@@ -175,7 +183,7 @@ def _plan_for_llama(
     if repeatable or path.is_dir():  # llama.cpp cannot be asked about a folder
         return plan(facts, settings, memory, own, **options), False, ON_CPU
     estimate, parallel = own.estimated_buffers, settings.parallel
-    with BufferProbe(path, estimate, sequences=parallel, repack=repack, rollback=rollback) as probe:
+    with BufferProbe(path, estimate, sequences=parallel, repack=repack, rollback=rollback, heads=heads) as probe:
         result = plan(facts, settings, memory, own.measured_by(probe), **options)
         return result, probe.exact, ON_CPU
 
@@ -206,6 +214,7 @@ def as_document(
     return {
         "model": result.name,
         "draft": result.draft or None,
+        "heads": result.heads,
         "engine": choice.engine,
         "device": choice.device,
         "engine_reasons": list(choice.reasons),
@@ -347,6 +356,8 @@ def _choice_lines(result: Plan, chosen: Option, memory: MachineMemory) -> list[s
         lines.insert(1, f"warning: {result.warning}")
     if result.note:
         lines.insert(1, f"note: {result.note}")
+    if result.heads:
+        lines.append("        with the cache of the model's heads that draft (--draft mtp)")
     if result.draft:
         lines.append(f"        {_gib(chosen.draft_bytes)} of it for {result.draft}, which drafts")
     if result.snapshot_bytes:

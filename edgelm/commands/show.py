@@ -112,6 +112,8 @@ def _lines(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if projector := document["projector"]:
         yield "pictures", _projector_text(projector)
     yield "context", f"{document['context']:,} tokens" if document["context"] else "unknown"
+    if document["mtp_heads"]:
+        yield "drafts", "by a layer of its own that predicts the token after the next one (--draft mtp)"
     yield "tokenizer", _tokenizer_text(document["tokenizer"])
     if special := document["tokenizer"]["special"]:
         yield "special tokens", ", ".join(f"{name} {text}" for name, text in special.items())

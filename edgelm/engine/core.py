@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the front reads this module, and has no arrays
     from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "context", "abort", "error"]
+DraftChoice = Literal["auto", "ngram", "mtp", "off"]  # of a request: auto is all that its model has
 Masks: TypeAlias = "NDArray[np.int32]"  # [sampled rows of the step, ceil(vocab / 32)]; a set bit allows its token
 
 NOT_A_TOKEN = -1  # the id of a `Sampled` without a token: a logit is NaN or +inf, or none is finite
@@ -46,7 +47,7 @@ class SamplingParams:
     choice: int = 0  # index among several answers to one prompt; each has its own random stream
     num_logprobs: int | None = None  # None: no log-probabilities; N: the token's own and the N most likely
     stop_ids: frozenset[int] = frozenset()  # end the sequence; the stop token is its last
-    drafts: bool = True  # False: no speculation
+    draft: DraftChoice = "auto"  # who may draft
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -68,6 +69,11 @@ class SamplingParams:
         require(0 <= self.choice < 2**32, "choice", self.choice, "0 or more")
         number = self.num_logprobs
         require(number is None or 0 <= number <= MAX_LOGPROBS, "num_logprobs", number, f"0 to {MAX_LOGPROBS}")
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anyone may draft."""
+        return self.draft != "off"
 
     @property
     def greedy(self) -> bool:
@@ -121,6 +127,7 @@ class Sequence:
     computed: int = 0  # tokens[:computed] have valid KV
     draft: list[int] = field(default_factory=list)  # proposed, not verified
     num_forced: int = 0  # leading tokens of the draft that the grammar forces
+    drafted_by: str = ""  # the drafter of the last draft: ngram, mtp or model
     matcher: Matcher | None = None
     kv: object = None  # block table or slot; only its KVCache looks inside
     cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
@@ -404,6 +411,25 @@ class KVCache(Protocol):
 
     def close(self, on_saving: OnSaving) -> None:
         """Wait for the background work of the ops that `flush_idle` made."""
+
+
+class Heads(Protocol):
+    """Heads of a model that predict the tokens after the next one, from hidden states that its executor keeps for them.
+
+    A result is the most likely token and its probability; NOT_A_TOKEN: there is none. Raises EngineError.
+    """
+
+    def begin(self, seq_id: int) -> None:
+        """Keep the hidden states of a sequence from now on."""
+
+    def first(self, seq_id: int, tokens: list[int]) -> tuple[int, float]:
+        """Return the token behind `tokens`, of which the executor has computed all but the last."""
+
+    def next(self, seq_id: int, token: int) -> tuple[int, float]:
+        """Return the token behind one that the last call returned."""
+
+    def end(self, seq_id: int) -> None:
+        """Forget a sequence. Idempotent."""
 
 
 class Executor(Protocol):

@@ -69,6 +69,8 @@ class Counters:
         self._started = time.monotonic()
         self._counts = dict.fromkeys(COUNTS, 0)
         self._finished: Counter[FinishReason] = Counter()
+        self._drafted: Counter[str] = Counter()  # tokens, by drafter, as is the next one
+        self._accepted: Counter[str] = Counter()
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
 
     def admitted(self, seq: Sequence) -> None:
@@ -91,8 +93,10 @@ class Counters:
         """Note how often sequences made way until now."""
         self._counts["num_preemptions_total"] = num_preemptions
 
-    def draft(self, num_drafted: int, num_accepted: int) -> None:
+    def draft(self, drafter: str, num_drafted: int, num_accepted: int) -> None:
         """Count a verified draft."""
+        self._drafted[drafter] += num_drafted
+        self._accepted[drafter] += num_accepted
         self._counts["spec_decode_num_drafts_total"] += 1
         self._counts["spec_decode_num_draft_tokens_total"] += num_drafted
         self._counts["spec_decode_num_accepted_tokens_total"] += num_accepted
@@ -127,5 +131,7 @@ class Counters:
             "taken": time.monotonic(),
             "counts": dict(self._counts),
             "finished": dict(self._finished),
+            "drafted": dict(self._drafted),
+            "accepted": dict(self._accepted),
             "histograms": {name: histogram.copy() for name, histogram in self._histograms.items()},
         }

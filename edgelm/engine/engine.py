@@ -427,7 +427,7 @@ class Engine:
             self.counters.first_tokens(seq, num_tokens, now - request.submitted)
         request.last = now
         if seq.drafted > request.drafted:
-            self.counters.draft(seq.drafted - request.drafted, seq.accepted - request.accepted)
+            self.counters.draft(seq.drafted_by, seq.drafted - request.drafted, seq.accepted - request.accepted)
             request.drafted, request.accepted = seq.drafted, seq.accepted
 
 

@@ -10,7 +10,8 @@ leave as ops of the next step. Knows nothing of llama.cpp's functions.
 Cells of an idle sequence slow down the steps of all others (8,192 of them: 3.5 times), so idle prefixes move from the
 cache to a snapshot as soon as another sequence runs. Some caches are not divisible (recurrent states, hybrids of them,
 and sliding windows, in which new tokens overwrite old positions): their prefixes can be reused only as a whole. So
-snapshots of running slots are saved too (save_points.py).
+snapshots of running slots are saved too (save_points.py). The idle slot can also be cut by the few tokens that its
+states can go back (`rollback_len`): so it keeps a rejected draft until it is known where to cut.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Slot:
     seq: Sequence | None = None
     idle_tokens: list[int] = field(default_factory=list)
     idle_namespace: str = ""
+    final: int = 0  # positions before the chunk that runs, or ran last
+    shortest: int = 0  # the least length to which a cache that cannot be trimmed can go back, once
     save_at: list[int] = field(default_factory=list)  # lengths at which to make a snapshot, ascending
 
     @property
@@ -127,6 +130,7 @@ class SlotKV:
         self._taken: tuple[Op, ...] = ()  # by the last step, which may have failed in the middle
         self._unmeasured: list[Snapshot] = []  # saved by recent steps
         self._divisible = info.can_trim and info.keeps_all  # whether a part of a prefix can be used
+        self._goes_back = not info.can_trim and info.rollback_len > 0
         self._max_bytes = snapshot_bytes
         self._max_shared_bytes = int(snapshot_bytes * shared_share)
         self._min_stored_len = min_stored_len
@@ -176,7 +180,7 @@ class SlotKV:
             return False
         branches = self._divisible and chosen.branches(len(tokens))
         slot = self._take_slot(chosen)
-        slot.seq, slot.idle_tokens = seq, []
+        slot.seq, slot.idle_tokens, slot.final = seq, [], chosen.length
         seq.kv, seq.computed = slot, chosen.length
         slot.save_at = [] if self._divisible else self._save_points(slot, tokens)
         self._save_if_due(slot)
@@ -197,8 +201,9 @@ class SlotKV:
 
     def commit(self, seq: Sequence) -> None:
         slot = self._slot_of(seq)
-        if self._cells.length(slot.id) > seq.computed:
-            self._trim(slot, seq.computed)
+        self._end_chunk(slot)
+        self._trim(slot, seq.computed)
+        slot.final = seq.computed
         self._save_if_due(slot)
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
@@ -209,7 +214,10 @@ class SlotKV:
 
     def release(self, seq: Sequence) -> None:
         slot = self._slot_of(seq)
-        self.commit(seq)
+        self._end_chunk(slot)
+        if not self._goes_back or seq.computed < slot.shortest:
+            self._trim(slot, seq.computed)
+        self._save_if_due(slot)
         slot.seq, slot.idle_tokens, slot.idle_namespace = None, seq.tokens[: seq.computed], seq.cache_namespace
         seq.kv, seq.computed = None, 0
         if any(other.seq for other in self._slots):
@@ -219,7 +227,7 @@ class SlotKV:
         for slot in self._slots:
             if slot.seq:
                 slot.seq.kv, slot.seq.computed = None, 0
-            slot.seq, slot.idle_tokens = None, []
+            slot.seq, slot.idle_tokens, slot.final = None, [], 0
             self._trim(slot, 0)
         dropped = [op.key for op in (*self._taken, *self._ops) if isinstance(op, Drop)]  # these may not be done
         keys = dict.fromkeys([*dropped, *(snapshot.key for snapshot in self._snapshots)])
@@ -271,7 +279,7 @@ class SlotKV:
         for slot in self._slots:
             if slot.cache_namespace == seq.cache_namespace and (slot.seq is None or self._info.can_copy):
                 common = min(common_prefix_len(slot.tokens, seq.tokens), slot.length)
-                length = self._usable(common, slot.length, max_len)
+                length = self._usable(common, slot.length, max_len, None if slot.seq else slot.shortest)
                 if length > best.length:
                     best = _Match(length, slot)
         for index in self._indexes():
@@ -287,10 +295,14 @@ class SlotKV:
     def _indexes(self) -> tuple[PrefixIndex[Snapshot] | FileIndex, ...]:
         return self._snapshots, self._files
 
-    def _usable(self, common: int, length: int, max_len: int) -> int:
-        """Return how many positions of a prefix of `length` can be used; if it is not divisible, all or none."""
+    def _usable(self, common: int, length: int, max_len: int, shortest: int | None = None) -> int:
+        """Return how many positions of a prefix of `length` can be used.
+
+        If it is not divisible, it is all or none, or so many that its states can go back: at least `shortest`.
+        """
         usable = min(common, max_len)
-        return usable if self._divisible or usable == length else 0
+        goes_back = self._goes_back and shortest is not None and usable >= shortest
+        return usable if self._divisible or usable == length or goes_back else 0
 
     def _comes_soon(self, seq: Sequence, match: _Match) -> bool:
         """Tell whether a running prompt is about to compute a longer prefix of a sequence than the match.
@@ -329,6 +341,7 @@ class SlotKV:
         if isinstance(source, Slot):
             self._ops.append(Copy(source.id, slot.id, match.length))
             self._cells.share(source.id, slot.id, match.length)
+            source.shortest = source.length
         elif isinstance(source, Snapshot):
             self._ops.append(Load(source.key, slot.id))
             if source.fetched:
@@ -337,6 +350,7 @@ class SlotKV:
                 self._snapshots.touch(source)
             self._cells.extend(slot.id, len(source.tokens))
             self._trim(slot, match.length)
+        slot.shortest = match.length
         return slot
 
     # -- idle slots and snapshots ----------------------------------------------------------------------------------
@@ -397,6 +411,7 @@ class SlotKV:
             used -= other.nbytes
             self._keep(other)
             self._drop(other)
+        self._trim(slot, slot.length)
         self._ops.append(Save(slot.id, snapshot.key))
         if shared:
             self._keep(snapshot)
@@ -465,7 +480,14 @@ class SlotKV:
     def _trim(self, slot: Slot, length: int) -> None:
         if self._cells.length(slot.id) > length:
             self._cells.trim(slot.id, length)
+            slot.shortest = length
             self._ops.append(Trim(slot.id, length))
+
+    def _end_chunk(self, slot: Slot) -> None:
+        """Note how far the states behind the chunk that ran can go back; the one before its first token is lost."""
+        end = self._cells.length(slot.id)
+        if end > slot.final:
+            slot.shortest = max(slot.final + 1, end - self._info.rollback_len)
 
     def _slot_of(self, seq: Sequence) -> Slot:
         assert isinstance(seq.kv, Slot)

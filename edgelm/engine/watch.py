@@ -36,6 +36,7 @@ class ChunkRecord:
     drafted: int  # with the tokens that a grammar forced
     forced: int  # leading tokens of the draft
     accepted: int  # leading tokens of the draft
+    drafted_by: str  # who drafted the tokens that were not forced: ngram, mtp or model; empty: there are none
     sampled: tuple[Sampled, ...]  # the accepted tokens, and the one behind them
     finish_reason: FinishReason | None
 
@@ -166,6 +167,7 @@ class Watch:
                     len(chunk.draft),
                     num_forced,
                     event.accepted,
+                    seq.drafted_by if len(chunk.draft) > num_forced else "",
                     event.sampled,
                     event.finish_reason,
                 )

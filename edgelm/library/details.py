@@ -20,7 +20,7 @@ from edgelm.checkpoints.gguf_parse import Array
 from edgelm.checkpoints.json_scan import read_json
 from edgelm.checkpoints.llama_checks import check_for_llama
 from edgelm.checkpoints.safetensors import Safetensors
-from edgelm.checkpoints.summary import ModelSummary, model_summary
+from edgelm.checkpoints.summary import ModelSummary, model_summary, mtp_heads
 from edgelm.checkpoints.values import is_integer
 from edgelm.models.config import folder_problem
 
@@ -51,6 +51,7 @@ class Details:
     template: str | None = None
     licence: str | None = None
     tensor_types: tuple[TensorTypes, ...] = ()
+    mtp_heads: int = 0  # layers that predict the tokens after the next one, which draft
     problem: str | None = None  # why it cannot be run although it can be read
 
     def document(self) -> dict[str, Any]:
@@ -77,6 +78,7 @@ class Details:
                 {"type": row.type, "tensors": row.tensors, "parameters": row.parameters, "bytes": row.nbytes}
                 for row in self.tensor_types
             ],
+            "mtp_heads": self.mtp_heads,
             "problem": self.problem,
         }
 
@@ -99,6 +101,7 @@ def gguf_details(gguf: GGUF) -> Details:
         template=template[:MAX_TEMPLATE] if isinstance(template, str) else None,
         licence=next((text for text in (licence_name, licence_id) if text and text != "other"), licence_id or None),
         tensor_types=_by_type((info.type.name, info.num_elements, info.nbytes) for info in gguf.tensors.values()),
+        mtp_heads=mtp_heads(gguf, summary),
         problem=problem,
     )
 

@@ -87,9 +87,8 @@ def model_config(model: LocalModel, config: Config) -> Config:
 
 def find_draft_model(settings: Settings, hub: Path) -> LocalModel | None:
     """Return the model of --draft; None: no model drafts. Raises ModelError if it is not on this machine."""
-    if settings.draft is None or settings.spec == "off":
-        return None
-    return find_local(settings.draft, hub, settings.model_folders)
+    name = settings.draft_model
+    return find_local(name, hub, settings.model_folders) if name else None
 
 
 def require_sight(model: LocalModel, config: Config) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from edgelm.backends.build import build
-from edgelm.backends.drafting import require_same_vocabulary, throttled
+from edgelm.backends.drafting import NO_HEADS, require_same_vocabulary, throttled
 from edgelm.backends.llama import build as build_module
+from edgelm.backends.llama.buffers import LlamaBuffers
+from edgelm.backends.llama.memory import LlamaMemory
 from edgelm.backends.model import LoadedModel
 from edgelm.backends.plan import Plan
 from edgelm.base.config import Settings
@@ -22,9 +24,10 @@ from edgelm.base.places import Places
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
 from edgelm.engine.clock import DecodeStep, Measured, StepClock, StepCosts
-from edgelm.engine.core import SamplingParams, Sequence, Stats
+from edgelm.engine.core import DraftChoice, SamplingParams, Sequence, Stats
+from edgelm.engine.watch import StepRecord
 from tests.engine.fake import SimpleDrafter
-from tests.odd_models import write_odd
+from tests.odd_models import HEAD, KV_HEADS, write_odd
 from tests.tiny import write_tiny
 
 PROMPT = [7, 300, 41, 260, 33, 9, 120]
@@ -53,10 +56,12 @@ def built(path: Path, places: Places | None, **settings: object) -> LoadedModel:
     return build(path, Settings(**{"threads": 1, "ctx": 512, "kv": "int8"} | settings), places=places)
 
 
-def ask(loaded: LoadedModel, count: int = 100, **where: object) -> tuple[list[int], Stats]:
+def ask(loaded: LoadedModel, count: int = 100, draft: DraftChoice = "auto", **where: object) -> tuple[list[int], Stats]:
+    params = SamplingParams(temperature=0, max_tokens=count, draft=draft)
+
     async def answer() -> tuple[list[int], Stats]:
         ids, stats = [], None
-        async for event in loaded.engine.submit(PROMPT, SamplingParams(temperature=0, max_tokens=count), **where):
+        async for event in loaded.engine.submit(PROMPT, params, **where):
             ids += [sample.id for sample in event.sampled]
             stats = event.stats
         assert stats
@@ -95,6 +100,30 @@ def test_off_is_off(model: Path, places: Places) -> None:
     assert sorted(places.cache.rglob("*")) == before
 
 
+def test_the_older_spelling_of_off_and_the_new_one_are_off(model: Path, places: Places) -> None:
+    ask_new(model, places)
+    assert ask_new(model, places, draft="off")[1].drafted == 0
+    assert ask_new(model, places, draft="ngram")[1].accepted > 30
+
+
+def test_a_model_without_heads_drafts_nothing_by_them_and_says_so(
+    model: Path, places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask_new(model, places)
+    assert ask_new(model, places, draft="mtp")[1].drafted == 0
+    assert NO_HEADS in caplog.text
+
+
+@pytest.mark.parametrize(("draft", "drafted"), [("auto", True), ("ngram", True), ("mtp", False), ("off", False)])
+def test_a_request_may_choose_who_drafts(model: Path, places: Places, draft: DraftChoice, drafted: bool) -> None:
+    ask_new(model, places)
+    loaded = built(model, places)
+    try:
+        assert bool(ask(loaded, draft=draft)[1].drafted) is drafted
+    finally:
+        loaded.engine.close()
+
+
 def test_a_number_bounds_each_draft(model: Path, places: Places) -> None:
     first, _ = ask_new(model, places, spec="2")
     second, stats = ask_new(model, places, spec="2")
@@ -112,7 +141,7 @@ def test_a_drafter_that_loses_does_not_stop_another() -> None:
 
     clock = StepClock(StepCosts([Measured(1, 0, 0.01), Measured(64, 0, 0.02)]))
     clock.last = DecodeStep(1, 5, 0.02, 0.01)
-    drafter = throttled([Constant(0), Constant(1)], clock, Settings())
+    drafter = throttled({"ngram": Constant(0), "model": Constant(1)}, clock, Settings())
     seq = Sequence(0, [1], 1, SamplingParams())
     drafter.begin(seq)
     drafted = []
@@ -268,3 +297,88 @@ def test_a_vocabulary_is_the_same_if_each_token_is(small: Words, same: bool) -> 
     large: Any = Words("a", "b", "<end>", stop_ids=(2,))
     with nullcontext() if same else pytest.raises(ModelError, match="it has another vocabulary"):
         require_same_vocabulary(large, small, "s")  # type: ignore[arg-type]
+
+
+# -- heads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_odd(tmp_path_factory.mktemp("models") / "heads.gguf", "qwen35", heads=0.0)
+
+
+def who_drafted(loaded: LoadedModel, **params: Any) -> tuple[set[str], int]:
+    """Return who drafted for an answer, as those who watch see, and how many tokens were accepted."""
+
+    async def answer() -> tuple[set[str], int]:
+        watcher = loaded.engine.watch()
+        stream = loaded.engine.submit(PROMPT, SamplingParams(temperature=0, max_tokens=60, **params))
+        stats = [event.stats async for event in stream][-1]
+        _, records = await watcher.take()
+        watcher.close()
+        assert stats
+        steps = [record for record in records if isinstance(record, StepRecord)]
+        return {chunk.drafted_by for step in steps for chunk in step.chunks if chunk.drafted}, stats.accepted
+
+    return asyncio.run(answer())
+
+
+@pytest.mark.parametrize(
+    ("settings", "request_draft", "drafters"),
+    [
+        ({"draft": "mtp"}, "auto", {"mtp"}),
+        ({"draft": "ngram"}, "auto", {"ngram"}),
+        ({"draft": "off"}, "auto", set()),
+        ({}, "mtp", {"mtp"}),
+        ({}, "ngram", {"ngram"}),
+        ({}, "off", set()),
+    ],
+)
+def test_the_heads_of_a_model_draft_where_they_may(
+    with_heads: Path, places: Places, settings: dict[str, Any], request_draft: DraftChoice, drafters: set[str]
+) -> None:
+    loaded = built(with_heads, places, parallel=1, **settings)
+    try:
+        who_drafted(loaded)
+        seen, accepted = who_drafted(loaded, draft=request_draft)
+    finally:
+        loaded.engine.close()
+    assert seen == drafters
+    assert bool(accepted) is bool(drafters)
+
+
+def test_texts_draft_first_and_heads_elsewhere(with_heads: Path, places: Places) -> None:
+    loaded = built(with_heads, places, parallel=1, memory=False)
+    try:
+        seen, accepted = who_drafted(loaded)
+    finally:
+        loaded.engine.close()
+    assert seen == {"mtp", "ngram"}
+    assert accepted > 20
+
+
+def test_the_cache_of_the_heads_is_planned(with_heads: Path) -> None:
+    with open_gguf(with_heads) as gguf:
+        facts = model_facts(gguf)
+    assert facts.mtp_heads == 1
+    settings = Settings(ctx=2048, kv="f16")
+    plans = {
+        draft: build_module.plan_context(with_heads, facts, replace(settings, draft=draft))
+        for draft in ("auto", "ngram")
+    }
+    assert (plans["auto"].heads, plans["ngram"].heads) == (True, False)
+    more = plans["auto"].require().kv_bytes - plans["ngram"].require().kv_bytes
+    assert more == 2048 * 2 * 2 * KV_HEADS * HEAD, "one layer: keys and values of two bytes"
+    own = {}
+    for heads in (False, True):
+        with LlamaBuffers(with_heads, facts.summary, sequences=2, heads=heads) as buffers:
+            own[heads] = buffers("f16", 2048)
+        estimated = LlamaMemory(facts, sequences=2, heads=heads).estimated_buffers("f16", 2048)
+        assert own[heads].kv == pytest.approx(estimated.kv, rel=0.02), "llama.cpp says the same"
+    assert own[True].compute > own[False].compute
+
+
+def test_a_file_that_lacks_the_layer_it_names_has_no_heads(tmp_path: Path) -> None:
+    path = write_odd(tmp_path / "m.gguf", "qwen35", heads=0.0, drop="nextn")
+    with open_gguf(path) as gguf:
+        assert model_facts(gguf).mtp_heads == 0

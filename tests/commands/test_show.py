@@ -26,6 +26,7 @@ from tests.counts import Count
 from tests.evaluation.rows import kept_model
 from tests.library.hub_folders import put
 from tests.library.projector_file import write_projector
+from tests.odd_models import write_odd
 from tests.tiny import write_tiny
 
 MUTANTS = Count(test=300, soak=20_000)
@@ -80,6 +81,13 @@ def test_a_gguf(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("qwen3, 2 layers", "512 tokens", "bos <s>", "Apache-2.0", "about", "never", "(hub cache)", "Q8_0  "):
         assert words in out, words
     assert text(capsys, "qwen3:4b", template=True) == TEMPLATE.replace("\x1b", "\ufffd") + "\n"
+
+
+def test_a_layer_that_drafts_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for heads, named in ((0.0, True), (None, False)):
+        path = write_odd(home / "m.gguf", "qwen35", heads=heads)
+        assert bool(shown(capsys, path)["mtp_heads"]) is named
+        assert ("(--draft mtp)" in text(capsys, path)) is named
 
 
 def test_measured_results_are_shown_until_the_file_changes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,13 +54,18 @@ MUTATIONS = [
         "seq.computed = slot, chosen.length + 1",
     ),
     Mutation(
-        "kv_slots", "a rejected draft is not cut off", "if self._cells.length(slot.id) > seq.computed:", "if False:"
-    ),
-    Mutation(
         "kv_slots",
-        "a released slot is not cut",
-        "        self.commit(seq)\n        slot.seq, slot",
-        "        slot.seq, slot",
+        "a rejected draft is not cut off",
+        "        self._trim(slot, seq.computed)\n        slot.final",
+        "        slot.final",
+    ),
+    Mutation("kv_slots", "a state goes back to before its chunk", "max(slot.final + 1, end", "max(slot.final, end"),
+    Mutation("kv_slots", "a state goes back further than it can", "end - self._info.rollback_len)", "0)"),
+    Mutation("kv_slots", "a state goes back twice", "            slot.shortest = length\n"),
+    Mutation("kv_slots", "a rejected draft is saved", "        self._trim(slot, slot.length)\n"),
+    Mutation("kv_slots", "no state goes back for a prompt", " and usable >= shortest", " and False"),
+    Mutation(
+        "kv_slots", "a released slot is not cut", "if not self._goes_back or seq.computed < slot.shortest:", "if False:"
     ),
     Mutation(
         "kv_slots", "an idle slot stays beside running ones", "if any(other.seq for other in self._slots):", "if False:"
@@ -94,8 +99,8 @@ MUTATIONS = [
     Mutation(
         "kv_slots",
         "a loaded snapshot is not cut",
-        "            self._trim(slot, match.length)\n        return slot",
-        "        return slot",
+        "            self._trim(slot, match.length)\n        slot.shortest",
+        "        slot.shortest",
     ),
     Mutation("kv_slots", "a cut slot is not kept", "if source.length - match.length >= MIN_PREFIX_LEN:", "if False:"),
     Mutation(
@@ -189,7 +194,7 @@ MUTATIONS = [
     Mutation(
         "kv_slots",
         "what cannot be cut is cut",
-        "return usable if self._divisible or usable == length else 0",
+        "return usable if self._divisible or usable == length or goes_back else 0",
         "return usable",
     ),
     Mutation("kv_slots", "what cannot be copied is copied", "(slot.seq is None or self._info.can_copy)", "True"),

@@ -334,7 +334,8 @@ class Simulation:
         assert len(idle) <= (0 if running else 1), "idle cells slow down every step"
         assert sorted(slot.seq.id for slot in kv._slots if slot.seq) == sorted(seq.id for seq in running)
         for slot in kv._slots:
-            assert kv._cells.length(slot.id) == slot.length
+            draft_len = kv._cells.length(slot.id) - slot.length  # of a rejected draft that an idle slot keeps
+            assert 0 <= draft_len <= (self.executor.info.rollback_len if slot.idle_tokens else 0)
         assert sum(snapshot.nbytes for snapshot in kv._snapshots) <= self.workload.snapshot_bytes
         assert all(slot.idle_tokens or not kv._cells.length(slot.id) for slot in kv._slots if not slot.seq)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
 
 from edgelm.engine import kv_slots, prefixes
 from edgelm.engine import save_points as engine_save_points
-from edgelm.engine.core import Load, Op, Save, Sequence
+from edgelm.engine.core import Load, Op, SamplingParams, Save, Sequence
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.save_points import (
     ANSWER_START_LEN,
@@ -23,7 +24,7 @@ from edgelm.engine.save_points import (
     save_points,
 )
 from tests.counts import Count
-from tests.engine.fake import SlotMemory
+from tests.engine.fake import SimpleDrafter, SlotMemory, complete_alone
 from tests.engine.loop import Loop
 from tests.engine.simulation import fresh_seed, run_workload
 from tests.engine.test_prefixes import Disk
@@ -31,17 +32,24 @@ from tests.engine.workloads import make_workload
 
 HISTORIES = Count(test=200, soak=20_000)
 WORKLOADS = Count(test=200, soak=10_000)
+BACK: dict[str, Any] = {"can_trim": False, "can_copy": False, "rollback_len": 3}
 WHOLE: list[dict[str, Any]] = [
     {"can_trim": False},
     {"can_trim": False, "can_copy": False},
     {"keeps_all": False},
+    BACK,
 ]  # prefixes serve whole
 
-whole = pytest.mark.parametrize("facts", WHOLE, ids=["recurrent", "hybrid", "window"])
+whole = pytest.mark.parametrize("facts", WHOLE, ids=["recurrent", "hybrid", "window", "rollback"])
 
 
 def words(count: int) -> list[int]:
     return random.Random(fresh_seed()).choices(range(40), k=count)
+
+
+def changed(tokens: list[int], kept: int) -> list[int]:
+    """Return other tokens behind the first `kept`."""
+    return [*tokens[:kept], *((token + 1) % 40 for token in tokens[kept:])]
 
 
 def roomy(facts: dict[str, Any], **more: Any) -> Disk:
@@ -212,6 +220,98 @@ def test_every_answer_is_the_one_given_alone_with_many_states(monkeypatch: pytes
 def divisible(seed: int) -> bool:
     facts = make_workload(seed).info
     return facts.can_trim and facts.keeps_all
+
+
+# -- states that can go back a few tokens ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("differ", [1, 2, 3])
+def test_a_prompt_that_differs_in_its_last_tokens_computes_these_alone(differ: int) -> None:
+    loop, prompt = roomy(BACK), words(300)
+    loop.ask(prompt, max_tokens=1)
+    # The states behind a chunk of `differ` tokens do not reach to before it.
+    for num_computed in (differ, ANSWER_START_LEN, differ):
+        prompt = changed(prompt, 300 - differ)
+        assert computed(loop, prompt, max_tokens=1)[1] == num_computed
+
+
+def test_a_prompt_that_differs_earlier_goes_on_from_a_saved_state() -> None:
+    loop, prompt = roomy(BACK), words(300)
+    loop.ask(prompt, max_tokens=1)
+    assert computed(loop, changed(prompt, 296))[1] == ANSWER_START_LEN
+
+
+class Copycat(SimpleDrafter):
+    """Proposes the answer of the sequence itself, `right` tokens of it rightly; `rng` spoils some more."""
+
+    def __init__(self, rng: random.Random | None = None, right: int = 99) -> None:
+        self.loop: Loop | None = None
+        self.rng = rng
+        self.right = right
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        assert self.loop
+        params = SamplingParams(temperature=0.0, max_tokens=seq.completion_len + len(marginal_cost))
+        answer, _ = complete_alone(seq.tokens[: seq.prompt_len], params, self.loop.info)
+        draft = changed(answer[seq.completion_len :], self.right)
+        return [0 if self.rng and self.rng.random() < 0.2 else token for token in draft]
+
+
+def drafted(rng: random.Random | None = None, right: int = 99) -> Loop:
+    loop = Loop(drafter=(copycat := Copycat(rng, right)), context=1024, capacity=2048, **BACK)
+    copycat.loop = loop
+    return loop
+
+
+def test_a_turn_without_the_last_tokens_of_the_answer_computes_only_what_is_new() -> None:
+    """A text that ends before a stop string, whose tokens are computed, goes on before them."""
+    loop = drafted()
+    first = loop.ask(words(300), max_tokens=9)  # 1, 4, and 4 tokens a step
+    assert computed(loop, changed(first.tokens, 307))[1] == 2
+    first = loop.ask(words(300), max_tokens=9)
+    assert computed(loop, changed(first.tokens, 306))[1] == 3
+
+
+def test_a_rejected_draft_goes_only_when_it_is_known_where_to_cut() -> None:
+    loop = drafted()
+    answer = loop.ask(prompt := words(300), max_tokens=9).tokens[300:]
+    loop.ask(prompt, max_tokens=9)
+    assert loop.last
+    first = loop.ask(words(200), max_tokens=None, stop_ids=frozenset({answer[2]}))
+    assert computed(loop, changed(first.tokens, len(first.tokens) - 1))[1] == 1
+
+
+def test_a_state_that_went_back_for_a_draft_does_not_go_back_again() -> None:
+    loop = drafted(right=1)
+    seq = loop.add(words(200), max_tokens=40)
+    while not seq.accepted:
+        loop.step()
+    assert seq.drafted == 3
+    tokens, end = list(seq.tokens), seq.computed
+    loop.scheduler.abort(seq.id)
+    assert loop.ask(changed(tokens, end - 1)).cached < end - 1
+
+
+def test_a_cut_at_any_of_the_last_tokens_costs_nothing_and_no_other_is_made() -> None:
+    rng = random.Random(seed := fresh_seed())
+    num_cut = 0
+    for _ in range(HISTORIES // 10):
+        loop, tokens = drafted(rng), words(rng.randint(40, 200))
+        memory = loop.memory
+        assert isinstance(memory, SlotMemory)
+        for _ in range(8):
+            seq = loop.ask(tokens, max_tokens=rng.randint(1, 12))  # compared with the answer given alone
+            (slot,) = (slot for slot, cells in enumerate(memory.slots) if cells)
+            shortest = max(memory._starts[slot] + 1, len(memory.slots[slot]) - BACK["rollback_len"])
+            computed_len = len(seq.tokens) - 1
+            kept = rng.randint(computed_len - 4, computed_len)
+            tokens = changed(seq.tokens, kept)
+            again = loop.ask(tokens, max_tokens=1)
+            assert again.cached is not None
+            if (shortest <= kept and slot not in memory._cut) or kept == computed_len:
+                assert again.cached == kept, f"seed {seed}"
+                num_cut += kept < computed_len
+    assert num_cut >= HISTORIES // 10
 
 
 # -- the positions -----------------------------------------------------------------------------------------------------

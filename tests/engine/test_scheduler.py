@@ -510,8 +510,8 @@ def test_without_speculation_no_token_is_drafted(facts: dict[str, bool]) -> None
 
 def test_a_request_may_go_without_drafts() -> None:
     loop = Loop(drafter=Drafts())
-    seq, other = loop.add([1, 2], max_tokens=9, drafts=False), loop.add([1, 3], max_tokens=9)
-    forced = loop.add([1, 2], max_tokens=30, drafts=False, matcher=Script({3, 4}, *range(10, 15)))
+    seq, other = loop.add([1, 2], max_tokens=9, draft="off"), loop.add([1, 3], max_tokens=9)
+    forced = loop.add([1, 2], max_tokens=30, draft="off", matcher=Script({3, 4}, *range(10, 15)))
     loop.finish()
     assert seq.drafted == forced.forced == 0
     assert other.accepted > 0

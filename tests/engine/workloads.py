@@ -154,7 +154,7 @@ def _params(rng: random.Random, facts: ExecutorInfo, long: bool) -> SamplingPara
         temperature=rng.choice([0.0, 1.0]),
         seed=rng.randrange(4),
         choice=rng.randrange(2),
-        drafts=rng.random() < 0.95,
+        draft="auto" if rng.random() < 0.95 else "off",
         stop_ids=frozenset(rng.sample(range(facts.num_vocab), rng.choice([0, 0, 0, 1] if long else [0, 1, 1, 2]))),
     )
 

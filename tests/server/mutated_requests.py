@@ -73,6 +73,7 @@ FITTING: dict[str, list[Any]] = {
     "repetition_penalty": [1, 1.3, 0.01],
     "logit_bias": [{}, {"5": 1.5}, {"5": -100, "6": 100, "7": 0}, {str(token): -100 for token in range(300)}],
     "speculation": [True, False, None],
+    "draft": ["auto", "ngram", "mtp", "off", "oracle", None],
     "keep_alive": ["5m", -1, 600, "1h30m"],
     "unknown": [None, {"a": [1]}, "x" * 3000],
 }

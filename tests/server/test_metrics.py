@@ -39,7 +39,7 @@ def answered(counters: Counters) -> None:
     counters.admitted(seq)
     counters.first_tokens(seq, 1, 3.0)
     counters.more_tokens(10, 4.0)
-    counters.draft(4, 3)
+    counters.draft("ngram", 4, 3)
     counters.ended("stop", STATS)
 
 
@@ -139,6 +139,8 @@ async def test_the_text_has_vllms_names_and_kinds(metrics: Metrics, table: Table
         "edgelm:model_loads": "counter",
         "edgelm:model_restarts": "counter",
         "edgelm:model_unloads": "counter",
+        "edgelm:drafter_drafted_tokens": "counter",
+        "edgelm:drafter_accepted_tokens": "counter",
         "edgelm:http_requests": "counter",
     }
     values = await scraped(metrics, model_name="m")
@@ -185,6 +187,8 @@ async def test_what_an_ended_engine_counted_is_kept_and_added_to(metrics: Metric
     assert values["edgelm:model_loaded"] == 1
     events = [values[f"edgelm:model_{event}_total"] for event in ("loads", "restarts", "unloads")]
     assert events == [2, 0, 1]
+    by_drafter = await scraped(metrics, model_name="m", drafter="ngram")
+    assert by_drafter == {"edgelm:drafter_drafted_tokens_total": 8, "edgelm:drafter_accepted_tokens_total": 6}
 
 
 async def test_a_look_that_ends_late_counts_nothing_backwards(metrics: Metrics) -> None:

@@ -39,11 +39,14 @@ def prompt_step(number: int, start: int, computed: int) -> StepSeen:
     return StepSeen(number, 100 + number, 500, 1, 0, (chunk,))
 
 
-def decoded(number: int, *, drafted: int = 0, forced: int = 0, accepted: int = 0, words: str = "") -> StepSeen:
+def decoded(
+    number: int, *, drafted: int = 0, forced: int = 0, accepted: int = 0, words: str = "", drafted_by: str = ""
+) -> StepSeen:
     tokens = tuple(
         Token(word + " ", math.log(0.5), ((word, math.log(0.5)), ("else", math.log(0.25)))) for word in words.split()
     )
-    chunk = Chunk(7, 1000, 0, 1000 + number, 1 + drafted, drafted, forced, accepted, accepted + 1, "req_1", "", tokens)
+    counts = (7, 1000, 0, 1000 + number, 1 + drafted, drafted, forced, accepted, accepted + 1)
+    chunk = Chunk(*counts, "req_1", drafted_by=drafted_by, tokens=tokens)
     return StepSeen(number, 100 + number / 10, 100, 1, 2, (chunk,))
 
 
@@ -138,6 +141,16 @@ def test_sequences_of_one_kind_are_told_apart_in_the_map() -> None:
     regions = tuple(Region("running", tokens, 10**6, own=True, sequence=place) for place, tokens in enumerate(sizes))
     lines = text_of(fed(KVSeen(0.5, regions), decoded(1)), width=83).splitlines()
     assert "KV " + "█" * 20 + "│" + "█" * 9 + "█" + "│" + "█" * 9 + "·" * 39 in lines
+
+
+def test_a_step_names_who_drafted() -> None:
+    steps = fed(*(decoded(number, drafted=3, accepted=2, words="a b c", drafted_by="mtp") for number in (1, 2)))
+    assert "▰▰●▱ mtp a b c" in text_of(steps)
+    steps.stop_at(2)
+    assert "'b ' drafted by mtp" in text_of(steps)
+    assert "'c ' sampled" in text_of(steps)
+    older_server = text_of(fed(decoded(1, drafted=3, accepted=2, words="a b c")))
+    assert "▰▰●▱ a b c" in older_server
 
 
 def test_unsure_tokens_stand_out() -> None:

@@ -206,6 +206,7 @@ def _chunk(chunk: Chunk, styles: Styles) -> Text:
         text.append(f" {SAMPLED}" if chunk.new else "")
     else:
         text.append_text(_rows(chunk, styles))
+        text.append(f" {clean(chunk.drafted_by)}" if chunk.drafted_by else "", styles.muted)
     text.append(" " if chunk.tokens else "")
     for token in chunk.tokens:
         text.append(clean(token.text.replace("\n", "⏎")), _sureness(token, styles))
@@ -246,7 +247,8 @@ def _details(step: StepSeen, styles: Styles) -> list[Text]:
 
 
 def _token_line(token: Token, place: int, chunk: Chunk, styles: Styles) -> Text:
-    origin = "forced" if place < chunk.forced else "drafted" if place < chunk.accepted else "sampled"
+    drafted = f"drafted by {clean(chunk.drafted_by)}" if chunk.drafted_by else "drafted"
+    origin = "forced" if place < chunk.forced else drafted if place < chunk.accepted else "sampled"
     line = Text("  ")
     line.append(repr(clean(token.text)), styles.strong)
     line.append(f" {origin}", styles.muted)

@@ -107,13 +107,17 @@ def fill_struct(struct: T, **fields: Any) -> T:
 
 
 class Batch:
-    """A llama_batch over numpy's memory, with one sequence per token. Built once, filled for every step."""
+    """A llama_batch over numpy's memory, with one sequence per token. Built once, filled for every step.
 
-    def __init__(self, capacity: int) -> None:
+    With a `width`, each token comes with a hidden state, a row of `embedding`.
+    """
+
+    def __init__(self, capacity: int, width: int = 0) -> None:
         self.token = np.zeros(capacity, np.int32)
         self.pos = np.zeros(capacity, np.int32)
         self.seq = np.zeros(capacity, np.int32)
         self.out = np.zeros(capacity, np.int8)
+        self.embedding = np.zeros((capacity, width), np.float32)
         self._num_seqs = np.ones(capacity, np.int32)
         offsets = 4 * np.arange(capacity, dtype=np.uint64)
         self._seq_pointers = (self.seq.ctypes.data + offsets).astype(np.uint64)  # int32 *[capacity]
@@ -124,6 +128,7 @@ class Batch:
             pos=_pointer(self.pos, ctypes.c_int32),
             n_seq_id=_pointer(self._num_seqs, ctypes.c_int32),
             logits=_pointer(self.out, ctypes.c_int8),
+            embd=_pointer(self.embedding, ctypes.c_float) if width else None,
             seq_id=ctypes.cast(self._seq_pointers.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
         )
 

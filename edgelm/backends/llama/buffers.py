@@ -16,6 +16,7 @@ from edgelm.backends.llama.api import fill_struct, native_log, start_backend
 from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.devices import NativePlacement
 from edgelm.backends.llama.executor import LlamaOptions, context_params
+from edgelm.backends.llama.heads import heads_params
 from edgelm.backends.llama.memory import CELLS, MIB, Buffers
 from edgelm.backends.llama.placement import ON_CPU
 from edgelm.base.errors import ModelError
@@ -31,10 +32,17 @@ class LlamaBuffers:
     """A model without weights and vocabulary: a `BufferSource`. Raises ModelError for a file that llama.cpp refuses."""
 
     def __init__(
-        self, path: Path, model: ModelSummary, *, sequences: int, repack: bool = True, rollback: int = 0
+        self,
+        path: Path,
+        model: ModelSummary,
+        *,
+        sequences: int,
+        repack: bool = True,
+        rollback: int = 0,
+        heads: bool = False,
     ) -> None:
         start_backend()
-        self._sequences, self._rollback = sequences, rollback
+        self._sequences, self._rollback, self._heads = sequences, rollback, heads
         overrides = (L.llama_model_kv_override * 3)()  # an empty one ends the list
         no_vocabulary: Any = overrides[0]
         no_vocabulary.key, no_vocabulary.tag = b"tokenizer.ggml.model", L.LLAMA_KV_OVERRIDE_TYPE_STR
@@ -43,7 +51,11 @@ class LlamaBuffers:
         vocab_size.key, vocab_size.tag = f"{model.architecture}.vocab_size".encode(), L.LLAMA_KV_OVERRIDE_TYPE_INT
         vocab_size.value.val_i64 = model.vocab_size
         params = fill_struct(
-            L.llama_model_default_params(), load_mode=L.LLAMA_LOAD_MODE_NONE, no_alloc=True, use_extra_bufts=repack
+            L.llama_model_default_params(),
+            load_mode=L.LLAMA_LOAD_MODE_NONE,
+            no_alloc=True,
+            use_extra_bufts=repack,
+            load_mtp=heads,
         )
         params.kv_overrides = ctypes.cast(overrides, type(params.kv_overrides))
         self._placement = NativePlacement(ON_CPU)
@@ -55,11 +67,11 @@ class LlamaBuffers:
         self._num_heads: int = L.llama_model_n_head(self._model)
 
     def __call__(self, kv: str, context: int) -> Buffers:
-        L.llama_free(self._lay_out(kv, context))
-        sizes = {
-            name: sum(float(match[1]) for line in native_log.lines if (match := pattern.search(line)))
-            for name, pattern in _SIZES.items()
-        }
+        sizes = dict.fromkeys(_SIZES, 0.0)
+        for heads in (False, True) if self._heads else (False,):
+            L.llama_free(self._lay_out(kv, context, heads=heads))
+            for name, pattern in _SIZES.items():
+                sizes[name] += sum(float(match[1]) for line in native_log.lines if (match := pattern.search(line)))
         return Buffers(**{name: int(size * MIB) for name, size in sizes.items()})
 
     def rollback(self, kv: str) -> int:
@@ -69,10 +81,11 @@ class LlamaBuffers:
         L.llama_free(native)
         return length
 
-    def _lay_out(self, kv: str, context: int) -> Any:
+    def _lay_out(self, kv: str, context: int, *, heads: bool = False) -> Any:
         native_log.clear()
         options = LlamaOptions(context=context, kv=kv, max_sequences=self._sequences, rollback=self._rollback)
-        native = L.llama_init_from_model(self._model, context_params(options, self._num_heads))
+        params = context_params(options, self._num_heads)
+        native = L.llama_init_from_model(self._model, heads_params(params, self._sequences) if heads else params)
         if not native:
             raise ModelError(f"llama.cpp could not lay out a context of {context:,} tokens: {native_log.first_error()}")
         return native

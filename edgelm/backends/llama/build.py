@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from edgelm.backends.drafting import measured_clock, ngram_drafter, require_same_vocabulary, throttled
+from edgelm.backends.drafting import NO_HEADS, measured_clock, ngram_drafter, require_same_vocabulary, throttled
 from edgelm.backends.llama.adapter import LlamaAdapter, with_adapters
 from edgelm.backends.llama.buffers import LlamaBuffers
 from edgelm.backends.llama.devices import llama_devices
 from edgelm.backends.llama.embedding import embedder_of
 from edgelm.backends.llama.encoder import build_encoder
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions, state_identity
+from edgelm.backends.llama.heads import has_heads_api
 from edgelm.backends.llama.memory import LlamaMemory, repacked_types
 from edgelm.backends.llama.model import DeviceMemoryError, LlamaModel
 from edgelm.backends.llama.offload import OffloadedMemory
@@ -26,7 +27,7 @@ from edgelm.backends.llama.placement import Placement, Wish
 from edgelm.backends.llama.repeatable import MOST_ROWS, rule_for
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
-from edgelm.backends.plan import DRAFT_KV, DraftModel, MachineMemory, Plan, plan
+from edgelm.backends.plan import DRAFT_KV, DraftModel, MachineMemory, Plan, draft_layouts, plan
 from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.base.config import Settings
@@ -43,6 +44,7 @@ from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.speculation.model_drafter import ModelDrafter
+from edgelm.engine.speculation.mtp_drafter import MtpDrafter
 from edgelm.engine.step_times import DEPTH
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
@@ -79,7 +81,7 @@ def build_llama(
     if settings.quantize != "off":
         raise EdgeLMError("only the torch engine has --quantize", "pull a quantized GGUF, or use --engine torch")
     facts = with_adapters(facts, adapters)
-    drafting = places if settings.spec != "off" else None
+    drafting = places if settings.drafts else None
     draft = draft if drafting else None
     draft_facts = _read_facts(draft) if draft else None
     wish = Wish.of(settings, llama_devices(facts) if gpu else ())
@@ -102,10 +104,13 @@ def build_llama(
         max_sequences=settings.parallel,
         threads=planned.threads,
         rollback=planned.rollback,
+        heads=planned.heads,
     )
     if settings.repeatable and facts.summary.kind == "text":
         repack, options = _made_repeatable(path, files, options, adapters, places or own_places(), repack, gpu, warn)
-    load_weights = partial(LlamaModel, path, files=files, repack=repack, adapters=adapters, progress=progress)
+    load_weights = partial(
+        LlamaModel, path, files=files, repack=repack, heads=options.heads, adapters=adapters, progress=progress
+    )
     if facts.summary.kind != "text":
         placement = OffloadedMemory(facts, wish, sequences=1).placement(option.kv, option.context)
         model = load_weights(placement=placement)
@@ -138,13 +143,15 @@ def build_llama(
             identity = _identity(model, files, options)
             deep_row_s = LlamaMemory(facts, sequences=1).flash_seconds(DEPTH) / planned.threads
             clock = measured_clock(executor, settings, drafting, identity, deep_row_s)
-            drafters: list[Drafter] = [ngram_drafter(tokenizer, settings, drafting, identity)]
-            if draft:
-                drafters.append(_load_draft_model(draft, options, repack, tokenizer, clock))
-            drafter = throttled(drafters, clock, settings)
+            load_draft_model = partial(_load_draft_model, draft, options, repack, tokenizer, clock) if draft else None
+            drafters = _drafters(executor, settings, drafting, tokenizer, clock, identity, load_draft_model)
         except EdgeLMError:
             executor.close()
             raise
+        if drafters:
+            drafter = throttled(drafters, clock, settings)
+        else:
+            warn(NO_HEADS)
     kv = SlotKV(executor.info, snapshot_bytes, store, shared_share=settings.prefix_cache_shared / 100)
     scheduler = Scheduler(executor.info, kv, clock, drafter)
     prompt_tokens = PromptTokenCache(folder.path / PROMPT_TOKENS if folder else None)
@@ -184,8 +191,8 @@ def plan_context(
         beside = LlamaMemory(draft_facts, sequences=settings.parallel, copied_types=types)
         draft = DraftModel.of(draft_facts, beside)
 
-    def planned(facts: ModelFacts, rollback: int) -> Plan:
-        memory = LlamaMemory(facts, sequences=settings.parallel, copied_types=types, repeatable=repeatable)
+    def planned(facts: ModelFacts, rollback: int, heads: bool) -> Plan:
+        memory = LlamaMemory(facts, sequences=settings.parallel, copied_types=types, repeatable=repeatable, heads=heads)
         if wish and wish.devices:
             offloaded = OffloadedMemory(facts, wish, sequences=settings.parallel)
             return plan(facts, settings, machine, offloaded, draft=draft, least_context=least_context)
@@ -193,15 +200,28 @@ def plan_context(
         if estimated.comfortable or repeatable or facts.summary.kind != "text":  # an embedder allocates by its inputs
             return estimated
         with LlamaBuffers(
-            path, facts.summary, sequences=settings.parallel, repack=repack, rollback=rollback
+            path, facts.summary, sequences=settings.parallel, repack=repack, rollback=rollback, heads=heads
         ) as buffers:
             return plan(facts, settings, machine, memory.measured_by(buffers), draft=draft, least_context=least_context)
 
-    if settings.spec != "off" and (length := rollback_len(path, facts)):
-        with_states = planned(facts.with_rollback(length), length)
-        if with_states.preferred:
-            return replace(with_states, rollback=length)
-    return planned(facts, 0)
+    length = rollback_len(path, facts) if settings.drafts else 0
+    for rollback, heads in draft_layouts(length, may_use_heads(facts, settings, length, wish)):
+        drafting = planned(facts.with_rollback(rollback), rollback, heads)
+        if drafting.preferred:
+            return replace(drafting, rollback=rollback, heads=heads)
+    return planned(facts, 0, False)
+
+
+def may_use_heads(facts: ModelFacts, settings: Settings, rollback: int, wish: Wish | None = None) -> bool:
+    """Tell whether the heads of a model can draft. They do on the processor only, whose memory is planned for them."""
+    can_draft = rollback > 0 or not facts.state_bytes
+    return (
+        settings.may_draft("mtp")
+        and facts.mtp_heads > 0
+        and can_draft
+        and has_heads_api()
+        and not (wish and wish.devices)
+    )
 
 
 def rollback_len(path: Path, facts: ModelFacts) -> int:
@@ -290,6 +310,26 @@ def _first_that_loads(load: Callable[[Placement], _Loaded], placements: Sequence
     raise AssertionError
 
 
+def _drafters(
+    executor: LlamaExecutor,
+    settings: Settings,
+    places: Places,
+    tokenizer: Tokenizer,
+    clock: StepClock,
+    identity: bytes,
+    load_draft_model: Callable[[], ModelDrafter] | None,
+) -> dict[str, Drafter]:
+    """Return the drafters that the settings allow, in the order in which they are asked."""
+    drafters: dict[str, Drafter] = {}
+    if settings.may_draft("ngram"):
+        drafters["ngram"] = ngram_drafter(tokenizer, settings, places, identity)
+    if executor.heads:
+        drafters["mtp"] = MtpDrafter(executor.heads, clock.plain_s)
+    if load_draft_model:
+        drafters["model"] = load_draft_model()
+    return drafters
+
+
 # -- the draft model ---------------------------------------------------------------------------------------------------
 
 
@@ -310,7 +350,9 @@ def _load_draft_model(
     try:
         require_same_vocabulary(tokenizer, LlamaTokenizer.of_model(model.native, model), path.name)
         context = min(options.context, model.train_context or options.context)
-        own = replace(options, context=context, kv=DRAFT_KV, max_rows=options.max_sequences, repeatable_rows=0)
+        own = replace(
+            options, context=context, kv=DRAFT_KV, max_rows=options.max_sequences, repeatable_rows=0, heads=False
+        )
         executor = LlamaExecutor(model, own)
     except EdgeLMError:
         model.close()

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from edgelm.backends.llama.api import Batch, fill_struct, logits_view, metadata, native_log
 from edgelm.backends.llama.binding import L
+from edgelm.backends.llama.heads import LlamaHeads, heads_params
 from edgelm.backends.llama.memory import CELLS, MAX_ROWS, head_refusal, kv_head_bytes, kv_types, micro_batch, padded
 from edgelm.backends.llama.model import LlamaModel, memory_error
 from edgelm.backends.llama.pace import NativeThreads, Pace
@@ -47,6 +48,7 @@ class LlamaOptions:
     max_tokens: int = 512
     max_rows: int = MAX_ROWS
     threads: int = 1
+    heads: bool = False  # the model was loaded with its heads that predict several tokens
     rollback: int = 0  # tokens that a recurrent state can go back, where llama.cpp can for the architecture
 
     @property
@@ -106,10 +108,15 @@ class LlamaExecutor:
         self._snapshots = snapshots or SnapshotStore(UNBOUNDED)
         self._snapshots.divisible = self._info.can_trim and self._info.keeps_all
         self._sampler = HostSampler(model.num_vocab)
+        self._heads = self._load_heads(options) if options.heads else None
 
     @property
     def info(self) -> ExecutorInfo:
         return self._info
+
+    @property
+    def heads(self) -> LlamaHeads | None:
+        return self._heads
 
     def forward(self, step: Step) -> None:
         """Do the ops, then run the chunks. Raises EngineError when llama.cpp refuses one."""
@@ -125,6 +132,8 @@ class LlamaExecutor:
             last = self._batch.set(last, chunk.tokens, chunk.start, chunk.kv, chunk.rows)
         self._check_batch(last, step)
         self._batch.native.n_tokens = last
+        if self._heads:
+            self._heads.prepare(step)
         native_log.clear()
         with self._pace.step(last):
             result = L.llama_decode(self._context, self._batch.native)
@@ -134,6 +143,9 @@ class LlamaExecutor:
             raise EngineError(f"llama.cpp could not run a step ({result}): {native_log.first_error()}")
         if step.num_rows:
             self._logits = logits_view(self._context, step.num_rows, self._info.num_vocab)
+        if self._heads:
+            self._heads.take(step)
+            self._heads.set_threads(self._pace.num_threads)
 
     def sample(self, step: Step, masks: Masks | None) -> CompletedSamples:
         """Sample the rows of each chunk, up to the first that differs from the draft."""
@@ -148,8 +160,19 @@ class LlamaExecutor:
         if context:
             self._snapshots.close()
             self._threads.close()
+            if self._heads:
+                self._heads.close()
             L.llama_free(context)
             self._model.close()
+
+    def _load_heads(self, options: LlamaOptions) -> LlamaHeads:
+        params = heads_params(context_params(options, self._model.num_heads), options.max_sequences)
+        try:
+            return LlamaHeads(self._model, self._context, params)
+        except ModelError:
+            context, self._context = self._context, None
+            L.llama_free(context)
+            raise
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ MAX_COMPUTE_BYTES = 256 * MIB  # bound on the attention scores, by which the mic
 MAX_MICRO_BATCH = 512
 CELLS = 256  # llama.cpp rounds a context up to a multiple of this
 MAX_ROWS = 64  # sampled rows of a step
+HEADS_WINDOW = 32  # positions that heads see when they begin, and after a pause: 128 took as long as two plain steps
 REPEATABLE_KV = tuple(name for name, mode in LLAMA_KV.items() if mode.key_type != "F16")  # repeatable.py tells why
 
 # Measured by tests/bench/bench_plan.py; the first three on engines that serve, tests/server/test_predicted_memory.py.
@@ -78,7 +79,9 @@ class LlamaMemory:
     """The memory of one model in llama.cpp: a `plan.EngineMemory`.
 
     `copied_types` are the tensor types that llama.cpp repacks on this processor (`repacked_types`); without its fast
-    kernels there are none. `buffers` replaces the formulas by llama.cpp's own sizes (`measured_by`).
+    kernels there are none.
+    With `heads`, those that predict several tokens have a context of their own. `buffers` replaces the formulas by
+    llama.cpp's own sizes (`measured_by`).
     """
 
     def __init__(
@@ -89,8 +92,10 @@ class LlamaMemory:
         copied_types: Iterable[str] = (),
         buffers: BufferSource | None = None,
         repeatable: bool = False,
+        heads: bool = False,
     ) -> None:
         self._model = model
+        self._heads = heads
         self._sequences = sequences
         self._copied_types = frozenset(copied_types)
         self._repeatable = repeatable
@@ -99,7 +104,9 @@ class LlamaMemory:
 
     def measured_by(self, buffers: BufferSource) -> Self:
         """Return a copy that takes the buffer sizes from `buffers`."""
-        return type(self)(self._model, sequences=self._sequences, copied_types=self._copied_types, buffers=buffers)
+        return type(self)(
+            self._model, sequences=self._sequences, copied_types=self._copied_types, buffers=buffers, heads=self._heads
+        )
 
     @property
     def process_bytes(self) -> int:
@@ -180,10 +187,17 @@ class LlamaMemory:
     def estimated_buffers(self, kv: str, context: int) -> Buffers:
         """Return the buffers that llama.cpp allocates for a context, by formula."""
         own = self._sequences if self._repeatable else 1  # each sequence has cells of its own
-        return Buffers(
-            kv=int(self.kv_bytes_per_token(kv) * padded(context) * own) + self._model.state_bytes * self._sequences,
-            compute=max(self._layer_bytes(kv, context), self._logit_bytes(MAX_ROWS)),
-        )
+        layer = self._layer_bytes(kv, context)
+        position, compute = self.kv_bytes_per_token(kv), max(layer, self._logit_bytes(MAX_ROWS))
+        if self._heads:
+            position += self._head_bytes_per_token(kv)
+            compute += max(layer * HEADS_WINDOW // self._batch(kv, context), self._logit_bytes(self._sequences))
+        return Buffers(int(position * padded(context) * own) + self._model.state_bytes * self._sequences, compute)
+
+    def _head_bytes_per_token(self, kv: str) -> float:
+        """Return the bytes of one position in the cache of the heads: one layer, as those that attend."""
+        summary = self._model.summary
+        return max(summary.kv_heads) * kv_head_bytes(kv, summary.key_lens[-1], summary.value_lens[-1])
 
     def _layer_bytes(self, kv: str, context: int) -> int:
         """Return the bytes of the graph that are live at its peak inside a layer."""

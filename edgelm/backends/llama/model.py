@@ -31,9 +31,9 @@ class LlamaModel:
     """A loaded model. `native` is llama.cpp's pointer, valid until `close`.
 
     `files` are all parts of a split model, and `path` is the first. `adapters` fit the model: `adapter.find_adapters`
-    has checked it. `progress` gets the loaded share, 0 to 1, and
-    returns False to cancel. Raises DeviceMemoryError where a device of the placement has too little memory, ModelError
-    for a file that llama.cpp refuses, and for a cancelled load.
+    has checked it. With `heads`, those that predict several tokens are loaded. `progress` gets the loaded share, 0 to
+    1, and returns False to cancel. Raises DeviceMemoryError where a device of the placement has too little memory,
+    ModelError for a file that llama.cpp refuses, and for a cancelled load.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class LlamaModel:
         *,
         files: Sequence[Path] = (),
         repack: bool = True,
+        heads: bool = False,
         placement: Placement = ON_CPU,
         adapters: Sequence[LlamaAdapter] = (),
         progress: Callable[[float], bool] | None = None,
@@ -59,6 +60,7 @@ class LlamaModel:
             L.llama_model_default_params(),
             load_mode=L.LLAMA_LOAD_MODE_MMAP,
             use_extra_bufts=repack,
+            load_mtp=heads,
             progress_callback=self._progress.callback,
         )
         self._native_placement.fill(params)

@@ -147,6 +147,11 @@ class Pace:
         self._apply(Setting(count, spin=policy != "sleep"))
         self._trial = _Trial(self._settings(), now)
 
+    @property
+    def num_threads(self) -> int:
+        """The threads of the last step."""
+        return self._applied.threads
+
     @contextmanager
     def step(self, num_tokens: int) -> Iterator[None]:
         """Set the threads for a step, and time it."""

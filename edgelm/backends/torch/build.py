@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from edgelm.backends.drafting import measured_clock, ngram_drafter, require_same_vocabulary, throttled
+from edgelm.backends.drafting import NO_HEADS, measured_clock, ngram_drafter, require_same_vocabulary, throttled
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import DRAFT_KV, MIN_CONTEXT, SNAPSHOT_SHARE, DraftModel, MachineMemory, Option, Plan, plan
 from edgelm.backends.reports import LOGGED, Reports
@@ -48,6 +48,7 @@ from edgelm.engine.engine import Engine
 from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.speculation.model_drafter import ModelDrafter
+from edgelm.engine.speculation.mtp_drafter import MtpDrafter
 from edgelm.kernels.cache import BLOCK_LEN
 from edgelm.kernels.choice import PDL, PLAIN_OPS
 from edgelm.kernels.matmul import ROWS
@@ -105,16 +106,23 @@ def build_torch(
         executor = _executor(decoder, settings, option, model.name, tuned, store, reports)
         clock, drafter = StepClock(), None
         try:
-            if places and settings.spec != "off":
+            if places and settings.drafts:
                 identity = _identity(model, settings, executor)
                 reports.alive()
                 clock = measured_clock(executor, settings, places, identity)
-                drafters: list[Drafter] = [ngram_drafter(tokenizer, settings, places, identity)]
+                drafters: dict[str, Drafter] = {}
+                if settings.may_draft("ngram"):
+                    drafters["ngram"] = ngram_drafter(tokenizer, settings, places, identity)
+                if executor.heads:
+                    drafters["mtp"] = MtpDrafter(executor.heads, clock.plain_s)
                 if small:
-                    drafters.append(
-                        _load_draft_model(small, settings, decoder, executor.info, tokenizer, clock, places, reports)
+                    drafters["model"] = _load_draft_model(
+                        small, settings, decoder, executor.info, tokenizer, clock, places, reports
                     )
-                drafter = throttled(drafters, clock, settings)
+                if drafters:
+                    drafter = throttled(drafters, clock, settings)
+                else:
+                    reports.say(NO_HEADS)
         except EdgeLMError:
             executor.close()
             raise

@@ -34,6 +34,7 @@ from edgelm.engine.core import (
     CompletedSamples,
     Drop,
     ExecutorInfo,
+    Heads,
     Load,
     Masks,
     Op,
@@ -234,6 +235,10 @@ class TorchExecutor:
     @property
     def info(self) -> ExecutorInfo:
         return self._info
+
+    @property
+    def heads(self) -> Heads | None:
+        return None  # none of its families has any
 
     def forward(self, step: Step) -> None:
         """Do the ops, then run the chunks.

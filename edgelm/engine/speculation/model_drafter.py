@@ -15,16 +15,11 @@ from dataclasses import dataclass, field
 
 from edgelm.base.errors import EngineError
 from edgelm.engine.clock import MAX_STEP_S, MIN_PREFILL
-from edgelm.engine.core import NOT_A_TOKEN, Chunk, Executor, SamplingParams, Sequence, Step, Trim
+from edgelm.engine.core import Chunk, Executor, SamplingParams, Sequence, Step, Trim
 from edgelm.engine.prefixes import common_prefix_len
+from edgelm.engine.speculation.confidence import WEIGHT, Confidence, Draft
 
-NUM_BUCKETS = 10  # of the draft model's confidence
-PRIOR = 8.0  # draft tokens that the prior of a bucket counts as
-DECAY = 0.98  # of a bucket's counts, per verified draft token
-MIN_REACH = 0.02  # a draft ends before tokens that are reached less often
 FIRST_STEP_COST = 0.25  # of a plain step: the cost of a draft model's step before one was timed
-RETRY_EVERY = 16  # steps, while drafting is not expected to pay
-_WEIGHT = 0.2  # of the newest observation in an average
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +31,7 @@ class _Mirror:
     slot: int
     blocks: list[int] = field(default_factory=list)  # if the executor reads its cache through block tables
     tokens: list[int] = field(default_factory=list)  # whose KV is in the slot
-    confidences: list[float] = field(default_factory=list)  # of the draft that is being verified
-    rate: float = 1.0  # tokens per step of the target model
-    skipped: int = 0  # steps in a row without drafting
+    draft: Draft = field(default_factory=Draft)
 
 
 class ModelDrafter:
@@ -55,8 +48,7 @@ class ModelDrafter:
         self._free_blocks = list(range(executor.info.capacity // self._block_len)) if self._block_len else []
         self._mirrors: dict[int, _Mirror] = {}  # by the id of the target's sequence
         self._seq = Sequence(0, [], 0, SamplingParams(temperature=0, num_logprobs=0))  # of all our steps
-        self._accepted = [PRIOR * (bucket + 0.5) / NUM_BUCKETS for bucket in range(NUM_BUCKETS)]
-        self._verified = [PRIOR] * NUM_BUCKETS
+        self._confidence = Confidence()
         self._step_s = 0.0
         self._prefill_s = 0.0  # per token
 
@@ -73,14 +65,14 @@ class ModelDrafter:
         if max(tokens[len(mirror.tokens) :], default=0) >= self._executor.info.num_vocab:
             return []  # the target's vocabulary has more padding, or more tokens
         step_cost = self._step_cost()
-        if self._acceptance(1.0) <= (marginal_cost[0] + step_cost) * mirror.rate and mirror.skipped < RETRY_EVERY:
-            mirror.skipped += 1
+        if not self._confidence.may_pay(mirror.draft, marginal_cost[0], step_cost):
             return []
-        mirror.skipped = 0
         try:
             if not self._catch_up(mirror, tokens):
                 return []
-            return self._draft(mirror, tokens, marginal_cost, step_cost)
+            return self._confidence.propose(
+                mirror.draft, self._continuation(mirror, tokens[-1]), marginal_cost, step_cost
+            )
         except EngineError as error:
             self._disable(error)
             return []
@@ -90,15 +82,8 @@ class ModelDrafter:
         return math.inf
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
-        mirror = self._mirrors.get(seq.id)
-        if mirror is None:
-            return
-        for place, confidence in enumerate(mirror.confidences[: min(accepted + 1, drafted)]):
-            bucket = _bucket(confidence)
-            self._verified[bucket] = DECAY * self._verified[bucket] + 1
-            self._accepted[bucket] = DECAY * self._accepted[bucket] + (place < accepted)
-        mirror.rate += _WEIGHT * (1 + accepted - mirror.rate)
-        mirror.confidences = []
+        if mirror := self._mirrors.get(seq.id):
+            self._confidence.observe(mirror.draft, drafted, accepted)
 
     def end(self, seq: Sequence) -> None:
         mirror = self._mirrors.pop(seq.id, None)
@@ -118,28 +103,15 @@ class ModelDrafter:
 
     # -- the draft model -------------------------------------------------------------------------------------------
 
-    def _draft(self, mirror: _Mirror, tokens: list[int], marginal_cost: Seq[float], step_cost: float) -> list[int]:
-        """Return the most likely continuation, with the length of the best expected rate."""
-        draft: list[int] = []
-        confidences: list[float] = []
-        reach, num_tokens, spent = 1.0, 1.0, 1.0  # the last two: expected tokens, and their cost in steps
-        best_rate, best_len = 1.0, 0
-        next_token = tokens[-1]
-        for length, cost in enumerate(marginal_cost, 1):
-            next_token, confidence = self._next(mirror, next_token)
-            if next_token == NOT_A_TOKEN:
-                break
-            draft.append(next_token)
-            confidences.append(confidence)
-            reach *= self._acceptance(confidence)
-            num_tokens += reach
-            spent += cost + step_cost
-            if num_tokens / spent > best_rate:
-                best_rate, best_len = num_tokens / spent, length
-            if reach < MIN_REACH or reach * self._acceptance(1.0) < step_cost * mirror.rate:
-                break
-        mirror.confidences = confidences[:best_len]
-        return draft[:best_len]
+    def _continuation(self, mirror: _Mirror, token: int) -> Callable[[], tuple[int, float]]:
+        """Return a function that returns the next token and its probability at each call."""
+
+        def next_token() -> tuple[int, float]:
+            nonlocal token
+            token, probability = self._next(mirror, token)
+            return token, probability
+
+        return next_token
 
     def _next(self, mirror: _Mirror, token: int) -> tuple[int, float]:
         """Run one token; return the most likely next one and its probability."""
@@ -150,7 +122,7 @@ class ModelDrafter:
         sampled = self._executor.sample(step, None).read()[0][0]
         mirror.tokens.append(token)
         seconds = time.perf_counter() - start
-        self._step_s += _WEIGHT * (seconds - self._step_s) if self._step_s else seconds
+        self._step_s += WEIGHT * (seconds - self._step_s) if self._step_s else seconds
         return sampled.id, math.exp(sampled.logprob) if sampled.logprob is not None else 0.0
 
     def _catch_up(self, mirror: _Mirror, tokens: list[int]) -> bool:
@@ -204,12 +176,3 @@ class ModelDrafter:
         """Return the cost of a step of the draft model, in plain steps of the target."""
         target_s = self._target_step_s()
         return self._step_s / target_s if self._step_s and target_s else FIRST_STEP_COST
-
-    def _acceptance(self, confidence: float) -> float:
-        """Return the share of accepted tokens among those of this confidence."""
-        bucket = _bucket(confidence)
-        return self._accepted[bucket] / self._verified[bucket]
-
-
-def _bucket(confidence: float) -> int:
-    return min(int(confidence * NUM_BUCKETS), NUM_BUCKETS - 1)

@@ -45,12 +45,15 @@ class _Account:
 class ThrottledDrafter:
     """A `Drafter` around another one. Each request has its own account; `max_draft` bounds the length of a draft.
 
+    `name` is what a request may choose it by, and what those who watch see.
+
     A single step with a long draft can lose more than an account may. While nothing is accepted, each pause after such
     a step halves the drafts of all requests; the first accepted token lifts that limit.
     """
 
-    def __init__(self, drafter: Drafter, clock: StepClock, max_draft: int | None = None) -> None:
+    def __init__(self, drafter: Drafter, clock: StepClock, max_draft: int | None = None, name: str = "ngram") -> None:
         self._drafter = drafter
+        self._name = name
         self._clock = clock
         self._max_draft = max_draft
         self._accounts: WeakKeyDictionary[Sequence, _Account] = WeakKeyDictionary()
@@ -64,13 +67,15 @@ class ThrottledDrafter:
 
     def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
         account = self._accounts[seq]
-        if len(seq.tokens) < account.resume_at or self._clock.plain_due:
+        if len(seq.tokens) < account.resume_at or self._clock.plain_due or not self._may_draft(seq):
             return []
         start = time.perf_counter()
         draft = self._drafter.propose(seq, marginal_cost[: self._limit], forced)
         plain_s = self._clock.plain_s()
         if plain_s:
             account.add(seq, min(FREE_TIME - (time.perf_counter() - start) / plain_s, 0.0))
+        if draft:
+            seq.drafted_by = self._name
         return draft
 
     def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
@@ -78,7 +83,7 @@ class ThrottledDrafter:
 
         Its time is not counted, because the device computes meanwhile. If a plain step is due, it is the running one.
         """
-        if len(seq.tokens) + 1 < self._accounts[seq].resume_at:
+        if len(seq.tokens) + 1 < self._accounts[seq].resume_at or not self._may_draft(seq):
             return 0.0
         return self._drafter.missed_draft_cost(seq, marginal_cost[: self._limit])
 
@@ -99,6 +104,11 @@ class ThrottledDrafter:
             if gain < -MAX_LOSS and not self._accepted:
                 self._trial_len = max(drafted // 2, 1)
             self._accepted = False
+
+    def _may_draft(self, seq: Sequence) -> bool:
+        """Tell whether a request lets this drafter draft: it may name one of ngram and mtp."""
+        choice = seq.params.draft
+        return choice == self._name or choice == "auto"
 
     @property
     def _limit(self) -> int | None:

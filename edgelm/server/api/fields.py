@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from edgelm.base.durations import parse_keep_alive
 from edgelm.base.workers.grammars import GrammarKind, GrammarSpec
-from edgelm.engine.core import MAX_SEED
+from edgelm.engine.core import MAX_SEED, DraftChoice
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.json_body import JsonBody
 from edgelm.server.api.sentinels import OFF, Sentinels, without_sentinels
@@ -147,7 +147,8 @@ class SamplingFields(Body):
     logit_bias: dict[str, float] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Stop | None = None
-    speculation: bool | None = None  # False: no drafts
+    draft: DraftChoice | None = None
+    speculation: bool | None = None  # the older field; False: no drafts
     repeatable: bool | None = None  # True: the same answer every time, to the letter
 
     @property
@@ -161,8 +162,7 @@ class SamplingFields(Body):
         values["repetition_penalty"] = (
             self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
         )
-        if self.speculation is False:
-            values["drafts"] = False
+        values["draft"] = "off" if self.speculation is False else self.draft
         if self.repeatable:
             values["repeatable"] = True
         if self.seed is not None:

@@ -96,7 +96,7 @@ class EventForm:
         }
 
     def _chunk(self, chunk: ChunkRecord) -> dict[str, Any]:
-        counts = {
+        counts: dict[str, Any] = {
             "sequence": chunk.seq_id,
             "prompt": chunk.prompt_len,
             "cached": chunk.cached,
@@ -107,6 +107,8 @@ class EventForm:
             "accepted": chunk.accepted,
             "new": len(chunk.sampled),
         }
+        if chunk.drafted_by:
+            counts["drafted_by"] = chunk.drafted_by
         end = {"finish_reason": chunk.finish_reason} if chunk.finish_reason else {}
         if chunk.cache_namespace != self.namespace:
             return counts | end

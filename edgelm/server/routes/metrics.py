@@ -31,6 +31,10 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SCRAPE_LIMIT_S = 1.0  # for all engines together
 REFRESH_S = 0.5  # least time between two looks at the engines after answers
 MAX_PROCESSES = 8  # of one model that may still tell numbers, the ending ones too
+DRAFTERS = {
+    "drafted": "Draft tokens that were verified, by who drafted them: ngram, mtp or model.",
+    "accepted": "Draft tokens that were accepted, by who drafted them.",
+}
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 Labels = dict[str, str]
@@ -43,16 +47,21 @@ class Numbers:
 
     counts: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
+    drafted: Counter[str] = field(default_factory=Counter)  # tokens, by drafter, as is the next one
+    accepted: Counter[str] = field(default_factory=Counter)
     histograms: dict[str, list[float]] = field(default_factory=dict)  # buckets, and behind them the sum
 
     @classmethod
     def of(cls, copy: dict[str, Any]) -> Numbers:
         """Return the numbers of a copy of an engine's counters."""
-        return cls(Counter(copy["counts"]), Counter(copy["finished"]), copy["histograms"])
+        counters = {name: Counter(copy[name]) for name in ("counts", "finished", "drafted", "accepted")}
+        return cls(**counters, histograms=copy["histograms"])
 
     def add(self, other: Numbers) -> None:
         self.counts.update(other.counts)
         self.finished.update(other.finished)
+        self.drafted.update(other.drafted)
+        self.accepted.update(other.accepted)
         for name, more in other.histograms.items():
             own = self.histograms.get(name, [0] * len(more))
             self.histograms[name] = [one + two for one, two in zip(own, more, strict=True)]
@@ -260,6 +269,13 @@ class Metrics:
                 for reason, count in sorted(model.numbers.finished.items())
             ],
         )
+        for name, meaning in DRAFTERS.items():
+            tokens = [
+                ("", {"model_name": model.name, "drafter": drafter}, float(count))
+                for model in models
+                for drafter, count in sorted(getattr(model.numbers, name).items())
+            ]
+            yield from _family(f"drafter_{name}_tokens_total", "counter", meaning, tokens)
         for name, (meaning, bounds) in HISTOGRAMS.items():
             histogram = [
                 sample

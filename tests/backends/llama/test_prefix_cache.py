@@ -119,11 +119,15 @@ def plain(tiny: Path) -> Iterator[Engine]:
         yield engine
 
 
-def plain_samples(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Sampled]:
-    async def run() -> list[Sampled]:
-        return [sample async for event in engine.submit(prompt, params) for sample in event.sampled]
+def events_of(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Event]:
+    async def run() -> list[Event]:
+        return [event async for event in engine.submit(prompt, params)]
 
     return asyncio.run(run())
+
+
+def plain_samples(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Sampled]:
+    return [sample for event in events_of(engine, prompt, params) for sample in event.sampled]
 
 
 def plain_answer(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
@@ -322,6 +326,24 @@ def test_a_chat_is_reopened_in_a_new_process_whatever_its_cache(arch: Odd, tmp_p
         answer, _ = one.answer(first, params)
     with process(path, tmp_path / "prefixes", kv="f16") as other:
         assert other.answer([*first, *answer, 5, 6], params)[1] == len(first) + len(answer) - 1
+
+
+@pytest.mark.parametrize("arch", ["lfm2", "qwen35"])
+def test_a_cut_at_any_of_the_last_tokens_costs_nothing_and_changes_nothing(arch: Odd, tmp_path: Path) -> None:
+    """The states go back; a wrong one changes log-probabilities by whole numbers."""
+    path = write_odd(tmp_path / f"{arch}.gguf", arch)
+    rng = random.Random(seed := random.SystemRandom().randrange(2**32))
+    params = SamplingParams(temperature=0.0, max_tokens=1, num_logprobs=3)
+    with process(path, None, 0, kv="f16", rollback=3) as one, uncached(path, "f16") as plain:
+        for kept in (197, 198, 199):
+            prompt = rng.choices(VOCAB, k=200)
+            one.answer(prompt, params)
+            other = [*prompt[:kept], prompt[kept] + 1, *rng.choices(VOCAB, k=5)]
+            events = events_of(one.engine, other, params)
+            assert events[-1].stats
+            assert events[-1].stats.cached_tokens == kept
+            (cut,), (whole,) = events[-1].sampled, plain_samples(plain, other, params)
+            assert cut.logprob == pytest.approx(whole.logprob, abs=0.01), f"seed {seed}, {kept} kept"
 
 
 def test_another_kv_type_or_model_finds_nothing(tiny: Path, tmp_path: Path) -> None:

@@ -102,9 +102,9 @@ async def answer(engine: Engine, tokenizer: LlamaTokenizer, request: Any) -> tup
     return text, sampled, reason
 
 
-def quantized(folder: Path, arch: Odd, seed: int) -> Path:
+def quantized(folder: Path, arch: Odd, seed: int, *, heads: float | None = None) -> Path:
     """Return a model with Q8_0 weights: those of F32 are equal in no setting."""
-    source, path = write_odd(folder / f"{arch}.gguf", arch, seed), folder / f"{arch}-q8_0.gguf"
+    source, path = write_odd(folder / f"{arch}.gguf", arch, seed, heads=heads), folder / f"{arch}-q8_0.gguf"
     params = L.llama_model_quantize_default_params()
     params.ftype, params.nthread = 7, 1
     assert L.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(params)) == 0

@@ -72,7 +72,7 @@ def test_every_sampling_field_arrives() -> None:
         "logit_bias": ((4, -100.0), (17, 2.5)),
         "seed": 12345,
         "num_logprobs": 4,
-        "drafts": False,
+        "draft": "off",
     }
     SamplingParams(**sampling)
 
@@ -80,7 +80,17 @@ def test_every_sampling_field_arrives() -> None:
 def test_missing_fields_and_null_leave_the_settings() -> None:
     assert parse().sampling == {}
     assert parse(temperature=None, top_k=None, seed=None, logprobs=None, stop=None, n=None).sampling == {}
-    assert parse(speculation=True).sampling == {}
+    assert parse(speculation=True, draft=None).sampling == {}
+
+
+@pytest.mark.parametrize("draft", ["auto", "ngram", "mtp", "off"])
+def test_a_request_chooses_who_drafts(draft: str) -> None:
+    assert parse(draft=draft).sampling == {"draft": draft}
+    assert parse(draft=draft, speculation=False).sampling == {"draft": "off"}
+
+
+def test_an_unknown_drafter_is_refused() -> None:
+    assert refused(draft="oracle")["param"] == "draft"
 
 
 def test_zero_is_a_value() -> None:

@@ -58,7 +58,7 @@ def test_fields_of_other_apis_have_their_effect() -> None:
         reasoning={"effort": "none"}, chat_template_kwargs={"enable_thinking": True, "own": 1},
     )  # fmt: skip
     assert request.sampling == {
-        "seed": 7, "top_k": 3, "min_p": 0.1, "logit_bias": ((5, 1.0),), "drafts": False, "repetition_penalty": 1.1,
+        "seed": 7, "top_k": 3, "min_p": 0.1, "logit_bias": ((5, 1.0),), "draft": "off", "repetition_penalty": 1.1,
     }  # fmt: skip
     assert request.stop == ("END",)
     assert request.template_kwargs["enable_thinking"] is True

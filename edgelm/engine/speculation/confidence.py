@@ -1,0 +1,90 @@
+"""How long a draft pays, where its tokens come with probabilities and each costs a step of its own.
+
+Owns the share of accepted tokens by the drafter's confidence, and the decision to go on. Knows nothing of what drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from edgelm.engine.core import NOT_A_TOKEN
+
+NUM_BUCKETS = 10  # of the confidence
+PRIOR = 8.0  # draft tokens that the prior of a bucket counts as
+DECAY = 0.98  # of a bucket's counts, per verified draft token
+MIN_REACH = 0.02  # a draft ends before tokens that are reached less often
+RETRY_EVERY = 16  # steps, while drafting is not expected to pay
+WEIGHT = 0.2  # of the newest observation in an average
+
+
+class Draft:
+    """The state of one sequence's drafts."""
+
+    __slots__ = ("confidences", "rate", "skipped")
+
+    def __init__(self) -> None:
+        self.confidences: list[float] = []  # of the draft that is being verified
+        self.rate = 1.0  # tokens per step of the model
+        self.skipped = 0  # steps in a row without drafting
+
+
+class Confidence:
+    """The acceptance of tokens by their confidence, over all sequences."""
+
+    def __init__(self) -> None:
+        self._accepted = [PRIOR * (bucket + 0.5) / NUM_BUCKETS for bucket in range(NUM_BUCKETS)]
+        self._verified = [PRIOR] * NUM_BUCKETS
+
+    def may_pay(self, draft: Draft, row_cost: float, step_cost: float) -> bool:
+        """Tell whether a draft is worth its first step, or one is due again; the costs are in plain steps."""
+        if self._acceptance(1.0) <= (row_cost + step_cost) * draft.rate and draft.skipped < RETRY_EVERY:
+            draft.skipped += 1
+            return False
+        draft.skipped = 0
+        return True
+
+    def propose(
+        self, draft: Draft, next_token: Callable[[], tuple[int, float]], marginal_cost: Seq[float], step_cost: float
+    ) -> list[int]:
+        """Return the most likely continuation, with the length of the best expected rate.
+
+        Each call of `next_token` returns the token behind the last one, and its confidence.
+        """
+        tokens: list[int] = []
+        confidences: list[float] = []
+        reach, num_tokens, spent = 1.0, 1.0, 1.0  # the last two: expected tokens, and their cost in steps
+        best_rate, best_len = 1.0, 0
+        for length, cost in enumerate(marginal_cost, 1):
+            token, confidence = next_token()
+            if token == NOT_A_TOKEN:
+                break
+            tokens.append(token)
+            confidences.append(confidence)
+            reach *= self._acceptance(confidence)
+            num_tokens += reach
+            spent += cost + step_cost
+            if num_tokens / spent > best_rate:
+                best_rate, best_len = num_tokens / spent, length
+            if reach < MIN_REACH or reach * self._acceptance(1.0) < step_cost * draft.rate:
+                break
+        draft.confidences = confidences[:best_len]
+        return tokens[:best_len]
+
+    def observe(self, draft: Draft, drafted: int, accepted: int) -> None:
+        """Learn from a draft that was verified."""
+        for place, confidence in enumerate(draft.confidences[: min(accepted + 1, drafted)]):
+            bucket = _bucket(confidence)
+            self._verified[bucket] = DECAY * self._verified[bucket] + 1
+            self._accepted[bucket] = DECAY * self._accepted[bucket] + (place < accepted)
+        draft.rate += WEIGHT * (1 + accepted - draft.rate)
+        draft.confidences = []
+
+    def _acceptance(self, confidence: float) -> float:
+        """Return the share of accepted tokens among those of this confidence."""
+        bucket = _bucket(confidence)
+        return self._accepted[bucket] / self._verified[bucket]
+
+
+def _bucket(confidence: float) -> int:
+    return min(int(confidence * NUM_BUCKETS), NUM_BUCKETS - 1)

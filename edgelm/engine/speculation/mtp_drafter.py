@@ -1,0 +1,89 @@
+"""MtpDrafter: drafts from the heads of a model that predict several tokens (multi-token prediction).
+
+Owns the length of a draft. The heads read the hidden states of the model's own executor, so there is nothing of the
+prompt to compute beforehand, and no second cache to keep.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from edgelm.base.errors import EngineError
+from edgelm.engine.core import Heads, Sequence
+from edgelm.engine.speculation.confidence import WEIGHT, Confidence, Draft
+
+FIRST_STEP_COST = 0.15  # of a plain step: the cost of the heads before they were timed
+
+log = logging.getLogger(__name__)
+
+
+class MtpDrafter:
+    """A `Drafter`. `step_s` returns the present seconds of a plain step of the model; 0: not known."""
+
+    def __init__(self, heads: Heads, step_s: Callable[[], float]) -> None:
+        self._heads: Heads | None = heads
+        self._model_step_s = step_s
+        self._confidence = Confidence()
+        self._drafts: dict[int, Draft] = {}  # by sequence
+        self._timed: set[int] = set()  # sequences whose end of the prompt the heads have read
+        self._step_s = 0.0
+
+    def begin(self, seq: Sequence) -> None:
+        if self._heads and seq.params.draft in ("auto", "mtp"):
+            self._drafts[seq.id] = Draft()
+            self._heads.begin(seq.id)
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        draft, heads = self._drafts.get(seq.id), self._heads
+        if draft is None or heads is None or forced:  # no hidden state is known behind forced tokens
+            return []
+        step_cost = self._step_cost()
+        if not self._confidence.may_pay(draft, marginal_cost[0], step_cost):
+            return []
+        token: int | None = None
+
+        def next_token() -> tuple[int, float]:
+            nonlocal token
+            began = time.perf_counter()
+            token, probability = heads.first(seq.id, seq.tokens) if token is None else heads.next(seq.id, token)
+            seconds = time.perf_counter() - began
+            if seq.id in self._timed:
+                self._step_s += WEIGHT * (seconds - self._step_s) if self._step_s else seconds
+            self._timed.add(seq.id)
+            return token, probability
+
+        try:
+            return self._confidence.propose(draft, next_token, marginal_cost, step_cost)
+        except EngineError as error:
+            log.warning("the heads are not used any more: %s", error)  # an answer must not fail because its draft did
+            self._heads, self._drafts = None, {}
+            return []
+
+    def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
+        """Return more than any step saves, because there is a draft after every token."""
+        return math.inf
+
+    def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        if draft := self._drafts.get(seq.id):
+            self._confidence.observe(draft, drafted, accepted)
+
+    def end(self, seq: Sequence) -> None:
+        self._drafts.pop(seq.id, None)
+        self._timed.discard(seq.id)
+        if self._heads:
+            self._heads.end(seq.id)
+
+    def work(self, seconds: float) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Do nothing: the executor closes the heads."""
+
+    def _step_cost(self) -> float:
+        """Return the cost of a token of the heads, in plain steps of the model."""
+        model_s = self._model_step_s()
+        return self._step_s / model_s if self._step_s and model_s else FIRST_STEP_COST

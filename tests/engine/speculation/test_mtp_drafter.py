@@ -1,0 +1,118 @@
+"""MtpDrafter: drafts of heads that pay, none where they do not, and no answer that fails because of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from edgelm.base.errors import EngineError
+from edgelm.engine.core import NOT_A_TOKEN, DraftChoice, SamplingParams, Sequence
+from edgelm.engine.speculation.mtp_drafter import MtpDrafter
+from tests.bench.adversarial import Answer, Recorded
+from tests.bench.bench_ablation import Costs, linear
+from tests.bench.bench_mtp import SimulatedHeads, speed
+
+CHEAP = [0.05] * 8
+
+
+class Sure:
+    """Heads that say 1, 2, 3, … until `end`; they fail in the call with the number `fails_at`."""
+
+    def __init__(self, last: int = 100, fails_at: int = -1) -> None:
+        self.followed: set[int] = set()
+        self.last, self.fails_at, self.num_calls = last, fails_at, 0
+
+    def begin(self, seq_id: int) -> None:
+        self.followed.add(seq_id)
+
+    def end(self, seq_id: int) -> None:
+        self.followed.discard(seq_id)
+
+    def first(self, seq_id: int, tokens: list[int]) -> tuple[int, float]:
+        return self.next(seq_id, 0)
+
+    def next(self, seq_id: int, token: int) -> tuple[int, float]:
+        self.num_calls += 1
+        if self.num_calls == self.fails_at:
+            raise EngineError("no")
+        return (token + 1, 0.99) if token < self.last else (NOT_A_TOKEN, 0.0)
+
+
+def begun(drafter: MtpDrafter, draft: DraftChoice = "auto") -> Sequence:
+    seq = Sequence(0, [5, 6], 2, SamplingParams(draft=draft))
+    drafter.begin(seq)
+    return seq
+
+
+def test_sure_heads_draft_as_many_tokens_as_there_is_room_for() -> None:
+    drafter = MtpDrafter(Sure(), lambda: 1.0)
+    assert drafter.propose(begun(drafter), CHEAP[:3]) == [1, 2, 3]
+
+
+def test_a_draft_ends_where_the_heads_do() -> None:
+    drafter = MtpDrafter(Sure(last=2), lambda: 1.0)
+    assert drafter.propose(begun(drafter), CHEAP) == [1, 2]
+
+
+@pytest.mark.parametrize("draft", ["ngram", "off"])
+def test_a_request_that_chooses_others_is_not_followed(draft: DraftChoice) -> None:
+    heads = Sure()
+    drafter = MtpDrafter(heads, lambda: 1.0)
+    assert drafter.propose(begun(drafter, draft), CHEAP) == []
+    assert not heads.followed
+
+
+def test_nothing_is_drafted_behind_forced_tokens() -> None:
+    drafter = MtpDrafter(Sure(), lambda: 1.0)
+    seq = begun(drafter)
+    assert drafter.propose(seq, CHEAP, [9]) == []
+    assert drafter.propose(seq, CHEAP)
+
+
+def test_heads_that_are_never_right_are_asked_now_and_then_only() -> None:
+    heads = Sure()
+    drafter = MtpDrafter(heads, lambda: 1.0)
+    seq = begun(drafter)
+    calls = []
+    for _ in range(600):
+        draft = drafter.propose(seq, CHEAP)
+        if draft:
+            drafter.observe(seq, len(draft), 0)
+        seq.tokens.append(7)
+        calls.append(heads.num_calls)
+    assert calls[-1] - calls[300] < 50
+
+
+def test_heads_that_fail_are_not_used_any_more_and_no_answer_fails() -> None:
+    heads = Sure(fails_at=2)
+    drafter = MtpDrafter(heads, lambda: 1.0)
+    seq = begun(drafter)
+    assert drafter.propose(seq, CHEAP) == []
+    assert drafter.propose(seq, CHEAP) == []
+    assert heads.num_calls == 2
+    drafter.end(seq)
+
+
+def test_the_end_of_a_sequence_forgets_it() -> None:
+    heads = Sure()
+    drafter = MtpDrafter(heads, lambda: 1.0)
+    drafter.end(begun(drafter))
+    assert not heads.followed
+
+
+def answers() -> list[Answer]:
+    rng = random.Random(3)
+    return [Recorded(*(rng.choices(range(9_000), k=length) for length in (50, 300))) for _ in range(8)]
+
+
+@pytest.mark.parametrize("row_cost", [0.03, 0.35])
+@pytest.mark.parametrize("head_cost", [0.05, 0.15, 0.4])
+@pytest.mark.parametrize("agreement", [0.0, 0.3, 0.6, 0.9])
+def test_heads_never_cost_more_than_a_hundredth(agreement: float, head_cost: float, row_cost: float) -> None:
+    """Simulated: the time of a step and of the heads is given, so the figures are the same on every machine."""
+    costs = Costs("", linear(row_cost), linear(row_cost))
+    gained = speed(answers(), ["mtp"], costs, SimulatedHeads(agreement, head_cost), 3)
+    assert gained >= 0.99
+    if agreement == 0.9 and head_cost < 0.4 and row_cost < 0.1:
+        assert gained > 1.5
