@@ -29,6 +29,7 @@ from edgelm.client.turns import Turn
 from edgelm.client.work import Work
 from edgelm.library.catalog import FIRST_CHAT
 from edgelm.tui.model_names import is_path
+from edgelm.tui.prompt_progress import follow_prompt
 from edgelm.tui.transcript.drafted import Spans
 from edgelm.tui.transcript.passages import one_line
 from edgelm.tui.transcript.thought import ThoughtClock, ThoughtFigures, estimate_tokens
@@ -316,16 +317,26 @@ async def _request(
 
 async def _receive(client: Client, request: ChatRequest, answer: Answer, watcher: AnswerWatcher) -> Finished:
     """Receive one part of an answer, to its end or to calls."""
-    async for item in client.chat(request):
-        if isinstance(item, Finished):
-            answer.preparing = ""
-            return item
-        activity = f"calling {item.calling}" if item.calling else ""
+
+    def show(activity: str) -> None:
         if answer.preparing != activity:
             answer.preparing = activity
             watcher.answer_progressed(answer, answer.activity, None)
-        if not item.calling:
-            _append(answer, item, watcher)
+
+    following = asyncio.create_task(follow_prompt(client, request, show)) if client.is_edgelm else None
+    try:
+        async for item in client.chat(request):
+            if following is not None:
+                following.cancel()
+            if isinstance(item, Finished):
+                answer.preparing = ""
+                return item
+            show(f"calling {item.calling}" if item.calling else "")
+            if not item.calling:
+                _append(answer, item, watcher)
+    finally:
+        if following is not None:
+            following.cancel()
     raise AssertionError("an answer ends with Finished or an error")
 
 

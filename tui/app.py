@@ -7,6 +7,7 @@ nothing of the content of chats.
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ from edgelm.tui.screen import ChatScreen
 from edgelm.tui.workspace import ChatDefaults
 
 CLOSE_S = 5.0
+SCREEN_CHARS = 500  # screen cuts a longer sequence
 log = logging.getLogger(__name__)
 
 # Some terminals send Alt+Enter as Escape and Return, or as xterm's "modified key". Textual reads both as Enter, which
@@ -48,6 +50,20 @@ for _sequence in ("\x1b\r", "\x1b[27;3;13~", "\x1b[27;2;13~"):
     cast("dict[str, tuple[Keys, ...]]", _ansi_sequences.ANSI_SEQUENCES_KEYS).setdefault(_sequence, (Keys.ControlJ,))
 
 terminal_input.install()
+
+
+def passed_through(text: str, multiplexer: str) -> list[str]:
+    """Return what lets tmux or screen pass a text on to the clipboard of their own terminal (OSC 52).
+
+    tmux takes the bare sequence only with `set-clipboard on`, and this one with `allow-passthrough on`.
+    """
+    encoded = base64.b64encode(text.encode()).decode()
+    if multiplexer == "tmux":
+        return [f"\x1bPtmux;\x1b\x1b]52;c;{encoded}\x07\x1b\\"]
+    if multiplexer == "screen":
+        sequence = f"\x1b]52;c;{encoded}\x07"
+        return [f"\x1bP{sequence[i : i + SCREEN_CHARS]}\x1b\\" for i in range(0, len(sequence), SCREEN_CHARS)]
+    return []
 
 
 class ChatCommands(Provider):
@@ -103,12 +119,15 @@ class ChatApp(App[None], inherit_bindings=False):
         themes: Sequence[Theme] = (),
         keymap: KeyMap | None = None,
         toolbox: Toolbox | None = None,
+        multiplexer: str = "",
+        suggested_model: Callable[[], str | None] = lambda: None,
     ) -> None:
         """`knowledge` is the file of the index; it is made beside the chats where none is given.
 
-        `themes` and `keymap` are the user's own.
+        `themes` and `keymap` are the user's own. `multiplexer`: tmux or screen, where the chat runs in one.
 
-        `bandwidth` measures this machine's memory, in bytes per second; 0: not known.
+        `bandwidth` measures this machine's memory, in bytes per second; 0: not known. `suggested_model` returns the
+        model of the catalogue that suits it.
         """
         super().__init__()
         for theme in themes:
@@ -121,7 +140,10 @@ class ChatApp(App[None], inherit_bindings=False):
         self._reader = Reader(knowledge or chats.with_name("knowledge.db"), link, self._ask_to_send)
         self._toolbox = toolbox or Toolbox(Consents(chats.with_name("tool_consents.json")))
         tools = ToolRunner(self._toolbox, ScreenAsker(self))
-        self._chat = ChatScreen(self._store, link, self._reader, defaults, pull_command, bandwidth, tools)
+        self._chat = ChatScreen(
+            self._store, link, self._reader, defaults, pull_command, bandwidth, tools, suggested_model
+        )
+        self._multiplexer = multiplexer
         self.num_lost = 0  # changes that were not saved when the app ended
         self.failure = ""  # the exception that ended the app, on one line
 
@@ -147,6 +169,13 @@ class ChatApp(App[None], inherit_bindings=False):
 
     async def action_quit(self) -> None:
         self._chat.run_command("quit", "")
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """Put a text on the clipboard of the person at the terminal, also through tmux and screen."""
+        super().copy_to_clipboard(text)
+        if self._driver is not None:
+            for sequence in passed_through(text, self._multiplexer):
+                self._driver.write(sequence)
 
     async def _ask_to_send(self, question: SendQuestion) -> bool:
         from edgelm.tui.commands.knowledge import SendScreen  # after the first paint

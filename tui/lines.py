@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, get_character_cell_size
@@ -20,10 +21,11 @@ from edgelm.tui.palette import Palette
 
 # Rich requires a console to wrap and render text; its settings do not change the result.
 CONSOLE = Console(force_terminal=True, color_system="truecolor", width=80, height=24, legacy_windows=False)
-TEXT_WIDTH = 90  # cells; longer lines of text are tiring to read, code and tables may be wider
+TEXT_WIDTH = 90  # cells of a block at most: longer lines are tiring to read
 GUTTER = 2  # cells left of the text: the mark of the selected message
 COLUMN = GUTTER + TEXT_WIDTH + 2
 ACT = "act"  # the meta of a style: a click there acts on the message
+LINK = "link"  # the meta of a style: an address, shown when the mouse is over it and copied by a click
 SEND_ALL = "(/whole sends all) "
 HINT = "  Ctrl+T shows it"
 
@@ -39,8 +41,9 @@ class Line:
     joint: str = "\n"
     fill: Style | None = None  # background of the line
     fill_to: int = 0  # the cells that the background covers at least
+    hidden: int = 0  # the cells by which its block is wider than its room: it is moved sideways, not wrapped
     strip: Strip | None = None  # the last drawing, which is valid for `strip_key`
-    strip_key: tuple[int, int, Style, str] | None = None
+    strip_key: tuple[int, int, Style, str, int] | None = None
 
 
 def margin(width: int) -> int:
@@ -167,24 +170,28 @@ class SpaceRow(Row):
         return 1
 
 
-class HeadRow(Row):
-    """The author of a message, and which of several versions it is."""
+class FootRow(Row):
+    """The quiet line under a message: who wrote it, its figures, and which of several versions it is."""
 
-    def __init__(self, author: str, *, user: bool, version: int = 1, num_versions: int = 1) -> None:
+    def __init__(self, parts: Sequence[str] = (), *, version: int = 1, num_versions: int = 1) -> None:
+        """Make the line; its last parts are left out where there is no room."""
         super().__init__()
-        self._author, self._user = clean(author), user
+        self._parts = [clean(part) for part in parts if part]
         self._version, self._num_versions = version, num_versions
 
     def draw(self, width: int, palette: Palette) -> list[Line]:
         versions = Text(style=palette.muted)
         if self._num_versions > 1:
-            versions.append("  ")
             versions.append("◂ ", Style(meta={ACT: "previous"}))
             versions.append(f"{self._version}/{self._num_versions}")
             versions.append(" ▸", Style(meta={ACT: "next"}))
-        author = Text(self._author)
-        author.truncate(max(text_width(width) - versions.cell_len, 1), overflow="ellipsis")
-        text = Text.assemble((author.plain, palette.user if self._user else palette.assistant), versions)
+            versions.append("  " if self._parts else "")
+        parts, room = list(self._parts), max(text_width(width) - versions.cell_len, 1)
+        while len(parts) > 1 and cell_len(" · ".join(parts)) > room:
+            parts.pop()
+        words = Text(" · ".join(parts), palette.muted + Style(meta={ACT: "figures"}))
+        words.truncate(room, overflow="ellipsis")
+        text = Text.assemble(versions, words)
         return [Line(text, prefix=len(text))]
 
     def guess(self, width: int) -> int:
@@ -231,6 +238,25 @@ class FoldRow(Row):
         if not self._unfolded and text.cell_len + len(HINT) <= width:
             text.append(HINT)
         text.truncate(max(width, 1), overflow="ellipsis")
+        return [Line(text, prefix=len(text))]
+
+    def guess(self, width: int) -> int:
+        return 1
+
+
+class FoldedRow(Row):
+    """A whole message as one line: a click unfolds it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def draw(self, width: int, palette: Palette) -> list[Line]:
+        lines = self._text.strip().split("\n")
+        count = f"  {len(lines):,} lines" if len(lines) > 1 else ""
+        first = Text(f"▸ {clean(re.sub('[*`#>]', '', lines[0])).strip()}", palette.text)
+        first.truncate(max(text_width(width) - len(count), 2), overflow="ellipsis")
+        text = Text.assemble(first, (count, palette.muted), style=Style(meta={ACT: "collapse"}))
         return [Line(text, prefix=len(text))]
 
     def guess(self, width: int) -> int:

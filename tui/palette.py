@@ -15,6 +15,7 @@ from textual.content import Content, Span
 from textual.theme import Theme
 
 DRAFTED_SHARES = (0.22, 0.16, 0.12, 0.08)  # of green in the background of drafted words, strongest first
+ASKED_SHARES = (0.14, 0.1, 0.07, 0.04)  # of the primary colour in the background of the user's messages
 BLOCK_SHARES = (0.07, 0.05, 0.03, 0.0)  # of the foreground in the background of code
 SELECTION_SHARES = (0.5, 0.4, 0.3, 0.24, 0.18, 0.12)  # of the primary colour in the background of selected text
 CURSOR_SHARES = (0.3, 0.24, 0.18, 0.12)  # of the primary colour in the background of a list's chosen line
@@ -34,12 +35,13 @@ class Palette:
     emphasis: Style
     strike: Style
     heading: Style
+    asked: Style  # background of the user's messages
+    wraps_code: bool  # long lines of code; else they are moved sideways
     code: Style
     block: Style  # background of a block of code
     link: Style
     bullet: Style
     user: Style
-    assistant: Style
     error: Style
     note: Style  # facts about the conversation that the user should notice
     mark: Style  # left of the selected message
@@ -47,7 +49,9 @@ class Palette:
     syntax: Mapping[str, Style]  # by a prefix of pygments' token type; the longest one applies
 
 
-def make_palette(theme: Theme, variables: Mapping[str, str], *, drafts: bool = False) -> Palette:
+def make_palette(
+    theme: Theme, variables: Mapping[str, str], *, drafts: bool = False, wraps_code: bool = False
+) -> Palette:
     """Return the palette of a theme. `variables` are its CSS variables; `drafts`: tint drafted words."""
 
     def color(name: str, default: str = "ansi_default") -> Color:
@@ -60,18 +64,21 @@ def make_palette(theme: Theme, variables: Mapping[str, str], *, drafts: bool = F
     background = color("background", "#000000")
     foreground = color("foreground", "#ffffff")
     behind_code = _shade(background, foreground, BLOCK_SHARES, foreground)
+    behind_asked = _shade(background, color("primary"), ASKED_SHARES, foreground)
+    backgrounds = (background, behind_code, behind_asked)
 
     def paint(name: str, *, bold: bool = False, underline: bool = False) -> Style:
-        shade = color(name) if theme.ansi else _readable(color(name), (background, behind_code), foreground)
+        shade = color(name) if theme.ansi else _readable(color(name), backgrounds, foreground)
         return Style(color=shade.rich_color, bold=bold or None, underline=underline or None)
 
     text = paint("foreground")
     if theme.ansi:
-        muted, block = Style(dim=True), Style()
+        muted, block, asked = Style(dim=True), Style(), Style()
         drafted = Style(underline=True)  # none of the 16 colours is both subtle and visible on every background
     else:
-        shade = _readable(background.blend(foreground, 0.62), (background, behind_code), foreground)
+        shade = _readable(background.blend(foreground, 0.62), backgrounds, foreground)
         muted, block = Style(color=shade.rich_color), Style(bgcolor=behind_code.rich_color)
+        asked = Style(bgcolor=behind_asked.rich_color)
         drafted = Style(bgcolor=_shade(background, color("success", "#4ebf71"), DRAFTED_SHARES, foreground).rich_color)
     keyword = paint("accent", bold=True)
     string, number = paint("success"), paint("warning")
@@ -101,12 +108,13 @@ def make_palette(theme: Theme, variables: Mapping[str, str], *, drafts: bool = F
         emphasis=Style(italic=True),
         strike=Style(strike=True),
         heading=paint("primary", bold=True),
+        asked=asked,
+        wraps_code=wraps_code,
         code=paint("warning") + block,
         block=block,
         link=paint("secondary", underline=True),
         bullet=paint("primary"),
         user=paint("accent", bold=True),
-        assistant=paint("primary", bold=True),
         error=paint("error", bold=theme.ansi),
         note=paint("warning"),
         mark=paint("primary"),

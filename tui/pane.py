@@ -28,6 +28,7 @@ from edgelm.tui.prompt.file_picker import FilePicker
 from edgelm.tui.prompt.files_bar import FilesBar
 from edgelm.tui.prompt.pasted import existing_paths, is_long
 from edgelm.tui.prompt.paths import common_start, suggest_paths
+from edgelm.tui.state_row import StateRow
 from edgelm.tui.transcript.drafted import Spans
 from edgelm.tui.transcript.views import MessageView
 from edgelm.tui.transcript.widget import Transcript
@@ -38,7 +39,8 @@ class ChatPane(Vertical):
 
     DEFAULT_CSS = """
     ChatPane { width: 1fr; height: 1fr; }
-    ChatPane #head { height: 1; margin-bottom: 1; padding-right: 1; }
+    ChatPane #head { height: 1; padding-right: 1; }
+    ChatPane Transcript { margin-top: 1; }
     ChatPane #head Static { color: $text-muted; link-style: none; link-color: $text-muted; }
     ChatPane #list { width: 2; }
     ChatPane #title { width: 1fr; text-style: bold; text-wrap: nowrap; text-overflow: ellipsis; }
@@ -48,6 +50,7 @@ class ChatPane(Vertical):
     def __init__(self, files: Attaching) -> None:
         super().__init__(id="chat")
         self.files = files
+        self.state = StateRow()
         self.transcript = Transcript()
         self.prompt = Prompt()
         self.editing: int | None = None
@@ -57,6 +60,7 @@ class ChatPane(Vertical):
         self._picker = FilePicker(self.prompt, self._completion, files.add_path, self.run_worker)
         self._show_reasoning = False
         self.suggest: Callable[[str], list[Suggestion]] = suggest_paths  # what Tab may complete; called on a thread
+        self._collapsed: set[int] = set()  # messages of which one line is shown
         self._refolded: set[int] = set()  # messages whose folded text is shown unlike that of the others
 
     def compose(self) -> ComposeResult:
@@ -64,6 +68,7 @@ class ChatPane(Vertical):
             yield Static(link("≡", "screen.toggle_sidebar"), id="list")
             yield self._title
             yield Static(link("+ new", "screen.run('new')"), id="new")
+        yield self.state
         yield self.transcript
         yield self._completion
         yield self.files.bar
@@ -74,7 +79,7 @@ class ChatPane(Vertical):
         self.transcript.styles.width = event.size.width  # 1fr would be less by the margins of the others
         left = margin(event.size.width)
         width = min(event.size.width, COLUMN)
-        for widget in (self.query_one("#head"), self._completion, self.files.bar, self.prompt):
+        for widget in (self.query_one("#head"), self.state, self._completion, self.files.bar, self.prompt):
             widget.styles.margin = (0, 0, widget.styles.margin.bottom, left)
             widget.styles.width = width
 
@@ -83,6 +88,7 @@ class ChatPane(Vertical):
     def show(self, session: Session, answer: Answer | None, drafted: Mapping[int, Spans]) -> None:
         """Show a chat from its end; `answer` is the one being written, `drafted` has the spans of messages."""
         self.files.look(session)
+        self._collapsed.clear()
         self.transcript.show(self._views(session, answer, drafted))
         self.show_title(session)
 
@@ -110,6 +116,20 @@ class ChatPane(Vertical):
     def _folded(self, event: Transcript.Folded) -> None:
         self._refolded ^= {event.message_id}
         self._refold()
+
+    def collapse(self, message_id: int | None) -> None:
+        """Show one line of a message, or all of it; None: of each long one, or all of all."""
+        views = self.transcript.views
+        long = {view.message.id for view in views if view.is_long}
+        if message_id is not None:
+            self._collapsed ^= {message_id}
+        elif long <= self._collapsed:
+            self._collapsed -= long
+        else:
+            self._collapsed |= long
+        for view in views:
+            view.fold(view.message.id in self._collapsed)
+        self.transcript.refold()
 
     def _refold(self) -> None:
         for view in self.transcript.views:
@@ -141,6 +161,7 @@ class ChatPane(Vertical):
                     version=version,
                     num_versions=num_versions,
                     show_reasoning=self._shows_reasoning(message),
+                    folded=message.id in self._collapsed,
                     num_left_out=len(left_out) if message is sent[0] else 0,
                     drafted=drafted.get(message.id),
                 )

@@ -6,6 +6,7 @@ Owns the layout, and what each key and message does. The state of the chats is i
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import time
@@ -23,9 +24,10 @@ from textual.timer import Timer
 from textual.widgets import Input
 
 from edgelm.base.errors import EdgeLMError, RequestError
+from edgelm.chats.history import Message
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
-from edgelm.client.answer_stream import AnswerStats
+from edgelm.client.answer_stream import AnswerStats, stats_from_json
 from edgelm.client.link import Link
 from edgelm.client.reader import Reader
 from edgelm.client.session import Session
@@ -33,6 +35,7 @@ from edgelm.client.tool_runner import ToolRunner
 from edgelm.tui.answers import Answer, Answers
 from edgelm.tui.commands.keymap import keyless_bindings
 from edgelm.tui.commands.table import GLOBAL_KEYS, Suggestion, find_command, parse_call
+from edgelm.tui.dialogs.stats_text import figure_lines
 from edgelm.tui.garbage import delay_full_collections
 from edgelm.tui.inspector.panel import InspectorPanel
 from edgelm.tui.lines import clean
@@ -72,9 +75,11 @@ class ChatScreen(Screen[None]):
         pull_command: Sequence[str],
         bandwidth: Callable[[], float],
         tools: ToolRunner,
+        suggested_model: Callable[[], str | None],
     ) -> None:
         """`bandwidth` measures this machine's memory, in bytes per second."""
         super().__init__()
+        self._suggested_model = suggested_model
         self._reader = reader
         answers = Answers(link, reader, lambda coroutine: self.run_worker(coroutine, group="answers"), self, tools)
         self.workspace = Workspace(store, link, defaults, answers)
@@ -167,6 +172,9 @@ class ChatScreen(Screen[None]):
         transcript.set_notice("")
         self.status.change(activity="ready")
         delay_full_collections()
+        if self.workspace.link.remote is None:
+            better: str | None = await asyncio.to_thread(self._suggested_model)
+            self.view.better_model = better or ""
         try:
             if note := self.workspace.choose_default(models):
                 self.notify(clean(note), severity="warning", timeout=10, markup=False)
@@ -219,14 +227,14 @@ class ChatScreen(Screen[None]):
             self.view.complain(error)
 
     @on(Prompt.Undone)
-    def _undo_delete(self) -> None:
+    def action_suspend(self) -> None:
         """Bring back a chat, or do what Ctrl+Z does in other programs: go to the shell, until `fg`."""
         if self.workspace.deleted:
             self.run_command("undo", "")
         elif _has_shell():
             self.app.action_suspend_process()
         else:
-            self.notify("there is nothing to undo")
+            self.notify("no shell would bring the chat back: it stays")
 
     @on(Sidebar.Closed)
     def _leave_sidebar(self) -> None:
@@ -347,8 +355,35 @@ class ChatScreen(Screen[None]):
         message_id = event.message_id
         if event.action in ("previous", "next"):
             self._turn(message_id, -1 if event.action == "previous" else 1)
+        elif event.action == "figures":
+            self._show_figures(self.workspace.session.tree.messages[message_id])
+        elif event.action == "links":
+            self._choose_link(self.workspace.session.tree.messages[message_id])
+        elif event.action in ("collapse", "collapse-all"):
+            self.pane.collapse(message_id if event.action == "collapse" else None)
+        elif event.action.startswith("code "):  # the number of a block whose head was clicked
+            self.run_command("code", f"#{message_id} {event.action.removeprefix('code ')}")
         else:
             self.run_command(event.action, f"#{message_id}")
+
+    @on(Transcript.Linked)
+    def _link_clicked(self, event: Transcript.Linked) -> None:
+        self._copy_address(event.address)
+
+    def _copy_address(self, address: str) -> None:
+        self.app.copy_to_clipboard(address)
+        self.notify(f"copied {clean(address)}", markup=False)
+
+    @work(group="command")
+    async def _choose_link(self, message: Message) -> None:
+        from edgelm.tui.dialogs.basic import Choice, PickScreen  # after the first paint
+        from edgelm.tui.transcript.markdown import addresses
+
+        choices = [Choice(address, clean(address)) for address in addresses(message.text)]
+        if not choices:
+            self.notify("there is no link in this message")
+        elif (address := await self.app.push_screen_wait(PickScreen("Copy an address", choices))) is not None:
+            self._copy_address(address)
 
     def _turn(self, message_id: int, by: int) -> None:
         """Show the previous (-1) or next (1) version of a message."""
@@ -414,6 +449,8 @@ class ChatScreen(Screen[None]):
             await self._actions.run(name, argument)
         except EdgeLMError as error:
             self.view.complain(error)
+        if self.view.is_composed:
+            self.view.show_state()
 
     def action_stop(self) -> None:
         """Close or stop the innermost thing that is open."""
@@ -438,6 +475,16 @@ class ChatScreen(Screen[None]):
             else:
                 self.notify("Ctrl+C once more quits")
             self._interrupted = now
+
+    def action_figures(self) -> None:
+        """Show all figures of the last answer."""
+        measured = [message for message in self.workspace.session.tree.path() if message.stats]
+        if measured:
+            self._show_figures(measured[-1])
+
+    def _show_figures(self, message: Message) -> None:
+        if (stats := stats_from_json(message.stats)) is not None:
+            self.notify("\n".join(figure_lines(stats)), title=clean(message.model), timeout=10, markup=False)
 
     def action_toggle_reasoning(self) -> None:
         self.pane.toggle_reasoning()

@@ -15,8 +15,9 @@ from edgelm.client.answer_stream import stats_from_json
 from edgelm.tui.inspector.panel import InspectorPanel
 from edgelm.tui.lines import clean
 from edgelm.tui.pane import ChatPane
-from edgelm.tui.prompt.offers import offers
+from edgelm.tui.prompt.offers import about_model, offers
 from edgelm.tui.sidebar import Sidebar
+from edgelm.tui.state_row import state_parts
 from edgelm.tui.status import StatusLine
 from edgelm.tui.workspace import Workspace
 
@@ -40,6 +41,7 @@ class ScreenView:
         self._status = status
         self._inspector = inspector
         self.shows_drafts = False
+        self.better_model = ""  # that suits this machine; empty: not known
 
     @property
     def is_composed(self) -> bool:
@@ -134,12 +136,28 @@ class ScreenView:
     def show_model(self) -> None:
         """Show the model of the open chat, and the offers for an empty prompt."""
         workspace = self._workspace
-        self._status.change(model=workspace.model, preset=workspace.session.chat.preset)
+        self._status.change(model=workspace.model)
+        self.show_state()
         self._inspector.follow(workspace.model)
         client = workspace.link.connected
         self._pane.transcript.can_explore = client is None or client.is_edgelm
         offered = workspace.link.remote is None and workspace.link.is_ready and workspace.answer is None
-        self._pane.offer(offers(workspace.session, workspace.model, workspace.link.listed) if offered else [])
+        session, model, link = workspace.session, workspace.model, workspace.link
+        is_first = not any(chat is not session.chat for chat in workspace.chats.values())
+        self._pane.offer(
+            offers(session, model, link.listed, is_first=is_first, better=self.better_model) if offered else []
+        )
+        self._pane.transcript.set_about(about_model(model, link.entry(model), link.remote) if model else ())
+
+    def show_state(self) -> None:
+        """Show what is set for the open chat."""
+        connections = self._workspace.answers.tools.toolbox.connections
+
+        def num_tools(name: str) -> int | None:
+            listing = connections[name].listing if name in connections else None
+            return len(listing.tools) if listing is not None else None
+
+        self._pane.state.show(state_parts(self._workspace.session.chat, num_tools))
 
     def show_reading(self, activity: str) -> None:
         """Show that files are indexed; empty: no longer."""

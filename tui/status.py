@@ -1,4 +1,4 @@
-"""The lines at the bottom: running pulls, then model, engine, speed, context and drafts.
+"""The lines at the bottom: running pulls, then model, activity, speed and the share of the context that is used.
 
 Owns which parts are omitted where the terminal is narrow, and the hints of keys, which can be clicked. Knows nothing
 of where the figures come from.
@@ -21,6 +21,7 @@ from textual.widget import Widget
 
 from edgelm.client.answer_stream import AnswerStats
 from edgelm.tui.commands.keymap import keymap_of
+from edgelm.tui.dialogs.stats_text import speed_text
 from edgelm.tui.hints import HasHints, Hint, link
 from edgelm.tui.lines import clean, short_name
 from edgelm.tui.pulls import Pull
@@ -38,7 +39,6 @@ class Status:
     """The content of the status line."""
 
     model: str = ""
-    preset: str = ""
     endpoint: str = ""  # empty: on this machine
     activity: str = "starting"
     reading: str = ""  # which files are indexed now
@@ -170,24 +170,17 @@ class Part(NamedTuple):
 def _ranked_parts(status: Status) -> list[Part]:
     """Return the parts in their order."""
     stats = status.stats or AnswerStats()
-    engine = "/".join(name for name in (stats.engine, stats.device) if name)
     context = ""
     if stats.context_used is not None:
-        size = f"/{stats.context_size:,}" if stats.context_size else ""
-        context = f"{stats.context_used:,}{size} ctx"
-    drafts = ""
-    if stats.drafted:
-        drafts = f"drafts {stats.accepted or 0}/{stats.drafted}"
+        context = f"{stats.context_used:,} tokens of context"
+        if stats.context_size:
+            context = f"{max(1, round(100 * stats.context_used / stats.context_size))} % of the context"
     return [
         Part(0, clean(short_name(status.model)) or "no model", "screen.run('model')"),
-        Part(5, clean(status.preset), "screen.run('preset')"),
         Part(1, clean(status.reading) or status.activity),
-        Part(7, clean(status.endpoint)),
-        Part(5, engine),
-        Part(2, f"{stats.tokens_per_second:.1f} tok/s" if stats.tokens_per_second else ""),
-        Part(4, f"ttft {stats.first_token_ms / 1000:.2f} s" if stats.first_token_ms is not None else ""),
+        Part(4, clean(status.endpoint)),
+        Part(2, speed_text(stats.tokens_per_second) if stats.tokens_per_second else "", "screen.figures"),
         Part(3, context, "screen.run('shorten')"),
-        Part(6, drafts, "screen.run('drafts')"),
     ]
 
 

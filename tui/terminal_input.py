@@ -9,44 +9,70 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from textual._time import get_time
 from textual._xterm_parser import XTermParser
 from textual.drivers import linux_driver
 from textual.message import Message
 
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"
-# Alone, ESC ] and ESC P are Alt+] and Alt+P: only whole answers are taken, and an OSC that goes on in the next read.
-_ANSWER = re.compile(r"\x1b\]\d+;[^\x07\x1b]*(?:\x07|\x1b\\|(?P<open>\Z))|\x1b[P_][^\x1b]*\x1b\\|\x1b\[[?>][\d;]*c")
-_REST = re.compile(r"[^\x07\x1b]*(?:\x07|\x1b\\)")
+HOLD_S = 0.3  # so long an answer waits for its next part: a slow connection sends it in several
+_ANSWER = re.compile(r"\x1b\]\d+;[^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[P_][^\x1b]*\x1b\\|\x1b\[[?>][\d;]*c")
+# The beginning of one at the end of a read; of two characters it may be a key, such as Alt+].
+_BEGUN = re.compile(
+    r"\x1b(?:\](?:\d+(?:;[^\x07\x1b]*)?)?|P(?:[>!+$\d][^\x1b]*)?|_(?:G[^\x1b]*)?|\[(?:[?>][\d;]*)?)\x1b?\Z"
+)
 # Enter and Ctrl+J or Ctrl+M as CSI u, or as xterm's modifyOtherKeys.
 _NEWLINE = re.compile(r"\x1b\[(?:(?:1[03](?:;[\d:]+)?|10[69];5(?::\d)?)u|27;\d+;(?:1[03]|10[69])~)")
 _PART = re.compile(r"\x1b(?:\[[\d;:]{0,12})?\Z")
+_NOTHING = "[?9999;0$y"  # behind an ESC that Textual has: a report about a mode that nothing asked for
 
 
 class InputParser(XTermParser):
     """Textual's parser of what a terminal sends, without other programs' answers and with pastes in their order."""
 
-    _is_open = False  # an answer goes on in the next read
     _is_pasting = False
     _held = ""  # the beginning of a sequence in a paste
+    _begun = ""  # the beginning of an answer
+    _num_sure = 0  # characters of it that came in its first read; what follows may be keys
+    _due = 0.0  # when it is given up
+    _has_escape = False  # Textual has an ESC that may be the first character of an answer
 
     def feed(self, data: str) -> Iterable[Message]:
-        if data and not (data := self._repaired(data)):
-            return ()  # to feed nothing is the end of the input
-        return super().feed(data)
+        if not data:  # the end of the input
+            return super().feed(data)
+        if self._begun and get_time() >= self._due:
+            data = self._given_up() + data
+        escape = "\x1b" if self._has_escape and self._timeout_time is not None and not self._begun else ""
+        repaired = self._repaired(escape + data)
+        if escape:
+            repaired = repaired[1:] if repaired.startswith("\x1b") else _NOTHING + repaired
+        self._has_escape = repaired.endswith("\x1b") and not self._is_pasting
+        return super().feed(repaired) if repaired else ()
+
+    def tick(self) -> Iterable[Message]:
+        """Give up an answer that does not end, besides what Textual does at regular intervals."""
+        yield from super().tick()
+        if self._begun and get_time() >= self._due and (keys := self._given_up()):
+            yield from super().feed(keys)
+
+    def _given_up(self) -> str:
+        """Return what was typed behind the beginning of an answer that does not end; all where it is no answer's."""
+        begun, self._begun = self._begun, ""
+        return begun if begun.startswith("\x1b[") or self._num_sure == 2 else begun[self._num_sure :]
 
     def _repaired(self, data: str) -> str:
-        data, self._held = self._held + data, ""
-        if self._is_open:
-            self._is_open = False
-            data = _REST.sub("", data, count=1) if _REST.match(data) else data
+        data, before = self._held + self._begun + data, len(self._begun)
+        self._held = self._begun = ""
         parts = []
         while data:
             mark = PASTED if self._is_pasting else PASTE
             part, found, data = data.partition(mark)
             if not self._is_pasting:
-                answers = list(_ANSWER.finditer(part))
-                self._is_open = not found and bool(answers) and answers[-1]["open"] is not None
                 part = _ANSWER.sub("", part)
+                if not found and (begun := _BEGUN.search(part)):
+                    part, self._begun = part[: begun.start()], begun[0]
+                    self._num_sure = self._num_sure if before else len(begun[0])
+                    self._due = get_time() + HOLD_S
             elif not found and (cut := _PART.search(part)):
                 part, self._held = part[: cut.start()], cut[0]
             parts += [_NEWLINE.sub("\n", part) if self._is_pasting else part, found]

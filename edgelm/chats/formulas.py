@@ -6,6 +6,7 @@ Owns two rules for markdown-it, without which backslashes are lost and underscor
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,21 +25,21 @@ _FORMULA = re.compile(
 _CLOSING = {"\\[": "\\]", "$$": "$$"}
 
 
-def keep_formulas(parser: MarkdownIt) -> MarkdownIt:
-    """Let a parser keep formulas verbatim; return it."""
-    parser.inline.ruler.before("escape", "formula", _inline)
+def keep_formulas(parser: MarkdownIt, kind: str = "text_special") -> MarkdownIt:
+    """Let a parser keep formulas verbatim, in tokens of this type; return it."""
+    parser.inline.ruler.before("escape", "formula", partial(_inline, kind))
     parser.block.ruler.before("fence", "formula", _block, {"alt": ["paragraph", "reference", "blockquote", "list"]})
     return parser
 
 
-def _inline(state: StateInline, silent: bool) -> bool:
+def _inline(kind: str, state: StateInline, silent: bool) -> bool:
     if state.src[state.pos] not in "\\$":
         return False
     formula = _FORMULA.match(state.src, state.pos, state.posMax)
     if formula is None:
         return False
     if not silent:
-        token = state.push("text_special", "", 0)
+        token = state.push(kind, "", 0)
         token.content = token.markup = formula[0]
         token.info = "formula"
     state.pos = formula.end()

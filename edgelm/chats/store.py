@@ -3,8 +3,8 @@
 Owns all reads and writes, and the translation of SQLite's errors. Only one thread may use it at a time.
 Knows nothing of threads, retries and screens.
 
-A streaming answer is one row of `message` and one row of `piece` for each part of its text: a token costs one small
-insert whatever the length of the answer, and no committed part is lost when the process is killed.
+A streaming answer is one row of `message` and rows of `piece` for the parts of its text: a part costs a page or two of
+the file whatever the length of the answer, and no committed part is lost when the process is killed.
 """
 
 # ruff: noqa: S608 - queries are built from the names of our own columns, never from values
@@ -36,6 +36,7 @@ from edgelm.chats.rows import (
 from edgelm.chats.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION, statements
 from edgelm.chats.search import search_chats
 
+PIECE_CHARS = 1000  # a new piece costs two pages, a longer one costs them all again
 BUSY_MS = 250  # the chat retries; a longer wait here would only block it
 
 _ATTACHMENT_OF = ", ".join(f"attachment.{column}" for column in ATTACHMENT_COLUMNS.split(", "))
@@ -152,8 +153,14 @@ class Store:
                 )
 
     def append(self, message_id: int, text: str, reasoning: str = "") -> None:
-        """Append text to a streaming answer."""
+        """Append text to a streaming answer: to its last piece, while that is short."""
         with self._translated():
+            if self._db.execute(
+                "UPDATE piece SET text = text || ?, reasoning = reasoning || ?"
+                " WHERE id = (SELECT max(id) FROM piece WHERE message = ?) AND length(text) + length(reasoning) < ?",
+                (clean(text), clean(reasoning), message_id, PIECE_CHARS),
+            ).rowcount:
+                return
             self._db.execute(
                 "INSERT INTO piece (message, text, reasoning) VALUES (?, ?, ?)",
                 (message_id, clean(text), clean(reasoning)),

@@ -1,15 +1,17 @@
 """The thread that owns the store: callers queue writes and reads, and never wait for a disk.
 
-Owns the order of writes, the retries while the file is locked or the disk is full, and the fallback to memory. Knows
-nothing of the content of writes.
+Owns the order of writes, how long streamed text waits for more, the retries while the file is locked or the disk is
+full, and the fallback to memory. Knows nothing of the content of other writes.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -17,6 +19,7 @@ from edgelm.chats.store import ChatsError, Store
 
 RETRY_S = 0.5
 MAX_BATCH = 1000
+GATHER_S = 0.9  # a write costs a page of the file, however short: streamed text waits, and a killed process loses it
 
 T = TypeVar("T")
 Write = Callable[[Store], object]
@@ -27,6 +30,21 @@ class Writes(Protocol):
 
     def write(self, *writes: Write) -> None:
         """Queue writes after all earlier ones."""
+
+    def append(self, message_id: int, text: str, reasoning: str) -> None:
+        """Queue a part of a streaming answer, which may wait for more of it."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """Streamed text of a message."""
+
+    message_id: int
+    text: str
+    reasoning: str
+
+    def __call__(self, store: Store) -> None:
+        store.append(self.message_id, self.text, self.reasoning)
 
 
 class _Read(NamedTuple):
@@ -47,6 +65,8 @@ class StoreThread:
         self._report = report
         self._writes: deque[Write] = deque()
         self._reads: deque[_Read] = deque()
+        self._num_taken = 0  # of the queued writes: they are being done
+        self._due: float | None = None  # when the queued writes must be done; None: at once
         self._num_done = 0  # writes
         self._num_queued = 0  # writes, those that are done included
         self._closing = False
@@ -69,6 +89,22 @@ class StoreThread:
             assert not self._closing
             self._writes.extend(writes)
             self._num_queued += len(writes)
+            self._due = None
+            self._wake.notify_all()
+
+    def append(self, message_id: int, text: str, reasoning: str) -> None:
+        """Queue a part of a streaming answer: it is done with what follows within GATHER_S."""
+        with self._wake:
+            assert not self._closing
+            last = self._writes[-1] if len(self._writes) > self._num_taken else None
+            if isinstance(last, _Part) and last.message_id == message_id:
+                last.text += text
+                last.reasoning += reasoning
+                return
+            if len(self._writes) == self._num_taken:
+                self._due = time.monotonic() + GATHER_S
+            self._writes.append(_Part(message_id, text, reasoning))
+            self._num_queued += 1
             self._wake.notify_all()
 
     def read(self, read: Callable[[Store], T]) -> Future[T]:
@@ -97,10 +133,16 @@ class StoreThread:
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._writes or self._reads or self._closing)
+                while self._due is not None and not (self._reads or self._closing):
+                    if (left := self._due - time.monotonic()) <= 0:
+                        break
+                    self._wake.wait(left)
+                self._due = None
                 if self._closing and not self._writes:
                     break
                 reads = self._take_reads()
                 batch = [self._writes[i] for i in range(min(len(self._writes), MAX_BATCH))]
+                self._num_taken = 0 if reads else len(batch)
             for request in reads:
                 _answer(store, request)
             if batch and not reads:
@@ -157,6 +199,7 @@ class StoreThread:
             for _ in batch:
                 self._writes.popleft()
             self._num_done += len(batch)
+            self._num_taken -= len(batch)
         return True
 
     def _set_problem(self, problem: ChatsError | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import secrets
 import time
 from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -68,6 +69,7 @@ class ChatRequest:
     begun: Turn | None = None
     num_logprobs: int = 0
     tools: tuple[FunctionTool, ...] = ()
+    request_id: str = field(default_factory=lambda: f"req_{secrets.token_hex(12)}")  # in the steps of the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,7 @@ class Client:
             async with await client.post(
                 "/chat/completions",
                 body=self._body(request) | self._stream_options(),
-                options={"headers": {"Prefer": "wait"}} if self.is_edgelm else {},
+                options={"headers": {"Prefer": "wait", "X-Request-Id": request.request_id}} if self.is_edgelm else {},
                 cast_to=ChatCompletionChunk,
                 stream=True,
                 stream_cls=openai.AsyncStream[ChatCompletionChunk],

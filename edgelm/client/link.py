@@ -64,6 +64,10 @@ class Link:
         """Return the names of the models that the endpoint has told."""
         return [model.id for model in self._models or []]
 
+    def entry(self, model: str) -> ModelEntry | None:
+        """Return what is known of a model since the last list."""
+        return next((entry for entry in self._models or () if entry.id == model), None)
+
     async def models(self, *, again: bool = False) -> list[ModelEntry]:
         """Return the models that the endpoint offers; `again` requests a new list."""
         client = await self.client()

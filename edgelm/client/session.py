@@ -80,7 +80,7 @@ class Session:
         """Append streamed text to the answer."""
         message.text += text
         message.reasoning += reasoning
-        self._store.write(lambda store: store.append(message.id, text, reasoning))
+        self._store.append(message.id, text, reasoning)
 
     def finish(self, message: Message, state: State, note: str = "", stats: AnswerStats | None = None) -> None:
         """End the answer."""

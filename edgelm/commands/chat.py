@@ -136,6 +136,7 @@ def open_chat(
 def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
     """Run the chat on the full screen; return the number of changes that were not saved."""
     from edgelm.chats.tools.toolbox import make_toolbox
+    from edgelm.library.suggestion import suggested_model
     from edgelm.tui.answers import OWN_BUG
     from edgelm.tui.app import ChatApp
 
@@ -148,9 +149,11 @@ def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
 
         return read_machine(config.settings, places).read_bytes_per_s
 
+    multiplexer = "tmux" if places.environment.get("TMUX") else "screen" if places.environment.get("STY") else ""
     app = ChatApp(
         places.data / "chats.db", link, defaults, knowledge=places.cache / "knowledge.db", bandwidth=bandwidth,
-        themes=themes, keymap=keymap, toolbox=toolbox,
+        themes=themes, keymap=keymap, toolbox=toolbox, multiplexer=multiplexer,
+        suggested_model=suggested_model,
     )  # fmt: skip
     with _failures_in(places.cache / "chat.log") as log:
         app.run()

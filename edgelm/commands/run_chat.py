@@ -46,6 +46,13 @@ class _HeldWrites:
         else:
             self._held += writes
 
+    def append(self, message_id: int, text: str, reasoning: str) -> None:
+        """Keep streamed text, or queue it once the model has begun."""
+        if self._held is None:
+            self._thread.append(message_id, text, reasoning)
+        else:
+            self._held.append(lambda store: store.append(message_id, text, reasoning))
+
     def release(self) -> None:
         """Queue what was kept."""
         held, self._held = self._held, None

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -429,6 +430,60 @@ def test_a_locked_file_is_waited_for_and_nothing_is_lost(path: Path) -> None:
     assert reports.all[1] is None
     assert {chat.title for chat in thread.read(Store.chats).result(20)} == {"0", "1", "2"}
     assert thread.close(20) == 0
+
+
+def streamed(path: Path) -> tuple[Chat, Message, Store]:
+    """Return a chat in a file with an answer that is being written."""
+    store, chat = Store(path), Chat(title="Streams")
+    answer = Message(chat=chat.id, parent=None, role="assistant", state="streaming")
+    store.put_chat(chat)
+    store.put_message(answer)
+    return chat, answer, store
+
+
+def test_streamed_text_waits_for_more_but_not_for_what_follows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgelm.chats.store_thread.GATHER_S", 3600.0)
+    chat, answer, store = streamed(path)
+    store.close()
+    thread = StoreThread(path, Reports())
+    for i in range(100):
+        thread.append(answer.id, f"{i} ", "thought ")
+    assert thread.num_unsaved == 1
+    (saved,) = thread.read(lambda store: store.messages(chat.id)).result(20)
+    assert saved.text == "".join(f"{i} " for i in range(100))
+    assert saved.reasoning == "thought " * 100
+    thread.append(answer.id, "more", "")
+    thread.write(lambda store: store.put_setting("theme", "dark"))
+    with closing(Store(path)) as other:
+        while other.settings().get("theme") != "dark":
+            time.sleep(0.01)
+    thread.append(answer.id, " and more", "")
+    assert thread.close(20) == 0
+    with closing(Store(path)) as other:
+        assert other.messages(chat.id)[0].text.endswith("99 more and more")
+
+
+def test_streamed_text_is_saved_though_nothing_follows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgelm.chats.store_thread.GATHER_S", 0.02)
+    chat, answer, store = streamed(path)
+    thread = StoreThread(path, Reports())
+    for text in ("one ", "two "):
+        thread.append(answer.id, text, "")
+        while not store.messages(chat.id)[0].text.endswith(text):
+            time.sleep(0.01)
+    assert store.messages(chat.id)[0].text == "one two "
+    store.close()
+    assert thread.close(20) == 0
+
+
+def test_short_parts_are_written_into_one_piece(path: Path) -> None:
+    chat, answer, store = streamed(path)
+    parts = [f"part {i} " for i in range(400)]
+    for part in parts:
+        store.append(answer.id, part)
+    assert store._rows("SELECT count(*) FROM piece")[0][0] <= 5
+    assert store.messages(chat.id)[0].text == "".join(parts)
+    store.close()
 
 
 def test_a_file_locked_from_the_start_is_waited_for(path: Path) -> None:

@@ -141,7 +141,7 @@ async def test_help_shows_every_key_and_command(open_chat: Open) -> None:
         lines = [key.help for _, keys in KEY_GROUPS for key in keys] + [command.usage for command in COMMANDS]
         await chat.sees(*lines)
         await chat.press("escape")
-        await chat.sees("Write a message below")
+        await chat.sees("F1 shows every key")
 
 
 async def test_system_and_sampling_belong_to_the_chat_and_are_saved(open_chat: Open) -> None:

@@ -140,7 +140,7 @@ async def test_a_key_shows_and_hides_the_tint(open_chat: Open) -> None:
         await chat.ask("q2")
         assert drafted_on_screen(chat) == " two two", "also of the next answer, while it comes"
         await chat.press("ctrl+n")
-        await chat.sees("Write a message below")
+        await chat.sees("F1 shows every key")
         await chat.press("ctrl+f", "down", "enter")
         await chat.until(lambda: drafted_on_screen(chat) == " two two", "it stays while edgelm runs")
         await chat.press("f3")

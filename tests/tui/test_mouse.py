@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from textual.command import CommandPalette
 from textual.containers import VerticalScroll
-from textual.events import MouseScrollDown, MouseScrollUp
+from textual.events import MouseScrollDown, MouseScrollLeft, MouseScrollRight, MouseScrollUp
 from textual.widgets import Input
 
 from edgelm.client.watching import Chunk, StepSeen
@@ -16,6 +16,7 @@ from edgelm.tui.commands.table import KEY_GROUPS, HelpScreen
 from edgelm.tui.dialogs.basic import LineScreen, PickScreen
 from edgelm.tui.dialogs.compare import CompareScreen
 from edgelm.tui.dialogs.explore import ExploreScreen
+from edgelm.tui.dialogs.params import ParamsScreen
 from edgelm.tui.dialogs.picker import PickerScreen
 from edgelm.tui.dialogs.tags import TagScreen
 from edgelm.tui.inspector.view import Inspector
@@ -186,6 +187,13 @@ async def rename(chat: Driver) -> None:
     await opens(chat, LineScreen)
 
 
+@way("Everywhere", "ctrl+z")
+async def undo_everywhere(chat: Driver) -> None:
+    await delete_chat(chat)
+    await use_help(chat, "In an empty prompt: bring back")
+    await chat.until(lambda: chat.turns != [], "it is back")
+
+
 @way("Everywhere", "f3")
 async def tint_drafts(chat: Driver) -> None:
     await use_help(chat, "Tint the drafted words in answers of this run")
@@ -194,7 +202,7 @@ async def tint_drafts(chat: Driver) -> None:
 
 @way("Everywhere", "f5")
 async def shorten(chat: Driver) -> None:
-    await click(chat, " ctx")
+    await click(chat, " % of the context")
     await opens(chat, ShortenScreen)
 
 
@@ -388,7 +396,7 @@ async def back_to_the_prompt(chat: Driver) -> None:
 async def select_above(chat: Driver) -> None:
     await go_to_messages(chat)
     await roll(chat, MouseScrollUp)
-    await click(chat, "Explain quicksort", row=3)
+    await click(chat, "Explain quicksort", row=2)
     assert chat.transcript.selected == chat.session.tree.path()[0].id
 
 
@@ -456,6 +464,74 @@ async def copy_code_of_message(chat: Driver) -> None:
     await go_to_messages(chat)
     await click(chat, "g code")
     await copied(chat, CODE)
+
+
+@way("On a message", "z")
+async def collapse_message(chat: Driver) -> None:
+    await new_chat(chat)
+    await chat.ask("Explain quicksort")
+    await go_to_messages(chat)
+    await click(chat, "z fold")
+    await gone(chat, "It is not stable.")
+    await click(chat, "▸ Quicksort picks")
+    await chat.sees("It is not stable.")
+
+
+@way("On a message", "Z")
+async def collapse_long_messages(chat: Driver) -> None:
+    await new_chat(chat)
+    await chat.ask("Explain quicksort")
+    await go_to_messages(chat)
+    await click(chat, "Z all")
+    await gone(chat, "It is not stable.")
+    await click(chat, "Z all")
+    await chat.sees("It is not stable.")
+
+
+WIDE = "```\n" + "0123456789" * 20 + "END\n```\n\nIt is not stable."
+
+
+async def with_wide_code(chat: Driver) -> None:
+    chat.endpoint.answers = [WIDE, ANSWER]
+    await new_chat(chat)
+    await chat.ask("Wide")
+    await gone(chat, "END")
+
+
+@way("On a message", "shift+right")
+async def move_wide_code(chat: Driver) -> None:
+    await with_wide_code(chat)
+    while "END" not in chat.text:
+        await chat.pilot._post_mouse_events([MouseScrollRight], chat.transcript, button=0)
+        await chat.pilot.pause()
+
+
+@way("On a message", "shift+left")
+async def move_wide_code_back(chat: Driver) -> None:
+    await move_wide_code(chat)
+    while "▎0123" not in chat.text:
+        await chat.pilot._post_mouse_events([MouseScrollLeft], chat.transcript, button=0)
+        await chat.pilot.pause()
+
+
+@way("On a message", "w")
+async def wrap_code(chat: Driver) -> None:
+    await with_wide_code(chat)
+    await go_to_messages(chat)
+    await click(chat, "w wrap")
+    await chat.sees("END")
+    await click(chat, "w wrap")
+    await gone(chat, "END")
+
+
+@way("On a message", "u")
+async def copy_address(chat: Driver) -> None:
+    chat.endpoint.answers = ["See [the documentation](https://docs.example/page).", ANSWER]
+    await new_chat(chat)
+    await chat.ask("Where?")
+    assert "docs.example" not in chat.text
+    await click(chat, "the documentation")
+    await copied(chat, "https://docs.example/page")
 
 
 @way("On a message", "home")
@@ -564,6 +640,19 @@ async def stopped_at(chat: Driver, inspector: Inspector, number: int) -> None:
     )
 
 
+SET = "On what is set, below the title (Shift+Tab)"
+
+
+@way(SET, "left")
+@way(SET, "right")
+@way(SET, "enter")
+async def change_what_is_set(chat: Driver) -> None:
+    chat.session.set_sampling({"temperature": 0.1})
+    chat.screen.view.show_state()
+    await click(chat, "temperature 0.1")
+    await opens(chat, ParamsScreen)
+
+
 @way("In the inspector", "space")
 async def stop_inspector(chat: Driver) -> None:
     inspector = await with_steps(chat)
@@ -625,7 +714,7 @@ def test_each_key_has_a_way() -> None:
 
 @pytest.mark.parametrize("group", [group for group, _ in KEY_GROUPS])
 async def test_the_mouse_does_what_keys_do(open_chat: Open, endpoint: FakeEndpoint, group: str) -> None:
-    async with open_chat(size=(140, 36)) as chat:
+    async with open_chat(size=(190, 36)) as chat:
         await chat.ready()
         for (of, _), function in WAYS.items():
             if of != group:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from textual import events
+from textual._xterm_parser import XTermParser
 
 from edgelm.tui.terminal_input import InputParser
+
+
+def keys(found: Iterable[object]) -> list[str]:
+    """Return the names of keys."""
+    return [event.key for event in found if isinstance(event, events.Key)]
 
 
 def read(*reads: str) -> list[str]:
@@ -16,31 +24,69 @@ def read(*reads: str) -> list[str]:
     return [f"[{event.text}]" if isinstance(event, events.Paste) else event.key for event in found]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "\x1b]11;rgb:1e1e/1e1e/1e1e\x1b\\",
-        "\x1b]10;rgb:ffff/ffff/ffff\x07",
-        "\x1b]52;c;c2VjcmV0\x07",
-        "\x1bP>|tmux 3.4\x1b\\",
-        "\x1b[?62;22c",
-        "\x1b[>41;354;0c",
-        "\x1b_Gi=1;OK\x1b\\",
-    ],
+ANSWERS = (
+    "\x1b]11;rgb:1e1e/1e1e/1e1e\x1b\\",
+    "\x1b]10;rgb:ffff/ffff/ffff\x07",
+    "\x1b]52;c;c2VjcmV0\x07",
+    "\x1bP>|tmux 3.4\x1b\\",
+    "\x1b[?62;22c",
+    "\x1b[>41;354;0c",
+    "\x1b_Gi=1;OK\x1b\\",
 )
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let time stand still until a test moves it."""
+    now = [100.0]
+    for module in ("edgelm.tui.terminal_input", "textual._parser"):
+        monkeypatch.setattr(f"{module}.get_time", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
 def test_answers_of_the_terminal_are_no_keys(answer: str) -> None:
     assert read(f"a{answer}b") == ["a", "b"]
     assert read("a", answer, answer, "b") == ["a", "b"]
 
 
-def test_an_answer_in_two_reads() -> None:
-    assert read("a\x1b]11;rgb:1e", "1e/1e\x1b\\b") == ["a", "b"]
-    assert read("a\x1b]11;rgb:1e", "b", "c") == ["a", "b", "c"], "what never ends takes no keys"
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 7])
+def test_an_answer_in_several_reads(answer: str, step: int, clock: list[float]) -> None:
+    assert read("a", *(answer[i : i + step] for i in range(0, len(answer), step)), "b") == ["a", "b"]
 
 
-def test_keys_that_begin_like_answers_stay() -> None:
-    for keys in ("\x1b]", "\x1bP", "\x1b", "\x1b[A"):
-        assert InputParser()._repaired(keys) == keys
+def test_a_long_answer_in_many_reads(clock: list[float]) -> None:
+    assert read("\x1b]52;c;", *["QUJD" * 1000] * 20, "\x07b") == ["b"]
+
+
+def test_an_answer_that_never_ends_takes_no_keys(clock: list[float]) -> None:
+    parser = InputParser()
+    assert keys(parser.feed("a\x1b]11;rgb:1e")) == ["a"]
+    assert keys(parser.feed("b")) == keys(parser.feed("c")) == keys(parser.tick()) == []
+    clock[0] += 1
+    assert keys(parser.tick()) == ["b", "c"]
+    assert keys(parser.feed("d\x1b]11;rgb:1e")) == ["d"]
+    clock[0] += 1
+    assert keys(parser.feed("e")) == ["e"]
+
+
+def test_a_report_in_two_reads_comes_through(clock: list[float]) -> None:
+    parser = InputParser()
+    events_ = [event for data in ("\x1b[?20", "26;2$y") for event in parser.feed(data)]
+    assert [type(event).__name__ for event in events_] == ["TerminalSupportsSynchronizedOutput"]
+
+
+@pytest.mark.parametrize("typed", ["\x1b]", "\x1bP", "\x1b", "\x1b[A", "\x1b_", "\x1b[", "\x1bx"])
+def test_keys_that_begin_like_answers_stay(typed: str, clock: list[float]) -> None:
+    found: list[list[str]] = []
+    for parser in (InputParser(), XTermParser()):
+        events_ = [*parser.feed(typed)]
+        for _ in range(2):  # Textual itself waits for the rest of a sequence
+            clock[0] += 1
+            events_ += parser.tick()
+        found.append(keys(events_))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("newline", ["\x1b[106;5u", "\x1b[13;2u", "\x1b[13u", "\x1b[27;5;106~", "\n"])

@@ -126,14 +126,18 @@ class Actions:
         form, name = split_export(argument)
         if not session.tree.messages:
             raise RequestError("there is nothing to export yet", "write a message")
+        tree = Tree(session.tree.messages.values(), session.tree.leaf)  # an answer may be written meanwhile
+        text = await asyncio.to_thread(export_chat, form, session.chat, tree)
+        await self._save("Export to", name, text, file_name(session.chat, form))
+
+    async def _save(self, title: str, name: str, text: str, proposed: str = "") -> None:
+        """Write a text to a file; ask for its name where none is given, and before another one is replaced."""
         if not name:
-            chosen = await self._ask(LineScreen("Export to", file_name(session.chat, form)))
-            if chosen is None:
+            chosen = await self._ask(LineScreen(title, proposed))
+            if not chosen:
                 return
             name = chosen
         path = await asyncio.to_thread(file_to_write, name.strip())
-        tree = Tree(session.tree.messages.values(), session.tree.leaf)  # an answer may be written meanwhile
-        text = await asyncio.to_thread(export_chat, form, session.chat, tree)
         if await asyncio.to_thread(path.exists) and not await self._ask(ConfirmScreen(f"{path} exists.", "Replace it")):
             return
         try:
@@ -229,7 +233,9 @@ class Actions:
         self._view.copy(message.text)
 
     async def _copy_code(self, argument: str) -> None:
-        selected = self._message(argument)
+        of, _, argument = argument.partition(" ") if argument.startswith("#") else ("", "", argument)
+        argument, _, name = argument.partition(" ")
+        selected = self._message(of)
         path = self._workspace.session.tree.path()
         messages = [selected] if selected else [message for message in path[::-1] if message.role == "assistant"]
         blocks = next((blocks for message in messages if (blocks := code_blocks(message.text))), [])
@@ -243,8 +249,13 @@ class Actions:
         elif len(blocks) > 1:
             choices = [Choice(str(i), *_outline(block)) for i, block in enumerate(blocks, 1)]
             number = await self._ask(PickScreen("Copy a block of code", choices))
-        if number:
-            self._view.copy(blocks[int(number) - 1].removesuffix("\n"))
+        if not number:
+            return
+        code = blocks[int(number) - 1]
+        if name:
+            await self._save("Save the block of code to", "" if name == "save" else name, code)
+        else:
+            self._view.copy(code.removesuffix("\n"))
 
     def _message(self, argument: str) -> Message | None:
         """Return the message on which a key was pressed, as `#ID`."""

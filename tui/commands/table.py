@@ -73,7 +73,7 @@ COMMANDS = (
     Command("compare", "Answer again with another model or settings, side by side", "[MODEL|SETTING]"),
     Command("editor", "Write the message in your editor ($EDITOR)"),
     Command("copy", "Copy the last answer"),
-    Command("code", "Copy a block of code", "[NUMBER]"),
+    Command("code", "Copy a block of code, or save it", "[NUMBER] [FILE]"),
     Command("export", "Write the chat as md, json or html", "[FORMAT] [FILE]"),
     Command("pin", "Pin the chat at the top of the list, or unpin it"),
     Command("tag", "Tag the chat; -NAME takes a tag away", "[NAME …|-NAME]"),
@@ -177,6 +177,7 @@ GLOBAL_KEYS = (
     Key("f7", "run('explore')", "See what else the model could have said", priority=True),
     Key("f8", "run('compare')", "Answer again with another model, side by side", priority=True),
     Key("f9", "run('editor')", "Write the message in your editor ($EDITOR)", priority=True),
+    Key("ctrl+z", "suspend", "In an empty prompt: bring back the deleted chat, or go to the shell until `fg`"),
     Key("ctrl+c", "interrupt", "Copy the selection, or stop the answer; twice: quit", priority=True),
     Key("ctrl+q", "run('quit')", "Quit", priority=True),
 )
@@ -199,12 +200,24 @@ TRANSCRIPT_KEYS = (
     Key("right", "act('next')", "The next version"),
     Key("e", "act('edit')", "Edit it: a new branch"),
     Key("r", "act('regenerate')", "Answer it again: a new branch"),
-    Key("enter", "fold", "Show or hide its reasoning, or what was read"),
+    Key("enter", "fold", "Show its reasoning, or what was read"),
+    Key("z", "act('collapse')", "Fold it"),
+    Key("Z", "act('collapse-all')", "Fold all long ones"),
+    Key("shift+left", "pan(-1)", "Wide code: back"),
+    Key("shift+right", "pan(1)", "Wide code: on"),
+    Key("w", "toggle_wrap", "Wrap wide code"),
     Key("c,y", "act('copy')", "Copy it"),
+    Key("u", "act('links')", "Its links"),
     Key("g", "act('code')", "Copy one of its blocks of code"),
-    Key("x", "act('explore')", "See what else the model could have said there"),
+    Key("x", "act('explore')", "What else it could have said"),
     Key("home", "scroll_home", "Go to the beginning"),
     Key("end", "scroll_end", "Go to the end"),
+)
+
+STATE_KEYS = (
+    Key("left", "move(-1)", "The part before"),
+    Key("right", "move(1)", "The next part"),
+    Key("enter", "open", "Change it"),
 )
 
 FILE_KEYS = (
@@ -242,13 +255,14 @@ KEY_GROUPS: tuple[Group, ...] = (
     ("In the prompt", PROMPT_KEYS),
     ("On a message", TRANSCRIPT_KEYS),
     ("On attached files (Shift+Tab)", FILE_KEYS),
+    ("On what is set, below the title (Shift+Tab)", STATE_KEYS),
     ("In the inspector", INSPECTOR_KEYS),
     ("In the list of chats", SIDEBAR_KEYS),
 )
 
 HELP_NOTES = (
     "To select with the mouse in the terminal itself, hold Shift (Option in a Mac's Terminal).",
-    "Copying uses OSC 52, which works over SSH; in tmux it needs `set -g set-clipboard on`.",
+    "Copying uses OSC 52, which works over SSH; tmux needs `set -g set-clipboard on`, or `allow-passthrough on`.",
 )
 
 

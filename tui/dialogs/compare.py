@@ -21,7 +21,7 @@ from textual.widgets import Static
 from edgelm.chats.history import Message
 from edgelm.client.answer_stream import stats_from_json
 from edgelm.tui.hints import CANCEL, Hint, footer
-from edgelm.tui.lines import clean
+from edgelm.tui.lines import clean, short_name
 from edgelm.tui.transcript.views import MessageView
 from edgelm.tui.transcript.widget import Transcript
 
@@ -59,7 +59,7 @@ class Column(Vertical, can_focus=True):
         self.message = side.message
         self._setting = side.setting
         self._head = Static(classes="head", markup=False)
-        self._transcript = Transcript()
+        self._transcript = Transcript(wraps_code=True)  # no key moves it sideways
         self._transcript.can_focus = False
         self._view = MessageView(side.message, live=side.message.state == "streaming")
         self._shown = side.message.text
@@ -98,13 +98,11 @@ class Column(Vertical, can_focus=True):
 
     def _figures(self) -> Text:
         message, stats = self.message, stats_from_json(self.message.stats)
-        parts = [clean(self._setting)] if self._setting else []
+        parts = [clean(self._setting or short_name(message.model))]
         if message.state == "streaming":
             parts.append("writing" if message.text else "waiting")
-        if stats is not None:
-            parts += [f"{stats.completion_tokens:,} tokens"] if stats.completion_tokens else []
-            parts += [f"{stats.tokens_per_second:.1f} tok/s"] if stats.tokens_per_second else []
-            parts += [f"ttft {stats.first_token_ms / 1000:.2f} s"] if stats.first_token_ms else []
+        elif stats is not None and stats.first_token_ms:
+            parts.append(f"first token after {stats.first_token_ms / 1000:.2f} s")
         return Text(" · ".join(parts), no_wrap=True, overflow="ellipsis")
 
     def scroll(self, by: int) -> None:

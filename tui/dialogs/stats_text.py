@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 
 from edgelm.chats.statistics import Statistics, Sums
+from edgelm.client.answer_stream import AnswerStats
 from edgelm.tui.lines import clean, short_name
 
 NO_ANSWERS = "no answers yet: write a message, and its figures are kept here"
@@ -84,6 +85,31 @@ def time_text(seconds: float) -> str:
     if whole < 10 * 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 3600:,} h"
+
+
+def figure_lines(stats: AnswerStats) -> list[str]:
+    """Return all that is known of an answer, a line each."""
+    engine = " on ".join(name for name in (stats.engine, stats.device) if name)
+    lines = [engine] if engine else []
+    if stats.prompt_tokens is not None:
+        cached = f", {stats.cached_tokens:,} of them found in the prefix cache" if stats.cached_tokens else ""
+        lines.append(f"{stats.prompt_tokens:,} tokens read{cached}")
+    if stats.completion_tokens is not None:
+        speed = f", {stats.tokens_per_second:.1f} a second" if stats.tokens_per_second else ""
+        lines.append(f"{stats.completion_tokens:,} tokens written{speed}")
+    if stats.first_token_ms is not None:
+        lines.append(f"the first after {stats.first_token_ms / 1000:.2f} s")
+    if stats.drafted:
+        lines.append(f"{stats.accepted or 0:,} of {stats.drafted:,} drafted tokens accepted")
+    if stats.context_used is not None:
+        size = f" of {stats.context_size:,}" if stats.context_size else ""
+        lines.append(f"{stats.context_used:,}{size} tokens of the context used")
+    return lines
+
+
+def speed_text(tokens_per_second: float) -> str:
+    """Return a speed, with a decimal where it tells."""
+    return f"{tokens_per_second:.0f} tok/s" if tokens_per_second >= 10 else f"{tokens_per_second:.1f} tok/s"
 
 
 def _sums_cells(sums: Sums) -> list[str]:

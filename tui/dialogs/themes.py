@@ -146,16 +146,14 @@ def sample(app: App[Any]) -> Text:
     """Return a few words in the styles of the conversation, in the app's present theme."""
     palette = make_palette(app.current_theme, app.theme_variables, drafts=True)
     return Text.assemble(
-        ("You  ", palette.user),
-        ("Which of them is ", palette.text),
-        ("stable", palette.strong),
-        ("?\n", palette.text),
-        ("Assistant  ", palette.assistant),
-        ("Merge sort: ", palette.text),
+        ("▌ ", palette.user + palette.asked),
+        ("Which of them is stable? ", palette.text + palette.asked),
+        ("\n  Merge sort", palette.strong),
+        (": ", palette.text),
         ("sorted()", palette.code),
         (" is. ", palette.text),
         ("drafted", palette.drafted or palette.text),
-        ("\n", ""),
+        ("\n  ", ""),
         ("secondary  ", palette.muted),
         ("link", palette.link),
         ("  ", ""),

@@ -1,43 +1,79 @@
-"""The suggestions under an empty prompt in a chat with the starter: first questions, a model for a first chat, and the
-larger model that an answer names.
+"""The suggestions under an empty prompt: first things to try, the model that suits this machine, and the larger model
+that an answer of the starter names; and what an empty chat says about its model.
 
-Owns the questions. Knows nothing of widgets.
+Owns the questions and the wording. Knows nothing of widgets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.chats.history import Message
 from edgelm.chats.knowledge.starter import offered_model
+from edgelm.client.endpoint import ModelEntry
 from edgelm.client.reader import guide_roots
 from edgelm.client.session import Session
 from edgelm.library.catalog import FIRST_CHAT, find_entry
 from edgelm.library.names import STARTER, CatalogName, parse_name
 from edgelm.library.progress import size_text
 from edgelm.tui.commands.table import Suggestion
+from edgelm.tui.lines import short_name
+from edgelm.tui.model_names import is_path
 
 EXAMPLES = ("How do I download a model?", "How can the chat read my own notes?", "How do other programs use edgelm?")
+QUESTIONS = ("Explain recursion with an example", "Draft a reply to a late invoice")
+SMALL_BYTES = 1_500_000_000
 HOW = "Down and Enter ask it"
 PULL = f"/pull {FIRST_CHAT}"
 MAX_QUESTION = 200  # characters
 
 
-def offers(session: Session, model: str, listed: Sequence[str] = ()) -> list[Suggestion]:
-    """Return the suggestions for an empty prompt; none with a model other than the starter.
+def offers(
+    session: Session, model: str, listed: Sequence[str] = (), *, is_first: bool = False, better: str = ""
+) -> list[Suggestion]:
+    """Return the suggestions for an empty prompt.
 
-    `listed` are the models that are here.
+    `listed` are the models that are here. `is_first`: there was no chat before this one. `better` is the model that
+    suits this machine.
     """
     messages = session.tree.path()
     if model != STARTER:
-        return _about_edgelm(messages)
+        return _about_edgelm(messages) if messages else _first(listed, better) if is_first else []
     if not messages:
         questions = [Suggestion(text, text, "" if place else HOW) for place, text in enumerate(EXAMPLES)]
-        return questions if FIRST_CHAT in listed else [*questions, _pull(FIRST_CHAT, "Tab gets it")]
+        better = better or FIRST_CHAT
+        return questions if better in listed else [*questions, _pull(better, "Tab gets it")]
     last = messages[-1]
     name = offered_model(last.text) if last.role == "assistant" and last.state == "done" else None
     return [_pull(name, "Down and Enter get it")] if name else []
+
+
+def _first(listed: Sequence[str], better: str) -> list[Suggestion]:
+    """Offer three things to try, and the model that suits this machine."""
+    things = [Suggestion(text, text, "" if place else HOW) for place, text in enumerate(QUESTIONS)]
+    things.append(Suggestion("/attach", "/attach", "asks about a file of yours"))
+    return [*things, _pull(better, "fits here: Tab gets it")] if better and better not in listed else things
+
+
+def about_model(model: str, entry: ModelEntry | None, endpoint: str | None) -> list[str]:
+    """Return lines about the model that answers, and where it runs, for a chat without messages."""
+    if endpoint is not None:
+        return [" · ".join(filter(None, (short_name(model), f"answers from {endpoint}")))]
+    parts = [short_name(model)]
+    if model == STARTER:
+        parts.append("answers questions about edgelm")
+    elif nbytes := (entry.bytes if entry is not None else _file_bytes(model)):
+        parts.append(size_text(nbytes))
+        parts += ["small: quick, and often wrong"] if nbytes < SMALL_BYTES else []
+    return [*([" · ".join(parts)] if model else []), "Nothing that you write leaves this machine."]
+
+
+def _file_bytes(model: str) -> int:
+    """Return the size of a model that is named by its path; 0 where that is not a file."""
+    path = Path(model)
+    return path.stat().st_size if is_path(model) and path.is_file() else 0
 
 
 def _about_edgelm(messages: Sequence[Message]) -> list[Suggestion]:

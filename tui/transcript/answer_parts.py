@@ -71,5 +71,6 @@ class AnswerParts:
         for number, (text, _) in enumerate(parts, 1):
             drafted = self._drafted.within(at, at + len(text))
             growing = self._growing and number == len(parts)
-            self._documents.append(Document(text, growing=growing, drafted=drafted))
+            num_codes = self._documents[-1].num_codes if self._documents else 0
+            self._documents.append(Document(text, growing=growing, drafted=drafted, num_codes=num_codes))
             at += len(text)

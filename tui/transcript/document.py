@@ -18,10 +18,21 @@ if TYPE_CHECKING:
 
 
 class MarkdownRow(Row):
-    """One top-level block. `drafted` are the spans of the whole text, in which the block begins at `at`."""
+    """One top-level block. `drafted` are the spans of the whole text, in which the block begins at `at`.
+
+    `num_codes` are the blocks of code above it in the answer.
+    """
 
     def __init__(
-        self, source: str, at: int, tokens: Sequence[Token], highlighter: Highlighter, drafted: Spans, *, growing: bool
+        self,
+        source: str,
+        at: int,
+        tokens: Sequence[Token],
+        highlighter: Highlighter,
+        drafted: Spans,
+        *,
+        growing: bool,
+        num_codes: int = 0,
     ) -> None:
         super().__init__()
         self._source = source
@@ -30,6 +41,8 @@ class MarkdownRow(Row):
         self.highlighter = highlighter
         self._drafted = drafted
         self._growing = growing
+        self.num_codes = num_codes
+        self.num_own_codes = sum(token.type in ("fence", "code_block") for token in tokens)
 
     def draw(self, width: int, palette: Palette) -> list[Line]:
         # Tokens take much memory and a block is rarely drawn twice: they are dropped, and parsed again then.
@@ -42,21 +55,16 @@ class MarkdownRow(Row):
             tint = Tint(self._source, spans, palette.drafted) if spans else None
         first_line = tokens[0].map[0] if tokens and tokens[0].map else 0
         renderer = Renderer(
-            palette,
-            self.highlighter,
-            growing=self._growing,
-            tint=tint,
-            first_line=first_line,
-            extra=width - text_width(width),
+            palette, self.highlighter, growing=self._growing, tint=tint, first_line=first_line, num_codes=self.num_codes
         )
         return renderer.render(tokens, text_width(width))
 
     def guess(self, width: int) -> int:
         return guess_height(self._source, text_width(width))
 
-    def is_same(self, source: str, at: int, *, growing: bool) -> bool:
+    def is_same(self, source: str, at: int, num_codes: int, *, growing: bool) -> bool:
         """Tell whether a row of this source, which begins at a character of the text, would look like this one."""
-        return source == self._source and at == self._at and growing == self._growing
+        return (source, at, num_codes, growing) == (self._source, self._at, self.num_codes, self._growing)
 
     def settle(self) -> None:
         """Mark the block as complete; code in it is highlighted once more as a whole."""
@@ -69,7 +77,11 @@ class MarkdownRow(Row):
 class Document:
     """The blocks of one answer."""
 
-    def __init__(self, text: str = "", *, growing: bool = False, drafted: Iterable[Span] = ()) -> None:
+    def __init__(
+        self, text: str = "", *, growing: bool = False, drafted: Iterable[Span] = (), num_codes: int = 0
+    ) -> None:
+        """`num_codes` are the blocks of code above the text in its answer."""
+        self._num_codes = num_codes
         self.rows: list[MarkdownRow] = []
         self._text = ""
         self._open_at = 0  # character at which the first row that may change begins
@@ -104,13 +116,20 @@ class Document:
             source = "\n".join(lines[start:end]) + ("\n" if end < len(lines) else "")
             growing = self._growing and i == len(blocks) - 1
             old = open_rows[i] if i < len(open_rows) else None
-            if old is not None and old.is_same(source, at, growing=growing):
+            num_codes = self.num_codes
+            if old is not None and old.is_same(source, at, num_codes, growing=growing):
                 self.rows.append(old)
             else:
                 highlighter = old.highlighter if old is not None else Highlighter()
-                self.rows.append(MarkdownRow(source, at, tokens, highlighter, self._drafted, growing=growing))
+                row = MarkdownRow(source, at, tokens, highlighter, self._drafted, growing=growing, num_codes=num_codes)
+                self.rows.append(row)
         if blocks:
             self._close(blocks, lines)
+
+    @property
+    def num_codes(self) -> int:
+        """Return the number of blocks of code in the answer up to the end of this text."""
+        return self.rows[-1].num_codes + self.rows[-1].num_own_codes if self.rows else self._num_codes
 
     def _close(self, blocks: list[tuple[list[Token], int, int]], lines: list[str]) -> None:
         """Close all rows before the last block whose first line is complete: they never change again.

@@ -6,6 +6,7 @@ streaming and widgets.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import pairwise, zip_longest
@@ -16,7 +17,8 @@ from rich.style import Style
 from rich.text import Text
 
 from edgelm.chats.formulas import keep_formulas
-from edgelm.tui.lines import Line, clean, indent, wrap_cells, wrap_words
+from edgelm.tui.lines import ACT, LINK, Line, clean, indent, wrap_cells, wrap_words
+from edgelm.tui.maths import formula_text
 from edgelm.tui.palette import Palette
 from edgelm.tui.transcript.drafted import Tint
 
@@ -26,9 +28,14 @@ if TYPE_CHECKING:
     from pygments.lexer import Lexer
 
 MIN_COLUMN = 4  # width of a table's column
-MIN_CUT_WORD = 16  # a table's column may be narrower than its longest word down to this
+PROSE = 20  # cells; a column with more is narrowed to them before a narrower one is
+MAX_WORD = 32  # cells of a word that no column of a table breaks
 CHUNK_LINES = 40  # a growing block of code is lexed from a multiple of this
 MAX_LEXED_CHARS = 40_000  # pygments takes about 100 ms for it
+
+
+_ADDRESS = re.compile(r"\w+:|www\.|\S+\.\w{2,}(?:/|$)")  # a label that looks like an address
+FORMULA = "formula"  # the type of a token
 
 
 @cache
@@ -36,12 +43,18 @@ def parser() -> MarkdownIt:
     """Return the parser. Its import takes 0.1 s, so it is delayed until the first text."""
     from markdown_it import MarkdownIt
 
-    return keep_formulas(MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]))
+    return keep_formulas(MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]), FORMULA)
 
 
 def code_blocks(source: str) -> list[str]:
     """Return the contents of the blocks of code in a text."""
     return [token.content for token in parser().parse(source) if token.type in ("fence", "code_block")]
+
+
+def addresses(source: str) -> list[str]:
+    """Return the addresses of the links in a text, each once."""
+    tokens = (child for token in parser().parse(source) for child in token.children or ())
+    return list(dict.fromkeys(str(token.attrs["href"]) for token in tokens if token.attrs.get("href")))
 
 
 class Renderer:
@@ -55,15 +68,15 @@ class Renderer:
         growing: bool,
         tint: Tint | None = None,
         first_line: int = 0,
-        extra: int = 0,
+        num_codes: int = 0,
     ) -> None:
-        """`extra`: cells by which code and tables may be wider than text."""
+        """`num_codes`: blocks of code above these."""
         self._palette = palette
         self._highlighter = highlighter
         self._growing = growing
         self._tint = tint
         self._first_line = first_line
-        self._extra = extra
+        self._num_codes = num_codes
 
     def render(self, tokens: Sequence[Token], width: int) -> list[Line]:
         """Return the lines of a run of blocks, with an empty line between two of them."""
@@ -82,17 +95,19 @@ class Renderer:
             case "paragraph_open":
                 return wrap_words(self._inline(inside[0]), width)
             case "heading_open":
-                text = self._inline(inside[0], palette.heading)
-                return wrap_words(text, width)
+                style = palette.heading if head.tag in ("h1", "h2") else palette.heading + palette.emphasis
+                if head.tag == "h1":
+                    style += Style(underline=True)
+                return wrap_words(self._inline(inside[0], style), width)
             case "bullet_list_open" | "ordered_list_open":
                 return self._list(head, inside, width)
             case "blockquote_open":
-                bar = Text("▌ ", palette.muted)
+                bar = Text("│ ", palette.muted)
                 return indent(self.render(inside, width - 2), bar, bar)
             case "fence" | "code_block":
                 return self._code(head, width)
             case "table_open":
-                return self._table(inside, width + self._extra)
+                return self._table(inside, width)
             case "hr":
                 rule = Text("─" * width, palette.muted)
                 return [Line(rule, prefix=width)]
@@ -124,19 +139,31 @@ class Renderer:
         lines: list[Line] = []
         if self._tint is not None and token.map is not None:
             self._tint.begin(token.map[0] - self._first_line + (token.type == "fence"))
-        if language:
-            head = Text.assemble(bar, (clean(language), palette.muted))
-            lines.append(Line(head, prefix=len(head)))
+        self._num_codes += 1
+        if language or "\n" in code:
+            head = self._code_head(clean(language), width - 1)
+            lines.append(Line(Text.assemble(bar, head), prefix=1 + len(head)))
         texts = self._highlighter.lines(code, language, palette, growing=self._growing)
         if self._tint is not None:
             for text, source in zip(texts, code.split("\n"), strict=False):
                 self._tint.paint(text, 0, source)
         for text in texts:
-            lines += indent(wrap_cells(text, width + self._extra - 2), bar, bar)
-        widest = max((line.text.cell_len + 1 for line in lines), default=0)
+            lines += indent(wrap_cells(text, width - 2) if palette.wraps_code else [Line(text)], bar, bar)
+        widest = max((line.text.cell_len for line in lines), default=0)
         for line in lines:
-            line.fill, line.fill_to = palette.block, max(width, widest)
+            line.fill, line.fill_to, line.hidden = palette.block, width, max(0, widest - width)
         return lines
+
+    def _code_head(self, language: str, width: int) -> Text:
+        """Return the language of a block, and its number: a click there copies it."""
+        number, muted = self._num_codes, self._palette.muted
+        act = Text(style=muted)
+        act.append(f"{number} · ")
+        act.append("copy", Style(meta={ACT: f"code {number}"}))
+        act.append(" · ")
+        act.append("save", Style(meta={ACT: f"code {number} save"}))
+        gap = width - cell_len(language) - act.cell_len - 1
+        return Text.assemble((language + " " * gap, muted), act) if gap > 0 else Text(language, muted)
 
     def _table(self, inside: Sequence[Token], width: int) -> list[Line]:
         rows: list[list[Text]] = []
@@ -150,18 +177,18 @@ class Renderer:
                     aligns.append(str(token.attrs.get("style", "")).removeprefix("text-align:") or "left")
                 rows[-1].append(self._inline(content, self._palette.strong if head else None))
         widths = _column_widths(rows, width)
-        if widths is None:  # too narrow for columns: one line for each cell
-            return [line for row in rows for cell in row for line in wrap_words(cell, width)]
+        body = [
+            [[line.text for line in wrap_words(cell, cells)] for cell, cells in zip(row, widths, strict=False)]
+            for row in rows
+        ]
+        rule = "─┼─".join("─" * column_width for column_width in widths)
+        hidden = max(0, len(rule) - width)
+        is_ruled = any(len(cell) > 1 for row in body[1:] for cell in row)
         lines: list[Line] = []
-        for i, row in enumerate(rows):
-            if i == 1:
-                rule = "─┼─".join("─" * column_width for column_width in widths)
-                lines.append(Line(Text(rule, self._palette.muted), prefix=len(rule)))
-            cells = [
-                [line.text for line in wrap_words(cell, column_width)]
-                for cell, column_width in zip(row, widths, strict=False)
-            ]
-            for parts in zip_longest(*cells):
+        for i, row_lines in enumerate(body):
+            if i == 1 or (i > 1 and is_ruled):
+                lines.append(Line(Text(rule, self._palette.muted), prefix=len(rule), hidden=hidden))
+            for parts in zip_longest(*row_lines):
                 line = Text()
                 for column, (part, column_width) in enumerate(zip(parts, widths, strict=False)):
                     if column:
@@ -169,7 +196,7 @@ class Renderer:
                     align = aligns[column] if column < len(aligns) else "left"
                     line.append_text(_pad(part or Text(), column_width, align))
                 line.rstrip()
-                lines.append(Line(line))
+                lines.append(Line(line, hidden=hidden))
         return lines
 
     def _inline(self, token: Token, base: Style | None = None) -> Text:
@@ -182,12 +209,9 @@ class Renderer:
             self._tint.begin(token.map[0] - self._first_line, token.content)
         for child in token.children or []:
             match child.type:
-                case "strong_open":
-                    styles.append(styles[-1] + palette.strong)
-                case "em_open":
-                    styles.append(styles[-1] + palette.emphasis)
-                case "s_open":
-                    styles.append(styles[-1] + palette.strike)
+                case "strong_open" | "em_open" | "s_open":
+                    opened = {"strong_open": palette.strong, "em_open": palette.emphasis, "s_open": palette.strike}
+                    styles.append(styles[-1] + opened[child.type])
                 case "link_open":
                     href, label_at = str(child.attrs.get("href", "")), len(text)
                     styles.append(styles[-1] + palette.link)
@@ -195,7 +219,7 @@ class Renderer:
                     styles.pop()
                 case "link_close":
                     styles.pop()
-                    self._end_link(text, href, text.plain[label_at:])
+                    self._end_link(text, href, label_at)
                 case "code_inline":
                     self._append(text, child.content, styles[-1] + palette.code)
                 case "softbreak" | "hardbreak":
@@ -203,6 +227,8 @@ class Renderer:
                 case "image":
                     text.append(f"[{clean(child.content) or 'image'}]", palette.link)
                     text.append(f" ({clean(str(child.attrs.get('src', '')))})", palette.muted)
+                case "formula":
+                    self._append_formula(text, child.content, styles[-1])
                 case _:
                     self._append(text, child.content, styles[-1])
         return text
@@ -214,11 +240,23 @@ class Renderer:
         if self._tint is not None and content:
             self._tint.paint(text, at, content)
 
-    def _end_link(self, text: Text, href: str, label: str) -> None:
-        if href and clean(href) != label:
-            text.append(f" ({clean(href)})", self._palette.muted)
-            if self._tint is not None:
-                self._tint.skip(href)
+    def _append_formula(self, text: Text, source: str, style: Style) -> None:
+        """Append a formula as Unicode; as it is written where that cannot be done."""
+        if (shown := formula_text(source)) is None:
+            self._append(text, source, style + self._palette.muted)
+            return
+        text.append(clean(shown), style)
+        if self._tint is not None:
+            self._tint.skip(source)
+
+    def _end_link(self, text: Text, href: str, at: int) -> None:
+        """End a link: its address is shown on demand, and at once where the label is another one."""
+        label, href = text.plain[at:], clean(href)
+        if not href or not label.strip() or (href != label and _ADDRESS.match(label.strip())):
+            text.append(f" ({href})" if href else "", self._palette.muted)
+        text.stylize(Style(meta={LINK: href}), at)
+        if self._tint is not None:
+            self._tint.skip(href)
 
 
 def _split_blocks(tokens: Sequence[Token]) -> list[Sequence[Token]]:
@@ -239,23 +277,21 @@ def _is_tight(tokens: Sequence[Token]) -> bool:
     return paragraph is None or paragraph.hidden
 
 
-def _column_widths(rows: list[list[Text]], width: int) -> list[int] | None:
-    """Return the widths of a table's columns; the widest are cut where the table is too wide. None: too narrow.
+def _column_widths(rows: list[list[Text]], width: int) -> list[int]:
+    """Return the widths of a table's columns; the widest are narrowed, first those with prose.
 
-    No column becomes narrower than its longest word, unless that has more than MIN_CUT_WORD cells.
+    No column becomes narrower than its longest word: a table with many long words is wider than its room.
     """
     columns = [[row[i].plain for row in rows if i < len(row)] for i in range(max(map(len, rows), default=0))]
-    widths = [min(_longest(cells, "\n"), width) for cells in columns]
-    words = [max(_longest(cells, None), MIN_COLUMN) for cells in columns]
+    widths = [_longest(cells, "\n") for cells in columns]
+    words = [min(max(_longest(cells, None), MIN_COLUMN), MAX_WORD, max(width, MIN_COLUMN)) for cells in columns]
     room = width - 3 * (len(columns) - 1)
-    if sum(widths) > room:
-        shortest = [min(word, MIN_CUT_WORD) for word in words]
-        if sum(shortest) > room:
-            return None
-        words = words if sum(words) <= room else shortest
-    while sum(widths) > room:
-        widest = max((i for i in range(len(widths)) if widths[i] > words[i]), key=widths.__getitem__)
-        widths[widest] -= 1
+    for least in ([max(word, min(PROSE, cells)) for word, cells in zip(words, widths, strict=True)], words):
+        while sum(widths) > room:
+            wide = [i for i in range(len(widths)) if widths[i] > least[i]]
+            if not wide:
+                break
+            widths[max(wide, key=widths.__getitem__)] -= 1
     return widths
 
 

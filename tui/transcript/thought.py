@@ -59,17 +59,18 @@ def thought_words(figures: ThoughtFigures) -> str:
     seconds, tokens = figures.seconds, figures.tokens
     count = f"{tokens:,} token{'' if tokens == 1 else 's'}" if tokens else ""
     if figures.running:
-        time = _duration(seconds) if seconds and seconds >= 1 else ""
+        time = duration_text(seconds) if seconds and seconds >= 1 else ""
         known = " · ".join(part for part in (time, f"~{count}" if count else "") if part)
         return f"Thinking… {known}".rstrip()
     if seconds is None:
         time = "Thought"
     else:
-        time = f"Thought for {_duration(seconds) if seconds >= 1 else 'a moment'}"
+        time = f"Thought for {duration_text(seconds) if seconds >= 1 else 'a moment'}"
     return f"{time} · {count}" if count else time
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
+    """Return a time as words."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 

@@ -13,11 +13,14 @@ from itertools import accumulate
 from rich.text import Text
 
 from edgelm.chats.history import Message
-from edgelm.client.answer_stream import stats_from_json
+from edgelm.client.answer_stream import AnswerStats, stats_from_json
+from edgelm.tui.dialogs.stats_text import speed_text
 from edgelm.tui.lines import (
+    TEXT_WIDTH,
     CutRow,
+    FoldedRow,
     FoldRow,
-    HeadRow,
+    FootRow,
     Line,
     NoteRow,
     PlainRow,
@@ -32,8 +35,9 @@ from edgelm.tui.transcript.answer_parts import AnswerParts
 from edgelm.tui.transcript.attachment_rows import attachment_rows
 from edgelm.tui.transcript.drafted import Span, Spans
 from edgelm.tui.transcript.passages import reading_rows
-from edgelm.tui.transcript.thought import Thought, ThoughtFigures
+from edgelm.tui.transcript.thought import Thought, ThoughtFigures, duration_text
 
+FOLDED_LINES = 6  # a message of more is folded with the others
 GO_ON = "F5 goes on from a shortened conversation"
 
 NOTES = {
@@ -43,6 +47,20 @@ NOTES = {
     "tool_limit": "stopped: the model went on calling tools",
     "content_filter": "the endpoint's content filter ended the answer",
 }
+
+
+def figures(stats: AnswerStats | None, *, with_calls: bool = False) -> list[str]:
+    """Return time, tokens and speed of an answer; `with_calls`: the first two are of its last part alone."""
+    if stats is None:
+        return []
+    tokens, speed = stats.completion_tokens, stats.tokens_per_second
+    parts = []
+    if stats.first_token_ms is not None and tokens and speed and not with_calls:
+        seconds = stats.first_token_ms / 1000 + (tokens - 1) / speed
+        parts.append(f"{seconds:.1f} s" if seconds < 10 else duration_text(seconds))
+    if tokens and not with_calls:
+        parts.append(f"{tokens:,} token{'' if tokens == 1 else 's'}")
+    return [*parts, speed_text(speed)] if speed else parts
 
 
 class PendingRow(Row):
@@ -73,6 +91,7 @@ class MessageView:
         num_versions: int = 1,
         live: bool = False,
         show_reasoning: bool = False,
+        folded: bool = False,
         num_left_out: int = 0,  # messages above that are not sent to the model
         drafted: Spans | None = None,  # of the text
     ) -> None:
@@ -81,23 +100,18 @@ class MessageView:
         self._drafted = drafted or Spans()
         self.live = live
         self._show_reasoning = show_reasoning
+        self._folded = folded
         self._thought = Thought()
         self._reading = message.reading
         self._figures = self._saved_figures()
         self._status = ""
         self._version, self._num_versions = version, num_versions
-        self._head = self._make_head()
         self._parts = AnswerParts(growing=True) if live else None
         self.pending = message.role == "assistant" and not live
         self.rows: list[Row] = []
         if live and message.text:
             self.append(message.text, self._drafted)
         self._compose()
-
-    def _make_head(self) -> HeadRow:
-        user = self.message.role == "user"
-        author = "You" if user else short_name(self.message.model) or "Assistant"
-        return HeadRow(author, user=user, version=self._version, num_versions=self._num_versions)
 
     def expand(self) -> None:
         """Parse the text: it comes into view."""
@@ -109,19 +123,28 @@ class MessageView:
     def set_versions(self, version: int, num_versions: int) -> None:
         """Change which of several versions this is."""
         self._version, self._num_versions = version, num_versions
-        self._head = self._make_head()
         self._compose()
 
     def set_model(self, model: str) -> None:
         """Change the model that answers: it may be known only after the request."""
         self.message.model = model
-        self._head = self._make_head()
         self._compose()
 
     def show_reasoning(self, shown: bool) -> None:
         """Show all of the model's reasoning, or of what was read, below the line about it, or the line alone."""
         if shown != self._show_reasoning:
             self._show_reasoning = shown
+            self._compose()
+
+    @property
+    def is_long(self) -> bool:
+        """Tell whether it is worth to be folded."""
+        return not self.live and guess_height(self.message.text, TEXT_WIDTH) > FOLDED_LINES
+
+    def fold(self, folded: bool) -> None:
+        """Show one line of the message, or all of it."""
+        if folded != self._folded:
+            self._folded = folded
             self._compose()
 
     def show_reading(self) -> None:
@@ -152,9 +175,10 @@ class MessageView:
         self._compose()
 
     def set_status(self, status: str) -> None:
-        """Show what the answer is waiting for; hidden once it has reasoning or text."""
-        self._status = status
-        self._compose()
+        """Show what the answer is waiting for, until it has reasoning or text."""
+        if status != self._status:
+            self._status = status
+            self._compose()
 
     def settle(self) -> None:
         """Show the message in its final state."""
@@ -167,7 +191,9 @@ class MessageView:
     def _compose(self) -> None:
         message = self.message
         rows: list[Row] = [CutRow(self._num_left_out), SpaceRow()] if self._num_left_out else []
-        rows.append(self._head)
+        if self._folded and not self.live and message.text.strip():
+            self.rows = [*rows, FoldedRow(message.text), *self._foot(), SpaceRow()]
+            return
         if message.reasoning:
             rows += self._thought.rows(message.reasoning, self._figures, unfolded=self._show_reasoning)
         if self.pending:
@@ -180,15 +206,32 @@ class MessageView:
         self._reading = message.reading
         if message.reading is not None:
             rows += reading_rows(message.reading, unfolded=self._show_reasoning)
-        if self.live and not message.text and not message.reasoning and not message.calls and self._status:
-            rows.append(NoteRow(self._status))
         if message.state == "failed":
             rows.append(NoteRow(message.note, error=True))
         elif message.state == "streaming" and not self.live:
             rows.append(NoteRow("edgelm was closed while this was written; regenerate it for a complete answer"))
         elif message.note or message.state == "stopped":
             rows.append(NoteRow(NOTES.get(message.note or message.state, message.note)))
-        self.rows = [*rows, SpaceRow()]
+        if rows and isinstance(rows[-1], SpaceRow):  # below an unfolded text
+            rows.pop()
+        self.rows = [*rows, *self._foot(), SpaceRow()]
+
+    def _foot(self) -> list[Row]:
+        """Return the quiet line: of an answer always, so that none moves up when its figures come."""
+        message = self.message
+        if message.role == "user":
+            parts: list[str] = []
+        elif self.live:
+            begun = "thinking" if message.reasoning and not message.text else "writing"
+            parts = [short_name(message.model), begun if message.text or message.reasoning else self._status]
+        else:
+            parts = [
+                short_name(message.model),
+                *figures(stats_from_json(message.stats), with_calls=bool(message.calls)),
+            ]
+        if not any(parts) and self._num_versions == 1:
+            return []
+        return [FootRow(parts, version=self._version, num_versions=self._num_versions)]
 
     def _saved_figures(self) -> ThoughtFigures:
         stats = stats_from_json(self.message.stats) if self.message.reasoning else None
@@ -291,6 +334,22 @@ class Flow:
         """Tell whether a line is the one about a folded text: a thought, or what was read."""
         index, _ = self.locate(y)
         return index >= 0 and isinstance(self.rows[index], FoldRow)
+
+    def is_asked(self, y: int) -> bool:
+        """Tell whether a line is of a message of the user: not the space around it."""
+        index, _ = self.locate(y)
+        if index < 0 or self._owners[index].message.role != "user":
+            return False
+        return self.rows[index] is not self._owners[index].rows[-1] and not self._is_before(index)
+
+    def _is_before(self, index: int) -> bool:
+        """Tell whether a row is the note above the first message that is sent, or the space below it."""
+        rows = self._owners[index].rows
+        return isinstance(rows[0], CutRow) and self.rows[index] in rows[:2]
+
+    def hidden(self, top: int, bottom: int) -> int:
+        """Return the most cells by which a line between two heights is wider than its room."""
+        return max((line.hidden for y in range(top, bottom) if (line := self.line(y)) is not None), default=0)
 
     def span_of(self, view: MessageView) -> tuple[int, int] | None:
         """Return the first line of a message and the line after its last; None where it is not stacked."""

@@ -9,9 +9,11 @@ Rows are drawn when they come into view, then kept; streamed text redraws only i
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+from rich.cells import get_character_cell_size
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
@@ -29,16 +31,27 @@ from edgelm.library.names import STARTER
 from edgelm.tui.commands.keymap import keymap_of
 from edgelm.tui.commands.table import TRANSCRIPT_KEYS
 from edgelm.tui.hints import Hint
-from edgelm.tui.lines import ACT, CONSOLE, GUTTER, Line, NoteRow, Row, clean, margin, text_width, wrap_words
+from edgelm.tui.lines import (
+    ACT,
+    COLUMN,
+    CONSOLE,
+    GUTTER,
+    LINK,
+    TEXT_WIDTH,
+    Line,
+    NoteRow,
+    Row,
+    clean,
+    margin,
+    wrap_words,
+)
 from edgelm.tui.palette import Palette, make_palette
 from edgelm.tui.transcript.picture_rows import decode_previews, undecoded
 from edgelm.tui.transcript.views import Flow, MessageView
 
-WELCOME = """Write a message below.
-
-{help} shows every key, / every command.
-{search} searches all chats, {model} chooses or pulls a model.
-Esc stops an answer; everything is saved as it is written."""
+WELCOME = """{help} shows every key, / every command.
+{search} searches all chats, {model} chooses a model.
+Esc stops an answer; all is saved as it is written."""
 WELCOME_KEYS = {"help": "F1", "search": "Ctrl+F", "model": "Ctrl+O"}
 FRAME_S = 1 / 20  # a reader sees no difference, and the model on the same cores decodes meanwhile
 MAX_SHARE = 0.1  # of the time, for drawing while text streams
@@ -46,7 +59,10 @@ MEASURE_SLICE_S = 0.004
 MEASURE_DELAY_S = 0.05
 MEASURED_FRAME_S = 1.0  # between two frames that show only what was measured: they cost more than measuring
 KEPT_SCREENS = 4  # lines are kept this many screens above and below
-SELECTED, FOCUSED = "▌", "▏"  # left of the selected message, and of the others while the widget has the focus
+# Left of a message: of the user's, of the selected one, and of the others while the widget has the focus.
+ASKED, SELECTED, FOCUSED = "▌", "┃", "▏"
+MORE = Style(dim=True)  # where a line of code goes on
+PAN = 8  # cells by which a key moves wide code
 
 
 class Transcript(ScrollView, can_focus=True):
@@ -65,7 +81,9 @@ class Transcript(ScrollView, can_focus=True):
 
     @dataclass
     class Act(Event):
-        """A key was pressed on a message. `action`: edit, regenerate, copy, code, previous or next."""
+        """A key was pressed on a message. `action`: a command, previous, next, collapse or
+        collapse-all.
+        """
 
         action: str
         message_id: int
@@ -77,10 +95,16 @@ class Transcript(ScrollView, can_focus=True):
         message_id: int
 
     @dataclass
+    class Linked(Event):
+        """A link was clicked."""
+
+        address: str
+
+    @dataclass
     class Left(Event):
         """Down was pressed on the last message."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, wraps_code: bool = False) -> None:
         super().__init__(id="transcript")
         self.views: list[MessageView] = []
         self._flow = Flow()
@@ -98,7 +122,10 @@ class Transcript(ScrollView, can_focus=True):
         self._arranged_at = 0.0
         self._palette: Palette | None = None
         self._notice = ""
+        self._about: Sequence[str] = ()
         self._drafts = False
+        self._wraps_code = wraps_code
+        self._pan = 0  # cells by which wide code is moved to the left
         self.can_explore = True  # the endpoint tells tokens
 
     # Content
@@ -110,6 +137,7 @@ class Transcript(ScrollView, can_focus=True):
         self.selected = None
         self._following = True
         self._anchor = None
+        self._pan = 0
         self.screen.clear_selection()
         self._arrange()
 
@@ -158,6 +186,12 @@ class Transcript(ScrollView, can_focus=True):
             self._go_to(index)
             self.focus()
 
+    def set_about(self, about: Sequence[str]) -> None:
+        """Show these lines about the model where there is no message yet."""
+        if about != self._about:
+            self._about = about
+            self.refresh()
+
     def set_notice(self, notice: str) -> None:
         """Show an error where there is no message yet; empty: none."""
         self._notice = clean(notice)
@@ -168,6 +202,40 @@ class Transcript(ScrollView, can_focus=True):
         self._drafts = shown
         self._palette = None
         self._arrange()
+
+    def action_toggle_wrap(self) -> None:
+        """Wrap long lines of code, or move them sideways again."""
+        self._wraps_code = not self._wraps_code
+        self._pan = 0
+        self._palette = None
+        self._following = False
+        self._arrange()
+
+    def action_pan(self, by: int) -> None:
+        """Move wide code by some steps to the left."""
+        hidden = self._flow.hidden(round(self.scroll_y), round(self.scroll_y) + self.size.height)
+        self._pan = max(0, min(self._pan + by * PAN, hidden))
+        self.refresh()
+
+    def on_mouse_scroll_right(self, event: events.MouseScrollRight) -> None:
+        self.action_pan(1)
+        event.stop()
+
+    def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
+        self.action_pan(-1)
+        event.stop()
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        if event.shift:
+            self.action_pan(1)
+            event.stop()
+            event.prevent_default()
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        if event.shift:
+            self.action_pan(-1)
+            event.stop()
+            event.prevent_default()
 
     def _draw_frame(self) -> None:
         self._frame = None
@@ -180,7 +248,9 @@ class Transcript(ScrollView, can_focus=True):
     @property
     def palette(self) -> Palette:
         if self._palette is None:
-            self._palette = make_palette(self.app.current_theme, self.app.theme_variables, drafts=self._drafts)
+            self._palette = make_palette(
+                self.app.current_theme, self.app.theme_variables, drafts=self._drafts, wraps_code=self._wraps_code
+            )
         return self._palette
 
     def notify_style_update(self) -> None:
@@ -202,7 +272,7 @@ class Transcript(ScrollView, can_focus=True):
         self._arranging = True
         self._measured, self._arranged_at = False, time.perf_counter()
         try:
-            self._text_width = max(width - margin(width + 1) - GUTTER - 1, 1)
+            self._text_width = min(max(width - margin(width + 1) - GUTTER - 1, 1), TEXT_WIDTH)
             top = self._place(self._text_width, height)
             self._mark()
             size = Size(width, self._flow.height)
@@ -286,34 +356,44 @@ class Transcript(ScrollView, can_focus=True):
         flow_y = round(self.scroll_y) + y
         line = self._flow.line(flow_y) if self.views else self._welcome_line(y)
         base = self.rich_style
-        mark = self._mark_of(flow_y)
+        asked = bool(self.views) and self._flow.is_asked(flow_y)
+        mark, pan = self._mark_of(flow_y, asked=asked), min(self._pan, line.hidden) if line is not None else 0
         selection = self.text_selection
         span = selection.get_span(flow_y) if selection is not None else None
-        key = (width, flow_y, base, mark)
+        key = (width, flow_y, base, mark, pan)
         if line is not None and span is None and line.strip is not None and line.strip_key == key:
             return line.strip
-        left = Segment(" " * margin(width + 1) + mark.ljust(GUTTER), base + self.palette.mark)
+        palette = self.palette
+        around, inside = base, base + palette.asked if asked else base
+        style = palette.user if asked and mark == ASKED else palette.mark
+        left = [Segment(" " * margin(width + 1), around), Segment(mark.ljust(GUTTER), inside + style)]
         if line is None:
-            return Strip(Segment.adjust_line_length([left], width, base), width)
+            return Strip(Segment.adjust_line_length(left, width, base), width)
+        fill_to = min(COLUMN - GUTTER, width - margin(width + 1) - GUTTER) if asked else line.fill_to
+        layout = Layout(width, flow_y, pan, self._text_width, fill_to)
         if span is not None:
-            return _make_strip(line, width, left, base, flow_y, span, self._selection_style)
-        line.strip, line.strip_key = _make_strip(line, width, left, base, flow_y), key
+            return _make_strip(line, layout, left, inside, base, span, self._selection_style)
+        line.strip, line.strip_key = _make_strip(line, layout, left, inside, base), key
         return line.strip
 
-    def _mark_of(self, y: int) -> str:
+    def _mark_of(self, y: int, *, asked: bool) -> str:
         if self._marked is not None and self._marked[0] <= y < self._marked[1]:
             return SELECTED
-        return FOCUSED if self.has_focus else ""
+        return ASKED if asked else FOCUSED if self.has_focus else ""
 
     def _welcome_line(self, y: int) -> Line | None:
         palette, width = self.palette, self._text_width
         keymap = keymap_of(self.app)
         keys = {name: keymap.label(f"run({name!r})", key) or f"/{name}" for name, key in WELCOME_KEYS.items()}
-        welcome = Text.assemble(("edgelm\n\n", palette.heading), (WELCOME.format(**keys), palette.muted))
-        lines = wrap_words(welcome, text_width(width))
+        about = "".join(f"{clean(line)}\n" for line in self._about)
+        welcome = Text.assemble(
+            ("edgelm\n", palette.heading), (f"{about}\n", palette.text), (WELCOME.format(**keys), palette.muted)
+        )
+        lines = wrap_words(welcome, width)
         if self._notice:
             lines += [Line(Text()), *NoteRow(self._notice, error=True).draw(width, palette)]
-        return lines[y] if y < len(lines) else None
+        y -= max(0, self.scrollable_content_region.height - len(lines)) // 3
+        return lines[y] if 0 <= y < len(lines) else None
 
     @property
     def _selection_style(self) -> Style:
@@ -350,6 +430,9 @@ class Transcript(ScrollView, can_focus=True):
             return
         y = round(self.scroll_y) + event.y
         view = self._flow.view_at(y)
+        if (address := event.style.meta.get(LINK)) is not None:
+            self.post_message(self.Linked(address))
+            return
         if view is not None and (act := event.style.meta.get(ACT)) is not None:
             self.post_message(self.Act(act, view.message.id))
             return
@@ -360,6 +443,12 @@ class Transcript(ScrollView, can_focus=True):
             self._select(view.message.id)
         self.focus(scroll_visible=False)
         self._arrange()
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        """Show the address of the link under the pointer."""
+        address = event.style.meta.get(LINK)
+        if address != self.tooltip:
+            self.tooltip = address
 
     def action_select(self, by: int) -> None:
         """Select the message above (-1) or below (1)."""
@@ -413,16 +502,31 @@ class Transcript(ScrollView, can_focus=True):
             ("g", "code", "code"),
             *([("x", "explore", "explore")] if self.can_explore else []),
         ]
-        hints = [Hint(key, label, f"act({action!r})") for key, label, action in actions] if self.views else []
-        return [*hints, Hint("Esc", "back", "screen.stop")]
+        hints = [Hint(key, label, f"act({action!r})") for key, label, action in actions]
+        hints += [
+            Hint("z", "fold", "act('collapse')", optional=True),
+            Hint("Z", "all", "act('collapse-all')", optional=True),
+            Hint("w", "wrap", "toggle_wrap", optional=True),
+        ]
+        return [*(hints if self.views else []), Hint("Esc", "back", "screen.stop")]
+
+
+class Layout(NamedTuple):
+    """The place of a line: cells of the widget, its row, cells that it is moved to the left, and its room."""
+
+    width: int
+    y: int
+    pan: int
+    room: int
+    fill_to: int
 
 
 def _make_strip(
     line: Line,
-    width: int,
-    left: Segment,
+    layout: Layout,
+    left: Sequence[Segment],
+    inside: Style,
     base: Style,
-    y: int,
     span: tuple[int, int] | None = None,
     selection: Style | None = None,
 ) -> Strip:
@@ -435,16 +539,45 @@ def _make_strip(
         text = text.copy()
         start, end = span
         text.stylize(selection, max(start, 0), None if end == -1 else max(end, 0))
-    background = base + line.fill if line.fill is not None else base
-    before = Style.from_meta({"offset": (-len(left.text) - 1, y)})
-    segments = [Segment(left.text, (left.style or base) + before)]
-    x = 0
+    background = inside + line.fill if line.fill is not None else inside
+    before = Style.from_meta({"offset": (-sum(len(part.text) for part in left) - 1, layout.y)})
+    segments = [Segment(part.text, (part.style or base) + before) for part in left]
     own = text.style if isinstance(text.style, Style) else None  # Rich omits it where a part has no style
-    for part in text.render(CONSOLE):
-        style = background + (part.style or own)
-        segments.append(Segment(part.text, style + Style.from_meta({"offset": (x, y)})))
-        x += len(part.text)
-    filled = line.fill_to - text.cell_len
+    parts = [(part.text, background + (part.style or own)) for part in text.render(CONSOLE)]
+    if line.hidden:
+        segments += _moved(parts, line.prefix, layout, background)
+    else:
+        x = 0
+        for words, style in parts:
+            segments.append(Segment(words, style + Style.from_meta({"offset": (x, layout.y)})))
+            x += len(words)
+    filled = layout.fill_to - (layout.room if line.hidden else text.cell_len)
     if filled > 0:
         segments.append(Segment(" " * filled, background))
-    return Strip(Segment.adjust_line_length(segments, width, base), width)
+    return Strip(Segment.adjust_line_length(segments, layout.width, base), layout.width)
+
+
+def _moved(parts: Sequence[tuple[str, Style]], prefix: int, layout: Layout, background: Style) -> list[Segment]:
+    """Return the part of a wide line that its room shows, with marks where it goes on."""
+    segments: list[Segment] = []
+    hidden_to = prefix + layout.pan + 1 if layout.pan else prefix  # a mark stands in the place of a cell
+    index = cells = used = 0
+    for words, style in parts:
+        kept, at = "", index
+        for character in words:
+            if prefix <= cells < hidden_to:
+                at = index + 1
+                if cells == prefix:
+                    segments.append(Segment("‹", background + MORE))
+                    used += 1
+            elif used < layout.room:
+                kept += character
+                used += get_character_cell_size(character)
+            cells += get_character_cell_size(character)
+            index += 1
+        if kept:
+            segments.append(Segment(kept, style + Style.from_meta({"offset": (at, layout.y)})))
+    room = layout.room
+    if cells - layout.pan <= room:
+        return Segment.adjust_line_length(segments, room, background)
+    return [*Segment.adjust_line_length(segments, room - 1, background), Segment("›", background + MORE)]
