@@ -29,9 +29,9 @@ from edgelm.client.turns import Turn
 from edgelm.client.work import Work
 from edgelm.library.catalog import FIRST_CHAT
 from edgelm.tui.model_names import is_path
-from edgelm.tui.prompt_progress import follow_prompt
 from edgelm.tui.transcript.drafted import Spans
 from edgelm.tui.transcript.passages import one_line
+from edgelm.tui.transcript.prompt_progress import follow_prompt
 from edgelm.tui.transcript.thought import ThoughtClock, ThoughtFigures, estimate_tokens
 from edgelm.tui.transcript.views import GO_ON, MessageView
 

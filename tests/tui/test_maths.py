@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgelm.tui.maths import formula_text
 from edgelm.tui.transcript.document import Document
+from edgelm.tui.transcript.maths import formula_text
 from tests.tui.test_transcript import EXAMPLES, show
 
 MATHS = ("frac", "sqrt", "begin", "end", "text", "left", "right", "alpha", "sum", "hat", "mathbb", "foo", "{", "}", ",")

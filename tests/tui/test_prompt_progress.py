@@ -9,7 +9,7 @@ import pytest
 from edgelm.client.endpoint import ChatRequest
 from edgelm.client.turns import FunctionTool, Turn
 from edgelm.client.watching import Chunk
-from edgelm.tui.prompt_progress import PromptProgress
+from edgelm.tui.transcript.prompt_progress import PromptProgress
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import FakeEndpoint
 
@@ -33,7 +33,7 @@ def test_tools_are_named_where_they_are_much_of_the_prompt() -> None:
 async def test_the_screen_says_how_far_the_prompt_is_read(
     open_chat: Open, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgelm.tui.prompt_progress.BEGIN_S", 0.0)
+    monkeypatch.setattr("edgelm.tui.transcript.prompt_progress.BEGIN_S", 0.0)
     monkeypatch.setattr("edgelm.client.endpoint.secrets.token_hex", lambda count: "7" * count)
     names = ("sequence", "prompt", "cached", "start", "computed", "drafted", "forced", "accepted", "new")
     chunk = {name: getattr(CHUNK, name) for name in names} | {"request_id": "req_" + "7" * 12, "tokens": []}

@@ -18,9 +18,9 @@ from rich.text import Text
 
 from edgelm.chats.formulas import keep_formulas
 from edgelm.tui.lines import ACT, LINK, Line, clean, indent, wrap_cells, wrap_words
-from edgelm.tui.maths import formula_text
 from edgelm.tui.palette import Palette
 from edgelm.tui.transcript.drafted import Tint
+from edgelm.tui.transcript.maths import formula_text
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
