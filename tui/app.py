@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual import _ansi_sequences
 from textual.app import App
@@ -23,22 +23,26 @@ from textual.keys import Keys
 from textual.screen import Screen
 from textual.theme import Theme
 
+from edgelm.base.errors import EdgeLMError
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
 from edgelm.chats.tools.consents import Consents
 from edgelm.chats.tools.toolbox import Toolbox
 from edgelm.client.link import Link
 from edgelm.client.reader import Reader, SendQuestion
-from edgelm.client.tool_runner import ToolRunner
+from edgelm.client.tool_runner import Asker, CallQuestion, LimitQuestion, Permit, ToolRunner
 from edgelm.tui import terminal_input
 from edgelm.tui.answers import failure_words
 from edgelm.tui.commands.keymap import KeyMap
 from edgelm.tui.commands.table import COMMANDS, Command
-from edgelm.tui.dialogs.tool_asker import ScreenAsker
+from edgelm.tui.lines import clean
 from edgelm.tui.palette import readable_variables
 from edgelm.tui.pulls import COMMAND
 from edgelm.tui.screen import ChatScreen
 from edgelm.tui.workspace import ChatDefaults
+
+if TYPE_CHECKING:
+    from edgelm.tui.dialogs.tools import AskScreen
 
 CLOSE_S = 5.0
 SCREEN_CHARS = 500  # screen cuts a longer sequence
@@ -88,6 +92,35 @@ class ChatCommands(Provider):
     def _run(self, name: str) -> None:
         assert isinstance(self.screen, ChatScreen)
         self.screen.run_command(name, "")
+
+
+class ScreenAsker(Asker):
+    """Asks in dialogs, whatever chat is on the screen: they name the chat."""
+
+    def __init__(self, app: App[Any]) -> None:
+        self._app = app
+
+    async def may_call(self, question: CallQuestion) -> Permit:
+        from edgelm.tui.dialogs.tools import CallScreen  # after the first paint
+
+        return await self._ask(CallScreen(question))
+
+    async def may_go_on(self, question: LimitQuestion) -> bool:
+        from edgelm.tui.dialogs.tools import LimitScreen
+
+        return await self._ask(LimitScreen(question)) == "once"
+
+    def tell(self, error: EdgeLMError) -> None:
+        self._app.notify(clean(str(error)), severity="error", timeout=10, markup=False)
+
+    async def _ask(self, dialog: AskScreen) -> Permit:
+        """Return the dialog's result. It is closed where nobody waits for that any more: the answer was stopped."""
+        try:
+            return await self._app.push_screen_wait(dialog)
+        except asyncio.CancelledError:
+            if dialog in self._app.screen_stack:
+                dialog.abandon()
+            raise
 
 
 class ChatApp(App[None], inherit_bindings=False):

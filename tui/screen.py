@@ -36,7 +36,6 @@ from edgelm.tui.answers import Answer, Answers
 from edgelm.tui.commands.keymap import keyless_bindings
 from edgelm.tui.commands.table import GLOBAL_KEYS, Suggestion, find_command, parse_call
 from edgelm.tui.dialogs.stats_text import figure_lines
-from edgelm.tui.garbage import delay_full_collections
 from edgelm.tui.inspector.panel import InspectorPanel
 from edgelm.tui.lines import clean
 from edgelm.tui.pane import ChatPane
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
 TWICE_S = 2.0  # for the second Ctrl+C
 COLLECT_AFTER_S = 1.0  # from the end of the last answer to a full garbage collection
 UNSENT_S = 0.5  # between two saves of the text in the prompt
+NEVER = 1_000_000_000  # as a threshold of the garbage collector
 
 
 class ChatScreen(Screen[None]):
@@ -171,7 +171,7 @@ class ChatScreen(Screen[None]):
             return
         transcript.set_notice("")
         self.status.change(activity="ready")
-        delay_full_collections()
+        _delay_full_collections()
         if self.workspace.link.remote is None:
             better: str | None = await asyncio.to_thread(self._suggested_model)
             self.view.better_model = better or ""
@@ -502,3 +502,13 @@ def _has_shell() -> bool:
         return os.getsid(parent) == os.getsid(0) and os.getpgid(parent) != os.getpgrp()
     except OSError:
         return False
+
+
+def _delay_full_collections() -> None:
+    """Let the collector collect only young objects; `gc.collect` at a quiet moment collects the others.
+
+    With a long chat open, a full collection holds the event loop for 50 ms and more, and comes at any moment.
+    """
+    gc.freeze()  # all present objects stay: never look at them again
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, NEVER)

@@ -6,6 +6,7 @@ Owns the forms. Computes nothing.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import sys
@@ -22,8 +23,7 @@ from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.base.machine.conditions import Conditions, joined
 from edgelm.commands.list import plain_console
 from edgelm.evaluation.comparison import Row, advice, beaten_by
-from edgelm.evaluation.svg_plot import svg_plot
-from edgelm.evaluation.text_plot import text_plot
+from edgelm.evaluation.plot import text_plot
 from edgelm.library.progress import size_text
 
 WIDE = 95  # columns beside the labels from which errors and types have room in the table
@@ -31,6 +31,22 @@ MAX_REFERENCE = 16  # characters of its label in a title
 NOISE_MARK = "≈ "  # before a divergence that is not distinguishable from noise
 STEADY = 1.5  # the spread of speeds from which a note says so
 PLOT_WIDTH = 100  # columns of a plot in a file
+SVG_WIDTH = 130  # columns of a picture: all columns of most tables
+# Rich's format without a window around the text and without fonts from elsewhere, for a light and a dark background.
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
+<style>{styles}
+.paper {{ fill: #ffffff }}
+.{unique_id}-matrix {{ font-family: monospace; font-size: {char_height}px }}
+.{unique_id}-matrix text {{ fill: #1f2328 }}
+@media (prefers-color-scheme: dark) {{ .paper {{ fill: #0d1117 }} .{unique_id}-matrix text {{ fill: #e6edf3 }} }}
+</style>
+<defs>{lines}</defs>
+<rect class="paper" width="{width}" height="{height}"/>
+<g class="{unique_id}-matrix" transform="translate(9, 9)">
+{matrix}
+</g>
+</svg>
+"""
 FIELDS = (
     "name", "label", "bytes", "bits_per_weight", "perplexity", "perplexity_stderr", "mean_kl", "mean_kl_stderr",
     "p99_kl", "kl_noise_floor", "distinguishable", "top1_agreement", "prompt_tokens_per_second",
@@ -96,10 +112,14 @@ def print_judgement(judgement: Judgement, form: Form) -> None:
 
 
 def _write_svg(judgement: Judgement, path: Path) -> None:
-    picture = svg_plot(judgement.rows, judgement.reference, judgement.heading)
-    if picture is None:
+    plot = text_plot(judgement.rows, judgement.reference, PLOT_WIDTH)
+    if not plot:
         print(f"note: there is nothing to draw, so {path} was not written", file=sys.stderr)
         return
+    console = Console(highlight=False, markup=False, width=SVG_WIDTH, record=True, file=io.StringIO())
+    _print_table(judgement, console)
+    console.print("\n" + "\n".join(plot))
+    picture = console.export_svg(code_format=SVG)
     try:
         atomic_write(path, picture.encode(), mode=0o644)
     except OSError as error:

@@ -30,7 +30,6 @@ from edgelm.base.workers.parent import Exit, Worker
 from edgelm.commands.convert import run_conversion
 from edgelm.commands.job import StatusLine
 from edgelm.commands.list import plain_console
-from edgelm.commands.quantize_choice import choice_lines, choice_table
 from edgelm.library.local import installed_model, require_whole
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text, time_text
@@ -332,12 +331,43 @@ def _print(document: dict[str, Any], chosen: FileType) -> None:
         table.add_row(row["type"], f"{row['tensors']:,}", size_text(row["bytes"]), f"{row['share']:.1%}")
     plain_console().print(table)
     if choice := document["choice"]:
-        plain_console().print(choice_table(choice))
-        print("\n".join(choice_lines(choice)))
+        plain_console().print(_choice_table(choice))
+        print("\n".join(_choice_lines(choice)))
     if chosen.is_quantized:
         print(f"what it costs: edgelm eval {shlex.quote(target)} TEXT --against {shlex.quote(origin)}")
     for note in _notes(document, chosen):
         print(f"note: {note}", file=sys.stderr)
+
+
+def _choice_table(report: dict[str, Any]) -> Table:
+    """Return a table of the types that `--to auto` chose, and by what: a row for each group of matrices."""
+    probes = list(dict.fromkeys(kind for row in report["rows"] for kind in row["probes"]))
+    table = Table(box=None, pad_edge=False)
+    table.add_column("MATRICES", overflow="fold")
+    for title in ("WEIGHTS", *(f"KL AS {kind}" for kind in probes)):
+        table.add_column(title, justify="right")
+    table.add_column("TYPE")
+    for title in ("SIZE", "KL"):
+        table.add_column(title, justify="right")
+    for row in report["rows"]:
+        alone = [_number(row["probes"].get(kind)) for kind in probes]
+        size = size_text(row["nbytes"])
+        name = row["name"].removesuffix(".weight")
+        table.add_row(name, f"{row['numbers']:,}", *alone, row["type"], size, _number(row["predicted"]))
+    return table
+
+
+def _choice_lines(report: dict[str, Any]) -> list[str]:
+    """Return the lines below the table."""
+    size, budget = size_text(report["nbytes"]), size_text(report["budget_bytes"])
+    lines = [f"{size} of {budget}, KL divergence of the source about {report['predicted']:.5f} by the sum of the rows"]
+    if report["measured"] is not None:
+        lines.append(f"all types together: {report['measured']:.5f}, on {report['num_tokens']:,} tokens of the text")
+    return lines
+
+
+def _number(divergence: float | None) -> str:
+    return "" if divergence is None else f"{divergence:.2g}"
 
 
 def _how(importance: dict[str, Any] | None) -> str:

@@ -44,7 +44,6 @@ class Entry:
     good_at: str
     is_default: bool  # the family's name alone means this size
     kind: EntryKind = "text"  # it writes text, or computes vectors only, or ranks documents only
-    unverified: bool = False  # no file was opened: the facts come from pages about the model
 
     @property
     def name(self) -> str:

@@ -34,7 +34,6 @@ from edgelm.server.models import ModelNames
 from edgelm.server.protocol import LimitedProtocol, raise_file_limit
 from edgelm.server.stored import ResponseStore
 from edgelm.server.tls import Tls, read_tls
-from edgelm.server.unused import wait_unused
 
 RESPONSES_FILE = "responses.sqlite"
 GRACE_S = 3  # for open responses when the front ends
@@ -42,6 +41,8 @@ ASK_LIMIT_S = 2.0
 AGAIN_S = 0.3  # a wrapper may pass on a Ctrl-C that this process had from the terminal: it is no second one
 SILENT_S = 1.0  # that saving takes before a line tells of it
 SAVING_POLL_S = 0.1
+UNUSED_S = 600.0  # for a front that `edgelm launch` started, where --idle-timeout is 0
+UNUSED_POLL_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +177,19 @@ async def _serve(
         for task in telling:
             task.cancel()
     return ended_by[0] if ended_by else None
+
+
+async def wait_unused(table: EngineTable, agents_run: Callable[[], bool], limit_s: float) -> None:
+    """Return when neither an agent ran nor a request used an engine for `limit_s`; 0: for UNUSED_S."""
+    limit_s = limit_s or UNUSED_S
+    clock = asyncio.get_running_loop().time
+    used = clock()
+    while clock() - used < limit_s:
+        await asyncio.sleep(min(UNUSED_POLL_S, limit_s / 4))
+        # An engine may be unloaded before this limit: the time of its last request is kept in `used`.
+        used = max(used, clock() - min((slot.idle_s for slot in table.slots.values()), default=limit_s))
+        if agents_run():
+            used = clock()
 
 
 async def _tell_of_saving(table: EngineTable, on_saving: Callable[[int], None]) -> None:

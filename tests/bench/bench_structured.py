@@ -15,9 +15,12 @@ import itertools
 import json
 import os
 import platform
+import select
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,12 +29,15 @@ from typing import Any, NamedTuple
 
 import httpx2
 
-from tests.bench.bench_agent_session import PORT, Server
+from tests.ending import end_server
 from tests.real_data import data_file
 
 NUM_SCHEMAS = 40
 TAKEN = "llguidance_1_9_1"
 CONTEXT = 4096
+PORT = 18_660
+START_LIMIT_S = 120.0
+NOT_KEPT = httpx2.Limits(max_keepalive_connections=0)  # llama-server closes connections at any time
 QUESTION = (
     "Here is a record of our system. Write one more, complete and plausible, with long texts in it, as JSON. The record"
     " was made on a Friday by a person who likes to describe things at length."
@@ -74,13 +80,70 @@ def _items(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+class Server:
+    """A server of one model that answers /v1/chat/completions."""
+
+    def __init__(self, name: str, command: list[str], folder: Path, model: str) -> None:
+        self.name = name
+        self.model = model
+        self._command = command
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client = httpx2.Client(timeout=1200, trust_env=False, limits=NOT_KEPT)
+        self.address = ""
+
+    def start(self) -> None:
+        """Start the process, and wait until the model is loaded."""
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("EDGELM_", "HF_"))}
+        places = {f"EDGELM_{kind}_DIR": str(self._folder / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
+        if self.name == "llama-server":
+            places["LD_LIBRARY_PATH"] = str(Path(self._command[0]).resolve().parent)  # where it was unpacked
+        places |= {"EDGELM_CACHE_DIR": str(self._folder / "cache"), "HF_HOME": str(self._folder / "hf")}
+        with (self._folder / f"{self.name}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=clean | places
+            )
+        assert self._process.stdout
+        if self.name == "edgelm":
+            ready, _, _ = select.select([self._process.stdout], [], [], START_LIMIT_S)
+            self.address = json.loads(self._process.stdout.readline())["address"] if ready else ""
+        else:
+            self.address = f"http://127.0.0.1:{PORT}"
+            threading.Thread(target=self._process.stdout.read, daemon=True).start()
+        self._wait()
+
+    @property
+    def pid(self) -> int:
+        assert self._process
+        return self._process.pid
+
+    def _wait(self) -> None:
+        """Wait until the model answers."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline and self._process and self._process.poll() is None:
+            try:
+                if self._client.get(f"{self.address}/health").status_code == 200:
+                    body = {"model": self.model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+                    self._client.post(f"{self.address}/v1/chat/completions", json=body).raise_for_status()
+                    return
+            except httpx2.TransportError:
+                pass
+            time.sleep(0.2)
+        raise SystemExit(f"{self.name} does not start: {(self._folder / f'{self.name}.log').read_text()[-1500:]}")
+
+    def stop(self) -> None:
+        """End the process as a user would."""
+        process, self._process = self._process, None
+        if process is not None:
+            end_server(process)
+
+
 class Client:
     """Sends requests to one server, and measures them."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        # llama-server closes connections at any time.
-        self._http = httpx2.Client(timeout=600, trust_env=False, limits=httpx2.Limits(max_keepalive_connections=0))
+        self._http = httpx2.Client(timeout=600, trust_env=False, limits=NOT_KEPT)
 
     def ask(self, schema: dict[str, Any] | None, tokens: int) -> Timed | None:
         """Return the times of one request; None: the schema is refused."""

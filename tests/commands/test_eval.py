@@ -324,15 +324,18 @@ def test_an_interrupted_run_continues_with_the_same_figures(edgelm: Edgelm, mode
     assert without_load(json.loads(resumed.stdout)) == without_load(json.loads(whole.stdout))
 
 
-def test_the_state_of_another_engine_is_not_continued(models: Path, text: Path) -> None:
+def test_the_state_of_another_engine_is_not_continued(
+    models: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same command may choose another engine later: a GPU is busy, or gone."""
+    monkeypatch.setattr(job_module, "STATE_EVERY_S", 0)
     first = FakeChild()
-    whole = job_result(models / "slow.gguf", text, first, window=64)
+    whole = job_result(models / "f32.gguf", text, first, window=128)
     state = first.states()[0]
     assert state["maker"] == "llama on cpu"
     for maker, expected in {"llama on cpu": 0, "torch on GPU X": 1}.items():
         child = FakeChild()
-        assert job_result(models / "slow.gguf", text, child, window=64, state=state | {"maker": maker}) == whole
+        assert job_result(models / "f32.gguf", text, child, window=128, state=state | {"maker": maker}) == whole
         assert sum(isinstance(reply, EvalRestarted) for reply in child.replies) == expected
 
 

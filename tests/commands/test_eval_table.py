@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 from rich.console import Console
@@ -244,6 +245,16 @@ def test_the_forms(judge: Judge, models: Path, tmp_path: Path) -> None:
         with pytest.raises(EdgeLMError, match=expected):
             judge(models, text=text, **values)
     assert judge.jobs == []
+
+
+def test_the_picture_has_the_table_and_the_plot_and_loads_nothing(judge: Judge, models: Path, tmp_path: Path) -> None:
+    assert judge(models, text=models / "text.txt", svg=tmp_path / "a.svg")[0] == 0
+    source = (tmp_path / "a.svg").read_text()
+    assert "url(http" not in source
+    assert "@media (prefers-color-scheme: dark)" in source
+    words = " ".join("".join(ET.fromstring(source).itertext()).split())
+    for expected in ("MODEL SIZE BITS", "q8_0", "mean KL divergence from f32", "size in"):
+        assert expected in words
 
 
 def test_a_table_marks_what_is_not_distinguishable_and_says_on_what_it_was_measured(judge: Judge, models: Path) -> None:

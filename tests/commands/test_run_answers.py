@@ -88,7 +88,6 @@ def test_each_kind_of_grammar_rules_the_answer(
     cases: list[tuple[tuple[str | Path, ...], str]] = [
         (("--regex", "[a-f]{3}[0-9]"), "[a-f]{3}[0-9]"),
         (("--choice", "apple pie", "--choice", "é?"), "apple pie|é\\?"),
-        (("--grammar", file("g.gbnf", 'root ::= "a" [0-9] "b"')), "a[0-9]b"),
         (("--grammar", file("no-suffix", 'root ::= "a" [0-9] "b"')), "a[0-9]b"),
         (("--grammar", file("g.lark", 'start: "x" /[0-9]/ "y"')), "x[0-9]y"),
     ]
@@ -115,9 +114,8 @@ def test_an_answer_that_is_cut_off_is_reported_as_incomplete(edgelm: Edgelm, mod
     assert done.returncode == 0
     assert re.fullmatch(rb"[a-z]{4,49}\n", done.stdout)
     assert done.stderr == b"note: the answer is incomplete: 4 tokens are the limit; raise --max-tokens\n"
-    for flags in ((), ("--json",)):
-        plain = edgelm("run", models["chat"], "hello", "--max-tokens", "4", *flags)
-        assert (plain.returncode, plain.stderr) == (0, done.stderr)
+    plain = edgelm("run", models["chat"], "hello", "--max-tokens", "4", "--json")
+    assert (plain.returncode, plain.stderr) == (0, done.stderr)
     assert json.loads(plain.stdout)["finish_reason"] == "length"
 
 
@@ -141,7 +139,6 @@ def test_a_bad_grammar_is_one_line_that_names_the_cause(
         (("--schema", tmp_path / "missing.json"), "missing.json cannot be read: No such file"),
         (("--schema", file("odd.json", '{"$ref": "other.json"}')), "other.json"),
         (("--grammar", file("name.gbnf", "root ::= nothing")), "Rule 'nothing' not found"),
-        (("--grammar", file("name.lark", "start: nothing")), 'unknown name: "nothing"'),
         (("--regex", "[0-9"), "unclosed character class"),
     ]
     for flags, expected in cases:
@@ -158,9 +155,6 @@ def test_a_bad_grammar_is_one_line_that_names_the_cause(
 def test_reasoning_is_not_part_of_the_answer(edgelm: Edgelm, models: dict[str, Path]) -> None:
     done = edgelm("run", models["thinking"], "hi", *GREEDY)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"hello\n", b"")
-    document = json.loads(edgelm("run", models["thinking"], "hi", *GREEDY, "--json").stdout)
-    assert (document["reasoning"], document["text"]) == ("m", "hello")
-    assert len(document["token_ids"]) == document["usage"]["completion_tokens"]
 
 
 def test_a_terminal_shows_reasoning_dim_on_standard_error(edgelm: Edgelm, models: dict[str, Path]) -> None:
@@ -198,6 +192,7 @@ def test_think_reaches_the_chat_template(edgelm: Edgelm, models: dict[str, Path]
     assert (str(off["text"]).strip(), "reasoning" in off) == ("hello", False)
     assert (low["text"], low["reasoning"]) == (auto["text"], auto["reasoning"]) == ("hello", "m")
     assert low["usage"]["prompt_tokens"] > auto["usage"]["prompt_tokens"]  # type: ignore[index]
+    assert len(auto["token_ids"]) == auto["usage"]["completion_tokens"]  # type: ignore[arg-type,index]
 
 
 def test_a_grammar_rules_the_answer_behind_the_reasoning(
@@ -205,7 +200,6 @@ def test_a_grammar_rules_the_answer_behind_the_reasoning(
 ) -> None:
     for flags, pattern in (
         (("--schema", file("s.json", json.dumps(SCHEMA))), OBJECT.pattern),
-        (("--regex", "[a-f]{3}"), "[a-f]{3}"),
         (("--grammar", file("g.gbnf", 'root ::= "a" | "b"')), "[ab]"),
     ):
         done = edgelm("run", models["thinking"], "hi", *GREEDY, "--json", *flags)

@@ -30,8 +30,8 @@ from tests.engine.simulation import fresh_seed, run_workload
 from tests.engine.test_prefixes import Disk
 from tests.engine.workloads import make_workload
 
-HISTORIES = Count(test=200, soak=20_000)
-WORKLOADS = Count(test=200, soak=10_000)
+HISTORIES = Count(test=100, soak=20_000)
+WORKLOADS = Count(test=100, soak=10_000)
 BACK: dict[str, Any] = {"can_trim": False, "can_copy": False, "rollback_len": 3}
 WHOLE: list[dict[str, Any]] = [
     {"can_trim": False},

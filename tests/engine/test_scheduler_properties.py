@@ -11,7 +11,7 @@ from tests.counts import Count
 from tests.engine.loop import Loop
 from tests.engine.simulation import BOOKKEEPERS, fresh_seed, run_workload
 
-WORKLOADS = Count(test=500, soak=20_000)  # for each bookkeeper
+WORKLOADS = Count(test=150, soak=20_000)  # for each bookkeeper
 CONVERSATIONS = Count(test=40, soak=1_000)
 SHARD = 50  # workloads of one test
 

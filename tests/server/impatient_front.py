@@ -1,10 +1,17 @@
-"""`edgelm serve` that notices a frozen engine within 2 s: `python -m tests.server.impatient_front serve …`."""
+"""`edgelm serve` that notices a frozen engine after 2 s, and keeps connections to an engine for half a second.
+
+python -m tests.server.impatient_front serve …
+"""
 
 from __future__ import annotations
 
 from edgelm.__main__ import main
 from edgelm.server.engines import frozen
+from edgelm.server.engines import link as engine_link
+
+KEPT_S = 0.5
 
 if __name__ == "__main__":
-    frozen.LIMIT_S, frozen.TICK_S = 2.0, 0.2
+    frozen.LIMIT_S, frozen.TICK_S = 2.0, 1.0  # a tick that comes late by another one does not count
+    engine_link.KEPT_S = KEPT_S
     main()

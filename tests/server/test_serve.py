@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from edgelm.base.config import load_config
-from edgelm.server.engines.link import KEPT_S
 from tests.server.harness import ENDLESS, LIMIT_S, Front, processes_of, serving, until
+from tests.server.impatient_front import KEPT_S
 
 
 def edgelm(environment: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -249,11 +249,11 @@ def test_ps_without_a_server_is_one_line(own: dict[str, str]) -> None:
 
 
 def test_an_engine_whose_socket_was_removed_is_replaced(own: dict[str, str], models: Path, tmp_path: Path) -> None:
-    with serving(own, models / "tiny.gguf", log=tmp_path / "log") as front:
+    with serving(own, models / "tiny.gguf", log=tmp_path / "log", module="tests.server.impatient_front") as front:
         front.chat()
         before = front.ps("tiny")["pid"]
         shutil.rmtree(next(Path(own["EDGELM_RUNTIME_DIR"]).glob("engines-*")))
-        time.sleep(KEPT_S + 1)  # until then a kept connection reaches it
+        time.sleep(2 * KEPT_S)  # until then a kept connection reaches it
         assert front.chat().status_code == 200
         assert front.ps("tiny")["pid"] != before
 

@@ -19,7 +19,6 @@ import pytest
 
 from edgelm.backends.model import LoadedModel
 from edgelm.engine.core import Sequence
-from tests.bench.bench_tool_loop import cached_shares
 from tests.engine.fake import SimpleDrafter
 from tests.real_data import template
 from tests.served import loaded_model, served
@@ -158,6 +157,63 @@ async def test_calls_obey_their_schemas(models: dict[str, LoadedModel], name: st
             assert plain.choices[0].message.content == answer.message.content
     if choice != "auto":
         assert finished, "no answer was finished"
+
+
+LOOP_SYSTEM = (
+    "You are a helpful assistant that looks facts up before it answers. " * 40
+)  # agents send thousands of tokens
+LOOP_PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["cat", "dog"]}, "days": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+LOOP_TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": f"The tool {name}. " * 16, "parameters": LOOP_PARAMETERS},
+    }
+    for name in ("weather", "traffic")
+]
+
+
+async def cached_shares(model: LoadedModel, turns: int) -> list[tuple[float, int]]:
+    """Return the cached share of each prompt, and how many tokens the model has seen before and computes again."""
+    messages: list[Any] = [
+        {"role": "system", "content": LOOP_SYSTEM},
+        {"role": "user", "content": "How are the cities?"},
+    ]
+    shares, seen = [], 0
+    async with served(model) as edgelm:
+        for turn in range(turns):
+            answer = await edgelm.client.chat.completions.create(
+                model="m",
+                messages=messages,
+                tools=LOOP_TOOLS,
+                tool_choice="required",
+                parallel_tool_calls=False,
+                temperature=1,
+                seed=turn,
+                max_tokens=400,
+                extra_body={"reasoning_budget": 8},
+            )
+            usage, (choice,) = answer.usage, answer.choices
+            assert usage
+            assert usage.prompt_tokens_details
+            cached = usage.prompt_tokens_details.cached_tokens or 0
+            shares.append((cached / usage.prompt_tokens, max(seen - cached, 0)))
+            seen = usage.total_tokens
+            assert choice.finish_reason == "tool_calls"
+            message: dict[str, Any] = choice.message.model_dump(exclude_none=True)
+            message.pop("reasoning", None)
+            for call in message["tool_calls"]:
+                call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
+            messages.append(message)
+            messages += [
+                {"role": "tool", "tool_call_id": call["id"], "content": f"It is {turn} degrees"}
+                for call in message["tool_calls"]
+            ]
+    return shares
 
 
 async def test_a_loop_of_calls_computes_only_new_tokens(tmp_path: Path) -> None:

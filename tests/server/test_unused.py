@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from edgelm.base.runtime import agents_run, find_fronts, note_agent
-from edgelm.server.unused import wait_unused
+from edgelm.server.serving import wait_unused
 
 SHORT_S = 0.05
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from edgelm.base.errors import RequestError
 from edgelm.text.stream import MAX_STOPS, TextStream
+from tests.counts import Count
 
+EXAMPLES = Count(test=100, soak=4_000)
 LETTERS = "abé日🦙"  # of 1, 1, 2, 3 and 4 bytes
 texts = st.text(LETTERS, max_size=24) | st.text("ab", max_size=24)
 stop_lists = st.lists(st.text(LETTERS, min_size=1, max_size=5) | st.text("ab", min_size=1, max_size=8), max_size=4)
@@ -59,7 +61,7 @@ def show(pieces: list[bytes], stops: list[str]) -> tuple[str, TextStream]:
     return "".join(stream.push(piece) for piece in pieces) + stream.flush(), stream
 
 
-@settings(max_examples=400)
+@settings(max_examples=EXAMPLES)
 @given(texts, stop_lists, st.lists(st.integers(0, 100), max_size=12))
 @example("aaab", ["aab"], [1, 2, 3])
 @example("aaaab", ["aaab", "aab"], [1, 2, 3])
@@ -71,7 +73,7 @@ def test_the_text_ends_before_the_stop_that_is_complete_first(text: str, stops: 
     assert stream.stopped == (stream.matched is not None)
 
 
-@settings(max_examples=400)
+@settings(max_examples=EXAMPLES)
 @given(texts, stop_lists, st.lists(st.integers(0, 100), max_size=12))
 def test_all_that_is_safe_is_shown_at_once_and_nothing_else(text: str, stops: list[str], cuts: list[int]) -> None:
     stream, data, shown = TextStream(stops), b"", ""
@@ -85,7 +87,7 @@ def test_all_that_is_safe_is_shown_at_once_and_nothing_else(text: str, stops: li
         assert "\ufffd" not in shown
 
 
-@settings(max_examples=400)
+@settings(max_examples=EXAMPLES)
 @given(
     any_bytes, st.lists(st.text(LETTERS + "\ufffd", min_size=1, max_size=3), max_size=3), st.lists(st.integers(0, 100))
 )
@@ -96,7 +98,7 @@ def test_invalid_bytes_become_replacement_characters(data: bytes, stops: list[st
     assert (shown, stream.matched) == ended(data.decode("utf-8", "replace"), stops)
 
 
-@settings(max_examples=300)
+@settings(max_examples=EXAMPLES)
 @given(st.lists(plain_bytes, max_size=24).map(bytes), st.lists(st.integers(0, 100), max_size=8))
 def test_without_stops_only_an_incomplete_character_waits(data: bytes, cuts: list[int]) -> None:
     stream, past, shown = TextStream(), b"", ""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual._context import active_app
 from textual.pilot import Pilot
 
 from edgelm.client.link import Link
@@ -22,6 +23,9 @@ from edgelm.tui.screen import ChatScreen
 from edgelm.tui.transcript.widget import Transcript
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.fake_endpoint import FakeEndpoint
+
+SHORT_S = 0.01
+MANY_TURNS = 10_000  # of an event loop
 
 
 class Driver:
@@ -113,6 +117,30 @@ class Driver:
         await self.until(lambda: self.prompt.text == "", "sending")
 
 
+async def settled(min_sleep: float = 0.0, max_sleep: float = 0.0) -> None:
+    """Return when the event loop has nothing to do and the screen shows what it should.
+
+    In place of Textual's own wait until the process uses little processor time, which is long and proves nothing.
+    """
+    loop: Any = asyncio.get_running_loop()
+    for pause_s in (min_sleep, SHORT_S, SHORT_S):  # threads and sockets answer meanwhile
+        await asyncio.sleep(pause_s)
+        for _ in range(MANY_TURNS):
+            if not loop._ready:
+                break
+            await asyncio.sleep(0)
+        app = active_app.get(None)
+        if app is not None and app._running and app._screen_stack:
+            app.screen._on_timer_update()  # as at the next tick
+
+
+@pytest.fixture
+def quick_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the pilot go on as soon as a key is handled. Pictures wait longer, by Textual's own rule."""
+    for module in ("textual.app", "textual.pilot"):
+        monkeypatch.setattr(f"{module}.wait_for_idle", settled)
+
+
 Open = Callable[..., Any]
 
 
@@ -123,7 +151,7 @@ async def endpoint() -> AsyncIterator[FakeEndpoint]:
 
 
 @pytest.fixture
-def open_chat(endpoint: FakeEndpoint, tmp_path: Path) -> Open:
+def open_chat(endpoint: FakeEndpoint, tmp_path: Path, quick_pilot: None) -> Open:
     """Return a context manager that runs the chat; all its calls in one test use the same file of chats."""
 
     @asynccontextmanager

@@ -712,6 +712,7 @@ def test_each_key_has_a_way() -> None:
     assert keys == set(WAYS), "give the mouse a way to do what the key does, and click it here"
 
 
+@pytest.mark.timeout(400)  # a group is many clicks, and the machine may be busy
 @pytest.mark.parametrize("group", [group for group, _ in KEY_GROUPS])
 async def test_the_mouse_does_what_keys_do(open_chat: Open, endpoint: FakeEndpoint, group: str) -> None:
     async with open_chat(size=(190, 36)) as chat:

@@ -57,7 +57,8 @@ async def test_one_key_gets_a_model_for_a_first_chat(open_chat: Open, tmp_path: 
         await chat.sees(f"/pull {FIRST_CHAT}", "Tab gets it")
         await chat.press("tab")
         await chat.sees(f"↓ {FIRST_CHAT}")
-        assert (tmp_path / "hub" / "jobs").read_text() == f"{FIRST_CHAT}\n"
+        jobs = tmp_path / "hub" / "jobs"
+        await chat.until(lambda: jobs.exists() and jobs.read_text() == f"{FIRST_CHAT}\n", "the worker has the job")
         assert chat.turns == []
         (tmp_path / "hub" / "go").touch()
         await chat.until(lambda: not chat.screen.pulls, "the end of the pull")

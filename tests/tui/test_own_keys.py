@@ -31,7 +31,7 @@ OpenOwn = Callable[..., AbstractAsyncContextManager[Driver]]
 
 
 @pytest.fixture
-def open_own(endpoint: FakeEndpoint, tmp_path: Path) -> OpenOwn:
+def open_own(endpoint: FakeEndpoint, tmp_path: Path, quick_pilot: None) -> OpenOwn:
     """Return a context manager that runs the chat with keys and themes of the user's own."""
 
     @asynccontextmanager

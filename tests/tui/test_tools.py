@@ -40,7 +40,7 @@ def call(tool: str, arguments: object = None, *, server: str = "small", **more: 
 
 
 @pytest.fixture
-def open_tools(endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenTools:
+def open_tools(endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_pilot: None) -> OpenTools:
     """Return a context manager that runs the chat with the server `small`, in use in the open chat."""
     monkeypatch.setattr(process, "LEAVE_S", 0.1)
     monkeypatch.setattr("edgelm.chats.tools.connection.STUCK_S", 0.2)

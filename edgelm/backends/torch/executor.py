@@ -25,12 +25,12 @@ from edgelm.backends.torch.compiling import compile_kernels
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
-from edgelm.backends.torch.parts import parts_of
 from edgelm.backends.torch.sampler import DeviceSampler, Launch, RowRequest
 from edgelm.base.errors import DeviceError, SnapshotError
 from edgelm.engine.core import (
     LAST,
     NOT_A_TOKEN,
+    Chunk,
     CompletedSamples,
     Drop,
     ExecutorInfo,
@@ -55,6 +55,7 @@ from edgelm.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
+PART_TOKENS = 64  # of a step that is computed in parts, since it needs too much memory
 MAX_ROWS = ROWS  # sampled rows of a step: with more, a verified row would have other rounding than a decoded one
 
 
@@ -404,3 +405,13 @@ def _last_rows(step: Step) -> dict[int, int]:
 def device_name(device: torch.device) -> str:
     """Return the name of a device, as it is shown."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def parts_of(step: Step, max_tokens: int = PART_TOKENS) -> Iterator[Step]:
+    """Yield steps of one sequence and at most so many tokens; their rows, in order, are those of the step."""
+    for chunk in step.chunks:
+        first_row = len(chunk.tokens) - chunk.rows
+        for begin in range(0, len(chunk.tokens), max_tokens):
+            tokens = chunk.tokens[begin : begin + max_tokens]
+            rows = max(begin + len(tokens) - max(begin, first_row), 0)
+            yield Step((Chunk(chunk.seq, chunk.start + begin, tokens, rows, chunk.kv),))

@@ -2,7 +2,7 @@
 
 It need not have all other values: {"not": {"const": 3}} becomes the numbers above 3 and below 3.
 
-Owns the negation of each keyword. Knows nothing of where it is used.
+Owns the negation of each keyword, and whether two schemas exclude each other. Knows nothing of where it is used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _NOTES = frozenset(
     "$comment $schema $id $defs definitions default deprecated description examples format id title".split()
 )
 _MAX_DEPTH = 16
+_DISJOINT_DEPTH = 8
 _MAX_STRINGS = 200  # of those that a pattern excludes
 
 
@@ -259,3 +260,49 @@ def _types_of_value(value: Any) -> tuple[str, ...]:
         case list():
             return ("array",)
     return ("object",)
+
+
+def disjoint(one: Any, other: Any, root: Mapping[str, Any], depth: int = _DISJOINT_DEPTH) -> bool:
+    """Tell whether certainly no value conforms to both schemas. `root` is what references lead into."""
+    one, other = resolved(one, root), resolved(other, root)
+    if one is False or other is False:
+        return True
+    if not isinstance(one, dict) or not isinstance(other, dict) or not depth:
+        return False
+    types = types_of(one) & types_of(other)
+    if not types:
+        return True
+    values = [schema.get("enum", [schema["const"]] if "const" in schema else None) for schema in (one, other)]
+    if isinstance(values[0], list) and isinstance(values[1], list):
+        return not any(equal(first, second) for first in values[0] for second in values[1])
+    pairs = ((one, other), (other, one))
+    if any(_by_part(first, second, root, depth - 1) for first, second in pairs):
+        return True
+    return types == {"object"} and any(_by_property(first, second, root, depth - 1) for first, second in pairs)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Tell whether two values of JSON are equal: True is not 1."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _by_part(one: dict[str, Any], other: dict[str, Any], root: Mapping[str, Any], depth: int) -> bool:
+    """Tell whether all alternatives of the first schema exclude the second, or a part that all values conform to."""
+    for key in ("anyOf", "oneOf"):
+        parts = one.get(key)
+        if isinstance(parts, list) and parts and all(disjoint(part, other, root, depth) for part in parts):
+            return True
+    parts = one.get("allOf")
+    return isinstance(parts, list) and any(disjoint(part, other, root, depth) for part in parts)
+
+
+def _by_property(one: dict[str, Any], other: dict[str, Any], root: Mapping[str, Any], depth: int) -> bool:
+    """Tell whether objects of the first schema have a property that those of the second do not have like this."""
+    required, properties = one.get("required"), other.get("properties") or {}
+    for name in required if isinstance(required, list) else ():
+        if name not in properties:
+            if other.get("additionalProperties") is False and not other.get("patternProperties"):
+                return True
+        elif disjoint((one.get("properties") or {}).get(name, True), properties[name], root, depth):
+            return True
+    return False

@@ -13,8 +13,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from edgelm.engine.sampling.disjoint import disjoint, equal
-from edgelm.engine.sampling.negated import TYPES, integral, negated, resolved, types_of, without_strings
+from edgelm.engine.sampling.negated import (
+    TYPES,
+    disjoint,
+    equal,
+    integral,
+    negated,
+    resolved,
+    types_of,
+    without_strings,
+)
 from edgelm.engine.sampling.unique import item_values
 
 _MAX_DEPTH = 64

@@ -12,10 +12,12 @@ import os
 import resource
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -31,19 +33,20 @@ from edgelm.engine.usage import Usage
 from edgelm.jobs.answer import Answerer, Prepared, merged
 from edgelm.jobs.request import AnswerDelta, AnswerRequest, ContextError
 from edgelm.server.api.dialect import AnswerContext, ApiRequest, Reply
-from edgelm.server.api.dialects import COUNTS, DIALECTS, dialect_of, parse_answers, parse_request, reply_to
+from edgelm.server.api.dialects import COUNTS, DIALECTS, TEXTS, dialect_of, parse_answers, parse_request, reply_to
 from edgelm.server.api.errors import ApiError, as_api_error
 from edgelm.server.api.handlers import EXCEPTION_HANDLERS, error_response
 from edgelm.server.api.json_body import read_json
+from edgelm.server.api.llama_texts import TextRequest
 from edgelm.server.bodies import Bodies
 from edgelm.server.engine_process.events import event_routes
 from edgelm.server.engine_process.kind import require_kind
 from edgelm.server.engine_process.open_answers import OpenAnswers, counted
 from edgelm.server.engine_process.pooled import pooled_routes
-from edgelm.server.engine_process.texts import text_routes
 from edgelm.server.keys import CLIENT, NAMESPACE, USAGE
 from edgelm.server.request_id import REQUEST_ID, set_request_id
 from edgelm.server.sse import EventStream, cancel, json_pieces, unless_client_leaves
+from edgelm.text.encoding import TextEncoder
 from edgelm.text.template import TooLongError
 
 PATIENCE_S = 5.0  # for the first token; then the stream is opened without it
@@ -115,7 +118,7 @@ def engine_app(parts: EngineParts, key: str) -> Starlette:
         routes=[
             *(Route(path, answer, methods=["POST"]) for path in DIALECTS),
             *(Route(path, count_tokens, methods=["POST"]) for path in COUNTS),
-            *text_routes(parts.loaded, parts.answerer, parts.open_answers, read),
+            *_text_routes(parts, read),
             *pooled_routes(parts.loaded, bodies, usage_of),
             *event_routes(parts.loaded),
             Route("/stats", stats),
@@ -124,6 +127,25 @@ def engine_app(parts: EngineParts, key: str) -> Starlette:
         middleware=[Middleware(_KeyGuard, key=key)],
         exception_handlers=EXCEPTION_HANDLERS,
     )
+
+
+def _text_routes(parts: EngineParts, read: Callable[[Request], Awaitable[Any]]) -> list[Route]:
+    """Return the routes that need the tokenizer or the chat template, and no answer; and that of the open requests.
+
+    `read` returns the checked body of a request. The modules of the APIs have the answers.
+    """
+    texts = TextEncoder(parts.loaded.tokenizer)
+
+    async def text_answer(request: Request) -> Response:
+        text_request: TextRequest = await read(request)
+        prepare = partial(_prepare_one, parts, request, text_request.model)
+        answer = await unless_client_leaves(request, text_request.text_answer(texts, prepare))
+        return Response(answer, media_type="application/json")
+
+    async def slots(request: Request) -> Response:
+        return JSONResponse(parts.open_answers.entries(request.headers.get(NAMESPACE, "")))
+
+    return [*(Route(path, text_answer, methods=["POST"]) for path in TEXTS), Route("/slots", slots)]
 
 
 async def _answer(
@@ -158,17 +180,18 @@ async def _prepare(
     parts: EngineParts, request: Request, api_request: ApiRequest, answers: Sequence[AnswerRequest]
 ) -> list[Prepared]:
     """Return the answers of a request, ready to run. Raises ApiError if a prompt is too long."""
-    require_kind(parts.loaded, "text", api_request.model)
+    model, notes = api_request.model, api_request.notes
+    return [await _prepare_one(parts, request, model, replace(answer, notes=notes)) for answer in answers]
+
+
+async def _prepare_one(parts: EngineParts, request: Request, model: str, answer: AnswerRequest) -> Prepared:
+    require_kind(parts.loaded, "text", model)
     namespace, client = (request.headers.get(name, "") for name in (NAMESPACE, CLIENT))
     try:
-        return [
-            await parts.answerer.prepare(replace(answer_request, notes=api_request.notes), namespace, client)
-            for answer_request in answers
-        ]
+        return await parts.answerer.prepare(answer, namespace, client)
     except (ContextError, TooLongError) as error:
-        raise ApiError(
-            400, "context_length_exceeded", str(error), param=dialect_of(request.url.path).prompt_field
-        ) from error
+        param = dialect_of(request.url.path).prompt_field
+        raise ApiError(400, "context_length_exceeded", str(error), param=param) from error
 
 
 def _deltas(answerer: Answerer, prepared: list[Prepared]) -> AsyncGenerator[AnswerDelta, None]:

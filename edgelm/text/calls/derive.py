@@ -55,7 +55,6 @@ class ToolSupport:
     form: CallFormat
     describes_tools: bool
     writes_calls: bool
-    two_calls: bool  # the template takes a message with two calls
     source: Source
 
 
@@ -78,7 +77,7 @@ def find_support(template: str, special_strings: Collection[str], render: Render
 
     def support(form: CallFormat, source: Source) -> ToolSupport:
         is_own = source != "generic"
-        return ToolSupport(form, describes and is_own, writes and is_own, two and is_own, source)
+        return ToolSupport(form, describes and is_own, writes and is_own, source)
 
     if writes:
         for form in candidates:

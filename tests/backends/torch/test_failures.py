@@ -13,9 +13,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from edgelm.backends.torch.executor import TorchExecutor
+from edgelm.backends.torch.executor import TorchExecutor, parts_of
 from edgelm.backends.torch.failures import NOT_COMPILED, TRY_AGAIN, OutOfMemoryError, gpu_errors
-from edgelm.backends.torch.parts import parts_of
 from edgelm.base.errors import DeviceError, EngineError
 from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 from edgelm.kernels.choice import NoKernelError

@@ -20,7 +20,7 @@ from tests.engine.sampling.slow import FLOAT32_MAX, Exact, exact, packed
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-EXAMPLES = Count(test=600, soak=6_000)  # of hypothesis
+EXAMPLES = Count(test=150, soak=6_000)  # of hypothesis
 DRAWS = 8  # of each
 BIG_DRAWS = Count(test=400, soak=5_000)
 CHI_SQUARE_DRAWS = Count(test=50_000, soak=500_000)

@@ -85,7 +85,7 @@ def test_a_format_that_is_not_understood_is_the_generic_one(call: str) -> None:
 
 def test_a_template_that_fails_with_tools_has_the_generic_format() -> None:
     found = support("{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0].content }}")
-    assert (found.form, found.describes_tools, found.two_calls) == (GENERIC, False, False)
+    assert (found.form, found.describes_tools) == (GENERIC, False)
 
 
 def test_a_known_format_needs_no_calls_in_the_template() -> None:
@@ -110,7 +110,7 @@ def test_one_call_a_turn_is_noticed() -> None:
     two = "{% if m.tool_calls and m.tool_calls|length > 1 %}{{ raise_exception('one') }}{% endif %}"
     source = "{% for m in messages %}" + two + "{% endfor %}" + HEAD + ODD["json in tags"][1] + TAIL
     found = support(source)
-    assert (found.source, found.two_calls, found.form.parallel) == ("derived", False, False)
+    assert (found.source, found.form.parallel) == ("derived", False)
 
 
 SHARED = {
