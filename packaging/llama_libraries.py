@@ -23,7 +23,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,10 +46,13 @@ STRUCTURES = (
     "llama_token_data_array",
     "llama_sampler_chain_params",
 )
+MTMD_STRUCTURES = ("mtmd_context_params", "mtmd_input_part", "mtmd_input_text", "mtmd_decoder_pos")
 ANONYMOUS = {("llama_model_kv_override", "value")}  # in C a union without a name
 REQUIREMENTS = ("typing-extensions>=4.5",)  # of the binding
 IMPORT = "from llama_cpp._ctypes_extensions import"
 PLACE = '_override_base_path = os.environ.get("LLAMA_CPP_LIB_PATH")'
+MTMD_IMPORT = "import llama_cpp.llama_cpp as llama_cpp"
+MTMD_PLACE = '_libmtmd_override_path = os.environ.get("MTMD_CPP_LIB")'
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,11 @@ def compile_wheel(build: Build, scratch: Path) -> Path:
     commit = llama_commit(source)
     fields = scratch / "fields"
     fields.mkdir()
-    (fields / "fields.h").write_text("".join(layout_lines(source)), encoding="utf-8")
+    for header, module, structures in (
+        ("fields.h", "llama_cpp.py", STRUCTURES),
+        ("mtmd_fields.h", "mtmd_cpp.py", MTMD_STRUCTURES),
+    ):
+        (fields / header).write_text("".join(layout_lines(source, module, structures)), encoding="utf-8")
     # Paths of this build would be bytes that change; the linker's own identifier is a hash of the contents.
     prefix = f"-ffile-prefix-map={scratch}=. -ffile-prefix-map={PROJECT}=."
     options = {
@@ -160,6 +167,12 @@ def python_files(source: Path, commit: str) -> dict[str, bytes]:
     binding = binding.replace(IMPORT, "from edgelm_llama._ctypes_extensions import")
     # Not from the environment: these are the libraries that the layouts were checked for.
     binding = binding.replace(PLACE, '_override_base_path = os.path.join(os.path.dirname(__file__), "lib")')
+    pictures = (package / "mtmd_cpp.py").read_text(encoding="utf-8")
+    if not (pictures.count(MTMD_IMPORT) == pictures.count(MTMD_PLACE) == 1 and IMPORT in pictures):
+        raise BuildError("llama-cpp-python's binding of libmtmd has changed: it does not import or find it as before")
+    pictures = pictures.replace(MTMD_IMPORT, "import edgelm_llama.llama_cpp as llama_cpp")
+    pictures = pictures.replace(IMPORT, "from edgelm_llama._ctypes_extensions import")
+    pictures = pictures.replace(MTMD_PLACE, "_libmtmd_override_path = None")
     version = re.search(r'__version__ = "([^"]+)"', (package / "__init__.py").read_text(encoding="utf-8"))
     assert version
     ours = f'"""The build of these libraries."""\n\nBINDING = "llama-cpp-python {version[1]}"\nCOMMIT = "{commit}"\n'
@@ -168,17 +181,18 @@ def python_files(source: Path, commit: str) -> dict[str, bytes]:
         "edgelm_llama/_ctypes_extensions.py": (package / "_ctypes_extensions.py").read_bytes(),
         "edgelm_llama/build.py": ours.encode(),
         "edgelm_llama/llama_cpp.py": binding.encode(),
+        "edgelm_llama/mtmd_cpp.py": pictures.encode(),
         "edgelm_llama/licenses/llama-cpp-python.txt": (source / "LICENSE.md").read_bytes(),
         "edgelm_llama/licenses/llama.cpp.txt": (source / "vendor" / "llama.cpp" / "LICENSE").read_bytes(),
         "edgelm_llama/py.typed": b"",
     }
 
 
-def layout_lines(source: Path) -> Iterator[str]:
-    """Yield the lines of fields.h: the structures of the binding, and their fields, whose layout abi.c exports."""
-    tree = ast.parse((source / "llama_cpp" / "llama_cpp.py").read_text(encoding="utf-8"))
+def layout_lines(source: Path, module: str, structures: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a header: structures of a module of the binding, and their fields, for abi.c."""
+    tree = ast.parse((source / "llama_cpp" / module).read_text(encoding="utf-8"))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    for name in STRUCTURES:
+    for name in structures:
         yield f"STRUCT({name})\n"
         for statement in classes[name].body:
             if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.List):

@@ -26,9 +26,9 @@ from pathlib import Path
 NAME = "llama-cpp-python"
 PYPROJECT = Path(__file__).resolve().parent / "llama" / "pyproject.toml"
 SOURCE = Path(__file__).resolve().parent / "llama_source.py"
-# llama.cpp's own programs and its reader of pictures take two thirds of the compiler's time, and edgelm calls neither.
+# edgelm calls none of llama.cpp's own programs, and libmtmd reads pictures without the program ffmpeg for videos.
 # A normal variable of CMake hides the cache entry of the same name, which llama-cpp-python's CMakeLists.txt forces.
-LEFT_OUT = "set(LLAMA_BUILD_COMMON OFF)\nset(LLAVA_BUILD OFF)\n"
+LEFT_OUT = 'set(LLAMA_BUILD_COMMON OFF)\nset(MTMD_VIDEO OFF CACHE BOOL "" FORCE)\n'
 CORRECT = 'execute_process(COMMAND "{python}" "{script}" "${{CMAKE_CURRENT_SOURCE_DIR}}" COMMAND_ERROR_IS_FATAL ANY)\n'
 BUILD_VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS")
 

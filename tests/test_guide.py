@@ -47,6 +47,7 @@ OTHERS_VARIABLES = {
 OTHERS_NAMES = {  # words with an underscore that are no setting of ours
     "check_embedding_ctx_length", "endpoint_fim", "model_fim", "finish_reason", "reasoning_content",
     "previous_response_id", "context_length_exceeded", "relevance_score",
+    "image_url", "input_image", "tool_result",
 }  # fmt: skip
 DOCUMENTS = [  # by the guide's rules for commands
     *sorted((ROOT / "docs" / "guide").glob("*.md")),

@@ -315,9 +315,19 @@ class {name}(ctypes.Structure):
 """
 
 
-def write_source(folder: Path, binding: str) -> Path:
+MTMD = """
+import llama_cpp.llama_cpp as llama_cpp
+from llama_cpp._ctypes_extensions import load_shared_library
+_libmtmd_override_path = os.environ.get("MTMD_CPP_LIB")
+class {name}(ctypes.Structure):
+    _fields_ = [("text", ctypes.c_char_p)]
+"""
+
+
+def write_source(folder: Path, binding: str, mtmd: str = MTMD.format(name="mtmd_input_text")) -> Path:
     for name, text in (
         ("llama_cpp/llama_cpp.py", binding),
+        ("llama_cpp/mtmd_cpp.py", mtmd),
         ("llama_cpp/_ctypes_extensions.py", ""),
         ("llama_cpp/__init__.py", '__version__ = "0.3.36"'),
         ("LICENSE.md", "MIT"),
@@ -334,6 +344,10 @@ def test_the_binding_finds_our_libraries_whatever_the_environment_says(tmp_path:
     assert "environ" not in binding
     assert "from edgelm_llama._ctypes_extensions import load_shared_library" in binding
     assert 'COMMIT = "abc"' in files["edgelm_llama/build.py"].decode()
+    mtmd = files["edgelm_llama/mtmd_cpp.py"].decode()
+    assert "environ" not in mtmd
+    assert "llama_cpp.llama_cpp" not in mtmd.replace("edgelm_llama.llama_cpp", "")
+    assert "from edgelm_llama._ctypes_extensions import load_shared_library" in mtmd
 
 
 @pytest.mark.parametrize("gone", ["LLAMA_CPP_LIB_PATH", "llama_cpp._ctypes_extensions"])
@@ -343,9 +357,16 @@ def test_a_binding_of_another_form_is_not_built(tmp_path: Path, gone: str) -> No
         libraries.python_files(source, "abc")
 
 
+@pytest.mark.parametrize("gone", ["MTMD_CPP_LIB", "llama_cpp._ctypes_extensions", "import llama_cpp.llama_cpp"])
+def test_a_binding_of_libmtmd_of_another_form_is_not_built(tmp_path: Path, gone: str) -> None:
+    mtmd = MTMD.format(name="mtmd_input_text").replace(gone, "other")
+    with pytest.raises(libraries.BuildError, match="libmtmd has changed"):
+        libraries.python_files(write_source(tmp_path, BINDING.format(name="llama_batch"), mtmd), "abc")
+
+
 def test_the_fields_whose_layout_is_compared_are_the_bindings(tmp_path: Path) -> None:
     binding = "\n".join(BINDING.format(name=name) for name in libraries.STRUCTURES)
-    lines = list(libraries.layout_lines(write_source(tmp_path, binding)))
+    lines = list(libraries.layout_lines(write_source(tmp_path, binding), "llama_cpp.py", libraries.STRUCTURES))
     assert lines[:3] == [
         "STRUCT(llama_model_params)\n",
         "FIELD(llama_model_params, first)\n",

@@ -18,6 +18,7 @@ from edgelm.backends.llama.adapter import LlamaAdapter, find_adapters, with_adap
 from edgelm.backends.llama.placement import Wish
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
+from edgelm.backends.projectors import fitting_projector
 from edgelm.backends.reports import Reports
 from edgelm.backends.torch.memory import TorchMemory
 from edgelm.backends.tuned import num_tuned
@@ -41,6 +42,7 @@ from edgelm.checkpoints.summary import ModelFacts
 from edgelm.engine.watchdog import Watchdog
 from edgelm.evaluation.evaluate import Evaluation, require_same_vocabulary
 from edgelm.library.local import find_draft_model, require_gguf
+from edgelm.library.projectors import find_projector
 from edgelm.text.template_file import read_template_file
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ def build(
     places: Places | None = None,
     memory_bytes: int | None = None,
     cuda_problem: str = "",
+    projector: Path | None = None,
     notify: Callable[[str], None] = log.info,
     warn: Callable[[str], None] = log.warning,
     when_lost: WhenLost = lambda _: None,
@@ -69,7 +72,8 @@ def build(
     Without --ctx the context has at least `least_context` tokens if the model has them. `prefixes` is the folder where
     idle conversations are kept for the next process; None: they end with this process. `places` are where drafting
     reads and stores its data; None: no drafting. `memory_bytes` is what the model may take; None: as much as is free.
-    `cuda_problem` is why CUDA is not to be used. `notify` takes lines for the person who waits, `warn` those that shall
+    `cuda_problem` is why CUDA is not to be used. `projector` lets the model see pictures; None: that of the
+    settings. `notify` takes lines for the person who waits, `warn` those that shall
     stay in sight. `when_lost` is called by another thread if the GPU hangs, with the error of that: it has to end the
     process. Raises ModelError for a file
     that is damaged, not supported or does not fit in memory; EdgeLMError for a context that the model cannot have, or
@@ -89,6 +93,7 @@ def build(
         notify=notify,
         warn=warn,
         cuda_problem=cuda_problem,
+        projector=projector,
         when_lost=when_lost,
     )
     if template is not None:
@@ -109,6 +114,7 @@ def _build(
     notify: Callable[[str], None],
     warn: Callable[[str], None],
     cuda_problem: str,
+    projector: Path | None,
     when_lost: WhenLost,
 ) -> LoadedModel:
     draft = find_draft_model(settings, places.hub) if places else None
@@ -118,6 +124,8 @@ def _build(
         for reason in choice.reasons:
             log.info("%s", reason)
         if choice.engine == "torch":
+            if projector or find_projector(settings, path):
+                warn("the torch engine reads no pictures; --engine llama does")
             from edgelm.backends.torch.build import build_torch  # it imports torch, which is not on every machine
 
             with _gpu_load(choice, settings, when_lost) as alive:
@@ -133,6 +141,9 @@ def _build(
                     reports=Reports(progress, notify, alive),
                 )
         facts, files, adapters = model.facts, model.files, _adapters(model, settings, places)
+    if projector is None and facts.summary.kind == "text":
+        fitting = fitting_projector(settings, path, facts.summary, warn)
+        projector = fitting.path if fitting else None
     from edgelm.backends.llama.build import build_llama  # it imports llama.cpp
 
     return build_llama(
@@ -143,6 +154,7 @@ def _build(
         least_context=least_context,
         draft=require_gguf(draft).path if draft else None,
         adapters=adapters,
+        projector=projector,
         repack=repack,
         gpu=choice.device == "gpu",
         progress=progress,

@@ -20,6 +20,7 @@ from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelKind, model_facts
+from edgelm.engine.core import PictureReader
 from edgelm.engine.engine import Engine
 from edgelm.models.config import folder_problem, unsupported_reason
 from edgelm.text.pairs import PairEncoder
@@ -44,6 +45,7 @@ class LoadedModel:
     footprint: Footprint | None = None  # its memory as it was planned
     kind: ModelKind = "text"
     pairs: PairEncoder | None = None  # of a model that ranks documents
+    pictures: PictureReader | None = None  # of a model that sees
 
     def require(self, kind: ModelKind) -> None:
         """Raise RequestError for a model of another kind; a model of text embeds, too."""

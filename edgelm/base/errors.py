@@ -43,6 +43,10 @@ class RequestError(EdgeLMError):
     """A request cannot be served as it is; other requests are not affected."""
 
 
+class NotSeenError(RequestError):
+    """The model reads no pictures."""
+
+
 class BusyError(EdgeLMError):
     """The queue is full; the same request may succeed later."""
 

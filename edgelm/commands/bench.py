@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -40,6 +41,7 @@ def bench_model(
     decodes: list[int] | None,
     parallels: list[int] | None,
     repetitions: int,
+    picture: str | None = None,
     *,
     in_process: bool,
     as_json: bool,
@@ -64,12 +66,15 @@ def bench_model(
         shorten=defaults,
         least_context=0 if defaults else max(test.positions for test in tests),
         repetitions=repetitions,
+        picture=Path(picture).absolute() if picture else None,
     )
     with reader_may_leave(), run_job(job, config.places, verbose) as replies:
         result: dict[str, Any] = next(reply for reply in replies if isinstance(reply, Result)).document
     if not in_process:
         result["results"] = asyncio.run(_beside_endpoint(job, config, flags, result))
     shown = {name: result[name] for name in ("model", "engine", "device", "context", "results", "measured")}
+    if picture:
+        shown["picture"] = result["picture"]
     with reader_may_leave():
         _print(shown | {"through": "engine" if in_process else "endpoint", "drafts": False}, as_json)
 
@@ -139,6 +144,10 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
         table.add_row(row["test"], f"{speed:.1f}", f"{min(runs):.1f} to {max(runs):.1f}", *beside)
     console = Console()
     console.print(table)
+    if picture := result.get("picture"):
+        line = f"the picture: {picture['tokens']:,} tokens, prepared in {picture['prepare_ms']:.0f} ms and encoded in "
+        line += f"{picture['encode_ms']:.0f} ms; the first token comes after {picture['first_token_ms']:.0f} ms"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(str(Conditions(**result["measured"])), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -184,6 +184,10 @@ def bench(
     decode: Annotated[list[int] | None, typer.Option("-n", help="Tokens to decode; 0: none. May be repeated.")] = None,
     parallel: Annotated[list[int] | None, typer.Option("-b", help="Parallel sequences. May be repeated.")] = None,
     repetitions: Annotated[int, typer.Option("-r", min=1, max=100, help="Repetitions of each test.")] = 3,
+    picture: Annotated[
+        str | None,
+        typer.Option(help="Measure a picture too: its tokens and times.", metavar="FILE", show_default=False),
+    ] = None,
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Measure the engine alone, without a server before it.")
     ] = False,
@@ -196,7 +200,16 @@ def bench(
     from edgelm.commands.bench import bench_model
 
     bench_model(
-        model, flags, prompt, decode, parallel, repetitions, in_process=in_process, as_json=as_json, verbose=verbose
+        model,
+        flags,
+        prompt,
+        decode,
+        parallel,
+        repetitions,
+        picture,
+        in_process=in_process,
+        as_json=as_json,
+        verbose=verbose,
     )
 
 

@@ -116,6 +116,56 @@ class Matcher(Protocol):
         """Advance by one token, which the last masks allowed."""
 
 
+@dataclass(frozen=True, slots=True)
+class PictureSpan:
+    """The place of a picture, or of a tile of one, in the tokens of a sequence.
+
+    Its tokens are negative numbers made from its hash, below LAST: equal ones stand for equal pictures, so that the
+    prefix cache compares them as it does others.
+    """
+
+    start: int
+    num_tokens: int
+    num_positions: int  # of the model; fewer than tokens where rows and columns have positions of their own (M-RoPE)
+    whole: bool  # its tokens attend to each other: one chunk has them all
+    source: object = field(repr=False, compare=False)  # what the executor encodes
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PicturePart:
+    """Tokens of a picture in a prompt: of the picture, of a tile of it, or, without a source, of the text around it."""
+
+    tokens: tuple[int, ...]
+    num_positions: int
+    whole: bool = False
+    source: object = field(default=None, repr=False, compare=False)
+
+
+def in_prompt(parts: Seq[PicturePart], tokens: list[int]) -> tuple[list[int], tuple[PictureSpan, ...]]:
+    """Append the parts of a picture to the tokens of a prompt; return these, and the places of the picture's own."""
+    spans = []
+    for part in parts:
+        if part.source is not None:
+            spans.append(PictureSpan(len(tokens), len(part.tokens), part.num_positions, part.whole, part.source))
+        tokens += part.tokens
+    return tokens, tuple(spans)
+
+
+class PictureReader(Protocol):
+    """Makes tokens of pictures, for one model. For any thread."""
+
+    def read(self, data: bytes) -> tuple[PicturePart, ...]:
+        """Return the parts of a picture from the bytes of its file. Raises RequestError, BusyError."""
+
+    @property
+    def encode_ms(self) -> float:
+        """The time for all pictures that were encoded until now."""
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """One request while it is decoded."""
@@ -139,15 +189,32 @@ class Sequence:
     drafted: int = 0  # without those that the grammar forced, as is the next one
     accepted: int = 0
     forced: int = 0  # accepted draft tokens that the grammar forced
+    pictures: tuple[PictureSpan, ...] = ()  # in the order of their places
 
     @property
     def completion_len(self) -> int:
         return len(self.tokens) - self.prompt_len
 
+    def position(self, length: int) -> int:
+        """Return the position of the model behind the first `length` tokens, which end outside of pictures."""
+        if not self.pictures:
+            return length
+        return length - sum(span.num_tokens - span.num_positions for span in self.pictures if span.end <= length)
+
+    def picture_at(self, index: int) -> PictureSpan | None:
+        """Return the picture that has the token at `index`."""
+        return next((span for span in self.pictures if span.start <= index < span.end), None)
+
+    def chunk_end(self, end: int) -> int:
+        """Return where the next chunk has to end that could end at `end`: a picture has chunks of its own."""
+        if span := self.picture_at(self.computed):
+            return span.end if span.whole else min(end, span.end)
+        return min((span.start for span in self.pictures if self.computed < span.start < end), default=end)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Run `tokens` at positions `start`.., and sample the last `rows` of them."""
+    """Run `tokens` from number `start` on of a sequence, and sample the last `rows` of them."""
 
     seq: Sequence
     start: int
@@ -158,6 +225,10 @@ class Chunk:
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def is_picture(self) -> bool:
+        return self.tokens[0] < LAST
 
     @property
     def draft(self) -> list[int]:

@@ -30,6 +30,7 @@ from edgelm.engine.core import (
     Matcher,
     OnSaving,
     Op,
+    PictureSpan,
     SamplingParams,
     Save,
     Sequence,
@@ -163,6 +164,7 @@ class Engine:
         interactive: bool = False,
         limit_s: float | None = None,
         usage: Usage | None = None,
+        pictures: tuple[PictureSpan, ...] = (),
     ) -> Stream:
         """Queue a prompt; iterate over the returned stream, in the running event loop, for its events.
 
@@ -172,7 +174,7 @@ class Engine:
         Raises RequestError for a prompt that can never run, BusyError when too many requests are open, of this client
         or of all, EngineError when the engine is closed.
         """
-        self._scheduler.check(tokens, params)
+        self._scheduler.check(tokens, params, pictures)
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._closing:
@@ -180,6 +182,7 @@ class Engine:
             self._check_room(client, [request.seq.client for request in self._open.values()])
             seq = Sequence(next(self._ids), list(tokens), len(tokens), params, matcher=matcher, past=past)
             seq.cache_namespace, seq.client, seq.interactive = cache_namespace, client, interactive
+            seq.pictures = pictures
             mailbox = Mailbox(loop, usage.begin(counts_prompt=params.choice == 0) if usage else None)
             self._open[seq.id] = _Request(seq, mailbox, request_id=usage.request_id if usage else "", limit_s=limit_s)
             self._inbox.put(lambda: self._scheduler.add(seq))

@@ -179,7 +179,7 @@ class SlotKV:
         if chosen is None:
             return False
         branches = self._divisible and chosen.branches(len(tokens))
-        slot = self._take_slot(chosen)
+        slot = self._take_slot(seq, chosen)
         slot.seq, slot.idle_tokens, slot.final = seq, [], chosen.length
         seq.kv, seq.computed = slot, chosen.length
         slot.save_at = [] if self._divisible else self._save_points(slot, tokens)
@@ -202,7 +202,7 @@ class SlotKV:
     def commit(self, seq: Sequence) -> None:
         slot = self._slot_of(seq)
         self._end_chunk(slot)
-        self._trim(slot, seq.computed)
+        self._trim(slot, seq.computed, seq)
         slot.final = seq.computed
         self._save_if_due(slot)
 
@@ -215,8 +215,8 @@ class SlotKV:
     def release(self, seq: Sequence) -> None:
         slot = self._slot_of(seq)
         self._end_chunk(slot)
-        if not self._goes_back or seq.computed < slot.shortest:
-            self._trim(slot, seq.computed)
+        if seq.pictures or not self._goes_back or seq.computed < slot.shortest:
+            self._trim(slot, seq.computed, seq)
         self._save_if_due(slot)
         slot.seq, slot.idle_tokens, slot.idle_namespace = None, seq.tokens[: seq.computed], seq.cache_namespace
         seq.kv, seq.computed = None, 0
@@ -279,13 +279,13 @@ class SlotKV:
         for slot in self._slots:
             if slot.cache_namespace == seq.cache_namespace and (slot.seq is None or self._info.can_copy):
                 common = min(common_prefix_len(slot.tokens, seq.tokens), slot.length)
-                length = self._usable(common, slot.length, max_len, None if slot.seq else slot.shortest)
+                length = self._usable(seq, common, slot.length, max_len, None if slot.seq else slot.shortest)
                 if length > best.length:
                     best = _Match(length, slot)
         for index in self._indexes():
             least = best.length + MIN_PREFIX_LEN
             for prefix, common in index.matches(seq.cache_namespace, tokens):
-                length = self._usable(common, len(prefix.tokens), max_len)
+                length = self._usable(seq, common, len(prefix.tokens), max_len)
                 if length < least or len(prefix.tokens) > self._info.capacity:
                     continue
                 if (length, -len(prefix.tokens)) > (best.length, -best.source_len):  # a shorter one is loaded faster
@@ -295,12 +295,14 @@ class SlotKV:
     def _indexes(self) -> tuple[PrefixIndex[Snapshot] | FileIndex, ...]:
         return self._snapshots, self._files
 
-    def _usable(self, common: int, length: int, max_len: int, shortest: int | None = None) -> int:
-        """Return how many positions of a prefix of `length` can be used.
+    def _usable(self, seq: Sequence, common: int, length: int, max_len: int, shortest: int | None = None) -> int:
+        """Return how many positions of a prefix of `length` can be used. It ends within no picture.
 
         If it is not divisible, it is all or none, or so many that its states can go back: at least `shortest`.
         """
         usable = min(common, max_len)
+        if seq.pictures and (span := seq.picture_at(usable)):
+            usable = span.start
         goes_back = self._goes_back and shortest is not None and usable >= shortest
         return usable if self._divisible or usable == length or goes_back else 0
 
@@ -329,17 +331,17 @@ class SlotKV:
         needed = max(len(seq.tokens) + 1 - held, loaded)
         return needed + promised + SPARE_LEN * len(running) <= self._cells.free
 
-    def _take_slot(self, match: _Match) -> Slot:
-        """Return a slot that holds exactly the match."""
+    def _take_slot(self, seq: Sequence, match: _Match) -> Slot:
+        """Return a slot that holds exactly the match, with which the sequence begins."""
         source = match.source
         if isinstance(source, Slot) and source.seq is None:
             if source.length - match.length >= MIN_PREFIX_LEN:
                 self._save(source)
-            self._trim(source, match.length)
+            self._trim(source, match.length, seq)
             return source
         slot = next(slot for slot in self._slots if slot.seq is None)
         if isinstance(source, Slot):
-            self._ops.append(Copy(source.id, slot.id, match.length))
+            self._ops.append(Copy(source.id, slot.id, seq.position(match.length)))
             self._cells.share(source.id, slot.id, match.length)
             source.shortest = source.length
         elif isinstance(source, Snapshot):
@@ -349,7 +351,7 @@ class SlotKV:
             else:
                 self._snapshots.touch(source)
             self._cells.extend(slot.id, len(source.tokens))
-            self._trim(slot, match.length)
+            self._trim(slot, match.length, seq)
         slot.shortest = match.length
         return slot
 
@@ -411,7 +413,7 @@ class SlotKV:
             used -= other.nbytes
             self._keep(other)
             self._drop(other)
-        self._trim(slot, slot.length)
+        self._trim(slot, slot.length, slot.seq)
         self._ops.append(Save(slot.id, snapshot.key))
         if shared:
             self._keep(snapshot)
@@ -477,11 +479,12 @@ class SlotKV:
             snapshot.nbytes = nbytes
             self._sizes.add(len(snapshot.tokens), nbytes)
 
-    def _trim(self, slot: Slot, length: int) -> None:
+    def _trim(self, slot: Slot, length: int, seq: Sequence | None = None) -> None:
+        """Cut a slot to `length` tokens, with which `seq` begins."""
         if self._cells.length(slot.id) > length:
             self._cells.trim(slot.id, length)
             slot.shortest = length
-            self._ops.append(Trim(slot.id, length))
+            self._ops.append(Trim(slot.id, seq.position(length) if seq else length))
 
     def _end_chunk(self, slot: Slot) -> None:
         """Note how far the states behind the chunk that ran can go back; the one before its first token is lost."""

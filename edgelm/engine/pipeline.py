@@ -102,7 +102,8 @@ class StepPipeline:
         if self._executor.info.runs_ahead and not current.step.num_rows:
             self._unread_prefill = _UnreadPrefill(began, self._unread_prefill.tokens + current.step.num_tokens)
         else:
-            self._clock.observe(current.step, now - began, self._unread_prefill.tokens)
+            if not any(chunk.is_picture for chunk in current.step.chunks):  # encoding takes a time of its own
+                self._clock.observe(current.step, now - began, self._unread_prefill.tokens)
             self._read_at, self._unread_prefill = now, _UnreadPrefill()
         self.step_s = now - began
 

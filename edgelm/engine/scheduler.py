@@ -8,6 +8,7 @@ catch up within the step's budget. Knows nothing of devices, text, threads or ti
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from edgelm.base.errors import EdgeLMError, EngineError, RequestError
@@ -24,6 +25,7 @@ from edgelm.engine.core import (
     KVCache,
     KVRegion,
     OnSaving,
+    PictureSpan,
     Sampled,
     SamplingParams,
     Sequence,
@@ -67,7 +69,7 @@ class Scheduler:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def check(self, tokens: list[int], params: SamplingParams) -> None:
+    def check(self, tokens: list[int], params: SamplingParams, pictures: Seq[PictureSpan] = ()) -> None:
         """Raise RequestError for a request that can never run."""
         info = self._info
         if not tokens:
@@ -77,7 +79,7 @@ class Scheduler:
                 f"the prompt has {len(tokens):,} tokens, the context holds {info.context:,} with the answer",
                 "shorten it, or raise --ctx",
             )
-        if not 0 <= min(tokens) <= max(tokens) < info.num_vocab:
+        if (min(tokens) < 0 and not pictures) or max(tokens) >= info.num_vocab:
             raise RequestError(f"the prompt has a token id outside of the vocabulary of {info.num_vocab:,}")
         if any(token >= info.num_vocab for token, _ in params.logit_bias):
             raise RequestError(f"logit_bias has a token id outside of the vocabulary of {info.num_vocab:,}")
@@ -301,7 +303,8 @@ class Scheduler:
         longest = self._info.max_chunk or missing
         length = 1 if missing == 1 else min(missing, max(room.prefill, 1), room.tokens - room.reserved, longest)
         assert length > 0
-        length = self._kv.chunk_end(seq, seq.computed + length) - seq.computed
+        end = self._kv.chunk_end(seq, seq.computed + length)
+        length = (seq.chunk_end(end) if seq.pictures else end) - seq.computed
         if missing == 1 and self._drafter and seq.params.drafts:
             seq.draft = self._propose(seq, self._drafter, room)
         fits = True
@@ -318,8 +321,9 @@ class Scheduler:
         first, last = seq.computed, seq.computed + length
         rows = 1 + len(seq.draft) if length == missing else 0
         tokens = seq.tokens[first:last] + seq.draft
-        chunks.append(Chunk(seq, first, tokens, rows, self._kv.kv_location(seq)))
-        room.tokens -= len(tokens)
+        chunk = Chunk(seq, first, tokens, rows, self._kv.kv_location(seq))
+        chunks.append(chunk)
+        room.tokens -= 0 if chunk.is_picture else len(tokens)  # a picture runs in a batch of its own
         room.rows -= rows
         if missing > 1:
             room.prefill = room.prefill - length if length == missing else 0  # none is admitted after an unfinished one

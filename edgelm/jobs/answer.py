@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import RequestError
-from edgelm.engine.core import Sampled, SamplingParams, Stats
+from edgelm.engine.core import PictureSpan, Sampled, SamplingParams, Stats
 from edgelm.engine.sampling.script import ScriptMatcher
 from edgelm.engine.usage import Usage
 from edgelm.jobs.constraints import Constraints, Style, Styles
 from edgelm.jobs.past import PastTokens
-from edgelm.jobs.prompts import Prompts, too_long
-from edgelm.jobs.request import AnswerDelta, AnswerReason, AnswerRequest
+from edgelm.jobs.prompts import Prompts
+from edgelm.jobs.request import AnswerDelta, AnswerReason, AnswerRequest, too_long
 from edgelm.text.calls.repeats import RepeatedCalls
 from edgelm.text.indent import IndentLimit
 from edgelm.text.parse import AnswerParser, Args, CallBegin, CallEnd, Content, Part, Reasoning
@@ -53,6 +53,7 @@ class Prepared:
     client: str  # who takes turns with others in the queue
     notes: tuple[str, ...]
     usage: Usage | None = None  # is told of every sequence
+    pictures: tuple[PictureSpan, ...] = ()
 
 
 class Answerer:
@@ -67,7 +68,7 @@ class Answerer:
         self._loaded = loaded
         self._templates = templates
         self._settings = settings
-        self._prompts = Prompts(loaded, templates)
+        self._prompts = Prompts(loaded, templates, settings)
         self._past = PastTokens(loaded.tokenizer)
         self._styles = Styles(loaded.tokenizer, templates)
         self._constraints = Constraints(loaded.tokenizer, grammars)
@@ -81,12 +82,13 @@ class Answerer:
         self._loaded.require("text")
         params = self._params(request)
         style, chat, tail = Style(), None, ""
+        spans: tuple[PictureSpan, ...] = ()
         if request.prompt is not None:
             ids = await asyncio.to_thread(self._prompts.text_tokens, request)
         else:
             style = await self._styles.of(request)
-            chat = await self._prompts.chat(request, style, cache_namespace)
-            ids, tail = chat.ids, chat.rendered.text[-TAIL:]
+            chat, pictures = await self._prompts.chat(request, style, cache_namespace)
+            (ids, spans), tail = pictures.expanded(chat), chat.rendered.text[-TAIL:]
         if not ids:
             raise RequestError("the prompt is empty", "give at least one token")
         if len(ids) >= (context := self._loaded.engine.info.context):
@@ -99,7 +101,19 @@ class Answerer:
         predicted = [{"role": "assistant", "content": request.prediction}] if request.prediction else []
         past = await self._past.tokens([*request.past, *predicted])
         return Prepared(
-            request, ids, params, chat, tail, style, grammar, tuple(stops), past, cache_namespace, client, tuple(notes)
+            request,
+            ids,
+            params,
+            chat,
+            tail,
+            style,
+            grammar,
+            tuple(stops),
+            past,
+            cache_namespace,
+            client,
+            tuple(notes),
+            pictures=spans,
         )
 
     async def answer(self, prepared: Prepared) -> AsyncGenerator[AnswerDelta, None]:
@@ -173,6 +187,7 @@ class Answerer:
             interactive=_is_urgent(prepared.request),
             limit_s=None if prepared.request.time_limit_ms is None else prepared.request.time_limit_ms / 1000,
             usage=prepared.usage,
+            pictures=prepared.pictures,
         )
         limit, notes = IndentLimit(prepared.request.least_indent), prepared.notes
         ids: list[int] = []

@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from edgelm.backends.model import LoadedModel
+from edgelm.base.config import Settings
 from edgelm.base.errors import RequestError
 from edgelm.jobs.constraints import Style
-from edgelm.jobs.request import AnswerRequest, ContextError
+from edgelm.jobs.pictures import Pictures, read_pictures
+from edgelm.jobs.request import AnswerRequest, too_long
 from edgelm.text.calls.generic import with_plain_calls, with_tools_text
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.fim import fim_tokens, infill_tokens
@@ -26,8 +28,9 @@ LEAST_BYTES = 2**20  # an exact token count of fewer bytes is cheap
 class Prompts:
     """Encodes the prompts of one model."""
 
-    def __init__(self, loaded: LoadedModel, templates: TemplateRunner) -> None:
+    def __init__(self, loaded: LoadedModel, templates: TemplateRunner, settings: Settings) -> None:
         self._loaded = loaded
+        self._settings = settings
         self._templates = templates
         self._texts = TextEncoder(loaded.tokenizer)
 
@@ -53,9 +56,14 @@ class Prompts:
             return prompt_ids(fim_tokens(self._texts, prompt, request.suffix), info.context)
         return prompt_ids(self._texts.prompt(prompt, special=True), info.context)
 
-    async def chat(self, request: AnswerRequest, style: Style, cache_namespace: str) -> Prompt:
-        """Render and encode a request with messages. Raises RequestError, and the errors of the template worker."""
-        messages, tools = list(request.messages), list(map(_described, request.tools))
+    async def chat(self, request: AnswerRequest, style: Style, cache_namespace: str) -> tuple[Prompt, Pictures]:
+        """Render and encode a request with messages; its pictures have one token each.
+
+        Raises RequestError, and the errors of the template worker.
+        """
+        others = (request.tools, request.template_kwargs)
+        pictures = await read_pictures(self._loaded, self._settings, request.messages, *others)
+        messages, tools = list(pictures.messages), list(map(_described, request.tools))
         if request.tool_choice.mode == "none":
             tools = []
         support = style.tools
@@ -65,7 +73,7 @@ class Prompts:
             plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
             messages, tools = with_tools_text(plain, support.form, tools), []
         context = self._loaded.engine.info.context
-        return await self._templates.render_prompt(
+        prompt = await self._templates.render_prompt(
             messages,
             max_bytes=max(context * TOKEN_BYTES, LEAST_BYTES),
             tools=tools or None,
@@ -73,7 +81,9 @@ class Prompts:
             continue_final_message=request.continues_last,
             template_kwargs=request.template_kwargs,
             cache_namespace=cache_namespace,
+            pictures=pictures.marks,
         )
+        return prompt, pictures
 
 
 def _described(tool: dict[str, Any]) -> dict[str, Any]:
@@ -92,11 +102,3 @@ def prompt_ids(pieces: Iterable[list[int]], context: int) -> list[int]:
             raise too_long(f"the prompt has more than {context:,} tokens", context)
         ids += piece
     return ids
-
-
-def too_long(problem: str, context: int) -> ContextError:
-    """Return the error of a prompt that the context cannot hold."""
-    return ContextError(
-        f"{problem}, the context holds {context:,} tokens with the answer",
-        "shorten it, or start edgelm with a larger --ctx",
-    )

@@ -102,6 +102,14 @@ class ContextError(RequestError):
     """The prompt leaves no room for an answer in the context."""
 
 
+def too_long(problem: str, context: int) -> ContextError:
+    """Return the error of a prompt that the context cannot hold."""
+    return ContextError(
+        f"{problem}, the context holds {context:,} tokens with the answer",
+        "shorten it, or start edgelm with a larger --ctx",
+    )
+
+
 def thinking_kwargs(effort: str | None, enabled: bool | None) -> dict[str, Any]:
     """Return the variables by which chat templates turn reasoning on and off, and choose its effort.
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
 from edgelm.base.errors import RequestError
 from edgelm.base.workers.messages import EngineJob
-from edgelm.engine.core import ExecutorInfo, SamplingParams
+from edgelm.engine.core import ExecutorInfo, PictureReader, SamplingParams, in_prompt
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SPARE_LEN
 
@@ -52,6 +54,16 @@ class BenchJob(EngineJob):
     tests: tuple[SpeedTest, ...]
     repetitions: int
     shorten: bool = False  # shorten tests that exceed the context; without it they fail
+    picture: Path | None = None  # the file of a picture to measure, too
+
+
+class PictureTimes(NamedTuple):
+    """What a picture costs, the median of some measurements."""
+
+    tokens: int
+    prepare_ms: float  # to decode the file and to bring it into the projector's size
+    encode_ms: float
+    first_token_ms: float  # with both
 
 
 def check(info: ExecutorInfo, test: SpeedTest) -> None:
@@ -69,6 +81,31 @@ async def measure(engine: Engine, test: SpeedTest, repetitions: int) -> list[flo
     """Return tokens per second of each repetition, after a warm-up. The test must fit the context."""
     runs = [await _run(engine, test) for _ in range(repetitions + 1)]
     return [round(speed, 2) for speed in runs[1:]]
+
+
+async def measure_picture(reader: PictureReader, engine: Engine, data: bytes, repetitions: int) -> PictureTimes:
+    """Return the times of a picture in a prompt of its own, after a warm-up. Raises RequestError."""
+    runs = [await _read_picture(reader, engine, data) for _ in range(repetitions + 1)][1:]
+    return PictureTimes(
+        runs[0].tokens, *(round(statistics.median(times), 1) for times in list(zip(*runs, strict=True))[1:])
+    )
+
+
+async def _read_picture(reader: PictureReader, engine: Engine, data: bytes) -> PictureTimes:
+    began, encoded_ms = time.perf_counter(), reader.encode_ms
+    parts = await asyncio.to_thread(reader.read, data + random.randbytes(8))  # decoders ignore what follows the picture
+    prepared = time.perf_counter()
+    tokens, spans = in_prompt(parts, random.choices(range(engine.info.num_vocab), k=1))
+    async for _ in engine.submit(
+        [*tokens, *random.choices(range(engine.info.num_vocab), k=1)],
+        SamplingParams(temperature=0, max_tokens=1),
+        pictures=spans,
+        cache_namespace=str(began),  # the prefix cache shall not help
+    ):
+        pass
+    ended = time.perf_counter()
+    count = sum(len(part.tokens) for part in parts)
+    return PictureTimes(count, 1000 * (prepared - began), reader.encode_ms - encoded_ms, 1000 * (ended - began))
 
 
 async def _run(engine: Engine, test: SpeedTest) -> float:

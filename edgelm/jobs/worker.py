@@ -16,6 +16,7 @@ from typing import Any
 
 from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
+from edgelm.base.errors import NotSeenError, RequestError
 from edgelm.base.machine.conditions import Measurement
 from edgelm.base.places import own_places
 from edgelm.base.workers.child import Child, Handler, report_loading, run_job
@@ -23,7 +24,7 @@ from edgelm.base.workers.messages import EngineJob, EvalJob, Note, Result, RunJo
 from edgelm.jobs.embed import embed_texts
 from edgelm.jobs.embed_request import EmbedJob
 from edgelm.jobs.evaluate import evaluate_file
-from edgelm.jobs.speed import BenchJob, check, measure
+from edgelm.jobs.speed import BenchJob, check, measure, measure_picture
 from edgelm.making.conversion.kept import with_gguf
 from edgelm.text.template_worker import start_template_worker
 
@@ -92,11 +93,23 @@ async def _bench(loaded: LoadedModel, job: BenchJob, child: Child) -> None:
         child.send(Status(f"measuring {test.name}"))
         runs = await measure(loaded.engine, test, job.repetitions)
         results.append({"test": test.name, "tokens_per_second": sorted(runs)[len(runs) // 2], "runs": runs})
+    picture = None
+    if job.picture is not None:
+        if loaded.pictures is None:
+            raise NotSeenError(
+                f"{loaded.name} reads no pictures", "omit --picture, or name its projector: --mmproj FILE"
+            )
+        child.send(Status("measuring the picture"))
+        try:
+            data = job.picture.read_bytes()
+        except OSError as error:
+            raise RequestError(f"{job.picture} cannot be read: {error.strerror}") from None
+        picture = (await measure_picture(loaded.pictures, loaded.engine, data, job.repetitions))._asdict()
     about = {"model": loaded.name, "engine": info.engine, "device": info.device, "context": info.context}
     measured = asdict(measurement.conditions(info.engine))
     # How the same requests are sent to an endpoint.
     vocabulary = {"num_vocab": info.num_vocab, "stop_ids": sorted(loaded.tokenizer.stop_ids)}
-    child.send(Result(about | vocabulary | {"results": results, "measured": measured}))
+    child.send(Result(about | vocabulary | {"results": results, "picture": picture, "measured": measured}))
 
 
 if __name__ == "__main__":

@@ -90,7 +90,10 @@ class ModelNames:
             if stamp not in self._cards:
                 cards = await in_daemon_thread(lambda: list(read_each([Card(model.path)])))
                 self._cards[stamp] = cards[0]
-        return self._cards[stamp]
+        card = self._cards[stamp]
+        if "error" in card or await asyncio.to_thread(lambda: model.projector) is None:
+            return card
+        return card | {"capabilities": [*card["capabilities"], "vision"]}
 
     async def list(self) -> Sequence[Listed]:
         """Return the models that exist now, without those that no engine can run."""

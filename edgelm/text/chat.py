@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,12 +60,14 @@ def render_chat(
     continue_final_message: bool = False,
     max_bytes: int | None = None,
     with_spans: bool = False,
+    pictures: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> Rendered:
     """Render a conversation in OpenAI's form; see ChatTemplate.render for the other arguments.
 
     With `continue_final_message`, the text ends with that of the last message, which is an assistant's. `with_spans`
-    adds the places of the messages. Raises RequestError for invalid messages, and the errors of the template.
+    adds the places of the messages. `pictures` are the marks of pictures in the messages (pictures.py). Raises
+    RequestError for invalid messages, and the errors of the template.
     """
     messages = normalized(messages, template)
     chat = {"messages": messages, "tools": tools, **kwargs}
@@ -80,6 +82,10 @@ def render_chat(
     if continue_final_message:
         text, spans = _continued(text, end), []
     rendered, plain = hidden.unescaped(text)
+    for mark, name in (pictures or {}).items():
+        if mark not in rendered:
+            raise RequestError("the model's chat template does not show a picture", "send it in a user's message")
+        plain[mark] = name
     if plain and max_bytes is not None and len(restored(rendered, plain).encode("utf-8", "surrogatepass")) > max_bytes:
         raise too_long(max_bytes)
     return Rendered(rendered, plain, spans if rendered == text else [])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from edgelm.base.errors import RequestError
 from edgelm.text.chat import Rendered, restored
 from edgelm.text.encoding import chunks
+from edgelm.text.pictures import NAME, PICTURE
 from edgelm.text.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -37,7 +38,15 @@ def encode_part(tokenizer: Tokenizer, template: ChatTemplate, rendered: Rendered
 
     Raises RequestError for characters that the vocabulary cannot write.
     """
-    ids: list[int] = []
+    names = {char: name for char, name in rendered.plain.items() if NAME.fullmatch(name)}
+    if names:
+        others = {char: text for char, text in rendered.plain.items() if char not in names}
+        first, *rest = re.split(f"[{''.join(names)}]", rendered.text)
+        ids = encode_part(tokenizer, template, Rendered(first, others))
+        for piece in rest:
+            ids += [PICTURE, *encode_part(tokenizer, template, Rendered(piece, others))]
+        return ids
+    ids = []
     for text, is_plain in _segments(rendered, template, tokenizer):
         if is_plain:
             ids += _encode_plain(text, rendered.plain, template, tokenizer)

@@ -108,7 +108,9 @@ def _normalized(message: Message, template: ChatTemplate) -> Message:
 
 
 def text_of(content: object) -> str:
-    """Return the content of a message as a text. Raises RequestError for parts that are no text."""
+    """Return the content of a message as a text, without pictures. Raises RequestError for other parts."""
+    if isinstance(content, list):
+        content = [part for part in content if not (isinstance(part, dict) and part.get("type") == "image_url")]
     return "".join(_texts_of(content))
 
 

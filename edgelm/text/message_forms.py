@@ -18,9 +18,16 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # the names of it th
 _ID_LEN = 9  # of the ids that Mistral's templates accept
 
 
-def content_of(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """Return texts as the content of a message: several remain parts, which the model's template joins."""
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+def content_of(parts: Sequence[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return texts and pictures as the content of a message: several remain parts, which the model's template joins."""
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return parts[0]
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+
+def picture_part(url: str) -> dict[str, Any]:
+    """Return a picture as a part of a message."""
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def typed(message: Message) -> Message:

@@ -40,6 +40,7 @@ from edgelm.text.chat import Rendered
 from edgelm.text.chat_tokens import encode_part, encode_rendered
 from edgelm.text.history import reasoning_of, turn_key
 from edgelm.text.patterns import any_of
+from edgelm.text.pictures import PICTURE
 from edgelm.text.template import ChatTemplate, Message
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def _entry(row: Any, num_vocab: int) -> Prompt:
     if (
         not isinstance(cache_namespace, str)
         or not isinstance(text, str)
-        or not all(0 <= token < num_vocab for token in tokens)
+        or not all(0 <= token < num_vocab or token == PICTURE for token in tokens)
     ):
         raise ValueError("a conversation in it is invalid")
     pairs = {int(at): int(count) for at, count in cuts}
@@ -336,7 +337,7 @@ def _with_answer(prompt: Prompt, ids: list[int], pieces: Iterable[bytes]) -> Pro
 
 def _special_cuts(text: str, ids: list[int], template: ChatTemplate, tokenizer: Tokenizer) -> dict[int, int]:
     """Return the cuts before the special tokens of a text; none if its tokens and its special strings do not match."""
-    names = {token: tokenizer.text_of(token) for token in set(ids)}
+    names = {token: tokenizer.text_of(token) for token in set(ids) if token != PICTURE}
     special = {token for token, name in names.items() if name in template.special_strings}
     places = [index for index, token in enumerate(ids) if token in special]
     matches = list(template.specials.finditer(text))

@@ -35,7 +35,7 @@ MEMORY_BYTES = 2**30  # of the worker's address space
 WORKER = "edgelm.text.template_worker"
 # The names that a request's options for the template must not have.
 RESERVED = frozenset(
-    {"messages", "tools", "add_generation_prompt", "continue_final_message", "max_bytes", "with_spans"}
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "max_bytes", "with_spans", "pictures"}
     | {"template", "bos_token", "eos_token"}
 )
 ERRORS = (ModelError, RequestError, RefusedError, TemplateFailedError, TooLongError)
@@ -136,13 +136,15 @@ class TemplateRunner:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         cache_namespace: str = "",
+        pictures: Mapping[str, str] | None = None,
     ) -> Prompt:
         """Return the prompt of a conversation, with the generated text and tokens of the answers that are cached.
 
-        `template_kwargs` go to the template, such as `enable_thinking`. With `continue_final_message`, the answer
-        continues the last message. For the errors see `render`.
+        `template_kwargs` go to the template, such as `enable_thinking`; `pictures` are the marks of pictures in the
+        messages. With `continue_final_message`, the answer continues the last message. For the errors see `render`.
         """
         kwargs = dict(template_kwargs or {})
+        marks = {"pictures": dict(pictures)} if pictures else {}
         if reserved := sorted(RESERVED & kwargs.keys()):
             raise RequestError(f"{reserved[0]!r} is no option of a chat template", "remove it")
         new_turn = add_generation_prompt and not continue_final_message
@@ -153,6 +155,7 @@ class TemplateRunner:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             with_spans=new_turn and any(message.get("role") == "assistant" for message in messages),
+            **marks,
             **kwargs,
         )
         template = await self.template()

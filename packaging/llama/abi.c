@@ -2,6 +2,7 @@
 
 #include <stddef.h>
 #include "llama.h"
+#include "mtmd.h"
 
 struct entry {
     const char * name;  // STRUCT or STRUCT.FIELD
@@ -14,5 +15,10 @@ struct entry {
 
 __attribute__((visibility("default"))) const struct entry edgelm_abi[] = {
 #include "fields.h"
+    {NULL, 0, 0},
+};
+
+__attribute__((visibility("default"))) const struct entry edgelm_mtmd_abi[] = {
+#include "mtmd_fields.h"
     {NULL, 0, 0},
 };

@@ -550,7 +550,7 @@ class FakeExecutor:
     def _check(self, step: Step) -> None:
         assert step.chunks or step.ops
         assert len(step.chunks) <= self.info.max_sequences
-        assert step.num_tokens <= self.info.max_tokens
+        assert sum(len(chunk.tokens) for chunk in step.chunks if not chunk.is_picture) <= self.info.max_tokens
         assert step.num_rows <= self.info.max_rows
         for chunk in step.chunks:
             assert chunk.tokens
@@ -560,6 +560,12 @@ class FakeExecutor:
                 assert self.info.runs_ahead
                 assert (chunk.tokens, chunk.rows) == ([LAST], 1)
                 assert self._unread, "the host knows the last token"
+            elif chunk.is_picture:
+                span = chunk.seq.picture_at(chunk.start)
+                assert span
+                assert chunk.end <= span.end
+                assert chunk.rows == 0
+                assert not span.whole or len(chunk.tokens) == span.num_tokens
             else:
                 assert 0 <= min(chunk.tokens) <= max(chunk.tokens) < self.info.num_vocab
 

@@ -91,7 +91,9 @@ MUTATIONS = [
     ),
     Mutation("kv_slots", "a fork counts no cells", "            self._cells.share(source.id, slot.id, match.length)\n"),
     Mutation(
-        "kv_slots", "a fork is not done", "            self._ops.append(Copy(source.id, slot.id, match.length))\n"
+        "kv_slots",
+        "a fork is not done",
+        "            self._ops.append(Copy(source.id, slot.id, seq.position(match.length)))\n",
     ),
     Mutation(
         "kv_slots", "a loaded snapshot counts no cells", "            self._cells.extend(slot.id, len(source.tokens))\n"
@@ -99,7 +101,7 @@ MUTATIONS = [
     Mutation(
         "kv_slots",
         "a loaded snapshot is not cut",
-        "            self._trim(slot, match.length)\n        slot.shortest",
+        "            self._trim(slot, match.length, seq)\n        slot.shortest",
         "        slot.shortest",
     ),
     Mutation("kv_slots", "a cut slot is not kept", "if source.length - match.length >= MIN_PREFIX_LEN:", "if False:"),

@@ -180,7 +180,7 @@ def test_errors_are_typed(client: anthropic.Anthropic) -> None:
     assert body["error"]["type"] == "not_found_error"
     assert body["request_id"].startswith("req_")
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
-    with pytest.raises(anthropic.BadRequestError, match="reads text only"):
+    with pytest.raises(anthropic.BadRequestError, match="reads no images"):
         create(client, messages=[{"role": "user", "content": [image]}])
     with pytest.raises(anthropic.BadRequestError, match="Prompt is too long"):
         create(client, messages=[{"role": "user", "content": "word " * 100_000}])

@@ -75,14 +75,15 @@ native_log = NativeLog()
 
 
 @L.llama_log_callback  # type: ignore[untyped-decorator]
-def _on_log(level: int, text: bytes, _: object) -> None:
+def on_log(level: int, text: bytes, _: object) -> None:
+    """Take a piece of the log of llama.cpp or libmtmd."""
     native_log.add(level, text.decode("utf-8", "replace"))
 
 
 @functools.cache
 def start_backend() -> None:
     """Initialise llama.cpp once in this process, and replace the log callback that its import installs."""
-    L.llama_log_set(_on_log, None)
+    L.llama_log_set(on_log, None)
     L.llama_backend_init()
 
 

@@ -22,7 +22,7 @@ from edgelm.base.machine.llama_build import INSTALL, VULKAN, InstalledLlama, fin
 if TYPE_CHECKING:
     from llama_cpp import llama_cpp as L
 
-__all__ = ["BUILD", "L", "cpu_library", "gpu_problem"]
+__all__ = ["BUILD", "L", "cpu_library", "gpu_problem", "load_mtmd"]
 
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 _DRIVER = "install your GPU's driver for Vulkan (Debian, Ubuntu: libvulkan1 mesa-vulkan-drivers)"
@@ -71,8 +71,7 @@ def _load(build: InstalledLlama) -> tuple[Any, Path, str]:
         entries = ctypes.CDLL(str(build.lib_dir / f"libedgelm_abi{_SUFFIX}"))
     except (OSError, RuntimeError, AttributeError) as error:
         raise EngineError(f"llama.cpp cannot be loaded: {error}", _repair(str(error), build)) from error
-    table = ctypes.cast(ctypes.byref(ctypes.c_char.in_dll(entries, "edgelm_abi")), ctypes.POINTER(_Entry))
-    if difference := layout_difference(binding, table):
+    if difference := layout_difference(binding, _table(entries, "edgelm_abi")):
         raise EngineError(f"edgelm-llama is damaged: {difference}", INSTALL)
     return binding, *_load_backends(binding, build)
 
@@ -126,6 +125,23 @@ def _load_vulkan(binding: Any, build: InstalledLlama) -> str:
     except OSError as error:  # most often: the system has no libvulkan.so.1
         return f"{VULKAN} cannot be loaded: {error}; {_DRIVER}"
     return f"{VULKAN} finds no GPU; {_DRIVER}"
+
+
+def load_mtmd() -> Any:
+    """Return the binding of libmtmd, which encodes pictures. Raises EngineError where the installed build has none."""
+    package = "edgelm_llama" if BUILD.ready_made else "llama_cpp"
+    try:
+        binding = import_module(f"{package}.mtmd_cpp")
+        entries = ctypes.CDLL(str(BUILD.lib_dir / f"libedgelm_abi{_SUFFIX}")) if BUILD.ready_made else None
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise EngineError(f"{BUILD.package} {BUILD.version} has no libmtmd, which encodes pictures", INSTALL) from error
+    if entries is not None and (difference := layout_difference(binding, _table(entries, "edgelm_mtmd_abi"))):
+        raise EngineError(f"edgelm-llama is damaged: {difference}", INSTALL)
+    return binding
+
+
+def _table(library: ctypes.CDLL, name: str) -> Any:
+    return ctypes.cast(ctypes.byref(ctypes.c_char.in_dll(library, name)), ctypes.POINTER(_Entry))
 
 
 def _score(library: Path) -> int:

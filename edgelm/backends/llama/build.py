@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from edgelm.backends.drafting import NO_HEADS, measured_clock, ngram_drafter, require_same_vocabulary, throttled
 from edgelm.backends.llama.adapter import LlamaAdapter, with_adapters
+from edgelm.backends.llama.binding import load_mtmd
 from edgelm.backends.llama.buffers import LlamaBuffers
 from edgelm.backends.llama.devices import llama_devices
 from edgelm.backends.llama.embedding import embedder_of
@@ -24,6 +26,7 @@ from edgelm.backends.llama.memory import LlamaMemory, repacked_types
 from edgelm.backends.llama.model import DeviceMemoryError, LlamaModel
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import Placement, Wish
+from edgelm.backends.llama.projector import Projector
 from edgelm.backends.llama.repeatable import MOST_ROWS, rule_for
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
@@ -31,12 +34,13 @@ from edgelm.backends.plan import DRAFT_KV, DraftModel, MachineMemory, Plan, draf
 from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.base.config import Settings
-from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.errors import EdgeLMError, EngineError, ModelError
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import Places, own_places
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
+from edgelm.checkpoints.projector import read_projector
 from edgelm.checkpoints.summary import ModelFacts, model_facts
 from edgelm.engine.clock import StepClock
 from edgelm.engine.core import Drafter
@@ -66,6 +70,7 @@ def build_llama(
     gpu: bool = False,
     draft: Path | None = None,
     adapters: Sequence[LlamaAdapter] = (),
+    projector: Path | None = None,
     progress: Callable[[float], bool] | None = None,
     prefixes: Path | None = None,
     places: Places | None = None,
@@ -74,13 +79,15 @@ def build_llama(
 ) -> LoadedModel:
     """Load a checked GGUF, whose parts are `files`. With `gpu`, as much as fits goes to llama.cpp's devices.
 
-    `draft` is the GGUF of a model that drafts, `adapters` are those of the model. `warn` takes a line for the user.
+    `draft` is the GGUF of a model that drafts, `adapters` and `projector` are those of the model. `warn` takes a line
+    for the user.
     Raises ModelError for a file that llama.cpp refuses or that does not fit in memory; EdgeLMError for a context that
     the model cannot have.
     """
     if settings.quantize != "off":
         raise EdgeLMError("only the torch engine has --quantize", "pull a quantized GGUF, or use --engine torch")
     facts = with_adapters(facts, adapters)
+    projector = _usable(projector, settings, warn)
     drafting = places if settings.drafts else None
     draft = draft if drafting else None
     draft_facts = _read_facts(draft) if draft else None
@@ -94,6 +101,7 @@ def build_llama(
         least_context=least_context,
         repack=repack,
         machine=machine_memory(memory_bytes),
+        projector_bytes=read_projector(projector).memory_bytes if projector else 0,
     )
     option = planned.require()
     for text in filter(None, (planned.note, planned.warning)):
@@ -120,21 +128,24 @@ def build_llama(
     snapshot_bytes = planned.snapshot_bytes if ram is None else int(ram * 2**30)
 
     def load(placement: Placement) -> _Loaded:
-        model = load_weights(placement=placement)
-        try:
+        with ExitStack() as if_it_fails:
+            model = load_weights(placement=placement)
+            if_it_fails.callback(model.close)
+            eyes, own = _with_eyes(projector, model, options)
+            if eyes:
+                if_it_fails.callback(eyes.close)
             tokenizer = LlamaTokenizer.of_model(model.native, model)
             folder = None
             if prefixes:
                 folder = snapshot_folder(prefixes, model, files, options, Bounds.of(settings))
             store = SnapshotStore(snapshot_bytes, folder)
-            return _Loaded(model, tokenizer, folder, store, LlamaExecutor(model, options, store))
-        except EdgeLMError:
-            model.close()
-            raise
+            loaded = _Loaded(model, tokenizer, folder, store, LlamaExecutor(model, own, store, eyes), eyes)
+            if_it_fails.pop_all()
+        return loaded
 
     memory = OffloadedMemory(facts, wish, sequences=settings.parallel)
     placements = memory.from_placement(option.kv, option.context)
-    model, tokenizer, folder, store, executor = _first_that_loads(load, placements)
+    model, tokenizer, folder, store, executor, eyes = _first_that_loads(load, placements)
     clock, drafter = StepClock(), None
     if drafting and not executor.info.can_draft:
         warn(f"nothing is drafted: {_why_no_drafts(path, facts)}")
@@ -158,7 +169,7 @@ def build_llama(
     footprint = planned.footprint("gpu" if gpu else "cpu", snapshot_bytes)
     make_embedder = partial(embedder_of, model, facts, options.context, planned.threads)
     engine = Engine(executor, scheduler, clock, make_embedder=make_embedder).start()
-    return LoadedModel(planned.name, engine, tokenizer, prompt_tokens, footprint)
+    return LoadedModel(planned.name, engine, tokenizer, prompt_tokens, footprint, pictures=eyes)
 
 
 def machine_memory(limit_bytes: int | None = None) -> MachineMemory:
@@ -173,6 +184,7 @@ def plan_context(
     wish: Wish | None = None,
     *,
     draft_facts: ModelFacts | None = None,
+    projector_bytes: int = 0,
     least_context: int = 0,
     repack: bool = True,
     machine: MachineMemory | None = None,
@@ -192,20 +204,23 @@ def plan_context(
         draft = DraftModel.of(draft_facts, beside)
 
     def planned(facts: ModelFacts, rollback: int, heads: bool) -> Plan:
+        choose = partial(plan, facts, settings, machine, draft=draft, projector_bytes=projector_bytes)
+        choose = partial(choose, least_context=least_context)
         memory = LlamaMemory(facts, sequences=settings.parallel, copied_types=types, repeatable=repeatable, heads=heads)
         if wish and wish.devices:
             offloaded = OffloadedMemory(facts, wish, sequences=settings.parallel)
-            return plan(facts, settings, machine, offloaded, draft=draft, least_context=least_context)
-        estimated = plan(facts, settings, machine, memory, draft=draft, least_context=least_context)
+            return choose(offloaded)
+        estimated = choose(memory)
         if estimated.comfortable or repeatable or facts.summary.kind != "text":  # an embedder allocates by its inputs
             return estimated
         with LlamaBuffers(
             path, facts.summary, sequences=settings.parallel, repack=repack, rollback=rollback, heads=heads
         ) as buffers:
-            return plan(facts, settings, machine, memory.measured_by(buffers), draft=draft, least_context=least_context)
+            return choose(memory.measured_by(buffers))
 
     length = rollback_len(path, facts) if settings.drafts else 0
-    for rollback, heads in draft_layouts(length, may_use_heads(facts, settings, length, wish)):
+    # The heads read texts only: a model that sees drafts with n-grams.
+    for rollback, heads in draft_layouts(length, not projector_bytes and may_use_heads(facts, settings, length, wish)):
         drafting = planned(facts.with_rollback(rollback), rollback, heads)
         if drafting.preferred:
             return replace(drafting, rollback=rollback, heads=heads)
@@ -243,6 +258,32 @@ def snapshot_folder(
     except OSError as error:
         log.warning("conversations are not kept on disk: %s", error)
         return None
+
+
+def _with_eyes(
+    projector: Path | None, model: LlamaModel, options: LlamaOptions
+) -> tuple[Projector | None, LlamaOptions]:
+    """Return the projector, loaded, and options for its pictures."""
+    if projector is None:
+        return None, options
+    eyes = Projector(projector, model, options.threads)
+    return eyes, replace(options, picture_tokens=eyes.max_tokens if eyes.whole else 0)
+
+
+def _usable(projector: Path | None, settings: Settings, warn: Callable[[str], None]) -> Path | None:
+    """Return a projector that can be used here. `warn` is told of one that is left out. Raises EngineError."""
+    if projector and settings.repeatable:
+        warn("--repeatable: no pictures are read")
+        return None
+    try:
+        if projector:
+            load_mtmd()
+    except EngineError as error:
+        if settings.mmproj != "auto":
+            raise
+        warn(f"no pictures are read: {error.message}")
+        return None
+    return projector
 
 
 def _made_repeatable(
@@ -290,6 +331,7 @@ class _Loaded(NamedTuple):
     folder: SnapshotFolder | None
     store: SnapshotStore
     executor: LlamaExecutor
+    eyes: Projector | None
 
 
 def _first_that_loads(load: Callable[[Placement], _Loaded], placements: Sequence[Placement]) -> _Loaded:
@@ -351,7 +393,13 @@ def _load_draft_model(
         require_same_vocabulary(tokenizer, LlamaTokenizer.of_model(model.native, model), path.name)
         context = min(options.context, model.train_context or options.context)
         own = replace(
-            options, context=context, kv=DRAFT_KV, max_rows=options.max_sequences, repeatable_rows=0, heads=False
+            options,
+            context=context,
+            kv=DRAFT_KV,
+            max_rows=options.max_sequences,
+            repeatable_rows=0,
+            heads=False,
+            picture_tokens=0,
         )
         executor = LlamaExecutor(model, own)
     except EdgeLMError:

@@ -24,11 +24,25 @@ from edgelm.backends.llama.heads import LlamaHeads, heads_params
 from edgelm.backends.llama.memory import CELLS, MAX_ROWS, head_refusal, kv_head_bytes, kv_types, micro_batch, padded
 from edgelm.backends.llama.model import LlamaModel, memory_error
 from edgelm.backends.llama.pace import NativeThreads, Pace
+from edgelm.backends.llama.projector import PictureBatch, Projector, Tile
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.base.errors import EngineError, ModelError, SnapshotError
 from edgelm.base.kv_modes import LLAMA_KV
 from edgelm.checkpoints.files import file_identity
-from edgelm.engine.core import CompletedSamples, Copy, Drop, ExecutorInfo, Load, Masks, Op, Save, Step, Store, Trim
+from edgelm.engine.core import (
+    Chunk,
+    CompletedSamples,
+    Copy,
+    Drop,
+    ExecutorInfo,
+    Load,
+    Masks,
+    Op,
+    Save,
+    Step,
+    Store,
+    Trim,
+)
 from edgelm.engine.sampling.host import HostSampler
 
 UNBOUNDED = 2**62  # bytes
@@ -50,6 +64,7 @@ class LlamaOptions:
     threads: int = 1
     heads: bool = False  # the model was loaded with its heads that predict several tokens
     rollback: int = 0  # tokens that a recurrent state can go back, where llama.cpp can for the architecture
+    picture_tokens: int = 0  # of a picture that has to be in one micro-batch
 
     @property
     def flash_attention(self) -> bool:
@@ -60,15 +75,22 @@ class LlamaOptions:
 class LlamaExecutor:
     """An `Executor` over one llama.cpp context, with idle sequences in `snapshots`.
 
-    Takes ownership of the model: `close` frees it. Raises ModelError for a KV mode that the model cannot have, and when
-    there is no memory for the context (DeviceMemoryError where it is a device's).
+    Takes ownership of the model and its projector: `close` frees them. Raises ModelError for a KV mode that the model
+    cannot have, and when there is no memory for the context (DeviceMemoryError where it is a device's).
     """
 
-    def __init__(self, model: LlamaModel, options: LlamaOptions, snapshots: SnapshotStore | None = None) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        options: LlamaOptions,
+        snapshots: SnapshotStore | None = None,
+        projector: Projector | None = None,
+    ) -> None:
         key_len, value_len = model.head_lens
         if refusal := head_refusal(options.kv, key_len, value_len):
             raise ModelError(f"--kv {options.kv} {refusal}", "use --kv f16")
         self._model = model
+        self._projector = projector
         native_log.clear()
         params = context_params(options, model.num_heads)
         fill_struct(params, **yarn_ramp(model))
@@ -101,6 +123,7 @@ class LlamaExecutor:
             keeps_all=L.llama_model_n_swa(model.native) == 0,
             repeatable=options.repeatable_rows > 0,
         )
+        self._options = options
         self._batch = Batch(max_tokens)
         self._threads = NativeThreads(self._context)
         self._pace = Pace(self._threads, options.threads, model.other_load)
@@ -128,24 +151,58 @@ class LlamaExecutor:
         for chunk in step.chunks:
             assert isinstance(chunk.kv, int)
             assert 0 <= chunk.kv < self._info.max_sequences
+            if chunk.is_picture:
+                self._read_picture(chunk, chunk.kv)
+                continue
             assert last + len(chunk.tokens) <= self._info.max_tokens
-            last = self._batch.set(last, chunk.tokens, chunk.start, chunk.kv, chunk.rows)
+            last = self._batch.set(last, chunk.tokens, chunk.seq.position(chunk.start), chunk.kv, chunk.rows)
+        if not last:
+            return
         self._check_batch(last, step)
         self._batch.native.n_tokens = last
         if self._heads:
             self._heads.prepare(step)
-        native_log.clear()
-        with self._pace.step(last):
-            result = L.llama_decode(self._context, self._batch.native)
-        if result == 1:
-            raise EngineError("the KV cache has no room for this step", "lower the number of parallel requests")
-        if result != 0:
-            raise EngineError(f"llama.cpp could not run a step ({result}): {native_log.first_error()}")
+        self._decode(self._batch.native, last)
         if step.num_rows:
             self._logits = logits_view(self._context, step.num_rows, self._info.num_vocab)
         if self._heads:
             self._heads.take(step)
             self._heads.set_threads(self._pace.num_threads)
+
+    def _decode(self, batch: Any, num_tokens: int) -> None:
+        native_log.clear()
+        with self._pace.step(num_tokens):
+            result = L.llama_decode(self._context, batch)
+        if result == 1:
+            raise EngineError("the KV cache has no room for this step", "lower the number of parallel requests")
+        if result != 0:
+            raise EngineError(f"llama.cpp could not run a step ({result}): {native_log.first_error()}")
+
+    def _read_picture(self, chunk: Chunk, slot: int) -> None:
+        """Run the tokens of a picture, or some of them, which is encoded first if it was not yet."""
+        span, count = chunk.seq.picture_at(chunk.start), len(chunk.tokens)
+        assert span is not None
+        assert chunk.rows == 0
+        assert chunk.end <= span.end
+        assert count <= max(self._info.max_tokens, self._options.picture_tokens)
+        assert self._projector is not None
+        assert isinstance(span.source, Tile)
+        embeddings = self._projector.embeddings(span.source)
+        first, begin = chunk.start - span.start, chunk.seq.position(span.start)
+        if self._projector.mrope:
+            positions = span.source.positions(begin)
+        else:
+            positions = np.arange(begin, begin + span.num_tokens, dtype=np.int32)
+        batch = PictureBatch(embeddings[first : first + count], positions[..., first : first + count], slot)
+        if not span.whole:
+            self._decode(batch.native, count)
+            return
+        assert count == span.num_tokens <= self._options.picture_tokens, "llama.cpp aborts on a part"
+        L.llama_set_causal_attn(self._context, False)
+        try:
+            self._decode(batch.native, count)
+        finally:
+            L.llama_set_causal_attn(self._context, True)
 
     def sample(self, step: Step, masks: Masks | None) -> CompletedSamples:
         """Sample the rows of each chunk, up to the first that differs from the draft."""
@@ -163,6 +220,8 @@ class LlamaExecutor:
             if self._heads:
                 self._heads.close()
             L.llama_free(context)
+            if self._projector:
+                self._projector.close()
             self._model.close()
 
     def _load_heads(self, options: LlamaOptions) -> LlamaHeads:
@@ -227,8 +286,8 @@ def context_params(options: LlamaOptions, num_heads: int) -> Any:
     return fill_struct(
         L.llama_context_default_params(),
         n_ctx=padded(context) * options.max_sequences if rows else context,
-        n_batch=max(options.max_tokens, options.max_rows),
-        n_ubatch=rows or micro_batch(options.context, num_heads, flash),
+        n_batch=max(options.max_tokens, options.max_rows, options.picture_tokens),
+        n_ubatch=rows or max(micro_batch(options.context, num_heads, flash), options.picture_tokens),
         n_seq_max=options.max_sequences,
         n_outputs_max=options.max_rows,
         n_rs_seq=options.rollback,

@@ -88,7 +88,13 @@ class Histories:
         """Return the history of a sequence; None: it has no penalties."""
         if not seq.params.penalized:
             return None
-        history, length = self._histories.get(seq) or (History(seq.tokens[: seq.prompt_len]), seq.prompt_len)
+        history, length = self._histories.get(seq) or (History(_prompt(seq)), seq.prompt_len)
         history.extend(seq.tokens[length:])
         self._histories[seq] = history, len(seq.tokens)
         return history
+
+
+def _prompt(seq: Sequence) -> list[int]:
+    """Return the prompt without pictures: no token that is sampled is one of theirs."""
+    prompt = seq.tokens[: seq.prompt_len]
+    return [token for token in prompt if token >= 0] if seq.pictures else prompt

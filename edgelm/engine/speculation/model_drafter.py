@@ -53,7 +53,7 @@ class ModelDrafter:
         self._prefill_s = 0.0  # per token
 
     def begin(self, seq: Sequence) -> None:
-        if self._free_slots:
+        if self._free_slots and not seq.pictures:  # the draft model does not see them
             self._mirrors[seq.id] = _Mirror(self._free_slots.pop())
 
     def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:

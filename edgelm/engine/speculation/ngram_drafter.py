@@ -146,6 +146,8 @@ class NgramDrafter:
         if seq.id in self._running:  # it was preempted
             return
         text = [*seq.past, *seq.tokens]
+        if seq.pictures:
+            text = [token for token in text if token >= 0]
         conversation = self._resume(seq.cache_namespace, text)
         conversation.taken = len(seq.tokens)
         conversation.tokens, conversation.time = FIRST_STEPS * self._tokens / self._time, FIRST_STEPS

@@ -27,7 +27,7 @@ from edgelm.server.api.fields import (
     TextOrParts,
 )
 from edgelm.text.calls.format import ToolChoice
-from edgelm.text.message_forms import content_of
+from edgelm.text.message_forms import content_of, picture_part
 
 
 class Message(Body):
@@ -46,7 +46,7 @@ class Message(Body):
         """Return the message in the form that chat templates expect. Raises ApiError."""
         content = self.content
         if isinstance(content, list):
-            content = content_of([_text(part, f"{where}.content.{index}") for index, part in enumerate(content)])
+            content = content_of([_part(part, f"{where}.content.{index}") for index, part in enumerate(content)])
         message: dict[str, Any] = {"role": self.role, "content": content}
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
@@ -210,15 +210,25 @@ def _tool_choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> T
     raise ApiError(400, "invalid_value", "tool_choice is not one of the known forms", param="tool_choice")
 
 
+def _part(part: object, where: str) -> str | dict[str, Any]:
+    """Return the text of a part, or the picture. Raises ApiError for one that no model reads here."""
+    match part:
+        case {"type": "image_url", "image_url": {"url": str(url)}}:
+            return picture_part(url)
+        case {"type": "image_url" | "input_image", "image_url": str(url)}:
+            return picture_part(url)
+    return _text(part, where)
+
+
 def _text(part: object, where: str) -> str:
-    """Return the text of a part. Raises ApiError for one that a model of text cannot read."""
+    """Return the text of a part. Raises ApiError for another part."""
     match part:
         case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
             return text
         case {"type": "refusal", "refusal": str(text)}:
             return text
         case {"type": "image_url" | "input_image" | "image" | "input_audio" | "file" | "video_url" as kind}:
-            message = f"{where}: the model reads text only, and this is a part of type {kind}"
+            message = f"{where}: a part of type {kind} is not read here, or has another form"
             raise ApiError(400, "unsupported_content", message, param=where)
     raise ApiError(400, "invalid_type", f"{where} is not a part of text", param=where)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from edgelm.base.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError
+from edgelm.base.errors import BusyError, EdgeLMError, EngineError, ModelError, NotSeenError, RequestError
 
 RETRY_AFTER = "retry-after"
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients retry every 5xx without this header
@@ -48,6 +48,8 @@ def _kind(status: int) -> str:
 
 def as_api_error(error: EdgeLMError) -> ApiError:
     """Return the response for one of our errors."""
+    if isinstance(error, NotSeenError):
+        return ApiError(400, "unsupported_content", str(error))
     if isinstance(error, RequestError):
         return ApiError(400, "invalid_value", str(error))
     if isinstance(error, BusyError):

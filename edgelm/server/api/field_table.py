@@ -143,7 +143,6 @@ OLLAMA_GENERATE = Table(
     _OLLAMA,
     {
         "context": Refused("send the conversation to /api/chat", ([],)),
-        "images": Refused("the model reads text only", ([],)),
         "template": Refused("the model's own is used; with raw, the prompt is used as it is", ("",)),
     },
 )

@@ -32,7 +32,7 @@ MAX_ENTRIES = 4096  # of a list or an object in a body
 MAX_CHARS = 2**20  # of all texts of a field that is not in LONG
 LONG = frozenset(  # conversations, prompts, and what is embedded: the context limits them
     {"messages", "system", "prediction", "edgelm", "input", "instructions", "prompt", "suffix", "content", "tokens"}
-    | {"input_prefix", "input_suffix", "input_extra", "query", "documents", "texts"}
+    | {"input_prefix", "input_suffix", "input_extra", "query", "documents", "texts", "images"}
 )
 MAX_STOPS = 64
 MAX_STOP_LEN = 1024

@@ -7,7 +7,7 @@ the format.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -17,6 +17,7 @@ from edgelm.server.api.errors import NO_RETRY, ApiError
 from edgelm.server.api.fields import Body, KeepAliveFields, ModelName, Stops, TextOrParts, schema_spec
 from edgelm.server.request_id import current_request_id, new_request_id
 from edgelm.text.calls.format import ToolChoice
+from edgelm.text.message_forms import content_of, picture_part
 
 # Claude Code puts a line that changes with every request first, which no cached prefix would survive.
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -164,16 +165,37 @@ def _messages(messages: Sequence[InputMessage]) -> Iterator[dict[str, Any]]:
             if block.get("type") == "tool_result":
                 yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": _result(block, at)}
         if rest or not blocks:
-            yield {"role": message.role, "content": "\n\n".join(_text(block, at) for block, at in rest)}
+            yield {"role": message.role, "content": _content(rest)}
 
 
-def _result(block: dict[str, Any], where: str) -> str:
-    """Return the text of a tool's result. Templates have no field for a failure, so its text says so."""
+def _content(blocks: Iterable[tuple[dict[str, Any], str]]) -> str | list[dict[str, Any]]:
+    """Return blocks as one text, or as texts and pictures. Raises ApiError."""
+    parts: list[str | dict[str, Any]] = []
+    for block, where in blocks:
+        part = _picture(block) or _text(block, where)
+        if isinstance(part, str) and parts and isinstance(parts[-1], str):
+            parts[-1] = f"{parts[-1]}\n\n{part}"
+        else:
+            parts.append(part)
+    return content_of(parts or [""])
+
+
+def _picture(block: dict[str, Any]) -> dict[str, Any] | None:
+    match block:
+        case {"type": "image", "source": {"type": "base64", "data": str(data), **more}}:
+            return picture_part(f"data:{more.get('media_type', '')};base64,{data}")
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            return picture_part(url)
+    return None
+
+
+def _result(block: dict[str, Any], where: str) -> str | list[dict[str, Any]]:
+    """Return the content of a tool's result. Templates have no field for a failure, so its text says so."""
     parts = _blocks(block.get("content") or "", f"{where}.content")
-    text = "\n\n".join(_text(part, f"{where}.content.{index}") for index, part in enumerate(parts))
-    if not block.get("is_error") or text.lower().startswith("error"):
-        return text
-    return f"Error: {text}" if text else "Error"
+    content = _content((part, f"{where}.content.{index}") for index, part in enumerate(parts))
+    if not block.get("is_error") or not isinstance(content, str) or content.lower().startswith("error"):
+        return content
+    return f"Error: {content}" if content else "Error"
 
 
 def _assistant(blocks: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
@@ -228,7 +250,7 @@ def _text(block: dict[str, Any], where: str) -> str:
         case {"type": "tool_reference", "tool_name": str(name)}:
             return name
         case {"type": "image" | "document" as kind}:
-            message = f"{where}: the model reads text only, and this is {'an' if kind == 'image' else 'a'} {kind}"
+            message = f"{where}: {'an' if kind == 'image' else 'a'} {kind} of this form is not read here"
             raise ApiError(400, "unsupported_content", message, param=where)
     kind = str(block.get("type"))[:40]
     raise ApiError(400, "invalid_type", f"{where}: blocks of type {kind!r} are not supported", param=where)

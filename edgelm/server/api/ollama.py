@@ -20,6 +20,7 @@ from edgelm.server.api.errors import ApiError
 from edgelm.server.api.field_table import OLLAMA_OPTIONS
 from edgelm.server.api.fields import Body, KeepAliveFields, ModelName, SamplingFields, schema_spec
 from edgelm.server.api.sentinels import without_sentinels
+from edgelm.text.message_forms import content_of, picture_part
 
 PING = b" "  # before a line of JSON, it is part of that line
 _WHOLE = ("num_predict", "num_ctx", "top_k", "seed")
@@ -164,6 +165,7 @@ class GenerateRequest(OllamaRequest):
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
+    images: list[str] | None = None
 
     @property
     def only_loads(self) -> bool:
@@ -171,24 +173,23 @@ class GenerateRequest(OllamaRequest):
 
     def _answer_request(self, common: dict[str, Any]) -> AnswerRequest:
         prompt = self.prompt or ""
+        if self.images and (self.suffix or self.raw):
+            message = f"images: {'a gap in a text' if self.suffix else 'a raw prompt'} has no place for pictures"
+            raise ApiError(400, "unsupported_content", message, param="images")
         if self.suffix:
             return AnswerRequest(prompt=prompt, suffix=self.suffix, **common)
         if self.raw:
             return AnswerRequest(prompt=prompt, **common)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return AnswerRequest(messages=[*system, {"role": "user", "content": prompt}], **common)
+        return AnswerRequest(messages=[*system, {"role": "user", "content": _content(prompt, self.images)}], **common)
 
 
 def _messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
     """Yield OpenAI's messages. Results without an id belong to the calls before them, by name or in their order."""
     open_calls = _OpenCalls(())
     num_calls = 0
-    for index, message in enumerate(messages):
-        if message.images:
-            where = f"messages.{index}.images"
-            reason = "the model reads text only, and this is an image"
-            raise ApiError(400, "unsupported_content", f"{where}: {reason}", param=where)
-        turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    for message in messages:
+        turn: dict[str, Any] = {"role": message.role, "content": _content(message.content or "", message.images)}
         if message.role == "assistant":
             if message.thinking:
                 turn["reasoning_content"] = message.thinking
@@ -206,6 +207,11 @@ def _messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
             if name:
                 turn["name"] = name
         yield turn
+
+
+def _content(text: str, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
+    """Return a text with its pictures before it, as Ollama shows them to a model."""
+    return content_of([*(picture_part(f"data:;base64,{image}") for image in images or ()), text])
 
 
 class _OpenCalls:

@@ -30,7 +30,7 @@ from edgelm.server.api.fields import (
     schema_spec,
 )
 from edgelm.text.calls.format import ToolChoice
-from edgelm.text.message_forms import content_of
+from edgelm.text.message_forms import content_of, picture_part
 
 REASONING_PREFIX = "edgelm:"  # of our `encrypted_content`, which is plain base64: the text never leaves the machine
 ENCRYPTED = "reasoning.encrypted_content"  # in `include`
@@ -320,8 +320,8 @@ def _decoded(content: object) -> str:
     return text.removeprefix(REASONING_PREFIX) if text.startswith(REASONING_PREFIX) else ""
 
 
-def _text(content: object, where: str) -> str | list[dict[str, str]]:
-    """Return content as text or parts of text. Raises ApiError for parts that a model of text cannot read."""
+def _text(content: object, where: str) -> str | list[dict[str, Any]]:
+    """Return content as text or parts. Raises ApiError for parts that no model reads here."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -329,13 +329,15 @@ def _text(content: object, where: str) -> str | list[dict[str, str]]:
     return content_of([_part(part, f"{where}.{index}") for index, part in enumerate(content)])
 
 
-def _part(part: object, where: str) -> str:
+def _part(part: object, where: str) -> str | dict[str, Any]:
     match part:
+        case {"type": "input_image", "image_url": str(url)}:
+            return picture_part(url)
         case {"type": "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text", "text": str(text)}:
             return text
         case {"type": "refusal", "refusal": str(text)}:
             return text
         case {"type": "input_image" | "input_file" | "input_audio" as kind}:
-            message = f"{where}: the model reads text only, and this is an {kind}"
+            message = f"{where}: an {kind} is not read here, or has another form"
             raise ApiError(400, "unsupported_content", message, param=where)
     raise ApiError(400, "invalid_type", f"{where} is not a part of text", param=where)

@@ -64,7 +64,7 @@ def llama_routes(table: EngineTable, models: ModelNames, num_slots: int) -> list
                 "total_slots": num_slots,
                 "model_alias": model.name,
                 "model_path": printable(str(model.path)),
-                "modalities": {"vision": False, "audio": False},
+                "modalities": {"vision": "vision" in card["capabilities"], "audio": False},
                 "chat_template": card["template"] or "",
                 "chat_template_caps": {"supports_tools": has_tools, "supports_tool_calls": has_tools},
                 "bos_token": card["special"].get("bos", ""),

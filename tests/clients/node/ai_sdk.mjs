@@ -73,7 +73,7 @@ for (const [name, model] of Object.entries(models)) {
   checks[`${name}_error`] = async () => {
     const image = [{ role: 'user', content: [{ type: 'image', image: new Uint8Array([137, 80, 78, 71, 13, 10, 26, 10]) }] }]
     const error = await generateText({ model, messages: image, maxRetries: 0 }).catch((e) => e)
-    assert(/reads text only/.test(error?.message), error?.message)
+    assert(/reads no images/.test(error?.message), error?.message)
   }
 }
 await main('ai', checks)

@@ -239,13 +239,24 @@ def test_every_field_of_openais_client_is_known(params: Any, model: Any, table: 
     assert not table.ignored.keys() & table.refused.keys()
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_only_text_is_read(kind: str) -> None:
+@pytest.mark.parametrize("picture", [{"image_url": {"url": "data:"}}, {"image_url": "data:"}])
+@pytest.mark.parametrize("kind", ["image_url", "input_image"])
+def test_pictures_are_read(kind: str, picture: dict[str, Any]) -> None:
+    if kind == "input_image" and not isinstance(picture["image_url"], str):
+        assert refused(messages=[{"role": "user", "content": [{"type": kind, **picture}]}])
+        return
+    parts = [{"type": "text", "text": "what is this?"}, {"type": kind, **picture}]
+    (message,) = parse(messages=[{"role": "user", "content": parts}]).messages
+    assert message["content"] == [parts[0], {"type": "image_url", "image_url": {"url": "data:"}}]
+
+
+@pytest.mark.parametrize("kind", ["image", "input_audio", "file"])
+def test_other_parts_are_not_read(kind: str) -> None:
     parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {"url": "data:"}}]
     error = refused(messages=[{"role": "user", "content": parts}])
     assert (error["code"], error["param"]) == ("unsupported_content", "messages.0.content.1")
     assert kind in error["message"]
-    assert "reads text only" in error["message"]
+    assert "is not read here" in error["message"]
     past = {"past": [{"role": "user", "content": parts}]}
     assert refused(edgelm=past)["param"] == "edgelm.past.0.content.1"
 

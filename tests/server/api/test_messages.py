@@ -143,9 +143,9 @@ def test_forms_of_a_result(result: dict[str, Any], content: str) -> None:
 @pytest.mark.parametrize(
     ("content", "where"),
     [
-        ([IMAGE], "messages.0.content.0"),
+        ([{"type": "image", "source": {"type": "file", "file_id": "f"}}], "messages.0.content.0"),
         ([{"type": "document", "source": {"type": "base64", "data": ""}}], "messages.0.content.0"),
-        ([text("a"), {"type": "tool_result", "content": [IMAGE]}], "messages.0.content.1.content.0"),
+        ([text("a"), {"type": "tool_result", "content": [{"type": "image"}]}], "messages.0.content.1.content.0"),
         ([{"type": "poem"}], "messages.0.content.0"),
         ([{"type": "text"}], "messages.0.content.0"),
         ([{"type": "tool_result", "tool_use_id": "t", "content": 5}], "messages.0.content.0.content"),
@@ -153,11 +153,21 @@ def test_forms_of_a_result(result: dict[str, Any], content: str) -> None:
         (["a"], "messages.0.content.0"),
     ],
 )
-def test_content_that_no_model_of_text_reads(content: Any, where: str) -> None:
+def test_content_that_no_model_reads(content: Any, where: str) -> None:
     error = refused(messages=[user(content)])
     assert error.body["error"]["param"] == where
     assert error_body_of("/v1/messages", error)["error"]["type"] == "invalid_request_error"
     assert where in str(error)
+
+
+def test_pictures_stand_between_texts() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text("c"), IMAGE], "is_error": True}
+    read = answer_request(messages=[user([text("a"), text("b"), IMAGE, result])]).messages
+    assert [message["content"] for message in read] == [
+        [{"type": "text", "text": "c"}, picture],
+        [{"type": "text", "text": "a\n\nb"}, picture],
+    ]
 
 
 def test_messages_are_required() -> None:

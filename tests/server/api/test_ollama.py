@@ -151,8 +151,8 @@ def test_without_a_prompt_there_is_only_loading(path: str, fields: dict[str, Any
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages.0.images"),
-        ("/api/generate", {"images": ["aGk="]}, "images"),
+        ("/api/generate", {"images": ["aGk="], "raw": True}, "images"),
+        ("/api/generate", {"images": ["aGk="], "suffix": "x"}, "images"),
         ("/api/generate", {"context": [1, 2]}, "context"),
         ("/api/generate", {"template": "{{ .Prompt }}"}, "template"),
         ("/api/chat", {"options": {"mirostat": 2}}, "mirostat"),
@@ -167,6 +167,19 @@ def test_errors_name_the_field(path: str, fields: dict[str, Any], param: str) ->
     error = error_of(path, **fields)
     assert (error.status, error.body["error"]["param"]) == (400, param)
     assert error_body_of(path, error) == {"error": str(error)}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}),
+        ("/api/generate", {"prompt": "x", "images": ["aGk="]}),
+    ],
+)
+def test_pictures_come_before_the_text(path: str, fields: dict[str, Any]) -> None:
+    (message,) = answer_request(path, **fields).messages
+    picture = {"type": "image_url", "image_url": {"url": "data:;base64,aGk="}}
+    assert message["content"] == [picture, {"type": "text", "text": "x"}]
 
 
 @pytest.mark.parametrize("fields", [{"context": []}, {"template": ""}, {"images": []}, {"options": {"mirostat": 0}}])

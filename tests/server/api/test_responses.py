@@ -181,7 +181,7 @@ def test_every_item_type_of_the_official_client_is_read_or_skipped() -> None:
         ({"type": "poem", "role": "assistant", "content": "a"}, "input.0"),
         ({"role": "critic", "content": "a"}, "input.0.role"),
         ({"role": "user", "content": None}, "input.0.content"),
-        ({"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}, "input.0.content.0"),
+        ({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}, "input.0.content.0"),
         ({"role": "user", "content": ["a"]}, "input.0.content.0"),
         ({"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}, "input.0.output.0"),
         ({"type": "function_call_output", "call_id": "c"}, "input.0.output"),
