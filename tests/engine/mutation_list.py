@@ -56,16 +56,16 @@ MUTATIONS = [
     Mutation(
         "kv_slots",
         "a rejected draft is not cut off",
-        "        self._trim(slot, seq.computed)\n        slot.final",
+        "        self._trim(slot, seq.computed, seq)\n        slot.final",
         "        slot.final",
     ),
     Mutation("kv_slots", "a state goes back to before its chunk", "max(slot.final + 1, end", "max(slot.final, end"),
     Mutation("kv_slots", "a state goes back further than it can", "end - self._info.rollback_len)", "0)"),
     Mutation("kv_slots", "a state goes back twice", "            slot.shortest = length\n"),
-    Mutation("kv_slots", "a rejected draft is saved", "        self._trim(slot, slot.length)\n"),
+    Mutation("kv_slots", "a rejected draft is saved", "        self._trim(slot, slot.length, slot.seq)\n"),
     Mutation("kv_slots", "no state goes back for a prompt", " and usable >= shortest", " and False"),
     Mutation(
-        "kv_slots", "a released slot is not cut", "if not self._goes_back or seq.computed < slot.shortest:", "if False:"
+        "kv_slots", "a released slot is not cut", "if seq.pictures or not self._goes_back or seq.computed < slot.shortest:", "if False:"
     ),
     Mutation(
         "kv_slots", "an idle slot stays beside running ones", "if any(other.seq for other in self._slots):", "if False:"
