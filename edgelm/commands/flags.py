@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from edgelm.base.config import SETTINGS, Command
+from edgelm.base.config import SETTINGS
+from edgelm.base.setting_checks import Command
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="starter, qwen3:4b, OWNER/NAME:QUANT, or a path.", show_default=False)

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from edgelm.base.errors import EdgeLMError, EngineError, RequestError
+from edgelm.base.sampling import SamplingParams
 from edgelm.engine.admission import AdmissionQueue, is_interactive
 from edgelm.engine.clock import StepClock
 from edgelm.engine.core import (
@@ -25,7 +26,6 @@ from edgelm.engine.core import (
     KVRegion,
     OnSaving,
     Sampled,
-    SamplingParams,
     Sequence,
     Step,
 )

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from edgelm.base.errors import RequestError
+from edgelm.base.sampling import SamplingParams
 from edgelm.base.workers.messages import EngineJob
-from edgelm.engine.core import ExecutorInfo, SamplingParams
+from edgelm.engine.core import ExecutorInfo
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SPARE_LEN
 

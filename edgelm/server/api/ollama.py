@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from edgelm.base.sampling import MAX_LOGPROBS, SAMPLING
 from edgelm.base.workers.grammars import GrammarSpec
-from edgelm.engine.core import MAX_LOGPROBS
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.field_table import OLLAMA_OPTIONS
@@ -22,7 +22,7 @@ from edgelm.server.api.fields import Body, KeepAliveFields, ModelName, SamplingF
 from edgelm.server.api.sentinels import without_sentinels
 
 PING = b" "  # before a line of JSON, it is part of that line
-_WHOLE = ("num_predict", "num_ctx", "top_k", "seed")
+_WHOLE = ("num_predict", "num_ctx", "seed", *(name for name, param in SAMPLING.items() if param.kind is int))
 
 
 class Options(SamplingFields):
