@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.table import EngineTable
 
 UNUSED_S = 600.0  # where --idle-timeout is 0
 POLL_S = 5.0

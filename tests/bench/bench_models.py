@@ -26,7 +26,7 @@ import httpx2
 from edgelm.backends.build import predict
 from edgelm.base.config import Settings
 from edgelm.base.machine.memory import process_memory
-from edgelm.server.engines.room import SPARE
+from edgelm.server.engines.memory import SPARE
 from tests.server.harness import Front, body, processes_of, serving
 from tests.tiny import write_tiny
 

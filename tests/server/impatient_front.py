@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from edgelm.__main__ import main
-from edgelm.server.engines import frozen
+from edgelm.server.engines import process
 
 if __name__ == "__main__":
-    frozen.LIMIT_S, frozen.TICK_S = 2.0, 0.2
+    process.FROZEN_S, process.TICK_S = 2.0, 0.2
     main()

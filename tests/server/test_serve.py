@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from edgelm.base.config import load_config
-from edgelm.server.engines.link import KEPT_S
+from edgelm.server.engines.process import KEPT_S
 from tests.server.harness import ENDLESS, LIMIT_S, Front, processes_of, serving, until
 
 
