@@ -36,8 +36,9 @@ from edgelm.backends.llama.placement import ON_CPU, Placement, Wish
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import open_model
 from edgelm.base.config import Settings
+from edgelm.base.sampling import SamplingParams
 from edgelm.checkpoints.summary import ModelFacts
-from edgelm.engine.core import Chunk, Load, Op, SamplingParams, Save, Sequence, Step
+from edgelm.engine.core import Chunk, Load, Op, Save, Sequence, Step
 from tests.tiny import write_tiny
 
 STARTER = Path(__file__).resolve().parent.parent / "models" / "starter" / "starter.gguf"

@@ -24,7 +24,7 @@ from edgelm.commands.cli import app
 from edgelm.commands.presets import read_looks, read_presets
 from edgelm.library.catalog import entries
 from edgelm.server.api.dialects import COUNTS, DIALECTS, POOLED, TEXTS
-from edgelm.server.engines.room import ROOM_LIMIT_S
+from edgelm.server.engines.memory import ROOM_LIMIT_S
 from edgelm.server.keys import MIN_KEY_LEN
 from edgelm.server.routes.admin import START_LIMIT_S
 from edgelm.tui.commands.table import COMMANDS, KEY_GROUPS

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.kv_modes import KV_MODES
 from edgelm.base.model_tables import ModelTable, owner_of, parse_tables, table_of
 from edgelm.base.places import Places
+from edgelm.base.sampling import SamplingSettings
 from edgelm.base.setting_checks import (
     Check,
-    Kind,
+    Setting,
     choice,
     number,
     parse_adapters,
@@ -32,31 +33,7 @@ from edgelm.base.setting_checks import (
     word_or_number,
     words,
 )
-
-Command = Literal["chat", "run", "bench", "eval", "convert", "embed", "serve", "service", "plan", "list", "show"]
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The definition of a setting. Values of the file, a variable and a flag go through the same check."""
-
-    parse: Callable[[object], Any]  # raises ValueError with the values that fit
-    help: str
-    commands: frozenset[Command]  # that have a flag for it
-    metavar: str
-    kind: Kind
-    sampling: bool  # a chat may have its own value
-    secret: bool
-
-
-def _setting(
-    default: object, check: Check, help_text: str, commands: str, *, sampling: bool = False, secret: bool = False
-) -> Any:
-    """Define a setting; `commands` names those that have a flag for it."""
-    names: Any = frozenset(commands.split())
-    setting = Setting(check.parse, help_text, names, check.metavar, check.kind, sampling, secret)
-    return field(default=default, metadata={"setting": setting})
-
+from edgelm.base.setting_checks import setting_field as _setting
 
 _COUNT = number(int, 1, 2**31 - 1, "a whole number of at least 1")
 _SWITCH_CHECK = Check(parse_switch, "", "switch")
@@ -72,9 +49,9 @@ DRAFT_CHOICES = ("auto", "ngram", "mtp", "off")  # values of `draft` that name n
 _ALL = f"{_LOADING} eval plan"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The values that a user can choose. A flag, an environment variable and a key of the file have the same name."""
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """How a model is loaded, and how its engine works."""
 
     ctx: int | None = _setting(
         None,
@@ -192,34 +169,12 @@ class Settings:
         "percent of the prefix cache, in memory and on disk, in which the shared prompts of each key are deleted last",
         "serve",
     )
-    temperature: float = _setting(0.8, number(float, 0, 100, "0 to 100"), "0 is greedy", "run", sampling=True)
-    top_k: int = _setting(
-        40, number(int, 0, 2**31 - 1, "0 (off) or more"), "sample among the K most likely tokens", "run", sampling=True
-    )
-    top_p: float = _setting(
-        0.95,
-        number(float, 1e-9, 1, "more than 0 and at most 1"),
-        "sample among the most likely tokens that have this share of the probability",
-        "run",
-        sampling=True,
-    )
-    min_p: float = _setting(
-        0.05,
-        number(float, 0, 0.999999, "0 to less than 1"),
-        "drop tokens below this share of the best token's probability",
-        "run",
-        sampling=True,
-    )
-    seed: int | None = _setting(
-        None,
-        number(int, 0, 2**63 - 1, "0 to 2**63 - 1"),
-        "for answers that can be repeated: to the letter with --repeatable",
-        "run",
-        sampling=True,
-    )
-    max_tokens: int | None = _setting(
-        None, _COUNT, "end the answer there (default: where the model does)", "run", sampling=True
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(SamplingSettings, EngineSettings):
+    """The values that a user can choose. A flag, an environment variable and a key of the file have the same name."""
+
     model_dirs: tuple[str, ...] = _setting(
         (),
         Check(parse_folders, "FOLDER", "list"),

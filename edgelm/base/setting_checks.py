@@ -1,4 +1,4 @@
-"""The checks of settings: what a value may be, whether it comes from config.toml, a variable or a flag.
+"""What defines a setting: its check, whether a value comes from config.toml, a variable or a flag, and its help.
 
 Owns the parsers, each of which raises ValueError with the values that fit. config.py owns the settings.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Command = Literal["chat", "run", "bench", "eval", "convert", "embed", "serve", "service", "plan", "list", "show"]
 Kind = Literal["value", "switch", "list"]  # --name VALUE; --name and --no-name; --name VALUE, repeated
 MAX_SCALE = 1000.0  # of an adapter
 _SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
@@ -23,6 +24,28 @@ class Check:
     parse: Callable[[object], Any]
     metavar: str
     kind: Kind = "value"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The definition of a setting. Values of the file, a variable and a flag go through the same check."""
+
+    parse: Callable[[object], Any]  # raises ValueError with the values that fit
+    help: str
+    commands: frozenset[Command]  # that have a flag for it
+    metavar: str
+    kind: Kind
+    sampling: bool  # a chat may have its own value
+    secret: bool
+
+
+def setting_field(
+    default: object, check: Check, help_text: str, commands: str, *, sampling: bool = False, secret: bool = False
+) -> Any:
+    """Define a setting; `commands` names those that have a flag for it."""
+    names: Any = frozenset(commands.split())
+    entry = Setting(check.parse, help_text, names, check.metavar, check.kind, sampling, secret)
+    return field(default=default, metadata={"setting": entry})
 
 
 def number(kind: type[int | float], low: float, high: float, values: str) -> Check:

@@ -18,6 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from edgelm.base.errors import EngineError, RequestError, StillLoadingError
+from edgelm.base.sampling import SAMPLING
 from edgelm.client.addresses import is_loopback, is_same_server, normalize_address
 from edgelm.client.answer_stream import AnswerStream, Delta, Finished
 from edgelm.client.failures import explained, no_protocol
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     import httpx2
     import openai
 
-OWN_OPTIONS = frozenset({"top_k", "min_p", "repetition_penalty"})  # not in OpenAI's API: sent to edgelm only
+# Not in OpenAI's API: sent to edgelm only.
+OWN_OPTIONS = frozenset(name for name, param in SAMPLING.items() if not param.in_openai)
 OPTIONAL = ("stream_options", "reasoning_content")  # fields that are omitted after an endpoint has refused them
 CONNECT_S, READ_S, SHORT_S, EMBED_S = 10.0, 900.0, 10.0, 120.0
 

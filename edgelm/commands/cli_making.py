@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from edgelm.base.errors import UsageError
-from edgelm.commands.flags import Flags, Json, Verbose, with_settings
+from edgelm.commands.flags import Flags, Json, Verbose, with_fields, with_settings
+from edgelm.commands.quantize_flags import FOR_A_GGUF, QuantizeFlags
 
 
 @with_settings("eval")
@@ -93,6 +94,7 @@ def convert(
     )
 
 
+@with_fields(QuantizeFlags)
 def quantize(
     source: Annotated[
         str | None,
@@ -103,115 +105,41 @@ def quantize(
     destination: Annotated[
         str | None, typer.Argument(metavar="DST", help="The new file, NAME.gguf; of int4 a folder.", show_default=False)
     ] = None,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TYPE", help="Q4_K_M, Q8_0, …; auto; int4, int4-awq, int4-gptq. --list: all.", show_default=False
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="The best types of this size: 4.5GiB, or 4.5bpw.", show_default=False),
-    ] = None,
-    fits: Annotated[bool, typer.Option("--fits", help="The best types that fit this machine's memory.")] = False,
-    group: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="int4: weights that share a scale: 32, 64 or 128 (128).", show_default=False),
-    ] = None,
-    zero_points: Annotated[bool, typer.Option("--zero-points", help="int4: a zero point for each scale, too.")] = False,
-    show_list: Annotated[bool, typer.Option("--list", help="Show all types with their bits per weight.")] = False,
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Make the importance matrix on this text, not on edgelm's own.", show_default=False
-        ),
-    ] = None,
-    calibration_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=512, metavar="N", help="Tokens of the text that are used (30,000; int4: 65,536).", show_default=False
-        ),
-    ] = None,
-    imatrix: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Take the importance matrix in this file.", show_default=False)
-    ] = None,
-    no_imatrix: Annotated[bool, typer.Option("--no-imatrix", help="Use no importance matrix.")] = False,
-    save_imatrix: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the importance matrix there.", show_default=False)
-    ] = None,
-    output_type: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="The type of the output matrix: Q6_K.", show_default=False)
-    ] = None,
-    embedding_type: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="The type of the token embedding: Q4_K.", show_default=False)
-    ] = None,
-    pure: Annotated[bool, typer.Option("--pure", help="Give all matrices the same type.")] = False,
-    allow_requantize: Annotated[
-        bool, typer.Option("--allow-requantize", help="Take a source that is quantized already; both errors add up.")
-    ] = False,
-    threads: Annotated[int, typer.Option(min=0, help="Threads (0: one for each core).")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
+    *,
+    flags: QuantizeFlags,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Write a model with fewer bits for its weights, as a new GGUF."""
-    from edgelm.commands.quantize import QuantizeFlags, list_types, quantize_model
+    from edgelm.commands.quantize import list_types, quantize_model
 
-    if show_list:
+    if flags.show_list:
         list_types(as_json=as_json)
         return
     if source is None or destination is None:
         raise UsageError(
             "quantize takes a model and the name of the new file", "edgelm quantize SRC DST.gguf --to Q4_K_M"
         )
-    if to is not None and to.lower().startswith("int4"):
-        from edgelm.commands.quantize_int4 import quantize_int4
-        from edgelm.making.quantization.int4_job import GROUPS
-
-        for_a_gguf = {
-            "--budget": budget,
-            "--fits": fits,
-            "--imatrix": imatrix,
-            "--no-imatrix": no_imatrix,
-            "--save-imatrix": save_imatrix,
-            "--output-type": output_type,
-            "--embedding-type": embedding_type,
-            "--pure": pure,
-            "--allow-requantize": allow_requantize,
-            "--force": force,
-        }
-        _refuse(for_a_gguf, f"--to {to}")
-        quantize_int4(
-            source,
-            destination,
-            to=to.lower(),
-            group=GROUPS[-1] if group is None else group,
-            zero_points=zero_points,
-            calibration=calibration,
-            calibration_tokens=calibration_tokens,
-            threads=threads,
-            as_json=as_json,
-            verbose=verbose,
-        )
+    if flags.to is None or not flags.to.lower().startswith("int4"):
+        _refuse({"--group": flags.group is not None, "--zero-points": flags.zero_points}, "a type of llama.cpp")
+        quantize_model(source, destination, flags, as_json=as_json, verbose=verbose)
         return
-    _refuse({"--group": group is not None, "--zero-points": zero_points}, "a type of llama.cpp")
-    chosen = QuantizeFlags(
-        to=to,
-        budget=budget,
-        fits=fits,
-        calibration=calibration,
-        calibration_tokens=calibration_tokens,
-        imatrix=imatrix,
-        no_imatrix=no_imatrix,
-        save_imatrix=save_imatrix,
-        output_type=output_type,
-        embedding_type=embedding_type,
-        pure=pure,
-        allow_requantize=allow_requantize,
-        threads=threads,
-        force=force,
+    from edgelm.commands.quantize_int4 import quantize_int4
+    from edgelm.making.quantization.int4_job import GROUPS
+
+    _refuse({f"--{name.replace('_', '-')}": getattr(flags, name) for name in FOR_A_GGUF}, f"--to {flags.to}")
+    quantize_int4(
+        source,
+        destination,
+        to=flags.to.lower(),
+        group=GROUPS[-1] if flags.group is None else flags.group,
+        zero_points=flags.zero_points,
+        calibration=flags.calibration,
+        calibration_tokens=flags.calibration_tokens,
+        threads=flags.threads,
+        as_json=as_json,
+        verbose=verbose,
     )
-    quantize_model(source, destination, chosen, as_json=as_json, verbose=verbose)
 
 
 def _refuse(flags: Mapping[str, object], purpose: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from edgelm.base.config import SETTINGS, Command
+from edgelm.base.config import SETTINGS
+from edgelm.base.setting_checks import Command
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="starter, qwen3:4b, OWNER/NAME:QUANT, or a path.", show_default=False)
@@ -31,23 +33,41 @@ def as_flags(name: str, value: object) -> list[str]:
 
 def with_settings(command: Command) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a function one flag for each setting of the command. It gets the values as `flags`; None: not given."""
+    return _with_options(list(_options(command)), dict)
+
+
+def with_fields(kind: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function one flag for each field of a dataclass. It gets an instance as `flags`."""
+    hints = get_type_hints(kind, include_extras=True)
+    options = [_option(entry.name, entry.default, hints[entry.name]) for entry in fields(kind)]
+    return _with_options(options, lambda values: kind(**values))
+
+
+def _with_options(
+    options: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function these parameters in place of `flags`, which is made of their values."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        options = {option.name: option for option in _options(command)}
-
         def call(**arguments: Any) -> Any:
-            flags = {name: arguments.pop(name) for name in options}
+            flags = make({option.name: arguments.pop(option.name) for option in options})
             return function(**arguments, flags=flags)
 
         signature = inspect.signature(function, eval_str=True)
-        own = [parameter for parameter in signature.parameters.values() if parameter.name != "flags"]
+        parameters: list[inspect.Parameter] = []
+        for parameter in signature.parameters.values():
+            parameters += options if parameter.name == "flags" else [parameter]
         described: Any = call  # Typer reads these attributes
-        described.__signature__ = signature.replace(parameters=[*own, *options.values()])
-        described.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options.values()]}
+        described.__signature__ = signature.replace(parameters=parameters)
+        described.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         described.__name__, described.__doc__ = function.__name__, function.__doc__
         return call
 
     return decorate
+
+
+def _option(name: str, default: object, annotation: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _options(command: Command) -> Iterator[inspect.Parameter]:
@@ -63,4 +83,4 @@ def _options(command: Command) -> Iterator[inspect.Parameter]:
         else:
             kind = list[str] | None if setting.kind == "list" else kind
             option = typer.Option(flag, help=text, metavar=setting.metavar, show_default=False)
-        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+        yield _option(name, None, Annotated[kind, option])

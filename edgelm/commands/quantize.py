@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from edgelm.base.workers.parent import Exit, Worker
 from edgelm.commands.convert import run_conversion
 from edgelm.commands.job import StatusLine
 from edgelm.commands.list import plain_console
+from edgelm.commands.quantize_flags import QuantizeFlags
 from edgelm.library.local import installed_model, require_whole
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text, time_text
@@ -43,26 +44,6 @@ from edgelm.making.quantization.types import FILE_TYPES, FileType, file_type, te
 AUTO = "auto"
 CONVERTED = ".edgelm-source.gguf"  # the end of the hidden name of a converted folder
 SMALL_BITS = 6.0  # below, an importance matrix is made by default
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeFlags:
-    """The flags of the command. None: not given."""
-
-    to: str | None
-    budget: str | None
-    fits: bool
-    calibration: str | None
-    calibration_tokens: int | None
-    imatrix: str | None
-    no_imatrix: bool
-    save_imatrix: str | None
-    output_type: str | None
-    embedding_type: str | None
-    pure: bool
-    allow_requantize: bool
-    threads: int
-    force: bool
 
 
 def list_types(*, as_json: bool) -> None:

@@ -5,83 +5,23 @@ Owns types only, made of integers, strings and plain arrays. Knows nothing of te
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
-from edgelm.base.errors import EdgeLMError, RequestError
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.sampling import SamplingParams
 
 if TYPE_CHECKING:  # the front reads this module, and has no arrays
     import numpy as np
     from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "context", "abort", "error"]
-DraftChoice = Literal["auto", "ngram", "mtp", "off"]  # of a request: auto is all that its model has
 Masks: TypeAlias = "NDArray[np.int32]"  # [sampled rows of the step, ceil(vocab / 32)]; a set bit allows its token
 
 NOT_A_TOKEN = -1  # the id of a `Sampled` without a token: a logit is NaN or +inf, or none is finite
 LAST = -2  # in a chunk: the token that the previous step sampled for its sequence, still unread by the host
-MAX_SEED = 2**64 - 1
-MAX_LOGPROBS = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """The sampling parameters of one request. The defaults leave the model's own distribution unchanged.
-
-    Raises RequestError for a value outside its range.
-    """
-
-    max_tokens: int | None = None  # None: until the model stops or its context is full
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0  # (0, 1]
-    min_p: float = 0.0  # [0, 1): relative to the most likely token
-    repetition_penalty: float = 1.0  # over prompt and answer; 1: off
-    frequency_penalty: float = 0.0  # over the answer, times the count
-    presence_penalty: float = 0.0  # over the answer
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
-    choice: int = 0  # index among several answers to one prompt; each has its own random stream
-    num_logprobs: int | None = None  # None: no log-probabilities; N: the token's own and the N most likely
-    stop_ids: frozenset[int] = frozenset()  # end the sequence; the stop token is its last
-    draft: DraftChoice = "auto"  # who may draft
-
-    def __post_init__(self) -> None:
-        def require(ok: bool, name: str, value: object, allowed: str) -> None:
-            if not ok:
-                raise RequestError(f"{name} is {value}", f"give {allowed}")
-
-        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "a number of at least 0")
-        require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0 and at most 1")
-        require(0 <= self.min_p < 1, "min_p", self.min_p, "at least 0 and less than 1")
-        require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "more than 0")
-        for name in ("frequency_penalty", "presence_penalty"):
-            require(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
-        for token, bias in self.logit_bias:
-            require(token >= 0, "a token id of logit_bias", token, "0 or more")
-            require(not math.isnan(bias), "a value of logit_bias", bias, "a number")
-        require(0 <= self.seed <= MAX_SEED, "seed", self.seed, "0 to 2**64 - 1")
-        require(0 <= self.choice < 2**32, "choice", self.choice, "0 or more")
-        number = self.num_logprobs
-        require(number is None or 0 <= number <= MAX_LOGPROBS, "num_logprobs", number, f"0 to {MAX_LOGPROBS}")
-
-    @property
-    def drafts(self) -> bool:
-        """Whether anyone may draft."""
-        return self.draft != "off"
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def penalized(self) -> bool:
-        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 class Matcher(Protocol):

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.base.errors import BusyError, DeviceError, EdgeLMError, EngineError, RequestError, SnapshotError
+from edgelm.base.sampling import SamplingParams
 from edgelm.engine.clock import StepClock
 from edgelm.engine.core import (
     Embedder,
@@ -31,7 +32,6 @@ from edgelm.engine.core import (
     OnSaving,
     Op,
     PictureSpan,
-    SamplingParams,
     Save,
     Sequence,
     Stats,

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from edgelm.base.errors import EdgeLMError, EngineError, RequestError
+from edgelm.base.sampling import SamplingParams
 from edgelm.engine.admission import AdmissionQueue, is_interactive
 from edgelm.engine.clock import StepClock
 from edgelm.engine.core import (
@@ -27,7 +28,6 @@ from edgelm.engine.core import (
     OnSaving,
     PictureSpan,
     Sampled,
-    SamplingParams,
     Sequence,
     Step,
 )

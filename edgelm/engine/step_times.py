@@ -16,20 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from edgelm.base.atomic import atomic_json, read_json
-from edgelm.engine.core import (
-    Chunk,
-    Copy,
-    Drop,
-    Executor,
-    ExecutorInfo,
-    Load,
-    Op,
-    SamplingParams,
-    Save,
-    Sequence,
-    Step,
-    Trim,
-)
+from edgelm.base.sampling import SamplingParams
+from edgelm.engine.core import Chunk, Copy, Drop, Executor, ExecutorInfo, Load, Op, Save, Sequence, Step, Trim
 
 Point = tuple[int, int, float]  # rows, depth, seconds
 

@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.base.errors import DeviceError, EdgeLMError, ModelError
+from edgelm.base.sampling import SamplingParams
 from edgelm.base.workers.messages import EvalSide
 from edgelm.checkpoints.summary import ModelSummary
-from edgelm.engine.core import Chunk, Executor, ExecutorInfo, SamplingParams, Sequence, Step, Trim
+from edgelm.engine.core import Chunk, Executor, ExecutorInfo, Sequence, Step, Trim
 from edgelm.evaluation.scores import Logits, Scores, Tally, join, score
 from edgelm.evaluation.text import MIN_WINDOW, Window, steps
 from edgelm.evaluation.watched import WatchedExecutor

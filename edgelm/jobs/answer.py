@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import RequestError
-from edgelm.engine.core import PictureSpan, Sampled, SamplingParams, Stats
+from edgelm.base.sampling import SamplingParams
+from edgelm.engine.core import PictureSpan, Sampled, Stats
 from edgelm.engine.sampling.script import ScriptMatcher
 from edgelm.engine.usage import Usage
 from edgelm.jobs.constraints import Constraints, Style, Styles
@@ -139,15 +140,7 @@ class Answerer:
 
     def _params(self, request: AnswerRequest) -> SamplingParams:
         settings = self._settings
-        defaults = {
-            "max_tokens": settings.max_tokens,
-            "temperature": settings.temperature,
-            "top_k": settings.top_k,
-            "top_p": settings.top_p,
-            "min_p": settings.min_p,
-            "seed": secrets.randbits(32) if settings.seed is None else settings.seed,
-        }
-        values = defaults | request.sampling
+        values = {"max_tokens": None, "seed": secrets.randbits(32)} | settings.as_params() | request.sampling
         if values.pop("repeatable", False):
             if not self._loaded.engine.info.repeatable:
                 raise RequestError(

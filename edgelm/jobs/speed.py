@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from edgelm.base.errors import RequestError
+from edgelm.base.sampling import SamplingParams
 from edgelm.base.workers.messages import EngineJob
-from edgelm.engine.core import ExecutorInfo, PictureReader, SamplingParams, in_prompt
+from edgelm.engine.core import ExecutorInfo, PictureReader, in_prompt
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SPARE_LEN
 

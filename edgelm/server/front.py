@@ -25,7 +25,7 @@ from edgelm.server.api.handlers import EXCEPTION_HANDLERS, error_response
 from edgelm.server.api.json_body import read_json
 from edgelm.server.api.ollama import OllamaRequest
 from edgelm.server.bodies import Bodies
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.table import EngineTable
 from edgelm.server.models import ModelNames
 from edgelm.server.proxy import forward
 from edgelm.server.request_log import RequestLog

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from edgelm.base.errors import EdgeLMError, EngineError, StillLoadingError
 from edgelm.server.api.errors import RETRY_AFTER, ApiError, as_api_error
-from edgelm.server.engines.link import EngineLink
+from edgelm.server.engines.process import EngineProcess
 from edgelm.server.engines.slots import EngineSlot
 from edgelm.server.keys import CLIENT, NAMESPACE, USAGE
 from edgelm.server.request_id import REQUEST_ID
@@ -61,7 +61,7 @@ class Answer:
     """An engine's answer: its headers, and the whole body unless it is a stream."""
 
     upstream: httpx2.Response
-    link: EngineLink
+    process: EngineProcess
     data: bytes | None  # None: a stream of events
 
     @property
@@ -100,14 +100,14 @@ async def forward(
     own = {NAMESPACE: namespace, CLIENT: client, REQUEST_ID: record.request_id, "content-length": str(len(body))}
     headers = HEADERS | own | ({USAGE: record.usage_name} if record.usage_name else {})
 
-    def build(link: EngineLink) -> httpx2.Request:
-        record.sent_to(slot, link)
-        return link.client.build_request("POST", request.url.path, content=sent, headers=headers)
+    def build(process: EngineProcess) -> httpx2.Request:
+        record.sent_to(slot, process)
+        return process.client.build_request("POST", request.url.path, content=sent, headers=headers)
 
     async def answer() -> Answer:
-        link = await starting
+        process = await starting
         try:
-            taken = await _ask(build, slot, link, closing)
+            taken = await _ask(build, slot, process, closing)
         except NotTakenError:
             taken = await _ask(build, slot, await slot.ready(wait_s), closing)
         sent.forget()
@@ -126,34 +126,34 @@ async def forward(
 
 
 async def _ask(
-    build: Callable[[EngineLink], httpx2.Request], slot: EngineSlot, link: EngineLink, closing: AsyncExitStack
+    build: Callable[[EngineProcess], httpx2.Request], slot: EngineSlot, process: EngineProcess, closing: AsyncExitStack
 ) -> Answer:
     """Send the request, and return the answer. Raises NotTakenError if the engine had ended or was ending."""
     sent = time.monotonic()
     try:
-        upstream = await link.client.send(build(link), stream=True)
+        upstream = await process.client.send(build(process), stream=True)
         closing.push_async_callback(upstream.aclose)  # closing it cancels the request in the engine
         if _media_type(upstream) in EVENT_ENDS:
-            return Answer(upstream, link, None)
+            return Answer(upstream, process, None)
         data = await upstream.aread()
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-        if not (link.exited or _errno(error) in GONE):
+        if not (process.exited or _errno(error) in GONE):
             raise _no_room(error) from None
-        end = await slot.unreachable(link)
+        end = await slot.unreachable(process)
         raise NotTakenError(end.message, end.hint) from None
     except httpx2.TransportError:
         ending = time.monotonic() - sent < ENDING_S
-        end = await slot.exit_error(link)
+        end = await slot.exit_error(process)
         # An engine that lives has closed a connection that was kept from an earlier request.
-        if ending or not link.exited:
+        if ending or not process.exited:
             raise NotTakenError(end.message, end.hint) from None
         raise end from None
     slot.answered()
-    return Answer(upstream, link, data)
+    return Answer(upstream, process, data)
 
 
 async def _late_events(
-    starting: asyncio.Future[EngineLink],
+    starting: asyncio.Future[EngineProcess],
     answer: Callable[[], Any],
     slot: EngineSlot,
     error_event: ErrorEvent,
@@ -202,7 +202,7 @@ async def _events(answer: Answer, slot: EngineSlot, error_event: ErrorEvent) -> 
             held.append(rest)
         slot.answered()
     except httpx2.TransportError:
-        yield error_event(as_api_error(await slot.exit_error(answer.link)))
+        yield error_event(as_api_error(await slot.exit_error(answer.process)))
 
 
 def _media_type(answer: httpx2.Response) -> str:

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgelm.server.engines.link import EngineLink
+from edgelm.server.engines.process import EngineProcess
 from edgelm.server.engines.slots import EngineSlot
 from edgelm.server.request_id import ANTHROPIC_REQUEST_ID, REQUEST_ID, request_id_of, set_request_id
 from edgelm.server.routes.metrics import Metrics
@@ -40,12 +40,12 @@ class RequestRecord:
     began: float = field(default_factory=time.monotonic)
     status: int = 0  # 0: there is no answer yet
     model: str | None = None
-    link: EngineLink | None = None  # that it was sent to
+    process: EngineProcess | None = None  # that it was sent to
     sent_s: float = 0.0  # from its begin to that
 
-    def sent_to(self, slot: EngineSlot, link: EngineLink) -> None:
+    def sent_to(self, slot: EngineSlot, process: EngineProcess) -> None:
         """Note the engine that the request goes to now."""
-        self.model, self.link, self.sent_s = slot.model.name, link, time.monotonic() - self.began
+        self.model, self.process, self.sent_s = slot.model.name, process, time.monotonic() - self.began
 
 
 def record_of(request: Request) -> RequestRecord:
@@ -101,7 +101,7 @@ class RequestLog:
             log.error(
                 "%s %s: status 500%s, request %s", scope["method"], scope["path"][:MAX_PATH], place, record.request_id
             )
-        if record.link is not None:
+        if record.process is not None:
             self._metrics.refresh_soon()
         if self._writes:
             duration_s = time.monotonic() - record.began
@@ -112,8 +112,8 @@ class RequestLog:
     async def _write(self, scope: Scope, record: RequestRecord, duration_s: float) -> None:
         usage: dict[str, Any] = {}
         try:
-            if record.link is not None:
-                usage = await _usage(record.link, record.usage_name)
+            if record.process is not None:
+                usage = await _usage(record.process, record.usage_name)
         finally:  # also if the front ends now
             if (first_s := usage.get("time_to_first_token_s")) is not None:
                 usage["time_to_first_token_s"] = round(record.sent_s + first_s, 6)
@@ -131,11 +131,11 @@ class RequestLog:
             log.info("request", extra={"fields": known})
 
 
-async def _usage(link: EngineLink, name: str) -> dict[str, Any]:
+async def _usage(process: EngineProcess, name: str) -> dict[str, Any]:
     """Return the usage of a request; empty: its engine has not taken it, is gone, or does not answer in time."""
     try:
         async with asyncio.timeout(USAGE_LIMIT_S):
-            answer = await link.client.get(f"/usage/{name}")
+            answer = await process.client.get(f"/usage/{name}")
             return dict(answer.json()) if answer.status_code == 200 else {}
     except (TimeoutError, httpx2.HTTPError, ValueError):
         return {}

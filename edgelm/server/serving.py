@@ -23,9 +23,9 @@ from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.places import Places
 from edgelm.base.runtime import FrontRecord, agents_run, announced, find_front
 from edgelm.server.access import Rules, is_loopback
-from edgelm.server.engines.host import Machine
-from edgelm.server.engines.link import Launcher
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.memory import Machine
+from edgelm.server.engines.process import Launcher
+from edgelm.server.engines.table import EngineTable
 from edgelm.server.front import Front, front_app
 from edgelm.server.half_close import HalfCloseProtocol
 from edgelm.server.keys import Key, Keys, check_secret, read_key_file

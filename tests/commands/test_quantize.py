@@ -22,7 +22,8 @@ import pytest
 from edgelm.base.disk import unfinished
 from edgelm.base.errors import BusyError, EdgeLMError
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.commands.quantize import QuantizeFlags, list_types, quantize_model
+from edgelm.commands.quantize import list_types, quantize_model
+from edgelm.commands.quantize_flags import QuantizeFlags
 from edgelm.jobs.reader import describe
 from edgelm.library.scan import scan
 from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, error_of, gone
@@ -31,22 +32,7 @@ from tests.making.conversion.folders import folder_of
 from tests.tiny import write_tiny
 
 KILLS = Count(test=3, soak=20)
-FLAGS = QuantizeFlags(
-    to="Q8_0",
-    budget=None,
-    fits=False,
-    calibration=None,
-    calibration_tokens=512,
-    imatrix=None,
-    no_imatrix=False,
-    save_imatrix=None,
-    output_type=None,
-    embedding_type=None,
-    pure=False,
-    allow_requantize=False,
-    threads=1,
-    force=False,
-)
+FLAGS = QuantizeFlags(to="Q8_0", calibration_tokens=512, threads=1)
 
 
 @pytest.fixture

@@ -65,7 +65,10 @@ MUTATIONS = [
     Mutation("kv_slots", "a rejected draft is saved", "        self._trim(slot, slot.length, slot.seq)\n"),
     Mutation("kv_slots", "no state goes back for a prompt", " and usable >= shortest", " and False"),
     Mutation(
-        "kv_slots", "a released slot is not cut", "if seq.pictures or not self._goes_back or seq.computed < slot.shortest:", "if False:"
+        "kv_slots",
+        "a released slot is not cut",
+        "if seq.pictures or not self._goes_back or seq.computed < slot.shortest:",
+        "if False:",
     ),
     Mutation(
         "kv_slots", "an idle slot stays beside running ones", "if any(other.seq for other in self._slots):", "if False:"

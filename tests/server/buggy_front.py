@@ -16,7 +16,7 @@ from edgelm.base.workers.messages import ServeJob
 from edgelm.jobs.worker import work_with_engine
 from edgelm.server.engine_process.worker import _serve
 from edgelm.server.engine_process.worker import app as engine_app
-from edgelm.server.engines import link as engine_link
+from edgelm.server.engines import process as engine_process
 from edgelm.server.routes.metrics import Metrics
 
 _events, _prepare = engine_app._events, engine_app._prepare
@@ -40,7 +40,7 @@ def buggy_answer(*_: Any) -> Any:
 
 if __name__ == "__main__":
     if "serve" in sys.argv:
-        engine_link.WORKER = "tests.server.buggy_front"
+        engine_process.WORKER = "tests.server.buggy_front"
         Metrics.text = buggy_answer  # type: ignore[method-assign]
         main()
     else:

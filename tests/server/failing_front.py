@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from edgelm.__main__ import main
-from edgelm.server.engines import link as engine_link
+from edgelm.server.engines import process as engine_process
 
 if __name__ == "__main__":
-    engine_link.WORKER = "tests.server.failing_engine"
+    engine_process.WORKER = "tests.server.failing_engine"
     main()

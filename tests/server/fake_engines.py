@@ -11,8 +11,8 @@ import httpx2
 from edgelm.base.errors import EdgeLMError, EngineError, ModelError
 from edgelm.base.workers.messages import Footprint, Ready
 from edgelm.library.scan import LocalModel
-from edgelm.server.engines.link import Change
-from edgelm.server.engines.room import Measured
+from edgelm.server.engines.memory import Measured
+from edgelm.server.engines.process import Change
 
 LONG_S = 20.0
 
@@ -58,7 +58,7 @@ class FakeHost:
         return Measured(self.total - sum(self.taken.values()), held, held)
 
 
-class FakeLink:
+class FakeProcess:
     """An engine process that does what it is told."""
 
     def __init__(self, pid: int) -> None:
@@ -133,23 +133,23 @@ class Launches:
     """Where a table gets its engines from."""
 
     def __init__(self) -> None:
-        self.links: list[FakeLink] = []
+        self.processes: list[FakeProcess] = []
         self.models: list[str] = []
         self._more = asyncio.Event()
 
-    async def __call__(self, model: LocalModel, _: Footprint | None) -> FakeLink:
-        self.links.append(FakeLink(len(self.links) + 1))
+    async def __call__(self, model: LocalModel, _: Footprint | None) -> FakeProcess:
+        self.processes.append(FakeProcess(len(self.processes) + 1))
         self.models.append(model.name)
         self._more.set()
-        return self.links[-1]
+        return self.processes[-1]
 
-    async def number(self, count: int) -> FakeLink:
+    async def number(self, count: int) -> FakeProcess:
         """Return the count-th engine once it is started."""
         async with asyncio.timeout(LONG_S):
-            while len(self.links) < count:
+            while len(self.processes) < count:
                 self._more.clear()
                 await self._more.wait()
-        return self.links[count - 1]
+        return self.processes[count - 1]
 
 
 async def until(true: Callable[[], bool]) -> None:

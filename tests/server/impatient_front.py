@@ -6,12 +6,11 @@ python -m tests.server.impatient_front serve …
 from __future__ import annotations
 
 from edgelm.__main__ import main
-from edgelm.server.engines import frozen
-from edgelm.server.engines import link as engine_link
+from edgelm.server.engines import process
 
 KEPT_S = 0.5
 
 if __name__ == "__main__":
-    frozen.LIMIT_S, frozen.TICK_S = 2.0, 1.0  # a tick that comes late by another one does not count
-    engine_link.KEPT_S = KEPT_S
+    process.FROZEN_S, process.TICK_S = 2.0, 1.0  # a tick that comes late by another one does not count
+    process.KEPT_S = KEPT_S
     main()

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from edgelm.server.engines.link import KEPT_S
+from edgelm.server.engines.process import KEPT_S
 from edgelm.server.protocol import HEAD_LIMIT_S, KEEP_ALIVE_S
 from tests.counts import Count
 from tests.server.harness import Front, body, serving

@@ -22,14 +22,14 @@ from edgelm.library import local
 from edgelm.library.scan import LocalModel
 from edgelm.server import proxy
 from edgelm.server.access import Rules
-from edgelm.server.engines.link import Launcher
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.process import Launcher
+from edgelm.server.engines.table import EngineTable
 from edgelm.server.front import Front, front_app
 from edgelm.server.keys import Key, Keys
 from edgelm.server.models import ModelNames
 from edgelm.server.routes.admin import START_LIMIT_S, wait_limit_s
 from edgelm.server.stored import ResponseStore
-from tests.server.fake_engines import FakeHost, FakeLink, Launches
+from tests.server.fake_engines import FakeHost, FakeProcess, Launches
 from tests.server.test_models import write_bert_folder
 
 LIMIT_S = 30
@@ -84,10 +84,10 @@ class Fakes(Launches):
         super().__init__()
         self.upstream = Upstream()
 
-    async def __call__(self, model: LocalModel, footprint: Footprint | None) -> FakeLink:
-        link = await super().__call__(model, footprint)
-        link.client = httpx2.AsyncClient(transport=self.upstream, base_url="http://engine")
-        return link
+    async def __call__(self, model: LocalModel, footprint: Footprint | None) -> FakeProcess:
+        process = await super().__call__(model, footprint)
+        process.client = httpx2.AsyncClient(transport=self.upstream, base_url="http://engine")
+        return process
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ async def test_503_with_progress_while_an_engine_starts(model: Path) -> None:
         state = (await http.get("/edgelm/ps")).json()["models"][0]
         assert (state["state"], state["progress"], state["pid"], state["context"]) == ("starting", 0.4, 1, None)
         waiting = asyncio.create_task(chat(http))
-        launches.links[0].load()
+        launches.processes[0].load()
         assert (await waiting).status_code == 400, "what the engine says"
         state = (await http.get("/edgelm/ps")).json()["models"][0]
         assert (state["state"], state["progress"], state["requests"], state["rss_bytes"]) == ("ready", 1, 7, 8)
@@ -152,7 +152,7 @@ async def test_an_answer_comes_as_the_engine_gave_it(model: Path, monkeypatch: p
         assert json.loads(launches.upstream.bodies[0]) == body(user="ünïcode")
         launches.upstream.broken = True
         monkeypatch.setattr(proxy, "ENDING_S", 0)
-        launches.upstream.ends.append(partial(launches.links[0].die, "died of a test"))
+        launches.upstream.ends.append(partial(launches.processes[0].die, "died of a test"))
         answer = await chat(http)
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, "died of a test")
         assert answer.json()["error"]["code"] == "engine_died"
@@ -168,7 +168,7 @@ async def test_what_an_ending_engine_did_not_take_goes_to_one_other(
         (await launches.number(1)).load()
         await waiting
         launches.upstream.broken = True
-        launches.upstream.ends.append(partial(launches.links[0].die, "first"))
+        launches.upstream.ends.append(partial(launches.processes[0].die, "first"))
         waiting = asyncio.create_task(chat(http))
         second = await launches.number(2)
         launches.upstream.broken = False
@@ -193,7 +193,7 @@ async def test_events_are_passed_on_whole(model: Path) -> None:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert answer.content == b"".join(CHUNKS) + b"3}\n\n"
         launches.upstream.broken = True
-        launches.upstream.ends.append(partial(launches.links[0].die, "died of a test"))
+        launches.upstream.ends.append(partial(launches.processes[0].die, "died of a test"))
         whole, error = (await chat(http, stream=True)).content[:-2].rsplit(b"\n\n", 1)
         assert whole == b'data: {"a": 1}\n\ndata: {"b": 2}', "no half event comes before the error"
         assert json.loads(error[6:])["error"]["message"].startswith("died of a test")
@@ -231,7 +231,7 @@ async def test_a_bad_request_starts_no_engine(model: Path) -> None:
         model.unlink()  # noqa: ASYNC240 - a test may block
         gone = (await chat(http)).json()["error"]
         assert (gone["code"], gone["message"]) == ("model_not_found", "the file of m is gone")
-        assert launches.links == []
+        assert launches.processes == []
 
 
 async def test_a_model_that_cannot_be_loaded(model: Path) -> None:
@@ -271,20 +271,20 @@ async def test_engines_where_there_are_no_unix_sockets(models: Path, cache: Path
     """A loopback port instead, and nobody but the front may use it."""
     config = load_config({"ctx": 512}, {"EDGELM_CACHE_DIR": str(cache), "EDGELM_CONFIG_DIR": str(tmp_path)})
     async with asyncio.timeout(2 * LIMIT_S):
-        link = await Launcher(config, None)(LocalModel("tiny", models / "tiny.gguf"), None)
+        process = await Launcher(config, None)(LocalModel("tiny", models / "tiny.gguf"), None)
         try:
-            await link.ready()
-            assert link.info is not None
-            assert link.info.footprint is not None
-            assert link.info.footprint.context == 512
-            assert replace(link.info, port=None, footprint=None) == Ready("tiny llama f32", "llama", "cpu", 512)
-            assert link.client.base_url.host == "127.0.0.1"
-            answer = await link.client.post("/v1/chat/completions", json=body(max_tokens=2))
+            await process.ready()
+            assert process.info is not None
+            assert process.info.footprint is not None
+            assert process.info.footprint.context == 512
+            assert replace(process.info, port=None, footprint=None) == Ready("tiny llama f32", "llama", "cpu", 512)
+            assert process.client.base_url.host == "127.0.0.1"
+            answer = await process.client.post("/v1/chat/completions", json=body(max_tokens=2))
             assert answer.json()["usage"]["completion_tokens"] <= 2
-            async with httpx2.AsyncClient(base_url=link.client.base_url, trust_env=False) as stranger:
+            async with httpx2.AsyncClient(base_url=process.client.base_url, trust_env=False) as stranger:
                 assert (await stranger.get("/stats")).status_code == 401
         finally:
-            await link.close()
+            await process.close()
 
 
 async def test_a_model_is_loaded_and_unloaded(model: Path) -> None:
@@ -296,21 +296,21 @@ async def test_a_model_is_loaded_and_unloaded(model: Path) -> None:
         answer = await http.post("/models/load", json=name, headers={"prefer": "wait=0"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_loading")
         loading = asyncio.create_task(http.post("/models/load", json=name))
-        link = await launches.number(1)
+        process = await launches.number(1)
         while not (await http.get("/edgelm/ps")).json()["models"][0]["requests"]:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
         answer = await http.post("/models/unload", json=name)
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_in_use")
-        link.load()
+        process.load()
         assert (await loading).json() == {"success": True}
         assert (await http.post("/models/load", json=name)).json() == {"success": True}, "it is loaded already"
-        assert not link.closed
+        assert not process.closed
         assert (await http.post("/models/unload", json=name)).json() == {"success": True}
-        assert link.closed
+        assert process.closed
         assert (await http.get("/edgelm/ps")).json()["models"] == []
         assert (await http.post("/models/load", json={"model": "no such"})).status_code == 404
         assert (await http.post("/models/load", json={"model": 1})).json()["error"]["param"] == "model"
-        assert len(launches.links) == 1
+        assert len(launches.processes) == 1
 
 
 @pytest.mark.parametrize("action", ["load", "unload"])
@@ -320,7 +320,7 @@ async def test_only_who_may_change_the_server_loads_and_unloads(model: Path, act
         sent = {"json": {"model": "m"}, "headers": {"x-forwarded-for": "10.0.0.7"}}
         answer = await http.post(f"/models/{action}", **sent)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_admin")
-        assert not launches.links
+        assert not launches.processes
 
 
 async def test_a_model_that_no_engine_can_run_starts_no_process(
@@ -337,7 +337,7 @@ async def test_a_model_that_no_engine_can_run_starts_no_process(
         assert (answer.status_code, "'bert'" in answer.text) == (400, True)
         assert "bert" not in [model["id"] for model in (await http.get("/v1/models")).json()["data"]]
         assert "bert:latest" not in [model["name"] for model in (await http.get("/api/tags")).json()["models"]]
-    assert not launches.links
+    assert not launches.processes
 
 
 USERS = Keys([Key("user", "a key of a user"), Key("boss", "a key of an admin", admin=True)])
@@ -383,7 +383,7 @@ async def test_only_an_administrator_names_a_file_of_the_machine(
         for path in LOOKING:
             answer = await http.get(path.format(other), headers=headers)
             assert (answer.status_code, "there is no model" in answer.text) == (404, True), (path, answer.text)
-    assert not launches.links
+    assert not launches.processes
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from edgelm.commands.ps import _show as show
-from edgelm.server.engines import frozen
-from edgelm.server.engines.frozen import LIMIT_S, TICK_S, processor_s, until_frozen
+from edgelm.server.engines import process as engine_process
+from edgelm.server.engines.process import FROZEN_S, TICK_S, processor_s, until_frozen
 from edgelm.server.engines.slots import EngineSlot
 from tests.server.fake_engines import LONG_S, Launches, model_called
 from tests.server.harness import Front, serving, until
@@ -59,7 +59,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     made = Engine()
-    monkeypatch.setattr(frozen, "suspended_s", lambda: made.slept_s)
+    monkeypatch.setattr(engine_process, "suspended_s", lambda: made.slept_s)
     return made
 
 
@@ -68,8 +68,8 @@ async def an_hour(_: Engine) -> None:
 
 
 def test_a_frozen_engine_is_noticed_after_the_limit(engine: Engine) -> None:
-    assert engine.watched(an_hour) == LIMIT_S
-    assert engine.silences == [TICK_S * tick for tick in range(1, round(LIMIT_S / TICK_S) + 1)]
+    assert engine.watched(an_hour) == FROZEN_S
+    assert engine.silences == [TICK_S * tick for tick in range(1, round(FROZEN_S / TICK_S) + 1)]
 
 
 async def computes(engine: Engine) -> None:
@@ -97,25 +97,25 @@ async def is_not_used(engine: Engine) -> None:
 async def is_used_for_moments(engine: Engine) -> None:
     for _ in range(100):
         engine.in_use.set()
-        await asyncio.sleep(LIMIT_S - 2 * TICK_S)
+        await asyncio.sleep(FROZEN_S - 2 * TICK_S)
         engine.in_use.clear()
         await asyncio.sleep(2 * TICK_S)
 
 
 async def machine_is_suspended(engine: Engine) -> None:
     for _ in range(100):
-        await asyncio.sleep(LIMIT_S - 2 * TICK_S)
+        await asyncio.sleep(FROZEN_S - 2 * TICK_S)
         engine.slept_s += 3600  # the clock of the loop stands still meanwhile
 
 
 async def front_is_stopped(engine: Engine) -> None:
     for _ in range(100):
-        await asyncio.sleep(LIMIT_S - 2 * TICK_S)
+        await asyncio.sleep(FROZEN_S - 2 * TICK_S)
         engine.loop.seconds += 60  # with the engine, as by a debugger or in a paused virtual machine
 
 
 async def thaws(engine: Engine) -> None:
-    await asyncio.sleep(LIMIT_S - TICK_S - 0.5)
+    await asyncio.sleep(FROZEN_S - TICK_S - 0.5)
     engine.used_s, engine.alive = 1.5, True
     await an_hour(engine)
 
@@ -138,9 +138,9 @@ def test_its_clients_are_told_and_the_next_engine_starts() -> None:
         slot = EngineSlot(model_called("m"), launches, admit)
         (await launches.number(1)).load()
         with slot.lease():
-            link = await slot.ready(LONG_S)
-            launches.links[0].used_s, launches.links[0].is_alive = 1.0, False
-            told.append(str(await link.ended()))
+            process = await slot.ready(LONG_S)
+            launches.processes[0].used_s, launches.processes[0].is_alive = 1.0, False
+            told.append(str(await process.ended()))
             told.append(str(slot.error))
         (await launches.number(2)).load()
         assert (await slot.ready(LONG_S)).pid == 2
@@ -159,7 +159,7 @@ def test_its_clients_are_told_and_the_next_engine_starts() -> None:
 def test_the_processor_time_of_this_process(tmp_path: Path) -> None:
     assert processor_s(os.getpid()) is None, "it runs"
     assert processor_s(2**22 + 1) is None, "there is none"
-    assert frozen.suspended_s() >= -0.1
+    assert engine_process.suspended_s() >= -0.1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the processor time")

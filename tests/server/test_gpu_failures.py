@@ -12,8 +12,7 @@ import openai
 import pytest
 
 from edgelm.base.errors import DeviceError, GpuLoadError, ModelError
-from edgelm.server.engines import gpu_failures
-from edgelm.server.engines.gpu_failures import GpuFailures
+from edgelm.server.engines.process import REMEMBERED_S, GpuFailures
 from tests.server.failing_engine import PLAN
 from tests.server.harness import ENDLESS, LIMIT_S, Front, body, serving, until
 from tests.tiny import write_tiny
@@ -101,14 +100,14 @@ def test_two_crashes_within_minutes_are_one_too_many() -> None:
     now = 0.0
     failures = GpuFailures(lambda: now)
     failures.note(MODEL, DeviceError("the GPU failed: x"))
-    now += gpu_failures.REMEMBERED_S + 1
+    now += REMEMBERED_S + 1
     failures.note(MODEL, DeviceError("the GPU failed: x"))
     assert failures.problem(MODEL) == ""
     now += 10
     failures.note(MODEL, DeviceError("the GPU failed: y"))
     assert failures.problem(MODEL) == "it failed 2 times within 10 minutes, last: the GPU failed: y"
     assert failures.problem(Path("/other.gguf")) == ""
-    now += gpu_failures.REMEMBERED_S
+    now += REMEMBERED_S
     assert failures.problem(MODEL) == ""
 
 

@@ -73,7 +73,7 @@ class FakeEngine(httpx2.AsyncBaseTransport):
 class FakeSlot:
     model: LocalModel
     state: str
-    link: Any
+    process: Any
     num_loads: int = 1
     num_restarts: int = 0
 

@@ -25,13 +25,13 @@ from edgelm.server import bodies, proxy
 from edgelm.server.access import Rules
 from edgelm.server.api.dialect import COMMENT
 from edgelm.server.engines import slots
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.table import EngineTable
 from edgelm.server.front import Front, front_app
 from edgelm.server.listener import Server, bind_tcp
 from edgelm.server.models import ModelNames
 from edgelm.server.proxy import Answer
 from edgelm.server.stored import ResponseStore
-from tests.server.fake_engines import FakeHost, FakeLink, Launches, until
+from tests.server.fake_engines import FakeHost, FakeProcess, Launches, until
 from tests.server.test_front import CHUNKS, LIMIT_S, Fakes, body, chat, fronted
 
 EVENTS = b"".join(CHUNKS) + b"3}\n\n"  # of a streamed answer of Fakes
@@ -158,12 +158,12 @@ class Linked(Launches):
         self.client = client
         self.ready_at_once = True
 
-    async def __call__(self, model: LocalModel, footprint: Footprint | None) -> FakeLink:
-        link = await super().__call__(model, footprint)
-        link.client = self.client
+    async def __call__(self, model: LocalModel, footprint: Footprint | None) -> FakeProcess:
+        process = await super().__call__(model, footprint)
+        process.client = self.client
         if self.ready_at_once:
-            link.load()
-        return link
+            process.load()
+        return process
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOBUFS])
@@ -174,7 +174,7 @@ async def test_an_engine_is_not_ended_because_the_system_has_no_room(model: Path
             answer = await chat(http)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
             assert answer.headers["retry-after"] == "1"
-        assert [link.closed for link in launches.links] == [False]
+        assert [process.closed for process in launches.processes] == [False]
 
 
 @pytest.mark.parametrize("number", [errno.ECONNREFUSED, errno.ENOENT])
@@ -183,7 +183,7 @@ async def test_an_engine_where_nobody_listens_is_replaced(model: Path, number: i
     async with fronted(launches, model) as http:
         answer = await chat(http)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_died")
-        assert launches.links[0].closed
+        assert launches.processes[0].closed
 
 
 @contextmanager
@@ -247,7 +247,7 @@ async def test_a_kept_connection_that_breaks_is_tried_again_once(
             assert len(replies) == 1, "the first was kept, and broke"
             answer = await chat(http)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_died"), "only once"
-            assert not launches.links[0].closed
+            assert not launches.processes[0].closed
 
 
 @pytest.mark.usefixtures("impatient")
@@ -281,7 +281,7 @@ async def test_events_are_whole_however_they_are_cut(size: int) -> None:
     events = b"data: a\n\nevent: b\ndata: b\n\n" + b"data: " + b"c" * 20 + b"\n\n: ping\n\n"
     upstream = Parts([events[at : at + size] for at in range(0, len(events), size)])
     upstream.rest.set()
-    answer = Answer(httpx2.Response(200, headers=EVENTS_HEADER, stream=upstream), FakeLink(1), None)
+    answer = Answer(httpx2.Response(200, headers=EVENTS_HEADER, stream=upstream), FakeProcess(1), None)
     slot: Any = SimpleNamespace(answered=lambda: None)
     shown = [some async for some in proxy._events(answer, slot, lambda _: b"")]
     assert b"".join(shown) == events
@@ -292,7 +292,7 @@ async def test_a_long_event_is_not_copied_for_every_piece_of_it() -> None:
     pieces = [b"x" * 2**16] * 2000
     upstream = Parts([*pieces, b"\n", b"\n"])
     upstream.rest.set()
-    answer = Answer(httpx2.Response(200, headers=EVENTS_HEADER, stream=upstream), FakeLink(1), None)
+    answer = Answer(httpx2.Response(200, headers=EVENTS_HEADER, stream=upstream), FakeProcess(1), None)
     slot: Any = SimpleNamespace(answered=lambda: None)
     begin = time.process_time()
     (shown,) = [some async for some in proxy._events(answer, slot, lambda _: b"")]
@@ -361,9 +361,9 @@ async def test_a_stream_does_not_keep_the_body_of_its_request(
     launches.ready_at_once = not late
     async with fronted(launches, model) as http:
         asking = asyncio.create_task(http.post(path, json=body(input="hi", stream=True)))
-        link = await launches.number(1)
+        process = await launches.number(1)
         if late:
-            later(link.load)
+            later(process.load)
         await until(lambda: Tracked.gone > 0)
         assert connection.requests
         assert not asking.done()

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from edgelm.server.access import Rules
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.table import EngineTable
 from edgelm.server.front import Front, front_app
 from edgelm.server.keys import Key, Keys
 from edgelm.server.models import ModelNames

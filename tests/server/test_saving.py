@@ -21,16 +21,16 @@ from edgelm.base.config import load_config
 from edgelm.base.workers.parent import GRACE_S
 from edgelm.base.workers.wire import SAVING_S, Saving, encode
 from edgelm.commands import serve as command
-from edgelm.commands.launch.command import server as launch
+from edgelm.commands.launch import server as launch
 from edgelm.commands.service.launchd import Launchd
 from edgelm.commands.service.system import Definition
 from edgelm.commands.service.systemd import SERVICE, Systemd
 from edgelm.server import serving as module
 from edgelm.server.engines.slots import EngineSlot
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.table import EngineTable
 from edgelm.server.listener import bind_tcp
 from edgelm.server.serving import ServeOptions
-from tests.server.fake_engines import LONG_S, FakeLink, Launches, model_called, until
+from tests.server.fake_engines import LONG_S, FakeProcess, Launches, model_called, until
 from tests.server.harness import Front, processes_of, serving
 from tests.server.harness import until as wait_until
 
@@ -72,7 +72,7 @@ def test_whoever_waits_for_a_front_gives_its_engines_the_time_to_save(tmp_path: 
 class Served:
     """A front in this process, whose engine ends when the test lets it."""
 
-    link: FakeLink
+    process: FakeProcess
     ended: asyncio.Task[int | None]
     reports: list[int] = field(default_factory=list)
 
@@ -102,12 +102,12 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], async
         await until(lambda: bool(tables))
         async with tables[0].lease(MODEL) as slot:
             assert isinstance(slot, EngineSlot)
-            link = await launches.number(1)
-            link.load()
+            process = await launches.number(1)
+            process.load()
             await slot.ready(LONG_S)
-        link.may_close.clear()
-        link.num_saving = 2
-        return Served(link, ended, reports)
+        process.may_close.clear()
+        process.num_saving = 2
+        return Served(process, ended, reports)
 
     return lambda: asyncio.ensure_future(started())
 
@@ -119,14 +119,14 @@ async def test_a_line_tells_that_conversations_are_saved_and_the_front_waits(
         front = await start()
         os.kill(os.getpid(), signal.SIGTERM)
         await until(lambda: "saving" in caplog.text)
-        front.link.num_saving = 1
+        front.process.num_saving = 1
         await until(lambda: 1 in front.reports)
         assert not front.ended.done()
-        front.link.may_close.set()
+        front.process.may_close.set()
         assert await front.ended == signal.SIGTERM
     lines = [record.getMessage() for record in caplog.records]
     assert lines == ["saving 2 conversations… (Ctrl-C again ends at once)"], "once"
-    assert not front.link.killed
+    assert not front.process.killed
     assert front.reports[0] == 2
 
 
@@ -135,7 +135,7 @@ async def test_an_end_that_is_quick_says_nothing(
 ) -> None:
     async with asyncio.timeout(LONG_S):
         front = await start()
-        front.link.may_close.set()
+        front.process.may_close.set()
         os.kill(os.getpid(), signal.SIGTERM)
         assert await front.ended == signal.SIGTERM
     assert not caplog.records
@@ -150,10 +150,10 @@ async def test_a_second_signal_ends_at_once(
         os.kill(os.getpid(), signal.SIGINT)
         await until(lambda: bool(front.reports))
         await asyncio.sleep(module.AGAIN_S)
-        assert not front.link.killed
+        assert not front.process.killed
         os.kill(os.getpid(), number)
         assert await front.ended == signal.SIGINT, "the first one says how it ended"
-        assert front.link.killed
+        assert front.process.killed
 
 
 async def test_a_signal_that_a_wrapper_passes_on_is_no_second_one(
@@ -166,8 +166,8 @@ async def test_a_signal_that_a_wrapper_passes_on_is_no_second_one(
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(0.02)
         await until(lambda: bool(front.reports))
-        assert not front.link.killed
-        front.link.may_close.set()
+        assert not front.process.killed
+        front.process.may_close.set()
         assert await front.ended == signal.SIGINT
 
 

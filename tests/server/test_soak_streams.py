@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from edgelm.server.engines.link import KEPT_S
+from edgelm.server.engines.process import KEPT_S
 from tests.counts import Count
 from tests.server.harness import LIMIT_S, Figures, Front, Watch, figures, serving, until
 from tests.server.stream_forms import CHECKS, check_error, check_stream

@@ -5,7 +5,6 @@ Owns the values that a user may type. Knows nothing of their effect on an answer
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -19,6 +18,7 @@ from textual.widgets import Input, Label
 
 from edgelm.base.config import SETTINGS
 from edgelm.base.errors import RequestError
+from edgelm.base.sampling import SAMPLING
 from edgelm.tui.dialogs.basic import FOCUS_CSS
 from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.transcript.passages import one_line
@@ -52,19 +52,6 @@ class Param:
     own: bool = False  # not in OpenAI's API: sent to edgelm endpoints only
 
 
-def _number(low: float, high: float, hint: str) -> Callable[[object], Any]:
-    def parse(value: object) -> float:
-        try:
-            number = float(str(value))
-        except ValueError:
-            number = math.nan
-        if not low <= number <= high:
-            raise ValueError(hint)
-        return number
-
-    return parse
-
-
 def effort_name(value: Value | None) -> str:
     """Return our name of the API's value."""
     return next((name for name, effort in EFFORTS.items() if effort.value == value), str(value))
@@ -78,13 +65,7 @@ def _effort(value: object) -> str | None:
 
 
 PARAMS = (
-    Param("temperature", SETTINGS["temperature"].parse, "0 always takes the likeliest token"),
-    Param("top_k", SETTINGS["top_k"].parse, "from the K likeliest tokens; 0 is off", own=True),
-    Param("top_p", SETTINGS["top_p"].parse, "from the likeliest, up to this sum"),
-    Param("min_p", SETTINGS["min_p"].parse, "none below this share of the best", own=True),
-    Param("repetition_penalty", _number(0.01, 10, "0.01 to 10"), "1 is off; 1.1 avoids repetition", own=True),
-    Param("frequency_penalty", _number(-2, 2, "-2 to 2"), "against frequent tokens; 0 is off"),
-    Param("presence_penalty", _number(-2, 2, "-2 to 2"), "against tokens used once; 0 is off"),
+    *(Param(name, param.check.parse, param.help, own=not param.in_openai) for name, param in SAMPLING.items()),
     Param("max_tokens", SETTINGS["max_tokens"].parse, "the maximum length of the answer"),
     Param("seed", SETTINGS["seed"].parse, "the same answer each time"),
     Param("reasoning_effort", _effort, "thought: off, low, medium or high"),

@@ -30,8 +30,9 @@ from edgelm.base.atomic import atomic_json, read_json
 from edgelm.base.errors import ModelError
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.facts import machine_key
+from edgelm.base.sampling import SamplingParams
 from edgelm.checkpoints.files import file_identity
-from edgelm.engine.core import Chunk, SamplingParams, Step, Trim
+from edgelm.engine.core import Chunk, Step, Trim
 from edgelm.engine.core import Sequence as Request
 
 VERSION = 1  # of the measurement

@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgelm.engine.core import MAX_LOGPROBS, NOT_A_TOKEN, Sampled, SamplingParams
+from edgelm.base.sampling import MAX_LOGPROBS, SamplingParams
+from edgelm.engine.core import NOT_A_TOKEN, Sampled
 from edgelm.engine.sampling.history import History
 from edgelm.engine.sampling.reference import COLDEST, HOTTEST, SLACK
 from edgelm.kernels import sampling

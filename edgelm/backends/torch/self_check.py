@@ -27,8 +27,9 @@ from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.sampler import DeviceSampler, RowRequest
 from edgelm.backends.torch.trial import nan_filled
 from edgelm.base.errors import EngineError
+from edgelm.base.sampling import SamplingParams
 from edgelm.checkpoints.gguf import GGUF
-from edgelm.engine.core import LAST, Chunk, SamplingParams, Step
+from edgelm.engine.core import LAST, Chunk, Step
 from edgelm.engine.core import Sequence as TokenSequence
 from edgelm.engine.sampling.history import History
 from edgelm.kernels import cache as kv_cache

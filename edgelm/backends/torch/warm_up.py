@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from edgelm.engine.core import Chunk, SamplingParams, Step
+from edgelm.base.sampling import SamplingParams
+from edgelm.engine.core import Chunk, Step
 from edgelm.engine.core import Sequence as Seq
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.attention.launch import launch_kind as attention_kind

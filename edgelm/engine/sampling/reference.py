@@ -41,7 +41,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.engine.core import NOT_A_TOKEN, Sampled, SamplingParams
+from edgelm.base.sampling import SamplingParams
+from edgelm.engine.core import NOT_A_TOKEN, Sampled
 from edgelm.engine.sampling.history import History
 
 SLACK = 1e-6  # relative: a sum or ratio of weights that is so little below its bound still reaches it

@@ -14,8 +14,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from edgelm.base.errors import EngineError
+from edgelm.base.sampling import SamplingParams
 from edgelm.engine.clock import MAX_STEP_S, MIN_PREFILL
-from edgelm.engine.core import Chunk, Executor, SamplingParams, Sequence, Step, Trim
+from edgelm.engine.core import Chunk, Executor, Sequence, Step, Trim
 from edgelm.engine.prefixes import common_prefix_len
 from edgelm.engine.speculation.confidence import WEIGHT, Confidence, Draft
 

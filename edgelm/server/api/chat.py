@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from edgelm.engine.core import MAX_LOGPROBS
+from edgelm.base.sampling import MAX_LOGPROBS
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.server.api.arguments import CUSTOM_INPUT
 from edgelm.server.api.chat_reply import ReplyOptions

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag
 
 from edgelm import __version__
-from edgelm.engine.core import MAX_LOGPROBS
+from edgelm.base.sampling import MAX_LOGPROBS
 from edgelm.jobs.request import AnswerDelta, AnswerRequest
 from edgelm.server.api.chat_reply import event, figures, openai_reason, usage
 from edgelm.server.api.dialect import COMMENT, DONE, AnswerContext

@@ -1,12 +1,13 @@
 """Fields that several APIs share: sampling, grammars, options of a stream; and the errors of fields.
 
-Owns their names, types and ranges (those of core.SamplingParams), and their translation.
+Owns their types and translation. base/sampling.py has the names and ranges of sampling parameters.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -18,12 +19,13 @@ from pydantic import (
     StringConstraints,
     Tag,
     ValidationError,
+    create_model,
 )
 from pydantic_core import PydanticCustomError
 
 from edgelm.base.durations import parse_keep_alive
+from edgelm.base.sampling import MAX_SEED, SAMPLING, DraftChoice
 from edgelm.base.workers.grammars import GrammarKind, GrammarSpec
-from edgelm.engine.core import MAX_SEED, DraftChoice
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.json_body import JsonBody
 from edgelm.server.api.sentinels import OFF, Sentinels, without_sentinels
@@ -133,17 +135,48 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class SamplingFields(Body):
+def _with_fields(names: Collection[str]) -> type[Body]:
+    """Return a body with the fields of sampling parameters, by all their names."""
+    definitions: dict[str, Any] = {
+        name: (param.kind | None, Field(default=None, ge=param.ge, gt=param.gt, le=param.le, lt=param.lt))
+        for own_name in names
+        for param in [SAMPLING[own_name]]
+        for name in (own_name, *param.other_names)
+    }
+    return create_model("SamplingValues", __base__=Body, __module__=__name__, **definitions)
+
+
+if TYPE_CHECKING:  # whose fields mypy cannot know
+    _Values: TypeAlias = Body
+    _AnthropicValues: TypeAlias = Body
+else:
+    _Values = _with_fields(SAMPLING)
+    _AnthropicValues = _with_fields([name for name, param in SAMPLING.items() if param.in_anthropic])
+
+
+def sampling_values(body: Body) -> dict[str, Any]:
+    """Return the sampling parameters that a body gives, by our names."""
+    values: dict[str, Any] = {}
+    for own_name, param in SAMPLING.items():
+        for name in (own_name, *param.other_names):
+            if own_name not in values and (value := getattr(body, name, None)) is not None:
+                values[own_name] = value
+    return values
+
+
+class AnthropicSampling(_AnthropicValues):
+    """How tokens are chosen, as far as Anthropic's API says. None: the server's setting."""
+
+    repeatable: bool | None = None  # True: the same answer every time, to the letter
+
+    def sampling(self) -> dict[str, Any]:
+        """Return fields of SamplingParams."""
+        return sampling_values(self) | ({"repeatable": True} if self.repeatable else {})
+
+
+class SamplingFields(_Values):
     """How tokens are chosen. None: the server's setting."""
 
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
-    min_p: float | None = Field(default=None, ge=0, lt=1)
-    repetition_penalty: float | None = Field(default=None, gt=0)
-    repeat_penalty: float | None = Field(default=None, gt=0)  # llama-server's name
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Stop | None = None
@@ -157,11 +190,7 @@ class SamplingFields(Body):
 
     def sampling(self) -> dict[str, Any]:
         """Return fields of SamplingParams. Raises ApiError."""
-        names = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        values["repetition_penalty"] = (
-            self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
-        )
+        values = sampling_values(self)
         values["draft"] = "off" if self.speculation is False else self.draft
         if self.repeatable:
             values["repeatable"] = True
@@ -169,7 +198,7 @@ class SamplingFields(Body):
             values["seed"] = self.seed & MAX_SEED  # OpenAI's seeds may be negative
         if self.logit_bias:
             values["logit_bias"] = tuple(_token_bias(*entry) for entry in self.logit_bias.items())
-        return {name: value for name, value in values.items() if value is not None}
+        return values
 
 
 def _token_bias(token: str, bias: float) -> tuple[int, float]:

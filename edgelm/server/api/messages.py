@@ -14,7 +14,15 @@ from pydantic import Field
 
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.server.api.errors import NO_RETRY, ApiError
-from edgelm.server.api.fields import Body, KeepAliveFields, ModelName, Stops, TextOrParts, schema_spec
+from edgelm.server.api.fields import (
+    AnthropicSampling,
+    Body,
+    KeepAliveFields,
+    ModelName,
+    Stops,
+    TextOrParts,
+    schema_spec,
+)
 from edgelm.server.request_id import current_request_id, new_request_id
 from edgelm.text.calls.format import ToolChoice
 from edgelm.text.message_forms import content_of, picture_part
@@ -72,7 +80,7 @@ class InputMessage(Body):
     content: TextOrParts
 
 
-class MessagesRequest(KeepAliveFields):
+class MessagesRequest(AnthropicSampling, KeepAliveFields):
     """The body of POST /v1/messages."""
 
     model: ModelName
@@ -81,10 +89,6 @@ class MessagesRequest(KeepAliveFields):
     system: TextOrParts | None = None
     stream: bool | None = None
     stop_sequences: Stops | None = None
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
-    repeatable: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
@@ -106,8 +110,7 @@ class MessagesRequest(KeepAliveFields):
         form = config.format or self.output_format
         thinking = self.thinking or Thinking(type="adaptive")
         enabled = {"enabled": True, "disabled": False}.get(thinking.type)
-        sampling = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        sampling |= {"top_p": self.top_p, "top_k": self.top_k, "repeatable": self.repeatable or None}
+        limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         tools = [_tool(tool, index) for index, tool in enumerate(self.tools or ()) if _is_ours(tool)]
         messages = list(_messages(self.messages))
         if self.messages[-1].role == "assistant" and "tool_calls" in messages[-1]:
@@ -123,7 +126,7 @@ class MessagesRequest(KeepAliveFields):
             template_kwargs=thinking_kwargs(config.effort, enabled),
             thinking_budget=thinking.budget_tokens if thinking.type == "enabled" else None,
             continues_last=self.messages[-1].role == "assistant",
-            sampling={name: value for name, value in sampling.items() if value is not None},
+            sampling=self.sampling() | limit,
             stop=tuple(self.stop_sequences or ()),
         )
         return [request]

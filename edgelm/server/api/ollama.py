@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from edgelm.base.sampling import MAX_LOGPROBS, SAMPLING
 from edgelm.base.workers.grammars import GrammarSpec
-from edgelm.engine.core import MAX_LOGPROBS
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.field_table import OLLAMA_OPTIONS
@@ -23,7 +23,7 @@ from edgelm.server.api.sentinels import without_sentinels
 from edgelm.text.message_forms import content_of, picture_part
 
 PING = b" "  # before a line of JSON, it is part of that line
-_WHOLE = ("num_predict", "num_ctx", "top_k", "seed")
+_WHOLE = ("num_predict", "num_ctx", "seed", *(name for name, param in SAMPLING.items() if param.kind is int))
 
 
 class Options(SamplingFields):

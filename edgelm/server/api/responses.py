@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
+from edgelm.base.sampling import MAX_LOGPROBS
 from edgelm.base.workers.grammars import GrammarSpec
-from edgelm.engine.core import MAX_LOGPROBS
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.server.api.arguments import CUSTOM_INPUT
 from edgelm.server.api.errors import ApiError

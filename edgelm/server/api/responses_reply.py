@@ -15,6 +15,7 @@ from edgelm.jobs.request import AnswerDelta
 from edgelm.server.api.arguments import custom_input
 from edgelm.server.api.dialect import AnswerContext
 from edgelm.server.api.errors import ApiError
+from edgelm.server.api.fields import sampling_values
 from edgelm.server.api.logprobs import chat_logprobs
 from edgelm.server.api.responses import CLIENT_TOOLS, ENCRYPTED, FunctionTool, ResponsesRequest, TextOptions, encoded
 from edgelm.text.parse import Args, CallBegin, CallEnd, Content, Part, Reasoning
@@ -224,7 +225,7 @@ class ResponsesReply:
 
     def _response(self, status: str, last: AnswerDelta | None = None) -> dict[str, Any]:
         request = self._request
-        reasoning = request.reasoning
+        reasoning, given = request.reasoning, sampling_values(request)
         reason = INCOMPLETE.get(last.reason) if last and last.reason else None
         return {
             "id": self._id,
@@ -243,11 +244,11 @@ class ResponsesReply:
             "truncation": request.truncation or "disabled",
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "text": _shown_text(request.text),
-            "top_p": 1.0 if request.top_p is None else request.top_p,
-            "presence_penalty": request.presence_penalty or 0.0,
-            "frequency_penalty": request.frequency_penalty or 0.0,
+            "top_p": given.get("top_p", 1.0),
+            "presence_penalty": given.get("presence_penalty") or 0.0,
+            "frequency_penalty": given.get("frequency_penalty") or 0.0,
             "top_logprobs": request.top_logprobs or 0,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": given.get("temperature", 1.0),
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
             "user": request.user,
             "usage": _usage(last) if last else None,

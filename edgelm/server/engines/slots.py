@@ -1,7 +1,7 @@
 """The engine process of one model in a front: started on demand, restarted after a crash, ended when the table says so.
 
 Owns its states: waiting for memory, starting, ready, failed, stopping; restarts and their pauses; the requests that
-use it or wait for it. Does not decide whether there is memory, nor when it ends: supervisor.py does.
+use it or wait for it. Does not decide whether there is memory, nor when it ends: table.py does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Literal
 from edgelm.base.errors import EdgeLMError, EngineError, GpuLoadError, StillLoadingError
 from edgelm.base.workers.messages import Footprint, Ready
 from edgelm.library.scan import LocalModel
-from edgelm.server.engines.frozen import until_frozen
-from edgelm.server.engines.link import EngineLink
+from edgelm.server.engines.process import EngineProcess, until_frozen
 
 State = Literal["waiting", "starting", "ready", "stopping", "failed"]
-Launch = Callable[[LocalModel, Footprint | None], Awaitable[EngineLink]]
+Launch = Callable[[LocalModel, Footprint | None], Awaitable[EngineProcess]]
 
 # Pause before a restart, by the number of failures since the last answer.
 PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -54,7 +53,7 @@ class EngineSlot:
     ) -> None:
         self.model = model
         self.state: State = "starting"
-        self.link: EngineLink | None = None
+        self.process: EngineProcess | None = None
         self.error: EdgeLMError | None = None  # why it failed, or why it last ended
         self.leases = 0  # requests that use the engine or wait for it
         self.num_loads = 0  # how often an engine of it was ready
@@ -79,7 +78,7 @@ class EngineSlot:
         self._unused.set()
         self._in_use = asyncio.Event()  # the contrary
         self.silent_s = 0.0  # that requests use the engine without a sign of life of its process
-        self._outdated: EngineLink | None = None  # was ended because its model's file changed
+        self._outdated: EngineProcess | None = None  # was ended because its model's file changed
         self._begin()
 
     @property
@@ -102,7 +101,7 @@ class EngineSlot:
     def progress(self) -> float | None:
         if self.state == "ready":
             return 1.0
-        return self.link.progress if self.link is not None and self.state == "starting" else None
+        return self.process.progress if self.process is not None and self.state == "starting" else None
 
     @contextlib.contextmanager
     def lease(self, keep_alive_s: float | None = None) -> Iterator[None]:
@@ -132,7 +131,7 @@ class EngineSlot:
         """Note an answer of the engine: its next failure counts as the first one."""
         self._num_failures = 0
 
-    async def ready(self, wait_s: float) -> EngineLink:
+    async def ready(self, wait_s: float) -> EngineProcess:
         """Return the engine, starting it if necessary.
 
         Raises StillLoadingError if it is not ready within `wait_s`, and the EdgeLMError of a start that failed.
@@ -145,18 +144,18 @@ class EngineSlot:
         try:
             while True:
                 async with asyncio.timeout_at(deadline):
-                    link = await self._settled_link()
-                if link is None:
+                    process = await self._settled_process()
+                if process is None:
                     assert self.error is not None
                     raise self.error
-                change = await link.file_change()
+                change = await process.file_change()
                 if change == "replaced":  # answers that have begun end with the model that they began with
                     async with asyncio.timeout_at(deadline):
                         await self._unused.wait()
                 if change is not None:
-                    await self._reload(link)
-                elif not link.exited:
-                    return link
+                    await self._reload(process)
+                elif not process.exited:
+                    return process
         except TimeoutError:
             raise self._still_loading() from None
         finally:
@@ -170,32 +169,32 @@ class EngineSlot:
         self._settled.set()
         self._life.cancel()
         await asyncio.wait({self._life})
-        if self.link is not None:
-            await self.link.close()
+        if self.process is not None:
+            await self.process.close()
         self._free()
 
-    async def exit_error(self, link: EngineLink) -> EngineError:
+    async def exit_error(self, process: EngineProcess) -> EngineError:
         """Return the reason why the connection to an engine broke."""
         if self.state == "stopping":
             assert isinstance(self.error, EngineError)
             return self.error
         try:
             async with asyncio.timeout(EXIT_LIMIT_S):
-                return await link.ended()
+                return await process.ended()
         except TimeoutError:
             return EngineError("the engine closed the connection", "try again")
 
-    async def unreachable(self, link: EngineLink) -> EngineError:
+    async def unreachable(self, process: EngineProcess) -> EngineError:
         """End an engine that accepts no connection, and return the reason; it is started again."""
-        await link.close()
-        return await self.exit_error(link)
+        await process.close()
+        return await self.exit_error(process)
 
-    async def _reload(self, link: EngineLink) -> None:
+    async def _reload(self, process: EngineProcess) -> None:
         """End an engine whose model's file changed; another is started at once."""
-        if self._outdated is not link:
+        if self._outdated is not process:
             log.warning("the file of %s changed: it is loaded again", self.model.name)
-        self._outdated = link
-        await link.close()
+        self._outdated = process
+        await process.close()
 
     def _note_running(self) -> None:
         if self.leases <= self._num_waiting:
@@ -208,16 +207,16 @@ class EngineSlot:
     @property
     def _just_died(self) -> bool:
         """Whether the process has ended and `_live` has not handled it yet."""
-        return self.state == "ready" and self.link is not None and self.link.exited
+        return self.state == "ready" and self.process is not None and self.process.exited
 
-    async def _settled_link(self) -> EngineLink | None:
+    async def _settled_process(self) -> EngineProcess | None:
         """Wait until the engine is ready; None: it failed."""
         while self.state in COMING or self._just_died:
             if self._just_died:
                 self._settled.clear()
             await self._settled.wait()
-        assert self.state != "ready" or self.link is not None
-        return self.link if self.state == "ready" else None
+        assert self.state != "ready" or self.process is not None
+        return self.process if self.state == "ready" else None
 
     def _begin(self) -> None:
         self._to_starting()
@@ -225,7 +224,7 @@ class EngineSlot:
         self._life.add_done_callback(self._on_end)
 
     def _to_starting(self) -> None:
-        self.state, self.link, self.footprint, self.blocker = "starting", None, None, ""
+        self.state, self.process, self.footprint, self.blocker = "starting", None, None, ""
         self.silent_s = 0.0
         self._began = self.now()
         self._settled.clear()
@@ -235,8 +234,8 @@ class EngineSlot:
             try:
                 await self._admit(self)
                 self.state, self.blocker, self._began = "starting", "", self.now()
-                self.link = await self._launch(self.model, self.footprint)
-                await self.link.ready()
+                self.process = await self._launch(self.model, self.footprint)
+                await self.process.ready()
             except GpuLoadError as error:  # the next one goes on without CUDA
                 log.warning("%s: %s", self.model.name, error)
                 await self._give_up(error)
@@ -246,20 +245,20 @@ class EngineSlot:
                 return
             self.state, self.error = "ready", None
             self.num_loads += 1
-            self._note_plan(self.link.info)
+            self._note_plan(self.process.info)
             self._used = self.now()
             self._settled.set()
             self._changed()
-            link = self.link
-            watching = asyncio.create_task(self._end_if_frozen(link))
+            process = self.process
+            watching = asyncio.create_task(self._end_if_frozen(process))
             try:
-                ended = await link.ended()
+                ended = await process.ended()
             finally:
                 watching.cancel()
             self._to_starting()
-            await link.close()
+            await process.close()
             self._free()
-            if link is self._outdated:
+            if process is self._outdated:
                 continue
             self.error = ended
             self._num_failures += 1
@@ -270,21 +269,21 @@ class EngineSlot:
             log.warning("%s: %s", self.model.name, ended)
             await asyncio.sleep(self._pause_s)
 
-    async def _end_if_frozen(self, link: EngineLink) -> None:
-        await until_frozen(link, self._in_use, self._note_silence)
+    async def _end_if_frozen(self, process: EngineProcess) -> None:
+        await until_frozen(process, self._in_use, self._note_silence)
         message = f"the engine process was frozen: no processor time and no answer for {self.silent_s:.0f} s"
-        link.kill(EngineError(message, "it is started again; try again"))
+        process.kill(EngineError(message, "it is started again; try again"))
 
     def _note_silence(self, seconds: float) -> None:
         self.silent_s = seconds
 
     async def _give_up(self, error: GpuLoadError) -> None:
         """End an engine that could not load the model on the GPU, before another is started."""
-        link = self.link
+        process = self.process
         self._to_starting()
         self.error = error
-        if link is not None:
-            await link.close()
+        if process is not None:
+            await process.close()
         self._free()
 
     def _on_end(self, life: asyncio.Task[None]) -> None:
@@ -297,8 +296,8 @@ class EngineSlot:
 
     async def _fail(self, error: EdgeLMError) -> None:
         log.warning("%s: %s", self.model.name, error)
-        if self.link is not None:
-            await self.link.close()
+        if self.process is not None:
+            await self.process.close()
         self.state, self.error = "failed", error
         if not isinstance(error, StillLoadingError):  # there was no memory yet: nothing is wrong with the model
             self._retry_at = self.now() + self._pause_s

@@ -27,9 +27,9 @@ from edgelm.server.access import may_administer, may_name_paths
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.json_body import read_json
 from edgelm.server.bodies import Bodies
-from edgelm.server.engines.room import Measured
+from edgelm.server.engines.memory import Measured
 from edgelm.server.engines.slots import EngineSlot
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.table import EngineTable
 from edgelm.server.models import Listed, ModelNames
 from edgelm.server.sse import unless_client_leaves
 
@@ -54,14 +54,14 @@ def admin_routes(address: str, table: EngineTable, models: ModelNames, bodies: B
 
     async def ps(_: Request) -> Response:
         slots = table.all_slots()
-        measured = await table.room.measure(slots)
+        measured = await table.memory.measure(slots)
         processes = await asyncio.gather(*(_process(slot, measured) for slot in slots))
         state = {"pid": os.getpid(), "version": __version__, "address": address, "models": processes}
-        outstanding = table.room.outstanding(slots, measured)
+        outstanding = table.memory.outstanding(slots, measured)
         memory = {
             "free_bytes": max(0, measured.free_bytes - outstanding),
             "outstanding_bytes": outstanding,
-            "limit_bytes": table.room.limit_bytes,
+            "limit_bytes": table.memory.limit_bytes,
         }
         return JSONResponse(state | {"memory": memory})
 
@@ -162,26 +162,26 @@ def _anthropic_model(model: Listed) -> dict[str, Any]:
 
 async def _process(slot: EngineSlot, measured: Measured) -> dict[str, Any]:
     """Return the entry of /edgelm/ps for one engine process."""
-    link, info, footprint = slot.link, slot.link.info if slot.link else None, slot.footprint
+    process, info, footprint = slot.process, slot.process.info if slot.process else None, slot.footprint
     stats: dict[str, Any] = {"requests": slot.leases, "rss_bytes": None}
-    if link is not None and slot.state == "ready":
+    if process is not None and slot.state == "ready":
         with contextlib.suppress(httpx2.HTTPError, ValueError):  # it is ending: show what the front itself knows
-            stats = (await link.client.get("/stats", timeout=STATS_LIMIT_S)).json()
+            stats = (await process.client.get("/stats", timeout=STATS_LIMIT_S)).json()
     keep_alive_s, expires_in_s = slot.keep_alive_s, slot.expires_in_s
     return {
         "model": slot.model.name,
         "path": printable(str(slot.model.path)),
         "state": slot.state,
         "progress": slot.progress,
-        "pid": link.pid if link else None,
+        "pid": process.pid if process else None,
         "context": info.context if info else None,
         "engine": info.engine if info else None,
         "device": info.device if info else None,
-        "cuda_problem": (link.cuda_problem or None) if link else None,
+        "cuda_problem": (process.cuda_problem or None) if process else None,
         "requests": stats["requests"],
         "rss_bytes": stats["rss_bytes"],
         # Of all its processes; pages that several of them share, such as a draft model's, count in equal parts.
-        "memory_bytes": measured.resident.get(link.pid, stats["rss_bytes"]) if link else None,
+        "memory_bytes": measured.resident_bytes.get(process.pid, stats["rss_bytes"]) if process else None,
         "predicted_bytes": footprint.total_bytes if footprint else None,
         "predicted": asdict(footprint) if footprint else None,
         "promised_bytes": slot.promised_bytes,

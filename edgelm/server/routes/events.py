@@ -17,9 +17,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from edgelm.server.access import may_name_paths
-from edgelm.server.engines.link import EngineLink
+from edgelm.server.engines.process import EngineProcess
 from edgelm.server.engines.slots import EngineSlot
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.table import EngineTable
 from edgelm.server.keys import NAMESPACE
 from edgelm.server.models import ModelNames
 from edgelm.server.routes.stored import namespace_of
@@ -44,7 +44,7 @@ async def _events(table: EngineTable, path: object, namespace: str) -> AsyncIter
     written = 0.0
     while not table.is_closed:
         slot = _engine(table, path)
-        if slot is None or slot.link is None:
+        if slot is None or slot.process is None:
             if not written:
                 yield named_event("idle", {})
                 written = time.monotonic()
@@ -53,7 +53,7 @@ async def _events(table: EngineTable, path: object, namespace: str) -> AsyncIter
                 written = time.monotonic()
             await asyncio.sleep(LOOK_S)
             continue
-        async for events in _of_engine(slot.link, slot.model.name, namespace):
+        async for events in _of_engine(slot.process, slot.model.name, namespace):
             yield events
         written = 0.0
 
@@ -61,16 +61,16 @@ async def _events(table: EngineTable, path: object, namespace: str) -> AsyncIter
 def _engine(table: EngineTable, path: object) -> EngineSlot | None:
     """Return the engine to watch; None: it is not loaded."""
     for slot in table.slots.values():
-        if slot.state == "ready" and slot.link is not None and path in (None, slot.model.path):
+        if slot.state == "ready" and slot.process is not None and path in (None, slot.model.path):
             return slot
     return None
 
 
-async def _of_engine(link: EngineLink, name: str, namespace: str) -> AsyncIterator[bytes]:
+async def _of_engine(process: EngineProcess, name: str, namespace: str) -> AsyncIterator[bytes]:
     """Yield the events of one engine, by the name of its model, in whole ones until it ends."""
     held, query, headers = b"", {"model": name}, {NAMESPACE: namespace}
     try:
-        async with link.client.stream("GET", "/events", params=query, headers=headers, timeout=2 * PING_S) as answer:
+        async with process.client.stream("GET", "/events", params=query, headers=headers, timeout=2 * PING_S) as answer:
             async for piece in answer.aiter_raw():
                 events, end, held = (held + piece).rpartition(EVENT_END)
                 if end:

@@ -20,7 +20,7 @@ from edgelm import __version__
 from edgelm.library.scan import LocalModel, printable
 from edgelm.server.access import may_name_paths
 from edgelm.server.api.errors import ApiError
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.table import EngineTable
 from edgelm.server.keys import NAMESPACE
 from edgelm.server.models import ModelNames
 from edgelm.server.routes.stored import namespace_of
@@ -56,7 +56,7 @@ def llama_routes(table: EngineTable, models: ModelNames, num_slots: int) -> list
     async def props(request: Request) -> Response:
         model, card = await described(request)
         slot = table.slots.get(model.path)
-        info = slot.link.info if slot is not None and slot.link is not None else None
+        info = slot.process.info if slot is not None and slot.process is not None else None
         has_tools = "tools" in card["capabilities"]
         return JSONResponse(
             {
@@ -82,11 +82,11 @@ def llama_routes(table: EngineTable, models: ModelNames, num_slots: int) -> list
         chosen = [table.slots.get(model.path)] if name else [*table.slots.values()]
         found: list[dict[str, Any]] = []
         for slot in chosen:
-            if slot is None or slot.state != "ready" or slot.link is None:
+            if slot is None or slot.state != "ready" or slot.process is None:
                 continue
             headers = {NAMESPACE: namespace_of(request)}
             with contextlib.suppress(httpx2.HTTPError, ValueError):  # it is ending
-                found += (await slot.link.client.get("/slots", headers=headers, timeout=ASK_LIMIT_S)).json()
+                found += (await slot.process.client.get("/slots", headers=headers, timeout=ASK_LIMIT_S)).json()
         return JSONResponse([slot | {"id": index} for index, slot in enumerate(found)])
 
     return [Route("/props", props), Route("/slots", slots), Route("/tokenizer_info", tokenizer_info)]

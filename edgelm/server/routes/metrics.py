@@ -24,7 +24,7 @@ from starlette.routing import Route
 from edgelm import __version__
 from edgelm.engine.counters import COUNTS, HISTOGRAMS
 from edgelm.server.engines.slots import EngineSlot
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.table import EngineTable
 
 PREFIX = "edgelm:"
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -301,11 +301,11 @@ def _first_token_times(model: ModelMetrics) -> list[float]:
 
 async def _ask(slot: EngineSlot) -> dict[str, Any] | None:
     """Return the numbers of an engine; None: there is none, or it does not answer in time."""
-    if slot.link is None or slot.state != "ready":
+    if slot.process is None or slot.state != "ready":
         return None
     try:
         async with asyncio.timeout(SCRAPE_LIMIT_S):
-            answer: dict[str, Any] = (await slot.link.client.get("/stats")).json()
+            answer: dict[str, Any] = (await slot.process.client.get("/stats")).json()
     except (TimeoutError, httpx2.HTTPError, ValueError):
         return None
     return answer if "counters" in answer else None  # an error: it is ending

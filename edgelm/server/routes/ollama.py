@@ -39,7 +39,7 @@ from edgelm.server.api.ollama import OllamaRequest, error_event, line
 from edgelm.server.api.ollama_reply import loaded_reply, timestamp
 from edgelm.server.bodies import Bodies
 from edgelm.server.engines.slots import EngineSlot
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.table import EngineTable
 from edgelm.server.models import LATEST, ModelNames
 from edgelm.server.models import Listed as ListedModel
 from edgelm.server.routes.admin import wait_limit_s
@@ -113,7 +113,7 @@ def ollama_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> lis
 
 def _running(model: ListedModel, slot: EngineSlot) -> dict[str, Any]:
     """Return the entry of /api/ps for a loaded model."""
-    entry, info = _entry(model), slot.link.info if slot.link else None
+    entry, info = _entry(model), slot.process.info if slot.process else None
     left_s = FOREVER_S if math.isinf(slot.keep_alive_s) else max(slot.keep_alive_s - slot.idle_s, 0.0)
     return entry | {
         "expires_at": timestamp(time.time() + left_s),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.completion_create_params import CompletionCreateParamsBase as OldParamsBase
 
+from edgelm.base.sampling import MAX_SEED, SamplingParams
 from edgelm.base.workers.grammars import GrammarSpec
-from edgelm.engine.core import MAX_SEED, SamplingParams
 from edgelm.jobs.request import AnswerRequest
 from edgelm.server.api.chat import ChatRequest
 from edgelm.server.api.completions import CompletionsRequest

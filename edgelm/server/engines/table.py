@@ -1,6 +1,6 @@
 """The engines of a front, one for each model in use: started on demand, ended when idle or to make room for others.
 
-Owns which engines there are, and when they end: after `keep_alive`, on request, or for another model (room.py).
+Owns which engines there are, and when they end: after `keep_alive`, on request, or for another model (memory.py).
 slots.py owns the life of each. Knows nothing of HTTP.
 """
 
@@ -16,7 +16,7 @@ from typing import Self
 
 from edgelm.base.errors import EngineError, StillLoadingError
 from edgelm.library.scan import LocalModel
-from edgelm.server.engines.room import Host, Room
+from edgelm.server.engines.memory import Host, Memory
 from edgelm.server.engines.slots import EngineSlot, Launch
 
 TICK_S = 0.01  # least pause between two looks at the clock
@@ -44,7 +44,9 @@ class EngineTable:
     ) -> None:
         self.slots: dict[Path, EngineSlot] = {}
         self.before_unload: Callable[[EngineSlot], Awaitable[None]] = _do_nothing  # for those who count
-        self.room = Room(host, self.engines, self.unload, self._drain, limit_bytes=limit_bytes, max_models=max_models)
+        self.memory = Memory(
+            host, self.engines, self.unload, self._drain, limit_bytes=limit_bytes, max_models=max_models
+        )
         self._launch = launch
         self._idle_timeout_s = idle_timeout_s or math.inf
         self._keep_alive = keep_alive
@@ -103,13 +105,13 @@ class EngineTable:
     @property
     def num_saving(self) -> int:
         """The number of conversations that engines still have to save, while they end."""
-        return sum(slot.link.num_saving for slot in self.all_slots() if slot.link is not None)
+        return sum(slot.process.num_saving for slot in self.all_slots() if slot.process is not None)
 
     def kill(self) -> None:
         """End the processes at once, also while they save conversations. Call it after `close` has begun."""
         for slot in self.all_slots():
-            if slot.link is not None:
-                slot.link.kill()
+            if slot.process is not None:
+                slot.process.kill()
 
     async def unload(self, slot: EngineSlot, reason: str = UNLOADED) -> None:
         """End an engine, also if the caller is cancelled; requests that use it get an error with the reason."""
@@ -147,7 +149,7 @@ class EngineTable:
             slot = self.slots[model.path] = EngineSlot(
                 model,
                 self._launch,
-                self.room.admit,
+                self.memory.admit,
                 self._changed,
                 keep_alive_s=self._idle_timeout_s if own is None else own,
                 pinned=own == math.inf,
@@ -155,7 +157,7 @@ class EngineTable:
         return slot
 
     def _changed(self) -> None:
-        self.room.changed()
+        self.memory.changed()
         self._news.set()
 
     async def _keep(self) -> None:

@@ -23,12 +23,12 @@ from hypothesis.stateful import (
 from edgelm.base.errors import EdgeLMError, ModelError, StillLoadingError
 from edgelm.base.workers.messages import Footprint
 from edgelm.library.scan import LocalModel
-from edgelm.server.engines import room
-from edgelm.server.engines.room import DRAIN_S, ROOM_LIMIT_S
+from edgelm.server.engines import memory
+from edgelm.server.engines.memory import DRAIN_S, ROOM_LIMIT_S
 from edgelm.server.engines.slots import EngineSlot
-from edgelm.server.engines.supervisor import EngineTable
+from edgelm.server.engines.table import EngineTable
 from tests.counts import Count
-from tests.server.fake_engines import FakeHost, FakeLink, Launches, footprint, model_called
+from tests.server.fake_engines import FakeHost, FakeProcess, Launches, footprint, model_called
 from tests.server.virtual_time import VirtualLoop
 
 LOAD_S = 2.0
@@ -65,26 +65,26 @@ class Engines(Launches):
     def __init__(self, machine: Machine) -> None:
         super().__init__()
         self.machine = machine
-        self.living: dict[str, FakeLink] = {}
+        self.living: dict[str, FakeProcess] = {}
         self.twins: list[str] = []  # models that had two engines
 
-    async def __call__(self, model: LocalModel, planned: Footprint | None) -> FakeLink:
-        link = await super().__call__(model, planned)
+    async def __call__(self, model: LocalModel, planned: Footprint | None) -> FakeProcess:
+        process = await super().__call__(model, planned)
         loop, size = asyncio.get_running_loop(), self.machine.sizes.get(model.name, 1)
         self.twins += [model.name] if model.name in self.living else []
-        self.living[model.name] = link
+        self.living[model.name] = process
         steps = [(LOAD_S / 2, int(PEAK * size)), (LOAD_S, size)]
-        timers = [loop.call_later(delay, self.machine.take, link.pid, nbytes) for delay, nbytes in steps]
-        timers.append(loop.call_later(LOAD_S, link.load))
+        timers = [loop.call_later(delay, self.machine.take, process.pid, nbytes) for delay, nbytes in steps]
+        timers.append(loop.call_later(LOAD_S, process.load))
 
         def ended() -> None:
             for timer in timers:
                 timer.cancel()
-            self.machine.take(link.pid, 0)
+            self.machine.take(process.pid, 0)
             self.living.pop(model.name, None)
 
-        link.on_end = ended
-        return link
+        process.on_end = ended
+        return process
 
 
 @contextmanager
@@ -294,7 +294,7 @@ def test_release_lets_a_busy_model_finish() -> None:
             await busy
             await asyncio.sleep(0.1)
             assert not table.slots
-            assert engines.links[0].closed
+            assert engines.processes[0].closed
 
     run(test())
 
@@ -303,13 +303,13 @@ def test_the_end_of_a_waiting_model_leaves_the_ending_of_its_victim_alone() -> N
     async def test() -> None:
         async with served(10, {"a": 6, "b": 6}) as (table, engines):
             await ask(table, A)
-            engines.links[0].may_close.clear()
+            engines.processes[0].may_close.clear()
             waiting = asyncio.create_task(ask(table, B))
             await asyncio.sleep(1)
             await table.unload(table.slots[B.path])
             with pytest.raises(EdgeLMError, match="b is being unloaded"):
                 await waiting
-            engines.links[0].may_close.set()
+            engines.processes[0].may_close.set()
             await asyncio.sleep(1)
             assert table.all_slots() == []
             await ask(table, B)
@@ -321,10 +321,10 @@ def test_the_server_ends_while_a_model_makes_room() -> None:
     async def test() -> None:
         async with served(10, {"a": 6, "b": 6}) as (table, engines):
             await ask(table, A)
-            engines.links[0].may_close.clear()
+            engines.processes[0].may_close.clear()
             waiting = asyncio.create_task(ask(table, B))
             await asyncio.sleep(1)
-            asyncio.get_running_loop().call_later(1, engines.links[0].may_close.set)
+            asyncio.get_running_loop().call_later(1, engines.processes[0].may_close.set)
             await table.close()  # fails if it waits for ever
             with pytest.raises(EdgeLMError, match="shutting down"):
                 await waiting
@@ -357,10 +357,10 @@ def test_a_model_that_fails_while_it_is_predicted_keeps_no_memory() -> None:
     async def test() -> None:
         async with served(10, {"a": 6, "b": 6}) as (table, engines):
             first = asyncio.create_task(ask(table, A))
-            link = await engines.number(1)
+            process = await engines.number(1)
             second = asyncio.create_task(ask(table, B))
             await asyncio.sleep(0.25)  # the prediction of `a` takes half a second
-            link.fail(ModelError("a is no GGUF"))
+            process.fail(ModelError("a is no GGUF"))
             with pytest.raises(ModelError, match="no GGUF"):
                 await first
             await second
@@ -564,7 +564,7 @@ class Table(RuleBasedStateMachine):
 
     def watch(self) -> None:
         """Check each engine that ends for another model."""
-        unload = self.table.room._unload
+        unload = self.table.memory._unload
 
         async def checked(victim: EngineSlot) -> None:
             idle = [slot for slot in self.table.slots.values() if slot.is_idle and not slot.pinned]
@@ -574,8 +574,8 @@ class Table(RuleBasedStateMachine):
                 self.problems.append(f"{victim.model.name} was used later than another one")
             await unload(victim)
 
-        self.table.room._unload = checked
-        attempt, since = self.table.room._attempt, dict[asyncio.Task[Any] | None, float]()
+        self.table.memory._unload = checked
+        attempt, since = self.table.memory._admit_first, dict[asyncio.Task[Any] | None, float]()
 
         async def timed(slot: EngineSlot, *, drains: bool) -> str:
             task, reason = asyncio.current_task(), ""
@@ -589,14 +589,14 @@ class Table(RuleBasedStateMachine):
                 since[task] = began
             return reason
 
-        self.table.room._attempt = timed  # type: ignore[method-assign]
+        self.table.memory._admit_first = timed  # type: ignore[method-assign]
 
     async def request(self, model: LocalModel, seconds: float, keep_alive_s: float | None) -> None:
         async with self.table.lease(model, keep_alive_s) as slot:
-            link = await slot.ready(600)
-            assert isinstance(link, FakeLink)
+            process = await slot.ready(600)
+            assert isinstance(process, FakeProcess)
             await asyncio.sleep(seconds)
-            if link.closed and not link.crashed:
+            if process.closed and not process.crashed:
                 self.problems.append(f"{model.name} was closed during a request")
 
     @rule(
@@ -626,10 +626,10 @@ class Table(RuleBasedStateMachine):
     @precondition(lambda self: self.engines.living)
     @rule(number=st.integers(0, 5))
     def crash(self, number: int) -> None:
-        name, link = sorted(self.engines.living.items())[number % len(self.engines.living)]
-        link.crashed = True
+        name, process = sorted(self.engines.living.items())[number % len(self.engines.living)]
+        process.crashed = True
         self.crashed.add(name)  # its memory may be gone when it restarts
-        link.die()
+        process.die()
         self.loop.run_until_complete(asyncio.sleep(0))
 
     @invariant()
@@ -668,6 +668,6 @@ class Table(RuleBasedStateMachine):
 
 
 def test_any_requests_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "ROOM_LIMIT_S", 60.0)  # fewer looks at the clock
-    monkeypatch.setattr(room, "POLL_S", 5.0)
+    monkeypatch.setattr(memory, "ROOM_LIMIT_S", 60.0)  # fewer looks at the clock
+    monkeypatch.setattr(memory, "POLL_S", 5.0)
     run_state_machine_as_test(Table, settings=settings(max_examples=EXAMPLES, stateful_step_count=20, deadline=None))

@@ -12,9 +12,9 @@ from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.workers.messages import Footprint, Predict
 from edgelm.library.scan import LocalModel
-from edgelm.server.engines import host
-from edgelm.server.engines.host import Machine
-from edgelm.server.engines.link import Launcher
+from edgelm.server.engines import memory
+from edgelm.server.engines.memory import Machine
+from edgelm.server.engines.process import Launcher
 from tests.tiny import write_tiny
 
 
@@ -45,6 +45,6 @@ def test_a_file_that_is_gone_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "WORKER", "edgelm.no_such_worker")
+    monkeypatch.setattr(memory, "WORKER", "edgelm.no_such_worker")
     with pytest.raises(EdgeLMError, match="memory of tiny could not be predicted: the process ended with code 1"):
         predicted(tmp_path / "tiny.gguf")

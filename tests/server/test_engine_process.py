@@ -16,8 +16,8 @@ from edgelm.base.workers import parent
 from edgelm.base.workers.messages import Loading, Note, Ready, ServeJob, Status
 from edgelm.base.workers.parent import Worker
 from edgelm.library.scan import LocalModel
-from edgelm.server.engines import link as engine_link
-from edgelm.server.engines.link import EngineProcess, Launcher
+from edgelm.server.engines import process as engine_process
+from edgelm.server.engines.process import EngineProcess, Launcher
 
 READY = "{'event': 'ready', 'name': 'fake', 'engine': 'llama', 'device': 'cpu', 'context': 512, 'port': None}"
 PRELUDE = """
@@ -36,21 +36,21 @@ async def start(program: str, tmp_path: Path) -> EngineProcess:
 
 async def test_progress_then_ready(tmp_path: Path) -> None:
     async with asyncio.timeout(LIMIT_S):
-        link = await start(f"emit({{'event': 'loading', 'share': 0.5}}); emit({READY}); sys.stdin.read()", tmp_path)
-        await link.ready()
-        assert link.info
-        assert (link.info.name, link.info.context, link.progress) == ("fake", 512, 1.0)
-        await link.close()
-        assert (await link.ended()).message == "the engine process ended with code 0"
+        process = await start(f"emit({{'event': 'loading', 'share': 0.5}}); emit({READY}); sys.stdin.read()", tmp_path)
+        await process.ready()
+        assert process.info
+        assert (process.info.name, process.info.context, process.progress) == ("fake", 512, 1.0)
+        await process.close()
+        assert (await process.ended()).message == "the engine process ended with code 0"
 
 
 async def test_notes_are_logged_and_the_first_line_of_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines = [("note", "it is slow"), ("status", "checking"), ("note", "and old"), ("status", "checking more")]
     program = "".join(f"emit({{'event': '{event}', 'text': '{text}'}}); " for event, text in lines)
     async with asyncio.timeout(LIMIT_S):
-        link = await start(f"{program}emit({READY}); sys.stdin.read()", tmp_path)
-        await link.ready()
-        await link.close()
+        process = await start(f"{program}emit({READY}); sys.stdin.read()", tmp_path)
+        await process.ready()
+        await process.close()
     assert [record.getMessage() for record in caplog.records] == [
         f"m.gguf: {text}" for text in ("it is slow", "checking", "and old")
     ]
@@ -58,46 +58,48 @@ async def test_notes_are_logged_and_the_first_line_of_status(tmp_path: Path, cap
 
 async def test_a_request_to_an_engine_that_was_closed_is_a_broken_connection(tmp_path: Path) -> None:
     async with asyncio.timeout(LIMIT_S):
-        link = await start(f"emit({READY}); sys.stdin.read()", tmp_path)
-        await link.ready()
-        await link.close()
+        process = await start(f"emit({READY}); sys.stdin.read()", tmp_path)
+        await process.ready()
+        await process.close()
         with pytest.raises(httpx2.TransportError):
-            await link.client.get("/stats")
+            await process.client.get("/stats")
 
 
 async def test_what_it_says_of_its_failure(tmp_path: Path) -> None:
     async with asyncio.timeout(LIMIT_S):
-        link = await start("emit({'event': 'failed', 'message': 'too large', 'hint': 'shrink it'})", tmp_path)
+        process = await start("emit({'event': 'failed', 'message': 'too large', 'hint': 'shrink it'})", tmp_path)
         with pytest.raises(EdgeLMError, match="too large; shrink it"):
-            await link.ready()
-        await link.close()
+            await process.ready()
+        await process.close()
 
 
 async def test_what_it_says_before_its_end_counts_though_the_process_stays(tmp_path: Path) -> None:
     """The kernel may keep a process whose driver hangs: nobody waits for it."""
     async with asyncio.timeout(LIMIT_S):
         failed = "{'event': 'failed', 'kind': 'DeviceError', 'message': 'the GPU hangs', 'hint': 'try again'}"
-        link = await start(f"emit({READY}); sys.stdin.readline(); emit({failed})\nwhile True: time.sleep(1)", tmp_path)
+        process = await start(
+            f"emit({READY}); sys.stdin.readline(); emit({failed})\nwhile True: time.sleep(1)", tmp_path
+        )
         noted: list[EdgeLMError] = []
-        link._note_failure = noted.append
-        await link.ready()
-        ended = [asyncio.create_task(link.ended()) for _ in range(2)]
+        process._note_failure = noted.append
+        await process.ready()
+        ended = [asyncio.create_task(process.ended()) for _ in range(2)]
         await asyncio.sleep(0)
-        assert not link.exited
-        link._worker.send_line(b"\n")
+        assert not process.exited
+        process._worker.send_line(b"\n")
         assert [str(await end) for end in ended] == ["the GPU hangs; try again"] * 2
-        assert link.exited
+        assert process.exited
         assert [str(error) for error in noted] == ["the GPU hangs; try again"]
-        link.kill()
-        await link.close()
+        process.kill()
+        await process.close()
 
 
 async def test_how_it_died(tmp_path: Path) -> None:
     async with asyncio.timeout(LIMIT_S):
-        link = await start("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+        process = await start("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
         with pytest.raises(EngineError, match="killed by SIGKILL; memory"):
-            await link.ready()
-        await link.close()
+            await process.ready()
+        await process.close()
 
 
 async def test_a_machine_where_llama_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +135,8 @@ async def test_an_engine_starts_without_the_kernels_that_are_wrong_here(
 
     found = machine.MachineFacts(canary="no_amx", reason="crashes")
     monkeypatch.setattr(machine, "facts", lambda *_, **__: found)
-    monkeypatch.setattr(engine_link, "Worker", NoWorker)
-    monkeypatch.setattr(engine_link, "EngineProcess", lambda *_, **__: None)
+    monkeypatch.setattr(engine_process, "Worker", NoWorker)
+    monkeypatch.setattr(engine_process, "EngineProcess", lambda *_, **__: None)
     launch = Launcher(load_config({}, {"EDGELM_CACHE_DIR": str(tmp_path), "EDGELM_CONFIG_DIR": str(tmp_path)}), None)
     await launch(LocalModel("x", tmp_path / "x.gguf"), None)
     assert environments[0].items() >= machine.NO_AMX.items()
@@ -143,10 +145,10 @@ async def test_an_engine_starts_without_the_kernels_that_are_wrong_here(
 async def test_one_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parent, "GRACE_S", 0.1)
     async with asyncio.timeout(LIMIT_S):
-        link = await start(f"emit({READY})\nwhile True: time.sleep(1)", tmp_path)
-        await link.ready()
-        await link.close()
-        assert "SIGKILL" in (await link.ended()).message
+        process = await start(f"emit({READY})\nwhile True: time.sleep(1)", tmp_path)
+        await process.ready()
+        await process.close()
+        assert "SIGKILL" in (await process.ended()).message
 
 
 async def test_a_grandchild_that_keeps_the_pipes_does_not_hold_up_the_news(
@@ -154,7 +156,7 @@ async def test_a_grandchild_that_keeps_the_pipes_does_not_hold_up_the_news(
 ) -> None:
     monkeypatch.setattr(parent, "GRACE_S", 0.1)
     async with asyncio.timeout(LIMIT_S):
-        link = await start(f"emit({READY})\nif os.fork(): os._exit(7)\nsys.stdin.read()", tmp_path)
-        await link.ready()
-        assert "code 7" in (await link.ended()).message
-        await link.close()
+        process = await start(f"emit({READY})\nif os.fork(): os._exit(7)\nsys.stdin.read()", tmp_path)
+        await process.ready()
+        assert "code 7" in (await process.ended()).message
+        await process.close()

@@ -1,6 +1,6 @@
-"""The front's side of one engine process: start it, follow its loading, speak HTTP to it, end it.
+"""The front's side of one engine process: start it, follow its loading, speak HTTP to it, see it freeze, end it.
 
-Owns the process and its socket. Knows nothing of restarts and requests.
+Owns the process and its socket, and the memory of GPUs that failed. Knows nothing of restarts and requests.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import contextlib
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import httpx2
 
@@ -27,8 +28,6 @@ from edgelm.base.workers.parent import Worker, in_daemon_thread
 from edgelm.library.adapters import adapter_files
 from edgelm.library.local import find_draft_model, model_config
 from edgelm.library.scan import LocalModel, note_use
-from edgelm.server.engines.frozen import processor_s
-from edgelm.server.engines.gpu_failures import GpuFailures
 from edgelm.server.listener import private_folder
 
 WORKER = "edgelm.server.engine_process.worker"
@@ -38,51 +37,18 @@ ANSWER_S = 1.0  # for a sign of life
 KEPT_CONNECTIONS = 32  # without a request, to one engine
 KEPT_S = 5.0  # far below KEEP_ALIVE_S, after which the engine closes them
 
+FROZEN_S = 20.0  # without a sign of life
+TICK_S = 2.0
+LEAST_CPU_S = 0.001  # of a tick
+LEAST_SLEEP_S = 0.5  # of the machine, by its clocks
+STILL = "ST"  # states of proc(5): sleeping, and stopped by a signal
+
+REMEMBERED_S = 600.0  # of a GPU's failures
+MAX_CRASHES = 2  # of an engine, within REMEMBERED_S
 
 log = logging.getLogger(__name__)
 
 Change = Literal["rewritten", "replaced"]
-
-
-class EngineLink(Protocol):
-    """An engine process, for the supervisor."""
-
-    pid: int
-    progress: float | None  # of loading, 0 to 1
-    info: Ready | None  # once it is ready
-    cuda_problem: str  # why it does not use CUDA, which failed before
-    client: httpx2.AsyncClient
-
-    @property
-    def exited(self) -> bool: ...
-
-    @property
-    def num_saving(self) -> int:
-        """The number of conversations that it still has to save, while it ends."""
-
-    async def file_change(self) -> Change | None:
-        """Return how the model's files changed since it loaded them.
-
-        Rewritten: its answers would be wrong from now on. Replaced: they are right, of the old model.
-        """
-
-    async def ready(self) -> None:
-        """Wait until it answers. Raises EdgeLMError with its own error, or with how it died."""
-
-    async def ended(self) -> EngineError:
-        """Wait for its end and return the reason."""
-
-    async def close(self) -> None:
-        """End it, and wait until it is gone: up to SAVING_S more while it saves conversations."""
-
-    def kill(self, reason: EngineError | None = None) -> None:
-        """End it at once, for a reason that its clients are told."""
-
-    def processor_s(self) -> float | None:
-        """Return its processor time, as `frozen.Watched` says."""
-
-    async def answers(self) -> bool:
-        """Return whether it answers at once."""
 
 
 class Launcher:
@@ -97,7 +63,7 @@ class Launcher:
         self._gpu_failures = GpuFailures()
         self._facts: asyncio.Future[machine.MachineFacts] | None = None
 
-    async def __call__(self, model: LocalModel, footprint: Footprint | None) -> EngineLink:
+    async def __call__(self, model: LocalModel, footprint: Footprint | None) -> EngineProcess:
         """Start a process that loads a model, in the memory of its prediction.
 
         Raises EdgeLMError if llama.cpp does not work here, or if there is no such draft model.
@@ -186,6 +152,8 @@ class Launcher:
 class EngineProcess:
     """The worker that serves one model. Made inside the event loop."""
 
+    client: httpx2.AsyncClient  # once it is ready
+
     def __init__(
         self,
         worker: Worker,
@@ -197,13 +165,13 @@ class EngineProcess:
         note_failure: Callable[[EdgeLMError], None] = lambda _: None,
     ) -> None:
         self.pid = worker.pid
-        self.progress: float | None = None
-        self.info: Ready | None = None
+        self.progress: float | None = None  # of loading, 0 to 1
+        self.info: Ready | None = None  # once it is ready
         self._worker = worker
         self._job = job
         self._files = ModelFiles(job.model, *([draft] if draft else []))
         self._adapters = ModelFiles(*adapters)  # read whole while loading: writing into one breaks no answer
-        self.cuda_problem = job.cuda_problem
+        self.cuda_problem = job.cuda_problem  # why it does not use CUDA, which failed before
         self._killed_for: EngineError | None = None
         self._note_use = note_use
         self._note_failure = note_failure
@@ -220,9 +188,14 @@ class EngineProcess:
 
     @property
     def num_saving(self) -> int:
+        """The number of conversations that it still has to save, while it ends."""
         return 0 if self.exited else self._worker.num_saving
 
     async def file_change(self) -> Change | None:
+        """Return how the model's files changed since it loaded them.
+
+        Rewritten: its answers would be wrong from now on. Replaced: they are right, of the old model.
+        """
         return await asyncio.to_thread(self._file_change)
 
     def _file_change(self) -> Change | None:
@@ -231,9 +204,11 @@ class EngineProcess:
         return "replaced" if self._files.replaced() or self._adapters.replaced() else None
 
     async def ready(self) -> None:
+        """Wait until it answers. Raises EdgeLMError with its own error, or with how it died."""
         await asyncio.shield(self._starting)
 
     async def ended(self) -> EngineError:
+        """Wait for its end and return the reason."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
         return await asyncio.shield(self._ending)
@@ -253,6 +228,7 @@ class EngineProcess:
         return await asyncio.to_thread(exit_reason, end, self._files)
 
     async def close(self) -> None:
+        """End it, and wait until it is gone: up to SAVING_S more while it saves conversations."""
         if self.info is not None:
             self._note_use()
         await self._worker.aclose()
@@ -264,13 +240,16 @@ class EngineProcess:
                 os.unlink(self._job.socket)  # noqa: PTH108 - the event loop must not wait for pathlib's checks
 
     def kill(self, reason: EngineError | None = None) -> None:
+        """End it at once, for a reason that its clients are told."""
         self._killed_for = reason
         self._worker.kill()
 
     def processor_s(self) -> float | None:
+        """Return its processor time; None: that is not known, or it has a reason to use none."""
         return processor_s(self.pid)
 
     async def answers(self) -> bool:
+        """Return whether it answers at once."""
         with contextlib.suppress(httpx2.HTTPError):
             await self.client.get("/stats", timeout=ANSWER_S)
             return True
@@ -316,3 +295,73 @@ class EngineProcess:
             timeout=httpx2.Timeout(None, connect=CONNECT_LIMIT_S),
             trust_env=False,
         )
+
+
+async def until_frozen(process: EngineProcess, in_use: asyncio.Event, note: Callable[[float], None]) -> None:
+    """Return when a process is frozen: requests use it, it gets no processor time, and it answers nothing.
+
+    To wait for a disk or a processor, or to be held by a debugger, is no such sign. Time is counted in the front's own
+    ticks, and begins again when the machine or this process slept. `note` gets the seconds without a sign of life at
+    each tick in use. An engine in which a step hangs answers: `engine/watchdog.py` in its process ends it.
+    """
+    now = asyncio.get_running_loop().time
+    silent_s, used_s, slept_s = 0.0, process.processor_s(), suspended_s()
+    while silent_s < FROZEN_S:
+        await in_use.wait()
+        began = now()
+        await asyncio.sleep(TICK_S)
+        took_s = now() - began
+        before_s, used_s = used_s, process.processor_s()
+        slept_before_s, slept_s = slept_s, suspended_s()
+        stands_still = used_s is not None and before_s is not None and used_s - before_s < LEAST_CPU_S
+        away = took_s > 2 * TICK_S or slept_s - slept_before_s > LEAST_SLEEP_S
+        if away or not stands_still or not in_use.is_set() or await process.answers():
+            silent_s = 0.0
+        else:
+            silent_s += now() - began
+        note(silent_s)
+
+
+def suspended_s() -> float:
+    """Return how long the machine has been suspended since it was started; 0 where the system does not tell."""
+    boottime = getattr(time, "CLOCK_BOOTTIME", None)
+    return 0.0 if boottime is None else time.clock_gettime(boottime) - time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def processor_s(pid: int) -> float | None:
+    """Return the processor time of a process that stands still; None for others, and where /proc does not tell."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return time.clock_gettime((~pid << 3) | 2) if state in STILL else None  # as clock_getcpuclockid(3)
+    except (OSError, IndexError):
+        return None
+
+
+class GpuFailures:
+    """The failures of each model's engines, so that `--engine auto` goes on without CUDA.
+
+    A model that CUDA could not load, or whose engine CUDA ended twice within some minutes, is loaded without it. After
+    a while without a failure, CUDA is tried again when the model is next loaded.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._crashes: dict[Path, list[float]] = {}  # when
+        self._problems: dict[Path, tuple[float, str]] = {}  # since when, and why CUDA is not used
+
+    def note(self, model: Path, error: EdgeLMError) -> None:
+        """Note how an engine failed to load, or ended."""
+        now = self._now()
+        if isinstance(error, GpuLoadError):
+            self._problems[model] = now, error.message
+        elif isinstance(error, DeviceError):
+            recent = [when for when in self._crashes.get(model, []) if now - when < REMEMBERED_S]
+            self._crashes[model] = [*recent, now]
+            if len(self._crashes[model]) >= MAX_CRASHES:
+                times = f"{len(self._crashes[model])} times within {REMEMBERED_S / 60:.0f} minutes"
+                self._problems[model] = now, f"it failed {times}, last: {error.message}"
+
+    def problem(self, model: Path) -> str:
+        """Return why CUDA is not to be used for a model; empty: it may be."""
+        since, problem = self._problems.get(model, (0.0, ""))
+        return problem if problem and self._now() - since < REMEMBERED_S else ""

@@ -1,4 +1,4 @@
-"""Memory for the engines of a front: who gets it next, and which engine ends for it.
+"""Memory for the engines of a front: how much one takes, who gets it next, and which engine ends for it.
 
     free for another = free memory - what engines were promised and have not taken yet       (and within --max-memory)
 
@@ -10,7 +10,7 @@ While the first waits for engines that must end, a later one goes ahead if it fi
 the first will fit beside it when those engines have ended. So their memory is kept for the first, and those that go
 ahead cannot delay it by more than the time in which they load. No engine ends for one that goes ahead.
 
-Knows nothing of processes and HTTP: a `Host` predicts and measures.
+A worker predicts, and the system's counters are read: `Machine`. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from edgelm.base.errors import EdgeLMError, ModelError, StillLoadingError
-from edgelm.base.workers.messages import Footprint
+from edgelm.base.machine.gpu import has_torch, nvidia_gpus
+from edgelm.base.machine.memory import USABLE, available_memory_bytes, process_memory
+from edgelm.base.workers.messages import Footprint, Predict
+from edgelm.base.workers.parent import Worker, WorkerDiedError, ask, in_daemon_thread
 from edgelm.library.scan import LocalModel
+from edgelm.server.engines.process import Launcher
 from edgelm.server.engines.slots import EngineSlot
 
+WORKER = "edgelm.backends.probe_worker"
+PREDICT_LIMIT_S = 120.0
 ROOM_LIMIT_S = 300.0  # that an engine waits for memory; then its requests get a 503
 RETRY_S = 30.0  # their Retry-After
 DRAIN_S = 5.0  # that it waits for busy engines to be idle; then the least recently used get no more requests
@@ -42,8 +48,8 @@ class Measured:
     """The memory of this moment."""
 
     free_bytes: int  # of the machine, less a reserve
-    held: dict[int, int] = field(default_factory=dict)  # process: bytes that the system cannot drop
-    resident: dict[int, int] = field(default_factory=dict)  # process: all bytes, shared pages in equal parts
+    own_bytes: dict[int, int] = field(default_factory=dict)  # process: bytes that the system cannot drop
+    resident_bytes: dict[int, int] = field(default_factory=dict)  # process: all bytes, shared pages in equal parts
     gpu_free_bytes: int = 0
 
 
@@ -59,18 +65,58 @@ class Host(Protocol):
     async def measure(self, pids: Collection[int]) -> Measured: ...
 
 
+class Machine:
+    """This machine: a `Host`."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    async def predict(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int = 0) -> Footprint:
+        """Ask a worker, which reads the model's header. Raises EdgeLMError, as loading the model would."""
+        question = await self._launcher.question(model, usable_bytes, freed_gpu_bytes)
+        return await in_daemon_thread(lambda: _ask(model.name, question))
+
+    async def measure(self, pids: Collection[int]) -> Measured:
+        return await asyncio.to_thread(measure, [*pids])
+
+
+def _ask(name: str, question: Predict) -> Footprint:
+    try:
+        worker = Worker(WORKER, replies=(Footprint,), errors=(ModelError,))
+        footprint: Footprint = ask(worker, question, PREDICT_LIMIT_S)
+    except TimeoutError:
+        message = f"the memory of {name} could not be predicted within {PREDICT_LIMIT_S:.0f} s"
+        raise EdgeLMError(message, "see `edgelm plan`") from None
+    except WorkerDiedError as error:
+        raise EdgeLMError(f"the memory of {name} could not be predicted: {error}", "see `edgelm plan`") from None
+    return footprint
+
+
+def measure(pids: Collection[int]) -> Measured:
+    """Return the memory that is free less a reserve, and that of engine processes with all that they started."""
+    processes = {pid: memory for pid in pids if (memory := process_memory(pid)) is not None}
+    gpus = nvidia_gpus() if has_torch() else []
+    return Measured(
+        free_bytes=int(USABLE * available_memory_bytes()),
+        own_bytes={pid: memory.held for pid, memory in processes.items()},
+        resident_bytes={pid: memory.resident for pid, memory in processes.items()},
+        gpu_free_bytes=int(USABLE * gpus[0].free_bytes) if gpus else 0,
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Room:
     """The room for another engine now, and how much more there is when an engine ends."""
 
     free: dict[str, int]  # kind of memory: bytes
-    gains: dict[EngineSlot, int]
+    freed_by: dict[EngineSlot, int]
 
-    def with_gains(self, pool: str, engines: Collection[EngineSlot]) -> int:
-        return self.free[pool] + sum(self.gains[engine] for engine in engines if pool_of(engine.footprint) == pool)
+    def after_end_of(self, engines: Collection[EngineSlot], pool: str) -> int:
+        """Return the bytes that are free when these engines have ended."""
+        return self.free[pool] + sum(self.freed_by[engine] for engine in engines if pool_of(engine.footprint) == pool)
 
 
-class Room:
+class Memory:
     """Admits engines. `engines` are all that have memory or were promised some; `unload` ends one of them."""
 
     def __init__(
@@ -129,10 +175,10 @@ class Room:
             async with self._looking:
                 news = self._news
                 if self._queue[0] is not slot:
-                    reason = await self._attempt_ahead(slot)
+                    reason = await self._admit_ahead(slot)
                 else:
                     first_since = slot.now() if first_since is None else first_since
-                    reason = await self._attempt(slot, drains=slot.now() - first_since >= DRAIN_S)
+                    reason = await self._admit_first(slot, drains=slot.now() - first_since >= DRAIN_S)
             if not reason:
                 return
             slot.wait_for(reason)
@@ -142,14 +188,16 @@ class Room:
 
     async def measure(self, engines: Sequence[EngineSlot]) -> Measured:
         """Return the memory of the machine and of these engines now."""
-        return await self._host.measure([engine.link.pid for engine in engines if engine.link is not None])
+        return await self._host.measure([engine.process.pid for engine in engines if engine.process is not None])
 
     @staticmethod
     def outstanding(engines: Sequence[EngineSlot], measured: Measured) -> int:
         """Return the bytes that engines were promised and have not taken yet."""
-        return sum(max(0, engine.promised_bytes - _held(engine, measured)) for engine in engines if _is_in_ram(engine))
+        return sum(
+            max(0, engine.promised_bytes - _own_bytes(engine, measured)) for engine in engines if _is_in_ram(engine)
+        )
 
-    async def standing(self, engines: Sequence[EngineSlot]) -> Standing:
+    async def room(self, engines: Sequence[EngineSlot]) -> Room:
         """Return the room that is left beside these engines."""
         for engine in engines:
             if engine.footprint is None:
@@ -158,73 +206,73 @@ class Room:
                     if engine.admitted and engine.footprint is None:
                         self._promise(engine, footprint)
         measured = await self.measure(engines)
-        pids = {engine: engine.link.pid for engine in engines if engine.link is not None}
-        free, gpu_free, gains = measured.free_bytes, measured.gpu_free_bytes, {}
+        pids = {engine: engine.process.pid for engine in engines if engine.process is not None}
+        free, gpu_free, freed_by = measured.free_bytes, measured.gpu_free_bytes, {}
         limited = self.limit_bytes
         for engine in engines:
             pid, promised = pids.get(engine), engine.promised_bytes
             if pool_of(engine.footprint) == "gpu":
-                gains[engine] = promised
+                freed_by[engine] = promised
                 gpu_free -= promised if engine.state == "starting" else 0
                 continue
-            held = _held(engine, measured)
-            free -= max(0, promised - held)
-            gains[engine] = max(promised, held)
+            own_bytes = _own_bytes(engine, measured)
+            free -= max(0, promised - own_bytes)
+            freed_by[engine] = max(promised, own_bytes)
             if limited is not None:
-                resident = measured.resident.get(pid, 0) if pid is not None else 0
-                gains[engine] = max(promised, resident)
-                limited -= gains[engine]
-        return Standing({"ram": free if limited is None else min(free, limited), "gpu": gpu_free}, gains)
+                resident_bytes = measured.resident_bytes.get(pid, 0) if pid is not None else 0
+                freed_by[engine] = max(promised, resident_bytes)
+                limited -= freed_by[engine]
+        return Room({"ram": free if limited is None else min(free, limited), "gpu": gpu_free}, freed_by)
 
-    async def _attempt(self, slot: EngineSlot, *, drains: bool) -> str:
+    async def _admit_first(self, slot: EngineSlot, *, drains: bool) -> str:
         """Admit the first of the queue if there is memory, or can be; return what it waits for otherwise."""
         while True:
             engines = [engine for engine in self._engines() if engine is not slot]
             if not engines and self.limit_bytes is None:  # the engine itself checks whether it fits
                 slot.footprint, slot.admitted = None, True
                 return ""
-            standing = await self.standing(engines)
-            movable = _movable(engines)
-            footprint = await self._footprint(slot, standing, movable, engines)
+            room = await self.room(engines)
+            may_end = _may_end(engines)
+            footprint = await self._footprint(slot, room, may_end, engines)
             pool = pool_of(footprint)
-            need = self._need(footprint, standing.with_gains(pool, movable), engines)
+            need = self._need(footprint, room.after_end_of(may_end, pool), engines)
             surplus = self._surplus(engines)
-            if standing.free[pool] >= need and surplus <= 0:
+            if room.free[pool] >= need and surplus <= 0:
                 self._promise(slot, footprint, need)
                 return ""
             loading = [engine for engine in engines if engine.state == "starting"]
-            if surplus <= 0 and standing.free[pool] + _settling(loading, pool) >= need:
-                return _are(loading, "being loaded")  # then it takes less
-            idle = _idle(movable)
+            if surplus <= 0 and room.free[pool] + _freed_once_loaded(loading, pool) >= need:
+                return _reason(loading, "being loaded")  # then it takes less
+            idle = _idle(may_end)
             victim = next((engine for engine in idle if surplus > 0 or pool_of(engine.footprint) == pool), None)
-            if victim is None or len(idle) < surplus or standing.with_gains(pool, idle) < need:
-                going, busy = _going(movable), _busy(movable)
-                for engine in _ends(movable, standing, pool, need, surplus) if drains else ():
+            if victim is None or len(idle) < surplus or room.after_end_of(idle, pool) < need:
+                ending, busy = _ending(may_end), _busy(may_end)
+                for engine in _must_end(may_end, room, pool, need, surplus) if drains else ():
                     if engine in busy:
                         self._drain(engine)
-                return _are(busy or going or engines, "in use")
+                return _reason(busy or ending or engines, "in use")
             log.info("%s is unloaded to make room for %s", victim.model.name, slot.model.name)
             await self._unload(victim)
 
-    async def _attempt_ahead(self, slot: EngineSlot) -> str:
+    async def _admit_ahead(self, slot: EngineSlot) -> str:
         """Admit a later one of the queue if the first does not need the memory; return why not otherwise."""
         first = self._queue[0]
         engines = [engine for engine in self._engines() if engine is not slot]
         if first.footprint is None or not engines:  # the first has not looked yet
             return _came_first(first)
-        standing = await self.standing(engines)
-        movable = _movable(engines)
-        footprint = await self._footprint(slot, standing, movable, engines)
+        room = await self.room(engines)
+        may_end = _may_end(engines)
+        footprint = await self._footprint(slot, room, may_end, engines)
         pool, pool_of_first = pool_of(footprint), pool_of(first.footprint)
-        need = self._need(footprint, standing.with_gains(pool, movable), engines)
-        if standing.free[pool] < need or self._surplus(engines) > 0 or self._queue[0] is not first:
+        need = self._need(footprint, room.after_end_of(may_end, pool), engines)
+        if room.free[pool] < need or self._surplus(engines) > 0 or self._queue[0] is not first:
             return _came_first(first)
-        need_of_first = self._need(first.footprint, standing.with_gains(pool_of_first, movable), ())
+        need_of_first = self._need(first.footprint, room.after_end_of(may_end, pool_of_first), ())
         loading = [engine for engine in engines if engine.state == "starting"]
-        if standing.free[pool_of_first] + _settling(loading, pool_of_first) >= need_of_first:
+        if room.free[pool_of_first] + _freed_once_loaded(loading, pool_of_first) >= need_of_first:
             return _came_first(first)  # it waits for nothing but the end of a load
-        ends = _ends(movable, standing, pool_of_first, need_of_first, 0)
-        left = standing.with_gains(pool_of_first, ends) - (need if pool == pool_of_first else 0)
+        ends = _must_end(may_end, room, pool_of_first, need_of_first, 0)
+        left = room.after_end_of(ends, pool_of_first) - (need if pool == pool_of_first else 0)
         if left < need_of_first:  # --max-models needs no such look: an engine ends, and one goes ahead
             return _came_first(first)
         self._promise(slot, footprint, need)
@@ -235,26 +283,26 @@ class Room:
         return len(engines) + 1 - (self._max_models or len(engines) + 1)
 
     async def _footprint(
-        self, slot: EngineSlot, standing: Standing, movable: Sequence[EngineSlot], engines: Sequence[EngineSlot]
+        self, slot: EngineSlot, room: Room, may_end: Sequence[EngineSlot], engines: Sequence[EngineSlot]
     ) -> Footprint:
-        """Predict a slot's engine in the memory that there is without the movable ones. Raises EdgeLMError."""
-        pinned = [engine.model.name for engine in engines if engine not in movable]
+        """Predict a slot's engine in the memory that there is without those that may end. Raises EdgeLMError."""
+        pinned = [engine.model.name for engine in engines if engine not in may_end]
         if self._max_models is not None and len(pinned) >= self._max_models:
             message = f"{slot.model.name} cannot be loaded: --max-models is {self._max_models}, and {_names(pinned)}"
-            raise ModelError(f"{message} {_stay(pinned)}", f"edgelm unload {pinned[0]}")
-        usable = standing.with_gains("ram", movable)
+            raise ModelError(f"{message} {_kept_for_ever(pinned)}", f"edgelm unload {pinned[0]}")
+        usable = room.after_end_of(may_end, "ram")
         if self.limit_bytes is not None:
             usable = int(usable / (1 + SPARE))
         known = slot.footprint
         if known is not None and known.total_bytes <= usable and (known.is_preferred or usable <= slot.asked_bytes):
             return known
         try:
-            gpu = sum(standing.gains[engine] for engine in movable if pool_of(engine.footprint) == "gpu")
+            gpu = sum(room.freed_by[engine] for engine in may_end if pool_of(engine.footprint) == "gpu")
             footprint = await self._host.predict(slot.model, usable, gpu)
         except ModelError as error:
             if not pinned:
                 raise
-            raise ModelError(f"{error.message}, as {_names(pinned)} {_stay(pinned)}", error.hint) from None
+            raise ModelError(f"{error.message}, as {_names(pinned)} {_kept_for_ever(pinned)}", error.hint) from None
         if self.limit_bytes is not None:
             footprint = replace(footprint, spare_bytes=footprint.spare_bytes or int(footprint.total_bytes * SPARE))
         else:
@@ -286,11 +334,11 @@ async def _change(news: asyncio.Event) -> None:
             await news.wait()
 
 
-def _movable(engines: Sequence[EngineSlot]) -> list[EngineSlot]:
+def _may_end(engines: Sequence[EngineSlot]) -> list[EngineSlot]:
     return [engine for engine in engines if not engine.pinned or engine.state == "stopping"]
 
 
-def _going(engines: Sequence[EngineSlot]) -> list[EngineSlot]:
+def _ending(engines: Sequence[EngineSlot]) -> list[EngineSlot]:
     return [engine for engine in engines if engine.state == "stopping" or engine.is_leaving]
 
 
@@ -301,29 +349,27 @@ def _idle(engines: Sequence[EngineSlot]) -> list[EngineSlot]:
 
 def _busy(engines: Sequence[EngineSlot]) -> list[EngineSlot]:
     """Return the engines that must be waited for, the least recently used first."""
-    going = _going(engines)
-    busy = [engine for engine in engines if engine.state == "ready" and not engine.is_idle and engine not in going]
+    ending = _ending(engines)
+    busy = [engine for engine in engines if engine.state == "ready" and not engine.is_idle and engine not in ending]
     return sorted(busy, key=lambda engine: engine.asked_at)
 
 
-def _ends(
-    movable: Sequence[EngineSlot], standing: Standing, pool: str, need: int, surplus: int
-) -> Sequence[EngineSlot]:
+def _must_end(may_end: Sequence[EngineSlot], room: Room, pool: str, need: int, surplus: int) -> Sequence[EngineSlot]:
     """Return the engines whose end makes room for another: no more than it needs, those that end soonest first."""
-    ends = _going(movable)
-    loading = [engine for engine in movable if engine.state == "starting" and engine not in ends]
-    for engine in [*_idle(movable), *_busy(movable), *loading]:
-        if standing.with_gains(pool, ends) >= need and len(ends) >= surplus:
+    ends = _ending(may_end)
+    loading = [engine for engine in may_end if engine.state == "starting" and engine not in ends]
+    for engine in [*_idle(may_end), *_busy(may_end), *loading]:
+        if room.after_end_of(ends, pool) >= need and len(ends) >= surplus:
             break
         if engine not in ends and (pool_of(engine.footprint) == pool or len(ends) < surplus):
             ends.append(engine)
     return ends
 
 
-def _held(engine: EngineSlot, measured: Measured) -> int:
+def _own_bytes(engine: EngineSlot, measured: Measured) -> int:
     """Return the bytes of an engine that the system cannot drop; where they are not measured, all promised ones."""
     unknown = engine.promised_bytes if engine.state != "starting" else 0
-    return measured.held.get(engine.link.pid, unknown) if engine.link is not None else 0
+    return measured.own_bytes.get(engine.process.pid, unknown) if engine.process is not None else 0
 
 
 def _is_in_ram(engine: EngineSlot) -> bool:
@@ -335,7 +381,7 @@ def pool_of(footprint: Footprint | None) -> str:
     return "gpu" if footprint is not None and footprint.device == "cuda" else "ram"
 
 
-def _settling(loading: Sequence[EngineSlot], pool: str) -> int:
+def _freed_once_loaded(loading: Sequence[EngineSlot], pool: str) -> int:
     """Return the bytes that engines give back when they are loaded."""
     own = [engine for engine in loading if pool_of(engine.footprint) == pool]
     return sum(engine.promised_bytes - engine.footprint.promise_bytes for engine in own if engine.footprint)
@@ -345,7 +391,7 @@ def _came_first(first: EngineSlot) -> str:
     return f"{first.model.name} came first"
 
 
-def _are(engines: Sequence[EngineSlot], doing: str) -> str:
+def _reason(engines: Sequence[EngineSlot], doing: str) -> str:
     names = [engine.model.name for engine in engines]
     return f"{_names(names)} {'is' if len(names) == 1 else 'are'} {doing}"
 
@@ -354,5 +400,5 @@ def _names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _stay(names: Sequence[str]) -> str:
+def _kept_for_ever(names: Sequence[str]) -> str:
     return "is kept for ever" if len(names) == 1 else "are kept for ever"

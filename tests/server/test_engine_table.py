@@ -13,19 +13,19 @@ from edgelm.base.workers.messages import Footprint
 from edgelm.library.scan import LocalModel
 from edgelm.server.engines import slots as engine_slot
 from edgelm.server.engines.slots import EngineSlot
-from edgelm.server.engines.supervisor import EngineTable
-from tests.server.fake_engines import LONG_S, FakeHost, FakeLink, Launches, until
+from edgelm.server.engines.table import EngineTable
+from tests.server.fake_engines import LONG_S, FakeHost, FakeProcess, Launches, until
 
 MODEL = LocalModel("fake", Path("/fake.gguf"))
 OTHER = LocalModel("other", Path("/other.gguf"))
 
 
-async def ask(table: EngineTable) -> FakeLink:
+async def ask(table: EngineTable) -> FakeProcess:
     """Return the engine that a request gets."""
     async with table.lease(MODEL) as slot:
-        link = await slot.ready(LONG_S)
-        assert isinstance(link, FakeLink)
-        return link
+        process = await slot.ready(LONG_S)
+        assert isinstance(process, FakeProcess)
+        return process
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ async def test_two_requests_share_one_start(table: EngineTable, launches: Launch
         assert slot is same
         waiting = [asyncio.create_task(slot.ready(LONG_S)) for _ in range(2)]
         (await launches.number(1)).load()
-        assert {link.pid for link in await asyncio.gather(*waiting)} == {1}
-    assert len(launches.links) == 1
+        assert {process.pid for process in await asyncio.gather(*waiting)} == {1}
+    assert len(launches.processes) == 1
 
 
 async def test_who_does_not_wait_is_told_the_progress(table: EngineTable, launches: Launches) -> None:
@@ -58,7 +58,7 @@ async def test_who_does_not_wait_is_told_the_progress(table: EngineTable, launch
         with pytest.raises(StillLoadingError, match="25%") as second:
             await slot.ready(0.01)
         assert second.value.retry_after_s is not None
-        launches.links[0].load()
+        launches.processes[0].load()
         assert (await slot.ready(LONG_S)).pid == 1
 
 
@@ -70,7 +70,7 @@ async def test_a_start_that_fails_says_why_and_is_tried_again(table: EngineTable
             with pytest.raises(ModelError, match=f"attempt {attempt}"):
                 await waiting
             assert slot.state == "failed"
-            assert launches.links[-1].closed
+            assert launches.processes[-1].closed
             await asyncio.sleep(0.05)
         waiting = asyncio.create_task(slot.ready(LONG_S))
         (await launches.number(4)).load()
@@ -88,21 +88,21 @@ async def test_during_the_pause_the_error_is_told_at_once(
         for each in (waiting, slot.ready(LONG_S)):
             with pytest.raises(ModelError, match="too large"):
                 await each
-        assert len(launches.links) == 1
+        assert len(launches.processes) == 1
 
 
 async def test_a_death_starts_another_until_they_die_without_an_answer(table: EngineTable, launches: Launches) -> None:
     async with table.lease(MODEL) as slot:
         lives = engine_slot.MAX_RESTARTS + 1
         for life in range(1, lives + 1):
-            link = await launches.number(life)
-            link.load()
+            process = await launches.number(life)
+            process.load()
             assert (await slot.ready(LONG_S)).pid == life
-            link.die()
+            process.die()
             await asyncio.sleep(0)
         await until(lambda: slot.state == "failed")
         await asyncio.sleep(0.1)
-        assert len(launches.links) == lives
+        assert len(launches.processes) == lives
         waiting = asyncio.create_task(slot.ready(LONG_S))
         (await launches.number(lives + 1)).load()
         assert (await waiting).pid == lives + 1
@@ -114,13 +114,13 @@ async def test_a_second_death_is_followed_by_a_pause(
     monkeypatch.setattr(engine_slot, "PAUSES_S", (0.0, 0.0, LONG_S, LONG_S, LONG_S, LONG_S))
     async with table.lease(MODEL) as slot:
         for life in (1, 2):
-            link = await launches.number(life)
-            link.load()
+            process = await launches.number(life)
+            process.load()
             await slot.ready(LONG_S)
-            link.die()
-        await until(lambda: slot.state == "starting" and launches.links[1].closed)
+            process.die()
+        await until(lambda: slot.state == "starting" and launches.processes[1].closed)
         await asyncio.sleep(0.1)
-        assert len(launches.links) == 2
+        assert len(launches.processes) == 2
         with pytest.raises(StillLoadingError, match="because died"):
             await slot.ready(0)
 
@@ -128,10 +128,10 @@ async def test_a_second_death_is_followed_by_a_pause(
 async def test_a_request_during_the_unloading_gets_the_next_engine(launches: Launches) -> None:
     async with asyncio.timeout(LONG_S), EngineTable(launches, FakeHost(), idle_timeout_s=0.05) as table:
         async with table.lease(MODEL) as slot:
-            link = await launches.number(1)
-            link.load()
+            process = await launches.number(1)
+            process.load()
             await slot.ready(LONG_S)
-            link.may_close.clear()
+            process.may_close.clear()
         await until(lambda: slot.state == "stopping")
 
         async def ask() -> int:
@@ -140,8 +140,8 @@ async def test_a_request_during_the_unloading_gets_the_next_engine(launches: Lau
 
         asking = asyncio.create_task(ask())
         await asyncio.sleep(0.05)
-        assert len(launches.links) == 1
-        link.may_close.set()
+        assert len(launches.processes) == 1
+        process.may_close.set()
         (await launches.number(2)).load()
         assert await asking == 2
 
@@ -180,7 +180,7 @@ async def test_answers_end_with_the_model_that_was_replaced_and_later_requests_g
     assert slot.error is None, "this is no failure"
     second.load()
     assert await asyncio.gather(*waiting) == [second] * 3
-    assert len(launches.links) == 2
+    assert len(launches.processes) == 2
 
 
 async def test_an_engine_whose_file_was_replaced_is_started_again_without_a_pause(
@@ -189,10 +189,10 @@ async def test_an_engine_whose_file_was_replaced_is_started_again_without_a_paus
     monkeypatch.setattr(engine_slot, "PAUSES_S", (LONG_S,) * 6)
     for number in range(1, engine_slot.MAX_RESTARTS + 4):
         asking = asyncio.create_task(ask(table))
-        link = await launches.number(number)
-        link.load()
-        assert await asking is link
-        link.change = "replaced"
+        process = await launches.number(number)
+        process.load()
+        assert await asking is process
+        process.change = "replaced"
 
 
 async def test_an_engine_that_dies_while_its_file_is_looked_at(table: EngineTable, launches: Launches) -> None:
@@ -212,25 +212,25 @@ async def test_an_engine_that_dies_while_its_file_is_looked_at(table: EngineTabl
 
 async def test_who_does_not_wait_gets_an_engine_that_is_ready(table: EngineTable, launches: Launches) -> None:
     async with table.lease(MODEL) as slot:
-        link = await launches.number(1)
-        link.load()
+        process = await launches.number(1)
+        process.load()
         await slot.ready(LONG_S)
-        link.looked.clear()
+        process.looked.clear()
         waiting = asyncio.create_task(slot.ready(0))
         await asyncio.sleep(0.05)
-        link.looked.set()
-        assert await waiting is link
+        process.looked.set()
+        assert await waiting is process
 
 
 async def test_an_answer_resets_the_count_of_failures(table: EngineTable, launches: Launches) -> None:
     async with table.lease(MODEL) as slot:
         for life in range(1, 3 * engine_slot.MAX_RESTARTS):
-            link = await launches.number(life)
-            link.load()
+            process = await launches.number(life)
+            process.load()
             assert (await slot.ready(LONG_S)).pid == life
             slot.answered()
-            link.die()
-            assert (await slot.exit_error(link)).message == "died"
+            process.die()
+            assert (await slot.exit_error(process)).message == "died"
 
 
 async def test_only_what_nobody_uses_is_unloaded(launches: Launches) -> None:
@@ -239,8 +239,8 @@ async def test_only_what_nobody_uses_is_unloaded(launches: Launches) -> None:
             (await launches.number(1)).load()
             await slot.ready(LONG_S)
             await asyncio.sleep(0.2)
-            assert not launches.links[0].closed, "it is in use"
-        await until(lambda: launches.links[0].closed)
+            assert not launches.processes[0].closed, "it is in use"
+        await until(lambda: launches.processes[0].closed)
         async with table.lease(MODEL) as another:
             assert another is not slot
             (await launches.number(2)).load()
@@ -252,12 +252,12 @@ async def test_closing_ends_all_and_lets_nobody_wait(table: EngineTable, launche
         waiting = asyncio.create_task(loading.ready(LONG_S))
         await launches.number(1)
         (await launches.number(2)).load()
-        link = await ready.ready(LONG_S)
+        process = await ready.ready(LONG_S)
         await table.close()
         with pytest.raises(EngineError, match="shutting down"):
             await waiting
-        assert "shutting down" in (await ready.exit_error(link)).message
-    assert all(link.closed for link in launches.links)
+        assert "shutting down" in (await ready.exit_error(process)).message
+    assert all(process.closed for process in launches.processes)
     assert table.slots == {}
     with pytest.raises(EngineError, match="shutting down"):
         async with table.lease(MODEL):
@@ -265,7 +265,7 @@ async def test_closing_ends_all_and_lets_nobody_wait(table: EngineTable, launche
 
 
 async def test_a_bug_in_starting_wakes_who_waits() -> None:
-    async def launch(_: LocalModel, __: Footprint | None) -> FakeLink:
+    async def launch(_: LocalModel, __: Footprint | None) -> FakeProcess:
         raise ZeroDivisionError
 
     async def admit(_: EngineSlot) -> None: ...
@@ -281,7 +281,7 @@ async def test_a_model_that_the_gpu_cannot_load_is_loaded_again_at_once(table: E
         waiting = asyncio.create_task(slot.ready(LONG_S))
         (await launches.number(1)).fail(GpuLoadError("the memory of the GPU is used up", "lower --ctx"))
         second = await launches.number(2)
-        assert launches.links[0].closed
+        assert launches.processes[0].closed
         with pytest.raises(StillLoadingError, match="loaded again, because the memory of the GPU is used up"):
             await slot.ready(0)
         second.load()
