@@ -26,9 +26,9 @@ from edgelm.chats.tools.settings import ToolServer
 from edgelm.chats.tools.toolbox import Toolbox
 from edgelm.client.link import Link
 from edgelm.tui.commands.table import COMMANDS
+from edgelm.tui.plain import answer as plain_answer
+from edgelm.tui.plain import lines as plain_lines
 from edgelm.tui.plain.chat import PlainChat
-from edgelm.tui.plain.chat import answer as plain_answer
-from edgelm.tui.plain.chat import lines as plain_lines
 from edgelm.tui.plain.commands import OWN
 from edgelm.tui.plain.lines import LineReader, Writer
 from edgelm.tui.workspace import ChatDefaults
