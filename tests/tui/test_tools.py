@@ -29,7 +29,7 @@ from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Driver
 from tests.tui.fake_endpoint import FakeEndpoint
 
-SERVER = str(Path(__file__).parents[1] / "tools" / "server.py")
+SERVER = str(Path(__file__).parents[1] / "chats" / "tools" / "server.py")
 OpenTools = Callable[..., Any]
 
 
