@@ -95,6 +95,9 @@ class ScreenFace:
     def show_activity(self, activity: str) -> None:
         self.view.show_reading(activity)
 
+    async def connect(self, work: Coroutine[Any, Any, T]) -> T:
+        return await work
+
     async def wait(self, activity: str, work: Coroutine[Any, Any, T]) -> T:
         try:
             self.view.show_reading(activity)

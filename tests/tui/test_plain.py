@@ -447,6 +447,9 @@ async def test_keys_stop_edit_and_quit(endpoint: FakeEndpoint, tmp_path: Path) -
         await chat.sees("starter: a2\r\nyou: ")
         await chat.type("\x10\r")  # Ctrl+P: the message before, from the history
         await chat.sees("q1!\r\nstarter: a2\r\nyou: ")
+        await chat.type("/edit\r")
+        await chat.sees("new version: ")
+        await chat.interrupt("stopped\r\nyou: ")
         await chat.interrupt("Ctrl+C once more quits\r\nyou: ")
         await chat.interrupt("\r\n")
         assert await chat.ended() == 0

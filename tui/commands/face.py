@@ -58,8 +58,11 @@ class Face(Protocol):
     def show_activity(self, activity: str) -> None:
         """Show the progress of what is waited for."""
 
+    async def connect(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for the endpoint."""
+
     async def wait(self, activity: str, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for something that may take long."""
+        """Wait for work that may take long, with its activity shown."""
 
     async def ask(self, dialog: Callable[[], ModalScreen[T]], in_lines: Callable[[], Awaitable[T | None]]) -> T | None:
         """Return what the user chooses in a dialog, or in lines; None where it is cancelled, or where lines tell what

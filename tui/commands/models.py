@@ -24,7 +24,7 @@ from edgelm.tui.screen_face import ScreenFace
 async def model(face: Face, argument: str) -> None:
     """Use a model for this chat; without a name, show the installed models and those to pull."""
     workspace = face.workspace
-    models = await face.wait("connecting", workspace.link.models(again=True))
+    models = await face.connect(workspace.link.models(again=True))
     if not argument:
         await _pick_model(face, models)
     elif argument.isdecimal() and (listed := face.listed.get("model")):

@@ -55,7 +55,7 @@ def _presets(face: Face) -> Presets:
 
 async def _choose(face: Face, name: str) -> None:
     preset = None if name == OFF else face.workspace.presets.find(name)
-    problem = await face.wait("connecting", face.workspace.choose_preset(preset))
+    problem = await face.connect(face.workspace.choose_preset(preset))
     face.show("model")
     if preset is not None:
         face.tell(face.either(f"preset {name}", f"preset {name}: {outline(preset)}"))

@@ -75,6 +75,9 @@ class PlainFace:
     def show_activity(self, activity: str) -> None:
         pass  # `wait` tells it
 
+    async def connect(self, work: Coroutine[Any, Any, T]) -> T:
+        return await told(self.writer, "connecting", work)
+
     async def wait(self, activity: str, work: Coroutine[Any, Any, T]) -> T:
         return await told(self.writer, activity, work)
 
