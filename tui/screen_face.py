@@ -111,8 +111,8 @@ class ScreenFace:
     async def line(self, title: str, text: str, prompt: str = "") -> str | None:
         return await self.app.push_screen_wait(LineScreen(title, text))
 
-    async def confirm(self, question: str, yes: str, in_line: str) -> bool:
-        return await self.app.push_screen_wait(ConfirmScreen(question, yes))
+    async def confirm(self, in_line: str, question: str = "", yes: str = "Yes") -> bool:
+        return await self.app.push_screen_wait(ConfirmScreen(question or in_line, yes))
 
     async def send(self, text: str, roots: tuple[str, ...] = ()) -> None:
         self._send(text, roots)
@@ -127,13 +127,13 @@ class ScreenFace:
         workspace = self.workspace
         if names := ", ".join(pull.model for pull in self.pulls.running):
             question = f"Quitting stops the pull of {names}. Its partial files are kept; a new pull continues there."
-            if not await self.confirm(question, "Quit", ""):
+            if not await self.confirm(question, yes="Quit"):
                 return
         await workspace.answers.end()
         await self.pulls.end()
         problem, num_unsaved = workspace.store.problem, workspace.store.num_unsaved
         if problem and num_unsaved:
             question = f"{problem.message}. The last {num_unsaved:,} changes are not saved."
-            if not await self.confirm(question, "Quit and lose them", ""):
+            if not await self.confirm(question, yes="Quit and lose them"):
                 return
         self.app.exit()

@@ -62,8 +62,8 @@ async def export(face: Face, argument: str) -> None:
     path = await asyncio.to_thread(file_to_write, written.strip())
     tree = Tree(session.tree.messages.values(), session.tree.leaf)  # an answer may be written meanwhile
     text = await asyncio.to_thread(export_chat, form, session.chat, tree)
-    exists, in_line = await asyncio.to_thread(path.exists), f"{path} exists; replace it?"
-    if exists and not await face.confirm(f"{path} exists.", "Replace it", in_line):
+    exists, question = await asyncio.to_thread(path.exists), f"{path} exists; replace it?"
+    if exists and not await face.confirm(question, f"{path} exists.", "Replace it"):
         return
     try:
         await asyncio.to_thread(path.write_text, text, encoding="utf-8")

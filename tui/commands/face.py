@@ -72,8 +72,8 @@ class Face(Protocol):
     async def line(self, title: str, text: str, prompt: str = "") -> str | None:
         """Return a line that the user edits; None where it is cancelled. Lines without a `prompt` keep it."""
 
-    async def confirm(self, question: str, yes: str, in_line: str) -> bool:
-        """Ask before something that cannot be undone; `in_line` is the whole question."""
+    async def confirm(self, in_line: str, question: str = "", yes: str = "Yes") -> bool:
+        """Ask for yes or no: in a line, or by a dialog with a `question` and the label of its yes."""
 
     async def send(self, text: str, roots: tuple[str, ...] = ()) -> None:
         """Send a message in the open chat; `roots` are read for it instead of the chat's knowledge."""

@@ -122,7 +122,7 @@ async def shorten(face: Face, _argument: str) -> None:
         count, freed = plan.left_out(plan.proposed)
         before = " ".join(plan.exchanges[plan.proposed].messages[0].text.split())[:60]
         face.tell(f"{count:,} messages would be left out, up to the one before: {before}")
-        is_agreed = await face.confirm("", "", f"that frees about {freed:,} tokens; go on without them?")
+        is_agreed = await face.confirm(f"that frees about {freed:,} tokens; go on without them?")
         return plan.proposed if is_agreed else None
 
     first = await face.ask(lambda: ShortenScreen(plan), proposed)

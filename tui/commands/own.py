@@ -78,7 +78,7 @@ async def _save(face: Face, name: str) -> None:
     preset = preset_of(workspace.session.chat, check_name(written), workspace.model)
     if preset.name in workspace.presets.by_name:
         question = f"There is a preset {preset.name} already."
-        if not await face.confirm(question, "Replace it", f"replace the preset {preset.name}?"):
+        if not await face.confirm(f"replace the preset {preset.name}?", question, "Replace it"):
             return
     await asyncio.to_thread(save_preset, workspace.presets, preset)
     workspace.session.chat.preset = preset.name

@@ -134,5 +134,5 @@ async def editor(face: PlainFace, _argument: str) -> None:
         face.tell("the message is empty")
         return
     face.tell(f"your message: {text}")
-    if await face.confirm("", "", "send it?"):
+    if await face.confirm("send it?"):
         await face.send(text)

@@ -93,7 +93,7 @@ class PlainFace:
             return self._read(lambda: self.lines.line(prompt, text).strip())
         return None
 
-    async def confirm(self, question: str, yes: str, in_line: str) -> bool:
+    async def confirm(self, in_line: str, question: str = "", yes: str = "Yes") -> bool:
         return self._read(lambda: self.lines.confirm(in_line))
 
     async def send(self, text: str, roots: tuple[str, ...] = (), edited: int | None = None) -> None:
@@ -139,7 +139,7 @@ class PlainFace:
             self._notices.show(", ".join(pull.progress), FIRST_S)
 
     def _read(self, read: Callable[[], T]) -> T:
-        """Read from the user, for whom everything waits. Ctrl+C cancels the command; raises EOFError."""
+        """Read from the user; nothing else runs meanwhile. Ctrl+C cancels the command. Raises EOFError."""
         try:
             with raised_interrupt():
                 return read()
