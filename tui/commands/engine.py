@@ -77,7 +77,7 @@ async def compare(face: ScreenFace, argument: str) -> None:
     face.show("chat")
     sides = (Side(message, ""), Side(answer.message, setting))
     kept = await face.app.push_screen_wait(CompareScreen(answer.question.text, sides))
-    if kept is None:  # cancelled: as if it had not been asked
+    if kept is None:  # cancelled: the chat stays on the old answer
         await workspace.answers.end(session.chat.id)
         session.show(message.id)
     elif session is workspace.session and workspace.answer is None:
