@@ -105,7 +105,7 @@ class ScreenFace:
         finally:
             self.view.show_reading("")
 
-    async def ask(self, dialog: Callable[[], ModalScreen[T]], in_lines: Callable[[], Awaitable[T | None]]) -> T | None:
+    async def ask(self, dialog: Callable[[], ModalScreen[T]], in_lines: Callable[[], Awaitable[T]]) -> T:
         return await self.app.push_screen_wait(dialog())
 
     async def line(self, title: str, text: str, prompt: str = "") -> str | None:

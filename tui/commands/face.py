@@ -64,7 +64,7 @@ class Face(Protocol):
     async def wait(self, activity: str, work: Coroutine[Any, Any, T]) -> T:
         """Wait for work that may take long, with its activity shown."""
 
-    async def ask(self, dialog: Callable[[], ModalScreen[T]], in_lines: Callable[[], Awaitable[T | None]]) -> T | None:
+    async def ask(self, dialog: Callable[[], ModalScreen[T]], in_lines: Callable[[], Awaitable[T]]) -> T:
         """Return what the user chooses in a dialog, or in lines; None where it is cancelled, or where lines tell what
         can be chosen by the command's argument.
         """

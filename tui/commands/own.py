@@ -71,8 +71,9 @@ async def _save(face: Face, name: str) -> None:
     async def unnamed() -> None:
         raise RequestError("the preset has no name", "write /preset save NAME")
 
-    title = "Name of the preset"
-    written = name or await face.ask(lambda: LineScreen(title, workspace.session.chat.preset), unnamed)
+    written: str | None = name
+    if not written:
+        written = await face.ask(lambda: LineScreen("Name of the preset", workspace.session.chat.preset), unnamed)
     if written is None:
         return
     preset = preset_of(workspace.session.chat, check_name(written), workspace.model)
@@ -97,7 +98,9 @@ async def _set_folder(face: Face, name: str) -> None:
         face.tell(f"new chats here begin with the preset {current.name}" if current else "this folder has no preset")
 
     title, now = f"New chats in {short_path(folder)} begin with", current.name if current else OFF
-    chosen = name or await face.ask(lambda: PresetScreen(title, _presets(face), now), told)
+    chosen: str | None = name
+    if not chosen:
+        chosen = await face.ask(lambda: PresetScreen(title, _presets(face), now), told)
     if chosen:
         face.tell(await asyncio.to_thread(workspace.set_folder_preset, folder, "" if chosen == OFF else chosen))
 

@@ -5,6 +5,8 @@ Owns what is asked and told. The parameters and their ranges are in dialogs/para
 
 from __future__ import annotations
 
+from functools import partial
+
 from edgelm.base.errors import RequestError
 from edgelm.tui.commands.face import Face
 from edgelm.tui.dialogs.basic import Choice, PickScreen, TextScreen
@@ -16,9 +18,10 @@ async def system(face: Face, argument: str) -> None:
     """Set the system prompt of this chat."""
     before = face.workspace.session.chat.system
     help_text = "Sent before the conversation, for this chat only; empty: none."
-    text = argument or await face.ask(
-        lambda: TextScreen("System prompt", before, help_text), lambda: face.line("", before, "system prompt: ")
-    )
+    text: str | None = argument
+    if not text:
+        dialog = partial(TextScreen, "System prompt", before, help_text)
+        text = await face.ask(dialog, lambda: face.line("", before, "system prompt: "))
     if text is None:
         face.mention(f"system prompt: {before}" if before else "no system prompt")
     else:
@@ -60,8 +63,9 @@ async def think(face: Face, argument: str) -> None:
         face.tell(f"this chat: thinking {current}; give {', '.join(EFFORTS)}")
 
     choices = [Choice(name, name, effort.help) for name, effort in EFFORTS.items()]
-    title = "How much the model thinks"
-    name = argument.lower() or await face.ask(lambda: PickScreen(title, choices, current), told)
+    name: str | None = argument.lower()
+    if not name:
+        name = await face.ask(lambda: PickScreen("How much the model thinks", choices, current), told)
     if name:
         if (effort := effort_name(name)) not in EFFORTS:
             raise RequestError(f"there is no effort {name!r}", "give " + ", ".join(EFFORTS))

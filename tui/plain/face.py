@@ -81,7 +81,7 @@ class PlainFace:
     async def wait(self, activity: str, work: Coroutine[Any, Any, T]) -> T:
         return await told(self.writer, activity, work)
 
-    async def ask(self, dialog: Callable[[], ModalScreen[T]], in_lines: Callable[[], Awaitable[T | None]]) -> T | None:
+    async def ask(self, dialog: Callable[[], ModalScreen[T]], in_lines: Callable[[], Awaitable[T]]) -> T:
         return await in_lines()
 
     async def line(self, title: str, text: str, prompt: str = "") -> str | None:
