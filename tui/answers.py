@@ -33,7 +33,7 @@ from edgelm.tui.transcript.drafted import Spans
 from edgelm.tui.transcript.passages import one_line
 from edgelm.tui.transcript.prompt_progress import follow_prompt
 from edgelm.tui.transcript.thought import ThoughtClock, ThoughtFigures, estimate_tokens
-from edgelm.tui.transcript.views import GO_ON, MessageView
+from edgelm.tui.transcript.views import GO_ON
 
 POLL_S = 0.25  # between two reports of progress
 NOTED_REASONS = ("length", "context", "content_filter", "tool_limit")
@@ -51,7 +51,6 @@ class Answer:
     message: Message  # its text may have a beginning already, from which the model goes on
     sampling: Mapping[str, float | int | str]
     begun: str = field(init=False)  # that beginning
-    view: MessageView = field(init=False)
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None  # when it arrived
     num_tokens: int = 0
@@ -59,10 +58,10 @@ class Answer:
     clock: ThoughtClock = field(default_factory=ThoughtClock)
     num_thoughts: int = 0  # deltas of reasoning
     preparing: str = ""  # what is done before a request
+    status: str = ""  # what it waits for, until its first token
 
     def __post_init__(self) -> None:
         self.begun = self.message.text
-        self.view = MessageView(self.message, live=True)
 
     @property
     def has_begun(self) -> bool:
@@ -80,11 +79,11 @@ class Answer:
         """Return what the model does now, after its first token."""
         return self.preparing or ("thinking" if self.clock.running else "writing")
 
-    def show_thought(self) -> None:
-        """Show how long the model has thought."""
-        if self.message.reasoning:
-            tokens = estimate_tokens(self.num_thoughts, len(self.message.reasoning)) if self.clock.running else None
-            self.view.set_thought(ThoughtFigures(self.clock.seconds, tokens, self.clock.running))
+    @property
+    def thought(self) -> ThoughtFigures:
+        """Return how long the model has thought."""
+        tokens = estimate_tokens(self.num_thoughts, len(self.message.reasoning)) if self.clock.running else None
+        return ThoughtFigures(self.clock.seconds, tokens, self.clock.running)
 
     def timed(self, stats: AnswerStats | None) -> AnswerStats | None:
         """Return the endpoint's stats, if they came, with the time of the thought, if there was one."""
@@ -104,7 +103,7 @@ class AnswerWatcher(Protocol):
     """An observer of answers. The chat screen is one."""
 
     def answer_changed(self, answer: Answer) -> None:
-        """Draw the answer's view again."""
+        """Show the text, the calls and the state that the answer has now."""
 
     def answer_progressed(self, answer: Answer, activity: str, stats: AnswerStats | None) -> None:
         """Show what the answer is doing and, if they are given, its figures."""
@@ -202,7 +201,7 @@ def failure_words(error: BaseException | None) -> str:
 async def _write_answer(
     answers: Answers, link: Link, reader: Reader, answer: Answer, names: tuple[str, str], watcher: AnswerWatcher
 ) -> None:
-    """Stream an answer into its session and view. A failure becomes the final state of the message; none is raised."""
+    """Stream an answer into its session. A failure becomes the final state of the message; none is raised."""
     session, message = answer.session, answer.message
     try:
         finished = await _stream(answers, link, reader, answer, names, watcher)
@@ -213,7 +212,6 @@ async def _write_answer(
         stats = None
     except asyncio.CancelledError:
         session.finish(message, "stopped", stats=answer.timed(None))
-        answer.view.settle()
         watcher.answer_changed(answer)
         raise
     except Exception as error:  # the boundary of a worker: it would end the app with all answers
@@ -223,7 +221,6 @@ async def _write_answer(
     else:
         stats = answer.timed(finished.stats)
         session.finish(message, "done", finished.reason if finished.reason in NOTED_REASONS else "", stats)
-    answer.view.settle()
     watcher.answer_changed(answer)
     watcher.answer_progressed(answer, "ready" if link.is_ready else "not connected", stats)
 
@@ -238,7 +235,7 @@ async def _stream(
             client = await link.client()
             model = await _choose(link, client, names)
             if model != answer.message.model:
-                answer.view.set_model(model)
+                answer.message.model = model
             if not answer.session.chat.model and not guide_roots(answer.question):  # the starter answers /help alone
                 answer.session.set_model(model)
             await reader.require_consent(answer.session)
@@ -281,7 +278,6 @@ async def _request(
 
     def show(activity: str) -> None:
         answer.preparing = activity
-        answer.view.show_calls()
         watcher.answer_progressed(answer, answer.activity, None)
         watcher.answer_changed(answer)
 
@@ -352,8 +348,6 @@ def _append(answer: Answer, delta: Delta, watcher: AnswerWatcher) -> None:
     if delta.drafted:
         answer.drafted.add(delta.drafted, len(answer.message.text))
     answer.session.append(answer.message, delta.text, delta.reasoning)
-    answer.show_thought()
-    answer.view.append(delta.text, delta.drafted)
     watcher.answer_changed(answer)
 
 
@@ -365,7 +359,6 @@ async def _report_progress(link: Link, answer: Answer, watcher: AnswerWatcher) -
             stats = AnswerStats(tokens_per_second=speed)
             watcher.answer_progressed(answer, answer.activity, stats)
             if answer.clock.running and not answer.preparing:  # its time goes on where no text comes
-                answer.show_thought()
                 watcher.answer_changed(answer)
         else:
             status, waited_s = answer.preparing or "waiting", time.monotonic() - answer.started
@@ -378,7 +371,7 @@ async def _report_progress(link: Link, answer: Answer, watcher: AnswerWatcher) -
                         status = f"loading the model{share}"
             if answer.first_token is None:  # it may have come during the request
                 seconds = f", {waited_s:.0f} s" if waited_s >= 2 and not answer.preparing else ""
-                answer.view.set_status(f"{status}{seconds}")
+                answer.status = f"{status}{seconds}"
                 watcher.answer_progressed(answer, status, None)
                 watcher.answer_changed(answer)
         await asyncio.sleep(POLL_S)

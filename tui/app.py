@@ -211,7 +211,7 @@ class ChatApp(App[None], inherit_bindings=False):
                 self._driver.write(sequence)
 
     async def _ask_to_send(self, question: SendQuestion) -> bool:
-        from edgelm.tui.commands.knowledge import SendScreen  # after the first paint
+        from edgelm.tui.dialogs.knowledge import SendScreen  # after the first paint
 
         return await self.push_screen_wait(SendScreen(question))
 

@@ -34,6 +34,37 @@ from edgelm.tui.transcript.views import MessageView
 from edgelm.tui.transcript.widget import Transcript
 
 
+class LiveView:
+    """The view of an answer that is being written: it grows as the answer does."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        message = answer.message
+        self.view = MessageView(message, live=True, drafted=answer.drafted)
+        self._num_chars, self._model, self._status = len(message.text), message.model, ""
+        self.grow()
+
+    def grow(self) -> None:
+        """Show what has come since the last call, or the end of the answer."""
+        view, answer, message = self.view, self.answer, self.answer.message
+        if not view.live:
+            return
+        if message.model != self._model:
+            self._model = message.model
+            view.set_model(message.model)
+        if answer.status != self._status:
+            self._status = answer.status
+            view.set_status(answer.status)
+        if message.reasoning:
+            view.set_thought(answer.thought)
+        begin, self._num_chars = self._num_chars, len(message.text)
+        view.append(message.text[begin:], answer.drafted.within(begin, self._num_chars))
+        if message.calls:
+            view.show_calls()
+        if message.state != "streaming":
+            view.settle()
+
+
 class ChatPane(Vertical):
     """The widgets of one chat. `editing` is the id of the message whose new version is in the prompt."""
 
@@ -59,6 +90,7 @@ class ChatPane(Vertical):
         self._completion = Completion()
         self._picker = FilePicker(self.prompt, self._completion, files.add_path, self.run_worker)
         self._show_reasoning = False
+        self._live: LiveView | None = None
         self.suggest: Callable[[str], list[Suggestion]] = suggest_paths  # what Tab may complete; called on a thread
         self._collapsed: set[int] = set()  # messages of which one line is shown
         self._refolded: set[int] = set()  # messages whose folded text is shown unlike that of the others
@@ -101,6 +133,8 @@ class ChatPane(Vertical):
 
     def answer_changed(self, answer: Answer) -> None:
         """Draw the answer at the end, and what was read for its question."""
+        if self._live is not None and self._live.answer is answer:
+            self._live.grow()
         for view in self.transcript.views[-2:]:
             if view.message is answer.question:
                 view.show_reading()
@@ -151,9 +185,10 @@ class ChatPane(Vertical):
             versions = session.tree.siblings(message.id)
             version, num_versions = versions.index(message.id) + 1, len(versions)
             if answer is not None and answer.message is message:
-                answer.view.set_versions(version, num_versions)
-                answer.view.show_reasoning(self._shows_reasoning(message))
-                views.append(answer.view)
+                live = self._live_view(answer)
+                live.set_versions(version, num_versions)
+                live.show_reasoning(self._shows_reasoning(message))
+                views.append(live)
                 continue
             views.append(
                 MessageView(
@@ -167,6 +202,14 @@ class ChatPane(Vertical):
                 )
             )
         return views
+
+    def _live_view(self, answer: Answer) -> MessageView:
+        """Return the view of an answer that is being written, as far as it is."""
+        if self._live is None or self._live.answer is not answer:
+            self._live = LiveView(answer)
+        else:
+            self._live.grow()  # the chat was not on the screen
+        return self._live.view
 
     @on(Transcript.Left)
     def _left_transcript(self) -> None:

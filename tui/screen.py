@@ -1,7 +1,7 @@
 """The chat screen: composes the widgets and connects their keys and messages to the workspace.
 
 Owns the layout, and what each key and message does. The state of the chats is in `workspace`, how it is shown in
-`screen_view`, the open chat's widgets are in `pane`, the commands in `actions`.
+`screen_view`, the open chat's widgets are in `pane`, the functions of commands in `commands`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from edgelm.tui.transcript.widget import Transcript
 from edgelm.tui.workspace import ChatDefaults, Workspace
 
 if TYPE_CHECKING:
-    from edgelm.tui.commands.actions import Actions
+    from edgelm.tui.screen_face import ScreenFace
 
 TWICE_S = 2.0  # for the second Ctrl+C
 COLLECT_AFTER_S = 1.0  # from the end of the last answer to a full garbage collection
@@ -221,8 +221,10 @@ class ChatScreen(Screen[None]):
     @on(Sidebar.Acted)
     @work(group="command")
     async def _act_on_chat(self, event: Sidebar.Acted) -> None:
+        from edgelm.tui.commands.chats import act
+
         try:
-            await self._actions.chats.act(event.action, event.chat_id)
+            await act(self._face, event.action, event.chat_id)
         except EdgeLMError as error:
             self.view.complain(error)
 
@@ -426,18 +428,20 @@ class ChatScreen(Screen[None]):
 
     @work(group="pulled")
     async def _show_end(self, pull: Pull) -> None:
+        from edgelm.tui.commands.models import tell_end
+
         try:
-            await self._actions.models.pull_ended(pull)
+            await tell_end(self._face, pull)
         except EdgeLMError as error:
             self.view.complain(error)
 
     # Keys and commands
 
     @cached_property
-    def _actions(self) -> Actions:
-        from edgelm.tui.commands.actions import Actions  # delays the dialogs' imports until after the first paint
+    def _face(self) -> ScreenFace:
+        from edgelm.tui.screen_face import ScreenFace  # delays the dialogs' imports until after the first paint
 
-        return Actions(self.app, self.workspace, self.pulls, self._reader, self.view, self.inspector, self.send)
+        return ScreenFace(self.app, self.workspace, self.pulls, self._reader, self.view, self.inspector, self.send)
 
     def action_run(self, name: str) -> None:
         self.run_command(name, "")
@@ -446,7 +450,9 @@ class ChatScreen(Screen[None]):
     async def run_command(self, name: str, argument: str) -> None:
         """Run a command."""
         try:
-            await self._actions.run(name, argument)
+            command = find_command(name)
+            assert command is not None, name
+            await command.run(self._face, argument)
         except EdgeLMError as error:
             self.view.complain(error)
         if self.view.is_composed:

@@ -46,7 +46,7 @@ class Titles:
         self._run = run
         self._show = show
         self._waiting: dict[int, Session] = {}  # by chat
-        self._asked: set[int] = set()  # chats: none is asked about twice in a run
+        self._asked: set[int] = set()  # chats that were asked about: once in a run
         self._work: Work | None = None
         workspace.answer_started = self.stop
 

@@ -36,7 +36,7 @@ from edgelm.tui.tags import split_query
 from edgelm.tui.transcript.drafted import Spans
 
 NUM_SENT = 500  # earlier messages for the Up key
-NUM_HITS = (100, 400, 1600)  # of a search; the next number is tried where a tag leaves fewer than ENOUGH_HITS
+NUM_HITS = (100, 400, 1600)  # limits of a search; the next one is tried where a tag leaves fewer than ENOUGH_HITS
 ENOUGH_HITS = 30
 TRASH_DAYS = 30
 MAX_RECENT = 5  # paths of models

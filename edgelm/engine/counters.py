@@ -90,7 +90,7 @@ class Counters:
         self._histograms["inter_token_latency_seconds"].observe(took_s / num_tokens, num_tokens)
 
     def preempted(self, num_preemptions: int) -> None:
-        """Note how often sequences made way until now."""
+        """Set the number of preemptions so far."""
         self._counts["num_preemptions_total"] = num_preemptions
 
     def draft(self, drafter: str, num_drafted: int, num_accepted: int) -> None:

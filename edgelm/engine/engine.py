@@ -170,7 +170,7 @@ class Engine:
 
         `past` is the part of the conversation that is no longer in the prompt. Namespaces share no cached prefixes and
         no learnt drafts. Clients take turns, and an `interactive` request overtakes others (`AdmissionQueue`). An
-        answer ends with the reason "length" `limit_s` after its first token. `usage` is told of the begin and the end.
+        answer ends with the reason "length" `limit_s` after its first token. `usage` is notified at start and end.
         Raises RequestError for a prompt that can never run, BusyError when too many requests are open, of this client
         or of all, EngineError when the engine is closed.
         """
@@ -189,7 +189,7 @@ class Engine:
         return Stream(mailbox, lambda reason: self._inbox.put(lambda: self._cancel(seq.id, reason)))
 
     async def embed(self, inputs: Seq[Seq[int]], client: str = "") -> NDArray[np.float32]:
-        """Compute the vectors of some inputs, behind the answers: [inputs, width]. To cancel the call ends the work.
+        """Compute the vectors of some inputs, behind the answers: [inputs, width]. Cancelling the call stops the work.
 
         Raises BusyError when too many requests are open, EngineError when the engine fails or has not enough memory,
         RequestError when it has no embedder.
@@ -214,14 +214,14 @@ class Engine:
     def watch(self) -> Watcher:
         """Return a watcher for the running event loop, which gets a record of each step and of the KV cache."""
         watcher = self._watch.open()
-        self._inbox.put(lambda: None)  # an idle engine tells of its cache, too
+        self._inbox.put(lambda: None)  # an idle engine reports its cache, too
         return watcher
 
     def _check_room(self, client: str, clients: Seq[str]) -> None:
         """Raise BusyError unless there is room for one more request of a client, besides those of `clients`.
 
-        No client may have more requests than there are free places: so many clients as may flood the queue, there is
-        room for another one.
+        No client may have more requests than there are free places: however many clients flood the queue, one more
+        still gets in.
         """
         free = self._max_requests - len(clients)
         if free <= 0:
@@ -282,7 +282,7 @@ class Engine:
             return self._fail(step, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
 
     def _record(self, step: Step, forced: list[int], events: list[Event]) -> None:
-        """Tell those who watch of a step that was committed."""
+        """Report a committed step to the watchers."""
         self._watch.add_step(
             step,
             forced,

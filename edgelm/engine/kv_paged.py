@@ -278,7 +278,7 @@ class PagedKV:
                 return key, most, is_longer
 
     def _idle_prefixes(self) -> Iterator[list[bytes]]:
-        """Yield the digests of each whole prefix that no longer one continues, most recently used first."""
+        """Yield the digests of each cached prefix that is not part of a longer one, most recently used first."""
         continued = {link.previous for link in self._links.values()}
         for block in [*reversed(self._idle), *reversed(self._idle_last)]:
             digest = self._digests[block]

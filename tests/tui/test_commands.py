@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 
 from edgelm.base.errors import RequestError
-from edgelm.tui.commands.table import COMMANDS, KEY_GROUPS, complete, find_command, parse_call
+from edgelm.tui.commands.table import (
+    ALL_COMMANDS,
+    COMMANDS,
+    KEY_GROUPS,
+    PLAIN_COMMANDS,
+    Command,
+    complete,
+    find_command,
+    parse_call,
+)
 from edgelm.tui.dialogs.params import PARAMS, parse_params
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER
@@ -16,9 +26,15 @@ from tests.tui.fake_endpoint import ANSWER
 CODE = ANSWER.split("```python\n")[1].split("```")[0].rstrip("\n")
 
 
-async def test_each_command_has_an_action_and_each_action_a_command(open_chat: Open) -> None:
-    async with open_chat() as chat:
-        assert set(chat.screen._actions.by_name) == {command.name for command in COMMANDS}
+@pytest.mark.parametrize("command", ALL_COMMANDS, ids=lambda command: f"{command.name}-{command.face}")
+def test_each_command_has_a_function(command: Command) -> None:
+    assert inspect.iscoroutinefunction(command.function)
+
+
+def test_each_face_has_one_command_of_a_name() -> None:
+    for commands in (COMMANDS, PLAIN_COMMANDS):
+        names = [command.name for command in commands]
+        assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from edgelm.base.workers.messages import Passage
 from edgelm.chats.history import Message
 from edgelm.chats.knowledge.index import GUIDE, Knowledge
 from edgelm.chats.reading import Reading
-from edgelm.tui.commands.knowledge import KnowledgeScreen, SendScreen
 from edgelm.tui.commands.table import Suggestion
+from edgelm.tui.dialogs.knowledge import KnowledgeScreen, SendScreen
 from edgelm.tui.prompt.paths import absolute_path, common_start, suggest_paths
 from edgelm.tui.transcript.views import Flow, MessageView
 from tests.tui.conftest import Driver, Open

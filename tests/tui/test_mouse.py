@@ -12,6 +12,7 @@ from textual.events import MouseScrollDown, MouseScrollLeft, MouseScrollRight, M
 from textual.widgets import Input
 
 from edgelm.client.watching import Chunk, StepSeen
+from edgelm.tui.commands.chats import archive
 from edgelm.tui.commands.table import KEY_GROUPS, HelpScreen
 from edgelm.tui.dialogs.basic import LineScreen, PickScreen
 from edgelm.tui.dialogs.compare import CompareScreen
@@ -600,7 +601,7 @@ async def archive_chat(chat: Driver) -> None:
     await go_to_list(chat)
     await click(chat, "a archive")
     await chat.until(lambda: chat.session.chat.archived, "in the archive")
-    await chat.screen._actions.chats.by_name["archive"]("")
+    await archive(chat.screen._face, "")
 
 
 @way("In the list of chats", "escape")

@@ -26,11 +26,10 @@ from edgelm.chats.tools.consents import Consents
 from edgelm.chats.tools.settings import ToolServer
 from edgelm.chats.tools.toolbox import Toolbox
 from edgelm.client.link import Link
-from edgelm.tui.commands.table import COMMANDS
+from edgelm.tui.commands.table import COMMANDS, PLAIN_COMMANDS
+from edgelm.tui.plain import answer as plain_answer
+from edgelm.tui.plain import lines as plain_lines
 from edgelm.tui.plain.chat import PlainChat
-from edgelm.tui.plain.chat import answer as plain_answer
-from edgelm.tui.plain.chat import lines as plain_lines
-from edgelm.tui.plain.commands import OWN
 from edgelm.tui.plain.lines import LineReader, Writer
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
@@ -304,8 +303,8 @@ async def test_a_chat_is_exported(talk: Talk, endpoint: FakeEndpoint, tmp_path: 
 async def test_every_command_of_the_full_screen_is_there_or_says_why_not(talk: Talk, endpoint: FakeEndpoint) -> None:
     text = await talk("/help", "/theme dark", "/cop", "/nothing", "/co")
     listed = set(re.findall(r"^/(\w+)", text, flags=re.MULTILINE))
-    assert {command.name for command in OWN} < listed
-    assert listed & {command.name for command in COMMANDS} >= {"new", "model", "know", "quit"}
+    assert listed == {command.name for command in PLAIN_COMMANDS}
+    assert listed > {"new", "model", "know", "quit", "chats", "read"}
     assert text.endswith(
         "error: /theme works on the full screen only\n"
         "error: /copy works on the full screen only\n"
@@ -449,6 +448,9 @@ async def test_keys_stop_edit_and_quit(endpoint: FakeEndpoint, tmp_path: Path) -
         await chat.sees("starter: a2\r\nyou: ")
         await chat.type("\x10\r")  # Ctrl+P: the message before, from the history
         await chat.sees("q1!\r\nstarter: a2\r\nyou: ")
+        await chat.type("/edit\r")
+        await chat.sees("new version: ")
+        await chat.interrupt("stopped\r\nyou: ")
         await chat.interrupt("Ctrl+C once more quits\r\nyou: ")
         await chat.interrupt("\r\n")
         assert await chat.ended() == 0
@@ -579,7 +581,9 @@ async def test_calls_of_tools_in_lines_without_a_terminal_are_refused(
     talk: Talk, endpoint: FakeEndpoint, tmp_path: Path
 ) -> None:
     server = ToolServer(
-        name="small", command=sys.executable, args=("-S", str(Path(__file__).parents[1] / "tools" / "server.py"))
+        name="small",
+        command=sys.executable,
+        args=("-S", str(Path(__file__).parents[1] / "chats" / "tools" / "server.py")),
     )
     toolbox = Toolbox(Consents(tmp_path / "consents.json"), {"small": server}, {}, tmp_path)
     function = {"name": "small__echo", "arguments": '{"text": "a\\u202eb"}'}

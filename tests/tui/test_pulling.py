@@ -12,7 +12,7 @@ import pytest
 from edgelm.client.endpoint import ModelEntry
 from edgelm.library.catalog import FIRST_CHAT, entries
 from edgelm.library.progress import Listed, ListedFile, Progress, Pulled, Retrying, StandingIn
-from edgelm.tui.dialogs.basic import picker
+from edgelm.tui.dialogs import picker
 from edgelm.tui.dialogs.picker import Installed, PickerApp, PickerScreen, needed_bytes
 from edgelm.tui.model_names import find_pulled
 from edgelm.tui.pulls import Pull

@@ -30,7 +30,7 @@ from edgelm.client.reader import SendQuestion
 from edgelm.client.watching import read_event
 from edgelm.library.catalog import entries
 from edgelm.tui.app import ChatApp
-from edgelm.tui.commands.knowledge import Entry, KnowledgeScreen, SendScreen
+from edgelm.tui.dialogs.knowledge import Entry, KnowledgeScreen, SendScreen
 from edgelm.tui.inspector.view import Inspector
 from edgelm.tui.screen import ChatScreen
 from edgelm.tui.status import StatusLine

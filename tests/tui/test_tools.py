@@ -23,13 +23,13 @@ from edgelm.chats.tools.settings import ToolServer
 from edgelm.chats.tools.toolbox import Toolbox
 from edgelm.client.link import Link
 from edgelm.tui.app import ChatApp
-from edgelm.tui.dialogs.basic import tools as tool_dialogs
+from edgelm.tui.dialogs import tools as tool_dialogs
 from edgelm.tui.dialogs.tools import AskScreen, CallScreen, LimitScreen, ToolsScreen
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Driver
 from tests.tui.fake_endpoint import FakeEndpoint
 
-SERVER = str(Path(__file__).parents[1] / "tools" / "server.py")
+SERVER = str(Path(__file__).parents[1] / "chats" / "tools" / "server.py")
 OpenTools = Callable[..., Any]
 
 

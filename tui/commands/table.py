@@ -1,14 +1,15 @@
 """Every command and every key, in tables, and the help page (F1) that shows them.
 
-Owns names, arguments, keys and their one-line descriptions. Knows nothing of what they do.
+Owns names, arguments, keys and their one-line descriptions. A command's function is found by its path when it runs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from importlib import import_module
+from typing import Any, ClassVar, Literal
 
 from rich.style import Style
 from rich.table import Table
@@ -34,11 +35,13 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command; `Actions` in actions.py finds the function that runs it."""
+    """One command, and its function below edgelm.tui: `async def (face, argument)`, which may raise EdgeLMError."""
 
     name: str
+    path: str  # of the function
     help: str
     argument: str = ""
+    face: Literal["both", "screen", "lines"] = "both"  # where it makes sense, or where this row is in place of another
 
     @property
     def usage(self) -> str:
@@ -48,43 +51,94 @@ class Command:
     def suggestion(self) -> Suggestion:
         return Suggestion(f"/{self.name} ", self.usage, self.help, self)
 
+    async def run(self, face: Any, argument: str) -> None:
+        """Run it on a face; its module is imported now. Raises EdgeLMError."""
+        await self.function(face, argument)
 
-COMMANDS = (
-    Command("new", "Start a new chat"),
-    Command("search", "Search all chats", "[WORDS]"),
-    Command("model", "Choose the model of this chat, or pull one", "[NAME]"),
-    Command("preset", "Choose or save a preset: prompt, model, sampling", "[NAME|save|off]"),
-    Command("system", "Set the system prompt of this chat", "[TEXT]"),
-    Command("params", "Set how this chat is sampled", "[NAME=VALUE …]"),
-    Command("think", "Set how much the model thinks", "[EFFORT]"),
-    Command("know", "List, add or remove what is read for each question", "[PATH|off [PATH]]"),
-    Command("attach", "Attach a file or folder to the next message", "[PATH]"),
-    Command("paste", "Attach the picture on the clipboard"),
-    Command("tools", "List the servers of tools, use one here, or none", "[NAME …|off]"),
-    Command("title", "Rename the chat", "[TITLE]"),
-    Command("pull", "Pull a model from the hub; stop keeps partial files", "[NAME|stop]"),
-    Command("regenerate", "Answer again; the old answer is kept"),
-    Command("edit", "Edit your last message; the old one is kept"),
-    Command("shorten", "Go on without the oldest messages"),
-    Command("whole", "Send the whole conversation again"),
-    Command("drafts", "Tint the drafted words in answers of this run"),
-    Command("inspect", "Show the steps of the engine: prompt, drafts, tokens, KV cache"),
-    Command("explore", "See what else the model could have said, and go on from it"),
-    Command("compare", "Answer again with another model or settings, side by side", "[MODEL|SETTING]"),
-    Command("editor", "Write the message in your editor ($EDITOR)"),
-    Command("copy", "Copy the last answer"),
-    Command("code", "Copy a block of code, or save it", "[NUMBER] [FILE]"),
-    Command("export", "Write the chat as md, json or html", "[FORMAT] [FILE]"),
-    Command("pin", "Pin the chat at the top of the list, or unpin it"),
-    Command("tag", "Tag the chat; -NAME takes a tag away", "[NAME …|-NAME]"),
-    Command("archive", "Put the chat into the archive, or take it out"),
-    Command("delete", "Delete the chat; /undo brings it back"),
-    Command("undo", "Bring back the chat that was deleted last"),
-    Command("trash", "Bring back a chat of the last 30 days"),
-    Command("stats", "Show tokens, speed and saved time by model and day"),
-    Command("theme", "Choose the colours", "[NAME]"),
-    Command("help", "Show every key and command, or ask about edgelm", "[QUESTION]"),
-    Command("quit", "Quit"),
+    @property
+    def function(self) -> Callable[[Any, str], Awaitable[None]]:
+        module, _, name = self.path.rpartition(".")
+        function: Callable[[Any, str], Awaitable[None]] = getattr(import_module(f"edgelm.tui.{module}"), name)
+        return function
+
+
+ALL_COMMANDS = (
+    Command("new", "commands.chats.new", "Start a new chat"),
+    Command("search", "commands.chats.search", "Search all chats", "[WORDS]", face="screen"),
+    Command("search", "plain.commands.search", "Search all chats; #TAG filters", "WORDS", face="lines"),
+    Command("chats", "plain.commands.chats", "List the newest chats", face="lines"),
+    Command("open", "plain.commands.open_chat", "Open a chat of the last list", "NUMBER", face="lines"),
+    Command("read", "plain.commands.read", "Read the last messages again", "[NUMBER]", face="lines"),
+    Command("model", "commands.models.model", "Choose the model of this chat, or pull one", "[NAME]"),
+    Command("preset", "commands.own.preset", "Choose or save a preset: prompt, model, sampling", "[NAME|save|off]"),
+    Command("system", "commands.settings.system", "Set the system prompt of this chat", "[TEXT]"),
+    Command("params", "commands.settings.params", "Set how this chat is sampled", "[NAME=VALUE …]"),
+    Command("think", "commands.settings.think", "Set how much the model thinks", "[EFFORT]"),
+    Command("reasoning", "plain.commands.reasoning", "Read the model's reasoning, or stop that", face="lines"),
+    Command(
+        "know", "commands.knowledge.know", "List, add or remove what is read for each question", "[PATH|off [PATH]]"
+    ),
+    Command("attach", "commands.messages.attach", "Attach a file or folder to the next message", "[PATH]"),
+    Command("paste", "commands.messages.paste", "Attach the picture on the clipboard"),
+    Command("tools", "commands.tools.tools", "List the servers of tools, use one here, or none", "[NAME …|off]"),
+    Command("title", "commands.chats.title", "Rename the chat", "[TITLE]"),
+    Command(
+        "pull", "commands.models.pull", "Pull a model from the hub; stop keeps partial files", "[NAME|stop]",
+        face="screen",
+    ),
+    Command(
+        "pull", "plain.commands.pull", "Pull a model from the hub; Ctrl+C stops it and keeps partial files", "NAME",
+        face="lines",
+    ),
+    Command("regenerate", "commands.messages.regenerate", "Answer again; the old answer is kept"),
+    Command("edit", "commands.messages.edit", "Edit your last message; the old one is kept"),
+    Command("shorten", "commands.messages.shorten", "Go on without the oldest messages"),
+    Command("whole", "commands.messages.whole", "Send the whole conversation again"),
+    Command("drafts", "commands.settings.drafts", "Tint the drafted words in answers of this run", face="screen"),
+    Command(
+        "inspect", "commands.engine.inspect", "Show the steps of the engine: prompt, drafts, tokens, KV cache",
+        face="screen",
+    ),
+    Command(
+        "explore", "commands.engine.explore", "See what else the model could have said, and go on from it",
+        face="screen",
+    ),
+    Command(
+        "compare", "commands.engine.compare", "Answer again with another model or settings, side by side",
+        "[MODEL|SETTING]", face="screen",
+    ),
+    Command("editor", "commands.own.editor", "Write the message in your editor ($EDITOR)", face="screen"),
+    Command("editor", "plain.commands.editor", "Write the message in your editor ($EDITOR)", face="lines"),
+    Command("copy", "commands.messages.copy", "Copy the last answer", face="screen"),
+    Command("code", "commands.messages.code", "Copy a block of code, or save it", "[NUMBER] [FILE]", face="screen"),
+    Command("export", "commands.chats.export", "Write the chat as md, json or html", "[FORMAT] [FILE]"),
+    Command("pin", "commands.chats.pin", "Pin the chat at the top of the list, or unpin it"),
+    Command("tag", "commands.chats.tag", "Tag the chat; -NAME takes a tag away", "[NAME …|-NAME]"),
+    Command("archive", "commands.chats.archive", "Put the chat into the archive, or take it out"),
+    Command("delete", "commands.chats.delete", "Delete the chat; /undo brings it back"),
+    Command("undo", "commands.chats.undo", "Bring back the chat that was deleted last"),
+    Command("trash", "commands.chats.trash", "Bring back a chat of the last 30 days", face="screen"),
+    Command(
+        "trash", "commands.chats.trash", "List the chats deleted in the last 30 days, or bring back one", "[NUMBER]",
+        face="lines",
+    ),
+    Command("stats", "commands.chats.stats", "Show tokens, speed and saved time by model and day"),
+    Command("status", "plain.commands.status", "Tell the model and the figures of the last answer", face="lines"),
+    Command("theme", "commands.own.theme", "Choose the colours", "[NAME]", face="screen"),
+    Command(
+        "help", "commands.knowledge.help_page", "Show every key and command, or ask about edgelm", "[QUESTION]",
+        face="screen",
+    ),
+    Command(
+        "help", "commands.knowledge.help_page", "List the commands, or ask about edgelm", "[QUESTION]", face="lines"
+    ),
+    Command("quit", "commands.chats.leave", "Quit"),
+)  # fmt: skip
+COMMANDS = tuple(command for command in ALL_COMMANDS if command.face != "lines")  # of the full screen
+PLAIN_COMMANDS = tuple(command for command in ALL_COMMANDS if command.face != "screen")
+PLAIN_NOTES = (
+    "Several lines: end a line with a backslash, or put three double quotes before and after the message.",
+    "Ctrl+C stops an answer. At the prompt it quits if pressed twice, and Ctrl+D quits at once.",
 )
 
 _CALL = re.compile(r"/([a-z]+)(?:\s+(.*))?\s*", re.DOTALL)

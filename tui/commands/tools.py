@@ -1,102 +1,97 @@
-"""The command about tools, on the full screen.
+"""The command about tools.
 
-Owns what is asked and reported. How calls run is in tool_runner.py.
+Owns what is asked and told. How calls run is in tool_runner.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
-
-from textual.app import App
+from collections.abc import Sequence
+from functools import partial
 
 from edgelm.base.errors import EdgeLMError, RequestError
-from edgelm.chats.tools.listing import Listing
 from edgelm.client.session import Session
 from edgelm.client.tool_runner import ToolRunner
 from edgelm.library.names import STARTER
-from edgelm.tui.dialogs.tools import ServerAct, ServerEntry, ToolsScreen
-from edgelm.tui.lines import clean
-from edgelm.tui.screen_view import ScreenView
-from edgelm.tui.workspace import Workspace
+from edgelm.tui.commands.face import Face
+from edgelm.tui.dialogs.tools import ServerEntry, ToolsScreen
+from edgelm.tui.transcript.passages import one_line
+from edgelm.tui.transcript.tool_rows import visible
 
 HOW = 'write [tools."NAME"] into config.toml: /help How do I use tools?'
 NO_STARTER = "the starter cannot call tools: /model chooses another model"
 
 
-class ToolActions:
-    """Runs the command `tools`. It may raise EdgeLMError."""
+async def tools(face: Face, argument: str) -> None:
+    """List the servers, use some in this chat, or none; `forget` asks again for each tool of a server."""
+    runner, session = face.workspace.answers.tools, face.workspace.session
+    verb, _, rest = argument.partition(" ")
+    if verb == "forget" and rest:
+        for name in known_servers(runner, rest):
+            await forget_consents(runner, session, name)
+            face.tell(f"each tool of {name} is asked for again")
+        return
+    names = known_servers(runner, argument)
+    if argument == "off":
+        session.set_tools(())
+        face.tell("this chat uses no tools")
+    elif argument:
+        await _use(face, session, names)
+    else:
+        await _list(face, session)
 
-    def __init__(self, app: App[Any], workspace: Workspace, view: ScreenView) -> None:
-        self._app = app
-        self._workspace = workspace
-        self._runner: ToolRunner = workspace.answers.tools
-        self._view = view
-        self.by_name: dict[str, Callable[[str], Awaitable[None]]] = {"tools": self._tools}
 
-    async def _tools(self, argument: str) -> None:
-        names, session = known_servers(self._runner, argument), self._workspace.session
-        if argument == "off":
-            session.set_tools(())
-            self._notify("this chat uses no tools")
-        elif argument:
-            await self._use(session, (*(name for name in session.chat.tools if name not in names), *names))
+async def _list(face: Face, session: Session) -> None:
+    """Show the servers until the dialog is closed."""
+    runner = face.workspace.answers.tools
+
+    async def told() -> None:
+        for name, server in runner.toolbox.servers.items():
+            face.tell(f"{name}, {'on' if name in session.chat.tools else 'off'}: {visible(one_line(server.words))}")
+        face.tell("/tools NAME uses one here, /tools off none, /tools forget NAME asks again for each of its tools")
+
+    before = ""
+    while True:
+        entries = await _entries(runner, session)
+        chosen = await face.ask(partial(ToolsScreen, entries, before), told)
+        if chosen is None:
+            return
+        name = before = chosen.name
+        if chosen.act == "forget":
+            count = await forget_consents(runner, session, name)
+            face.tell(f"each tool of {name} is asked for again" if count else f"nothing of {name} was allowed")
+        elif name in session.chat.tools:
+            session.set_tools(tuple(used for used in session.chat.tools if used != name))
         else:
-            await self._list(session)
+            await _use(face, session, [name])
 
-    async def _list(self, session: Session) -> None:
-        """Show the servers until the dialog is closed."""
-        chosen: ServerAct | None = None
-        while True:
-            entries = await self._entries(session)
-            chosen = await self._app.push_screen_wait(ToolsScreen(entries, chosen.name if chosen else ""))
-            if chosen is None:
-                return
-            name = chosen.name
-            if chosen.act == "forget":
-                count = await forget_consents(self._runner, session, name)
-                self._notify(f"each tool of {name} is asked for again" if count else f"nothing of {name} was allowed")
-            elif name in session.chat.tools:
-                session.set_tools(tuple(used for used in session.chat.tools if used != name))
-            else:
-                await self._use(session, (*session.chat.tools, name))
 
-    async def _use(self, session: Session, names: tuple[str, ...]) -> None:
-        """Use servers in a chat; those that are new start now, so that it is seen whether they do."""
-        new = [name for name in names if name not in session.chat.tools]
-        session.set_tools(names)
-        for name in new:
-            try:
-                listing = await self._started(name)
-            except EdgeLMError as error:
-                self._app.notify(clean(str(error)), severity="error", timeout=10, markup=False)
-            else:
-                self._notify(f"{name}: {len(listing.tools)} tools; each call is asked for")
-        if self._workspace.model == STARTER:
-            self._notify(NO_STARTER)
-
-    async def _started(self, name: str) -> Listing:
-        """Start a server, again if it has failed. Raises EdgeLMError."""
-        self._runner.try_again(name)
+async def _use(face: Face, session: Session, names: Sequence[str]) -> None:
+    """Use servers in a chat; they start now, again if they have failed, so that it is seen whether they do."""
+    runner = face.workspace.answers.tools
+    session.set_tools((*(name for name in session.chat.tools if name not in names), *names))
+    for name in names:
+        runner.try_again(name)
         try:
-            self._view.show_reading(f"starting {name}")
-            return await self._runner.toolbox.connection(name).list_tools()
-        finally:
-            self._view.show_reading("")
+            listing = await face.wait(f"starting {name}", runner.toolbox.connection(name).list_tools())
+        except EdgeLMError as error:
+            face.complain(error)
+        else:
+            listed = ", ".join(visible(tool.name) for tool in listing.tools) or "no tools"
+            face.tell(f"{name}: {face.either(f'{len(listing.tools)} tools; each call is asked for', listed)}")
+    if face.workspace.model == STARTER:
+        face.tell(NO_STARTER)
 
-    async def _entries(self, session: Session) -> list[ServerEntry]:
-        toolbox, chat = self._runner.toolbox, session.chat
-        marks = {*await asyncio.to_thread(toolbox.consents.marks), *chat.tool_consents}
-        entries = []
-        for name, server in toolbox.servers.items():
-            connection = toolbox.connection(name)
-            num_allowed = sum(mark.startswith(f"{name}/") for mark in marks)
-            entries.append(ServerEntry(server, name in chat.tools, connection.listing, connection.error, num_allowed))
-        return entries
 
-    def _notify(self, text: str) -> None:
-        self._app.notify(clean(text), markup=False)
+async def _entries(runner: ToolRunner, session: Session) -> list[ServerEntry]:
+    toolbox, chat = runner.toolbox, session.chat
+    marks = {*await asyncio.to_thread(toolbox.consents.marks), *chat.tool_consents}
+    entries = []
+    for name, server in toolbox.servers.items():
+        connection = toolbox.connection(name)
+        num_allowed = sum(mark.startswith(f"{name}/") for mark in marks)
+        entries.append(ServerEntry(server, name in chat.tools, connection.listing, connection.error, num_allowed))
+    return entries
 
 
 def known_servers(runner: ToolRunner, argument: str) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from edgelm.client.watching import EngineSeen, IdleSeen, KVSeen, LostSeen, Seen, StepSeen
 
 KEPT_STEPS = 500
-SPEED_S = 2.0  # over which tokens per second are counted
+SPEED_S = 2.0  # the window of tokens per second
 IDLE_S = 0.1  # a longer gap between two steps is a pause of the engine
 
 

@@ -13,6 +13,7 @@ from edgelm.library.names import STARTER
 from edgelm.tui.answers import Answer
 from edgelm.tui.lines import short_name
 from edgelm.tui.plain.lines import Notices, Writer
+from edgelm.tui.plain.tools import call_line
 from edgelm.tui.transcript.passages import one_line
 from edgelm.tui.transcript.views import GO_ON, NOTES
 
@@ -77,8 +78,6 @@ class SpokenAnswer:
 
     def _tell_calls(self) -> None:
         """Tell the calls of tools that have ended since the last time."""
-        from edgelm.tui.plain.tools import call_line
-
         message = self._answer.message
         for call in message.calls[self._num_calls :]:
             if not call.has_ended and message.state == "streaming":

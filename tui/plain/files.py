@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.chats.attached_files import Read, full_path, read_attachment, state_of
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.clipboard import clipboard_picture
 from edgelm.client.session import on_disk
+from edgelm.tui.plain.lines import Writer, told
 from edgelm.tui.prompt.paths import unquoted
 from edgelm.tui.prompt.room import context_size, counted, require_sight, room
 from edgelm.tui.transcript.attachment_rows import attachment_words
 from edgelm.tui.transcript.passages import one_line
-
-if TYPE_CHECKING:
-    from edgelm.tui.plain.chat import PlainChat
+from edgelm.tui.workspace import Workspace
 
 # @PATH at the beginning of a word, also in quotes, and with spaces behind a backslash.
 _WORD = re.compile(r"""(?:^|(?<=\s))@("[^"\n]+"|'[^'\n]+'|(?:\\.|[^\s\\"'])+)""")
@@ -31,91 +29,86 @@ _WORD = re.compile(r"""(?:^|(?<=\s))@("[^"\n]+"|'[^'\n]+'|(?:\\.|[^\s\\"'])+)"""
 class PlainFiles:
     """The attachments of the next message."""
 
-    def __init__(self, chat: PlainChat) -> None:
-        self._chat = chat
+    def __init__(self, workspace: Workspace, writer: Writer) -> None:
+        self._workspace = workspace
+        self._writer = writer
         self._attached: list[Attachment] = []
         self._told: set[tuple[str, str]] = set()  # files that changed or are gone: path, digest
-        self.by_name: dict[str, Callable[[str], None]] = {"attach": self._attach, "paste": self._paste}
 
-    def _attach(self, argument: str) -> None:
-        """Attach a file or folder; without a path, tell what is attached."""
-        if argument:
-            self._add(full_path(unquoted(argument)))
+    async def attach(self, path: str) -> None:
+        """Attach a file or folder; without a path, tell what is attached. Raises EdgeLMError."""
+        if path:
+            await self._add(path)
         elif not self._attached:
             raise RequestError("nothing is attached", "/attach PATH attaches a file or folder")
         else:
             self.tell(self._attached)
 
-    def _paste(self, _argument: str) -> None:
-        """Attach the picture on the clipboard."""
+    async def attach_clipboard(self) -> None:
+        """Attach the picture on the clipboard. Raises EdgeLMError."""
         number = 1 + sum(not attachment.path for attachment in (*self._sent(), *self._attached))
-        picture = self._chat.wait(asyncio.to_thread(clipboard_picture, number))
-        workspace = self._chat.workspace
-        self._chat.wait(require_sight(workspace.link, workspace.model, (picture,)))
+        picture = await asyncio.to_thread(clipboard_picture, number)
+        await require_sight(self._workspace.link, self._workspace.model, (picture,))
         self._attached.append(picture)
         self.tell((picture,))
 
     def _sent(self) -> list[Attachment]:
         """Return the attachments of the conversation."""
-        return [
-            attachment for message in self._chat.workspace.session.tree.path() for attachment in message.attachments
-        ]
+        return [attachment for message in self._workspace.session.tree.path() for attachment in message.attachments]
 
     def tell(self, attachments: Sequence[Attachment]) -> None:
         """Tell what is attached."""
         for attachment in attachments:
-            self._chat.writer.line(f"attached: {attachment_words(attachment)}")
+            self._writer.line(f"attached: {attachment_words(attachment)}")
 
-    def take(self, text: str) -> tuple[str, tuple[Attachment, ...]]:
+    async def take(self, text: str) -> tuple[str, tuple[Attachment, ...]]:
         """Attach the files that a message names, and return it without their @, with all attachments.
 
         Raises EdgeLMError.
         """
-        self._tell_changes()
+        await self._tell_changes()
         for match in _WORD.finditer(text):
             if path := _existing(match[1]):
-                self._add(path)
+                await self._add(path)
         text = _WORD.sub(lambda match: match[1] if _existing(match[1]) else match[0], text)
-        workspace = self._chat.workspace
         pictures = [attachment for attachment in (*self._attached, *self._sent()) if attachment.kind == "image"]
-        if pictures:
-            self._chat.wait(require_sight(workspace.link, workspace.model, pictures))
+        await require_sight(self._workspace.link, self._workspace.model, pictures)
         attached, self._attached = tuple(self._attached), []
         return text, attached
 
-    def _add(self, path: str) -> None:
+    async def _add(self, path: str) -> None:
         """Read a file or folder, and tell its tokens and what is left of the context."""
-        chat, workspace = self._chat, self._chat.workspace
+        workspace = self._workspace
 
         async def read() -> Read:
             read = await asyncio.to_thread(read_attachment, path)
             await require_sight(workspace.link, workspace.model, (read.attachment,))
             return Read(await counted(workspace.link, workspace.model, read.attachment), read.note)
 
-        attachment, note = chat.wait_long("reading", read())
+        attachment, note = await told(self._writer, "reading", read())
         self._attached = [*(known for known in self._attached if known.path != path), attachment]
-        size = chat.wait(context_size(workspace.link, workspace.session, workspace.model))
+        size = await context_size(workspace.link, workspace.session, workspace.model)
         left = ""
         if size is not None:
             left = f", {room(size, workspace.session, workspace.session.tree.leaf, self._attached).words}"
-        chat.writer.line(f"attached: {attachment_words(attachment)}{left}")
+        self._writer.line(f"attached: {attachment_words(attachment)}{left}")
         if note:
-            chat.writer.line(note)
+            self._writer.line(note)
 
-    def _tell_changes(self) -> None:
+    async def _tell_changes(self) -> None:
         """Tell which files of the conversation changed since they were sent."""
-        for attachment in on_disk(self._chat.workspace.session):
-            state = self._chat.wait(asyncio.to_thread(state_of, attachment))
+        for attachment in on_disk(self._workspace.session):
+            state = await asyncio.to_thread(state_of, attachment)
             key = (attachment.path, attachment.digest)
             if state == "same" or key in self._told:
                 continue
             self._told.add(key)
             name = one_line(attachment.name)
             if state == "gone":
-                self._chat.writer.line(f"{name} is gone; the version that was sent stays in the chat")
+                self._writer.line(f"{name} is gone; the version that was sent stays in the chat")
             else:
                 path = one_line(attachment.path)
-                self._chat.writer.line(f"{name} has changed since it was sent; /attach {path} attaches it again")
+                self._writer.line(f"{name} has changed since it was sent; /attach {path} attaches it again")
 
 
 def _existing(word: str) -> str:

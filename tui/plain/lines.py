@@ -6,19 +6,26 @@ arrive. Knows nothing of chats.
 
 from __future__ import annotations
 
+import asyncio
 import re
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import TextIO
+from typing import Any, TextIO, TypeVar
 
 from edgelm.tui.lines import clean
 
 FENCE = '"""'  # around a message of several lines
 MORE = "more: "  # the prompt of its further lines
 NOTICE_S = 10.0  # between two lines about a long task
+TICK_S = 0.5  # between two looks at a long task
 # The end of a line or of a sentence. The dot of "1." is none, and no space follows a full stop of Chinese.
 _BREAK = re.compile(r"\n|(?<!\d)[.!?…][^\w\s]*[ ]|[\u3002\uff01\uff1f][^\w\s]*")
+
+T = TypeVar("T")
 
 
 class Writer:
@@ -87,6 +94,31 @@ class Notices:
         if now - self._last >= wait_s:
             self._last, self._is_first = now, False
             self._writer.line(activity)
+
+
+async def told(writer: Writer, activity: str, work: Coroutine[Any, Any, T]) -> T:
+    """Wait for work, and tell the activity from time to time."""
+    task = asyncio.create_task(work)
+    notices = Notices(writer)
+    try:
+        while not (await asyncio.wait((task,), timeout=TICK_S))[0]:
+            notices.show(activity)
+        return task.result()
+    finally:
+        task.cancel()
+
+
+@contextmanager
+def raised_interrupt() -> Iterator[None]:
+    """Let Ctrl+C raise KeyboardInterrupt while a line is read in the loop, whose own handler waits for the line."""
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 class LineReader:

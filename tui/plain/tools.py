@@ -1,4 +1,4 @@
-"""The tools of the plain chat: what is asked before a call, the lines about calls, and the command.
+"""The tools of the plain chat: what is asked before a call, and the lines about calls.
 
 Owns the words. Without a terminal nobody can agree, and no call runs.
 """
@@ -6,21 +6,14 @@ Owns the words. Without a terminal nobody can agree, and no call runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING
+from contextlib import suppress
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.chats.tool_calls import ToolCall
 from edgelm.client.tool_runner import Asker, CallQuestion, LimitQuestion, Permit
-from edgelm.library.names import STARTER
-from edgelm.tui.commands.tools import NO_STARTER, forget_consents, known_servers
-from edgelm.tui.plain.lines import LineReader, Writer
+from edgelm.tui.plain.lines import LineReader, Writer, raised_interrupt
 from edgelm.tui.transcript.passages import one_line
 from edgelm.tui.transcript.tool_rows import call_state, pretty_arguments, short_arguments, visible, visible_line
-
-if TYPE_CHECKING:
-    from edgelm.tui.plain.chat import PlainChat
 
 NOBODY = "it is refused: only a person at a terminal can agree"
 MAX_RESULT = 200  # characters of a result on one line
@@ -37,14 +30,11 @@ ANSWERS: dict[str, Permit] = {
 
 
 class LineAsker(Asker):
-    """Asks in lines. `interrupted` lets Ctrl+C end the waiting for a line."""
+    """Asks in lines."""
 
-    def __init__(
-        self, lines: LineReader, writer: Writer, interrupted: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, lines: LineReader, writer: Writer) -> None:
         self._lines = lines
         self._writer = writer
-        self._interrupted = interrupted
 
     async def may_call(self, question: CallQuestion) -> Permit:
         tool = question.tool
@@ -70,7 +60,7 @@ class LineAsker(Asker):
         if not self._lines.is_terminal:
             self._writer.line(NOBODY)
             return ""
-        with self._interrupted(), suppress(KeyboardInterrupt, EOFError):
+        with raised_interrupt(), suppress(KeyboardInterrupt, EOFError):
             _discard_typed()
             while True:
                 word = self._lines.line(prompt).strip().lower()
@@ -94,29 +84,3 @@ def call_line(call: ToolCall) -> str:
         result = result[:MAX_RESULT] + "…"
     state = "failed" if call.state == "failed" else call_state(call, live=False)
     return f"tool {visible_line(call.name)}, {short_arguments(call)[:MAX_RESULT]}, {state}: {result}"
-
-
-def use_tools(chat: PlainChat, argument: str) -> None:
-    """List the servers, use some in this chat, or none. Raises EdgeLMError."""
-    runner, session, tell = chat.workspace.answers.tools, chat.workspace.session, chat.writer.line
-    if argument.startswith("forget "):
-        for name in known_servers(runner, argument.removeprefix("forget ")):
-            chat.wait(forget_consents(runner, session, name))
-            tell(f"each tool of {name} is asked for again")
-        return
-    names = known_servers(runner, argument)
-    if argument == "off":
-        session.set_tools(())
-        tell("this chat uses no tools")
-    elif not names:
-        for name, server in runner.toolbox.servers.items():
-            tell(f"{name}, {'on' if name in session.chat.tools else 'off'}: {visible(one_line(server.words))}")
-        tell("/tools NAME uses one here, /tools off none, /tools forget NAME asks again for each of its tools")
-    else:
-        session.set_tools((*(name for name in session.chat.tools if name not in names), *names))
-        for name in names:
-            runner.try_again(name)
-            listing = chat.wait_long(f"starting {name}", runner.toolbox.connection(name).list_tools())
-            tell(f"{name}: {', '.join(visible(tool.name) for tool in listing.tools) or 'no tools'}")
-        if chat.workspace.model == STARTER:
-            tell(NO_STARTER)

@@ -212,7 +212,7 @@ async def _all(deltas: AsyncIterator[AnswerDelta]) -> list[AnswerDelta]:
 
 
 class _Coming:
-    """The deltas of an answer, as they come. A wait that ends early ends no work."""
+    """The deltas of an answer, as they come. Cancelling a wait does not stop the answer."""
 
     def __init__(self, deltas: AsyncGenerator[AnswerDelta, None]) -> None:
         self._deltas = deltas

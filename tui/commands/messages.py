@@ -1,0 +1,189 @@
+"""The commands about messages: answer again, edit, copy, attach, and which part of the conversation is sent.
+
+Owns which message is meant, what is asked and told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from edgelm.base.errors import EdgeLMError, RequestError
+from edgelm.chats.attached_files import full_path
+from edgelm.chats.history import Message
+from edgelm.tui.commands.face import Face
+from edgelm.tui.dialogs.basic import Choice, PickScreen
+from edgelm.tui.prompt.paths import file_to_write, unquoted
+from edgelm.tui.prompt.shortening import ShortenScreen, plan_shortening
+from edgelm.tui.screen_face import ScreenFace
+from edgelm.tui.transcript.markdown import code_blocks
+
+
+async def attach(face: Face, argument: str) -> None:
+    """Attach a file or folder to the next message."""
+    await face.attach(full_path(unquoted(argument)) if argument else "")
+
+
+async def paste(face: Face, _argument: str) -> None:
+    """Attach the picture on the clipboard to the next message."""
+    await face.attach_clipboard()
+
+
+async def regenerate(face: Face, argument: str) -> None:
+    """Answer a message again: the last one, or the one of a key."""
+    face.workspace.require_no_answer()
+    message = message_of(face, argument) or next(reversed(face.workspace.session.tree.path()), None)
+    if message is None:
+        raise RequestError("there is nothing to answer yet", "write a message")
+    _begin_answer(face, _question_of(message))
+    face.show("prompt")
+
+
+async def edit(face: Face, argument: str) -> None:
+    """Edit a message of the user: the last one, or that of a key."""
+    face.workspace.require_no_answer()
+    message = message_of(face, argument) or last_message(face, "user")
+    if message is None:
+        raise RequestError("there is nothing to edit yet", "write a message")
+    await face.edit(face.workspace.session.tree.messages[_question_of(message)])
+
+
+async def copy(face: ScreenFace, argument: str) -> None:
+    """Copy a message: the last answer, or the one of a key."""
+    message = message_of(face, argument) or last_message(face, "assistant")
+    if message is None or not message.text:
+        raise RequestError("there is no answer to copy yet")
+    face.view.copy(message.text)
+
+
+async def code(face: ScreenFace, argument: str) -> None:
+    """Copy a block of code, or save it to a file."""
+    of, _, argument = argument.partition(" ") if argument.startswith("#") else ("", "", argument)
+    argument, _, name = argument.partition(" ")
+    selected = message_of(face, of)
+    path = face.workspace.session.tree.path()
+    messages = [selected] if selected else [message for message in path[::-1] if message.role == "assistant"]
+    blocks = next((blocks for message in messages if (blocks := code_blocks(message.text))), [])
+    if not blocks:
+        raise RequestError("there is no block of code to copy")
+    number: str | None = "1"
+    if argument.isdecimal():
+        number = argument
+        if not 1 <= int(number) <= len(blocks):
+            raise RequestError(f"there is no block {number}", f"give 1 to {len(blocks)}")
+    elif len(blocks) > 1:
+        choices = [Choice(str(i), *_outline(block)) for i, block in enumerate(blocks, 1)]
+        number = await face.app.push_screen_wait(PickScreen("Copy a block of code", choices))
+    if not number:
+        return
+    text = blocks[int(number) - 1]
+    if name:
+        await save_text(face, "Save the block of code to", "" if name == "save" else name, text)
+    else:
+        face.view.copy(text.removesuffix("\n"))
+
+
+async def save_text(face: Face, title: str, name: str, text: str, proposed: str = "") -> None:
+    """Write a text to a file; ask for its name where none is given, and before another one is replaced."""
+    written = name or await face.line(title, proposed)
+    if not written:
+        return
+    path = await asyncio.to_thread(file_to_write, written.strip())
+    exists, question = await asyncio.to_thread(path.exists), f"{path} exists; replace it?"
+    if exists and not await face.confirm(question, f"{path} exists.", "Replace it"):
+        return
+    try:
+        await asyncio.to_thread(path.write_text, text, encoding="utf-8")
+    except OSError as error:
+        raise EdgeLMError(f"{path} cannot be written: {error.strerror}", "choose another file") from error
+    face.tell(f"written to {path}")
+
+
+def _outline(code: str) -> tuple[str, str]:
+    lines = code.strip("\n").split("\n")
+    return lines[0].strip()[:50] or "(empty)", f"{len(lines)} lines"
+
+
+def message_of(face: Face, argument: str) -> Message | None:
+    """Return the message on which a key was pressed, as `#ID`."""
+    number = argument.removeprefix("#")
+    is_given = argument.startswith("#") and number.isdecimal()
+    return face.workspace.session.tree.messages.get(int(number)) if is_given else None
+
+
+def last_message(face: Face, role: str) -> Message | None:
+    """Return the last message of a role on the branch."""
+    path = face.workspace.session.tree.path()
+    return next((message for message in path[::-1] if message.role == role), None)
+
+
+def _question_of(message: Message) -> int:
+    """Return the id of a message of the user, or of the one that an answer belongs to."""
+    question = message.id if message.role == "user" else message.parent
+    assert question is not None, "an answer has a question"
+    return question
+
+
+def _begin_answer(face: Face, parent: int, sent_from: int | None = None) -> None:
+    """Answer a message; `sent_from` shortens the conversation from here on."""
+    face.workspace.begin_answer(parent, sent_from)
+    face.show("chat")
+
+
+# The sent part of the conversation
+
+
+async def shorten(face: Face, _argument: str) -> None:
+    """Leave out the oldest messages; where the last answer is not complete, write a new one."""
+    workspace = face.workspace
+    workspace.require_no_answer()
+    session = workspace.session
+    plan = plan_shortening(session, await _context_size(face))
+    if plan is None or (plan.proposed == plan.first and face.either(on_screen=False, in_lines=True)):
+        key = face.keymap.label("run('edit')", "F4") or "/edit"
+        alone = "the last message alone is shortened by /edit"
+        raise RequestError(
+            "there is nothing to leave out", face.either(f"edit the last message to shorten it alone: {key}", alone)
+        )
+
+    async def proposed() -> int | None:
+        """Ask about the proposed shortening."""
+        count, freed = plan.left_out(plan.proposed)
+        before = " ".join(plan.exchanges[plan.proposed].messages[0].text.split())[:60]
+        face.tell(f"{count:,} messages would be left out, up to the one before: {before}")
+        is_agreed = await face.confirm(f"that frees about {freed:,} tokens; go on without them?")
+        return plan.proposed if is_agreed else None
+
+    first = await face.ask(lambda: ShortenScreen(plan), proposed)
+    if first is None or workspace.session is not session or workspace.answer is not None:
+        return
+    leaf = session.tree.path()[-1]
+    sent_from = plan.exchanges[first].messages[0].id if first else None
+    if sent_from is None:
+        session.send_all()
+    if leaf.role == "user" or leaf.state == "failed" or leaf.note == "context":
+        _begin_answer(face, _question_of(leaf), sent_from)
+    elif sent_from is not None:
+        session.shorten(leaf, sent_from)
+        face.mention("they are left out; /whole sends all messages again")
+    face.show("branch", "prompt")
+
+
+async def whole(face: Face, _argument: str) -> None:
+    """Send the whole conversation again."""
+    face.workspace.require_no_answer()
+    if not face.workspace.session.send_all():
+        raise RequestError("the whole conversation is sent already", "/shorten leaves out the oldest messages")
+    face.show("branch")
+    face.tell("the whole conversation is sent again")
+
+
+async def _context_size(face: Face) -> int | None:
+    """Return the context size of the chat's model in tokens; None where the endpoint does not tell."""
+    workspace = face.workspace
+    if workspace.link.connected is None:
+        return None
+    with suppress(EdgeLMError):
+        models = await workspace.link.models()
+        return next((model.context for model in models if model.id == workspace.model), None)
+    return None
