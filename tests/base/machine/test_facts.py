@@ -178,7 +178,7 @@ def test_other_ends_are_errors_and_no_facts(fixture: Fixture, body: str, said: s
 
 def test_a_llama_cpp_that_cannot_be_loaded_says_why_in_its_own_words(fixture: Fixture) -> None:
     words = "llama.cpp cannot be loaded: libgomp.so.1: cannot open shared object file; install libgomp.so.1"
-    body = f"sys.stderr.write('Traceback\\nedgelm.errors.EngineError: {words}\\n'); sys.exit(1)"
+    body = f"sys.stderr.write('Traceback\\nedgelm.base.errors.EngineError: {words}\\n'); sys.exit(1)"
     with pytest.raises(EngineError) as caught:
         fixture.facts(body)
     assert str(caught.value) == words
