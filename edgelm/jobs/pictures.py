@@ -64,7 +64,7 @@ async def read_pictures(
     if loaded.pictures is None:
         names = await asyncio.to_thread(_seeing, settings)
         hint = f"these here do: {', '.join(names)}" if names else "pull a model that does, such as gemma3:4b"
-        raise NotSeenError(f"{loaded.name} reads no images", hint)
+        raise NotSeenError("this model reads no images", hint)
     reader, context = loaded.pictures, loaded.engine.info.context
 
     def read() -> Pictures:

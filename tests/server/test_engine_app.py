@@ -418,7 +418,7 @@ async def test_the_settings_fill_what_a_request_omits(app: Any, engine: FakeEngi
     defaults = Settings()
     assert (one.temperature, one.top_k, one.top_p) == (defaults.temperature, defaults.top_k, defaults.top_p)
     assert one.stop_ids == {9}
-    assert one.drafts
+    assert one.draft == "auto"
     assert one.seed != other.seed, "without a seed, each request has its own"
     await post(app, engine, END, temperature=0, seed=0, max_tokens=10**9, speculation=False)
     last = engine.params[-1]

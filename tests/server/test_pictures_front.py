@@ -133,7 +133,7 @@ def test_llama_server_says_who_sees(front: Front) -> None:
 
 
 def test_a_model_that_does_not_see_names_those_that_do(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=f"reads no images; these here do: .*{MODEL}") as raised:
+    with pytest.raises(openai.BadRequestError, match=f"this model reads no images; these here do: .*{MODEL}") as raised:
         client.chat.completions.create(**chat(image(), TEXT) | {"model": BLIND})
     assert raised.value.code == "unsupported_content"
 

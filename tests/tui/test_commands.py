@@ -213,7 +213,7 @@ async def test_the_title(open_chat: Open) -> None:
         assert chat.session.chat.title == "My title"
 
 
-async def test_copying(open_chat: Open) -> None:
+async def test_copying(open_chat: Open, tmp_path: Path) -> None:
     async with open_chat() as chat:
         chat.endpoint.answers = [ANSWER, "```\none\n```\n\n```sh\ntwo\n```"]
         await chat.press("ctrl+y")
@@ -230,6 +230,12 @@ async def test_copying(open_chat: Open) -> None:
         await chat.until(lambda: chat.app.clipboard == "two")
         await chat.ask("/code 1")
         await chat.until(lambda: chat.app.clipboard == "one")
+        await chat.ask(f"/code {tmp_path / 'two.sh'}")
+        await chat.sees("Save a block of code", "one", "two")
+        await chat.press("down", "enter")
+        await chat.until(lambda: (tmp_path / "two.sh").exists())
+        assert (tmp_path / "two.sh").read_text() == "two\n"
+        assert chat.app.clipboard == "one"
         await chat.press("shift+tab", "up", "up", "up", "c")
         await chat.until(lambda: chat.app.clipboard == "q1")
 

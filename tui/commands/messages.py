@@ -59,24 +59,25 @@ async def copy(face: ScreenFace, argument: str) -> None:
 async def code(face: ScreenFace, argument: str) -> None:
     """Copy a block of code, or save it to a file."""
     of, _, argument = argument.partition(" ") if argument.startswith("#") else ("", "", argument)
-    argument, _, name = argument.partition(" ")
+    number, _, name = argument.partition(" ")
+    if not number.isdecimal():
+        number, name = "", argument
     selected = message_of(face, of)
     path = face.workspace.session.tree.path()
     messages = [selected] if selected else [message for message in path[::-1] if message.role == "assistant"]
     blocks = next((blocks for message in messages if (blocks := code_blocks(message.text))), [])
     if not blocks:
         raise RequestError("there is no block of code to copy")
-    number: str | None = "1"
-    if argument.isdecimal():
-        number = argument
+    if number:
         if not 1 <= int(number) <= len(blocks):
             raise RequestError(f"there is no block {number}", f"give 1 to {len(blocks)}")
     elif len(blocks) > 1:
         choices = [Choice(str(i), *_outline(block)) for i, block in enumerate(blocks, 1)]
-        number = await face.app.push_screen_wait(PickScreen("Copy a block of code", choices))
-    if not number:
-        return
-    text = blocks[int(number) - 1]
+        title = "Save a block of code" if name else "Copy a block of code"
+        number = await face.app.push_screen_wait(PickScreen(title, choices)) or ""
+        if not number:
+            return
+    text = blocks[int(number or 1) - 1]
     if name:
         await save_text(face, "Save the block of code to", "" if name == "save" else name, text)
     else:

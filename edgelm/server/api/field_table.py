@@ -195,8 +195,12 @@ _LLAMA_SERVER = {
     "timings_per_token": "the end of the answer has the times",
     "repeat_last_n": "repeat_penalty counts the whole text",
 }
-_NO_PROBABILITIES = {"n_probs": Refused("POST /v1/completions has logprobs", (0,))}
-COMPLETION = Table("POST /completion", _LLAMA_SERVER, {**_SAMPLERS, **_NO_PROBABILITIES})
-INFILL = Table("POST /infill", _LLAMA_SERVER, {**_SAMPLERS, **_NO_PROBABILITIES})
+_REFUSED_OF_LLAMA_SERVER = {
+    **_SAMPLERS,
+    "n_probs": Refused("POST /v1/completions has logprobs", (0,)),
+    "image_data": Refused("send pictures in messages to POST /v1/chat/completions", ([],)),
+}
+COMPLETION = Table("POST /completion", _LLAMA_SERVER, _REFUSED_OF_LLAMA_SERVER)
+INFILL = Table("POST /infill", _LLAMA_SERVER, _REFUSED_OF_LLAMA_SERVER)
 TOKENIZE = Table("POST /tokenize", {}, {})
 DETOKENIZE = Table("POST /detokenize", {}, {})

@@ -191,7 +191,8 @@ class SamplingFields(_Values):
     def sampling(self) -> dict[str, Any]:
         """Return fields of SamplingParams. Raises ApiError."""
         values = sampling_values(self)
-        values["draft"] = "off" if self.speculation is False else self.draft
+        if draft := "off" if self.speculation is False else self.draft:
+            values["draft"] = draft
         if self.repeatable:
             values["repeatable"] = True
         if self.seed is not None:

@@ -160,8 +160,8 @@ async def test_penalties_and_drafts_pass_over_pictures(folder: Path) -> None:
     async with seeing(folder / "qwen3vl" / "tiny-qwen3vl.gguf") as model:
         question = asking("the house the house the house ", picture(), " the house the house ", picture())
         answer = await model.ask(question, max_tokens=40, repetition_penalty=1.2, num_logprobs=None)
-        assert await model.ask(question, max_tokens=40, repetition_penalty=1.2, num_logprobs=None, drafts=False)
-        plain = await model.ask(question, max_tokens=40, drafts=False)
+        assert await model.ask(question, max_tokens=40, repetition_penalty=1.2, num_logprobs=None, draft="off")
+        plain = await model.ask(question, max_tokens=40, draft="off")
         drafted = await model.ask(question, max_tokens=40)
     assert len(answer.ids) <= 40
     assert drafted.ids == plain.ids

@@ -54,6 +54,8 @@ def test_completion_takes_a_text_or_tokens(prompt: Any) -> None:
         ("/completion", {}),
         ("/completion", {"prompt": ["a", "b"]}),
         ("/completion", {"prompt": "a", "n_probs": 3}),
+        ("/completion", {"prompt": "a", "image_data": [{"data": "AA==", "id": 1}]}),
+        ("/infill", {"image_data": [{"data": "AA==", "id": 1}]}),
         ("/infill", {"input_extra": "x"}),
         ("/infill", {"n_predict": -5}),
         ("/tokenize", {"content": ["a"]}),
