@@ -21,10 +21,11 @@ from edgelm.backends.plan import Plan
 from edgelm.base.config import Settings
 from edgelm.base.errors import ModelError
 from edgelm.base.places import Places
+from edgelm.base.sampling import DraftChoice, SamplingParams
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
 from edgelm.engine.clock import DecodeStep, Measured, StepClock, StepCosts
-from edgelm.engine.core import DraftChoice, SamplingParams, Sequence, Stats
+from edgelm.engine.core import Sequence, Stats
 from edgelm.engine.watch import StepRecord
 from tests.engine.fake import SimpleDrafter
 from tests.odd_models import HEAD, KV_HEADS, write_odd

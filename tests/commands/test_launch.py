@@ -18,7 +18,7 @@ import pytest
 from edgelm.base.places import Places
 from edgelm.base.runtime import find_fronts, is_alive
 from edgelm.commands.cli import run_cli
-from edgelm.commands.launch.command import server
+from edgelm.commands.launch import server
 from edgelm.commands.launch.server import end_front, start_front
 from tests.clients.model import write_model
 from tests.ports import free_port

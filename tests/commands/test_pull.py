@@ -167,7 +167,7 @@ def test_a_refusal_is_one_line(run: Run, arguments: tuple[str, ...], expected: s
 
 
 def test_without_a_name_a_picker_opens(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgelm.tui.dialogs.basic import picker
+    from edgelm.tui.dialogs import picker
 
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

@@ -14,8 +14,8 @@ from edgelm.__main__ import main
 from edgelm.base.workers.child import run_job
 from edgelm.base.workers.messages import ServeJob
 from edgelm.jobs.worker import work_with_engine
+from edgelm.server.engine_process import app as engine_app
 from edgelm.server.engine_process.worker import _serve
-from edgelm.server.engine_process.worker import app as engine_app
 from edgelm.server.engines import process as engine_process
 from edgelm.server.routes.metrics import Metrics
 

@@ -17,7 +17,7 @@ import pytest
 from edgelm.backends.build import predict
 from edgelm.base.config import Settings
 from edgelm.base.machine.memory import process_memory
-from edgelm.server.engines.room import SPARE
+from edgelm.server.engines.memory import SPARE
 from tests.counts import Count
 from tests.server.harness import Front, body, processes_of, serving
 from tests.tiny import write_tiny

@@ -25,11 +25,11 @@ from edgelm.client.watching import (
     read_event,
 )
 from edgelm.library.progress import size_text
+from edgelm.tui.inspector import app as watch_app
 from edgelm.tui.inspector.app import WatchApp
 from edgelm.tui.inspector.picture import ACCEPTED, FORCED, REFUSED, SAMPLED, Styles, picture
 from edgelm.tui.inspector.steps import KEPT_STEPS, Steps
 from edgelm.tui.inspector.view import Inspector
-from edgelm.tui.inspector.view import app as watch_app
 
 ENGINE = EngineSeen("qwen3:4b", "llama", "cpu", 4096, 8192, 4, 1000, 10**9)
 

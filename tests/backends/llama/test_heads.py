@@ -15,13 +15,13 @@ import pytest
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.heads import HEADS_WINDOW
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.engine.clock import Measured, StepClock, StepCosts
 from edgelm.engine.core import NOT_A_TOKEN, Chunk, SamplingParams, Sequence, Step, Trim
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.speculation.mtp_drafter import MtpDrafter
-from edgelm.text.tokenizer import LlamaTokenizer
 from tests.backends.llama.test_speculation import (
     answer,
     chi_square,

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from edgelm.base.errors import EngineError
-from edgelm.engine.core import NOT_A_TOKEN, DraftChoice, SamplingParams, Sequence
+from edgelm.base.sampling import DraftChoice, SamplingParams
+from edgelm.engine.core import NOT_A_TOKEN, Sequence
 from edgelm.engine.speculation.mtp_drafter import MtpDrafter
 from tests.bench.adversarial import Answer, Recorded
 from tests.bench.bench_ablation import Costs, linear
