@@ -233,7 +233,7 @@ async def test_copying(open_chat: Open, tmp_path: Path) -> None:
         await chat.ask(f"/code {tmp_path / 'two.sh'}")
         await chat.sees("Save a block of code", "one", "two")
         await chat.press("down", "enter")
-        await chat.until(lambda: (tmp_path / "two.sh").exists())
+        await chat.until((tmp_path / "two.sh").exists)
         assert (tmp_path / "two.sh").read_text() == "two\n"
         assert chat.app.clipboard == "one"
         await chat.press("shift+tab", "up", "up", "up", "c")
