@@ -30,7 +30,7 @@ from edgelm.server.models import ModelNames
 from edgelm.server.routes.admin import START_LIMIT_S, wait_limit_s
 from edgelm.server.stored import ResponseStore
 from tests.server.fake_engines import FakeHost, FakeProcess, Launches
-from tests.server.test_models import write_bert_folder
+from tests.server.test_models import write_t5_folder
 
 LIMIT_S = 30
 NOW = {"prefer": "wait=0"}
@@ -328,15 +328,15 @@ async def test_a_model_that_no_engine_can_run_starts_no_process(
 ) -> None:
     monkeypatch.setattr(local, "find_spec", lambda _: object())  # as where torch is installed
     launches = Fakes()
-    async with fronted(launches, write_bert_folder(tmp_path / "bert")) as http:
+    async with fronted(launches, write_t5_folder(tmp_path / "t5")) as http:
         for path, fields in NAMING.items():
             if path != "/api/show":
-                answer = await http.post(path.strip(), json={"model": "bert", **fields})
-                assert (answer.status_code, "'bert'" in answer.text) == (400, True), (path, answer.text)
-        answer = await http.post("/models/load", json={"model": "bert"})
-        assert (answer.status_code, "'bert'" in answer.text) == (400, True)
-        assert "bert" not in [model["id"] for model in (await http.get("/v1/models")).json()["data"]]
-        assert "bert:latest" not in [model["name"] for model in (await http.get("/api/tags")).json()["models"]]
+                answer = await http.post(path.strip(), json={"model": "t5", **fields})
+                assert (answer.status_code, "'t5'" in answer.text) == (400, True), (path, answer.text)
+        answer = await http.post("/models/load", json={"model": "t5"})
+        assert (answer.status_code, "'t5'" in answer.text) == (400, True)
+        assert "t5" not in [model["id"] for model in (await http.get("/v1/models")).json()["data"]]
+        assert "t5:latest" not in [model["name"] for model in (await http.get("/api/tags")).json()["models"]]
     assert not launches.processes
 
 

@@ -243,24 +243,24 @@ async def test_the_list_says_what_each_is_and_asks_once(tmp_path: Path, monkeypa
 
 async def test_what_no_engine_can_run_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "find_spec", lambda _: object())  # as where torch is installed
-    good, bert = (
+    good, other = (
         write_folder(tmp_path / "good", folder_files(CONFIG | {"head_dim": 8})),
-        write_bert_folder(tmp_path / "bert"),
+        write_t5_folder(tmp_path / "t5"),
     )
     vision = write_gguf(tmp_path / "vision.gguf", "clip")
-    names = ModelNames(None, [good, bert, vision])
+    names = ModelNames(None, [good, other, vision])
     async with asyncio.timeout(LIMIT_S):
         assert [model.name for model in await names.list()] == ["good"]
-        assert "'bert'" in (await names.describe("bert")).known["problem"], "by its name it tells why"
+        assert "'t5'" in (await names.describe("t5")).known["problem"], "by its name it tells why"
         await names.require_engine(await names.find("good"))
-        for name, reason in (("bert", "does not support the architecture 'bert'"), ("vision", "images or sound")):
+        for name, reason in (("t5", "does not support the architecture 't5'"), ("vision", "images or sound")):
             with pytest.raises(ApiError, match=reason) as caught:
                 await names.require_engine(await names.find(name))
             assert (caught.value.status, caught.value.code) == (400, "model_not_supported")
 
 
-def write_bert_folder(folder: Path) -> Path:
-    config = CONFIG | {"architectures": ["BertModel"], "model_type": "bert"}
+def write_t5_folder(folder: Path) -> Path:
+    config = CONFIG | {"architectures": ["T5Model"], "model_type": "t5"}
     return write_folder(folder, folder_files(config))
 
 

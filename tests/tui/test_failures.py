@@ -250,7 +250,7 @@ ChatApp(folder / "chats.db", link, ChatDefaults()).run()
 """
 
 
-async def test_a_kill_in_the_middle_of_an_answer_loses_at_most_a_token(endpoint: FakeEndpoint, tmp_path: Path) -> None:
+async def test_a_kill_in_the_middle_of_an_answer_loses_at_most_a_second(endpoint: FakeEndpoint, tmp_path: Path) -> None:
     import asyncio
 
     endpoint.answers, endpoint.tokens_per_second = [" ".join(map(str, range(3000)))], 200
@@ -270,7 +270,7 @@ async def test_a_kill_in_the_middle_of_an_answer_loses_at_most_a_token(endpoint:
 
         await asyncio.to_thread(read_until, b"ready")
         os.write(leader, b"count\r")
-        await asyncio.to_thread(read_until, b"150")
+        await asyncio.to_thread(read_until, b"600")
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     os.close(leader)
@@ -281,4 +281,4 @@ async def test_a_kill_in_the_middle_of_an_answer_loses_at_most_a_token(endpoint:
     assert question.text == "count"
     numbers = [int(word) for word in answer.text.split()]
     assert numbers == list(range(len(numbers)))
-    assert len(numbers) > 150
+    assert len(numbers) > 200  # the endpoint sends 200 a second, and text waits less than a second

@@ -41,7 +41,7 @@ async def test_choosing_a_preset(open_chat: Open, presets: Presets, endpoint: Fa
         await chat.press("down")
         await chat.sees("model  qwen3", "seed  7")
         await chat.press("enter")
-        await chat.sees("qwen3-4b-q4_k_m.gguf · code review · ready")
+        await chat.sees("preset code review", "qwen3-4b-q4_k_m.gguf · ready")
         await chat.ask("Hello")
         assert endpoint.requests[-1]["model"] == "qwen3-4b-q4_k_m.gguf"
         assert endpoint.requests[-1]["seed"] == 7
