@@ -74,9 +74,10 @@ async def code(face: ScreenFace, argument: str) -> None:
     elif len(blocks) > 1:
         choices = [Choice(str(i), *_outline(block)) for i, block in enumerate(blocks, 1)]
         title = "Save a block of code" if name else "Copy a block of code"
-        number = await face.app.push_screen_wait(PickScreen(title, choices)) or ""
-        if not number:
+        chosen = await face.app.push_screen_wait(PickScreen(title, choices))
+        if not chosen:
             return
+        number = chosen
     text = blocks[int(number or 1) - 1]
     if name:
         await save_text(face, "Save the block of code to", "" if name == "save" else name, text)
