@@ -165,11 +165,13 @@ def test_uv_builds_elsewhere_and_what_it_installs_into_counts(
 def test_a_place_that_is_named_may_have_a_wheel(
     bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr(backend, "_callers", lambda: iter((1,)))
-    monkeypatch.setattr(backend, "_read", lambda path: command if path == "/proc/1/cmdline" else "")
+    monkeypatch.chdir(tmp_path)  # uv may install into the .venv there
+    own = f"/proc/{os.getpid()}/cmdline"
+    monkeypatch.setattr(backend, "_callers", lambda: iter((os.getpid(),)))
+    monkeypatch.setattr(backend, "_read", lambda path: command if path == own else "")
     backend.tell_of_the_compiler(str(tmp_path))
     assert backend.MAY_COMPILE.strip() in bare.read_text()
-    monkeypatch.setattr(backend, "_read", lambda path: command.replace("-", "") if path == "/proc/1/cmdline" else "")
+    monkeypatch.setattr(backend, "_read", lambda path: command.replace("-", "") if path == own else "")
     with pytest.raises(SystemExit):
         backend.tell_of_the_compiler(str(tmp_path))
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from edgelm.chats.knowledge.sections import FILE, NUM_FEATURES, features
 
 HERE = Path(__file__).parent
-OUT = HERE.parents[1] / "edgelm" / "knowledge" / FILE
+OUT = HERE.parents[1] / "edgelm" / "chats" / "knowledge" / FILE
 EPOCHS, BATCH, RATE, DECAY = 6, 256, 0.05, 0.6
 NUM_RUNS = 5  # whose weights are averaged: the order of the questions moves a single run by some answers
 

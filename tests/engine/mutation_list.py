@@ -6,12 +6,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("engine", "speculation")
-
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    module: str  # of edgelm.engine or edgelm.engine.speculation
+    module: str  # of edgelm.engine, or of a package in it
     description: str
     old: str  # occurs exactly once
     new: str = ""
@@ -22,7 +20,7 @@ class Mutation:
         return f"{self.module}: {self.description}"
 
     def apply(self, package: Path) -> None:
-        (path,) = (path for path in package.glob(f"*/{self.module}.py") if path.parent.name in PACKAGES)
+        (path,) = (package / "engine").rglob(f"{self.module}.py")
         text = path.read_text(encoding="utf-8")
         if text.count(self.old) != 1:
             sys.exit(

@@ -30,7 +30,6 @@ STAGES = {
     ],
     "example": [
         "tests/engine",
-        "tests/engine/speculation",
         "--ignore=tests/engine/test_scheduler_properties.py",
         "--ignore=tests/engine/test_mutations.py",
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.mutation_list import MUTATIONS, PACKAGES, Mutation
+from tests.engine.mutation_list import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,14 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy that may be changed."""
     folder = tmp_path_factory.mktemp("package")
-    for name in PACKAGES:
-        shutil.copytree(ROOT / "edgelm" / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "edgelm" / "engine", folder / "engine", ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_each_mutation_applies(package: Path, mutation: Mutation) -> None:
-    (module,) = (path for path in package.glob(f"*/{mutation.module}.py"))
+    (module,) = package.rglob(f"{mutation.module}.py")
     text = module.read_text(encoding="utf-8")
     mutation.apply(package)
     assert module.read_text(encoding="utf-8") != text

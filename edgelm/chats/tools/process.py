@@ -133,6 +133,7 @@ class ServerProcess:
             tasks[0].cancel()
             tasks[1].cancel()
             await child.end()
+            await asyncio.wait(tasks[2:], timeout=LEAVE_S)  # the log has what it wrote at its end
             tasks[2].cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
