@@ -186,7 +186,7 @@ async def test_what_was_read_is_kept_and_read_again_for_another_answer(
 
 async def test_another_machine_gets_passages_only_after_a_yes(open_chat: Open, folder: Path) -> None:
     question = "What does the frobnicator need?"
-    async with open_chat((180, 30)) as chat:
+    async with open_chat((180, 40)) as chat:
         await know(chat, folder)
         chat.prompt.put(question)
         await chat.press("enter")

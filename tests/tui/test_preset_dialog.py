@@ -116,8 +116,8 @@ async def test_new_chats_begin_with_the_preset_of_the_flag(open_chat: Open, pres
     defaults = ChatDefaults(presets=presets, preset=TERSE, is_preset_given=True, note="something is missing")
     async with open_chat(defaults=defaults) as chat:
         await chat.ready()
-        await chat.sees("terse")
         await chat.hears("something is missing")
+        await chat.sees("preset terse")
         assert chat.session.chat.sampling == {"temperature": 0.2}
         await chat.ask("/preset code review")
         await chat.press("ctrl+n")
