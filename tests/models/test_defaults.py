@@ -127,8 +127,13 @@ def test_an_absent_key_has_the_default_of_transformers(model_type: str) -> None:
     assert not different
 
 
+def test_a_bert_has_the_defaults_of_its_class() -> None:
+    plain = transformers.CONFIG_MAPPING["bert"]()
+    assert dict(DEFAULTS["bert"]) == {name: getattr(plain, name) for name in DEFAULTS["bert"]}
+
+
 def test_the_table_has_no_family_that_is_not_compared() -> None:
-    assert set(DEFAULTS) - {"gemma3"} <= set(TYPES)  # gemma3's decoder is gemma3_text
+    assert set(DEFAULTS) - {"bert", "gemma3"} <= set(TYPES)  # gemma3's decoder is gemma3_text
     assert DEFAULTS["gemma3"] == DEFAULTS["gemma3_text"]
 
 
