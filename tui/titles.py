@@ -33,6 +33,7 @@ OPTIONS: dict[str, float | int | str] = {"temperature": 0, "max_tokens": 24, "re
 _REFUSAL = re.compile(r"(?i)(i'?m sorry|sorry,|i can(?:'?t|not)\b|i am (?:unable|sorry)|as an ai\b)")
 _LABEL = re.compile(r"(?i)^(?:#+\s*)?(?:[*_]*)(?:chat |conversation )?title(?:[*_]*)\s*[:\-]\s*")
 _THOUGHT = re.compile(r"(?s)^\s*<think>.*?</think>")
+_TASK_WORDS = frozenset(re.findall(r"\w+", TASK.lower()))
 _MARKUP = "#*_`>\"'“”„«»\u2018\u2019 "
 
 
@@ -116,7 +117,8 @@ def clean_title(text: str, *, cut: bool = False) -> str:
     title = _LABEL.sub("", " ".join(line.split())).strip(_MARKUP).rstrip(".:").strip(_MARKUP)
     is_words = any(character.isalpha() for character in title) and clean(title) == title
     too_long = len(title) > TITLE_LEN or len(title.split()) > MAX_WORDS or (cut and text.strip() == line.strip())
-    return "" if not is_words or too_long or "<" in title or _REFUSAL.match(title) else title
+    is_echo = _TASK_WORDS.issuperset(re.findall(r"\w+", title.lower()))  # small models repeat what they were asked
+    return "" if not is_words or is_echo or too_long or "<" in title or _REFUSAL.match(title) else title
 
 
 def _lacks_title(session: Session) -> bool:

@@ -38,6 +38,8 @@ def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         ("<think>\n\n</think>\n\nQuicksort", "Quicksort"),
         ("C# in a nutshell", "C# in a nutshell"),
         ("快速排序", "快速排序"),
+        ("At most six words, in its language.", ""),
+        ("A title for this conversation", ""),
         ("", ""),
         ("  \n ", ""),
         ("...", ""),
