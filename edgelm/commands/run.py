@@ -15,7 +15,7 @@ from edgelm.base.config import SETTINGS, Config, load_config
 from edgelm.base.errors import EdgeLMError, RequestError, UsageError
 from edgelm.base.places import Places
 from edgelm.base.workers.grammars import GrammarSpec
-from edgelm.base.workers.messages import Passage, Read, Result, RunJob, Said, Text, Thinking, Thought
+from edgelm.base.workers.messages import EFFORTS, Passage, Read, Result, RunJob, Said, Text, Thinking, Thought
 from edgelm.chats.attached_files import full_path, is_picture, picture_of, read_attachment
 from edgelm.chats.attachments import Attachment, images
 from edgelm.chats.presets import Preset, apply_preset
@@ -197,8 +197,7 @@ def _with_preset(preset: Preset, config: Config, think: Thinking, *, is_saved: b
     """Return the settings and the effort with those of a preset."""
     effort = preset.sampling.get("reasoning_effort")
     if effort is not None and think == "auto":
-        efforts: dict[object, Thinking] = {"none": "off", "low": "low", "medium": "medium", "high": "high"}
-        think = efforts[effort]
+        think = EFFORTS[effort]
     own: dict[str, Any] = {key: value for key, value in preset.sampling.items() if key in SETTINGS}
     unused = [key for key in preset.sampling if key not in own and key != "reasoning_effort"]
     unused += ["tools"] if preset.tools else []
