@@ -17,6 +17,7 @@ from edgelm.backends.llama.binding import load_mtmd
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import EngineError
+from edgelm.base.workers.messages import EngineJob
 from edgelm.engine.core import Stats
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.request import AnswerRequest
@@ -83,7 +84,7 @@ class Seeing:
 @asynccontextmanager
 async def seeing(model: Path, prefixes: Path | None = None, **settings: Any) -> AsyncIterator[Seeing]:
     own = Settings(ctx=CONTEXT, parallel=3, temperature=0.0, **settings)
-    loaded = await asyncio.to_thread(build, model, own, prefixes=prefixes)
+    loaded = await asyncio.to_thread(build, EngineJob(model=model, settings=own, prefixes=prefixes))
     templates = TemplateRunner(loaded.tokenizer, loaded.prompt_tokens)
     try:
         yield Seeing(loaded, Answerer(loaded, templates, None, own))

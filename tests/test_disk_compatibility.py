@@ -28,6 +28,7 @@ from edgelm.base.machine.bandwidth import read_bandwidth
 from edgelm.base.machine.cpu import Cores
 from edgelm.base.machine.llama_build import SUPPORTED, InstalledLlama
 from edgelm.base.places import Places
+from edgelm.base.workers.messages import EngineJob
 from edgelm.chats.store import Store
 from edgelm.checkpoints.files import file_identity
 from edgelm.commands.eval import StateFile
@@ -232,7 +233,7 @@ def test_an_engine_goes_on_from_the_snapshots(places: Places, model: Path, monke
     identity = bytes.fromhex(EXPECTED["snapshots"]["identity"])  # it names the build of llama.cpp that wrote them
     monkeypatch.setattr(build_module, "state_identity", lambda *_: identity)
     settings = Settings(ctx=640, kv="int8", engine="llama", threads=1, parallel=2)
-    loaded = build(model, settings, prefixes=places.prefixes)
+    loaded = build(EngineJob(model=model, settings=settings, prefixes=places.prefixes))
 
     async def cached(tokens: list[int], namespace: str) -> int:
         params = SamplingParams(temperature=0, max_tokens=2)

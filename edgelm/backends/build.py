@@ -7,11 +7,10 @@ build an engine from other parts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from edgelm.backends.choice import EngineChoice, Situation, choose_engine, may_go_without_cuda
 from edgelm.backends.llama.adapter import LlamaAdapter, find_adapters, with_adapters
@@ -19,25 +18,17 @@ from edgelm.backends.llama.placement import Wish
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
 from edgelm.backends.projectors import fitting_projector
-from edgelm.backends.reports import Reports
+from edgelm.backends.reports import LOGGED, Reports
 from edgelm.backends.torch.memory import TorchMemory
 from edgelm.backends.tuned import num_tuned
 from edgelm.base.config import Settings
-from edgelm.base.errors import (
-    DeviceError,
-    DoesNotFitError,
-    EdgeLMError,
-    EngineError,
-    GpuLoadError,
-    ModelError,
-    RequestError,
-)
+from edgelm.base.errors import DeviceError, DoesNotFitError, EngineError, GpuLoadError, ModelError, RequestError
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.cuda import find_cuda
 from edgelm.base.machine.gpu import CudaState, has_torch
 from edgelm.base.machine.memory import USABLE, available_memory_bytes
 from edgelm.base.places import Places, own_places
-from edgelm.base.workers.messages import EvalSide, Footprint
+from edgelm.base.workers.messages import EngineJob, EvalJob, EvalSide, Footprint
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.engine.watchdog import Watchdog
 from edgelm.evaluation.evaluate import Evaluation, require_same_vocabulary
@@ -48,141 +39,64 @@ from edgelm.text.template_file import read_template_file
 log = logging.getLogger(__name__)
 
 PIECE = "a piece of loading the model"
-WhenLost = Callable[[EdgeLMError], object]
 
 
-def build(
-    path: Path,
-    settings: Settings,
-    *,
-    least_context: int = 0,
-    repack: bool = True,
-    progress: Callable[[float], bool] | None = None,
-    prefixes: Path | None = None,
-    places: Places | None = None,
-    memory_bytes: int | None = None,
-    cuda_problem: str = "",
-    projector: Path | None = None,
-    notify: Callable[[str], None] = log.info,
-    warn: Callable[[str], None] = log.warning,
-    when_lost: WhenLost = lambda _: None,
-) -> LoadedModel:
-    """Load a GGUF or a folder of safetensors and start an engine with it.
+def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = None) -> LoadedModel:
+    """Load the GGUF or the folder of safetensors of a job and start an engine with it.
 
-    Without --ctx the context has at least `least_context` tokens if the model has them. `prefixes` is the folder where
-    idle conversations are kept for the next process; None: they end with this process. `places` are where drafting
-    reads and stores its data; None: no drafting. `memory_bytes` is what the model may take; None: as much as is free.
-    `cuda_problem` is why CUDA is not to be used. `projector` lets the model see pictures; None: that of the
-    settings. `notify` takes lines for the person who waits, `warn` those that shall
-    stay in sight. `when_lost` is called by another thread if the GPU hangs, with the error of that: it has to end the
-    process. Raises ModelError for a file
-    that is damaged, not supported or does not fit in memory; EdgeLMError for a context that the model cannot have, or
-    an engine or device that is not available; GpuLoadError where CUDA fails and the settings allow a new process to go
-    on without it.
+    `places` are where drafting and checks of this machine keep their data; None: the user's own. Raises ModelError for
+    a file that is damaged, not supported or does not fit in memory; EdgeLMError for a context that the model cannot
+    have, or an engine or device that is not available; GpuLoadError where CUDA fails and the settings allow a new
+    process to go on without it.
     """
+    settings, places = job.settings, places or own_places()
     template = read_template_file(settings.template) if settings.template else None
-    loaded = _build(
-        path,
-        settings,
-        least_context=least_context,
-        repack=repack,
-        progress=progress,
-        prefixes=prefixes,
-        places=places,
-        memory_bytes=memory_bytes,
-        notify=notify,
-        warn=warn,
-        cuda_problem=cuda_problem,
-        projector=projector,
-        when_lost=when_lost,
-    )
+    draft = find_draft_model(settings, places.hub) if job.drafts else None
+    with open_model(job.model) as model:
+        beside = draft.path if draft else None
+        choice = choose(model, settings, draft=beside, least_context=job.least_context, cuda_problem=job.cuda_problem)
+        for reason in choice.reasons:
+            log.info("%s", reason)
+        if choice.engine == "torch":
+            if find_projector(settings, job.model):
+                reports.warn("the torch engine reads no pictures; --engine llama does")
+            from edgelm.backends.torch.build import build_torch  # it imports torch, which is not on every machine
+
+            with _gpu_load(choice, settings, reports) as watched:
+                loaded = build_torch(model, job, device=choice.device, draft=beside, places=places, reports=watched)
+        facts, parts, adapters = model.facts, model.files, _adapters(model, settings, places)
+    if choice.engine == "llama":
+        from edgelm.backends.llama.build import LlamaFiles, build_llama  # it imports llama.cpp
+
+        eyes = None
+        if facts.summary.kind == "text":
+            eyes = fitting_projector(settings, job.model, facts.summary, reports.warn)
+        projector = eyes.path if eyes else None
+        files = LlamaFiles(parts, require_gguf(draft).path if draft else None, adapters, projector)
+        loaded = build_llama(job, facts, files, gpu=choice.device == "gpu", places=places, reports=reports)
     if template is not None:
         loaded.tokenizer.chat_template = template
     return loaded
 
 
-def _build(
-    path: Path,
-    settings: Settings,
-    *,
-    least_context: int,
-    repack: bool,
-    progress: Callable[[float], bool] | None,
-    prefixes: Path | None,
-    places: Places | None,
-    memory_bytes: int | None,
-    notify: Callable[[str], None],
-    warn: Callable[[str], None],
-    cuda_problem: str,
-    projector: Path | None,
-    when_lost: WhenLost,
-) -> LoadedModel:
-    draft = find_draft_model(settings, places.hub) if places else None
-    with open_model(path) as model:
-        beside = draft.path if draft else None
-        choice = choose(model, settings, draft=beside, least_context=least_context, cuda_problem=cuda_problem)
-        for reason in choice.reasons:
-            log.info("%s", reason)
-        if choice.engine == "torch":
-            if projector or find_projector(settings, path):
-                warn("the torch engine reads no pictures; --engine llama does")
-            from edgelm.backends.torch.build import build_torch  # it imports torch, which is not on every machine
-
-            with _gpu_load(choice, settings, when_lost) as alive:
-                return build_torch(
-                    model,
-                    settings,
-                    device=choice.device,
-                    draft=beside,
-                    least_context=least_context,
-                    prefixes=prefixes,
-                    places=places,
-                    memory_bytes=memory_bytes,
-                    reports=Reports(progress, notify, alive),
-                )
-        facts, files, adapters = model.facts, model.files, _adapters(model, settings, places)
-    if projector is None and facts.summary.kind == "text":
-        fitting = fitting_projector(settings, path, facts.summary, warn)
-        projector = fitting.path if fitting else None
-    from edgelm.backends.llama.build import build_llama  # it imports llama.cpp
-
-    return build_llama(
-        path,
-        files,
-        facts,
-        settings,
-        least_context=least_context,
-        draft=require_gguf(draft).path if draft else None,
-        adapters=adapters,
-        projector=projector,
-        repack=repack,
-        gpu=choice.device == "gpu",
-        progress=progress,
-        prefixes=prefixes,
-        places=places,
-        memory_bytes=memory_bytes,
-        warn=warn,
-    )
-
-
-def _adapters(model: OpenedModel, settings: Settings, places: Places | None = None) -> tuple[LlamaAdapter, ...]:
+def _adapters(model: OpenedModel, settings: Settings, places: Places) -> tuple[LlamaAdapter, ...]:
     """Return the adapters of the settings, as llama.cpp loads them. Raises ModelError, EdgeLMError."""
     if not settings.lora or model.gguf is None:
         return ()
-    return find_adapters(model.gguf, settings.lora, (places or own_places()).cache)
+    return find_adapters(model.gguf, settings.lora, places.cache)
 
 
 @contextmanager
-def _gpu_load(choice: EngineChoice, settings: Settings, when_lost: WhenLost) -> Iterator[Callable[[], None]]:
+def _gpu_load(choice: EngineChoice, settings: Settings, reports: Reports) -> Iterator[Reports]:
     """Raise GpuLoadError where CUDA fails while a model is loaded, and the settings do not ask for it.
 
-    A new process goes on, since this one's memory on the GPU and its driver may be in any state. The block calls what
-    this yields after each piece of its work: if it does not for long, the GPU hangs, and `when_lost` is told.
+    A new process goes on, since this one's memory on the GPU and its driver may be in any state. Yields reports that a
+    watchdog sees too: without one for long, the GPU hangs, and `when_lost` of the reports is called.
     """
     may_go_on = choice.device == "cuda" and may_go_without_cuda(settings)
 
     def lose(error: DeviceError) -> None:
-        when_lost(GpuLoadError(error.message, error.hint) if may_go_on else error)
+        reports.when_lost(GpuLoadError(error.message, error.hint) if may_go_on else error)
 
     watchdog = Watchdog(choice, lose)
 
@@ -192,7 +106,7 @@ def _gpu_load(choice: EngineChoice, settings: Settings, when_lost: WhenLost) -> 
     watchdog.start()
     alive()
     try:
-        yield alive
+        yield replace(reports, alive=alive)
     except (EngineError, DoesNotFitError) as error:
         if may_go_on:
             raise GpuLoadError(error.message, error.hint) from error
@@ -201,70 +115,49 @@ def _gpu_load(choice: EngineChoice, settings: Settings, when_lost: WhenLost) -> 
         watchdog.close()
 
 
-def load_evaluation(
-    model: EvalSide,
-    reference: EvalSide | None,
-    settings: Settings,
-    *,
-    window: int | None,
-    repack: bool = True,
-    progress: Callable[[float], bool] | None = None,
-    cuda_problem: str = "",
-    notify: Callable[[str], None] = log.info,
-    when_lost: WhenLost = lambda _: None,
-) -> Evaluation:
+def load_evaluation(job: EvalJob, reports: Reports) -> Evaluation:
     """Load the sides of an evaluation, in one engine unless the reference names another.
 
-    `notify` and `when_lost` are those of `build`. Raises the errors of `load_llama_evaluation`, GpuLoadError.
+    Raises the errors of `load_llama_evaluation`, GpuLoadError.
     """
+    model, reference, settings = EvalSide(job.model, job.kv), job.against, job.settings
     if reference and reference.engine:
-        options = {"progress": progress, "cuda_problem": cuda_problem, "notify": notify, "when_lost": when_lost}
-        return _load_apart(model, reference, settings, window, {"repack": repack, **options})
-    choice = choose_for_all(dict.fromkeys(side.model for side in (model, reference) if side), settings, cuda_problem)
+        return _load_apart(job, reference, reports)
+    paths = dict.fromkeys(side.model for side in (model, reference) if side)
+    choice = choose_for_all(paths, settings, job.cuda_problem)
     if choice.engine == "torch":
         from edgelm.backends.torch.evaluation import load_torch_evaluation  # it imports torch
 
-        with _gpu_load(choice, settings, when_lost) as alive:
+        with _gpu_load(choice, settings, reports) as watched:
             return load_torch_evaluation(
-                model,
-                reference,
-                settings,
-                device=choice.device,
-                window=window,
-                reports=Reports(progress, notify, alive),
+                model, reference, settings, device=choice.device, window=job.window, reports=watched
             )
     from edgelm.backends.llama.devices import llama_devices  # these import llama.cpp
     from edgelm.backends.llama.evaluation import load_llama_evaluation
 
-    wish = Wish.of(settings, llama_devices() if choice.device == "gpu" else ())
-    threads = settings.threads or usable_cores().physical
     return load_llama_evaluation(
         model,
         reference,
-        window=window,
-        threads=threads,
-        repack=repack,
-        wish=wish,
+        window=job.window,
+        threads=settings.threads or usable_cores().physical,
+        repack=job.repack,
+        wish=Wish.of(settings, llama_devices() if choice.device == "gpu" else ()),
         lora=settings.lora,
-        progress=progress,
+        progress=reports.progress,
     )
 
 
-def _load_apart(
-    model: EvalSide, reference: EvalSide, settings: Settings, window: int | None, options: dict[str, Any]
-) -> Evaluation:
-    """Load two sides of which each has its own engine. The devices of one engine are none of the other's.
-
-    `options` are the other arguments of `load_evaluation`.
-    """
-    device = settings.device if settings.device == "cpu" else "auto"
-    there = replace(settings, engine=reference.engine, device=device)
+def _load_apart(job: EvalJob, reference: EvalSide, reports: Reports) -> Evaluation:
+    """Load two sides of which each has its own engine. The devices of one engine are none of the other's."""
+    device = job.settings.device if job.settings.device == "cpu" else "auto"
+    there = replace(job.settings, engine=reference.engine, device=device)
+    alone = replace(job, against=None)
     with ExitStack() as resources:
-        own = resources.enter_context(load_evaluation(model, None, settings, window=window, **options))
-        alone = replace(reference, engine="")
-        other = resources.enter_context(load_evaluation(alone, None, there, window=own.window, **options))
-        require_same_vocabulary(model.model, own.tokenizer, reference.model, other.tokenizer)
-        if alone == model and _place(own) == _place(other):
+        own = resources.enter_context(load_evaluation(alone, reports))
+        beside = replace(alone, model=reference.model, kv=reference.kv, settings=there, window=own.window)
+        other = resources.enter_context(load_evaluation(beside, reports))
+        require_same_vocabulary(job.model, own.tokenizer, reference.model, other.tokenizer)
+        if (beside.model, beside.kv) == (job.model, job.kv) and _place(own) == _place(other):
             raise RequestError(
                 f"--against {reference.engine} names the engine that the model has itself",
                 f"give --engine {'torch' if reference.engine == 'llama' else 'llama'}, or another reference",
@@ -306,7 +199,7 @@ def predict(
         from edgelm.backends.llama.build import plan_context  # these import llama.cpp
         from edgelm.backends.llama.devices import llama_devices
 
-        facts = with_adapters(model.facts, _adapters(model, settings))
+        facts = with_adapters(model.facts, _adapters(model, settings, own_places()))
         wish = Wish.of(settings, llama_devices(facts) if choice.device == "gpu" else ())
         beside = small.facts if small else None
         planned = plan_context(path, facts, settings, wish, draft_facts=beside, repack=repack, machine=machine)

@@ -17,11 +17,11 @@ from typer import exceptions as usage
 
 from edgelm import __version__
 from edgelm.base.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError, one_line
-from edgelm.base.workers.messages import Thinking
 from edgelm.commands.cli_chats import chats_app
 from edgelm.commands.cli_making import convert, evaluate, quantize
 from edgelm.commands.cli_server import launch, load, ps, serve, service_app, top, unload, watch
-from edgelm.commands.flags import Flags, Json, Model, Verbose, Yes, with_settings
+from edgelm.commands.flags import Flags, Json, Model, Verbose, Yes, with_fields, with_settings
+from edgelm.commands.run_options import RunOptions
 from edgelm.jobs.embed_request import Format
 
 app = typer.Typer(
@@ -104,6 +104,7 @@ def _main(
 
 @app.command()
 @with_settings("run")
+@with_fields(RunOptions, "options")
 def run(
     model: Annotated[
         str | None,
@@ -117,63 +118,16 @@ def run(
             show_default=False,
         ),
     ] = None,
-    go_on: Annotated[
-        bool, typer.Option("-c", "--continue", help="Continue the last chat, with its model: edgelm run -c PROMPT.")
-    ] = False,
-    chat: Annotated[
-        str | None, typer.Option(metavar="ID", help="Continue this chat of `edgelm chats list`.", show_default=False)
-    ] = None,
-    save: Annotated[bool, typer.Option("--save", help="Save it as a new chat.")] = False,
-    no_stdin: Annotated[bool, typer.Option("--no-stdin", help="Do not read standard input: in loops.")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without a chat template.")] = False,
-    stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text.", show_default=False)] = None,
-    schema: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Answer with JSON of this JSON schema.", show_default=False)
-    ] = None,
-    json_object: Annotated[bool, typer.Option("--json-object", help="Answer with a JSON object.")] = False,
-    regex: Annotated[str | None, typer.Option(help="Answer with text that this matches.", show_default=False)] = None,
-    choice: Annotated[
-        list[str] | None, typer.Option(help="Answer with this text, or with another choice.", show_default=False)
-    ] = None,
-    grammar: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Answer by this grammar, in GBNF or Lark.", show_default=False)
-    ] = None,
-    think: Annotated[
-        Thinking, typer.Option(help="How long to reason before the answer, where the model can.", show_default=False)
-    ] = "auto",
-    know: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATH", help="Answer from this file or folder. May be repeated.", show_default=False),
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Take system prompt and sampling from a preset.", show_default=False),
-    ] = None,
+    *,
+    options: RunOptions,
     as_json: Json = False,
     verbose: Verbose = False,
-    *,
     flags: Flags,
 ) -> None:
     """Print one answer. The prompt is the argument, standard input, or both in that order."""
-    from edgelm.commands.grammar import chosen_grammar
     from edgelm.commands.run import run_model
 
-    run_model(
-        [*filter(None, [model]), *(prompt or [])],
-        flags,
-        stop=stop or [],
-        grammar=chosen_grammar(schema=schema, json_object=json_object, regex=regex, choices=choice, grammar=grammar),
-        grammar_file=schema or grammar or "",
-        think=think,
-        know=know or [],
-        preset=preset,
-        raw=raw,
-        as_json=as_json,
-        verbose=verbose,
-        chat=chat or ("last" if go_on else None),
-        save=save,
-        stdin=not no_stdin,
-    )
+    run_model([*filter(None, [model]), *(prompt or [])], options, flags, as_json=as_json, verbose=verbose)
 
 
 @app.command()

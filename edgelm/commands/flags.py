@@ -33,30 +33,30 @@ def as_flags(name: str, value: object) -> list[str]:
 
 def with_settings(command: Command) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a function one flag for each setting of the command. It gets the values as `flags`; None: not given."""
-    return _with_options(list(_options(command)), dict)
+    return _with_options("flags", list(_options(command)), dict)
 
 
-def with_fields(kind: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a function one flag for each field of a dataclass. It gets an instance as `flags`."""
+def with_fields(kind: type[Any], name: str = "flags") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function one flag for each field of a dataclass. It gets an instance as the argument `name`."""
     hints = get_type_hints(kind, include_extras=True)
     options = [_option(entry.name, entry.default, hints[entry.name]) for entry in fields(kind)]
-    return _with_options(options, lambda values: kind(**values))
+    return _with_options(name, options, lambda values: kind(**values))
 
 
 def _with_options(
-    options: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
+    name: str, options: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a function these parameters in place of `flags`, which is made of their values."""
+    """Give a function these parameters in place of the argument `name`, which is made of their values."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(**arguments: Any) -> Any:
-            flags = make({option.name: arguments.pop(option.name) for option in options})
-            return function(**arguments, flags=flags)
+            made = make({option.name: arguments.pop(option.name) for option in options})
+            return function(**arguments, **{name: made})
 
         signature = inspect.signature(function, eval_str=True)
         parameters: list[inspect.Parameter] = []
         for parameter in signature.parameters.values():
-            parameters += options if parameter.name == "flags" else [parameter]
+            parameters += options if parameter.name == name else [parameter]
         described: Any = call  # Typer reads these attributes
         described.__signature__ = signature.replace(parameters=parameters)
         described.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -15,12 +15,14 @@ from edgelm.base.config import SETTINGS, Config, load_config
 from edgelm.base.errors import EdgeLMError, RequestError, UsageError
 from edgelm.base.places import Places
 from edgelm.base.workers.grammars import GrammarSpec
-from edgelm.base.workers.messages import Passage, Read, Result, RunJob, Said, Text, Thinking, Thought
+from edgelm.base.workers.messages import EFFORTS, Passage, Read, Result, RunJob, Said, Text, Thinking, Thought
 from edgelm.chats.attached_files import full_path, is_picture, picture_of, read_attachment
 from edgelm.chats.attachments import Attachment, images
 from edgelm.chats.presets import Preset, apply_preset
+from edgelm.commands.grammar import chosen_grammar
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.commands.presets import read_presets, start_preset
+from edgelm.commands.run_options import RunOptions
 from edgelm.library.local import model_config, require_sight, runnable_model
 from edgelm.library.names import STARTER
 
@@ -35,41 +37,36 @@ SILENT_S = 1.0  # of a pipe beside a prompt, before a line says what is waited f
 
 
 def run_model(
-    words: Sequence[str],
-    flags: Mapping[str, object],
-    *,
-    stop: list[str],
-    grammar: GrammarSpec | None,
-    grammar_file: str,
-    think: Thinking,
-    know: Sequence[str] = (),
-    preset: str | None = None,
-    raw: bool,
-    as_json: bool,
-    verbose: bool,
-    chat: str | None = None,
-    save: bool = False,
-    stdin: bool = True,
+    words: Sequence[str], options: RunOptions, flags: Mapping[str, object], *, as_json: bool, verbose: bool
 ) -> None:
-    """Print the answer to a prompt as it is decoded. `grammar_file` is for errors; `stdin`: attach what is piped in.
+    """Print the answer to a prompt as it is decoded.
 
-    `words` are the model, files of pictures and the prompt. `chat` names the chat that goes on, whose model is used
-    unless one is given; with `save` a new one is begun. Raises EdgeLMError.
+    `words` are the model, files of pictures and the prompt. A chat that goes on has a model, which is used unless one
+    is given. Raises EdgeLMError.
     """
+    grammar = chosen_grammar(
+        schema=options.schema,
+        json_object=options.json_object,
+        regex=options.regex,
+        choices=options.choice,
+        grammar=options.grammar,
+    )
+    chat = options.chat or ("last" if options.go_on else None)
+    raw, think, know = options.raw, options.think, tuple(options.know or ())
     model, prompt, paths = _parted(words, has_chat=chat is not None)
     if model is None and chat is None:
         raise UsageError("Missing argument 'MODEL'", "see --help; only a chat that goes on has a model of its own")
-    _check_flags(raw=raw, has_chat=chat is not None or save, think=think, know=know)
-    if preset is not None and chat is not None:
+    _check_flags(options, has_chat=chat is not None or options.save)
+    if options.preset is not None and chat is not None:
         raise UsageError("--preset and --continue cannot be used together", "a chat keeps the preset it began with")
     config = load_config(flags)
-    with _opened(config, chat, save=save) as saved:
+    with _opened(config, chat, save=options.save) as saved:
         local = saved.choose_model(config) if saved and not model else runnable_model(model or "", config)
         config = model_config(local, config)
-        chosen = _find_preset(preset, config, raw=raw) if preset is not None else None
+        chosen = None if options.preset is None else _find_preset(options.preset, config, raw=raw)
         if chosen is not None:
             config, think = _with_preset(chosen, config, think, is_saved=saved is not None)
-        text, pictures = _read_prompt(prompt, paths, stdin=stdin)
+        text, pictures = _read_prompt(prompt, paths, stdin=not options.no_stdin)
         if pictures:
             _require_pictures(local, config, raw=raw)
         settings = config.settings
@@ -94,7 +91,7 @@ def run_model(
         if saved is not None:
             if chosen is not None:
                 apply_preset(saved.session.chat, chosen)
-            before, text, urls = saved.ask(text, local, tuple(know), passages, pictures)
+            before, text, urls = saved.ask(text, local, know, passages, pictures)
             if not pictures and (urls or any(said.images for said in before)):
                 require_sight(local, config)
         job = RunJob(
@@ -103,9 +100,9 @@ def run_model(
             prompt=text,
             images=urls,
             before=before,
-            stop=tuple(stop),
+            stop=tuple(options.stop or ()),
             grammar=grammar,
-            grammar_file=grammar_file,
+            grammar_file=options.schema or options.grammar or "",
             think=think,
             passages=passages,
             raw=raw,
@@ -141,13 +138,15 @@ def _require_pictures(local: LocalModel, config: Config, *, raw: bool) -> None:
     require_sight(local, config)
 
 
-def _check_flags(*, raw: bool, has_chat: bool, think: Thinking, know: Sequence[str]) -> None:
+def _check_flags(options: RunOptions, *, has_chat: bool) -> None:
     """Raise UsageError for flags that need the chat template, beside --raw."""
-    if raw and has_chat:
+    if not options.raw:
+        return
+    if has_chat:
         raise UsageError("--raw cannot be used with a chat", "a chat needs the chat template")
-    if raw and think != "auto":
+    if options.think != "auto":
         raise UsageError("--raw and --think cannot be used together", "a model reasons with its chat template only")
-    if raw and know:
+    if options.know:
         raise UsageError("--raw and --know cannot be used together", "put what the model should read into the prompt")
 
 
@@ -197,8 +196,7 @@ def _with_preset(preset: Preset, config: Config, think: Thinking, *, is_saved: b
     """Return the settings and the effort with those of a preset."""
     effort = preset.sampling.get("reasoning_effort")
     if effort is not None and think == "auto":
-        efforts: dict[object, Thinking] = {"none": "off", "low": "low", "medium": "medium", "high": "high"}
-        think = efforts[effort]
+        think = EFFORTS[effort]
     own: dict[str, Any] = {key: value for key, value in preset.sampling.items() if key in SETTINGS}
     unused = [key for key in preset.sampling if key not in own and key != "reasoning_effort"]
     unused += ["tools"] if preset.tools else []

@@ -14,7 +14,7 @@ from typing import Any
 
 from edgelm.base.config import SETTINGS, Config, Settings
 from edgelm.base.errors import EdgeLMError, ModelError, RequestError
-from edgelm.base.workers.messages import Passage, Said, Text, Thinking, Thought
+from edgelm.base.workers.messages import EFFORTS, Passage, Said, Text, Thinking, Thought
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.handles import find_chat, handle
 from edgelm.chats.history import Chat, Message, State
@@ -29,7 +29,6 @@ from edgelm.library.scan import LocalModel
 
 SAVE_S = 10.0  # for the last writes, where another program has locked the file
 NOTED_REASONS = ("length", "context")
-_EFFORTS: dict[object, Thinking] = {"none": "off", "low": "low", "medium": "medium", "high": "high"}
 
 
 class _HeldWrites:
@@ -132,7 +131,7 @@ class SavedChat:
 
     def thinking(self, think: Thinking) -> Thinking:
         """Return how long to reason: the chat's choice where the flag says nothing."""
-        return _EFFORTS.get(self.session.chat.sampling.get("reasoning_effort"), "auto") if think == "auto" else think
+        return EFFORTS.get(self.session.chat.sampling.get("reasoning_effort"), "auto") if think == "auto" else think
 
     @property
     def knowledge(self) -> tuple[str, ...]:

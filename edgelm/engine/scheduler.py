@@ -8,6 +8,7 @@ catch up within the step's budget. Knows nothing of devices, text, threads or ti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -144,23 +145,15 @@ class Scheduler:
             depth=depth,
         )
         chunks: list[Chunk] = []
-        fits = True
-        prompts = [seq for seq in self.running if _missing(seq) > 1]  # none is admitted after an unfinished one, …
-        editors = [seq for seq in prompts if seq.interactive]  # … except those of editors, which overtake it
-        for seq in [seq for seq in self.running if seq not in prompts] + editors:
-            fits = self._schedule_running(seq, chunks, room) and fits
-        while fits and room.admits and not self._is_full and (head := self._overtaking(self.running)):
-            if not self._kv.attach(head):
-                self._blocked = head
-                break
-            fits = self._admit(head, chunks, room)
-        for seq in [seq for seq in prompts if seq not in editors]:
-            fits = self._schedule_running(seq, chunks, room) and fits
-        while fits and room.admits and (head := self.next_up(self.running)):
-            if not self._kv.attach(head):
-                self._blocked = head
-                break
-            fits = self._admit(head, chunks, room)
+        # An unfinished prompt ends the room for others, except for those of editors, which overtake it.
+        prompts = [seq for seq in self.running if _missing(seq) > 1]
+        editors = [seq for seq in prompts if seq.interactive]
+        decoding = [seq for seq in self.running if seq not in prompts]
+        fits = self._schedule_all([*decoding, *editors], chunks, room)
+        fits = fits and self._admit_from(self._next_editor, chunks, room)
+        others = self._schedule_all([seq for seq in prompts if seq not in editors], chunks, room)
+        if fits and others:
+            self._admit_from(self.next_up, chunks, room)
         assert chunks or not self.num_unfinished
         return Step(tuple(chunks), self._kv.take_ops()) if chunks else None  # ops alone wait for a request
 
@@ -251,6 +244,10 @@ class Scheduler:
             return head
         return None if head is self._blocked or not self._displaceable(running) else head
 
+    def _next_editor(self, running: list[Sequence]) -> Sequence | None:
+        """Return an editor's request to admit beside these; None: there is none, or no slot for it."""
+        return self._overtaking(running) if len(running) < self._info.max_sequences else None
+
     def _displaceable(self, running: list[Sequence]) -> Sequence | None:
         """Return the youngest sequence that can make way for an editor's and go on later; None: there is none."""
         return next((seq for seq in reversed(running) if not seq.interactive and self._kv.keeps(seq)), None)
@@ -281,6 +278,18 @@ class Scheduler:
         head = self._overtaking(running) or self.next_up(running)
         return head is not None and (head is not self._blocked or len(staying) < len(self.running))
 
+    def _admit_from(
+        self, next_of: Callable[[list[Sequence]], Sequence | None], chunks: list[Chunk], room: _Room
+    ) -> bool:
+        """Admit sequences while the step, the slots and the memory have room; return as `_schedule` does."""
+        while room.admits and (head := next_of(self.running)):
+            if not self._kv.attach(head):
+                self._blocked = head
+                break
+            if not self._admit(head, chunks, room):
+                return False
+        return True
+
     def _admit(self, seq: Sequence, chunks: list[Chunk], room: _Room) -> bool:
         """Start or resume a sequence that the KV cache has room for; return as `_schedule` does."""
         is_new = seq.cached is None
@@ -292,10 +301,14 @@ class Scheduler:
             self._drafter.begin(seq)
         return self._schedule(seq, chunks, room)
 
-    def _schedule_running(self, seq: Sequence, chunks: list[Chunk], room: _Room) -> bool:
-        """Plan a chunk of a sequence that ran before, unless an older one has preempted it."""
-        room.reserved -= 1
-        return seq.kv is None or self._schedule(seq, chunks, room)
+    def _schedule_all(self, running: list[Sequence], chunks: list[Chunk], room: _Room) -> bool:
+        """Plan chunks of sequences that ran before, except of those that an older one preempts meanwhile."""
+        fits = True
+        for seq in running:
+            room.reserved -= 1
+            if seq.kv is not None:
+                fits = self._schedule(seq, chunks, room) and fits
+        return fits
 
     def _schedule(self, seq: Sequence, chunks: list[Chunk], room: _Room) -> bool:
         """Plan a chunk of one sequence; False: memory was short, and the youngest sequences were preempted."""

@@ -17,7 +17,7 @@ from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import RequestError
 from edgelm.base.sampling import SamplingParams
-from edgelm.engine.core import PictureSpan, Sampled, Stats
+from edgelm.engine.core import Event, PictureSpan, Sampled, Stats
 from edgelm.engine.sampling.script import ScriptMatcher
 from edgelm.engine.usage import Usage
 from edgelm.jobs.constraints import Constraints, Style, Styles
@@ -29,6 +29,7 @@ from edgelm.text.indent import IndentLimit
 from edgelm.text.parse import AnswerParser, Args, CallBegin, CallEnd, Content, Part, Reasoning
 from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from edgelm.engine.sampling.grammar import Grammar, GrammarCompiler
@@ -53,7 +54,7 @@ class Prepared:
     cache_namespace: str
     client: str  # who takes turns with others in the queue
     notes: tuple[str, ...]
-    usage: Usage | None = None  # is told of every sequence
+    usage: Usage | None = None  # counts every sequence
     pictures: tuple[PictureSpan, ...] = ()
 
 
@@ -156,24 +157,12 @@ class Answerer:
 
     async def _choice(self, prepared: Prepared, choice: int) -> AsyncGenerator[AnswerDelta, None]:
         """Yield one answer, and keep its tokens for the next turn of the conversation."""
-        engine, tokenizer, style = self._loaded.engine, self._loaded.tokenizer, prepared.style
-        uses_tools = prepared.request.tools and prepared.request.tool_choice.mode != "none"
-        form = style.tools.form if style.tools and (uses_tools or style.is_harmony) else None
-        parser = AnswerParser(
-            form,
-            style.reasoning,
-            prepared.tail,
-            prepared.request.tools,
-            marks=style.marks,
-            stop=prepared.stops,
-            must_call=prepared.request.tool_choice.mode == "required",
-        )
-        params = replace(prepared.params, choice=choice)
-        matcher = self._constraints.matcher(prepared.request, style, prepared.tail, prepared.grammar)
+        engine = self._loaded.engine
+        decoding = Decoding(prepared, choice, self._loaded.tokenizer)
         stream = engine.submit(
             prepared.ids,
-            params,
-            matcher,
+            decoding.params,
+            self._constraints.matcher(prepared.request, prepared.style, prepared.tail, prepared.grammar),
             past=prepared.past,
             cache_namespace=prepared.cache_namespace,
             client=prepared.client,
@@ -182,56 +171,22 @@ class Answerer:
             usage=prepared.usage,
             pictures=prepared.pictures,
         )
-        limit, notes = IndentLimit(prepared.request.least_indent), prepared.notes
-        ids: list[int] = []
-        message, repeats = _MessageBuilder(), RepeatedCalls()
-        is_complete = False
         try:
             async with aclosing(stream):
                 async for event in stream:
-                    parts: list[Part] = []
-                    taken = 0
-                    for index, sample in enumerate(event.sampled):
-                        piece = b"" if sample.id in params.stop_ids else tokenizer.piece(sample.id)
-                        pushed = parser.push(sample.id, piece, drafted=index < event.accepted)
-                        parts += repeats.take(_within(limit, pushed))
-                        taken += 1
-                        if parser.stopped or limit.reached or repeats.found:
-                            break
-                    sampled = event.sampled[:taken]
-                    ids += [sample.id for sample in sampled]
-                    reason: AnswerReason | None = event.finish_reason
-                    stats = event.stats
-                    if parser.stopped or limit.reached or repeats.found:
-                        stats = replace(event.stats or await stream.stop(), completion_tokens=len(ids))
-                        reason = "tool_calls" if repeats.found else "stop"
-                    elif event.finish_reason:
-                        parts += repeats.take(_within(limit, parser.flush(event.finish_reason)))
-                        is_complete = event.finish_reason == "stop"
-                        reason = cast(AnswerReason, parser.finish_reason(event.finish_reason))
-                    if repeats.found:
-                        notes, reason, is_complete = (*notes, REPEATED), "tool_calls", False
-                    message.add(parts)
-                    yield AnswerDelta(
-                        tuple(parts),
-                        sampled,
-                        choice,
-                        reason,
-                        parser.stop if reason == "stop" else None,
-                        stats,
-                        parser.reasoning_tokens,
-                        notes if reason else (),
-                    )
-                    if reason:
+                    delta = decoding.push(event)
+                    if decoding.is_cut:
+                        stats = event.stats or await stream.stop()
+                        delta = replace(delta, stats=replace(stats, completion_tokens=len(decoding.ids)))
+                    yield delta
+                    if delta.reason:
                         return
         finally:
-            if is_complete and ids[-1] not in params.stop_ids:  # the grammar ended it: a stop token would follow
-                ids += sorted(params.stop_ids)[:1]
             # The message of a repeated call does not have all the tokens. Repeatable answers depend on texts alone:
             # another process may encode them to other tokens than the model generated.
-            is_kept = choice == 0 and not (repeats.found or engine.info.repeatable)
-            if ids and is_kept and prepared.chat is not None:
-                await self._templates.cache_answer(prepared.chat, ids, message.message())
+            is_kept = choice == 0 and not (decoding.repeats.found or engine.info.repeatable)
+            if decoding.ids and is_kept and prepared.chat is not None:
+                await self._templates.cache_answer(prepared.chat, decoding.ended_ids(), decoding.message.message())
 
     async def _choices(self, prepared: Prepared) -> AsyncGenerator[AnswerDelta, None]:
         """Yield several answers as they come. All but the first begin when the prompt, which they share, is cached."""
@@ -313,6 +268,76 @@ async def merged(answers: Sequence[AsyncGenerator[AnswerDelta, None]]) -> AsyncG
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class Decoding:
+    """One answer as it is decoded: events of the engine in, deltas out."""
+
+    def __init__(self, prepared: Prepared, choice: int, tokenizer: Tokenizer) -> None:
+        request, style = prepared.request, prepared.style
+        uses_tools = request.tools and request.tool_choice.mode != "none"
+        self.params = replace(prepared.params, choice=choice)
+        self.ids: list[int] = []  # of the answer so far
+        self.message, self.repeats = _MessageBuilder(), RepeatedCalls()
+        self.is_cut = False  # it ends here, although the engine would go on
+        self._notes = prepared.notes
+        self._tokenizer = tokenizer
+        self._limit = IndentLimit(request.least_indent)
+        self._is_complete = False  # the model or the grammar ended it
+        self._parser = AnswerParser(
+            style.tools.form if style.tools and (uses_tools or style.is_harmony) else None,
+            style.reasoning,
+            prepared.tail,
+            request.tools,
+            marks=style.marks,
+            stop=prepared.stops,
+            must_call=request.tool_choice.mode == "required",
+        )
+
+    def push(self, event: Event) -> AnswerDelta:
+        """Take the tokens of an event, up to where the answer is cut; the last delta has the reason of the end."""
+        parser, parts, taken = self._parser, list[Part](), 0
+        for index, sample in enumerate(event.sampled):
+            piece = b"" if sample.id in self.params.stop_ids else self._tokenizer.piece(sample.id)
+            parts += self._take(parser.push(sample.id, piece, drafted=index < event.accepted))
+            taken += 1
+            self.is_cut = parser.stopped or self._limit.reached or self.repeats.found
+            if self.is_cut:
+                break
+        sampled = event.sampled[:taken]
+        self.ids += [sample.id for sample in sampled]
+        reason: AnswerReason | None = "stop" if self.is_cut else None
+        if event.finish_reason and not self.is_cut:
+            parts += self._take(parser.flush(event.finish_reason))
+            self._is_complete = event.finish_reason == "stop"
+            reason = cast(AnswerReason, parser.finish_reason(event.finish_reason))
+        notes = self._notes
+        if self.repeats.found:
+            notes, reason = (*notes, REPEATED), "tool_calls"
+        self.message.add(parts)
+        return AnswerDelta(
+            tuple(parts),
+            sampled,
+            self.params.choice,
+            reason,
+            parser.stop if reason == "stop" else None,
+            event.stats,
+            parser.reasoning_tokens,
+            notes if reason else (),
+        )
+
+    def ended_ids(self) -> list[int]:
+        """Return the tokens with a stop token at the end, also if the grammar ended the answer, before any."""
+        if self._is_complete and self.ids[-1] not in self.params.stop_ids:
+            return self.ids + sorted(self.params.stop_ids)[:1]
+        return self.ids
+
+    def _take(self, parts: list[Part]) -> list[Part]:
+        """Return the parts before a repeated call, up to the limit of the content's indentation."""
+        if self._limit.least:
+            limit = self._limit
+            parts = [replace(part, text=limit.take(part.text)) if isinstance(part, Content) else part for part in parts]
+        return self.repeats.take(parts)
+
+
 class _MessageBuilder:
     """The message that a client gets, as it comes back in the history."""
 
@@ -352,13 +377,6 @@ class _MessageBuilder:
 def _is_urgent(request: AnswerRequest) -> bool:
     """Tell whether somebody waits in an editor, and not for a warm cache."""
     return (request.interactive or request.suffix is not None) and request.sampling.get("max_tokens") != 0
-
-
-def _within(limit: IndentLimit, parts: list[Part]) -> list[Part]:
-    """Return the parts up to a limit of the content's indentation."""
-    if not limit.least:
-        return parts
-    return [replace(part, text=limit.take(part.text)) if isinstance(part, Content) else part for part in parts]
 
 
 def _no_stats(prompt_tokens: int) -> Stats:

@@ -37,7 +37,7 @@ class Embeddings:
         self._encoder = TextEncoder(loaded.tokenizer, unknown=True)
 
     async def embed(self, request: EmbedRequest, client: str = "") -> Embedded:
-        """Return the vectors of the inputs. To cancel the call ends the work.
+        """Return the vectors of the inputs. Cancelling the call stops the work.
 
         Raises RequestError for an input that is empty or not of this model, and for a model that only ranks;
         ContextError for one that is too long; the errors of `Engine.embed`.
@@ -50,7 +50,7 @@ class Embeddings:
         return Embedded(_finished(vectors, request), [len(ids) for ids in tokens])
 
     async def rank(self, request: RankRequest, client: str = "") -> Ranked:
-        """Return the scores of the documents. To cancel the call ends the work.
+        """Return the scores of the documents. Cancelling the call stops the work.
 
         Raises RequestError for an empty query, a pair that is too long, and a model that does not rank; the errors of
         `Engine.embed`.

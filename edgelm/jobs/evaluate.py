@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict
-from functools import partial
 from itertools import islice
 from typing import Any
 
 from edgelm.backends.build import load_evaluation
+from edgelm.backends.reports import reports_to
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.machine.conditions import Measurement
-from edgelm.base.workers.child import Child, report_loading
-from edgelm.base.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result, Status
+from edgelm.base.workers.child import Child
+from edgelm.base.workers.messages import EvalJob, EvalRestarted, EvalState, Result, Status
 from edgelm.engine.core import ExecutorInfo
 from edgelm.evaluation.evaluate import NOISE_TOKENS, Evaluation, evaluate
 from edgelm.evaluation.scores import Moments, Tally, distinguishable
@@ -30,17 +30,7 @@ MAX_LOG = 700.0  # exp of more overflows a float
 
 def evaluate_file(job: EvalJob, child: Child) -> None:
     """Evaluate the model of a job on its text, from its state on. Raises EdgeLMError."""
-    with load_evaluation(
-        EvalSide(job.model, job.kv),
-        job.against,
-        job.settings,
-        window=job.window,
-        repack=job.repack,
-        progress=partial(report_loading, child),
-        cuda_problem=job.cuda_problem,
-        notify=lambda text: child.send(Status(text)),
-        when_lost=child.fail,
-    ) as evaluation:
+    with load_evaluation(job, reports_to(child)) as evaluation:
         _run(job, evaluation, child)
 
 

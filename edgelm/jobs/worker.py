@@ -10,17 +10,18 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
+from edgelm.backends.reports import reports_to
 from edgelm.base.errors import NotSeenError, RequestError
 from edgelm.base.machine.conditions import Measurement
 from edgelm.base.places import own_places
-from edgelm.base.workers.child import Child, Handler, report_loading, run_job
-from edgelm.base.workers.messages import EngineJob, EvalJob, Note, Result, RunJob, Status
+from edgelm.base.workers.child import Child, Handler, run_job
+from edgelm.base.workers.messages import EngineJob, EvalJob, Result, RunJob, Status
 from edgelm.jobs.embed import embed_texts
 from edgelm.jobs.embed_request import EmbedJob
 from edgelm.jobs.evaluate import evaluate_file
@@ -54,20 +55,7 @@ def work_with_engine(
 
 
 def _build(job: EngineJob, child: Child) -> LoadedModel:
-    return build(
-        with_gguf(job.model, own_places().cache),
-        job.settings,
-        least_context=job.least_context,
-        repack=job.repack,
-        progress=partial(report_loading, child),
-        prefixes=job.prefixes,
-        places=own_places() if job.drafts else None,
-        memory_bytes=job.memory_bytes,
-        cuda_problem=job.cuda_problem,
-        notify=lambda text: child.send(Status(text)),
-        warn=lambda text: child.send(Note(text)),
-        when_lost=child.fail,
-    )
+    return build(replace(job, model=with_gguf(job.model, own_places().cache)), reports_to(child))
 
 
 def _run(job: RunJob, child: Child) -> None:

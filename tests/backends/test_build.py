@@ -21,6 +21,7 @@ from edgelm.backends.torch.failures import OutOfMemoryError
 from edgelm.base.config import Settings
 from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, GpuLoadError, ModelError
 from edgelm.base.machine.gpu import CudaState
+from edgelm.base.workers.messages import EngineJob
 from edgelm.engine import watchdog
 from edgelm.engine.core import ExecutorInfo
 from edgelm.models.loading.stored import BLOCK_TYPES
@@ -39,7 +40,7 @@ def wide(tmp_path: Path) -> Path:
 
 def built(path: Path, monkeypatch: pytest.MonkeyPatch, free_mib: int, **settings: object) -> ExecutorInfo:
     monkeypatch.setattr(build_module, "available_memory_bytes", lambda: free_mib * MIB)
-    loaded = build(path, Settings(**{"threads": 1} | settings))
+    loaded = build(EngineJob(model=path, settings=Settings(**{"threads": 1} | settings)))
     loaded.engine.close()
     return loaded.engine.info
 
@@ -130,7 +131,7 @@ def test_what_the_kernels_cannot_take_is_llama_cpps(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("kv", ["fp8", "k6v4"])
 def test_a_cache_that_only_another_engine_has_is_refused_with_the_reason(wide: Path, kv: str) -> None:
     with pytest.raises(ModelError, match=rf"--kv {kv} is not among the KV caches of llama\.cpp \(f16, k8v16"):
-        build(wide, Settings(kv=kv))
+        build(EngineJob(model=wide, settings=Settings(kv=kv)))
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -158,13 +159,13 @@ def test_what_the_gpu_cannot_load_goes_on_without_it_unless_it_was_asked_for(
     plain = write_tiny(tmp_path / "plain.gguf", quant="q8_0")
     failing(monkeypatch, error)
     with pytest.raises(GpuLoadError) as caught:
-        build(plain, Settings(threads=1))
+        build(EngineJob(model=plain, settings=Settings(threads=1)))
     assert (caught.value.message, caught.value.hint) == (error.message, error.hint)
     for asked in ({"engine": "torch"}, {"device": "cuda"}):
         with pytest.raises(type(error)) as own:
-            build(plain, Settings(threads=1, **asked))  # type: ignore[arg-type]
+            build(EngineJob(model=plain, settings=Settings(threads=1, **asked)))  # type: ignore[arg-type]
         assert own.value is error
-    again = build(plain, Settings(threads=1), cuda_problem=caught.value.message)
+    again = build(EngineJob(model=plain, settings=Settings(threads=1), cuda_problem=caught.value.message))
     assert again.engine.info.engine == "llama"
     again.engine.close()
 
@@ -199,7 +200,10 @@ def test_loading_that_hangs_is_told_by_another_thread(
     monkeypatch.setattr(watchdog, "GPU_OTHER_S", 0.4)
     monkeypatch.setattr(build_package, "Watchdog", partial(watchdog.Watchdog, tick_s=0.02))
     with pytest.raises(ModelError, match="the end of the test"):
-        build(write_tiny(tmp_path / "plain.gguf", quant="q8_0"), Settings(threads=1, **asked), when_lost=lost)
+        build(
+            EngineJob(model=write_tiny(tmp_path / "plain.gguf", quant="q8_0"), settings=Settings(threads=1, **asked)),
+            Reports(when_lost=lost),
+        )
     assert seconds[0] > 0.5
     assert seconds[1] - seconds[0] > 0.3
     assert [type(error) for error in told] == [kind]
@@ -216,7 +220,7 @@ def test_a_compiler_that_never_ends_is_no_hang_of_the_gpu() -> None:
 def test_a_damaged_model_is_no_failure_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, ModelError("plain is damaged"))
     with pytest.raises(ModelError, match="plain is damaged"):
-        build(write_tiny(tmp_path / "plain.gguf", quant="q8_0"), Settings(threads=1))
+        build(EngineJob(model=write_tiny(tmp_path / "plain.gguf", quant="q8_0"), settings=Settings(threads=1)))
 
 
 @pytest.mark.usefixtures("with_a_gpu")

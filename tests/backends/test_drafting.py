@@ -22,6 +22,7 @@ from edgelm.base.config import Settings
 from edgelm.base.errors import ModelError
 from edgelm.base.places import Places
 from edgelm.base.sampling import DraftChoice, SamplingParams
+from edgelm.base.workers.messages import EngineJob
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
 from edgelm.engine.clock import DecodeStep, Measured, StepClock, StepCosts
@@ -54,7 +55,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(path: Path, places: Places | None, **settings: object) -> LoadedModel:
-    return build(path, Settings(**{"threads": 1, "ctx": 512, "kv": "int8"} | settings), places=places)
+    return build(
+        EngineJob(
+            model=path,
+            settings=Settings(**{"threads": 1, "ctx": 512, "kv": "int8"} | settings),
+            drafts=places is not None,
+        ),
+        places=places,
+    )
 
 
 def ask(loaded: LoadedModel, count: int = 100, draft: DraftChoice = "auto", **where: object) -> tuple[list[int], Stats]:

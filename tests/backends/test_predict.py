@@ -10,6 +10,7 @@ from edgelm.backends.build import build, predict
 from edgelm.base.config import Settings
 from edgelm.base.errors import ModelError
 from edgelm.base.machine.memory import USABLE
+from edgelm.base.workers.messages import EngineJob
 from tests.tiny import write_tiny
 
 SETTINGS = Settings(threads=1, engine="llama")
@@ -22,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_engine_plans_the_same(model: Path) -> None:
     predicted = predict(model, SETTINGS)
-    loaded = build(model, SETTINGS)
+    loaded = build(EngineJob(model=model, settings=SETTINGS))
     loaded.engine.close()
     assert loaded.footprint is not None
     assert (loaded.footprint.context, loaded.footprint.kv) == (predicted.context, predicted.kv) == (4096, "f16")
@@ -43,7 +44,7 @@ def test_an_engine_keeps_to_the_memory_that_it_was_given(model: Path) -> None:
     less = predict(model, SETTINGS, usable_bytes=int(0.98 * whole), limited=True)
     assert less.total_bytes <= 0.98 * whole
     assert not less.is_preferred
-    loaded = build(model, SETTINGS, memory_bytes=int(0.98 * whole))
+    loaded = build(EngineJob(model=model, settings=SETTINGS, memory_bytes=int(0.98 * whole)))
     loaded.engine.close()
     assert loaded.footprint is not None
     assert loaded.footprint.promise_bytes <= 0.98 * whole

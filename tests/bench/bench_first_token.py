@@ -28,6 +28,7 @@ from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.workers.messages import EngineJob
 from edgelm.engine.sampling.grammar import GrammarCompiler
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.request import AnswerRequest
@@ -118,7 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     model: Path = options.model.resolve()
     with ThreadPoolExecutor(1) as loading:
-        loaded = loading.submit(build, model, SETTINGS).result()
+        loaded = loading.submit(build, EngineJob(model=model, settings=SETTINGS)).result()
     try:
         with tempfile.TemporaryDirectory() as folder:
             places = {f"EDGELM_{kind}_DIR": str(Path(folder, kind)) for kind in ("CONFIG", "DATA", "RUNTIME")}

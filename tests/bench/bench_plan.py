@@ -41,6 +41,7 @@ def measure(path: Path, ctx: int, kv: str) -> dict[str, float]:
     from edgelm.backends.build import build
     from edgelm.backends.llama.build import plan_context
     from edgelm.base.config import Settings
+    from edgelm.base.workers.messages import EngineJob
     from edgelm.checkpoints.gguf import open_gguf
     from edgelm.checkpoints.summary import model_facts
     from edgelm.engine.core import SamplingParams
@@ -49,7 +50,7 @@ def measure(path: Path, ctx: int, kv: str) -> dict[str, float]:
     with open_gguf(path) as gguf:
         plan = plan_context(path, model_facts(gguf), settings)
     option = plan.require()
-    loaded = build(path, settings)
+    loaded = build(EngineJob(model=path, settings=settings))
     engine = loaded.engine
 
     async def answer(length: int) -> None:

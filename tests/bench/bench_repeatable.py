@@ -30,10 +30,12 @@ from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.repeatable import rule_for
 from edgelm.backends.model import LoadedModel
+from edgelm.backends.reports import Reports
 from edgelm.base.config import Settings
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.places import Places
 from edgelm.base.sampling import DraftChoice
+from edgelm.base.workers.messages import EngineJob
 from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step, Trim
 from tests.real_models import real_model
 
@@ -84,7 +86,11 @@ def equality(model: Path, *, repeatable: bool, count: int, tokens: int, threads:
         @contextmanager
         def loaded(settings: Settings, kept: Path | None = None, **options: int) -> Iterator[LoadedModel]:
             with patch.object(llama_build, "LlamaOptions", partial(LlamaOptions, **options)):
-                built = build(model, settings, places=places, prefixes=kept, warn=print)
+                built = build(
+                    EngineJob(model=model, settings=settings, drafts=True, prefixes=kept),
+                    Reports(warn=print),
+                    places=places,
+                )
             try:
                 yield built
             finally:
@@ -189,7 +195,7 @@ def drafts(model: Path, *, kv: str, repeatable: bool) -> None:
         places = Places(
             {f"EDGELM_{kind}_DIR": str(Path(home, kind)) for kind in ("CONFIG", "DATA", "RUNTIME", "CACHE")}
         )
-        built = build(model, settings, places=places, warn=print)
+        built = build(EngineJob(model=model, settings=settings, drafts=True), Reports(warn=print), places=places)
         text = "\n\n".join(file.read_text() for file in sorted((ROOT / "docs" / "guide").glob("*.md")))
         prompt = built.tokenizer.encode(text, special=False, bos=True)[:2048]
 

@@ -21,6 +21,7 @@ from edgelm.backends.model import LoadedModel
 from edgelm.backends.torch import build as torch_build
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError
+from edgelm.base.workers.messages import EngineJob
 from edgelm.engine.core import SamplingParams
 from tests.commands.test_run import Edgelm, error_of
 from tests.models.tiny_models import build as tiny_model
@@ -88,7 +89,7 @@ async def decode(loaded: LoadedModel, text: str, count: int) -> list[int]:
 
 def answer(path: Path, **settings: object) -> list[int]:
     """Return the answer of a model that is built in this process, as the worker of the commands builds it."""
-    loaded = build(path, Settings(**{"ctx": 256, "parallel": 1} | settings))  # type: ignore[arg-type]
+    loaded = build(EngineJob(model=path, settings=Settings(**{"ctx": 256, "parallel": 1} | settings)))  # type: ignore[arg-type]
     try:
         return asyncio.run(decode(loaded, PROMPT, 12))
     finally:
@@ -189,7 +190,7 @@ def test_quantizing_is_not_llama_cpps(tmp_path: Path) -> None:
 def refusal(path: Path, **settings: object) -> str:
     """Return the error line that a user sees."""
     with pytest.raises(EdgeLMError) as caught:
-        build(path, Settings(**settings))  # type: ignore[arg-type]
+        build(EngineJob(model=path, settings=Settings(**settings)))  # type: ignore[arg-type]
     assert caught.value.hint
     return str(caught.value)
 

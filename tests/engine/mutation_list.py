@@ -277,18 +277,18 @@ MUTATIONS = [
     ),
     Mutation("scheduler", "the oldest is preempted", "youngest = self.running[-1]", "youngest = self.running[0]"),
     Mutation("scheduler", "no room is reserved for those behind", "reserved=len(self.running)", "reserved=0"),
-    Mutation("scheduler", "reserved room is never given", "        room.reserved -= 1\n"),
+    Mutation("scheduler", "reserved room is never given", "            room.reserved -= 1\n"),
     Mutation(
         "scheduler",
         "a preempted sequence is planned",
-        "return seq.kv is None or self._schedule(",
-        "return self._schedule(",
+        "if seq.kv is not None:\n                fits = self._schedule(",
+        "if True:\n                fits = self._schedule(",
     ),
     Mutation(
         "scheduler",
         "one is admitted where another had to go",
-        "while fits and room.admits and (head := self.next_up",
-        "while room.admits and (head := self.next_up",
+        "if fits and others:",
+        "if True:",
         equivalent="next in line is the sequence that had to go, and `attach` asks for more room than it gave back",
     ),
     Mutation(
@@ -391,8 +391,8 @@ MUTATIONS = [
     Mutation(
         "scheduler",
         "an editor waits for an unfinished prompt",
-        "while fits and room.admits and not self._is_full and",
-        "while False and",
+        "fits = fits and self._admit_from(self._next_editor, chunks, room)\n",
+        "\n",
     ),
     Mutation(
         "scheduler", "an agent's prompt stands still beside an editor's", "max(room.prefill, 1)", "max(room.prefill, 0)"

@@ -13,6 +13,7 @@ from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import EngineError, RequestError
+from edgelm.base.workers.messages import EngineJob
 from edgelm.engine.core import SamplingParams
 from edgelm.jobs.embed import Embeddings
 from edgelm.jobs.embed_request import EmbedRequest, RankRequest
@@ -25,14 +26,20 @@ SETTINGS = Settings(ctx=512, threads=1)
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
-    loaded = build(write_bert(tiny_bert(), tmp_path_factory.mktemp("bert") / "bert.gguf"), Settings(threads=1))
+    loaded = build(
+        EngineJob(
+            model=write_bert(tiny_bert(), tmp_path_factory.mktemp("bert") / "bert.gguf"), settings=Settings(threads=1)
+        )
+    )
     yield loaded
     loaded.engine.close()
 
 
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
-    loaded = build(write_tiny(tmp_path_factory.mktemp("tiny") / "tiny.gguf", endless=True), SETTINGS)
+    loaded = build(
+        EngineJob(model=write_tiny(tmp_path_factory.mktemp("tiny") / "tiny.gguf", endless=True), settings=SETTINGS)
+    )
     yield loaded
     loaded.engine.close()
 
@@ -40,7 +47,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
 @pytest.fixture(scope="module")
 def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     path = write_bert(tiny_bert(ranks=True), tmp_path_factory.mktemp("rank") / "rank.gguf", "rank")
-    loaded = build(path, Settings(threads=1))
+    loaded = build(EngineJob(model=path, settings=Settings(threads=1)))
     yield loaded
     loaded.engine.close()
 
@@ -68,7 +75,7 @@ async def test_dimensions_are_cut_and_normalized_again(bert: LoadedModel) -> Non
 
 
 async def test_a_cut_text_keeps_a_last_token_that_is_the_bos_too(tmp_path: Path) -> None:
-    loaded = build(end_as_begin(write_tiny(tmp_path / "tiny.gguf")), SETTINGS)
+    loaded = build(EngineJob(model=end_as_begin(write_tiny(tmp_path / "tiny.gguf")), settings=SETTINGS))
     try:
         embeddings = Embeddings(loaded)
         ids = loaded.tokenizer.encode("the cat sat on a mat", special=False, bos=False)[:4]
@@ -168,7 +175,7 @@ async def test_every_kind_of_model_says_what_it_does_not_do(
 
 
 async def test_a_closed_engine_fails_open_requests(tmp_path: Path) -> None:
-    loaded = build(write_bert(tiny_bert(), tmp_path / "bert.gguf"), Settings(threads=1))
+    loaded = build(EngineJob(model=write_bert(tiny_bert(), tmp_path / "bert.gguf"), settings=Settings(threads=1)))
     task = asyncio.create_task(Embeddings(loaded).embed(EmbedRequest(inputs=["cat " * 600] * 200)))
     await asyncio.sleep(0.2)
     await asyncio.to_thread(loaded.engine.stop)

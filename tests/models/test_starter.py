@@ -18,7 +18,7 @@ from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.workers.grammars import GrammarSpec
-from edgelm.base.workers.messages import Passage
+from edgelm.base.workers.messages import EngineJob, Passage
 from edgelm.chats.knowledge.index import Knowledge
 from edgelm.chats.knowledge.quote import system_message
 from edgelm.chats.knowledge.starter import (
@@ -45,7 +45,7 @@ LEAST_RIGHT, LEAST_DECLINED = 0.65, 0.8
 
 @pytest.fixture(scope="module")
 def starter() -> Iterator[LoadedModel]:
-    loaded = build(find_local("starter").path, Settings())
+    loaded = build(EngineJob(model=find_local("starter").path, settings=Settings()))
     yield loaded
     loaded.engine.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -31,13 +31,15 @@ from edgelm.backends.llama.repeatable import MOST_ROWS, rule_for
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
 from edgelm.backends.plan import DRAFT_KV, DraftModel, MachineMemory, Plan, draft_layouts, plan
+from edgelm.backends.reports import Reports
 from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, EngineError, ModelError
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.memory import available_memory_bytes
-from edgelm.base.places import Places, own_places
+from edgelm.base.places import Places
+from edgelm.base.workers.messages import EngineJob
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
 from edgelm.checkpoints.projector import read_projector
@@ -59,53 +61,49 @@ RETRIES = 8  # to halve and halve again what was on the devices
 log = logging.getLogger(__name__)
 
 
-def build_llama(
-    path: Path,
-    files: Sequence[Path],
-    facts: ModelFacts,
-    settings: Settings,
-    *,
-    least_context: int = 0,
-    repack: bool = True,
-    gpu: bool = False,
-    draft: Path | None = None,
-    adapters: Sequence[LlamaAdapter] = (),
-    projector: Path | None = None,
-    progress: Callable[[float], bool] | None = None,
-    prefixes: Path | None = None,
-    places: Places | None = None,
-    memory_bytes: int | None = None,
-    warn: Callable[[str], None] = log.warning,
-) -> LoadedModel:
-    """Load a checked GGUF, whose parts are `files`. With `gpu`, as much as fits goes to llama.cpp's devices.
+@dataclass(frozen=True, slots=True)
+class LlamaFiles:
+    """The files of a model, and those that are loaded beside it."""
 
-    `draft` is the GGUF of a model that drafts, `adapters` and `projector` are those of the model. `warn` takes a line
-    for the user.
+    parts: tuple[Path, ...]  # of the GGUF
+    draft: Path | None = None  # the GGUF of a model that drafts
+    adapters: tuple[LlamaAdapter, ...] = ()
+    projector: Path | None = None
+
+
+def build_llama(
+    job: EngineJob, facts: ModelFacts, files: LlamaFiles, *, gpu: bool, places: Places, reports: Reports
+) -> LoadedModel:
+    """Load the checked GGUF of a job and start an engine over it. With `gpu`, as much as fits goes to the devices.
+
     Raises ModelError for a file that llama.cpp refuses or that does not fit in memory; EdgeLMError for a context that
     the model cannot have.
     """
+    settings, repack = job.settings, job.repack
     if settings.quantize != "off":
         raise EdgeLMError("only the torch engine has --quantize", "pull a quantized GGUF, or use --engine torch")
-    facts = with_adapters(facts, adapters)
-    projector = _usable(projector, settings, warn)
-    drafting = places if settings.drafts else None
-    draft = draft if drafting else None
-    draft_facts = _read_facts(draft) if draft else None
+    repeatable = settings.repeatable and facts.summary.kind == "text"
+    if repeatable and gpu:
+        raise EdgeLMError("llama.cpp is not repeatable on a GPU", "add --device cpu, or omit --repeatable")
+    facts = with_adapters(facts, files.adapters)
+    projector = _usable(files.projector, settings, reports.warn)
+    drafting = job.drafts and settings.drafts
+    draft_facts = _read_facts(files.draft) if files.draft and drafting else None
     wish = Wish.of(settings, llama_devices(facts) if gpu else ())
     planned = plan_context(
-        path,
+        job.model,
         facts,
         settings,
         wish,
         draft_facts=draft_facts,
-        least_context=least_context,
+        least_context=job.least_context,
         repack=repack,
-        machine=machine_memory(memory_bytes),
+        machine=machine_memory(job.memory_bytes),
         projector_bytes=read_projector(projector).memory_bytes if projector else 0,
     )
     option = planned.require()
     for text in filter(None, (planned.note, planned.warning)):
-        warn(text)
+        reports.warn(text)
     options = LlamaOptions(
         context=option.context,
         kv=option.kv,
@@ -114,10 +112,16 @@ def build_llama(
         rollback=planned.rollback,
         heads=planned.heads,
     )
-    if settings.repeatable and facts.summary.kind == "text":
-        repack, options = _made_repeatable(path, files, options, adapters, places or own_places(), repack, gpu, warn)
+    if repeatable:
+        repack, options = _made_repeatable(job, files, options, places, reports)
     load_weights = partial(
-        LlamaModel, path, files=files, repack=repack, heads=options.heads, adapters=adapters, progress=progress
+        LlamaModel,
+        job.model,
+        files=files.parts,
+        repack=repack,
+        heads=options.heads,
+        adapters=files.adapters,
+        progress=reports.progress,
     )
     if facts.summary.kind != "text":
         placement = OffloadedMemory(facts, wish, sequences=1).placement(option.kv, option.context)
@@ -135,9 +139,7 @@ def build_llama(
             if eyes:
                 if_it_fails.callback(eyes.close)
             tokenizer = LlamaTokenizer.of_model(model.native, model)
-            folder = None
-            if prefixes:
-                folder = snapshot_folder(prefixes, model, files, options, Bounds.of(settings))
+            folder = snapshot_folder(job.prefixes, model, files.parts, options, Bounds.of(settings))
             store = SnapshotStore(snapshot_bytes, folder)
             loaded = _Loaded(model, tokenizer, folder, store, LlamaExecutor(model, own, store, eyes), eyes)
             if_it_fails.pop_all()
@@ -145,31 +147,27 @@ def build_llama(
 
     memory = OffloadedMemory(facts, wish, sequences=settings.parallel)
     placements = memory.from_placement(option.kv, option.context)
-    model, tokenizer, folder, store, executor, eyes = _first_that_loads(load, placements)
+    loaded = _first_that_loads(load, placements)
+    executor, folder = loaded.executor, loaded.folder
     clock, drafter = StepClock(), None
     if drafting and not executor.info.can_draft:
-        warn(f"nothing is drafted: {_why_no_drafts(path, facts)}")
+        reports.warn(f"nothing is drafted: {_why_no_drafts(job.model, facts)}")
     elif drafting:
+        deep_row_s = LlamaMemory(facts, sequences=1).flash_seconds(DEPTH) / planned.threads
         try:
-            identity = _identity(model, files, options)
-            deep_row_s = LlamaMemory(facts, sequences=1).flash_seconds(DEPTH) / planned.threads
-            clock = measured_clock(executor, settings, drafting, identity, deep_row_s)
-            load_draft_model = partial(_load_draft_model, draft, options, repack, tokenizer, clock) if draft else None
-            drafters = _drafters(executor, settings, drafting, tokenizer, clock, identity, load_draft_model)
+            clock, drafter = _drafting(loaded, replace(job, repack=repack), files, options, places, deep_row_s)
         except EdgeLMError:
             executor.close()
             raise
-        if drafters:
-            drafter = throttled(drafters, clock, settings)
-        else:
-            warn(NO_HEADS)
-    kv = SlotKV(executor.info, snapshot_bytes, store, shared_share=settings.prefix_cache_shared / 100)
+        if not drafter:
+            reports.warn(NO_HEADS)
+    kv = SlotKV(executor.info, snapshot_bytes, loaded.store, shared_share=settings.prefix_cache_shared / 100)
     scheduler = Scheduler(executor.info, kv, clock, drafter)
     prompt_tokens = PromptTokenCache(folder.path / PROMPT_TOKENS if folder else None)
     footprint = planned.footprint("gpu" if gpu else "cpu", snapshot_bytes)
-    make_embedder = partial(embedder_of, model, facts, options.context, planned.threads)
+    make_embedder = partial(embedder_of, loaded.model, facts, options.context, planned.threads)
     engine = Engine(executor, scheduler, clock, make_embedder=make_embedder).start()
-    return LoadedModel(planned.name, engine, tokenizer, prompt_tokens, footprint, pictures=eyes)
+    return LoadedModel(planned.name, engine, loaded.tokenizer, prompt_tokens, footprint, pictures=loaded.eyes)
 
 
 def machine_memory(limit_bytes: int | None = None) -> MachineMemory:
@@ -248,10 +246,10 @@ def rollback_len(path: Path, facts: ModelFacts) -> int:
 
 
 def snapshot_folder(
-    root: Path, model: LlamaModel, files: Sequence[Path], options: LlamaOptions, bounds: Bounds
+    root: Path | None, model: LlamaModel, files: Sequence[Path], options: LlamaOptions, bounds: Bounds
 ) -> SnapshotFolder | None:
-    """Return the folder for a model's snapshots; None where the bounds forbid it, or the files cannot be read."""
-    if not bounds.max_bytes:
+    """Return the folder for a model's snapshots; None without a root, or where the bounds or the files forbid it."""
+    if root is None or not bounds.max_bytes:
         return None
     try:
         return SnapshotFolder(root, state_identity(model, files, options), bounds)
@@ -287,28 +285,20 @@ def _usable(projector: Path | None, settings: Settings, warn: Callable[[str], No
 
 
 def _made_repeatable(
-    path: Path,
-    files: Sequence[Path],
-    options: LlamaOptions,
-    adapters: Sequence[LlamaAdapter],
-    places: Places,
-    repack: bool,
-    gpu: bool,
-    warn: Callable[[str], None],
+    job: EngineJob, files: LlamaFiles, options: LlamaOptions, places: Places, reports: Reports
 ) -> tuple[bool, LlamaOptions]:
-    """Return whether to repack the weights, and the options, so that answers repeat. Raises ModelError, EdgeLMError."""
-    if gpu:
-        raise EdgeLMError("llama.cpp is not repeatable on a GPU", "add --device cpu, or omit --repeatable")
+    """Return whether to repack the weights, and the options, so that answers repeat. Raises ModelError."""
 
     def load(repacked: bool) -> LlamaModel:
-        return LlamaModel(path, files=files, repack=repacked, adapters=adapters)
+        return LlamaModel(job.model, files=files.parts, repack=repacked, adapters=files.adapters)
 
+    known = places.cache / "repeatable"
     try:
-        rule = rule_for(load, options, files, adapters, places.cache / "repeatable", repack=repack)
+        rule = rule_for(load, options, files.parts, files.adapters, known, repack=job.repack)
     except OSError as error:
-        raise ModelError(f"{files[0].name} cannot be read any more: {error.strerror}", "try again") from None
+        raise ModelError(f"{files.parts[0].name} cannot be read any more: {error.strerror}", "try again") from None
     if rule.rows < MOST_ROWS:
-        warn(f"--repeatable: this model's prompts are read {rule.rows} tokens at a time, which is slow")
+        reports.warn(f"--repeatable: this model's prompts are read {rule.rows} tokens at a time, which is slow")
     return rule.repack, replace(options, repeatable_rows=rule.rows)
 
 
@@ -352,24 +342,21 @@ def _first_that_loads(load: Callable[[Placement], _Loaded], placements: Sequence
     raise AssertionError
 
 
-def _drafters(
-    executor: LlamaExecutor,
-    settings: Settings,
-    places: Places,
-    tokenizer: Tokenizer,
-    clock: StepClock,
-    identity: bytes,
-    load_draft_model: Callable[[], ModelDrafter] | None,
-) -> dict[str, Drafter]:
-    """Return the drafters that the settings allow, in the order in which they are asked."""
-    drafters: dict[str, Drafter] = {}
+def _drafting(
+    loaded: _Loaded, job: EngineJob, files: LlamaFiles, options: LlamaOptions, places: Places, deep_row_s: float
+) -> tuple[StepClock, Drafter | None]:
+    """Return the measured times of steps, and the drafters that the settings allow; None: there is none."""
+    settings, tokenizer, executor = job.settings, loaded.tokenizer, loaded.executor
+    identity = _identity(loaded.model, files.parts, options)
+    clock = measured_clock(executor, settings, places, identity, deep_row_s)
+    drafters: dict[str, Drafter] = {}  # in the order in which they are asked
     if settings.may_draft("ngram"):
         drafters["ngram"] = ngram_drafter(tokenizer, settings, places, identity)
     if executor.heads:
         drafters["mtp"] = MtpDrafter(executor.heads, clock.plain_s)
-    if load_draft_model:
-        drafters["model"] = load_draft_model()
-    return drafters
+    if files.draft:
+        drafters["model"] = _load_draft_model(files.draft, options, job.repack, tokenizer, clock)
+    return clock, throttled(drafters, clock, settings) if drafters else None
 
 
 # -- the draft model ---------------------------------------------------------------------------------------------------

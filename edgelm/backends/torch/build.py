@@ -36,6 +36,7 @@ from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.gpu import INSTALL
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import Places, own_places
+from edgelm.base.workers.messages import EngineJob
 from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.files import file_identity
 from edgelm.checkpoints.gguf import GGUF
@@ -69,29 +70,21 @@ OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.j
 
 @gpu_errors()
 def build_torch(
-    model: OpenedModel,
-    settings: Settings,
-    *,
-    device: str,
-    draft: Path | None = None,
-    least_context: int = 0,
-    prefixes: Path | None = None,
-    places: Places | None = None,
-    memory_bytes: int | None = None,
-    reports: Reports = LOGGED,
+    model: OpenedModel, job: EngineJob, *, device: str, draft: Path | None, places: Places, reports: Reports
 ) -> LoadedModel:
-    """Load an open model on a device, "cuda" or "cpu", and start an engine over it; `draft` is a model that drafts.
+    """Load the open model of a job on a device, "cuda" or "cpu", and start an engine over it.
 
-    `prefixes` is the folder of idle conversations; None: they end with this process.
-    Raises ModelError for a model that is damaged, not supported or too large, DoesNotFitError if only loading shows it;
-    EdgeLMError for a context that the model cannot have; EngineError where the device fails.
+    `draft` is a model that drafts. Raises ModelError for a model that is damaged, not supported or too large,
+    DoesNotFitError if only loading shows it; EdgeLMError for a context that the model cannot have; EngineError where
+    the device fails.
     """
+    settings = job.settings
     if settings.repeatable and device == "cpu":
         raise EdgeLMError("the torch engine is repeatable with CUDA only", "take a GGUF, or omit --repeatable")
     torch.set_num_threads(settings.threads or usable_cores().physical)
     tokenizer = tokenizer_of(model)
     with open_model(draft) if draft else nullcontext() as small:
-        planned = _plan(model, small, settings, device, least_context, memory_bytes)
+        planned = _plan(model, small, job, device)
         option = planned.require()
         if planned.note:
             reports.say(planned.note)
@@ -100,13 +93,13 @@ def build_torch(
                 if checked:
                     check_ops(checked, settings, mode, reports.say)
         decoder = load_decoder(model, settings, device, option.context, reports)
-        folder = _snapshot_folder(prefixes, model, settings, decoder, option) if prefixes else None
+        folder = _snapshot_folder(job.prefixes, model, settings, decoder, option) if job.prefixes else None
         store = SnapshotStore(int(SNAPSHOT_SHARE * available_memory_bytes()), folder) if folder else None
         tuned = own_places().cache / TUNED if settings.tune else None
         executor = _executor(decoder, settings, option, model.name, tuned, store, reports)
         clock, drafter = StepClock(), None
         try:
-            if places and settings.drafts:
+            if job.drafts and settings.drafts:
                 identity = _identity(model, settings, executor)
                 reports.alive()
                 clock = measured_clock(executor, settings, places, identity)
@@ -136,25 +129,19 @@ def build_torch(
     return LoadedModel(model.name, engine, tokenizer, prompt_tokens, planned.footprint(device), summary.kind)
 
 
-def _plan(
-    model: OpenedModel,
-    draft: OpenedModel | None,
-    settings: Settings,
-    device: str,
-    least_context: int,
-    memory_bytes: int | None,
-) -> Plan:
-    """Choose context and KV mode by the free memory of the device, and by `memory_bytes` on the CPU."""
+def _plan(model: OpenedModel, draft: OpenedModel | None, job: EngineJob, device: str) -> Plan:
+    """Choose context and KV mode by the free memory of the device, and on the CPU by what the job may take."""
+    settings = job.settings
 
     def memory(facts: ModelFacts) -> TorchMemory:
         return TorchMemory(facts, sequences=settings.parallel, device=device, quantize=settings.quantize)
 
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes()
-    limit = memory_bytes if device == "cpu" else None
+    limit = job.memory_bytes if device == "cpu" else None
     machine = MachineMemory(free_bytes=free, cores=usable_cores().physical, limit_bytes=limit)
     beside = DraftModel.of(draft.facts, memory(draft.facts)) if draft else None
     own = memory(model.facts)
-    return plan(model.facts, settings, machine, own, draft=beside, least_context=least_context)
+    return plan(model.facts, settings, machine, own, draft=beside, least_context=job.least_context)
 
 
 def check_ops(model: OpenedModel, settings: Settings, mode: str, notify: Callable[[str], None] = log.info) -> None:

@@ -10,6 +10,8 @@ from edgelm.base.config import Settings
 from edgelm.base.workers.grammars import GrammarSpec
 
 Thinking = Literal["auto", "off", "low", "medium", "high"]
+# By the value of `reasoning_effort`, the APIs' name of it.
+EFFORTS: dict[object, Thinking] = {"none": "off", "low": "low", "medium": "medium", "high": "high"}
 SEPARATOR = " › "  # in the name of a passage
 FRAME_CHARS = 30  # around a passage in the system message
 

@@ -24,6 +24,7 @@ from edgelm.backends.llama.model import LlamaModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import ModelError
 from edgelm.base.places import Places
+from edgelm.base.workers.messages import EngineJob
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 from edgelm.engine.engine import Engine
@@ -180,7 +181,8 @@ def test_conversations_on_disk_are_of_one_adapter(tmp_path: Path) -> None:
     for names in ([], lora[:1], lora[1:], lora[:1], []):
         settings = Settings(lora=tuple(names), engine="llama", ctx=1024, prefix_cache_ram=0.01, threads=1)
         loaded = build(
-            path, settings, prefixes=tmp_path / "prefixes", places=Places({"EDGELM_CACHE_DIR": str(tmp_path)})
+            EngineJob(model=path, settings=settings, prefixes=tmp_path / "prefixes", drafts=True),
+            places=Places({"EDGELM_CACHE_DIR": str(tmp_path)}),
         )
         cached.append(asyncio.run(answer_cached(loaded.engine, prompt)))
         loaded.engine.stop(lambda _: None)

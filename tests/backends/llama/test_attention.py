@@ -20,11 +20,15 @@ from edgelm.backends.llama.graph_nodes import Node, graph_reader
 from edgelm.backends.llama.memory import CELLS, GGML_TYPES
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import Device, Wish
+from edgelm.backends.model import LoadedModel
 from edgelm.backends.plan import MachineMemory, Plan, plan
 from edgelm.backends.questions import ChosenEngine
+from edgelm.backends.reports import Reports
 from edgelm.base.config import Settings
 from edgelm.base.errors import ModelError
 from edgelm.base.machine.memory import USABLE
+from edgelm.base.places import Places
+from edgelm.base.workers.messages import EngineJob
 from edgelm.base.workers.wire import decode, encode
 from edgelm.checkpoints.summary import ModelFacts
 from tests.library.model_shapes import dense_model
@@ -234,9 +238,19 @@ def test_an_engine_tells_of_the_slow_mode_once(tmp_path: Path, monkeypatch: pyte
     told: list[str] = []
     with build_module.open_gguf(path) as gguf:
         facts = build_module.model_facts(gguf)
-    loaded = build_module.build_llama(path, [path], facts, Settings(threads=1), warn=told.append)
-    loaded.engine.close()
+
+    def built(settings: Settings) -> LoadedModel:
+        return build_module.build_llama(
+            EngineJob(model=path, settings=settings),
+            facts,
+            build_module.LlamaFiles((path,)),
+            gpu=False,
+            places=Places({}),
+            reports=Reports(warn=told.append),
+        )
+
+    built(Settings(threads=1)).engine.close()
     assert told == ["it is slow"]
     with pytest.raises(ModelError):
-        build_module.build_llama(path, [path], facts, Settings(kv="fp8"), warn=told.append)
+        built(Settings(kv="fp8"))
     assert told == ["it is slow"]

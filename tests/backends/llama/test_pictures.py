@@ -19,6 +19,7 @@ from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.projector import Projector
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, ModelError, NotSeenError, RequestError
+from edgelm.base.workers.messages import EngineJob
 from edgelm.base.workers.pictures import decode_picture
 from edgelm.jobs.request import AnswerRequest
 from edgelm.text.message_forms import picture_part
@@ -208,4 +209,8 @@ async def test_a_prompt_with_a_picture_that_does_not_fit_is_refused(folder: Path
 def test_a_projector_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "wide.gguf", width=128)
     with pytest.raises(ModelError, match="projector"):
-        build(model, Settings(ctx=512, mmproj=str(folder / "gemma3" / "mmproj-tiny-gemma3.gguf")))
+        build(
+            EngineJob(
+                model=model, settings=Settings(ctx=512, mmproj=str(folder / "gemma3" / "mmproj-tiny-gemma3.gguf"))
+            )
+        )

@@ -13,6 +13,7 @@ from edgelm.backends.torch import build as build_module
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.places import Places
+from edgelm.base.workers.messages import EngineJob
 from edgelm.engine.clock import Measured, StepClock, StepCosts
 from edgelm.engine.core import SamplingParams, Stats
 from tests.tiny import write_tiny
@@ -42,7 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built(path: Path, places: Places | None, **settings: object) -> LoadedModel:
     fixed = {"threads": 1, "ctx": 512, "engine": "torch", "device": "cpu", "memory": False}
-    return build(path, Settings(**fixed | settings), places=places)  # type: ignore[arg-type]
+    chosen = Settings(**fixed | settings)  # type: ignore[arg-type]
+    return build(EngineJob(model=path, settings=chosen, drafts=places is not None), places=places)
 
 
 def ask(loaded: LoadedModel, count: int = 60) -> tuple[list[int], Stats]:

@@ -15,6 +15,7 @@ from edgelm.backends.model import LoadedModel
 from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
 from edgelm.base.config import Settings
 from edgelm.base.errors import SnapshotError
+from edgelm.base.workers.messages import EngineJob
 from edgelm.engine.core import SamplingParams, Stats
 from edgelm.kernels.cache import FORMATS, allocate, read
 from tests.tiny import write_tiny
@@ -30,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built(path: Path, prefixes: Path | None, **settings: object) -> LoadedModel:
     fixed = {"threads": 1, "ctx": 512, "engine": "torch", "device": "cpu", "spec": "off"}
-    return build(path, Settings(**fixed | settings), prefixes=prefixes)  # type: ignore[arg-type]
+    return build(EngineJob(model=path, settings=Settings(**fixed | settings), prefixes=prefixes))  # type: ignore[arg-type]
 
 
 def ask(loaded: LoadedModel, prompt: list[int], **where: object) -> tuple[list[int], Stats]:

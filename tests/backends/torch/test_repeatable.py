@@ -14,6 +14,7 @@ from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError
+from edgelm.base.workers.messages import EngineJob
 from edgelm.kernels.matmul import ROWS
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from tests.backends.torch.torch_engine import load_gguf, running
@@ -55,4 +56,8 @@ async def test_answers_are_equal_to_the_bit(repeatable: bool, tmp_path: Path) ->
 
 def test_plain_torch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EdgeLMError, match="repeatable with CUDA only"):
-        build(write_tiny(tmp_path / "m.gguf"), Settings(engine="torch", device="cpu", repeatable=True))
+        build(
+            EngineJob(
+                model=write_tiny(tmp_path / "m.gguf"), settings=Settings(engine="torch", device="cpu", repeatable=True)
+            )
+        )

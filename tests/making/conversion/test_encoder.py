@@ -18,6 +18,7 @@ from transformers import AutoModel
 from edgelm.backends.build import build
 from edgelm.base.config import Settings
 from edgelm.base.errors import ModelError
+from edgelm.base.workers.messages import EngineJob
 from edgelm.checkpoints.encoder import encoder_config
 from edgelm.checkpoints.folder import folder_summary
 from edgelm.checkpoints.safetensors import open_safetensors
@@ -90,7 +91,7 @@ async def test_vectors_are_those_of_transformers(tmp_path: Path, pooling: str, c
     assert not folder_problem(folder)
     file = with_gguf(folder, tmp_path)
     assert with_gguf(file, tmp_path) == file
-    loaded = build(file, Settings(threads=1))
+    loaded = build(EngineJob(model=file, settings=Settings(threads=1)))
     try:
         inputs = ["the cat sat on a mat", "한국어 कि", "rain in berlin, " * 40]
         ours = (await Embeddings(loaded).embed(EmbedRequest(inputs=inputs))).vectors
