@@ -50,6 +50,7 @@ GPU_BUILDS = (
 )
 PACKAGES = (
     "edgelm-llama",
+    "edgelm-llama-cuda",
     "edgelm-llama-vulkan",
     "llama-cpp-python",
     "numpy",
