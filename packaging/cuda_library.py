@@ -32,8 +32,8 @@ PACKAGES = ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl", "cubla
 TARGETS = "75-real;80-real;86-real;89-real;90;120a-real"
 # The releases of cuBLAS that a wheel may be used with; that of CUDA 12 also comes with torch up to 2.10.
 CUBLAS = {12: "nvidia-cublas-cu12>=12.8,<13", 13: "nvidia-cublas>=13,<14"}
-# What the backend calls of the driver. It is linked with a library of these names, which is not shipped: the machine that
-# compiles may have no driver.
+# What the backend calls of the driver. It is linked with a library of these names, which is not shipped: the machine
+# that compiles may have no driver.
 DRIVER = (
     "cuDeviceGet cuDeviceGetAttribute cuGetErrorString cuMemAddressFree cuMemAddressReserve cuMemCreate "
     "cuMemGetAllocationGranularity cuMemMap cuMemRelease cuMemSetAccess cuMemUnmap"
