@@ -27,6 +27,7 @@ ARGS ?=
 MODEL ?=
 OUT ?= dist
 VULKAN ?=
+CUDA ?=
 # The time of the last commit: two builds of one commit have the same bytes.
 EPOCH = $(shell git log -1 --format=%ct 2>/dev/null || echo 1767225600)
 
@@ -74,7 +75,7 @@ lint: $(READY) ## Check style, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p edgelm
-	MYPYPATH=packaging/llama $(BIN)/mypy --strict packaging/llama_source.py packaging/llama_wheel.py packaging/llama_libraries.py packaging/vulkan_library.py packaging/dist.py packaging/dist_check.py packaging/smoke.py
+	MYPYPATH=packaging/llama $(BIN)/mypy --strict packaging/llama_source.py packaging/llama_wheel.py packaging/llama_libraries.py packaging/gpu_library.py packaging/vulkan_library.py packaging/cuda_library.py packaging/dist.py packaging/dist_check.py packaging/smoke.py
 	$(BIN)/lint-imports
 
 format: $(READY) ## Format the code
@@ -91,10 +92,10 @@ bench: $(READY) ## Measure the sampler, and with MODEL=FILE.gguf the engine agai
 wheel: $(READY) ## Build sdist and wheel into dist/
 	$(BIN)/python -m build --outdir dist
 
-dist: ## Build what is released into dist/: edgelm, and llama.cpp for this platform (20 minutes of a core, then cached); VULKAN=1 for its GPU wheel, too
+dist: ## Build what is released into dist/: edgelm, and llama.cpp for this platform (20 minutes of a core, then cached); VULKAN=1 or CUDA=1 for a GPU wheel, too
 	"$(PYTHON)" -m venv build/dist
 	build/dist/bin/pip install --quiet 'build>=1.3,<2'
-	SOURCE_DATE_EPOCH=$(EPOCH) build/dist/bin/python packaging/dist.py $(if $(VULKAN),--vulkan) $(OUT)
+	SOURCE_DATE_EPOCH=$(EPOCH) build/dist/bin/python packaging/dist.py $(if $(VULKAN),--vulkan) $(if $(CUDA),--cuda) $(OUT)
 
 clean: ## Remove what was built here; the wheel of llama.cpp stays in its cache
 	rm -rf .venv build dist *.egg-info .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,9 +1,10 @@
 """Builds all that is released for this platform into a folder: edgelm's sdist and wheel, and edgelm-llama's.
 
 Two builds of one commit have the same bytes; SOURCE_DATE_EPOCH sets their time. With --vulkan, also the wheel of
-edgelm-llama-vulkan, which needs Vulkan's headers and glslc (vulkan_library.py).
+edgelm-llama-vulkan, which needs Vulkan's headers and glslc (vulkan_library.py); with --cuda, that of edgelm-llama-cuda,
+which takes hours (cuda_library.py).
 
-    python packaging/dist.py [--vulkan] dist
+    python packaging/dist.py [--vulkan] [--cuda] dist
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+GPU_WHEELS = {"--vulkan": "vulkan_library.py", "--cuda": "cuda_library.py"}
 sys.path.insert(0, str(ROOT / "packaging" / "llama"))
 from backend import EPOCH, write_sdist  # noqa: E402 - the folder of a build backend is no package
 
@@ -41,9 +43,10 @@ def build_edgelm(out: Path, epoch: int) -> None:
 
 def main() -> int:
     """Build everything into the folder that is named."""
-    folders = [argument for argument in sys.argv[1:] if argument != "--vulkan"]
+    scripts = ["llama_libraries.py", *(script for option, script in GPU_WHEELS.items() if option in sys.argv)]
+    folders = [argument for argument in sys.argv[1:] if argument not in GPU_WHEELS]
     if len(folders) != 1:
-        print("usage: dist.py [--vulkan] FOLDER", file=sys.stderr)
+        print("usage: dist.py [--vulkan] [--cuda] FOLDER", file=sys.stderr)
         return 2
     out = Path(folders[0]).resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -53,7 +56,7 @@ def main() -> int:
     try:
         build_edgelm(out, epoch)
         write_sdist(out)
-        for script in ("llama_libraries.py", *(["vulkan_library.py"] if "--vulkan" in sys.argv else [])):
+        for script in scripts:
             command = [sys.executable, str(ROOT / "packaging" / script), "--out", str(out)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     except subprocess.CalledProcessError as error:

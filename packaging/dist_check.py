@@ -200,7 +200,7 @@ def check_checkout(scratch: Path, environment: Mapping[str, str]) -> None:
             if has_wheel:
                 edgelm = python.with_name("edgelm") if name == "pip" else home / "bin" / "edgelm"
                 run(edgelm, *QUESTION, cwd=home, environment=environment)
-    for extra in ("", "cuda", "mcp", "vulkan"):
+    for extra in ("", "cuda", "llama-cuda", "mcp", "vulkan"):
         command = [tools / "uv", "pip", "compile", "--quiet", "--find-links", wheels, "--python", sys.executable]
         command += [
             *(["--extra", extra] if extra else []),

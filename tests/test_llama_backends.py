@@ -19,15 +19,21 @@ SCORES = {"x64": 1, "haswell": 40, "zen4": 700, "sapphirerapids": 0}
 class Library:
     """llama.cpp's library: remembers which backends were loaded; some cannot be, or find no device."""
 
-    def __init__(self, broken: str = "", num_gpus: int = 1) -> None:
+    def __init__(self, broken: str = "", num_gpus: int = 1, log: bytes = b"") -> None:
         self.broken = broken
         self.num_gpus = num_gpus
+        self.log = log  # the line that it writes when it loads a backend
+        self.set_log: Any = None
         self.loaded: list[Path] = []
+
+    def llama_log_set(self, callback: Any, _data: None) -> None:
+        self.set_log = callback
 
     def ggml_backend_load(self, path: bytes) -> int | None:
         if self.broken and self.broken in path.decode():
             return None
         self.loaded.append(Path(path.decode()))
+        self.set_log(4, self.log, None)
         return 1
 
 
@@ -66,7 +72,7 @@ def load_all(folder: Path, library: Library) -> tuple[Path, str]:
         ggml_backend_reg_dev_count=Settable(lambda _: library.num_gpus),
     )
     build = InstalledLlama("edgelm-llama", "0.3.36.1", folder)
-    return llama_binding._load_backends(SimpleNamespace(_lib=native, llama_log_set=lambda *_: None), build)
+    return llama_binding._load_backends(SimpleNamespace(_lib=native, llama_log_set=library.llama_log_set), build)
 
 
 def test_the_best_variant_is_loaded_and_then_the_next(folder: Path) -> None:
@@ -88,50 +94,89 @@ def test_a_variant_that_cannot_be_loaded_is_passed_over(folder: Path) -> None:
 
 
 @pytest.fixture
-def vulkan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """edgelm-llama-vulkan, installed in the version of edgelm-llama."""
-    library = folder / "edgelm_llama_vulkan" / "lib" / "libggml-vulkan.so"
-    library.parent.mkdir(parents=True)
-    library.touch()
-    monkeypatch.setattr(llama_build, "package_folder", {"edgelm_llama_vulkan": library.parent.parent}.get)
+def wheels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Our wheels for GPUs, installed in the version of edgelm-llama: the library of each backend."""
+    libraries = {}
+    for backend in ("vulkan", "cuda"):
+        libraries[backend] = folder / f"edgelm_llama_{backend}" / "lib" / f"libggml-{backend}.so"
+        libraries[backend].parent.mkdir(parents=True)
+        libraries[backend].touch()
+    monkeypatch.setattr(
+        llama_build, "package_folder", {path.parts[-3]: path.parents[1] for path in libraries.values()}.get
+    )
     monkeypatch.setattr(llama_build, "version", lambda _: "0.3.36.1")
-    return library
+    return libraries
 
 
-def test_gpu_backends_are_loaded_from_packages(folder: Path, vulkan: Path) -> None:
+def test_gpu_backends_are_loaded_from_packages_and_cuda_first(folder: Path, wheels: dict[str, Path]) -> None:
+    """A GPU that both know is that of CUDA: it is listed once, by the first."""
     (folder / "libggml-metal.so").touch()
     (folder / "libggml-cuda.so").touch()
     library = Library()
     assert load_all(folder, library) == (folder / "libggml-cpu-zen4.so", "")
-    assert library.loaded == [folder / "libggml-cpu-zen4.so", folder / "libggml-metal.so", vulkan]
+    assert library.loaded == [
+        folder / "libggml-cpu-zen4.so",
+        folder / "libggml-metal.so",
+        wheels["cuda"],
+        wheels["vulkan"],
+    ]
 
 
 @pytest.mark.parametrize("version", ["0.3.36.2", "0.3.37.1", "unknown"])
-def test_a_vulkan_backend_of_another_build_is_not_loaded_and_one_line_says_why(
-    folder: Path, vulkan: Path, monkeypatch: pytest.MonkeyPatch, version: str
+def test_a_gpu_backend_of_another_build_is_not_loaded_and_one_line_says_why(
+    folder: Path, wheels: dict[str, Path], monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setattr(llama_build, "version", lambda _: version)
     library = Library()
     path, problem = load_all(folder, library)
     assert library.loaded == [path]
     assert problem == (
+        f"edgelm-llama-cuda {version} is not used, for edgelm-llama is 0.3.36.1; reinstall 'edgelm[llama-cuda]'. "
         f"edgelm-llama-vulkan {version} is not used, for edgelm-llama is 0.3.36.1; reinstall 'edgelm[vulkan]'"
     )
 
 
-def test_a_vulkan_backend_without_a_gpu_or_a_loader_says_so(
-    folder: Path, vulkan: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("backend", "missing", "hint"),
+    [
+        ("vulkan", "libvulkan.so.1", "install your GPU's driver for Vulkan"),
+        ("cuda", "libcuda.so.1", "install or update NVIDIA's driver"),
+        ("cuda", "libcublas.so.12", "reinstall 'edgelm[llama-cuda]'"),
+    ],
+)
+def test_a_gpu_backend_that_cannot_be_loaded_says_what_is_missing(
+    folder: Path, wheels: dict[str, Path], monkeypatch: pytest.MonkeyPatch, backend: str, missing: str, hint: str
 ) -> None:
-    assert load_all(folder, Library(num_gpus=0))[1].startswith("edgelm-llama-vulkan finds no GPU; install")
-
     def open_library(path: str) -> SimpleNamespace:
-        if path == str(vulkan):
-            raise OSError("libvulkan.so.1: cannot open shared object file")
+        if path == str(wheels[backend]):
+            raise OSError(f"{missing}: cannot open shared object file")
         return SimpleNamespace(ggml_backend_score=lambda: 1)
 
     monkeypatch.setattr(llama_binding.ctypes, "CDLL", open_library)
-    _, problem = load_all(folder, Library(broken="libggml-vulkan"))
-    assert problem.startswith("edgelm-llama-vulkan cannot be loaded: libvulkan.so.1: cannot open")
+    _, problem = load_all(folder, Library(broken=f"libggml-{backend}"))
+    assert problem.startswith(
+        f"edgelm-llama-{backend} cannot be loaded: {missing}: cannot open shared object file; {hint}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (
+            b"ggml_cuda_init: failed to initialize CUDA: no CUDA-capable device is detected\n",
+            " (no CUDA-capable device is detected)",
+        ),
+        (b"register_backend: registered backend CUDA (0 devices)\n", ""),
+    ],
+)
+def test_a_gpu_backend_without_a_gpu_gives_the_drivers_reason(
+    folder: Path, wheels: dict[str, Path], log: bytes, reason: str
+) -> None:
+    _, problem = load_all(folder, Library(num_gpus=0, log=log))
+    assert problem.split(". ")[0] == (
+        f"edgelm-llama-cuda finds no GPU{reason}; install or update NVIDIA's driver "
+        "(525 or newer for CUDA 12, 580 for CUDA 13)"
+    )
 
 
 @pytest.mark.parametrize(

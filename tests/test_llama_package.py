@@ -35,7 +35,8 @@ def load(path: Path) -> ModuleType:
 backend = load(PACKAGING / "llama" / "backend.py")
 sys.path.insert(0, str(PACKAGING))
 libraries = load(PACKAGING / "llama_libraries.py")
-vulkan = load(PACKAGING / "vulkan_library.py")
+gpu = load(PACKAGING / "gpu_library.py")
+cuda = load(PACKAGING / "cuda_library.py")
 dist_check = load(PACKAGING / "dist_check.py")
 sys.path.remove(str(PACKAGING))
 
@@ -84,9 +85,10 @@ def test_one_switch_decides_which_llama_cpp_edgelm_requires(
     project = tomllib.loads(reproducible.released(source))["project"]
     pin = f">={SUPPORTED},<"
     assert next(line for line in project["dependencies"] if "llama" in line).startswith(f"edgelm-llama{pin}")
-    (vulkan,) = project["optional-dependencies"]["vulkan"]
-    assert vulkan.startswith(f"edgelm-llama-vulkan{pin}")
-    assert vulkan.endswith("; sys_platform == 'linux'")
+    for extra, backend in (("llama-cuda", "cuda"), ("vulkan", "vulkan")):
+        (requirement,) = project["optional-dependencies"][extra]
+        assert requirement.startswith(f"edgelm-llama-{backend}{pin}")
+        assert requirement.endswith("; sys_platform == 'linux'")
     assert reproducible.released(reproducible.released(source)) == reproducible.released(source)
     monkeypatch.chdir(tmp_path)
     Path("pyproject.toml").write_text(source, encoding="utf-8")
@@ -210,18 +212,66 @@ def test_a_wheel_is_valid(tmp_path: Path) -> None:
         assert "Root-Is-Purelib: false" in archive.read(f"{info}/WHEEL").decode()
 
 
-def test_the_vulkan_wheel_requires_the_build_that_it_belongs_to(tmp_path: Path) -> None:
-    library, licence = tmp_path / "libggml-vulkan.so", tmp_path / "LICENSE"
+@pytest.mark.parametrize("backend_name", ["vulkan", "cuda"])
+def test_a_wheel_for_gpus_requires_the_build_that_it_belongs_to(tmp_path: Path, backend_name: str) -> None:
+    library, licence = tmp_path / f"libggml-{backend_name}.so", tmp_path / "LICENSE"
     library.write_bytes(b"\x7fELF")
     licence.write_text("MIT")
-    path = vulkan.package_library(library, licence, tmp_path)
-    assert path.name == vulkan.wheel_name()
-    version = backend.project()["version"]
+    build = gpu.Build(write_sdist(tmp_path, SUPPORTED), backend_name, "Some GPU", "cc", {}, ("cublas>=13",))
+    path = gpu.package_library(build, library, licence, tmp_path)
+    assert path.name == build.wheel_name
+    version, package = backend.project()["version"], f"edgelm_llama_{backend_name}"
     with zipfile.ZipFile(path) as archive:
-        assert archive.read("edgelm_llama_vulkan/lib/libggml-vulkan.so") == b"\x7fELF"
-        metadata = archive.read(f"edgelm_llama_vulkan-{version}.dist-info/METADATA").decode().splitlines()
-    assert "Name: edgelm-llama-vulkan" in metadata
-    assert {f"Version: {version}", f"Requires-Dist: edgelm-llama=={version}"} <= set(metadata)
+        assert archive.read(f"{package}/lib/libggml-{backend_name}.so") == b"\x7fELF"
+        assert f"Some GPU: lib/libggml-{backend_name}.so" in archive.read(f"{package}/__init__.py").decode()
+        metadata = archive.read(f"{package}-{version}.dist-info/METADATA").decode().splitlines()
+    assert f"Name: edgelm-llama-{backend_name}" in metadata
+    requirements = {"Requires-Dist: cublas>=13", f"Requires-Dist: edgelm-llama=={version}"}
+    assert {f"Version: {version}", *requirements} <= set(metadata)
+
+
+def write_toolkit(folder: Path, version: str) -> Path:
+    """Write a CUDA toolkit whose nvcc says this version, and does nothing else."""
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version.rpartition('.')[0]}, V{version}'\n")
+    nvcc.chmod(0o755)
+    return folder
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA wheel is for Linux")
+@pytest.mark.parametrize(
+    ("version", "requirement"), [("12.9.86", "nvidia-cublas-cu12>=12.8,<13"), ("13.0.88", "nvidia-cublas>=13,<14")]
+)
+def test_the_cuda_wheel_requires_the_cublas_of_its_toolkit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, requirement: str
+) -> None:
+    toolkit = write_toolkit(tmp_path / "toolkit", version)
+    monkeypatch.setenv("EDGELM_CUDA_TOOLS", str(toolkit))
+    monkeypatch.delenv("EDGELM_CUDA_TARGETS", raising=False)
+    monkeypatch.setattr(cuda, "plan_build", lambda *_: libraries.Build(tmp_path, "", "cc"))
+    sdist = write_sdist(tmp_path, SUPPORTED)
+    build = cuda.plan_cuda(sdist, tmp_path)
+    assert build.requirements == (requirement,)
+    assert build.options["CMAKE_CUDA_COMPILER"] == str(toolkit / "bin" / "nvcc")
+    assert [target.partition("-")[0] for target in build.options["CMAKE_CUDA_ARCHITECTURES"].split(";")] == [
+        "75", "80", "86", "89", "90", "120a"
+    ]  # fmt: skip
+    monkeypatch.setenv("EDGELM_CUDA_TARGETS", "86-real")
+    other = cuda.plan_cuda(sdist, tmp_path)
+    assert other.options["CMAKE_CUDA_ARCHITECTURES"] == "86-real"
+    assert other.key != build.key, "a wheel for fewer GPUs is not taken for one for all"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the CUDA wheel is for Linux")
+def test_a_toolkit_without_a_wheel_of_cublas_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "plan_build", lambda *_: libraries.Build(tmp_path, "", "cc"))
+    monkeypatch.setenv("EDGELM_CUDA_TOOLS", str(write_toolkit(tmp_path / "old", "11.8.89")))
+    with pytest.raises(libraries.BuildError, match=r"is of no CUDA release that has a wheel: .*11\.8"):
+        cuda.plan_cuda(tmp_path, tmp_path)
+    monkeypatch.setenv("EDGELM_CUDA_TOOLS", str(tmp_path / "none"))
+    with pytest.raises(libraries.BuildError, match="nvcc is needed"):
+        cuda.plan_cuda(tmp_path, tmp_path)
 
 
 def write_sdist(folder: Path, version: str) -> Path:
@@ -237,20 +287,20 @@ def write_sdist(folder: Path, version: str) -> Path:
 
 def test_a_kept_build_folder_is_gone_on_with_only_for_the_pinned_release(tmp_path: Path) -> None:
     sdist, kept = write_sdist(tmp_path, SUPPORTED), tmp_path / "kept"
-    source = vulkan.unpack_source(sdist, kept)
+    source = gpu.unpack_source(sdist, kept)
     assert source == kept / f"llama_cpp_python-{SUPPORTED}"
     (source / "made").touch()
-    assert (vulkan.unpack_source(sdist, kept) / "made").exists()
+    assert (gpu.unpack_source(sdist, kept) / "made").exists()
     older = tmp_path / "older"
     with tarfile.open(write_sdist(tmp_path, "0.3.35")) as archive:
         archive.extractall(older, filter="data")
     with pytest.raises(
-        vulkan.BuildError, match=rf"0\.3\.35 is llama-cpp-python 0\.3\.35, not {SUPPORTED}: name an empty"
+        libraries.BuildError, match=rf"0\.3\.35 is llama-cpp-python 0\.3\.35, not {SUPPORTED}: name an empty"
     ):
-        vulkan.unpack_source(sdist, older)
+        gpu.unpack_source(sdist, older)
     (source / "PKG-INFO").unlink()
-    with pytest.raises(vulkan.BuildError, match=rf"is llama-cpp-python unknown, not {SUPPORTED}"):
-        vulkan.unpack_source(sdist, kept)
+    with pytest.raises(libraries.BuildError, match=rf"is llama-cpp-python unknown, not {SUPPORTED}"):
+        gpu.unpack_source(sdist, kept)
 
 
 def test_an_older_build_folder_is_one_line_and_no_wheel(
@@ -260,10 +310,9 @@ def test_an_older_build_folder_is_one_line_and_no_wheel(
     with tarfile.open(write_sdist(tmp_path, "0.3.35")) as archive:
         archive.extractall(kept, filter="data")
     monkeypatch.setenv("EDGELM_WHEEL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(vulkan, "fetch_sdist", lambda _: sdist)
-    monkeypatch.setattr(vulkan, "plan_vulkan", lambda sdist: vulkan.Build(sdist, None, "cc"))
+    monkeypatch.setattr(gpu, "fetch_sdist", lambda _: sdist)
     monkeypatch.setattr(sys, "argv", ["vulkan_library.py", "--build", str(kept), "--out", str(tmp_path / "out")])
-    assert vulkan.main() == 1
+    assert gpu.build_and_print("Vulkan", lambda sdist, _: gpu.Build(sdist, "vulkan", "Vulkan", "cc")) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert f"llama-cpp-python 0.3.35, not {SUPPORTED}" in error

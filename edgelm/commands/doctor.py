@@ -46,10 +46,12 @@ HUB_TIMEOUT_S = 5
 MAX_SHOWN = 3  # problems in one line
 GPU_BUILDS = (
     "a GPU needs pipx install 'edgelm[cuda]' (Linux, NVIDIA: our own kernels), "
-    "'edgelm[vulkan]' (Linux, AMD, Intel and NVIDIA: llama.cpp), or Metal (in the macOS wheel)"
+    "'edgelm[llama-cuda]' (Linux, NVIDIA: llama.cpp), 'edgelm[vulkan]' (Linux, AMD, Intel and NVIDIA: llama.cpp), "
+    "or Metal (in the macOS wheel)"
 )
 PACKAGES = (
     "edgelm-llama",
+    "edgelm-llama-cuda",
     "edgelm-llama-vulkan",
     "llama-cpp-python",
     "numpy",

@@ -35,9 +35,12 @@ def released(pyproject: str) -> str:
         return pyproject
     text, main = re.subn(r'"llama-cpp-python(>=[\d.]+,<[\d.]+)"', r'"edgelm-llama\1"', pyproject)
     pin = text.partition('"edgelm-llama')[2].partition('"')[0]
-    vulkan = f"vulkan = [\"edgelm-llama-vulkan{pin}; sys_platform == 'linux'\"]"
-    text, extra = re.subn(r"^vulkan = \[\]", vulkan, text, flags=re.MULTILINE)
-    assert (main, extra) == (1, 1), "pyproject.toml has other requirements of llama.cpp than this switch knows"
+    counts = [main]
+    for extra, backend in (("llama-cuda", "cuda"), ("vulkan", "vulkan")):
+        ours = f"{extra} = [\"edgelm-llama-{backend}{pin}; sys_platform == 'linux'\"]"
+        text, count = re.subn(rf"^{extra} = \[\]", ours, text, flags=re.MULTILINE)
+        counts.append(count)
+    assert counts == [1, 1, 1], "pyproject.toml has other requirements of llama.cpp than this switch knows"
     return text
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgelm.base.errors import EngineError
-from edgelm.base.machine.llama_build import INSTALL, VULKAN, InstalledLlama, find_build, vulkan_library
+from edgelm.base.machine.llama_build import GPU_WHEELS, INSTALL, GpuWheel, InstalledLlama, find_build, gpu_library
 
 if TYPE_CHECKING:
     from llama_cpp import llama_cpp as L
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["BUILD", "L", "cpu_library", "gpu_problem", "load_mtmd"]
 
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
-_DRIVER = "install your GPU's driver for Vulkan (Debian, Ubuntu: libvulkan1 mesa-vulkan-drivers)"
+_DRIVERS = {
+    "cuda": "install or update NVIDIA's driver (525 or newer for CUDA 12, 580 for CUDA 13)",
+    "vulkan": "install your GPU's driver for Vulkan (Debian, Ubuntu: libvulkan1 mesa-vulkan-drivers)",
+}
 # A system without a compiler may lack these. edgelm-llama needs no libgomp: packaging/llama/threads.c is in its place.
 _DEBIAN = {"libgomp": "libgomp1", "libstdc++": "libstdc++6", "libgcc_s": "libgcc-s1"}
 _MISSING = re.compile(r"(lib[\w.+-]+\.so[\d.]*): cannot open shared object file")
@@ -66,7 +69,7 @@ def _load(build: InstalledLlama) -> tuple[Any, Path, str]:
     try:
         if not build.ready_made:
             binding = import_module("llama_cpp.llama_cpp")
-            return binding, build.lib_dir / f"libggml-cpu{_SUFFIX}", _load_vulkan(binding, build)
+            return binding, build.lib_dir / f"libggml-cpu{_SUFFIX}", _load_gpu_wheels(binding, build)
         binding = import_module("edgelm_llama.llama_cpp")
         entries = ctypes.CDLL(str(build.lib_dir / f"libedgelm_abi{_SUFFIX}"))
     except (OSError, RuntimeError, AttributeError) as error:
@@ -103,28 +106,41 @@ def _load_backends(binding: Any, build: InstalledLlama) -> tuple[Path, str]:
     metal = build.lib_dir / "libggml-metal.so"
     if metal.exists():
         load(str(metal).encode())
-    return path, _load_vulkan(binding, build)
+    return path, _load_gpu_wheels(binding, build)
 
 
-def _load_vulkan(binding: Any, build: InstalledLlama) -> str:
-    """Load the backend of edgelm-llama-vulkan. Return why it is of no use; empty: it is, or is not installed."""
+def _load_gpu_wheels(binding: Any, build: InstalledLlama) -> str:
+    """Load the backends in our wheels for GPUs. Return why those that are installed are of no use; empty: they are."""
+    return ". ".join(filter(None, (_load_gpu_wheel(wheel, binding, build) for wheel in GPU_WHEELS)))
+
+
+def _load_gpu_wheel(wheel: GpuWheel, binding: Any, build: InstalledLlama) -> str:
+    """Load the backend of one wheel. Return why it is of no use; empty: it is, or is not installed."""
     try:
-        library = vulkan_library(build)
+        library = gpu_library(wheel, build)
     except EngineError as error:
         return f"{error.message}; {error.hint}"
     if library is None:
         return ""
-    native = binding._lib  # noqa: SLF001 - as above
+    native, driver = binding._lib, _DRIVERS[wheel.backend]  # noqa: SLF001 - as above
     native.ggml_backend_load.restype = ctypes.c_void_p
+    lines: list[str] = []
+    log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
+        lambda _level, text, _data: lines.append((text or b"").decode(errors="replace").strip())
+    )
+    binding.llama_log_set(log, None)
     backend = native.ggml_backend_load(str(library).encode())
+    binding.llama_log_set(_SILENT, None)
     native.ggml_backend_reg_dev_count.argtypes = [ctypes.c_void_p]
     if backend and native.ggml_backend_reg_dev_count(backend):
         return ""
     try:
         ctypes.CDLL(str(library))
-    except OSError as error:  # most often: the system has no libvulkan.so.1
-        return f"{VULKAN} cannot be loaded: {error}; {_DRIVER}"
-    return f"{VULKAN} finds no GPU; {_DRIVER}"
+    except OSError as error:  # most often: the system has no libvulkan.so.1 or libcuda.so.1, which come with the driver
+        # cuBLAS comes with a requirement of the wheel.
+        return f"{wheel.package} cannot be loaded: {error}; {wheel.hint if 'libcublas' in str(error) else driver}"
+    reason = next((f" ({line.rpartition(': ')[2]})" for line in lines if "failed to initialize" in line), "")
+    return f"{wheel.package} finds no GPU{reason}; {driver}"
 
 
 def load_mtmd() -> Any:

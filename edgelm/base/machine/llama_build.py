@@ -14,9 +14,28 @@ from pathlib import Path
 from edgelm.base.errors import EngineError
 
 SUPPORTED = "0.3.36"  # of llama-cpp-python: another release has other structures (packaging/llama/pyproject.toml)
-COMPILED, READY_MADE, VULKAN = "llama-cpp-python", "edgelm-llama", "edgelm-llama-vulkan"
+COMPILED, READY_MADE = "llama-cpp-python", "edgelm-llama"
 INSTALL = f"reinstall edgelm, or: pip install llama-cpp-python=={SUPPORTED}"
-VULKAN_INSTALL = "reinstall 'edgelm[vulkan]'"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuWheel:
+    """A wheel with one of llama.cpp's backends for GPUs."""
+
+    backend: str  # ggml's word
+    extra: str  # of edgelm
+
+    @property
+    def package(self) -> str:
+        return f"{READY_MADE}-{self.backend}"
+
+    @property
+    def hint(self) -> str:
+        return f"reinstall 'edgelm[{self.extra}]'"
+
+
+# In the order in which they are loaded: a GPU that several know is the first one's.
+GPU_WHEELS = (GpuWheel("cuda", "llama-cuda"), GpuWheel("vulkan", "vulkan"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +76,23 @@ def find_build() -> InstalledLlama:
     raise EngineError("llama.cpp is not installed", INSTALL)
 
 
-def vulkan_library(build: InstalledLlama) -> Path | None:
-    """Return the backend in edgelm-llama-vulkan; None if that is not installed.
+def gpu_library(wheel: GpuWheel, build: InstalledLlama) -> Path | None:
+    """Return the backend in a wheel; None if that is not installed.
 
     Raises EngineError if it belongs to another build: it calls the functions and reads the structures of this one.
     """
-    folder = package_folder("edgelm_llama_vulkan")
+    folder = package_folder(wheel.package.replace("-", "_"))
     if folder is None:
         return None
     if not build.ready_made:
         raise EngineError(
-            f"{VULKAN} is not used beside {build.package}, which has backends of its own",
-            f"uninstall {build.package}, or take one with Vulkan",
+            f"{wheel.package} is not used beside {build.package}, which has backends of its own",
+            f"uninstall {build.package}, or take one with {wheel.backend}",
         )
-    ours = _version(VULKAN)
+    ours = _version(wheel.package)
     if ours != build.version:
-        raise EngineError(f"{VULKAN} {ours} is not used, for {READY_MADE} is {build.version}", VULKAN_INSTALL)
-    return folder / "lib" / "libggml-vulkan.so"
+        raise EngineError(f"{wheel.package} {ours} is not used, for {READY_MADE} is {build.version}", wheel.hint)
+    return folder / "lib" / f"libggml-{wheel.backend}.so"
 
 
 def package_folder(name: str) -> Path | None:

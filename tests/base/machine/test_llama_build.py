@@ -12,7 +12,7 @@ import pytest
 from edgelm.backends.llama.binding import layout_difference
 from edgelm.base.errors import EngineError
 from edgelm.base.machine import llama_build
-from edgelm.base.machine.llama_build import SUPPORTED, find_build, vulkan_library
+from edgelm.base.machine.llama_build import GPU_WHEELS, SUPPORTED, GpuWheel, find_build, gpu_library
 
 PROJECT = Path(__file__).resolve().parents[3] / "packaging" / "llama" / "pyproject.toml"
 
@@ -65,18 +65,22 @@ def test_the_label_tells_builds_apart(
     assert build.label == f"llama-cpp-python {SUPPORTED} {label}"
 
 
-def test_the_vulkan_wheel_belongs_to_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wheel", GPU_WHEELS, ids=lambda wheel: wheel.backend)
+def test_a_wheel_for_gpus_belongs_to_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: GpuWheel) -> None:
+    name = wheel.package.replace("-", "_")
     install(monkeypatch, tmp_path, edgelm_llama="0.3.36.1")
-    assert vulkan_library(find_build()) is None
-    install(monkeypatch, tmp_path, edgelm_llama="0.3.36.1", edgelm_llama_vulkan="0.3.36.1")
-    library = vulkan_library(find_build())
-    assert library == tmp_path / "edgelm_llama_vulkan" / "lib" / "libggml-vulkan.so"
-    install(monkeypatch, tmp_path, edgelm_llama="0.3.36.2", edgelm_llama_vulkan="0.3.36.1")
-    with pytest.raises(EngineError, match=r"vulkan 0\.3\.36\.1 is not used, for edgelm-llama is 0\.3\.36\.2"):
-        vulkan_library(find_build())
-    install(monkeypatch, tmp_path, edgelm_llama="0.3.36.1", edgelm_llama_vulkan="0.3.36.1", llama_cpp=SUPPORTED)
+    assert gpu_library(wheel, find_build()) is None
+    install(monkeypatch, tmp_path, edgelm_llama="0.3.36.1", **{name: "0.3.36.1"})
+    assert gpu_library(wheel, find_build()) == tmp_path / name / "lib" / f"libggml-{wheel.backend}.so"
+    install(monkeypatch, tmp_path, edgelm_llama="0.3.36.2", **{name: "0.3.36.1"})
+    with pytest.raises(
+        EngineError, match=rf"{wheel.package} 0\.3\.36\.1 is not used, for edgelm-llama is 0\.3\.36\.2"
+    ) as caught:
+        gpu_library(wheel, find_build())
+    assert caught.value.hint == f"reinstall 'edgelm[{wheel.extra}]'"
+    install(monkeypatch, tmp_path, edgelm_llama="0.3.36.1", llama_cpp=SUPPORTED, **{name: "0.3.36.1"})
     with pytest.raises(EngineError, match="is not used beside llama-cpp-python, which has backends"):
-        vulkan_library(find_build())
+        gpu_library(wheel, find_build())
 
 
 def test_another_release_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
