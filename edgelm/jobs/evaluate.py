@@ -17,7 +17,7 @@ from edgelm.backends.build import load_evaluation
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.machine.conditions import Measurement
 from edgelm.base.workers.child import Child, report_loading
-from edgelm.base.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result, Status
+from edgelm.base.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Note, Result, Status
 from edgelm.engine.core import ExecutorInfo
 from edgelm.evaluation.evaluate import NOISE_TOKENS, Evaluation, evaluate
 from edgelm.evaluation.scores import Moments, Tally, distinguishable
@@ -39,6 +39,7 @@ def evaluate_file(job: EvalJob, child: Child) -> None:
         progress=partial(report_loading, child),
         cuda_problem=job.cuda_problem,
         notify=lambda text: child.send(Status(text)),
+        warn=lambda text: child.send(Note(text)),
         when_lost=child.fail,
     ) as evaluation:
         _run(job, evaluation, child)
