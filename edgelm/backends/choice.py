@@ -10,7 +10,7 @@ Everything that it depends on is an argument: settings, model, machine. Knows no
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, ModelError
@@ -44,7 +44,8 @@ class Situation:
     cuda: CudaState
 
 
-class Route(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Route:
     """A way to run a model. `reason` is why it is not taken."""
 
     name: str

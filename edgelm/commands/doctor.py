@@ -95,7 +95,7 @@ def show_health(as_json: bool) -> int:
             )
         )
     else:
-        console.print(engine_table(engines), soft_wrap=True)
+        console.print(engine_table(engines))
     return 1 if any(finding.state == "problem" for finding in findings) else 0
 
 

@@ -51,7 +51,7 @@ def kinds() -> list[Kind]:
 def engine_table(engines: Engines) -> Table:
     """Return the table, with a last row that says what is there on this machine."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("model", max_width=60)
+    table.add_column("model")
     for title in ("our kernels, CUDA", "llama.cpp, GPU", "processor"):
         table.add_column(title)
     for kind in kinds():
@@ -68,5 +68,5 @@ def engine_documents(engines: Engines) -> dict[str, Any]:
 
 
 def _here(engines: Engines) -> tuple[str, str, str]:
-    llama_gpu = "there" if engines.has_llama_gpu else "not installed, or it finds no GPU"
+    llama_gpu = "there" if engines.has_llama_gpu else "not there"
     return ("there" if not engines.cuda else "not there", llama_gpu, "there" if not engines.llama else "not there")

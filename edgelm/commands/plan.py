@@ -222,7 +222,7 @@ def as_document(
         "engine": choice.engine,
         "device": choice.device,
         "engine_reasons": list(choice.reasons),
-        "routes": [route._asdict() for route in choice.routes],
+        "routes": [asdict(route) for route in choice.routes],
         "unused_gpu": choice.unused_gpu or None,
         "file_bytes": facts.summary.nbytes,
         "weights_bytes": result.weights.resident,

@@ -238,7 +238,7 @@ def plan_for_torch(
     least_context: int = 0,
     with_options: bool = False,
 ) -> TorchPlan:
-    """Plan a model. Where memory is short, steps are shorter; before the model is refused, one sequence runs at a time.
+    """Plan a model. Where memory is short, steps are shorter, and then fewer sequences run at a time, at least one.
 
     `context_bytes`: as for TorchMemory. Raises EdgeLMError, as `plan` does.
     """
@@ -265,12 +265,16 @@ def plan_for_torch(
     usual = planned(settings.parallel, STEP_TOKENS[device])
     if usual.plan.preferred or device != "cuda":
         return usual
-    best = min(usual, planned(settings.parallel, SMALL_STEP), key=lambda one: _rank(one.plan.chosen))
-    if best.plan.chosen is not None or settings.parallel == 1:
+    sequences = settings.parallel
+    found = [usual, planned(sequences, SMALL_STEP)]
+    while sequences > 1:
+        sequences //= 2
+        found.append(planned(sequences, SMALL_STEP))
+    best = min(found, key=lambda one: _rank(one.plan.chosen))  # of equal ones, the one with the most sequences
+    if best.sequences == settings.parallel or best.plan.note:
         return best
-    alone = planned(1, SMALL_STEP)
-    note = f"one request is answered at a time: the GPU has no memory for --parallel {settings.parallel}"
-    return alone._replace(plan=replace(alone.plan, note=note)) if alone.plan.chosen else best
+    note = f"{best.sequences} of --parallel {settings.parallel} requests run at a time: the GPU has no memory for more"
+    return best._replace(plan=replace(best.plan, note=note))
 
 
 def _rank(option: Option | None) -> tuple[int, int]:
